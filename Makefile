@@ -1,0 +1,34 @@
+# Every target does its own set-up; `make demo` and `make test` are the two to know.
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+
+.PHONY: setup demo test lint bench clean
+
+setup: .venv/installed
+
+# Rebuilt when a C++ source or a pin changes; Python sources are used in place.
+.venv/installed: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]" \
+		--config-settings=cmake.define.BLOCKSPARSE_EMULATE_AMX=ON
+	touch $@
+
+demo: setup
+	$(BIN)/blocksparse demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror csrc/*
+
+bench: setup
+	$(BIN)/python benchmarks/reach.py
+
+clean:
+	rm -rf .venv build dist

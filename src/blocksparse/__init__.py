@@ -1,0 +1,22 @@
+"""Block-sparse neural networks for PyTorch: stored sparse, trained sparse, run sparse."""
+
+from . import nn, patterns, topology
+from .convert import from_dense, to_dense
+from .errors import BlockSparseError
+from .layout import BlockLayout
+from .ops import backends, linear, use_backend
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockLayout",
+    "BlockSparseError",
+    "backends",
+    "from_dense",
+    "linear",
+    "nn",
+    "patterns",
+    "to_dense",
+    "topology",
+    "use_backend",
+]

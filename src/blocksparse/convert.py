@@ -1,0 +1,66 @@
+"""Between a dense weight and the values of a layout."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import BlockSparseError
+from .layout import BlockLayout
+
+
+def from_dense(weight: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """The values of `layout`'s blocks in a dense weight; what lies outside of them is dropped.
+
+    Args:
+        weight: `[out_features, in_features]`, or `[out_channels, in_channels, *kernel]` of a convolution.
+        layout: a layout of that shape.
+
+    Returns:
+        `[nnz, block_out, block_in]` (or `[nnz, block_out, block_in, *kernel]`), of the weight's dtype and device;
+        differentiable.
+
+    Raises:
+        BlockSparseError: the weight has another shape than the layout.
+
+    >>> import torch, blocksparse as bs
+    >>> layout = bs.BlockLayout([[True, False], [True, True]], block_size=2)
+    >>> bs.from_dense(torch.arange(16.0).reshape(4, 4), layout)[1]
+    tensor([[ 8.,  9.],
+            [12., 13.]])
+    """
+    if weight.dim() < 2 or tuple(weight.shape[:2]) != layout.shape:
+        raise BlockSparseError.expected("weight", f"shape {layout.shape} for {layout!r}", tuple(weight.shape))
+    kernel = weight.shape[2:]
+    blocks = weight.reshape(
+        layout.grid[0], layout.block_shape[0], layout.grid[1], layout.block_shape[1], *kernel
+    )
+    rows, cols = block_coordinates(layout, weight.device)
+    return blocks.transpose(1, 2)[rows, cols]
+
+
+def to_dense(values: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """The dense weight `[out_features, in_features]` of `values`, zero outside of the layout; differentiable.
+
+    Args:
+        values: `[nnz, block_out, block_in]`, or with a convolution's `*kernel` behind.
+
+    Raises:
+        BlockSparseError: values of another shape than the layout's.
+
+    >>> import torch, blocksparse as bs
+    >>> layout = bs.BlockLayout([[True, False], [False, True]], block_size=(1, 2))
+    >>> bs.to_dense(torch.tensor([[[1., 2.]], [[3., 4.]]]), layout)
+    tensor([[1., 2., 0., 0.],
+            [0., 0., 3., 4.]])
+    """
+    layout.check_values(values)
+    kernel = values.shape[3:]
+    blocks = values.new_zeros(*layout.grid, *layout.block_shape, *kernel)
+    blocks = blocks.index_put(block_coordinates(layout, values.device), values)
+    return blocks.transpose(1, 2).reshape(*layout.shape, *kernel)
+
+
+def block_coordinates(layout: BlockLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row and the column of each stored block, int64 on `device`."""
+    rows = torch.from_numpy(layout.row_of_block).to(device)
+    return rows, layout.col_indices(device).long()

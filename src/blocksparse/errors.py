@@ -1,0 +1,16 @@
+"""The one error class of the library."""
+
+
+class BlockSparseError(ValueError):
+    """A mistake in what was asked for, said as "expected ..., got ..." with shapes, dtypes and the layout.
+
+    >>> import blocksparse as bs
+    >>> bs.BlockLayout([[True, False]], block_size=0)
+    Traceback (most recent call last):
+    ...
+    blocksparse.errors.BlockSparseError: block_size: expected a positive int or a pair of them (rows, columns), got 0
+    """
+
+    @classmethod
+    def expected(cls, subject: str, expected: object, got: object) -> "BlockSparseError":
+        return cls(f"{subject}: expected {expected}, got {got}")

@@ -1,0 +1,358 @@
+"""Which blocks of a weight exist: an immutable, hashable value, free of any device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from .errors import BlockSparseError
+
+T = TypeVar("T")
+
+
+class BlockLayout:
+    """The blocks that a weight of shape `[out_features, in_features]` stores.
+
+    Args:
+        mask: bool `[out_blocks, in_blocks]` (tensor, array or nested lists); True where a block is stored.
+            Integers are taken when they are all 0 or 1; floating-point masks are refused.
+        block_size: an int, or a pair (rows, columns), of the block in units of features.
+
+    A weight is this layout plus a tensor `values` of shape `[nnz, block_out, block_in]`, whose blocks are sorted
+    by row, then by column: exactly the values of a `torch.sparse_bsr` tensor. Layouts compare and hash by content.
+
+    Raises:
+        BlockSparseError: a mask that is not a 2-D 0/1 matrix, or a block size that is not positive.
+
+    Example:
+        >>> import blocksparse as bs
+        >>> layout = bs.BlockLayout([[True, False, True], [False, False, True]], block_size=(16, 32))
+        >>> layout
+        BlockLayout(shape=(32, 96), block_size=(16, 32), nnz=3, density=0.5)
+        >>> layout.crow_indices(), layout.col_indices()
+        (tensor([0, 2, 3], dtype=torch.int32), tensor([0, 2, 2], dtype=torch.int32))
+        >>> layout.T.shape
+        (96, 32)
+    """
+
+    def __init__(self, mask: Any, block_size: int | tuple[int, int] = 32):
+        mask = _checked_mask(mask)
+        rows, cols = np.nonzero(mask)
+        self._fill(rows, cols, mask.shape, _checked_block(block_size))
+
+    @classmethod
+    def from_indices(
+        cls, rows: Any, cols: Any, grid: tuple[int, int], block_size: int | tuple[int, int] = 32
+    ) -> BlockLayout:
+        """A layout from the block coordinates, in any order, without ever making the dense mask.
+
+        Args:
+            rows, cols: integer vectors of equal length, the row and column of each stored block.
+            grid: (out_blocks, in_blocks).
+            block_size: as for the class.
+
+        Raises:
+            BlockSparseError: an index out of range, a block given twice, or lengths that differ.
+
+        >>> import blocksparse as bs
+        >>> bs.BlockLayout.from_indices([250_000 - 1, 0], [7, 9], grid=(250_000, 250_000), block_size=1)
+        BlockLayout(shape=(250000, 250000), block_size=(1, 1), nnz=2, density=3.2e-11)
+        """
+        grid = _checked_grid(grid)
+        rows, cols = _checked_index("rows", rows, grid[0]), _checked_index("cols", cols, grid[1])
+        if rows.shape != cols.shape:
+            raise BlockSparseError.expected(
+                "rows and cols", "vectors of equal length", f"{rows.size} rows and {cols.size} columns"
+            )
+        keys = rows * grid[1] + cols
+        if np.any(keys[1:] <= keys[:-1]):
+            keys = np.sort(keys)
+            twice = np.flatnonzero(keys[1:] == keys[:-1])
+            if twice.size:
+                block = divmod(int(keys[twice[0]]), grid[1])
+                raise BlockSparseError.expected(
+                    "rows and cols", "each block once", f"block {block} more than once"
+                )
+            rows, cols = np.divmod(keys, grid[1])
+        layout = cls.__new__(cls)
+        layout._fill(rows, cols, grid, _checked_block(block_size))
+        return layout
+
+    def _fill(
+        self, rows: np.ndarray, cols: np.ndarray, grid: tuple[int, int], block: tuple[int, int]
+    ) -> None:
+        crow = np.zeros(grid[0] + 1, dtype=np.int64)
+        np.cumsum(np.bincount(rows, minlength=grid[0]), out=crow[1:])
+        index = np.int32 if len(cols) < 2**31 else np.int64
+        self.grid: tuple[int, int] = (int(grid[0]), int(grid[1]))
+        self.block_shape: tuple[int, int] = block
+        self._crow = crow.astype(index)
+        self._col = np.ascontiguousarray(cols, dtype=index)
+        self._crow.setflags(write=False)
+        self._col.setflags(write=False)
+        self._derived: dict[Hashable, Any] = {}
+        self._indices = {torch.device("cpu"): self._tag(_tensor(self._crow), _tensor(self._col))}
+
+    def _tag(self, crow: torch.Tensor, col: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # The ops see index tensors, so that a compiled or exported graph stands alone; this leads back from them.
+        col._blocksparse_layout = weakref.ref(self)  # type: ignore[attr-defined]
+        return crow, col
+
+    # -- what it is --------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features) of the weight."""
+        return self.grid[0] * self.block_shape[0], self.grid[1] * self.block_shape[1]
+
+    @property
+    def nnz(self) -> int:
+        """The number of stored blocks."""
+        return self._col.size
+
+    @property
+    def density(self) -> float:
+        """Stored blocks / all blocks of the grid."""
+        return self.nnz / (self.grid[0] * self.grid[1])
+
+    @property
+    def values_shape(self) -> tuple[int, int, int]:
+        """The shape of the values of a linear weight: (nnz, block_out, block_in)."""
+        return self.nnz, *self.block_shape
+
+    def mask(self) -> torch.Tensor:
+        """The dense bool mask `[out_blocks, in_blocks]`, newly made."""
+        mask = torch.zeros(self.grid, dtype=torch.bool)
+        mask[torch.from_numpy(self.row_of_block), torch.from_numpy(self._col.astype(np.int64))] = True
+        return mask
+
+    def crow_indices(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """Where each block row starts, `[out_blocks + 1]`, int32 (int64 from 2^31 blocks on); not to be written to."""
+        return self._indices_on(device)[0]
+
+    def col_indices(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """The block column of each stored block, `[nnz]`, dtype as `crow_indices`; not to be written to."""
+        return self._indices_on(device)[1]
+
+    def _indices_on(self, device: torch.device | str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        device = torch.device("cpu" if device is None else device)
+        found = self._indices.get(device)
+        if found is None:
+            crow, col = self._indices[torch.device("cpu")]
+            found = self._indices[device] = self._tag(crow.to(device), col.to(device))
+        return found
+
+    @cached_property
+    def row_of_block(self) -> np.ndarray:
+        """The block row of each stored block, int64 `[nnz]`."""
+        return np.repeat(np.arange(self.grid[0], dtype=np.int64), np.diff(self._crow))
+
+    @property
+    def T(self) -> BlockLayout:
+        """The layout of the transposed weight."""
+        return self._transposed[0]
+
+    @property
+    def transpose_order(self) -> np.ndarray:
+        """For each block of `layout.T`, its position in this layout, int64 `[nnz]`."""
+        return self._transposed[1]
+
+    @cached_property
+    def _transposed(self) -> tuple[BlockLayout, np.ndarray]:
+        order = np.argsort(self._col, kind="stable")
+        other = BlockLayout.__new__(BlockLayout)
+        other._fill(
+            self._col[order].astype(np.int64),
+            self.row_of_block[order],
+            self.grid[::-1],
+            self.block_shape[::-1],
+        )
+        back = np.empty_like(order)
+        back[order] = np.arange(order.size)
+        other.__dict__["_transposed"] = (self, back)
+        return other, order
+
+    def derived(self, key: Hashable, build: Callable[[], T]) -> T:
+        """What `build` makes of this layout (a plan, say), made once and kept with it."""
+        if key not in self._derived:
+            self._derived[key] = build()
+        return self._derived[key]
+
+    # -- as a value --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.grid, self.block_shape, self._crow.tobytes(), self._col.tobytes()))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, BlockLayout):
+            return NotImplemented
+        return (
+            self.grid == other.grid
+            and self.block_shape == other.block_shape
+            and np.array_equal(self._crow, other._crow)
+            and np.array_equal(self._col, other._col)
+        )
+
+    def __reduce__(self):
+        return BlockLayout.from_indices, (self.row_of_block, np.array(self._col), self.grid, self.block_shape)
+
+    def __copy__(self) -> BlockLayout:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> BlockLayout:
+        return self
+
+    def __repr__(self) -> str:
+        return f"BlockLayout(shape={self.shape}, block_size={self.block_shape}, nnz={self.nnz}, density={self.density:.4g})"
+
+    # -- other formats, sharing the memory of the values -------------------------------------------------------
+
+    def to_torch_bsr(self, values: torch.Tensor) -> torch.Tensor:
+        """The `torch.sparse_bsr` tensor of this weight; it shares the memory of `values`.
+
+        >>> import torch, blocksparse as bs
+        >>> layout = bs.patterns.dense((4, 8), block_size=4)
+        >>> layout.to_torch_bsr(torch.ones(layout.values_shape)).to_dense().shape
+        torch.Size([4, 8])
+        """
+        self.check_values(values)
+        return torch.sparse_bsr_tensor(
+            self.crow_indices(values.device), self.col_indices(values.device), values, self.shape
+        )
+
+    @classmethod
+    def from_torch_bsr(cls, tensor: torch.Tensor) -> tuple[BlockLayout, torch.Tensor]:
+        """(layout, values) of a 2-D `torch.sparse_bsr` tensor; the values share its memory.
+
+        Raises:
+            BlockSparseError: any other kind of tensor.
+        """
+        if tensor.layout != torch.sparse_bsr or tensor.dim() != 2:
+            raise BlockSparseError.expected(
+                "tensor", "a 2-D torch.sparse_bsr tensor", f"{tensor.dim()}-D {tensor.layout}"
+            )
+        values = tensor.values()
+        block = (values.shape[-2], values.shape[-1])
+        grid = (tensor.shape[0] // block[0], tensor.shape[1] // block[1])
+        crow = tensor.crow_indices().cpu().numpy()
+        rows = np.repeat(np.arange(grid[0]), np.diff(crow))
+        return cls._with_sorted(rows, tensor.col_indices().cpu().numpy(), grid, block, values)
+
+    def to_scipy_bsr(self, values: torch.Tensor) -> Any:
+        """The `scipy.sparse.bsr_matrix` of this weight; it shares the memory of `values`, which must be on the CPU."""
+        import scipy.sparse
+
+        self.check_values(values)
+        array = values.detach().numpy()
+        return scipy.sparse.bsr_matrix((array, self._col, self._crow), shape=self.shape, copy=False)
+
+    @classmethod
+    def from_scipy_bsr(cls, matrix: Any) -> tuple[BlockLayout, torch.Tensor]:
+        """(layout, values) of a `scipy.sparse` BSR matrix; the values share its memory when its indices are sorted.
+
+        Raises:
+            BlockSparseError: any other format (use `.tobsr(blocksize=...)` first).
+        """
+        if getattr(matrix, "format", None) != "bsr":
+            raise BlockSparseError.expected("matrix", "a scipy.sparse BSR matrix", type(matrix).__name__)
+        block = matrix.blocksize
+        grid = (matrix.shape[0] // block[0], matrix.shape[1] // block[1])
+        rows = np.repeat(np.arange(grid[0]), np.diff(matrix.indptr))
+        return cls._with_sorted(rows, matrix.indices, grid, block, torch.from_numpy(matrix.data))
+
+    @classmethod
+    def _with_sorted(
+        cls,
+        rows: np.ndarray,
+        cols: np.ndarray,
+        grid: tuple[int, int],
+        block: tuple[int, int],
+        values: torch.Tensor,
+    ) -> tuple[BlockLayout, torch.Tensor]:
+        cols = cols.astype(np.int64)
+        layout = cls.from_indices(rows, cols, grid, block)
+        if not np.array_equal(layout._col, cols):
+            order = np.argsort(rows * grid[1] + cols, kind="stable")
+            values = values[torch.from_numpy(order).to(values.device)]
+        return layout, values
+
+    def check_values(self, values: torch.Tensor) -> None:
+        """Raises a BlockSparseError unless `values` has the shape of this layout's values."""
+        if tuple(values.shape[:3]) != self.values_shape:
+            raise BlockSparseError.expected(
+                "values", f"shape {self.values_shape} for {self!r}", tuple(values.shape)
+            )
+
+
+# -- checks of what a user hands in ------------------------------------------------------------------------------
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    # torch warns about read-only arrays, and ours are: it gets a writeable view that only we hold.
+    return torch.from_numpy(array.copy())
+
+
+def _checked_mask(mask: Any) -> np.ndarray:
+    try:
+        array = mask.detach().cpu().numpy() if isinstance(mask, torch.Tensor) else np.asarray(mask)
+    except (ValueError, TypeError) as error:
+        raise BlockSparseError.expected("mask", "a bool matrix [out_blocks, in_blocks]", error) from error
+    if array.ndim != 2 or 0 in array.shape:
+        raise BlockSparseError.expected(
+            "mask", "2-D [out_blocks, in_blocks], neither of them 0", f"shape {array.shape}"
+        )
+    if array.dtype == bool:
+        return array
+    if not np.issubdtype(array.dtype, np.integer):
+        raise BlockSparseError.expected(
+            "mask", "bool (of a float weight, say `mask != 0`)", f"dtype {array.dtype}"
+        )
+    if not np.isin(array, (0, 1)).all():
+        raise BlockSparseError.expected("mask", "0s and 1s", f"values {array.min()} to {array.max()}")
+    return array.astype(bool)
+
+
+def _checked_block(block_size: Any) -> tuple[int, int]:
+    pair = (
+        tuple(block_size) if isinstance(block_size, tuple | list | torch.Size) else (block_size, block_size)
+    )
+    if len(pair) != 2 or not all(_is_int(size) and size > 0 for size in pair):
+        raise BlockSparseError.expected(
+            "block_size", "a positive int or a pair of them (rows, columns)", repr(block_size)
+        )
+    return int(pair[0]), int(pair[1])
+
+
+def _checked_grid(grid: Any) -> tuple[int, int]:
+    if not isinstance(grid, tuple | list) or len(grid) != 2 or not all(_is_int(n) and n > 0 for n in grid):
+        raise BlockSparseError.expected("grid", "a pair of positive ints (out_blocks, in_blocks)", repr(grid))
+    return int(grid[0]), int(grid[1])
+
+
+def _checked_index(name: str, index: Any, bound: int) -> np.ndarray:
+    array = index.detach().cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise BlockSparseError.expected(name, "a vector of ints", f"shape {array.shape}, dtype {array.dtype}")
+    array = array.astype(np.int64)
+    if array.size and (array.min() < 0 or array.max() >= bound):
+        raise BlockSparseError.expected(
+            name, f"indices from 0 to {bound - 1}", f"{array.min()} to {array.max()}"
+        )
+    return array
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

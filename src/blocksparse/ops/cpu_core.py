@@ -1,0 +1,85 @@
+"""The compiled CPU core, shared by all ops: is it there, which instruction set, whose threads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from ..errors import BlockSparseError
+
+ISA_VARIABLE = "BLOCKSPARSE_CPU_ISA"
+
+
+@cache
+def _load() -> tuple[ModuleType | None, str | None]:
+    try:
+        from .. import _core
+    except ImportError as error:
+        return None, (
+            f"the compiled core blocksparse._core does not load ({error}). Build it with `pip install .` in the "
+            "source tree (needs a C++17 compiler), or `make setup` for development"
+        )
+    # The address of PyTorch's own parallel loop: one pool of threads for both, sized by torch.set_num_threads.
+    library = "libtorch_cpu.dylib" if os.uname().sysname == "Darwin" else "libtorch_cpu.so"
+    torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / library))
+    addresses = [ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p).value for name in _TORCH_THREADS]
+    _core.share_threads(*addresses)
+    return _core, None
+
+
+_TORCH_THREADS = ("torch_parallel_for", "torch_get_num_threads")
+
+
+def unavailable() -> str | None:
+    """Why the compiled core cannot be used, or None when it can."""
+    return _load()[1]
+
+
+def core() -> ModuleType:
+    """The compiled module; a BlockSparseError that says how to build it where it is missing."""
+    module, reason = _load()
+    if module is None:
+        raise BlockSparseError(reason)
+    return module
+
+
+def isas() -> dict[str, bool]:
+    """The instruction sets compiled in, slowest first, and whether this CPU has them."""
+    return dict(core().isas())
+
+
+@cache
+def isa() -> str:
+    """The instruction set in use: the best this CPU has, or what the environment variable says; chosen once."""
+    wanted = os.environ.get(ISA_VARIABLE)
+    if wanted is not None:
+        return _checked(wanted, f"environment variable {ISA_VARIABLE}")
+    return [name for name, here in isas().items() if here and not name.endswith("_emulated")][-1]
+
+
+@contextmanager
+def use_isa(name: str) -> Iterator[None]:
+    """Within it, the CPU kernels run with the instruction set `name`: for tests and comparisons."""
+    global isa
+    before, chosen = isa, _checked(name, "isa")
+    isa = lambda: chosen  # type: ignore[assignment]  # noqa: E731
+    try:
+        yield
+    finally:
+        isa = before
+
+
+def _checked(name: str, subject: str) -> str:
+    here = [isa for isa, present in isas().items() if present]
+    if name not in here:
+        raise BlockSparseError.expected(
+            subject, f"an instruction set this CPU has ({', '.join(here)})", repr(name)
+        )
+    return name

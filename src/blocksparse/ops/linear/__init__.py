@@ -1,0 +1,95 @@
+"""The block-sparse linear product, y = x W^T."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import BlockSparseError
+from ...layout import BlockLayout
+from .op import linear_op
+from .reference import ACTIVATIONS
+
+
+def linear(
+    x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """`torch.nn.functional.linear` with a block-sparse weight: activation(x W^T + bias).
+
+    Args:
+        x: `[..., in_features]`, any strides.
+        values: `[nnz, block_out, block_in]`, the blocks of W in the order of `layout`.
+        layout: which blocks of the `[out_features, in_features]` weight these are.
+        bias: `[out_features]` or None.
+        activation: None, "relu", "gelu" (the exact one) or "silu"; fused into the kernel in inference.
+
+    All tensors have one device and one dtype out of float32, float64, bfloat16 and float16 (16 bits accumulate in
+    float32); under `torch.autocast` they are cast to its dtype first. Differentiable in x, values and bias as often
+    as one likes; the gradient of `values` exists on the layout only. Time and memory grow with `nnz`.
+
+    Returns:
+        `[..., out_features]`. The outputs of empty rows are activation(bias), or exactly 0.
+
+    Raises:
+        BlockSparseError: sizes that do not fit the layout, mixed dtypes or devices, an unknown activation.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> layout = bs.patterns.random((64, 128), block_size=32, density=0.5, seed=0)
+        >>> values = torch.randn(layout.values_shape, requires_grad=True)
+        >>> y = bs.linear(torch.randn(10, 7, 128), values, layout, activation="relu")
+        >>> y.shape
+        torch.Size([10, 7, 64])
+        >>> y.sum().backward()
+        >>> values.grad.shape
+        torch.Size([4, 32, 32])
+
+    Source: the block-sparse product of Gray, Radford, Kingma, GPU Kernels for Block-Sparse Weights (2017).
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x, values, bias = _autocast(x, values, bias)
+    _check(x, values, layout, bias, activation)
+    training = torch.is_grad_enabled() and (
+        x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
+    fused = activation if activation == "relu" or not training else None
+    crow, col = layout.crow_indices(x.device), layout.col_indices(x.device)
+    flat = x.reshape(-1, layout.shape[1])
+    y = linear_op(flat, values, bias, crow, col, layout.grid[1], False, fused)
+    if fused != activation:
+        y = ACTIVATIONS[activation](y)
+    return y.reshape(*x.shape[:-1], layout.shape[0])
+
+
+def _autocast(x: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    dtype = torch.get_autocast_dtype(x.device.type)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+    return cast(x), cast(values), None if bias is None else cast(bias)
+
+
+def _check(
+    x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None
+) -> None:
+    if not isinstance(layout, BlockLayout):
+        raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
+    if x.dim() == 0 or x.shape[-1] != layout.shape[1]:
+        raise BlockSparseError.expected("x", f"[..., {layout.shape[1]}] for {layout!r}", list(x.shape))
+    if tuple(values.shape) != layout.values_shape:
+        raise BlockSparseError.expected(
+            "values", f"{list(layout.values_shape)} for {layout!r}", list(values.shape)
+        )
+    if bias is not None and tuple(bias.shape) != (layout.shape[0],):
+        raise BlockSparseError.expected("bias", f"[{layout.shape[0]}] for {layout!r}", list(bias.shape))
+    for name, tensor in (("values", values), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.dtype != x.dtype:
+            raise BlockSparseError.expected(name, f"the dtype of x, {x.dtype}", tensor.dtype)
+        if tensor.device != x.device:
+            raise BlockSparseError.expected(name, f"the device of x, {x.device}", tensor.device)
+    if activation not in ACTIVATIONS:
+        raise BlockSparseError.expected("activation", f"one of {list(ACTIVATIONS)}", repr(activation))

@@ -1,0 +1,89 @@
+"""The linear products on the CPU: tensors and plans to addresses, one call into the compiled core."""
+
+from __future__ import annotations
+
+import torch
+
+from ...layout import BlockLayout
+from .. import cpu_core
+from .plan import block_plan, row_plan
+
+DTYPES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cpu":
+        return f"it serves tensors on the CPU, not on {device}"
+    if dtype not in DTYPES:
+        return f"it serves {', '.join(str(known) for known in DTYPES)}"
+    return cpu_core.unavailable()
+
+
+def linear(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    layout: BlockLayout,
+    transpose: bool,
+    activation: str | None,
+) -> torch.Tensor:
+    x, values = _features_contiguous(x), values.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    plan = row_plan(layout, transpose)
+    y = torch.empty(x.shape[0], layout.shape[1 if transpose else 0], dtype=x.dtype)
+    cpu_core.core().linear(
+        isa=cpu_core.isa(),
+        dtype=DTYPES[x.dtype],
+        activation=activation or "none",
+        transpose=transpose,
+        block=layout.block_shape,
+        tokens=x.shape[0],
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        in_features=x.shape[1],
+        values=values.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        y=y.data_ptr(),
+        out_features=y.shape[1],
+        start=plan.start,
+        col=plan.col,
+        position=plan.block,
+        row=plan.row,
+        begin=plan.begin,
+        end=plan.end,
+        task_start=plan.task_start,
+    )
+    return y
+
+
+def linear_wgrad(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    grad, x = _features_contiguous(grad), _features_contiguous(x)
+    plan = block_plan(layout)
+    values = torch.empty(layout.values_shape, dtype=x.dtype)
+    cpu_core.core().linear_wgrad(
+        isa=cpu_core.isa(),
+        dtype=DTYPES[x.dtype],
+        block=layout.block_shape,
+        tokens=x.shape[0],
+        grad=grad.data_ptr(),
+        grad_stride=grad.stride(0),
+        out_features=grad.shape[1],
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        in_features=x.shape[1],
+        values=values.data_ptr(),
+        row=plan.row,
+        col=plan.col,
+        task_start=plan.task_start,
+    )
+    return values
+
+
+def _features_contiguous(x: torch.Tensor) -> torch.Tensor:
+    # The kernels take any distance between tokens, but the features of one token side by side.
+    return x if x.stride(1) == 1 else x.contiguous()

@@ -1,0 +1,106 @@
+"""How the linear products of a layout are cut into tasks: pure, made once per layout, no values in it.
+
+Costs are counted in multiply-adds per token. A task is what one thread takes at a time. Cutting never changes the
+order of any sum, so results do not depend on it, nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...layout import BlockLayout
+
+# At 48 tokens about 10 microseconds of a fast core: long beside taking a task, short beside a layer.
+TASK_COST = 16_384
+# Rows are cut between outputs at multiples of this: the kernels' register tiles are this high.
+OUTPUT_STEP = 8
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The tasks of y = x W^T (or, from the transposed layout, of y = x W).
+
+    Piece p computes the outputs `[begin[p], end[p])` of block row `row[p]`; task t is the pieces
+    `[task_start[t], task_start[t + 1])`, the costliest first.
+    """
+
+    start: np.ndarray  # int64 [rows + 1], where each row's blocks start in `col` and `block`
+    col: np.ndarray  # int32 [nnz], the block of inputs
+    block: np.ndarray  # int64 [nnz], the position in `values`
+    row: np.ndarray  # int32 [pieces]
+    begin: np.ndarray  # int32 [pieces]
+    end: np.ndarray  # int32 [pieces]
+    task_start: np.ndarray  # int64 [tasks + 1]
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """The tasks of the sampled product: task t computes the blocks `[task_start[t], task_start[t + 1])`."""
+
+    row: np.ndarray  # int32 [nnz]
+    col: np.ndarray  # int32 [nnz]
+    task_start: np.ndarray  # int64 [tasks + 1]
+
+
+def row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
+    """The plan of x W^T, or of x W with `transpose`.
+
+    >>> import blocksparse as bs
+    >>> hub = bs.BlockLayout([[True] * 64, [True] + [False] * 63], block_size=32)
+    >>> row_plan(hub, transpose=False).row  # the long row in four pieces, then the short one
+    array([0, 0, 0, 0, 1], dtype=int32)
+    """
+    return layout.derived(("linear rows", transpose), lambda: _row_plan(layout, transpose))
+
+
+def _row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
+    block = np.arange(layout.nnz, dtype=np.int64)
+    if transpose:
+        layout, block = layout.T, layout.transpose_order.astype(np.int64)
+    start = layout.crow_indices().numpy().astype(np.int64)
+    height, width = layout.block_shape
+    cost = np.diff(start) * height * width
+
+    # A row above the cost of a task is cut into up to one piece per register tile of outputs.
+    tiles = -(-height // OUTPUT_STEP)
+    pieces = np.clip(-(-cost // TASK_COST), 1, tiles)
+    row = np.repeat(np.arange(layout.grid[0]), pieces)
+    nth = np.arange(row.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begin = nth * tiles // pieces[row] * OUTPUT_STEP
+    end = np.minimum((nth + 1) * tiles // pieces[row] * OUTPUT_STEP, height)
+
+    # An empty row costs about as much as one block does: its outputs are written too.
+    piece_cost = np.maximum(np.diff(start)[row], 1) * (end - begin) * width
+    order = np.argsort(-piece_cost, kind="stable")
+    return RowPlan(
+        start=start,
+        col=layout.col_indices().numpy().astype(np.int32),
+        block=block,
+        row=row[order].astype(np.int32),
+        begin=begin[order].astype(np.int32),
+        end=end[order].astype(np.int32),
+        task_start=_group(piece_cost[order]),
+    )
+
+
+def block_plan(layout: BlockLayout) -> BlockPlan:
+    """The plan of the sampled product (the gradient of the values)."""
+
+    def build() -> BlockPlan:
+        cost = np.full(layout.nnz, layout.block_shape[0] * layout.block_shape[1])
+        return BlockPlan(
+            row=layout.row_of_block.astype(np.int32),
+            col=layout.col_indices().numpy().astype(np.int32),
+            task_start=_group(cost),
+        )
+
+    return layout.derived("linear blocks", build)
+
+
+def _group(cost: np.ndarray) -> np.ndarray:
+    """Consecutive items into tasks of about TASK_COST: where each task starts, and the end."""
+    before = np.cumsum(cost) - cost
+    first = np.flatnonzero(np.diff(before // TASK_COST, prepend=-1))
+    return np.append(first, len(cost)).astype(np.int64)

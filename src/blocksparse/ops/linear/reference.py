@@ -1,0 +1,52 @@
+"""The definition of the linear products in plain PyTorch: any device, any dtype, differentiable, slow."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ...convert import block_coordinates
+from ...layout import BlockLayout
+
+ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None
+
+
+def linear(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    layout: BlockLayout,
+    transpose: bool,
+    activation: str | None,
+) -> torch.Tensor:
+    """`[tokens, in] -> [tokens, out]`: activation(x W^T + bias), or x W with `transpose`."""
+    rows, cols = block_coordinates(layout, x.device)
+    grid, block = layout.grid, layout.block_shape
+    if transpose:
+        rows, cols, grid, block, values = cols, rows, grid[::-1], block[::-1], values.transpose(1, 2)
+    wide = accumulator(x.dtype)
+    blocks = x.to(wide).reshape(-1, grid[1], block[1]).index_select(1, cols)
+    products = torch.einsum("tki,koi->tko", blocks, values.to(wide))
+    y = products.new_zeros(x.shape[0], grid[0], block[0]).index_add(1, rows, products)
+    y = y.reshape(-1, grid[0] * block[0])
+    if bias is not None:
+        y = y + bias.to(wide)
+    return ACTIVATIONS[activation](y).to(x.dtype)
+
+
+def linear_wgrad(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """`[tokens, out], [tokens, in] -> [nnz, block_out, block_in]`: the blocks of grad^T x that the layout stores."""
+    rows, cols = block_coordinates(layout, x.device)
+    wide = accumulator(x.dtype)
+    left = grad.to(wide).reshape(-1, layout.grid[0], layout.block_shape[0]).index_select(1, rows)
+    right = x.to(wide).reshape(-1, layout.grid[1], layout.block_shape[1]).index_select(1, cols)
+    return torch.einsum("tko,tki->koi", left, right).to(x.dtype)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What sums of `dtype` are accumulated in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,102 @@
+"""Which backend serves a call; a refusal carries its reason.
+
+A backend of an op is a module in the op's folder with the op's products as functions and a function
+`refusal(device, dtype) -> str | None`: why it cannot serve such a call, or None when it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from ..errors import BlockSparseError
+
+_BACKEND_OF_DEVICE = {"cpu": "cpu", "cuda": "triton"}
+_forced: list[str] = []  # of the whole process, since autograd runs backward passes in threads of its own
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """One backend as seen from here: usable, or the reason why not."""
+
+    name: str
+    reason: str | None = None
+    details: str = ""
+
+    @property
+    def usable(self) -> bool:
+        return self.reason is None
+
+    def __bool__(self) -> bool:
+        return self.usable
+
+    def __str__(self) -> str:
+        return (
+            f"off: {self.reason}" if self.reason else f"usable{': ' + self.details if self.details else ''}"
+        )
+
+
+def backends() -> dict[str, BackendStatus]:
+    """Every backend, usable or the reason why not.
+
+    >>> import blocksparse as bs
+    >>> list(bs.backends())
+    ['triton', 'cpu', 'reference']
+    >>> bs.backends()["reference"].usable
+    True
+    """
+    from . import cpu_core
+
+    reason = cpu_core.unavailable()
+    return {
+        "triton": BackendStatus("triton", "the Triton kernels for GPUs are not written yet"),
+        "cpu": BackendStatus("cpu", reason, "" if reason else f"instruction set {cpu_core.isa()}"),
+        "reference": BackendStatus("reference", details="plain PyTorch on any device, the definition; slow"),
+    }
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within it, every call of the process is served by the backend `name`, or refused with the reason.
+
+    Raises:
+        BlockSparseError: no backend of that name, or one that is off here.
+
+    >>> import torch, blocksparse as bs
+    >>> layout = bs.patterns.dense((4, 4), block_size=2)
+    >>> with bs.use_backend("reference"):
+    ...     bs.linear(torch.ones(1, 4), torch.ones(layout.values_shape), layout)
+    tensor([[4., 4., 4., 4.]])
+    """
+    known = backends()
+    if name not in known:
+        raise BlockSparseError.expected("backend", f"one of {', '.join(known)}", repr(name))
+    if not known[name]:
+        raise BlockSparseError(f"backend {name!r} is off here: {known[name].reason}")
+    _forced.append(name)
+    try:
+        yield
+    finally:
+        _forced.remove(name)
+
+
+def choose(
+    op: str, implementations: Mapping[str, ModuleType], device: torch.device, dtype: torch.dtype
+) -> ModuleType:
+    """The implementation of `op` for tensors of this device and dtype, or a BlockSparseError that says why none."""
+    name = _forced[-1] if _forced else _BACKEND_OF_DEVICE.get(device.type)
+    if name is None or name not in implementations:
+        reason = f"there is no {name or device.type} backend of it yet"
+    else:
+        refusal = implementations[name].refusal(device, dtype)
+        if refusal is None:
+            return implementations[name]
+        reason = f"the {name} backend refuses: {refusal}"
+    raise BlockSparseError(
+        f"{op} of {dtype} on {device}: {reason}. The plain PyTorch definition runs anywhere, slowly: "
+        f'`with blocksparse.use_backend("reference"): ...`'
+    )

@@ -1,0 +1,1 @@
+"""Graph measures of layouts."""
