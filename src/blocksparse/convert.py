@@ -31,9 +31,7 @@ def from_dense(weight: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     if weight.dim() < 2 or tuple(weight.shape[:2]) != layout.shape:
         raise BlockSparseError.expected("weight", f"shape {layout.shape} for {layout!r}", tuple(weight.shape))
     kernel = weight.shape[2:]
-    blocks = weight.reshape(
-        layout.grid[0], layout.block_shape[0], layout.grid[1], layout.block_shape[1], *kernel
-    )
+    blocks = weight.reshape(layout.grid[0], layout.block_shape[0], layout.grid[1], layout.block_shape[1], *kernel)
     rows, cols = block_coordinates(layout, weight.device)
     return blocks.transpose(1, 2)[rows, cols]
 

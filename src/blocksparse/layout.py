@@ -12,7 +12,7 @@ import torch
 
 from .errors import BlockSparseError
 
-T = TypeVar("T")
+Made = TypeVar("Made")
 
 
 class BlockLayout:
@@ -75,17 +75,13 @@ class BlockLayout:
             twice = np.flatnonzero(keys[1:] == keys[:-1])
             if twice.size:
                 block = divmod(int(keys[twice[0]]), grid[1])
-                raise BlockSparseError.expected(
-                    "rows and cols", "each block once", f"block {block} more than once"
-                )
+                raise BlockSparseError.expected("rows and cols", "each block once", f"block {block} more than once")
             rows, cols = np.divmod(keys, grid[1])
         layout = cls.__new__(cls)
         layout._fill(rows, cols, grid, _checked_block(block_size))
         return layout
 
-    def _fill(
-        self, rows: np.ndarray, cols: np.ndarray, grid: tuple[int, int], block: tuple[int, int]
-    ) -> None:
+    def _fill(self, rows: np.ndarray, cols: np.ndarray, grid: tuple[int, int], block: tuple[int, int]) -> None:
         crow = np.zeros(grid[0] + 1, dtype=np.int64)
         np.cumsum(np.bincount(rows, minlength=grid[0]), out=crow[1:])
         index = np.int32 if len(cols) < 2**31 else np.int64
@@ -177,7 +173,7 @@ class BlockLayout:
         other.__dict__["_transposed"] = (self, back)
         return other, order
 
-    def derived(self, key: Hashable, build: Callable[[], T]) -> T:
+    def derived(self, key: Hashable, build: Callable[[], Made]) -> Made:
         """What `build` makes of this layout (a plan, say), made once and kept with it."""
         if key not in self._derived:
             self._derived[key] = build()
@@ -290,9 +286,7 @@ class BlockLayout:
     def check_values(self, values: torch.Tensor) -> None:
         """Raises a BlockSparseError unless `values` has the shape of this layout's values."""
         if tuple(values.shape[:3]) != self.values_shape:
-            raise BlockSparseError.expected(
-                "values", f"shape {self.values_shape} for {self!r}", tuple(values.shape)
-            )
+            raise BlockSparseError.expected("values", f"shape {self.values_shape} for {self!r}", tuple(values.shape))
 
 
 # -- checks of what a user hands in ------------------------------------------------------------------------------
@@ -315,18 +309,14 @@ def _checked_mask(mask: Any) -> np.ndarray:
     if array.dtype == bool:
         return array
     if not np.issubdtype(array.dtype, np.integer):
-        raise BlockSparseError.expected(
-            "mask", "bool (of a float weight, say `mask != 0`)", f"dtype {array.dtype}"
-        )
+        raise BlockSparseError.expected("mask", "bool (of a float weight, say `mask != 0`)", f"dtype {array.dtype}")
     if not np.isin(array, (0, 1)).all():
         raise BlockSparseError.expected("mask", "0s and 1s", f"values {array.min()} to {array.max()}")
     return array.astype(bool)
 
 
 def _checked_block(block_size: Any) -> tuple[int, int]:
-    pair = (
-        tuple(block_size) if isinstance(block_size, tuple | list | torch.Size) else (block_size, block_size)
-    )
+    pair = tuple(block_size) if isinstance(block_size, tuple | list | torch.Size) else (block_size, block_size)
     if len(pair) != 2 or not all(_is_int(size) and size > 0 for size in pair):
         raise BlockSparseError.expected(
             "block_size", "a positive int or a pair of them (rows, columns)", repr(block_size)
@@ -348,9 +338,7 @@ def _checked_index(name: str, index: Any, bound: int) -> np.ndarray:
         raise BlockSparseError.expected(name, "a vector of ints", f"shape {array.shape}, dtype {array.dtype}")
     array = array.astype(np.int64)
     if array.size and (array.min() < 0 or array.max() >= bound):
-        raise BlockSparseError.expected(
-            name, f"indices from 0 to {bound - 1}", f"{array.min()} to {array.max()}"
-        )
+        raise BlockSparseError.expected(name, f"indices from 0 to {bound - 1}", f"{array.min()} to {array.max()}")
     return array
 
 

@@ -55,9 +55,7 @@ class Linear(BlockSparseModule):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        super().__init__(
-            layout_for((out_features, in_features), layout, density, block_size), (), device, dtype
-        )
+        super().__init__(layout_for((out_features, in_features), layout, density, block_size), (), device, dtype)
         self.in_features = in_features
         self.out_features = out_features
         self.activation = activation
@@ -69,23 +67,21 @@ class Linear(BlockSparseModule):
         layout, (height, width) = self.layout, self.layout.block_shape
         col = layout.col_indices().long()
         row = torch.from_numpy(layout.row_of_block)
-        true_width = (self.in_features - col * width).clamp(
-            max=width
-        )  # of the last column: without its padding
+        true_width = (self.in_features - col * width).clamp(max=width)  # of the last column: without its padding
         fan_in = torch.zeros(layout.grid[0], dtype=torch.float64).index_add(0, row, true_width.double())
         bound = torch.where(fan_in > 0, fan_in.rsqrt(), 0.0).to(self.values)
         with torch.no_grad():
             self.values.uniform_(-1, 1).mul_(bound[row.to(bound.device)].reshape(-1, 1, 1))
-            outside = (torch.arange(height) >= (self.out_features - row * height).unsqueeze(1)).unsqueeze(
-                2
-            ) | (torch.arange(width) >= true_width.unsqueeze(1)).unsqueeze(1)
+            outside = (torch.arange(height) >= (self.out_features - row * height).unsqueeze(1)).unsqueeze(2) | (
+                torch.arange(width) >= true_width.unsqueeze(1)
+            ).unsqueeze(1)
             self.values.masked_fill_(outside.to(self.values.device), 0)
             if self.bias is not None:
                 self.bias.uniform_(-1, 1).mul_(bound.repeat_interleave(height)[: self.out_features])
 
     def forward(self, x: Tensor) -> Tensor:
         out_features, in_features = self.layout.shape
-        bias = self.bias
+        bias: Tensor | None = self.bias
         if in_features != self.in_features and x.shape[-1] == self.in_features:
             x = F.pad(x, (0, in_features - self.in_features))
         if bias is not None and out_features != self.out_features:

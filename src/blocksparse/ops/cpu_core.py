@@ -79,7 +79,5 @@ def use_isa(name: str) -> Iterator[None]:
 def _checked(name: str, subject: str) -> str:
     here = [isa for isa, present in isas().items() if present]
     if name not in here:
-        raise BlockSparseError.expected(
-            subject, f"an instruction set this CPU has ({', '.join(here)})", repr(name)
-        )
+        raise BlockSparseError.expected(subject, f"an instruction set this CPU has ({', '.join(here)})", repr(name))
     return name

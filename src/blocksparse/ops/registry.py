@@ -35,9 +35,7 @@ class BackendStatus:
         return self.usable
 
     def __str__(self) -> str:
-        return (
-            f"off: {self.reason}" if self.reason else f"usable{': ' + self.details if self.details else ''}"
-        )
+        return f"off: {self.reason}" if self.reason else f"usable{': ' + self.details if self.details else ''}"
 
 
 def backends() -> dict[str, BackendStatus]:
@@ -84,9 +82,7 @@ def use_backend(name: str) -> Iterator[None]:
         _forced.remove(name)
 
 
-def choose(
-    op: str, implementations: Mapping[str, ModuleType], device: torch.device, dtype: torch.dtype
-) -> ModuleType:
+def choose(op: str, implementations: Mapping[str, ModuleType], device: torch.device, dtype: torch.dtype) -> ModuleType:
     """The implementation of `op` for tensors of this device and dtype, or a BlockSparseError that says why none."""
     name = _forced[-1] if _forced else _BACKEND_OF_DEVICE.get(device.type)
     if name is None or name not in implementations:

@@ -71,17 +71,13 @@ def _autocast(x: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, T
     return cast(x), cast(values), None if bias is None else cast(bias)
 
 
-def _check(
-    x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None
-) -> None:
+def _check(x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None) -> None:
     if not isinstance(layout, BlockLayout):
         raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
     if x.dim() == 0 or x.shape[-1] != layout.shape[1]:
         raise BlockSparseError.expected("x", f"[..., {layout.shape[1]}] for {layout!r}", list(x.shape))
     if tuple(values.shape) != layout.values_shape:
-        raise BlockSparseError.expected(
-            "values", f"{list(layout.values_shape)} for {layout!r}", list(values.shape)
-        )
+        raise BlockSparseError.expected("values", f"{list(layout.values_shape)} for {layout!r}", list(values.shape))
     if bias is not None and tuple(bias.shape) != (layout.shape[0],):
         raise BlockSparseError.expected("bias", f"[{layout.shape[0]}] for {layout!r}", list(bias.shape))
     for name, tensor in (("values", values), ("bias", bias)):

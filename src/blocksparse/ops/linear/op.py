@@ -48,16 +48,12 @@ def layout_of(crow: Tensor, col: Tensor, in_blocks: int, block: tuple[int, int])
     layout = known() if known is not None else None
     if layout is not None and layout.block_shape == block and layout.grid[1] == in_blocks:
         return layout
-    return _layout_from_bytes(
-        crow.cpu().numpy().tobytes(), col.cpu().numpy().tobytes(), col.dtype, in_blocks, block
-    )
+    return _layout_from_bytes(crow.cpu().numpy().tobytes(), col.cpu().numpy().tobytes(), col.dtype, in_blocks, block)
 
 
 @lru_cache(maxsize=64)
 def _layout_from_bytes(crow: bytes, col: bytes, dtype: torch.dtype, in_blocks: int, block: tuple[int, int]):
-    starts, cols = (
-        torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0) for data in (crow, col)
-    )
+    starts, cols = (torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0) for data in (crow, col))
     rows = torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff().long())
     return BlockLayout.from_indices(rows, cols.long(), (len(starts) - 1, in_blocks), block)
 
@@ -92,9 +88,7 @@ def _linear_backward(ctx, grad):
     elif ctx.activation is not None:
         # Only who calls the op itself comes here: the public function does not fuse these while training.
         before = linear_op(x, values, bias, crow, col, ctx.in_blocks, ctx.transpose, None)
-        backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[
-            ctx.activation
-        ]
+        backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[ctx.activation]
         grad = backward(grad, before)
     grad_x = grad_values = grad_bias = None
     if ctx.needs_input_grad[0]:
