@@ -1,0 +1,1 @@
+"""Measuring: alternating timing, machine facts, correctness first, reports."""

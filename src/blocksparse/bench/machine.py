@@ -1,0 +1,84 @@
+"""What a number was measured on: it goes into every JSON file beside the numbers."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import __version__
+from ..ops import cpu_core
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def machine() -> dict[str, Any]:
+    """CPU, instruction set in use, threads, versions, commit and date, ready for JSON."""
+    usable = cpu_core.unavailable() is None
+    commit, dirty = checkout()
+    return {
+        "cpu": cpu_model(),
+        "arch": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "features": list(cpu_core.core().features()) if usable else None,
+        "isa": cpu_core.isa() if usable else None,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch_blas": "MKL" if torch.backends.mkl.is_available() else "other",
+        "numpy": np.__version__,
+        "blocksparse": __version__,
+        "commit": commit,
+        "dirty": dirty,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def cpu_model() -> str:
+    """The CPU's name as its maker gives it."""
+    if sys.platform == "darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def slug(text: str) -> str:
+    """A name fit for a file.
+
+    >>> slug("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz")
+    'intel-xeon-platinum-8481c'
+    """
+    text = re.sub(r"\((r|tm)\)|@.*$|\bcpu\b|\bprocessor\b", " ", text.lower())
+    return "-".join(re.findall(r"[a-z0-9]+", text)) or "machine"
+
+
+def checkout() -> tuple[str | None, bool | None]:
+    """(commit, whether tracked files differ from it) of the checkout this package is part of, else (None, None).
+
+    A package installed into an environment that merely lies inside some repository is no part of it: git must
+    track the package's own files.
+    """
+    if _output("git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None, None
+    commit = _output("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
+    changes = _output("git", "-C", str(PACKAGE), "status", "--porcelain", "--untracked-files=no")
+    return commit, None if changes is None else bool(changes)
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
