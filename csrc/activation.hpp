@@ -1,0 +1,73 @@
+// Bias and activation on sums that are still in the cache.
+#pragma once
+
+#include <math.h>
+
+#include "kernels.hpp"
+#include "simd.hpp"
+
+namespace blocksparse {
+namespace BLOCKSPARSE_ISA {
+
+// Cephes' expf: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2], within 2 ulp; NaN stays NaN.
+BLOCKSPARSE_INLINE Vector<float> exponential(Vector<float> x) {
+  using V = Vector<float>;
+  const V low = broadcast(-87.3f), high = broadcast(88.3f);
+  x = x < low ? low : x;
+  x = x > high ? high : x;
+  const V magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the lowest bits
+  const V shifted = x * 1.44269504088896341f + magic;
+  const V n = shifted - magic;
+  const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  V p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return p * bits<V>((bits<Vector<uint32_t>>(shifted) << 23) + 0x3f800000u);
+}
+
+BLOCKSPARSE_INLINE Vector<float> sigmoid(Vector<float> x) { return 1.0f / (1.0f + exponential(-x)); }
+
+// Abramowitz and Stegun 7.1.26, within 1.5e-7.
+BLOCKSPARSE_INLINE Vector<float> error_function(Vector<float> x) {
+  using V = Vector<float>;
+  const V size = x < 0.0f ? -x : x;
+  const V t = 1.0f / (1.0f + 0.3275911f * size);
+  V p = t * 1.061405429f - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  const V y = 1.0f - p * t * exponential(-size * size);
+  return x < 0.0f ? -y : y;
+}
+
+BLOCKSPARSE_INLINE Vector<float> activated(Vector<float> x, Activation activation) {
+  switch (activation) {
+    case Activation::kRelu:
+      return x < 0.0f ? Vector<float>{} : x;
+    case Activation::kGelu:
+      return 0.5f * x * (1.0f + error_function(x * 0.70710678118654752f));
+    case Activation::kSilu:
+      return x * sigmoid(x);
+    case Activation::kNone:
+      break;
+  }
+  return x;
+}
+
+// float64 is for checking, not for speed: the mathematical library's own functions.
+BLOCKSPARSE_INLINE Vector<double> activated(Vector<double> x, Activation activation) {
+  if (activation == Activation::kNone) return x;
+  for (int i = 0; i < kLanes<double>; ++i) {
+    const double v = x[i];
+    if (activation == Activation::kRelu) x[i] = v < 0 ? 0 : v;
+    if (activation == Activation::kGelu) x[i] = 0.5 * v * (1 + ::erf(v * 0.70710678118654752440));
+    if (activation == Activation::kSilu) x[i] = v / (1 + ::exp(-v));
+  }
+  return x;
+}
+
+}  // namespace BLOCKSPARSE_ISA
+}  // namespace blocksparse

@@ -1,0 +1,19 @@
+// What this CPU can do, asked once.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace blocksparse {
+
+struct CpuFeatures {
+  bool avx2 = false;         // with FMA and F16C
+  bool avx512 = false;       // F, BW, DQ, VL
+  bool avx512_bf16 = false;  // on top of avx512
+  bool amx_bf16 = false;     // on top of avx512_bf16, and the system grants the tile registers
+};
+
+const CpuFeatures& cpu_features();
+std::vector<std::string> cpu_feature_names();
+
+}  // namespace blocksparse

@@ -1,0 +1,132 @@
+// The element types: how they are stored, what the register tile multiplies, what it accumulates in.
+//
+// A Unit is what one lane holds at one step of a sum. For most types it is one number; where the CPU multiplies pairs
+// of bfloat16 it is a pair of neighbours along the sum (kFold = 2).
+#pragma once
+
+#include "simd.hpp"
+
+#if defined(__F16C__) || defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace blocksparse {
+namespace BLOCKSPARSE_ISA {
+
+template <class Real>
+struct Plain {  // float32 and float64, as they are
+  using Storage = Real;
+  using Unit = Real;
+  using Sum = Real;
+  static constexpr int kFold = 1;
+  static constexpr bool kConvertsWeights = false;
+  BLOCKSPARSE_INLINE Vector<Unit> units(const Storage* from) { return load(from); }
+  BLOCKSPARSE_INLINE void store_sums(Storage* to, Vector<Sum> v) { store(to, v); }
+  BLOCKSPARSE_INLINE Sum to_sum(Storage value) { return value; }
+  BLOCKSPARSE_INLINE Vector<Sum> multiply_add(Unit w, Vector<Unit> x, Vector<Sum> sum) { return sum + w * x; }
+};
+using Float32 = Plain<float>;
+using Float64 = Plain<double>;
+
+struct BFloat16Bits {
+  using Half = uint16_t;
+  BLOCKSPARSE_INLINE float widen(Half value) { return bits<float>(uint32_t(value) << 16); }
+  BLOCKSPARSE_INLINE Vector<float> widen(const Half* from) {
+    typedef Half Narrow __attribute__((vector_size(kVectorBytes / 2)));
+    Narrow narrow;
+    memcpy(&narrow, from, sizeof narrow);
+    return bits<Vector<float>>(__builtin_convertvector(narrow, Vector<uint32_t>) << 16);
+  }
+  BLOCKSPARSE_INLINE void narrow(Half* to, Vector<float> v) {
+    typedef Half Narrow __attribute__((vector_size(kVectorBytes / 2)));
+    const Vector<uint32_t> wide = bits<Vector<uint32_t>>(v);
+    const Vector<uint32_t> rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;  // to nearest, ties to even
+    const Vector<uint32_t> nan = (wide >> 16) | 0x40;
+    const Narrow narrow = __builtin_convertvector(v == v ? rounded : nan, Narrow);
+    memcpy(to, &narrow, sizeof narrow);
+  }
+};
+
+struct Float16Bits {
+  using Half = uint16_t;
+  BLOCKSPARSE_INLINE float widen(Half h) {
+#if defined(__F16C__)
+    return _cvtsh_ss(h);
+#else
+    const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
+    if (rest >= 0x7c00) return bits<float>(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+    // As a float with the exponent 112 too small; the product puts that right, for subnormal halves too.
+    return bits<float>(sign | bits<uint32_t>(bits<float>(rest << 13) * 0x1p112f));
+#endif
+  }
+  BLOCKSPARSE_INLINE Half narrow(float value) {
+#if defined(__F16C__)
+    return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
+#else
+    const uint32_t wide = bits<uint32_t>(value), sign = wide >> 16 & 0x8000, rest = wide & 0x7fffffff;
+    if (rest > 0x7f800000) return Half(sign | 0x7e00);    // NaN
+    if (rest >= 0x477ff000) return Half(sign | 0x7c00);   // rounds to infinity
+    if (rest < 0x38800000)                                // subnormal: adding 0.5 leaves its bits, rounded, at the end
+      return Half(sign | (bits<uint32_t>(bits<float>(rest) + 0.5f) - 0x3f000000));
+    return Half(sign | ((rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13));
+#endif
+  }
+  BLOCKSPARSE_INLINE Vector<float> widen(const Half* from) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+    Vector<float> v;
+    for (int i = 0; i < kLanes<float>; ++i) v[i] = widen(from[i]);
+    return v;
+#endif
+  }
+  BLOCKSPARSE_INLINE void narrow(Half* to, Vector<float> v) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < kLanes<float>; ++i) to[i] = narrow(float(v[i]));
+#endif
+  }
+};
+
+template <class Bits>
+struct Widened {  // 16 bits in memory, float32 in registers
+  using Storage = typename Bits::Half;
+  using Unit = float;
+  using Sum = float;
+  static constexpr int kFold = 1;
+  static constexpr bool kConvertsWeights = true;
+  BLOCKSPARSE_INLINE Vector<Unit> units(const Storage* from) { return Bits::widen(from); }
+  BLOCKSPARSE_INLINE void store_sums(Storage* to, Vector<Sum> v) { Bits::narrow(to, v); }
+  BLOCKSPARSE_INLINE Sum to_sum(Storage value) { return Bits::widen(value); }
+  BLOCKSPARSE_INLINE Vector<Sum> multiply_add(Unit w, Vector<Unit> x, Vector<Sum> sum) { return sum + w * x; }
+};
+using BFloat16 = Widened<BFloat16Bits>;
+using Float16 = Widened<Float16Bits>;
+
+#if defined(__AVX512BF16__)
+struct BFloat16Pairs {  // two products and two sums per lane and instruction
+  using Storage = uint16_t;
+  using Unit = uint32_t;
+  using Sum = float;
+  static constexpr int kFold = 2;
+  static constexpr bool kConvertsWeights = false;  // forward; the transposed product pairs the rows of each block
+  BLOCKSPARSE_INLINE Vector<Unit> units(const Storage* from) {
+    Vector<Unit> v;
+    memcpy(&v, from, sizeof v);
+    return v;
+  }
+  BLOCKSPARSE_INLINE void store_sums(Storage* to, Vector<Sum> v) { BFloat16Bits::narrow(to, v); }
+  BLOCKSPARSE_INLINE Sum to_sum(Storage value) { return BFloat16Bits::widen(value); }
+  BLOCKSPARSE_INLINE Vector<Sum> multiply_add(Unit w, Vector<Unit> x, Vector<Sum> sum) {
+    return _mm512_dpbf16_ps(sum, bits<__m512bh>(_mm512_set1_epi32(int(w))), bits<__m512bh>(x));
+  }
+};
+#endif
+
+}  // namespace BLOCKSPARSE_ISA
+}  // namespace blocksparse

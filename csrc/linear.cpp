@@ -1,0 +1,122 @@
+#include "linear.hpp"
+
+#include <algorithm>
+
+#include "parallel.hpp"
+
+namespace blocksparse {
+namespace {
+
+// Packed panels of one pass over the weights: they stay in the outer caches until they are used.
+constexpr int64_t kPanelBytes = 8 << 20;
+// Tokens that the sampled product packs at a time; 16-bit types take all at once, as sums over chunks would round.
+constexpr int64_t kWgradTokens = 256;
+// What one packing task takes: features of a panel, and steps and features of a block column.
+constexpr int64_t kPackUnits = 512, kPackSteps = 16, kPackFeatures = 1024;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+char* advance(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
+const char* advance(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
+
+// Tokens in panels of about equal width, each a whole number of vectors.
+struct Panels {
+  int64_t tokens, lanes, vectors, count;
+
+  Panels(int64_t tokens, const LinearKernels& kernels)
+      : tokens(tokens), lanes(kernels.lanes), vectors(ceil_div(tokens, lanes)) {
+    count = ceil_div(vectors, kernels.max_vectors);
+  }
+  int64_t first_vector(int64_t p) const { return vectors * p / count; }
+  int64_t first(int64_t p) const { return first_vector(p) * lanes; }
+  int64_t width(int64_t p) const { return (first_vector(p + 1) - first_vector(p)) * lanes; }
+  int64_t real(int64_t p) const { return std::min(tokens - first(p), width(p)); }
+};
+
+}  // namespace
+
+void linear(const InstructionSet& isa, DType dtype, Activation activation, bool transposed, int64_t block_out,
+            int64_t block_sum, int64_t tokens, Matrix x, const void* values, const void* bias, void* y,
+            int64_t out_features, const RowTasks& tasks) {
+  const LinearKernels& kernels = isa.linear(dtype, block_sum);
+  const int64_t size = size_of(dtype), units = x.features / kernels.fold, token_bytes = units * kernels.unit_size;
+  const Panels panels(tokens, kernels);
+  const int64_t width_bytes = token_bytes * kernels.lanes * kernels.max_vectors;
+  const int64_t at_once = std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(width_bytes, 1), 1, panels.count);
+
+  for (int64_t first = 0; first < panels.count; first += at_once) {
+    const int64_t here = std::min(at_once, panels.count - first);
+    const int64_t first_token = panels.first(first);
+    void* packed = scratch(Scratch::kPanels, (panels.first(first + here) - first_token) * token_bytes);
+    const auto panel_at = [&](int64_t p) { return advance(packed, (panels.first(p) - first_token) * token_bytes); };
+
+    const int64_t cuts = ceil_div(units, kPackUnits);
+    parallel_tasks(here * cuts, [&](int64_t i) {
+      const int64_t p = first + i / cuts, begin = i % cuts * kPackUnits;
+      kernels.pack_panel(advance(x.data, panels.first(p) * x.stride * size), x.stride, panels.real(p), begin,
+                         std::min(begin + kPackUnits, units), panels.width(p), panel_at(p));
+    });
+
+    parallel_tasks(here * tasks.tasks, [&](int64_t i) {
+      const int64_t p = first + i / tasks.tasks, task = i % tasks.tasks;
+      for (int64_t j = tasks.task_start[task]; j < tasks.task_start[task + 1]; ++j) {
+        const int64_t row = tasks.row[j], output = row * block_out + tasks.begin[j];
+        const int64_t start = tasks.start[row];
+        kernels.row_piece({tasks.start[row + 1] - start,
+                           tasks.col + start,
+                           tasks.position + start,
+                           values,
+                           block_out,
+                           block_sum,
+                           transposed,
+                           tasks.begin[j],
+                           tasks.end[j],
+                           panel_at(p),
+                           panels.width(p),
+                           panels.real(p),
+                           bias ? advance(bias, output * size) : nullptr,
+                           activation,
+                           advance(y, (panels.first(p) * out_features + output) * size),
+                           out_features});
+      }
+    });
+  }
+}
+
+void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64_t block_in, int64_t tokens,
+                  Matrix grad, Matrix x, void* values, const BlockTasks& tasks) {
+  const LinearKernels& kernels = isa.linear(dtype, 2);  // the sum is over tokens, padded to whole units
+  const int64_t size = size_of(dtype), unit = kernels.unit_size;
+  const int64_t padded_in = ceil_div(block_in, kernels.lanes) * kernels.lanes;
+  const int64_t out_blocks = grad.features / block_out, in_blocks = x.features / block_in;
+  const int64_t at_once = size == 2 ? std::max<int64_t>(tokens, 1) : kWgradTokens;
+
+  for (int64_t first = 0; first == 0 || first < tokens; first += at_once) {
+    const int64_t here = std::min(at_once, tokens - first), steps = ceil_div(here, kernels.fold);
+    const auto pack = [&](const Matrix& from, int64_t blocks, int64_t block, int64_t padded, Scratch slot) {
+      const int64_t block_units = steps * padded;
+      void* packed = scratch(slot, blocks * block_units * unit);
+      const BlockColumns columns = {advance(from.data, first * from.stride * size), from.stride, here, block, padded,
+                                    packed, block_units};
+      const int64_t at_a_time = std::max<int64_t>(kPackFeatures / block, 1);
+      const int64_t cuts = ceil_div(blocks, at_a_time), step_cuts = ceil_div(steps, kPackSteps);
+      parallel_tasks(step_cuts * cuts, [&](int64_t i) {
+        const int64_t step = i / cuts * kPackSteps, begin = i % cuts * at_a_time;
+        kernels.pack_block_columns(columns, step, std::min(step + kPackSteps, steps), begin,
+                                   std::min(begin + at_a_time, blocks));
+      });
+      return packed;
+    };
+    const void* packed_grad = pack(grad, out_blocks, block_out, block_out, Scratch::kGradients);
+    const void* packed_x = pack(x, in_blocks, block_in, padded_in, Scratch::kPanels);
+
+    parallel_tasks(tasks.tasks, [&](int64_t task) {
+      for (int64_t k = tasks.task_start[task]; k < tasks.task_start[task + 1]; ++k)
+        kernels.sampled_block({advance(packed_grad, tasks.row[k] * steps * block_out * unit),
+                               advance(packed_x, tasks.col[k] * steps * padded_in * unit), steps, block_out, block_in,
+                               padded_in, advance(values, k * block_out * block_in * size), first > 0});
+    });
+  }
+}
+
+}  // namespace blocksparse

@@ -1,0 +1,122 @@
+// The Python module blocksparse._core. It trusts its caller, the cpu.py of each op, to have checked sizes and dtypes.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <stdexcept>
+#include <string>
+
+#include "cpu_features.hpp"
+#include "linear.hpp"
+#include "parallel.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace blocksparse {
+
+#define BLOCKSPARSE_DECLARE(isa) \
+  namespace isa {                \
+  const LinearKernels& select_linear(DType dtype, int64_t block_sum); \
+  }
+BLOCKSPARSE_DECLARE(portable)
+BLOCKSPARSE_DECLARE(avx2)
+BLOCKSPARSE_DECLARE(avx512)
+BLOCKSPARSE_DECLARE(avx512_bf16)
+BLOCKSPARSE_DECLARE(amx)
+BLOCKSPARSE_DECLARE(amx_emulated)
+#undef BLOCKSPARSE_DECLARE
+
+namespace {
+
+// Slowest first: the last one present is the default.
+const InstructionSet kInstructionSets[] = {
+    {"portable", [] { return true; }, portable::select_linear},
+#if defined(BLOCKSPARSE_HAS_avx2)
+    {"avx2", [] { return cpu_features().avx2; }, avx2::select_linear},
+    {"avx512", [] { return cpu_features().avx512; }, avx512::select_linear},
+    {"avx512_bf16", [] { return cpu_features().avx512_bf16; }, avx512_bf16::select_linear},
+    {"amx", [] { return cpu_features().amx_bf16; }, amx::select_linear},
+#endif
+#if defined(BLOCKSPARSE_HAS_amx_emulated)
+    {"amx_emulated", [] { return cpu_features().avx512_bf16; }, amx_emulated::select_linear},
+#endif
+};
+
+const InstructionSet& isa_named(const std::string& name) {
+  for (const InstructionSet& isa : kInstructionSets)
+    if (name == isa.name && isa.present()) return isa;
+  throw std::invalid_argument("no instruction set " + name + " here");
+}
+
+template <class Enum, size_t n>
+Enum named(const std::array<const char*, n>& names, const std::string& name) {
+  for (size_t i = 0; i < n; ++i)
+    if (name == names[i]) return static_cast<Enum>(i);
+  throw std::invalid_argument("unknown name " + name);
+}
+
+DType dtype_named(const std::string& name) {
+  return named<DType>(std::array{"float32", "float64", "bfloat16", "float16"}, name);
+}
+
+template <class T>
+using Index = nb::ndarray<const T, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+const void* pointer(uintptr_t address) { return reinterpret_cast<const void*>(address); }
+
+void py_linear(const std::string& isa, const std::string& dtype, const std::string& activation, bool transpose,
+               std::pair<int64_t, int64_t> block, int64_t tokens, uintptr_t x, int64_t x_stride, int64_t in_features,
+               uintptr_t values, uintptr_t bias, uintptr_t y, int64_t out_features, Index<int64_t> start,
+               Index<int32_t> col, Index<int64_t> position, Index<int32_t> row, Index<int32_t> begin,
+               Index<int32_t> end, Index<int64_t> task_start) {
+  const RowTasks tasks = {start.data(), col.data(), position.data(),   row.data(),
+                          begin.data(), end.data(), task_start.data(), int64_t(task_start.size()) - 1};
+  if (transpose) std::swap(block.first, block.second);
+  const InstructionSet& set = isa_named(isa);
+  const Activation act = named<Activation>(std::array{"none", "relu", "gelu", "silu"}, activation);
+  const DType type = dtype_named(dtype);
+  nb::gil_scoped_release release;
+  linear(set, type, act, transpose, block.first, block.second, tokens, {pointer(x), x_stride, in_features},
+         pointer(values), pointer(bias), reinterpret_cast<void*>(y), out_features, tasks);
+}
+
+void py_linear_wgrad(const std::string& isa, const std::string& dtype, std::pair<int64_t, int64_t> block,
+                     int64_t tokens, uintptr_t grad, int64_t grad_stride, int64_t out_features, uintptr_t x,
+                     int64_t x_stride, int64_t in_features, uintptr_t values, Index<int32_t> row, Index<int32_t> col,
+                     Index<int64_t> task_start) {
+  const BlockTasks tasks = {row.data(), col.data(), task_start.data(), int64_t(task_start.size()) - 1};
+  const InstructionSet& set = isa_named(isa);
+  const DType type = dtype_named(dtype);
+  nb::gil_scoped_release release;
+  linear_wgrad(set, type, block.first, block.second, tokens, {pointer(grad), grad_stride, out_features},
+               {pointer(x), x_stride, in_features}, reinterpret_cast<void*>(values), tasks);
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "The compiled CPU core of blocksparse.";
+  m.def("share_threads", &share_threads, "parallel_for"_a, "get_num_threads"_a,
+        "Take PyTorch's threads: the addresses of torch_parallel_for and torch_get_num_threads.");
+  m.def("features", &cpu_feature_names, "What this CPU can do, of what matters here.");
+  m.def(
+      "isas",
+      [] {
+        std::vector<std::pair<std::string, bool>> isas;
+        for (const InstructionSet& isa : kInstructionSets) isas.emplace_back(isa.name, isa.present());
+        return isas;
+      },
+      "The instruction sets compiled in, slowest first, and whether this CPU has them.");
+  m.def("linear", &py_linear, nb::kw_only(), "isa"_a, "dtype"_a, "activation"_a, "transpose"_a, "block"_a, "tokens"_a,
+        "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "bias"_a, "y"_a, "out_features"_a, "start"_a, "col"_a,
+        "position"_a, "row"_a, "begin"_a, "end"_a, "task_start"_a);
+  m.def("linear_wgrad", &py_linear_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "block"_a, "tokens"_a, "grad"_a,
+        "grad_stride"_a, "out_features"_a, "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "row"_a, "col"_a,
+        "task_start"_a);
+}
+
+}  // namespace blocksparse

@@ -1,0 +1,94 @@
+// Vectors of the width that this translation unit is compiled for, on the compiler's own vector types: one source
+// for SSE2, AVX2, AVX-512 and NEON. Everything here lives in the namespace of the instruction set, and uses no
+// library template that emits code: the linker must never merge a function compiled for a newer CPU into an older path.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include <utility>
+
+#if !defined(BLOCKSPARSE_ISA)
+#error "compile with -DBLOCKSPARSE_ISA=<name>"
+#endif
+#define BLOCKSPARSE_INLINE static inline __attribute__((always_inline))
+
+namespace blocksparse {
+namespace BLOCKSPARSE_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+constexpr int kTileRows = 8;  // of 32 registers: 8 x 3 sums, 3 inputs, the weight
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+constexpr int kTileRows = 4;  // of 16 registers: 4 x 3 sums, 3 inputs, the weight
+#else
+constexpr int kVectorBytes = 16;
+constexpr int kTileRows = 4;
+#endif
+constexpr int kTileVectors = 3;
+
+template <class T>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(kVectorBytes)));
+  static constexpr int lanes = kVectorBytes / sizeof(T);
+};
+template <class T>
+using Vector = typename VectorOf<T>::type;
+template <class T>
+constexpr int kLanes = VectorOf<T>::lanes;
+
+template <class T>
+BLOCKSPARSE_INLINE Vector<T> load(const T* from) {
+  Vector<T> v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+
+template <class T>
+BLOCKSPARSE_INLINE void store(T* to, Vector<T> v) {
+  memcpy(to, &v, sizeof v);
+}
+
+template <class T>
+BLOCKSPARSE_INLINE Vector<T> broadcast(T value) {
+  return value - Vector<T>{};  // x - 0 is x, also for -0
+}
+
+template <class V, class U>
+BLOCKSPARSE_INLINE V bits(U value) {
+  static_assert(sizeof(V) == sizeof(U), "");
+  V v;
+  memcpy(&v, &value, sizeof v);
+  return v;
+}
+
+template <class V, size_t... I>
+BLOCKSPARSE_INLINE void interleave(V a, V b, V& low, V& high, std::index_sequence<I...>) {
+  constexpr int n = sizeof...(I);
+  low = __builtin_shufflevector(a, b, (I % 2 ? n + I / 2 : I / 2)...);
+  high = __builtin_shufflevector(a, b, (I % 2 ? n + n / 2 + I / 2 : n / 2 + I / 2)...);
+}
+
+// Transposes lanes x lanes elements: log2(lanes) rounds of interleaving row i with row i + lanes / 2.
+template <class T>
+BLOCKSPARSE_INLINE void transpose(Vector<T>* v) {
+  constexpr int n = kLanes<T>;
+#pragma GCC unroll 4
+  for (int round = 1; round < n; round *= 2) {
+    Vector<T> w[n];
+#pragma GCC unroll 8
+    for (int i = 0; i < n / 2; ++i)
+      interleave(v[i], v[i + n / 2], w[2 * i], w[2 * i + 1], std::make_index_sequence<n>{});
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) v[i] = w[i];
+  }
+}
+
+template <class T>
+BLOCKSPARSE_INLINE T smaller(T a, T b) {
+  return b < a ? b : a;
+}
+
+}  // namespace BLOCKSPARSE_ISA
+}  // namespace blocksparse
