@@ -1,6 +1,8 @@
-"""The block-sparse linear product, y = x W^T."""
+"""The block-sparse linear product, y = x W^T, and its transpose, y = x W."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,20 +48,53 @@ def linear(
 
     Source: the block-sparse product of Gray, Radford, Kingma, GPU Kernels for Block-Sparse Weights (2017).
     """
+    return _product(x, values, layout, bias, activation, transpose=False)
+
+
+def linear_transposed(x: Tensor, values: Tensor, layout: BlockLayout) -> Tensor:
+    """x W: the product with the transposed weight, from the very same `values` and `layout`, without a copy of either.
+
+    Args:
+        x: `[..., out_features]`, any strides.
+        values: `[nnz, block_out, block_in]`, the blocks of W in the order of `layout`.
+        layout: which blocks of the `[out_features, in_features]` weight these are.
+
+    Dtypes, devices, autocast and gradients are those of `linear`.
+
+    Returns:
+        `[..., in_features]`. The outputs of empty columns are exactly 0.
+
+    Raises:
+        BlockSparseError: as `linear`.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> layout = bs.patterns.dense((64, 128), block_size=32)  # its 64 outputs are the inputs here
+        >>> linear_transposed(torch.randn(10, 64), torch.randn(layout.values_shape), layout).shape
+        torch.Size([10, 128])
+    """
+    return _product(x, values, layout, None, None, transpose=True)
+
+
+def _product(
+    x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None, transpose: bool
+) -> Tensor:
+    _check_kinds(x, values, layout, bias)
     if torch.is_autocast_enabled(x.device.type):
         x, values, bias = _autocast(x, values, bias)
-    _check(x, values, layout, bias, activation)
+    out_features, in_features = layout.shape[::-1] if transpose else layout.shape
+    _check(x, values, layout, bias, activation, out_features, in_features)
     training = torch.is_grad_enabled() and (
         x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
     )
     # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
     fused = activation if activation == "relu" or not training else None
     crow, col = layout.crow_indices(x.device), layout.col_indices(x.device)
-    flat = x.reshape(-1, layout.shape[1])
-    y = linear_op(flat, values, bias, crow, col, layout.grid[1], False, fused)
+    flat = x.reshape(-1, in_features)
+    y = linear_op(flat, values, bias, crow, col, layout.grid[1], transpose, fused)
     if fused != activation:
         y = ACTIVATIONS[activation](y)
-    return y.reshape(*x.shape[:-1], layout.shape[0])
+    return y.reshape(*x.shape[:-1], out_features)
 
 
 def _autocast(x: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -71,15 +106,29 @@ def _autocast(x: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, T
     return cast(x), cast(values), None if bias is None else cast(bias)
 
 
-def _check(x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None) -> None:
+def _check_kinds(x: Any, values: Any, layout: Any, bias: Any) -> None:
     if not isinstance(layout, BlockLayout):
         raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
-    if x.dim() == 0 or x.shape[-1] != layout.shape[1]:
-        raise BlockSparseError.expected("x", f"[..., {layout.shape[1]}] for {layout!r}", list(x.shape))
+    for name, tensor in (("x", x), ("values", values), ("bias", bias)):
+        if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
+            raise BlockSparseError.expected(name, "a torch.Tensor", type(tensor).__name__)
+
+
+def _check(
+    x: Tensor,
+    values: Tensor,
+    layout: BlockLayout,
+    bias: Tensor | None,
+    activation: str | None,
+    out_features: int,
+    in_features: int,
+) -> None:
+    if x.dim() == 0 or x.shape[-1] != in_features:
+        raise BlockSparseError.expected("x", f"[..., {in_features}] for {layout!r}", list(x.shape))
     if tuple(values.shape) != layout.values_shape:
         raise BlockSparseError.expected("values", f"{list(layout.values_shape)} for {layout!r}", list(values.shape))
-    if bias is not None and tuple(bias.shape) != (layout.shape[0],):
-        raise BlockSparseError.expected("bias", f"[{layout.shape[0]}] for {layout!r}", list(bias.shape))
+    if bias is not None and tuple(bias.shape) != (out_features,):
+        raise BlockSparseError.expected("bias", f"[{out_features}] for {layout!r}", list(bias.shape))
     for name, tensor in (("values", values), ("bias", bias)):
         if tensor is None:
             continue
