@@ -28,12 +28,15 @@ def from_dense(weight: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     tensor([[ 8.,  9.],
             [12., 13.]])
     """
+    if not isinstance(weight, torch.Tensor):
+        raise BlockSparseError.expected("weight", f"a tensor of shape {layout.shape}", type(weight).__name__)
     if weight.dim() < 2 or tuple(weight.shape[:2]) != layout.shape:
         raise BlockSparseError.expected("weight", f"shape {layout.shape} for {layout!r}", tuple(weight.shape))
     kernel = weight.shape[2:]
     blocks = weight.reshape(layout.grid[0], layout.block_shape[0], layout.grid[1], layout.block_shape[1], *kernel)
     rows, cols = block_coordinates(layout, weight.device)
-    return blocks.transpose(1, 2)[rows, cols]
+    # Indexing keeps the memory format of, say, a channels-last weight; values are contiguous.
+    return blocks.transpose(1, 2)[rows, cols].contiguous()
 
 
 def to_dense(values: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
@@ -53,9 +56,11 @@ def to_dense(values: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     """
     layout.check_values(values)
     kernel = values.shape[3:]
-    blocks = values.new_zeros(*layout.grid, *layout.block_shape, *kernel)
-    blocks = blocks.index_put(block_coordinates(layout, values.device), values)
-    return blocks.transpose(1, 2).reshape(*layout.shape, *kernel)
+    (rows, cols), (block_out, block_in) = layout.grid, layout.block_shape
+    weight = values.new_zeros(rows, block_out, cols, block_in, *kernel)
+    # In place, through a view in block order: the dense weight exists once.
+    weight.transpose(1, 2).index_put_(block_coordinates(layout, values.device), values)
+    return weight.reshape(*layout.shape, *kernel)
 
 
 def block_coordinates(layout: BlockLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

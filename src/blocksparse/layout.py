@@ -40,10 +40,20 @@ class BlockLayout:
         (96, 32)
     """
 
+    grid: tuple[int, int]
+    """(out_blocks, in_blocks)."""
+    block_shape: tuple[int, int]
+    """(rows, columns) of a block, in features."""
+
+    _crow: np.ndarray
+    _col: np.ndarray
+    _derived: dict[Hashable, Any]
+    _indices: dict[torch.device, tuple[torch.Tensor, torch.Tensor]]
+
     def __init__(self, mask: Any, block_size: int | tuple[int, int] = 32):
         mask = _checked_mask(mask)
         rows, cols = np.nonzero(mask)
-        self._fill(rows, cols, mask.shape, _checked_block(block_size))
+        self._fill(rows, cols, mask.shape, checked_block(block_size))
 
     @classmethod
     def from_indices(
@@ -78,25 +88,33 @@ class BlockLayout:
                 raise BlockSparseError.expected("rows and cols", "each block once", f"block {block} more than once")
             rows, cols = np.divmod(keys, grid[1])
         layout = cls.__new__(cls)
-        layout._fill(rows, cols, grid, _checked_block(block_size))
+        layout._fill(rows, cols, grid, checked_block(block_size))
         return layout
 
     def _fill(self, rows: np.ndarray, cols: np.ndarray, grid: tuple[int, int], block: tuple[int, int]) -> None:
         crow = np.zeros(grid[0] + 1, dtype=np.int64)
         np.cumsum(np.bincount(rows, minlength=grid[0]), out=crow[1:])
-        index = np.int32 if len(cols) < 2**31 else np.int64
-        self.grid: tuple[int, int] = (int(grid[0]), int(grid[1]))
-        self.block_shape: tuple[int, int] = block
-        self._crow = crow.astype(index)
-        self._col = np.ascontiguousarray(cols, dtype=index)
-        self._crow.setflags(write=False)
-        self._col.setflags(write=False)
-        self._derived: dict[Hashable, Any] = {}
-        self._indices = {torch.device("cpu"): self._tag(_tensor(self._crow), _tensor(self._col))}
+        index = np.int32 if max(len(cols), grid[1]) < 2**31 else np.int64
+        col = np.array(cols, dtype=index)
+        crow = crow.astype(index)
+        for array in (crow, col):
+            array.setflags(write=False)
+        # Past __setattr__, which keeps a layout from being changed.
+        self.__dict__.update(
+            grid=(int(grid[0]), int(grid[1])),
+            block_shape=block,
+            _crow=crow,
+            _col=col,
+            _derived={},
+            _indices={torch.device("cpu"): self._tag(_tensor(crow), _tensor(col))},
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a layout cannot be changed: make a new one instead of setting {name!r}")
 
     def _tag(self, crow: torch.Tensor, col: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # The ops see index tensors, so that a compiled or exported graph stands alone; this leads back from them.
-        col._blocksparse_layout = weakref.ref(self)  # type: ignore[attr-defined]
+        col._blocksparse_layout = _LayoutRef(self)  # type: ignore[attr-defined]
         return crow, col
 
     # -- what it is --------------------------------------------------------------------------------------------
@@ -210,7 +228,8 @@ class BlockLayout:
         return self
 
     def __repr__(self) -> str:
-        return f"BlockLayout(shape={self.shape}, block_size={self.block_shape}, nnz={self.nnz}, density={self.density:.4g})"
+        blocks = f"nnz={self.nnz}, density={self.density:.4g}"
+        return f"BlockLayout(shape={self.shape}, block_size={self.block_shape}, {blocks})"
 
     # -- other formats, sharing the memory of the values -------------------------------------------------------
 
@@ -222,9 +241,13 @@ class BlockLayout:
         >>> layout.to_torch_bsr(torch.ones(layout.values_shape)).to_dense().shape
         torch.Size([4, 8])
         """
-        self.check_values(values)
+        self._check_matrix_values(values)
         return torch.sparse_bsr_tensor(
-            self.crow_indices(values.device), self.col_indices(values.device), values, self.shape
+            self.crow_indices(values.device),
+            self.col_indices(values.device),
+            values,
+            self.shape,
+            check_invariants=False,  # they hold by construction, and torch warns unless told
         )
 
     @classmethod
@@ -234,6 +257,8 @@ class BlockLayout:
         Raises:
             BlockSparseError: any other kind of tensor.
         """
+        if not isinstance(tensor, torch.Tensor):
+            raise BlockSparseError.expected("tensor", "a 2-D torch.sparse_bsr tensor", type(tensor).__name__)
         if tensor.layout != torch.sparse_bsr or tensor.dim() != 2:
             raise BlockSparseError.expected(
                 "tensor", "a 2-D torch.sparse_bsr tensor", f"{tensor.dim()}-D {tensor.layout}"
@@ -246,12 +271,21 @@ class BlockLayout:
         return cls._with_sorted(rows, tensor.col_indices().cpu().numpy(), grid, block, values)
 
     def to_scipy_bsr(self, values: torch.Tensor) -> Any:
-        """The `scipy.sparse.bsr_matrix` of this weight; it shares the memory of `values`, which must be on the CPU."""
-        import scipy.sparse
+        """The `scipy.sparse.bsr_matrix` of this weight; it shares the memory of `values`, which must be on the CPU.
 
-        self.check_values(values)
-        array = values.detach().numpy()
-        return scipy.sparse.bsr_matrix((array, self._col, self._crow), shape=self.shape, copy=False)
+        Raises:
+            BlockSparseError: values of another shape, or of a device or dtype that numpy lacks; scipy is missing.
+        """
+        self._check_matrix_values(values)
+        if values.device.type != "cpu" or values.dtype in (torch.bfloat16, torch.float16):
+            raise BlockSparseError.expected(
+                "values", "on the CPU, of a dtype that scipy computes with", f"{values.dtype} on {values.device}"
+            )
+        array = values.detach().resolve_conj().resolve_neg().numpy()
+        # The matrix owns its indices: scipy's in-place methods may write to them.
+        return import_scipy_sparse().bsr_matrix(
+            (array, self._col.copy(), self._crow.copy()), shape=self.shape, copy=False
+        )
 
     @classmethod
     def from_scipy_bsr(cls, matrix: Any) -> tuple[BlockLayout, torch.Tensor]:
@@ -284,9 +318,36 @@ class BlockLayout:
         return layout, values
 
     def check_values(self, values: torch.Tensor) -> None:
-        """Raises a BlockSparseError unless `values` has the shape of this layout's values."""
+        """Raises a BlockSparseError unless `values` is a tensor of this layout's values, kernel dims behind or not."""
+        if not isinstance(values, torch.Tensor):
+            raise BlockSparseError.expected("values", f"a tensor of shape {self.values_shape}", type(values).__name__)
         if tuple(values.shape[:3]) != self.values_shape:
             raise BlockSparseError.expected("values", f"shape {self.values_shape} for {self!r}", tuple(values.shape))
+
+    def _check_matrix_values(self, values: torch.Tensor) -> None:
+        self.check_values(values)
+        if values.dim() != 3:
+            raise BlockSparseError.expected("values", "those of a matrix, 3-D", f"shape {tuple(values.shape)}")
+
+
+def import_scipy_sparse() -> Any:
+    """The module scipy.sparse, or a BlockSparseError that says how to get it: scipy is an optional dependency."""
+    try:
+        import scipy.sparse
+    except ImportError as error:
+        raise BlockSparseError.expected("scipy", "it installed: pip install blocksparse-torch[scipy]", error) from error
+    return scipy.sparse
+
+
+class _LayoutRef(weakref.ref):
+    """A weak reference that index tensors can carry into pickles and `torch.save`, where it becomes an empty one."""
+
+    def __reduce__(self):
+        return _no_layout, ()
+
+
+def _no_layout() -> None:
+    return None
 
 
 # -- checks of what a user hands in ------------------------------------------------------------------------------
@@ -298,10 +359,7 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def _checked_mask(mask: Any) -> np.ndarray:
-    try:
-        array = mask.detach().cpu().numpy() if isinstance(mask, torch.Tensor) else np.asarray(mask)
-    except (ValueError, TypeError) as error:
-        raise BlockSparseError.expected("mask", "a bool matrix [out_blocks, in_blocks]", error) from error
+    array = _array("mask", "a bool matrix [out_blocks, in_blocks]", mask)
     if array.ndim != 2 or 0 in array.shape:
         raise BlockSparseError.expected(
             "mask", "2-D [out_blocks, in_blocks], neither of them 0", f"shape {array.shape}"
@@ -315,9 +373,10 @@ def _checked_mask(mask: Any) -> np.ndarray:
     return array.astype(bool)
 
 
-def _checked_block(block_size: Any) -> tuple[int, int]:
+def checked_block(block_size: Any) -> tuple[int, int]:
+    """(rows, columns) of a block size as a user gives it, or a BlockSparseError."""
     pair = tuple(block_size) if isinstance(block_size, tuple | list | torch.Size) else (block_size, block_size)
-    if len(pair) != 2 or not all(_is_int(size) and size > 0 for size in pair):
+    if len(pair) != 2 or not all(is_int(size) and size > 0 for size in pair):
         raise BlockSparseError.expected(
             "block_size", "a positive int or a pair of them (rows, columns)", repr(block_size)
         )
@@ -325,22 +384,31 @@ def _checked_block(block_size: Any) -> tuple[int, int]:
 
 
 def _checked_grid(grid: Any) -> tuple[int, int]:
-    if not isinstance(grid, tuple | list) or len(grid) != 2 or not all(_is_int(n) and n > 0 for n in grid):
+    if not isinstance(grid, tuple | list) or len(grid) != 2 or not all(is_int(n) and n > 0 for n in grid):
         raise BlockSparseError.expected("grid", "a pair of positive ints (out_blocks, in_blocks)", repr(grid))
+    if int(grid[0]) * int(grid[1]) >= 2**63:
+        raise BlockSparseError.expected("grid", "fewer than 2^63 blocks, so that int64 can number them", repr(grid))
     return int(grid[0]), int(grid[1])
 
 
 def _checked_index(name: str, index: Any, bound: int) -> np.ndarray:
-    array = index.detach().cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
+    array = _array(name, "a vector of ints", index)
     if array.size == 0:
         array = array.astype(np.int64)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise BlockSparseError.expected(name, "a vector of ints", f"shape {array.shape}, dtype {array.dtype}")
-    array = array.astype(np.int64)
     if array.size and (array.min() < 0 or array.max() >= bound):
         raise BlockSparseError.expected(name, f"indices from 0 to {bound - 1}", f"{array.min()} to {array.max()}")
-    return array
+    return array.astype(np.int64)
 
 
-def _is_int(value: Any) -> bool:
+def _array(name: str, expected: str, given: Any) -> np.ndarray:
+    try:
+        return given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; dtypes and devices that numpy lacks
+        raise BlockSparseError.expected(name, expected, f"{type(given).__name__} ({error})") from error
+
+
+def is_int(value: Any) -> bool:
+    """Whether it is a Python or numpy integer; a bool is not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
