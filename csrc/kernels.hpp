@@ -27,7 +27,7 @@ struct RowPiece {
   int64_t y_stride;
 };
 
-// Tokens [begin, end) of a matrix, features cut into blocks, to [blocks, tokens / fold, padded] units, zeros behind.
+// A chunk of tokens, features cut into blocks, to [blocks, tokens / fold, padded] units, zeros behind.
 struct BlockColumns {
   const void* from;  // of token 0, feature 0
   int64_t stride;
@@ -37,13 +37,15 @@ struct BlockColumns {
   int64_t to_stride;  // units from block to block
 };
 
-// One block of grad^T x, summed over a chunk of tokens.
-struct SampledBlock {
-  const void* grad;  // [steps, block_out] units of its block row
-  const void* x;     // [steps, padded_in] units of its block column
-  int64_t steps;     // tokens / fold
+// Blocks of grad^T x that follow each other in one block row, summed over a chunk of tokens.
+struct SampledStrip {
+  int64_t blocks;
+  const int32_t* col;  // [blocks]
+  const void* grad;    // [steps, block_out] units of the block row
+  const void* x;       // [in_blocks, steps, padded_in] units
+  int64_t steps;       // tokens / fold
   int64_t block_out, block_in, padded_in;
-  void* values;  // [block_out, block_in]
+  void* values;  // [blocks, block_out, block_in]
   bool add;      // to what `values` holds
 };
 
@@ -57,7 +59,9 @@ struct LinearKernels {
   void (*row_piece)(const RowPiece&);
   void (*pack_block_columns)(const BlockColumns&, int64_t first_step, int64_t last_step, int64_t first_block,
                              int64_t last_block);
-  void (*sampled_block)(const SampledBlock&);
+  int64_t (*padded_in)(int64_t block_in);  // of the sampled product: a part of a vector, or whole vectors
+  int64_t (*strip)(int64_t block_in);      // blocks of a row that it takes at a time
+  void (*sampled_strip)(const SampledStrip&);
 };
 
 // The table for a dtype and the length of the blocks' sums (pairs need an even one).

@@ -87,7 +87,7 @@ void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int
                   Matrix grad, Matrix x, void* values, const BlockTasks& tasks) {
   const LinearKernels& kernels = isa.linear(dtype, 2);  // the sum is over tokens, padded to whole units
   const int64_t size = size_of(dtype), unit = kernels.unit_size;
-  const int64_t padded_in = ceil_div(block_in, kernels.lanes) * kernels.lanes;
+  const int64_t padded_in = kernels.padded_in(block_in), strip = kernels.strip(block_in);
   const int64_t out_blocks = grad.features / block_out, in_blocks = x.features / block_in;
   const int64_t at_once = size == 2 ? std::max<int64_t>(tokens, 1) : kWgradTokens;
 
@@ -111,10 +111,13 @@ void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int
     const void* packed_x = pack(x, in_blocks, block_in, padded_in, Scratch::kPanels);
 
     parallel_tasks(tasks.tasks, [&](int64_t task) {
-      for (int64_t k = tasks.task_start[task]; k < tasks.task_start[task + 1]; ++k)
-        kernels.sampled_block({advance(packed_grad, tasks.row[k] * steps * block_out * unit),
-                               advance(packed_x, tasks.col[k] * steps * padded_in * unit), steps, block_out, block_in,
-                               padded_in, advance(values, k * block_out * block_in * size), first > 0});
+      const int64_t end = tasks.task_start[task + 1];
+      for (int64_t k = tasks.task_start[task], blocks; k < end; k += blocks) {
+        for (blocks = 1; blocks < strip && k + blocks < end && tasks.row[k + blocks] == tasks.row[k];) ++blocks;
+        kernels.sampled_strip({blocks, tasks.col + k, advance(packed_grad, tasks.row[k] * steps * block_out * unit),
+                               packed_x, steps, block_out, block_in, padded_in,
+                               advance(values, k * block_out * block_in * size), first > 0});
+      }
     });
   }
 }

@@ -11,7 +11,7 @@ namespace BLOCKSPARSE_ISA {
 namespace {
 
 // Units of the sum taken together: so many inputs by a panel stay in the L1 cache while all outputs pass by.
-constexpr int64_t kSumGroup = 128;
+constexpr int64_t kSumGroup = 64;
 // Steps of a sampled block taken together: its inputs and gradients stay in the L1 cache.
 constexpr int64_t kStepGroup = 128;
 
@@ -57,41 +57,81 @@ void pack_panel(const void* from, int64_t stride, int64_t tokens, int64_t first_
   }
 }
 
-// One step (kFold tokens) of a block's features to units.
+// Units [i, i + lanes) of one step: kFold rows of numbers, the second of which may be missing.
 template <class E>
-void pack_step(const typename E::Storage* const* token, int64_t block, int64_t padded, typename E::Unit* to) {
-  using Unit = typename E::Unit;
-  constexpr int n = kLanes<Unit>;
+Vector<typename E::Unit> step_units(const typename E::Storage* const* row, int64_t i) {
   if constexpr (E::kFold == 1) {
-    int64_t i = 0;
-    for (; i + n <= block; i += n) store(to + i, E::units(token[0] + i));
-    if (i < padded) {
-      const Vector<Unit> last = units_up_to<E>(token[0] + i, block - i);
-      memcpy(to + i, &last, (padded - i) * sizeof(Unit));
-    }
+    return E::units(row[0] + i);
   } else {
-    for (int64_t i = 0; i < block; ++i) to[i] = Unit(token[0][i]) | Unit(token[1] ? token[1][i] : 0) << 16;
-    for (int64_t i = block; i < padded; ++i) to[i] = 0;
+    typedef typename E::Storage Narrow __attribute__((vector_size(kVectorBytes / 2)));
+    Narrow low, high = {};
+    memcpy(&low, row[0] + i, sizeof low);
+    if (row[1]) memcpy(&high, row[1] + i, sizeof high);
+    using Wide = Vector<typename E::Unit>;
+    return __builtin_convertvector(low, Wide) | __builtin_convertvector(high, Wide) << 16;
+  }
+}
+
+template <class E>
+typename E::Unit step_unit(const typename E::Storage* const* row, int64_t i) {
+  if constexpr (E::kFold == 1) {
+    return E::to_sum(row[0][i]);
+  } else {
+    return typename E::Unit(row[0][i]) | typename E::Unit(row[1] ? row[1][i] : 0) << 16;
+  }
+}
+
+template <class E>
+void pack_step(const typename E::Storage* const* row, int64_t count, typename E::Unit* to) {
+  constexpr int n = kLanes<typename E::Unit>;
+  int64_t i = 0;
+  for (; i + n <= count; i += n) store(to + i, step_units<E>(row, i));
+  for (; i < count; ++i) to[i] = step_unit<E>(row, i);
+}
+
+// kPieces blocks to a vector: read together, stored apart.
+template <class E, int kPieces>
+void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t last_step, int64_t first_block,
+                        int64_t last_block) {
+  using Storage = typename E::Storage;
+  using Unit = typename E::Unit;
+  constexpr int size = kLanes<Unit> / kPieces;
+  const Storage* from = static_cast<const Storage*>(columns.from);
+  for (int64_t b = first_block; b < last_block; b += kPieces) {
+    Unit* to = static_cast<Unit*>(columns.to) + b * columns.to_stride;
+    const bool whole = kPieces > 1 && b + kPieces <= last_block;
+    for (int64_t s = first_step; s < last_step; ++s) {
+      const Storage* row[E::kFold];
+      for (int f = 0; f < E::kFold; ++f) {
+        const int64_t t = s * E::kFold + f;
+        row[f] = t < columns.tokens ? from + t * columns.stride + b * columns.block : nullptr;
+      }
+      Unit* at = to + s * columns.padded;
+      if (whole) {
+        Unit units[kLanes<Unit>];
+        store(units, step_units<E>(row, 0));
+#pragma GCC unroll 4
+        for (int p = 0; p < kPieces; ++p) memcpy(at + p * columns.to_stride, units + p * size, size * sizeof(Unit));
+      } else {
+        for (int64_t p = 0; p < smaller<int64_t>(kPieces, last_block - b); ++p) {
+          const Storage* block[E::kFold];
+          for (int f = 0; f < E::kFold; ++f) block[f] = row[f] ? row[f] + p * columns.block : nullptr;
+          pack_step<E>(block, columns.block, at + p * columns.to_stride);
+          for (int64_t i = columns.block; i < columns.padded; ++i) at[p * columns.to_stride + i] = 0;
+        }
+      }
+    }
   }
 }
 
 template <class E>
 void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t last_step, int64_t first_block,
                         int64_t last_block) {
-  using Storage = typename E::Storage;
-  using Unit = typename E::Unit;
-  const Storage* from = static_cast<const Storage*>(columns.from);
-  Unit* to = static_cast<Unit*>(columns.to);
-  for (int64_t b = first_block; b < last_block; ++b) {
-    for (int64_t s = first_step; s < last_step; ++s) {
-      const Storage* token[E::kFold];
-      for (int f = 0; f < E::kFold; ++f) {
-        const int64_t t = s * E::kFold + f;
-        token[f] = t < columns.tokens ? from + t * columns.stride + b * columns.block : nullptr;
-      }
-      pack_step<E>(token, columns.block, columns.padded, to + b * columns.to_stride + s * columns.padded);
-    }
-  }
+  constexpr int n = kLanes<typename E::Unit>;
+  const auto pack = columns.padded * 2 == n   ? pack_block_columns<E, 2>
+                    : columns.padded * 4 == n ? pack_block_columns<E, 4>
+                                              : pack_block_columns<E, 1>;
+  pack(columns, first_step, last_step, first_block, last_block);
 }
 
 // -- y = x W^T -------------------------------------------------------------------------------------------------------
@@ -120,11 +160,11 @@ struct BlockWeights {
     if (!converted) return reinterpret_cast<const Unit*>(block) + piece.begin * row;
     Unit* to = converted + slot * block_units;
     if constexpr (E::kFold == 1) {
-      pack_step<E>(&block, block_units, block_units, to);
+      pack_step<E>(&block, block_units, to);
     } else {
       for (int64_t k = 0; k < piece.block_sum / E::kFold; ++k) {
         const Storage* pair[2] = {block + 2 * k * piece.block_out, block + (2 * k + 1) * piece.block_out};
-        pack_step<E>(pair, piece.block_out, piece.block_out, to + k * piece.block_out);
+        pack_step<E>(pair, piece.block_out, to + k * piece.block_out);
       }
     }
     return to + piece.begin * row;
@@ -139,6 +179,9 @@ void multiply_row(const RowPiece& piece, typename E::Sum* sums) {
   const BlockWeights<E> weights(piece, group);
   const Unit* w[kSumGroup];
   const Unit* x[kSumGroup];
+  const char* next_w[kSumGroup];
+  const char* next_x[kSumGroup];
+  const int64_t block_bytes = piece.block_out * piece.block_sum * int64_t(sizeof(typename E::Storage));
   const Unit* panel = static_cast<const Unit*>(piece.panel);
   for (int64_t first = 0; first < piece.blocks; first += group) {
     const int64_t count = smaller(group, piece.blocks - first);
@@ -146,8 +189,27 @@ void multiply_row(const RowPiece& piece, typename E::Sum* sums) {
       w[i] = weights.prepare(piece, piece.position[first + i], i);
       x[i] = panel + piece.col[first + i] * sum_units * piece.width;
     }
-    const Terms<E> terms = {w, x, int(count), weights.row, weights.step, piece.width, sum_units};
-    tiles(terms, piece.end - piece.begin, piece.width / kLanes<Unit>, first > 0, sums, piece.width);
+    const int64_t next_count = smaller(count, piece.blocks - first - count);
+    for (int64_t i = 0; i < next_count; ++i) {
+      next_w[i] = static_cast<const char*>(piece.values) + piece.position[first + count + i] * block_bytes +
+                  piece.begin * block_bytes / piece.block_out;
+      next_x[i] = reinterpret_cast<const char*>(panel + piece.col[first + count + i] * sum_units * piece.width);
+    }
+    const int64_t shares = sum_units * ((piece.end - piece.begin + kTileRows - 1) / kTileRows);
+    const Terms<E> terms = {w,
+                            x,
+                            int(count),
+                            weights.row,
+                            weights.step,
+                            piece.width,
+                            sum_units,
+                            next_w,
+                            next_x,
+                            int(next_count),
+                            block_bytes * (piece.end - piece.begin) / piece.block_out / shares,
+                            sum_units * piece.width * int64_t(sizeof(Unit)) / shares};
+    column_of_tiles<E, Gather::kTerm>(terms, piece.width / kLanes<Unit>, 0, piece.end - piece.begin, first > 0, sums,
+                                      piece.width);
   }
 }
 
@@ -160,10 +222,10 @@ void write_outputs(const RowPiece& piece, typename E::Sum* sums) {
   const Storage* bias = static_cast<const Storage*>(piece.bias);
   Storage* y = static_cast<Storage*>(piece.y);
   const int64_t outputs = piece.end - piece.begin;
-  for (int64_t o = 0; o < outputs; o += n) {
-    const int64_t wide = smaller<int64_t>(n, outputs - o);
-    for (int64_t t = 0; t < piece.tokens; t += n) {
-      const int64_t long_ = smaller<int64_t>(n, piece.tokens - t);
+  for (int64_t t = 0; t < piece.tokens; t += n) {
+    const int64_t tokens = smaller<int64_t>(n, piece.tokens - t);
+    for (int64_t o = 0; o < outputs; o += n) {
+      const int64_t wide = smaller<int64_t>(n, outputs - o);
       Vector<Sum> v[n];
       for (int i = 0; i < n; ++i) {
         v[i] = i < wide ? load(sums + (o + i) * piece.width + t) : Vector<Sum>{};
@@ -171,7 +233,7 @@ void write_outputs(const RowPiece& piece, typename E::Sum* sums) {
         if (piece.activation != Activation::kNone && i < wide) v[i] = activated(v[i], piece.activation);
       }
       transpose<Sum>(v);
-      for (int i = 0; i < long_; ++i) {
+      for (int i = 0; i < tokens; ++i) {
         Storage* to = y + (t + i) * piece.y_stride + o;
         if (wide == n) {
           E::store_sums(to, v[i]);
@@ -205,52 +267,103 @@ void row_piece(const RowPiece& piece) {
 
 // -- grad^T x on the layout -----------------------------------------------------------------------------------------
 
+// Features of a block in the packed x: a half or a quarter of a vector, or whole vectors.
 template <class E>
-void sampled_block(const SampledBlock& block) {
+int64_t padded_in(int64_t block_in) {
+  constexpr int n = kLanes<typename E::Sum>;
+  if (block_in * 2 == n || block_in * 4 == n) return block_in;
+  return (block_in + n - 1) / n * n;
+}
+
+// So many blocks side by side that a tile is two or three vectors wide.
+template <class E>
+int64_t strip(int64_t block_in) {
+  const int64_t padded = padded_in<E>(block_in), whole = kTileVectors * kLanes<typename E::Sum>;
+  return padded < kLanes<typename E::Sum> ? 2 * kLanes<typename E::Sum> / padded : padded < whole ? whole / padded : 1;
+}
+
+template <class E, Gather kGather>
+void multiply_strip(const SampledStrip& strip, typename E::Sum* sums, int64_t vectors) {
   using Unit = typename E::Unit;
-  using Sum = typename E::Sum;
-  using Storage = typename E::Storage;
-  constexpr int n = kLanes<Sum>;
-  const int64_t size = block.block_out * block.padded_in * int64_t(sizeof(Sum));
-  Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, size));
-  if (block.steps == 0) memset(sums, 0, size);
-#if defined(BLOCKSPARSE_TILES)
-  bool done = false;
-  if constexpr (E::kFold == 2) done = sample_on_tiles(block, sums);
-  if (!done)
-#endif
-    for (int64_t first = 0; first < block.steps; first += kStepGroup) {
-      const Unit* grad = static_cast<const Unit*>(block.grad) + first * block.block_out;
-      const Unit* x = static_cast<const Unit*>(block.x) + first * block.padded_in;
-      const int64_t steps = smaller(kStepGroup, block.steps - first);
-      const Terms<E> terms = {&grad, &x, 1, 1, block.block_out, block.padded_in, steps};
-      tiles(terms, block.block_out, block.padded_in / n, first > 0, sums, block.padded_in);
+  constexpr int n = kLanes<Unit>, kPieces = pieces(kGather), size = n / kPieces;
+  const int64_t columns = (vectors + kTileVectors - 1) / kTileVectors;
+  for (int64_t c = 0; c < columns; ++c) {
+    const int64_t first_vector = vectors * c / columns, here = vectors * (c + 1) / columns - first_vector;
+    const Unit* x[kTileVectors * kPieces];
+    for (int64_t p = 0; p < here * kPieces; ++p) {
+      const int64_t at = first_vector * n + p * size;
+      const int64_t block = smaller(at / strip.padded_in, strip.blocks - 1);  // the last one again to fill a vector
+      x[p] = static_cast<const Unit*>(strip.x) + strip.col[block] * strip.steps * strip.padded_in +
+             (at - at / strip.padded_in * strip.padded_in);
     }
-  Storage* values = static_cast<Storage*>(block.values);
-  for (int64_t o = 0; o < block.block_out; ++o) {
-    for (int64_t i = 0; i < block.block_in; i += n) {
-      const int64_t wide = smaller<int64_t>(n, block.block_in - i);
-      Storage* to = values + o * block.block_in + i;
-      Vector<Sum> v = load(sums + o * block.padded_in + i);
-      Storage part[n] = {};
-      if (block.add) {
-        memcpy(part, to, wide * sizeof *part);
-        for (int l = 0; l < n; ++l) v[l] += E::to_sum(part[l]);
-      }
-      if (wide == n) {
-        E::store_sums(to, v);
+    for (int64_t first = 0; first < strip.steps; first += kStepGroup) {
+      const Unit* grad = static_cast<const Unit*>(strip.grad) + first * strip.block_out;
+      const Terms<E> terms = {&grad,   x,       1, 1, strip.block_out, strip.padded_in, smaller(kStepGroup, strip.steps - first),
+                              nullptr, nullptr, 0, 0, 0};
+      column_of_tiles<E, kGather>(terms, here, first * strip.padded_in, strip.block_out, first > 0,
+                                  sums + first_vector * n, vectors * n);
+    }
+  }
+}
+
+// The first `count` numbers of a vector of sums, added to what is there or not. With a constant count it is one store.
+template <class E>
+BLOCKSPARSE_INLINE void write_sums(typename E::Storage* to, Vector<typename E::Sum> v, int64_t count, bool add) {
+  constexpr int n = kLanes<typename E::Sum>;
+  typename E::Storage part[n] = {};
+  if (add) {
+    memcpy(part, to, count * sizeof *part);
+    for (int l = 0; l < n; ++l) v[l] += E::to_sum(part[l]);
+  }
+  E::store_sums(part, v);
+  memcpy(to, part, count * sizeof *part);
+}
+
+template <class E>
+void write_strip(const SampledStrip& strip, const typename E::Sum* sums, int64_t sums_row) {
+  using Storage = typename E::Storage;
+  constexpr int n = kLanes<typename E::Sum>;
+  Storage* to = static_cast<Storage*>(strip.values);
+  for (int64_t b = 0; b < strip.blocks; ++b) {
+    for (int64_t o = 0; o < strip.block_out; ++o, to += strip.block_in) {
+      const typename E::Sum* row = sums + o * sums_row + b * strip.padded_in;
+      if (strip.block_in * 2 == n) {
+        write_sums<E>(to, load(row), n / 2, strip.add);
+      } else if (strip.block_in * 4 == n) {
+        write_sums<E>(to, load(row), n / 4, strip.add);
       } else {
-        E::store_sums(part, v);
-        memcpy(to, part, wide * sizeof *part);
+        int64_t i = 0;
+        for (; i + n <= strip.block_in; i += n) write_sums<E>(to + i, load(row + i), n, strip.add);
+        if (i < strip.block_in) write_sums<E>(to + i, load(row + i), strip.block_in - i, strip.add);
       }
     }
   }
 }
 
 template <class E>
+void sampled_strip(const SampledStrip& strip) {
+  using Sum = typename E::Sum;
+  constexpr int n = kLanes<Sum>;
+  const int64_t vectors = (strip.blocks * strip.padded_in + n - 1) / n, row = vectors * n;
+  // A vector more than the sums: the last pieces of the last row are read as whole vectors.
+  const int64_t size = (strip.block_out * row + n) * int64_t(sizeof(Sum));
+  Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, size));
+  if (strip.steps == 0) {
+    memset(sums, 0, size);
+  } else if (strip.padded_in * 2 == n) {
+    multiply_strip<E, Gather::kHalves>(strip, sums, vectors);
+  } else if (strip.padded_in * 4 == n) {
+    multiply_strip<E, Gather::kQuarters>(strip, sums, vectors);
+  } else {
+    multiply_strip<E, Gather::kVectors>(strip, sums, vectors);
+  }
+  write_strip<E>(strip, sums, row);
+}
+
+template <class E>
 constexpr LinearKernels table(int max_vectors) {
   return {E::kFold,      kLanes<typename E::Sum>, max_vectors,           sizeof(typename E::Unit),
-          pack_panel<E>, row_piece<E>,            pack_block_columns<E>, sampled_block<E>};
+          pack_panel<E>, row_piece<E>,            pack_block_columns<E>, padded_in<E>, strip<E>, sampled_strip<E>};
 }
 
 }  // namespace

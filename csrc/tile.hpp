@@ -3,8 +3,8 @@
 //   sums[r][lane] += sum over terms t and steps k of  w[t][r * w_row + k * w_step] * x[t][k * x_step + lane]
 //
 // Weights are broadcast, one unit to a whole vector; x is read a vector at a time. In the forward and the transposed
-// product the lanes are tokens, the terms the blocks of a row; in the sampled product the lanes are input features,
-// the steps tokens, and "w" is the gradient of the output.
+// product the lanes are tokens, the terms the blocks of a row; in the sampled product the lanes are input features of
+// blocks side by side, the steps tokens, and "w" is the gradient of the output.
 #pragma once
 
 #include "element.hpp"
@@ -12,35 +12,68 @@
 namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 
+// How a tile finds its vectors of x: all of a term's side by side, or each piece of each vector at an address of its
+// own (one term only), a whole vector, a half or a quarter.
+enum class Gather { kTerm, kVectors, kHalves, kQuarters };
+constexpr int pieces(Gather gather) { return gather == Gather::kHalves ? 2 : gather == Gather::kQuarters ? 4 : 1; }
+
 template <class E>
 struct Terms {
   using Unit = typename E::Unit;
   const Unit* const* w;
-  const Unit* const* x;
+  const Unit* const* x;  // [count], or the pieces of the one term
   int count;
   int64_t w_row, w_step, x_step, steps;
+  // The terms after these, brought into the cache meanwhile: each tile of rows its share of their bytes.
+  const char* const* next_w;
+  const char* const* next_x;
+  int next_count;
+  int64_t next_w_bytes, next_x_bytes;  // of a term, per step of one tile
 };
 
-template <class E, int kRows, int kVectors>
-BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t w_offset, int64_t x_offset, bool add,
+template <class Unit, int kPieces>
+BLOCKSPARSE_INLINE Vector<Unit> load_pieces(const Unit* const* x, int64_t offset) {
+  Unit joined[kLanes<Unit>];  // stays in a register: the copies are of constant size
+  constexpr int size = kLanes<Unit> / kPieces;
+#pragma GCC unroll 4
+  for (int p = 0; p < kPieces; ++p) memcpy(joined + p * size, x[p] + offset, size * sizeof(Unit));
+  return load(joined);
+}
+
+template <class E, int kRows, int kVectors, Gather kGather>
+BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_t x_offset, bool add,
                                       typename E::Sum* sums, int64_t sums_row) {
   using Unit = typename E::Unit;
   using Sum = typename E::Sum;
-  constexpr int kWide = kLanes<Sum>;
+  constexpr int kWide = kLanes<Sum>, kPieces = pieces(kGather);
   Vector<Sum> sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) sum[r][v] = add ? load(sums + r * sums_row + v * kWide) : Vector<Sum>{};
 
-  const int64_t w_row = terms.w_row;
+  const int64_t w_row = terms.w_row, tile = row / kTileRows;
   for (int t = 0; t < terms.count; ++t) {
-    const Unit* w = terms.w[t] + w_offset;
+    const Unit* w = terms.w[t] + row * w_row;
     const Unit* x = terms.x[t] + x_offset;
-    for (int64_t k = 0; k < terms.steps; ++k, w += terms.w_step, x += terms.x_step) {
+    const bool fetch = t < terms.next_count;
+    const int64_t next_w_bytes = fetch ? terms.next_w_bytes : 0, next_x_bytes = fetch ? terms.next_x_bytes : 0;
+    const char* next_w = fetch ? terms.next_w[t] + tile * terms.steps * next_w_bytes : nullptr;
+    const char* next_x = fetch ? terms.next_x[t] + tile * terms.steps * next_x_bytes : nullptr;
+    int64_t at = 0;
+    for (int64_t k = 0; k < terms.steps; ++k, w += terms.w_step, at += terms.x_step) {
       Vector<Unit> in[kVectors];
+      if constexpr (kGather == Gather::kTerm) {
+        __builtin_prefetch(next_w);
+        __builtin_prefetch(next_x);
+        next_w += next_w_bytes;
+        next_x += next_x_bytes;
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) in[v] = load(x + v * kWide);
+        for (int v = 0; v < kVectors; ++v) in[v] = load(x + at + v * kWide);
+      } else {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) in[v] = load_pieces<Unit, kPieces>(terms.x + v * kPieces, x_offset + at);
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const Unit weight = w[r * w_row];
@@ -57,13 +90,13 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t w_offset, i
 }
 
 // All rows, in tiles of kTileRows, then 4, 2, 1.
-template <class E, int kVectors>
+template <class E, int kVectors, Gather kGather>
 static void column_of_tiles(const Terms<E>& terms, int64_t x_offset, int64_t rows, bool add, typename E::Sum* sums,
                             int64_t sums_row) {
   int64_t r = 0;
-#define BLOCKSPARSE_ROWS(count)                                                                            \
-  for (; r + count <= rows; r += count)                                                                    \
-  register_tile<E, count, kVectors>(terms, r* terms.w_row, x_offset, add, sums + r * sums_row, sums_row)
+#define BLOCKSPARSE_ROWS(count)           \
+  for (; r + count <= rows; r += count)   \
+  register_tile<E, count, kVectors, kGather>(terms, r, x_offset, add, sums + r * sums_row, sums_row)
   if constexpr (kTileRows > 4) BLOCKSPARSE_ROWS(kTileRows);
   BLOCKSPARSE_ROWS(4);
   BLOCKSPARSE_ROWS(2);
@@ -71,25 +104,12 @@ static void column_of_tiles(const Terms<E>& terms, int64_t x_offset, int64_t row
 #undef BLOCKSPARSE_ROWS
 }
 
-// `vectors` of lanes side by side, in columns of up to kTileVectors of about equal width.
-template <class E>
-static void tiles(const Terms<E>& terms, int64_t rows, int64_t vectors, bool add, typename E::Sum* sums,
-                  int64_t sums_row) {
-  const int64_t columns = (vectors + kTileVectors - 1) / kTileVectors;
-  for (int64_t c = 0; c < columns; ++c) {
-    const int64_t first = vectors * c / columns, count = vectors * (c + 1) / columns - first;
-    const int64_t offset = first * kLanes<typename E::Sum>;
-    switch (count) {
-      case 3:
-        column_of_tiles<E, 3>(terms, offset, rows, add, sums + offset, sums_row);
-        break;
-      case 2:
-        column_of_tiles<E, 2>(terms, offset, rows, add, sums + offset, sums_row);
-        break;
-      default:
-        column_of_tiles<E, 1>(terms, offset, rows, add, sums + offset, sums_row);
-    }
-  }
+template <class E, Gather kGather>
+static void column_of_tiles(const Terms<E>& terms, int64_t vectors, int64_t x_offset, int64_t rows, bool add,
+                            typename E::Sum* sums, int64_t sums_row) {
+  if (vectors == 3) return column_of_tiles<E, 3, kGather>(terms, x_offset, rows, add, sums, sums_row);
+  if (vectors == 2) return column_of_tiles<E, 2, kGather>(terms, x_offset, rows, add, sums, sums_row);
+  column_of_tiles<E, 1, kGather>(terms, x_offset, rows, add, sums, sums_row);
 }
 
 }  // namespace BLOCKSPARSE_ISA
