@@ -115,19 +115,16 @@ class LinearBench:
         seed: int = 0,
         device: str = "cpu",
     ):
-        for name in against:
-            if name not in PEERS:
-                raise BlockSparseError.expected("against", f"some of {', '.join(PEERS)}", repr(name))
         if rounds < 1:
             raise BlockSparseError.expected("rounds", "a positive int", rounds)
         if device not in _CLOCKS:
             raise BlockSparseError.expected("device", f"one that can be timed ({', '.join(_CLOCKS)})", repr(device))
-        self.against = tuple(dict.fromkeys(against))
+        self.against = _peers(against)
         self.rounds, self.budget, self.seed, self.device = rounds, budget, seed, device
         self._drawn: tuple[Any, _Inputs] | None = None
 
-    def run(self, spec: LinearSpec) -> CaseResult:
-        """Checks the product of `spec` against float64, then times it and its peers.
+    def run(self, spec: LinearSpec, against: Sequence[str] | None = None) -> CaseResult:
+        """Checks the product of `spec` against float64, then times it and its peers (other ones, if given here).
 
         Raises:
             BlockSparseError: the product is wrong.
@@ -136,7 +133,7 @@ class LinearBench:
         errors = problem.check(self.seed)
         calls: dict[str, Call] = {OURS: problem.ours()}
         refused = {}
-        for name in self.against:
+        for name in self.against if against is None else _peers(against):
             try:
                 call = problem.peer(name)
                 call()
@@ -154,6 +151,13 @@ class LinearBench:
             self._drawn = None  # lets go of the old ones before the new ones are made
             self._drawn = key, _Inputs(spec, self.seed, self.device)
         return Problem(spec, self._drawn[1], self.seed)
+
+
+def _peers(names: Sequence[str]) -> tuple[str, ...]:
+    for name in names:
+        if name not in PEERS:
+            raise BlockSparseError.expected("against", f"some of {', '.join(PEERS)}", repr(name))
+    return tuple(dict.fromkeys(names))
 
 
 class _Inputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -20,7 +21,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def machine() -> dict[str, Any]:
-    """CPU, instruction set in use, threads, versions, commit and date, ready for JSON."""
+    """CPU, instruction set in use, threads, load, versions, commit and date, ready for JSON."""
     usable = cpu_core.unavailable() is None
     commit, dirty = checkout()
     return {
@@ -30,6 +31,7 @@ def machine() -> dict[str, Any]:
         "features": list(cpu_core.core().features()) if usable else None,
         "isa": cpu_core.isa() if usable else None,
         "threads": torch.get_num_threads(),
+        "load": [round(load, 2) for load in os.getloadavg()],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),

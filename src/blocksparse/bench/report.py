@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..errors import BlockSparseError
-from .linear import CaseResult
+from .linear import BOUNDS, CaseResult
 from .machine import machine
 from .timing import Spread
 
@@ -21,14 +22,26 @@ _STYLES = {"dense": ("#0072b2", "o"), "torch-bsr": ("#d55e00", "s"), "bsr-matmul
 def table(results: Sequence[CaseResult], title: str = "") -> Table:
     """One row per result: our time and useful arithmetic, and the speed-up over each peer with its quartiles."""
     peers = list(dict.fromkeys(name for result in results for name in (*result.peers, *result.refused)))
-    out = Table(title=title, caption="speed-up: median of the rounds, quartiles in brackets", title_style="bold")
-    for name in ("density", "time", "GFLOP/s", "error"):
+    errors = [error for result in results for error in result.errors.values()]
+    bound = max((BOUNDS[result.spec.dtype] for result in results), default=0)
+    caption = (
+        f"speed-up: median of the rounds (quartiles)\nrelative error against float64: {max(errors, default=0):.1e}"
+    )
+    out = Table(
+        title=title,
+        caption=f"{caption}, bound {bound:g}",
+        box=SIMPLE_HEAD,
+        title_style="bold",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in ("density", "our time", "GFLOP/s"):
         out.add_column(name, justify="right", no_wrap=True)
     for name in peers:
-        out.add_column(f"x {name}", justify="right")
+        # Wide enough for the quartiles alone: on a narrow terminal they go below the median.
+        out.add_column(f"over {name}", justify="right", min_width=13)
     for result in results:
         cells = [f"{result.spec.density:g}", duration(result.time().median), f"{result.gflops:.0f}"]
-        cells.append(f"{max(result.errors.values()):.1e}")
         cells += [ratio(result.speedup(name)) if name in result.peers else "[dim]refused[/]" for name in peers]
         out.add_row(*cells)
     return out
@@ -40,29 +53,35 @@ def refusals(results: Sequence[CaseResult]) -> list[str]:
 
 
 def ratio(spread: Spread) -> str:
-    """A ratio with its quartiles.
+    """A ratio with its quartiles, which fewer than three rounds do not have.
 
-    >>> ratio(Spread(12.34, 11.9, 13.0, 21))
-    '12.3 (11.9-13.0)'
+    >>> ratio(Spread(12.34, 11.9, 13.0, 21)), ratio(Spread(45.6, 45.1, 46.1, 2))
+    ('12.3 (11.9-13.0)', '45.6 (twice)')
     """
-    return f"{_short(spread.median)} ({_short(spread.low)}-{_short(spread.high)})"
+    if spread.count < 3:
+        return f"{short(spread.median)} ({'once' if spread.count == 1 else 'twice'})"
+    return f"{short(spread.median)} ({short(spread.low)}-{short(spread.high)})"
 
 
 def duration(seconds: float) -> str:
     """A time in the unit that suits it.
 
-    >>> duration(0.00123), duration(2.5e-5), duration(12.0)
-    ('1.23 ms', '25.0 us', '12.0 s')
+    >>> duration(0.00123), duration(4.08e-4), duration(12.0)
+    ('1.23 ms', '408 us', '12.0 s')
     """
-    value, unit = next(
-        ((seconds * scale, unit) for scale, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")) if seconds * scale >= 1),
-        (seconds * 1e6, "us"),
-    )
-    return f"{value:#.3g} {unit}"
+    for scale, unit in ((1, "s"), (1e3, "ms")):
+        if seconds * scale >= 1:
+            return f"{short(seconds * scale)} {unit}"
+    return f"{short(seconds * 1e6)} us"
 
 
-def _short(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+def short(value: float) -> str:
+    """Three figures, and no more than a person reads.
+
+    >>> short(1.234), short(9.999), short(1234.5)
+    ('1.23', '10.0', '1234')
+    """
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
 def write_json(path: Path, results: Sequence[CaseResult], **settings: Any) -> None:
@@ -79,35 +98,44 @@ def write_json(path: Path, results: Sequence[CaseResult], **settings: Any) -> No
 def write_chart(path: Path, results: Sequence[CaseResult], title: str) -> None:
     """A PNG of the speed-up over each peer against density, beside what the arithmetic alone would give.
 
+    The line over dense carries its numbers; the bands are the quartiles.
+
     Raises:
         BlockSparseError: matplotlib is not installed.
     """
     figure, axes = figure_and_axes((7.5, 5.2))
-    density = sorted({result.density for result in results if result.density > 0})
-    if density:
-        axes.plot(density, [1 / value for value in density], "--", color="0.45", lw=1.2, label="1 / density")
+    densities = sorted({result.density for result in results if result.density > 0})
+    axes.plot(densities, [1 / density for density in densities], "--", color="0.45", lw=1.2, label="1 / density")
     axes.axhline(1, color="0.2", lw=1)
     for peer, (color, marker) in _STYLES.items():
         points = [(r.density, r.speedup(peer)) for r in results if peer in r.peers and r.density > 0]
         if not points:
             continue
         points.sort(key=lambda point: point[0])
-        x = [density for density, _ in points]
-        medians = [spread.median for _, spread in points]
-        axes.plot(x, medians, color=color, marker=marker, ms=5, lw=1.8, label=f"over {peer}")
-        lows, highs = [spread.low for _, spread in points], [spread.high for _, spread in points]
-        axes.fill_between(x, lows, highs, color=color, alpha=0.18, lw=0)
-        for density_, median in zip(x, medians, strict=True):
-            axes.annotate(
-                _short(median), (density_, median), (0, 7), textcoords="offset points", ha="center", color=color, size=8
-            )
+        x, spreads = zip(*points, strict=True)
+        axes.plot(x, [s.median for s in spreads], color=color, marker=marker, ms=5, lw=1.8, label=f"over {peer}")
+        axes.fill_between(x, [s.low for s in spreads], [s.high for s in spreads], color=color, alpha=0.18, lw=0)
+        if peer == "dense":
+            for at, spread in points:
+                place = {"xytext": (0, -13), "textcoords": "offset points", "ha": "center"}
+                axes.annotate(short(spread.median), (at, spread.median), color=color, size=8.5, **place)
     axes.set(xscale="log", yscale="log", xlabel="density (stored blocks / all blocks)", ylabel="speed-up")
     axes.set_title(title, loc="left", size=11)
-    _plain_ticks(axes.xaxis)
-    _plain_ticks(axes.yaxis)
+    figure.supxlabel(_where(), size=7.5, color="0.4", x=0.01, ha="left")
+    for axis in (axes.xaxis, axes.yaxis):
+        _plain_ticks(axis)
     axes.grid(which="major", color="0.9", lw=0.8)
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def _where() -> str:
+    facts = machine()
+    commit = f", commit {facts['commit'][:8]}{' with changes' if facts['dirty'] else ''}" if facts["commit"] else ""
+    return (
+        f"{facts['cpu']}, {facts['isa'] or 'no compiled core'}, {facts['threads']} threads, "
+        f"torch {facts['torch']}, blocksparse {facts['blocksparse']}{commit}"
+    )
 
 
 def figure_and_axes(size: tuple[float, float]) -> tuple[Any, Any]:

@@ -1,1 +1,48 @@
-"""The command line."""
+"""The command line, `blocksparse ...`: one file per command.
+
+A command's module imports what is heavy (models, matplotlib) inside its function, so that `--help` stays fast.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from ..errors import BlockSparseError
+from .bench import bench
+from .info import info
+from .layout import layout
+
+
+class _Group(TyperGroup):
+    """Ends a user's mistake in one red line, not in a traceback, and Ctrl-C quietly."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BlockSparseError as error:
+            # Not marked up or wrapped: messages hold brackets, and a line of them can be copied.
+            Console(stderr=True).print(
+                f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True
+            )
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            Console(stderr=True).print("interrupted")
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Block-sparse neural networks for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.command()(info)
+app.add_typer(bench)
+app.command()(layout)

@@ -1,0 +1,262 @@
+"""Every target of the linear op in one run: correctness first, all in alternation, a table and a JSON file at the end.
+
+    python benchmarks/reach.py            about five minutes on two cores, which it wants for itself
+    python benchmarks/reach.py --quick    the same on small shapes, to see that it runs
+
+Writes benchmarks/results/linear-<machine>-<instruction set>.json and a Markdown table beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import blocksparse as bs
+from blocksparse.bench import machine
+from blocksparse.bench.linear import LinearBench
+from blocksparse.bench.report import ratio, short
+from blocksparse.bench.timing import Spread, alternate
+from blocksparse.ops import cpu_core
+from blocksparse.ops.linear.specs import LINE_DENSITIES, LINE_INTERCEPT, REACH, SMALL_BLOCKS, TRAINING, LinearSpec
+
+RESULTS = Path(__file__).parent / "results"
+BUDGET = 5.0  # seconds of timing per row
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. `met` is None where there is no target, or where it could not be measured."""
+
+    work: str
+    target: str
+    measured: str
+    met: bool | None
+    details: dict[str, Any]
+
+
+def speedup_rows(bench: LinearBench, name: str, spec: LinearSpec, targets: dict[str, float]) -> Iterator[Row]:
+    """One row per peer: a median ratio at least as large as its target."""
+    peers = tuple(targets) or ("dense",)
+    result = bench.run(spec, peers)
+    for peer in peers:
+        wanted = targets.get(peer)
+        target = "-" if wanted is None else f">= {wanted:.3g}x {peer}"
+        if peer in result.refused:
+            yield Row(name, target, f"{peer} refused: {result.refused[peer]}", None, result.as_dict())
+            continue
+        speedup = result.speedup(peer)
+        met = None if wanted is None else speedup.median >= wanted
+        yield Row(name, target, f"{times(speedup)} {peer}, {result.gflops:.0f} GFLOP/s", met, result.as_dict())
+
+
+def target_rows(bench: LinearBench, shrink: int) -> Iterator[Row]:
+    """The rows of speed-ups over peers. Where the CPU lacks what a target presumes, it is measured without one."""
+    amx = cpu_core.isa().startswith("amx")
+    for name, target in REACH.items():
+        spec, ratios = shrunk(target.spec, shrink), dict(target.ratios)
+        title = f"{name}, hidden {spec.out_features}, {spec.tokens} tokens"
+        if not name.startswith("break-even"):
+            title += f", density {spec.density:g}"
+        if target.needs == "amx" and not amx:
+            for peer, wanted in ratios.items():
+                yield Row(f"{title}, AMX", f">= {wanted:g}x {peer}", "not measured: no AMX here", None, {})
+            title, ratios = f"{title}, {cpu_core.isa()}", {}
+        yield from speedup_rows(bench, title, spec, ratios)
+
+
+def small_block_rows(bench: LinearBench, shrink: int) -> Iterator[Row]:
+    """Small blocks against blocks of 32 at the same shape and density: how much of their speed is left."""
+    for pass_ in ("forward", "dgrad", "wgrad"):
+        specs = {block: replace(shrunk(TRAINING, shrink), block=block, pass_=pass_) for block in (32, *SMALL_BLOCKS)}
+        problems = {block: bench.problem(spec) for block, spec in specs.items()}
+        for problem in problems.values():
+            problem.check(bench.seed)
+        calls = {str(block): problem.ours() for block, problem in problems.items()}
+        samples = alternate(calls, rounds=bench.rounds, budget=BUDGET)
+        for block, wanted in SMALL_BLOCKS.items():
+            slower = samples.ratio(str(block), "32")
+            part = Spread(1 / slower.median, 1 / slower.high, 1 / slower.low, slower.count)
+            yield Row(
+                f"fp32 {pass_}, blocks of {block} against 32",
+                f">= {wanted:.0%} of the speed",
+                f"{part.median:.0%} ({part.low:.0%}-{part.high:.0%})",
+                part.median >= wanted,
+                {"part": vars(part), "seconds": {name: vars(samples.time(name)) for name in calls}},
+            )
+
+
+def line_row(bench: LinearBench, shrink: int) -> Row:
+    """The line through time against nnz at fixed tokens; its intercept as a part of the dense time."""
+    specs = [replace(shrunk(TRAINING, shrink), density=density) for density in LINE_DENSITIES]
+    problems = [bench.problem(spec) for spec in specs]
+    for problem in problems:
+        problem.check(bench.seed)
+    calls = {"dense": problems[0].peer("dense")}
+    calls |= {f"{problem.layout.nnz}": problem.ours() for problem in problems}
+    samples = alternate(calls, rounds=bench.rounds, budget=2 * BUDGET)
+    nnz = np.array([problem.layout.nnz for problem in problems])
+    times = np.array([samples.time(str(count)).median for count in nnz])
+    # Relative residuals: else the few dense points alone would say where the line meets zero.
+    slope, intercept = np.polyfit(nnz, times, 1, w=1 / times)
+    part = intercept / samples.time("dense").median
+    off = np.abs((slope * nnz + intercept) / times - 1).max()
+    return Row(
+        f"fp32 forward, time against nnz, density {LINE_DENSITIES[0]:g} to {LINE_DENSITIES[-1]:g}",
+        f"a line, intercept < {LINE_INTERCEPT:.0%} of dense",
+        f"intercept {part:+.1%} of dense, points within {off:.0%} of the line",
+        bool(abs(part) < LINE_INTERCEPT),
+        {"nnz": nnz.tolist(), "seconds": times.tolist(), "dense": vars(samples.time("dense"))},
+    )
+
+
+def memory_row(hidden: int, tokens: int, density: float) -> Row:
+    """The peak of a forward and backward beyond values, inputs and output gradient, which are there before.
+
+    What it must take: the gradient of the values, the output and the gradient of the input. The rest (plans, panels,
+    threads' stacks, the allocator) has to be a working copy of the activations at most, O(nnz) indices (128 bytes per
+    block) and 16 MiB of small change: nothing that grows as in x out.
+    """
+    command = [sys.executable, __file__, "--peak", json.dumps([hidden, tokens, density])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    work = f"fp32 memory of forward + backward, hidden {hidden}, {tokens} tokens, density {density:g}"
+    target = "gradient + activations + O(nnz) indices"
+    if done.returncode:
+        return Row(work, target, f"not measured: {done.stderr.strip().splitlines()[-1]}", None, {})
+    facts = json.loads(done.stdout)
+    rest = facts["peak"] - facts["gradient"] - facts["activations"]
+    dense = 4 * hidden**2
+    limit = facts["activations"] + 128 * facts["nnz"] + 2**24
+    measured = (
+        f"{mib(facts['gradient'])} + {mib(facts['activations'])} + {mib(rest)} MiB; a dense weight is {mib(dense)} MiB"
+    )
+    return Row(work, target, measured, rest <= limit, {**facts, "rest": rest, "dense": dense})
+
+
+def peak(hidden: int, tokens: int, density: float) -> dict[str, int]:
+    """Measured in a process of its own: what one forward and backward adds to the resident memory at its peak."""
+    small = bs.BlockLayout([[True]], 32)
+    _train_step(small, torch.randn(4, 32))  # loads libraries and starts threads
+    layout = bs.patterns.random((hidden, hidden), 32, density=density, seed=0)
+    x = torch.randn(tokens, hidden)
+    values, grad = torch.randn(layout.values_shape), torch.randn(tokens, hidden)
+    # The transposed index lists and the plans are made by the first call, thus counted.
+    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to what is resident now
+    before = _status("VmRSS")
+    _train_step(layout, x, values, grad)
+    return {
+        "nnz": layout.nnz,
+        "peak": _status("VmHWM") - before,
+        "gradient": 4 * values.numel(),
+        "activations": 4 * (x.numel() + grad.numel()),
+    }
+
+
+def _train_step(layout: bs.BlockLayout, x, values=None, grad=None) -> None:
+    values = torch.randn(layout.values_shape) if values is None else values
+    x, values = x.requires_grad_(), values.requires_grad_()
+    y = bs.linear(x, values, layout)
+    torch.autograd.grad(y, (x, values), torch.ones_like(y) if grad is None else grad)
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise bs.BlockSparseError.expected("/proc/self/status", f"a line {field}", "none")
+
+
+def shrunk(spec: LinearSpec, by: int) -> LinearSpec:
+    """The spec with `by` times fewer features."""
+    return replace(spec, out_features=spec.out_features // by, in_features=spec.in_features // by)
+
+
+def times(speedup: Spread) -> str:
+    return ratio(speedup).replace(" ", "x ", 1)
+
+
+def mib(size: float) -> str:
+    return short(size / 2**20) if size >= 2**20 / 100 else "0"
+
+
+def measure(shrink: int) -> Iterator[Row]:
+    bench = LinearBench(budget=BUDGET / (1 if shrink == 1 else 10), rounds=21 if shrink == 1 else 5)
+    yield from target_rows(bench, shrink)
+    yield from small_block_rows(bench, shrink)
+    yield line_row(bench, shrink)
+    yield memory_row(12288 // shrink, 64, 0.1)
+    yield memory_row(131072 // shrink, 64, 0.001)
+
+
+def verdict(row: Row) -> str:
+    return "-" if row.met is None else "yes" if row.met else "NO"
+
+
+def show(console: Console, rows: list[Row], facts: dict[str, Any]) -> None:
+    table = Table(
+        box=SIMPLE_HEAD,
+        title=f"{facts['cpu']}, {facts['isa']}, {facts['threads']} threads, load {facts['load'][0]:g} before",
+    )
+    for name in ("work", "target", "measured"):
+        table.add_column(name)
+    table.add_column("met", justify="right")
+    for row in rows:
+        colour = {None: "dim", True: "green", False: "bold red"}[row.met]
+        table.add_row(row.work, row.target, row.measured, f"[{colour}]{verdict(row)}[/]")
+    console.print(table)
+
+
+def write(rows: list[Row], facts: dict[str, Any], folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"linear-{machine.slug(facts['cpu'])}-{facts['isa']}.json"
+    content = {"what": "targets of the linear op", "machine": facts, "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    lines = ["| work | target | measured | met |", "|---|---|---|---|"]
+    lines += [f"| {row.work} | {row.target} | {row.measured} | {verdict(row)} |" for row in rows]
+    commit = f"{facts['commit'][:12]}{' with changes' if facts['dirty'] else ''}" if facts["commit"] else "unknown"
+    lines += [
+        "",
+        f"{facts['cpu']}, {facts['isa']}, {facts['threads']} threads, torch {facts['torch']}, commit {commit}, "
+        f"{facts['date'][:10]}. Ratios: median of the rounds of one run (quartiles).",
+    ]
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Every target of the linear op in one run.")
+    parser.add_argument("--quick", action="store_true", help="small shapes; writes nothing")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--peak", type=json.loads, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.peak:
+        print(json.dumps(peak(*arguments.peak)))
+        return
+    cpu_core.core()  # says how to build it where it is missing
+    facts = machine.machine()
+    rows: list[Row] = []
+    console = Console()
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+        for row in measure(16 if arguments.quick else 1):
+            rows.append(row)
+            progress.update(task, description=f"{row.work}: {row.measured}")
+    show(console, rows, facts)
+    if not arguments.quick:
+        console.print(f"wrote {write(rows, facts, arguments.out)} and .md", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

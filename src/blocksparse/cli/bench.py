@@ -1,0 +1,94 @@
+"""`blocksparse bench`: our products against their peers, correctness first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..errors import BlockSparseError
+
+bench = typer.Typer(name="bench", help="Measure against the peers, correctness first.", no_args_is_help=True)
+
+
+@bench.callback()
+def _bench() -> None:
+    # With a callback, typer keeps `linear` as a subcommand even while it is the only one.
+    pass
+
+
+@bench.command("linear")
+def linear(
+    hidden: Annotated[int, typer.Option(help="Features in and out.")] = 4096,
+    block_size: Annotated[int, typer.Option(help="Rows and columns of a block.")] = 32,
+    batch: Annotated[int, typer.Option(help="Tokens.")] = 64,
+    densities: Annotated[
+        str, typer.Option(help="Parts of the blocks that are stored.")
+    ] = "1,0.5,0.25,0.1,0.05,0.03,0.01",
+    dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
+    pass_: Annotated[str, typer.Option("--pass", help="forward, dgrad, wgrad or train.")] = "forward",
+    against: Annotated[str, typer.Option(help="Peers, of dense, torch-bsr and bsr-matmul.")] = "dense",
+    out: Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")] = Path("bench-out"),
+    rounds: Annotated[int, typer.Option(help="Rounds of A B A B ... at most.")] = 21,
+    budget: Annotated[float, typer.Option(help="Seconds of timing per density, about.")] = 4.0,
+    seed: Annotated[int, typer.Option(help="Of patterns and numbers.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to run.")] = "cpu",
+) -> None:
+    """y = x W^T and its gradients: speed-up against density, as a table, JSON and a chart.
+
+    Every result is checked against float64 first; a wrong one ends the run. Then all take turns in one process.
+    """
+    from ..bench import report
+    from ..bench.linear import LinearBench
+    from ..ops.linear.specs import LinearSpec
+
+    specs = [LinearSpec(hidden, hidden, batch, block_size, density, dtype, pass_) for density in _densities(densities)]
+    runner = LinearBench(_list(against), rounds=rounds, budget=budget, seed=seed, device=device)
+    _folder(out)
+    console = Console()
+    results = []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("checking and timing", total=len(specs))
+        for spec in specs:
+            progress.update(task, description=f"checking and timing, density {spec.density:g}")
+            results.append(runner.run(spec))
+            progress.advance(task)
+
+    name = f"linear-{pass_}-{dtype}-h{hidden}-b{block_size}-t{batch}"
+    title = f"{pass_} {dtype}, hidden {hidden}, block {block_size}, {batch} tokens"
+    console.print(report.table(results, title))
+    for line in report.refusals(results):
+        console.print(f"refused: {line}", style="yellow", markup=False, highlight=False)
+    settings = {"rounds": rounds, "budget": budget, "seed": seed, "device": device, "against": list(runner.against)}
+    report.write_json(out / f"{name}.json", results, **settings)
+    report.write_chart(out / f"{name}.png", results, title)
+    console.print(f"wrote {out / name}.json and .png", highlight=False, soft_wrap=True)
+
+
+def _densities(text: str) -> list[float]:
+    try:
+        return list(dict.fromkeys(float(part) for part in _list(text)))
+    except ValueError as error:
+        raise BlockSparseError.expected(
+            "densities", "numbers with commas between, 1,0.5,0.1 say", repr(text)
+        ) from error
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BlockSparseError.expected("out", "a folder to write to", f"{path} ({error.strerror})") from error
