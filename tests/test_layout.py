@@ -1,0 +1,214 @@
+"""BlockLayout: what it says of itself, as a value, and what it refuses."""
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import textwrap
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+import blocksparse as bs
+from blocksparse import BlockLayout, BlockSparseError
+from strategies import layouts
+
+
+@given(layouts())
+def test_describes_its_mask(layout):
+    mask = layout.mask()
+    assert mask.dtype == torch.bool
+    assert mask.shape == layout.grid
+    assert layout.shape == (layout.grid[0] * layout.block_shape[0], layout.grid[1] * layout.block_shape[1])
+    assert layout.nnz == int(mask.sum())
+    assert layout.density == layout.nnz / mask.numel()
+    assert layout.values_shape == (layout.nnz, *layout.block_shape)
+    assert BlockLayout(mask, layout.block_shape) == layout
+    assert BlockLayout(mask.int().tolist(), layout.block_shape) == layout
+
+
+@given(layouts())
+def test_indices_are_those_of_torch_bsr(layout):
+    crow, col = layout.crow_indices(), layout.col_indices()
+    assert crow.dtype == col.dtype == torch.int32
+    rows, cols = np.nonzero(layout.mask().numpy())
+    assert np.array_equal(crow.diff(), np.bincount(rows, minlength=layout.grid[0]))
+    assert crow[0] == 0
+    assert np.array_equal(col, cols)
+    assert np.array_equal(layout.row_of_block, rows)
+
+
+@given(layouts())
+def test_transposed(layout):
+    assert layout.T.T is layout
+    assert layout.T.shape == layout.shape[::-1]
+    assert layout.T.block_shape == layout.block_shape[::-1]
+    assert torch.equal(layout.T.mask(), layout.mask().T)
+    # Blocks reordered and transposed one by one are the values of the transposed weight.
+    values = torch.randn(layout.values_shape)
+    moved = values[torch.from_numpy(layout.transpose_order)].transpose(1, 2)
+    assert torch.equal(bs.to_dense(moved, layout.T), bs.to_dense(values, layout).T)
+    assert np.array_equal(layout.transpose_order[layout.T.transpose_order], np.arange(layout.nnz))
+
+
+@given(layouts())
+def test_is_a_value(layout):
+    order = np.random.default_rng(0).permutation(layout.nnz)
+    rows, cols = layout.row_of_block[order], layout.col_indices().numpy()[order]
+    same = BlockLayout.from_indices(rows, cols, layout.grid, layout.block_shape)
+    assert same == layout
+    assert hash(same) == hash(layout)
+    assert {layout: "found"}[same] == "found"
+    assert pickle.loads(pickle.dumps(layout)) == layout
+    assert copy.copy(layout) is layout
+    assert copy.deepcopy([layout])[0] is layout
+    assert layout != BlockLayout(~layout.mask(), layout.block_shape)
+    assert layout != BlockLayout(layout.mask(), (layout.block_shape[0] + 1, layout.block_shape[1]))
+    assert layout != layout.mask()
+
+
+def test_cannot_be_changed():
+    mask = np.ones((2, 2), dtype=bool)
+    layout = BlockLayout(mask, 4)
+    mask[0, 0] = False
+    assert layout.nnz == 4
+    for name in ("grid", "block_shape", "anything"):
+        with pytest.raises(AttributeError, match="cannot be changed"):
+            setattr(layout, name, (1, 1))
+    layout.mask().zero_()
+    assert layout.mask().all()
+
+
+def test_derived_is_built_once():
+    layout, built = BlockLayout([[True]], 4), []
+    for _ in range(2):
+        assert layout.derived("plan", lambda: built.append(1) or "made") == "made"
+    assert built == [1]
+
+
+def test_is_freed():
+    layout = BlockLayout([[True, False]], 4)
+    layout.T.T.crow_indices()
+    gone = weakref.ref(layout)
+    del layout
+    gc.collect()
+    assert gone() is None
+
+
+def test_index_tensors_can_be_saved():
+    col, file = BlockLayout([[True, False, True]], 4).col_indices(), io.BytesIO()
+    torch.save(col, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False), col)
+    assert torch.equal(copy.deepcopy(col), col)
+
+
+@pytest.mark.parametrize("size", [250_000, 2**31 + 2], ids=["250000", "beyond int32"])
+def test_huge_grids_need_no_mask(size):
+    cols = size - 1 - np.arange(1000)
+    layout = BlockLayout.from_indices(np.arange(1000), cols, (1000, size), block_size=1)
+    assert np.array_equal(layout.col_indices(), cols)
+    assert layout.density == 1000 / (1000 * size)
+
+
+def test_a_square_grid_of_250_000():
+    n = 250_000
+    rng = np.random.default_rng(0)
+    keys = np.unique(rng.integers(n * n, size=100_000))
+    rows, cols = np.divmod(rng.permutation(keys), n)
+    layout = BlockLayout.from_indices(torch.from_numpy(rows), torch.from_numpy(cols), (n, n), block_size=(2, 4))
+    assert layout.shape == (2 * n, 4 * n)
+    assert np.array_equal(layout.row_of_block * n + layout.col_indices().numpy(), keys)
+    assert layout.T.T is layout
+    assert pickle.loads(pickle.dumps(layout)) == layout
+    assert BlockLayout.from_indices(cols, rows, (n, n), block_size=(4, 2)) == layout.T
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    {
+        "vector": ([True, False], "2-D"),
+        "3-D": (np.ones((1, 2, 3), dtype=bool), "2-D"),
+        "empty": (np.ones((0, 3), dtype=bool), "2-D"),
+        "float": (torch.ones(2, 2), "bool"),
+        "bfloat16": (torch.ones(2, 2, dtype=torch.bfloat16), "bool"),
+        "twos": ([[0, 2]], "0s and 1s"),
+        "ragged": ([[True], [True, False]], "bool matrix"),
+        "sparse": (torch.ones(2, 2, dtype=torch.bool).to_sparse(), "bool matrix"),
+        "meta": (torch.ones(2, 2, dtype=torch.bool, device="meta"), "bool matrix"),
+        "text": ([["x"]], "bool"),
+        "none": (None, "2-D"),
+    }.values(),
+    ids=["vector", "3-D", "empty", "float", "bfloat16", "twos", "ragged", "sparse", "meta", "text", "none"],
+)
+def test_refuses_masks(mask, said):
+    with pytest.raises(BlockSparseError, match=f"mask: expected .*{said}.*, got "):
+        BlockLayout(mask, 4)
+
+
+@pytest.mark.parametrize("block", [0, -8, 8.0, True, None, "8", (8,), (8, 8, 8), (8, 0), (8, True), (2.0, 2)], ids=repr)
+def test_refuses_block_sizes(block):
+    with pytest.raises(BlockSparseError, match="block_size: expected a positive int"):
+        BlockLayout([[True]], block)
+    with pytest.raises(BlockSparseError, match="block_size: expected a positive int"):
+        BlockLayout.from_indices([0], [0], (1, 1), block)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "grid", "said"),
+    [
+        ([0, 1, 0], [1, 1, 1], (2, 2), r"each block once, got block \(0, 1\)"),
+        ([0, 0], [1, 1], (2, 2), "each block once"),
+        ([0, 2], [0, 0], (2, 2), "rows: expected indices from 0 to 1, got 0 to 2"),
+        ([0, 1], [0, -1], (2, 2), "cols: expected indices"),
+        ([0, 1], [0], (2, 2), "vectors of equal length, got 2 rows and 1 columns"),
+        ([0.0], [0], (2, 2), "rows: expected a vector of ints"),
+        ([True], [0], (2, 2), "rows: expected a vector of ints"),
+        ([[0]], [[0]], (2, 2), "rows: expected a vector of ints"),
+        ([[0], [0, 1]], [0], (2, 2), "rows: expected a vector of ints"),
+        (np.array([2**64 - 1], dtype=np.uint64), [0], (2, 2), "rows: expected indices"),
+        ([0], [0], (2,), "grid: expected a pair"),
+        ([0], [0], (2, 0), "grid: expected a pair"),
+        ([0], [0], (2, 2.0), "grid: expected a pair"),
+        ([0], [0], 2, "grid: expected a pair"),
+        ([0], [0], (2**32, 2**32), "grid: expected fewer than 2"),
+    ],
+    ids=[
+        "twice",
+        "twice in order",
+        "row out of range",
+        "negative column",
+        "unequal lengths",
+        "float",
+        "bool",
+        "matrix",
+        "ragged",
+        "uint64",
+        "short grid",
+        "no columns",
+        "float grid",
+        "int grid",
+        "overflowing grid",
+    ],
+)
+def test_refuses_indices(rows, cols, grid, said):
+    with pytest.raises(BlockSparseError, match=said):
+        BlockLayout.from_indices(rows, cols, grid, 4)
+
+
+def test_import_loads_no_optional_package():
+    script = """
+        import sys
+        import torch
+        before = set(sys.modules)
+        import blocksparse
+        optional = {"triton", "matplotlib", "scipy", "networkx", "sklearn", "pooch", "tensorboard"}
+        print(sorted({name.split(".")[0] for name in set(sys.modules) - before} & optional))
+    """
+    run = [sys.executable, "-c", textwrap.dedent(script)]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,300 @@
+"""The patterns: their graphs, their counts, their seeds, and what they refuse."""
+
+import pickle
+import random as python_random
+
+import networkx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blocksparse import BlockLayout, BlockSparseError, patterns
+from blocksparse.topology import degrees
+from strategies import grids
+
+DRAWN = {
+    "random": lambda seed: patterns.random((64, 96), 4, 0.2, seed),
+    "random, barely covering": lambda seed: patterns.random((64, 96), 4, 24 / (16 * 24), seed),
+    "erdos_renyi": lambda seed: patterns.erdos_renyi((64, 96), 4, 1.5, seed),
+    "watts_strogatz": lambda seed: patterns.watts_strogatz(128, 4, 4, 0.3, seed),
+    "watts_strogatz_2d": lambda seed: patterns.watts_strogatz_2d(128, 4, 4, 0.3, seed),
+    "barabasi_albert": lambda seed: patterns.barabasi_albert(128, 4, 3, seed),
+}
+GRAPHS = {name: DRAWN[name] for name in ("watts_strogatz", "watts_strogatz_2d", "barabasi_albert")}
+
+
+def features(grid, block):
+    return grid[0] * block[0], grid[1] * block[1]
+
+
+def uses_all(layout):
+    return all(bool((degree > 0).all()) for degree in degrees(layout))
+
+
+# -- regular -----------------------------------------------------------------------------------------------------
+
+
+@given(grids())
+def test_dense(grid):
+    layout = patterns.dense(features(grid, (2, 3)), (2, 3))
+    assert layout.grid == grid
+    assert layout.block_shape == (2, 3)
+    assert layout.mask().all()
+
+
+@given(grids())
+def test_block_diagonal(grid):
+    layout = patterns.block_diagonal(features(grid, (2, 3)), (2, 3))
+    assert uses_all(layout)
+    assert layout.nnz == max(grid)
+    out_degrees, in_degrees = degrees(layout)
+    assert max(int(d.max() - d.min()) for d in (out_degrees, in_degrees)) <= 1
+    assert patterns.block_diagonal(features(grid, (2, 3))[::-1], (3, 2)) == layout.T
+
+
+@given(st.integers(1, 12), st.integers(0, 15))
+def test_banded_square(n, bandwidth):
+    i = torch.arange(n)
+    expected = (i[:, None] - i).abs() <= bandwidth
+    assert torch.equal(patterns.banded((n, n), 1, bandwidth).mask(), expected)
+
+
+@given(st.integers(1, 12))
+def test_butterfly_square(n):
+    strides = [0, *(2**s for s in range(8))]
+    expected = [[i ^ j in strides for j in range(n)] for i in range(n)]
+    assert patterns.butterfly(4 * n, 4) == BlockLayout(expected, 4)
+    assert patterns.butterfly((4 * n, 4 * n), 4) == patterns.butterfly(4 * n, 4)
+
+
+@given(grids(), st.integers(0, 3))
+def test_stretched_patterns(grid, bandwidth):
+    n = min(grid)
+    rows, cols = (np.arange(size) * n // size for size in grid)
+    for pattern in (lambda shape: patterns.banded(shape, 1, bandwidth), lambda shape: patterns.butterfly(shape, 1)):
+        assert torch.equal(pattern(grid).mask(), pattern((n, n)).mask()[rows][:, cols])
+
+
+def test_butterfly_of_a_power_of_two():
+    layout = patterns.butterfly(32 * 1024, 32)
+    assert all((degree == 11).all() for degree in degrees(layout))
+
+
+# -- random ------------------------------------------------------------------------------------------------------
+
+
+@given(grids(), st.floats(0, 1), st.integers(0, 2**40))
+def test_random(grid, density, seed):
+    layout = patterns.random(features(grid, (2, 3)), (2, 3), density, seed)
+    assert layout.grid == grid
+    assert layout.nnz == round(density * grid[0] * grid[1])
+    if layout.nnz >= max(grid):
+        assert uses_all(layout)
+
+
+@given(grids(), st.integers(0, 9))
+def test_random_with_just_enough_blocks(grid, seed):
+    density = max(grid) / (grid[0] * grid[1])
+    layout = patterns.random(grid, 1, density, seed)
+    assert layout.nnz == max(grid)
+    assert uses_all(layout)
+
+
+@pytest.mark.parametrize("density", [4 / 24, 0.3, 0.7], ids=["sparse", "barely covering", "more than half"])
+def test_random_blocks_are_equally_likely(density):
+    draws = 3000
+    times = sum(patterns.random((4, 6), 1, density, seed).mask().long() for seed in range(draws))
+    share = round(density * 24) / 24
+    deviation = (draws * share * (1 - share)) ** 0.5
+    assert (times - draws * share).abs().max() < 4.5 * deviation
+
+
+@pytest.mark.parametrize("density", [4e-6, 8e-6], ids=["as few as cover", "twice that"])
+def test_random_on_a_huge_grid(density):
+    layout = patterns.random((250_000, 250_000), 1, density)
+    assert layout.nnz == round(density * 250_000**2)
+    assert uses_all(layout)
+
+
+def test_erdos_renyi_on_a_huge_grid():
+    layout = patterns.erdos_renyi((250_000, 65_536), 1, epsilon=1)
+    assert layout.nnz == pytest.approx(250_000 + 65_536, rel=0.01)
+
+
+def test_erdos_renyi_counts():
+    grid, epsilon = (20, 30), 1.2
+    share = epsilon * (20 + 30) / (20 * 30)
+    masks = torch.stack([patterns.erdos_renyi((160, 240), 8, epsilon, seed).mask() for seed in range(2000)]).double()
+    assert masks.shape[1:] == grid
+    assert (masks.mean(0) - share).abs().max() < 4.5 * (share * (1 - share) / 2000) ** 0.5
+    # Independent blocks: their number varies like a binomial one.
+    assert masks.sum((1, 2)).var().item() == pytest.approx(600 * share * (1 - share), rel=0.15)
+
+
+@pytest.mark.parametrize(("epsilon", "density"), [(0, 0), (1e9, 1)], ids=["none", "capped"])
+def test_erdos_renyi_limits(epsilon, density):
+    assert patterns.erdos_renyi((64, 64), 8, epsilon).density == density
+
+
+# -- small worlds ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", GRAPHS.values(), ids=GRAPHS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_graphs_are_symmetric_with_the_diagonal(pattern, seed):
+    mask = pattern(seed).mask()
+    assert torch.equal(mask, mask.T)
+    assert mask.diagonal().all()
+
+
+def test_watts_strogatz_is_that_of_networkx():
+    graph = networkx.watts_strogatz_graph(100, 6, 0.3, seed=5)
+    expected = networkx.to_numpy_array(graph).astype(bool) | np.eye(100, dtype=bool)
+    assert patterns.watts_strogatz(400, 4, 6, 0.3, seed=5) == BlockLayout(expected, 4)
+
+
+@pytest.mark.parametrize(
+    ("neighbors", "offsets"),
+    [
+        (2, [(0, 1), (1, 0)]),
+        (4, [(0, 1), (1, 0)]),
+        (6, [(0, 1), (1, 0), (1, 1)]),
+        (8, [(0, 1), (1, 0), (1, 1), (0, 2), (2, 0)]),
+        (12, [(0, 1), (1, 0), (1, 1), (0, 2), (2, 0), (1, 2), (2, 1)]),
+    ],
+)
+def test_watts_strogatz_2d_before_rewiring(neighbors, offsets):
+    y, x = np.divmod(np.arange(48), 8)  # 6 x 8
+    expected = np.eye(48, dtype=bool)
+    for down, right in offsets:
+        end = (y + down) % 6 * 8 + (x + right) % 8
+        expected[np.arange(48), end] = expected[end, np.arange(48)] = True
+    assert patterns.watts_strogatz_2d(48, 1, neighbors, rewire=0) == BlockLayout(expected, 1)
+
+
+def test_watts_strogatz_2d_rewires_the_share_asked_for():
+    lattice = patterns.watts_strogatz_2d(2500, 1, 8, rewire=0).mask()
+    drawn = patterns.watts_strogatz_2d(2500, 1, 8, rewire=0.3).mask()
+    kept = (lattice & drawn).sum() - 2500
+    assert kept / (lattice.sum() - 2500) == pytest.approx(0.7, abs=0.02)
+
+
+@pytest.mark.parametrize("n", [3, 4, 5, 7, 9, 13], ids=str)
+@pytest.mark.parametrize("rewire", [0, 0.5, 1])
+def test_watts_strogatz_2d_on_small_tori(n, rewire):
+    for seed in range(5):
+        layout = patterns.watts_strogatz_2d(n, 1, (n - 1) // 2 * 2, rewire, seed)
+        assert layout.grid == (n, n)
+        assert layout.nnz > n
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 1), (9, 8), (30, 1), (30, 4)])
+def test_barabasi_albert_counts(n, m):
+    for seed in range(5):
+        layout = patterns.barabasi_albert(4 * n, 4, m, seed)
+        assert layout.nnz == 2 * m * (n - m) + n + m * (m - 1)
+        assert layout.mask()[:m, :m].all()
+        assert degrees(layout)[0].min() >= m
+
+
+def test_barabasi_albert_of_the_2017_lstm():
+    layout = patterns.barabasi_albert(18432, 32, 8)
+    assert layout.grid == (576, 576)
+    assert round(layout.density, 4) == 0.0293
+    assert layout.nnz * 32 * 32 == 9_953_280
+
+
+@pytest.mark.parametrize(
+    "pattern", [patterns.watts_strogatz, patterns.watts_strogatz_2d, patterns.barabasi_albert, patterns.butterfly]
+)
+def test_ten_thousand_blocks(pattern):
+    assert pattern(320_000, 32).grid == (10_000, 10_000)
+
+
+# -- seeds -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", DRAWN.values(), ids=DRAWN)
+def test_seeds(pattern):
+    assert pattern(3) == pattern(3)
+    assert pattern(np.int64(3)) == pattern(3)
+    assert len({pattern(seed) for seed in range(4)}) == 4
+
+
+@pytest.mark.parametrize("pattern", DRAWN.values(), ids=DRAWN)
+def test_global_generators_are_left_alone(pattern):
+    def states():
+        return torch.get_rng_state().tolist(), pickle.dumps(np.random.get_state()), python_random.getstate()  # noqa: NPY002
+
+    before = states()
+    first = pattern(0)
+    assert states() == before
+    torch.manual_seed(1)
+    assert pattern(0) == first
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+SHAPED = {
+    name: getattr(patterns, name)
+    for name in ("dense", "block_diagonal", "banded", "butterfly", "erdos_renyi", "random")
+}
+SQUARE = {name: getattr(patterns, name) for name in ("watts_strogatz", "watts_strogatz_2d", "barabasi_albert")}
+
+
+@pytest.mark.parametrize("pattern", SHAPED.values(), ids=SHAPED)
+@pytest.mark.parametrize(
+    "shape", [(64, 65), (33, 64), (64,), (64, 64, 64), (0, 64), (-32, 64), (64.0, 64), (True, 64), None, "ab"], ids=str
+)
+def test_shapes_are_refused(pattern, shape):
+    with pytest.raises(BlockSparseError, match="shape: expected"):
+        pattern(shape, 32)
+
+
+@pytest.mark.parametrize("pattern", SQUARE.values(), ids=SQUARE)
+@pytest.mark.parametrize("size", [1000, 0, -32, 1024.0, True, (1024, 1024), None], ids=str)
+def test_features_are_refused(pattern, size):
+    with pytest.raises(BlockSparseError, match="features: expected"):
+        pattern(size, 32)
+
+
+@pytest.mark.parametrize("pattern", [*SHAPED.values(), *SQUARE.values()], ids=[*SHAPED, *SQUARE])
+@pytest.mark.parametrize("block", [0, -1, 1.5, True, None, (8,)], ids=str)
+def test_block_sizes_are_refused(pattern, block):
+    with pytest.raises(BlockSparseError, match="block_size: expected"):
+        pattern(1024 if pattern in SQUARE.values() else (1024, 1024), block)
+
+
+@pytest.mark.parametrize("pattern", SQUARE.values(), ids=SQUARE)
+def test_rectangular_blocks_are_no_graph(pattern):
+    with pytest.raises(BlockSparseError, match="block_size: expected a square block"):
+        pattern(1024, (8, 16))
+
+
+@pytest.mark.parametrize("name", ["random", "erdos_renyi", *SQUARE])
+@pytest.mark.parametrize("seed", [-1, 0.0, None, True, "0"], ids=repr)
+def test_seeds_are_refused(name, seed):
+    with pytest.raises(BlockSparseError, match="seed: expected an int"):
+        getattr(patterns, name)(1024 if name in SQUARE else (1024, 1024), seed=seed)
+
+
+NAN, INF = float("nan"), float("inf")
+REFUSED = {
+    "density": ("random", [-0.1, 1.1, NAN, INF, None, "0.1", True]),
+    "epsilon": ("erdos_renyi", [-1, NAN, INF, None, "1", True]),
+    "bandwidth": ("banded", [-1, 1.0, NAN, None, True]),
+    "m": ("barabasi_albert", [0, -1, 32, 33, 2.0, None, True]),
+    "neighbors": ("watts_strogatz", [0, -2, 3, 32, 34, 4.0, NAN, None, True]),
+    "rewire": ("watts_strogatz", [-0.1, 1.1, NAN, None, "0.2", True]),
+}
+CASES = [(pattern, name, value) for name, (pattern, values) in REFUSED.items() for value in values]
+CASES += [("watts_strogatz_2d", name, value) for name in ("neighbors", "rewire") for value in REFUSED[name][1]]
+
+
+@pytest.mark.parametrize(("pattern", "name", "value"), CASES, ids=[f"{p}-{n}={v!r}" for p, n, v in CASES])
+def test_arguments_are_refused(pattern, name, value):
+    size = 1024 if pattern in SQUARE else (1024, 1024)
+    with pytest.raises(BlockSparseError, match=f"{name}: expected"):
+        getattr(patterns, pattern)(size, 32, **{name: value})
