@@ -1,0 +1,1 @@
+"""Loaders: text as bytes."""

@@ -1,0 +1,1 @@
+"""Training runs as plain functions; the command line shows them."""
