@@ -58,6 +58,16 @@ def test_vmap():
     assert torch.equal(torch.vmap(lambda w: bs.from_dense(w, LAYOUT))(weights), values)
 
 
+def test_compiles_into_one_graph():
+    weight = torch.randn(LAYOUT.shape, requires_grad=True)
+    there_and_back = torch.compile(
+        lambda w: bs.to_dense(bs.from_dense(w, LAYOUT), LAYOUT), backend="aot_eager", fullgraph=True
+    )(weight)
+    assert torch.equal(there_and_back, torch.where(dense_mask(LAYOUT), weight, 0.0))
+    there_and_back.sum().backward()
+    assert torch.equal(weight.grad, dense_mask(LAYOUT).float())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool], ids=str)
 def test_dtype_is_kept(dtype):
     weight = torch.ones(LAYOUT.shape, dtype=dtype)
