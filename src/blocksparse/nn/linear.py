@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
+from ..convert import block_coordinates
+from ..errors import BlockSparseError
 from ..layout import BlockLayout
+from ..ops.linear import ACTIVATIONS
 from .module import BlockSparseModule, layout_for
 
 
@@ -31,7 +35,8 @@ class Linear(BlockSparseModule):
     Shapes: `[..., in_features] -> [..., out_features]`.
 
     Raises:
-        BlockSparseError: a layout of another shape, a density outside of 0..1, sizes that are not positive.
+        BlockSparseError: a layout of another shape, a density outside of 0..1, sizes that are not positive, an unknown
+            activation; in the call, inputs that `blocksparse.linear` refuses.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -56,6 +61,8 @@ class Linear(BlockSparseModule):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(layout_for((out_features, in_features), layout, density, block_size), (), device, dtype)
+        if activation not in ACTIVATIONS:
+            raise BlockSparseError.expected("activation", f"one of {list(ACTIVATIONS)}", repr(activation))
         self.in_features = in_features
         self.out_features = out_features
         self.activation = activation
@@ -64,25 +71,28 @@ class Linear(BlockSparseModule):
 
     def reset_parameters(self) -> None:
         """Draws weights and biases anew."""
+        self.reset_layout_buffers()
         layout, (height, width) = self.layout, self.layout.block_shape
-        col = layout.col_indices().long()
-        row = torch.from_numpy(layout.row_of_block)
-        true_width = (self.in_features - col * width).clamp(max=width)  # of the last column: without its padding
-        fan_in = torch.zeros(layout.grid[0], dtype=torch.float64).index_add(0, row, true_width.double())
-        bound = torch.where(fan_in > 0, fan_in.rsqrt(), 0.0).to(self.values)
+        rows, cols = block_coordinates(layout, torch.device("cpu"))
+        used = (self.in_features - cols * width).clamp(max=width)  # of each block's inputs, without the padding
+        fan_in = np.bincount(rows, weights=used, minlength=layout.grid[0])
+        bound = torch.from_numpy(np.where(fan_in > 0, 1 / np.sqrt(np.maximum(fan_in, 1)), 0)).to(self.values)
+        device = bound.device
         with torch.no_grad():
-            self.values.uniform_(-1, 1).mul_(bound[row.to(bound.device)].reshape(-1, 1, 1))
-            outside = (torch.arange(height) >= (self.out_features - row * height).unsqueeze(1)).unsqueeze(2) | (
-                torch.arange(width) >= true_width.unsqueeze(1)
-            ).unsqueeze(1)
-            self.values.masked_fill_(outside.to(self.values.device), 0)
+            self.values.uniform_(-1, 1).mul_(bound[rows.to(device)].reshape(-1, 1, 1))
+            # The padding is 0 and stays so: it gets no gradient.
+            last_row, last_col = layout.grid[0] - 1, layout.grid[1] - 1
+            self.values[(rows == last_row).nonzero().to(device), self.out_features - last_row * height :] = 0
+            self.values[(cols == last_col).nonzero().to(device), :, self.in_features - last_col * width :] = 0
             if self.bias is not None:
                 self.bias.uniform_(-1, 1).mul_(bound.repeat_interleave(height)[: self.out_features])
 
     def forward(self, x: Tensor) -> Tensor:
         out_features, in_features = self.layout.shape
         bias: Tensor | None = self.bias
-        if in_features != self.in_features and x.shape[-1] == self.in_features:
+        if in_features != self.in_features:
+            if x.dim() == 0 or x.shape[-1] != self.in_features:
+                raise BlockSparseError.expected("x", f"[..., {self.in_features}]", list(x.shape))
             x = F.pad(x, (0, in_features - self.in_features))
         if bias is not None and out_features != self.out_features:
             bias = F.pad(bias, (0, out_features - self.out_features))

@@ -29,9 +29,15 @@ class BlockSparseModule(nn.Module):
         super().__init__()
         self._layout = layout
         self.values = nn.Parameter(torch.empty(*layout.values_shape, *kernel, device=device, dtype=dtype))
+        self.register_buffer("crow_indices", torch.empty(0, device=device))
+        self.register_buffer("col_indices", torch.empty(0, device=device))
+        self.reset_layout_buffers()
+
+    def reset_layout_buffers(self) -> None:
+        """Writes the layout into its buffers; after `to_empty` it is due, and `reset_parameters` does it."""
         # Copies: tensors that two modules share cannot be saved as safetensors.
-        self.register_buffer("crow_indices", layout.crow_indices().clone().to(device))
-        self.register_buffer("col_indices", layout.col_indices().clone().to(device))
+        self.crow_indices = self._layout.crow_indices().to(self.crow_indices.device, copy=True)
+        self.col_indices = self._layout.col_indices().to(self.col_indices.device, copy=True)
 
     @property
     def layout(self) -> BlockLayout:
@@ -39,27 +45,41 @@ class BlockSparseModule(nn.Module):
         return self._layout
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        names = (prefix + "crow_indices", prefix + "col_indices")
-        if all(name in state_dict for name in names):
-            try:
-                self._adopt(*(state_dict[name] for name in names))
-            except BlockSparseError as error:
-                errors.append(f"layout of {prefix or 'the module'}: {error}")
-                return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        try:
+            self._adopt(*(state_dict.get(prefix + name) for name in ("crow_indices", "col_indices", "values")))
+        except BlockSparseError as error:
+            errors.append(f"{prefix or type(self).__name__}: {error}")
+        else:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
-    def _adopt(self, crow: Tensor, col: Tensor) -> None:
+    def _adopt(self, crow: Tensor | None, col: Tensor | None, values: Tensor | None) -> None:
+        """Takes over the layout of a state dict, after checking that all of it fits: a refusal changes nothing."""
         mine = self._layout
-        if crow.shape != (mine.grid[0] + 1,) or crow[-1] != len(col) or (crow.diff() < 0).any():
-            raise BlockSparseError.expected("crow_indices", f"those of {mine.grid[0]} rows", list(crow.shape))
-        rows = np.repeat(np.arange(mine.grid[0]), crow.diff().cpu().numpy())
+        if crow is None and col is None:
+            return  # only values: they must fit the layout there is
+        if crow is None or col is None:
+            got = "crow_indices" if col is None else "col_indices"
+            raise BlockSparseError.expected("layout", "both crow_indices and col_indices", f"only {got}")
+        starts = crow.detach().cpu().numpy()
+        if starts.shape != (mine.grid[0] + 1,):
+            raise BlockSparseError.expected("crow_indices", f"[{mine.grid[0] + 1}] for {mine!r}", list(crow.shape))
+        if starts[0] != 0 or starts[-1] != len(col) or (np.diff(starts) < 0).any():
+            raise BlockSparseError.expected("crow_indices", f"a rise from 0 to {len(col)}, the blocks", starts)
+        rows = np.repeat(np.arange(mine.grid[0]), np.diff(starts))
         layout = BlockLayout.from_indices(rows, col, mine.grid, mine.block_shape)
+        if not np.array_equal(layout.col_indices().numpy(), col.detach().cpu().numpy()):
+            raise BlockSparseError.expected("col_indices", "those of each row in rising order", col.tolist())
         if layout == mine:
             return
+        shape = [layout.nnz, *self.values.shape[1:]]
+        if values is None or list(values.shape) != shape:
+            raise BlockSparseError.expected(
+                "values", f"{shape} for {layout!r}", None if values is None else list(values.shape)
+            )
         self._layout = layout
-        self.values.data = self.values.new_empty(layout.nnz, *self.values.shape[1:])
-        self.crow_indices = self.crow_indices.new_empty(layout.grid[0] + 1)
-        self.col_indices = self.col_indices.new_empty(layout.nnz)
+        self.values.grad = None
+        self.values.data = self.values.new_empty(shape)
+        self.reset_layout_buffers()
 
 
 def layout_for(
@@ -76,6 +96,8 @@ def layout_for(
         if not isinstance(size, int) or size <= 0:
             raise BlockSparseError.expected(name, "a positive int", repr(size))
     if layout is not None:
+        if not isinstance(layout, BlockLayout):
+            raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
         if density is not None:
             raise BlockSparseError.expected("density", "None where a layout is given", density)
         padded = _padded(shape, layout.block_shape)
@@ -86,7 +108,7 @@ def layout_for(
     padded = _padded(shape, probe.block_shape)
     if density is None:
         return patterns.dense(padded, probe.block_shape)
-    seed = int(torch.randint(2**31, ()))
+    seed = int(torch.randint(2**31, (), device="cpu"))
     return patterns.random(padded, probe.block_shape, density=density, seed=seed)
 
 

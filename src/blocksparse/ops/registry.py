@@ -16,7 +16,9 @@ import torch
 from ..errors import BlockSparseError
 
 _BACKEND_OF_DEVICE = {"cpu": "cpu", "cuda": "triton"}
-_forced: list[str] = []  # of the whole process, since autograd runs backward passes in threads of its own
+# Of the whole process, since autograd runs backward passes in threads of its own; the last entry holds. Keyed, so
+# that each `with` takes back its own, in whatever order threads leave theirs.
+_forced: dict[object, str] = {}
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,17 @@ def use_backend(name: str) -> Iterator[None]:
         raise BlockSparseError.expected("backend", f"one of {', '.join(known)}", repr(name))
     if not known[name]:
         raise BlockSparseError(f"backend {name!r} is off here: {known[name].reason}")
-    _forced.append(name)
+    key = object()
+    _forced[key] = name
     try:
         yield
     finally:
-        _forced.remove(name)
+        del _forced[key]
 
 
 def choose(op: str, implementations: Mapping[str, ModuleType], device: torch.device, dtype: torch.dtype) -> ModuleType:
     """The implementation of `op` for tensors of this device and dtype, or a BlockSparseError that says why none."""
-    name = _forced[-1] if _forced else _BACKEND_OF_DEVICE.get(device.type)
+    name = next(reversed(_forced.values()), _BACKEND_OF_DEVICE.get(device.type))
     if name is None or name not in implementations:
         reason = f"there is no {name or device.type} backend of it yet"
     else:

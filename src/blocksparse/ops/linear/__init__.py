@@ -80,7 +80,8 @@ def _product(
     x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None, transpose: bool
 ) -> Tensor:
     _check_kinds(x, values, layout, bias)
-    if torch.is_autocast_enabled(x.device.type):
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # not on "meta", say
         x, values, bias = _autocast(x, values, bias)
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
     _check(x, values, layout, bias, activation, out_features, in_features)
