@@ -85,7 +85,7 @@ def small_block_rows(bench: LinearBench, shrink: int) -> Iterator[Row]:
         for problem in problems.values():
             problem.check(bench.seed)
         calls = {str(block): problem.ours() for block, problem in problems.items()}
-        samples = alternate(calls, rounds=bench.rounds, budget=BUDGET)
+        samples = alternate(calls, rounds=bench.rounds, budget=bench.budget)
         for block, wanted in SMALL_BLOCKS.items():
             slower = samples.ratio(str(block), "32")
             part = Spread(1 / slower.median, 1 / slower.high, 1 / slower.low, slower.count)
@@ -106,7 +106,7 @@ def line_row(bench: LinearBench, shrink: int) -> Row:
         problem.check(bench.seed)
     calls = {"dense": problems[0].peer("dense")}
     calls |= {f"{problem.layout.nnz}": problem.ours() for problem in problems}
-    samples = alternate(calls, rounds=bench.rounds, budget=2 * BUDGET)
+    samples = alternate(calls, rounds=bench.rounds, budget=2 * bench.budget)
     nnz = np.array([problem.layout.nnz for problem in problems])
     times = np.array([samples.time(str(count)).median for count in nnz])
     # Relative residuals: else the few dense points alone would say where the line meets zero.
@@ -192,7 +192,7 @@ def mib(size: float) -> str:
 
 
 def measure(shrink: int) -> Iterator[Row]:
-    bench = LinearBench(budget=BUDGET / (1 if shrink == 1 else 10), rounds=21 if shrink == 1 else 5)
+    bench = LinearBench(budget=BUDGET) if shrink == 1 else LinearBench(budget=0.1, rounds=3)
     yield from target_rows(bench, shrink)
     yield from small_block_rows(bench, shrink)
     yield line_row(bench, shrink)
@@ -248,7 +248,8 @@ def main() -> None:
     facts = machine.machine()
     rows: list[Row] = []
     console = Console()
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    stderr = Console(stderr=True)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task("starting", total=None)
         for row in measure(16 if arguments.quick else 1):
             rows.append(row)

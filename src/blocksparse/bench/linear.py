@@ -117,6 +117,8 @@ class LinearBench:
     ):
         if rounds < 1:
             raise BlockSparseError.expected("rounds", "a positive int", rounds)
+        if not budget > 0:
+            raise BlockSparseError.expected("budget", "a positive number of seconds", budget)
         if device not in _CLOCKS:
             raise BlockSparseError.expected("device", f"one that can be timed ({', '.join(_CLOCKS)})", repr(device))
         self.against = _peers(against)

@@ -56,7 +56,8 @@ def linear(
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    stderr = Console(stderr=True)
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task("checking and timing", total=len(specs))
         for spec in specs:
             progress.update(task, description=f"checking and timing, density {spec.density:g}")
@@ -76,11 +77,12 @@ def linear(
 
 def _densities(text: str) -> list[float]:
     try:
-        return list(dict.fromkeys(float(part) for part in _list(text)))
-    except ValueError as error:
-        raise BlockSparseError.expected(
-            "densities", "numbers with commas between, 1,0.5,0.1 say", repr(text)
-        ) from error
+        densities = [float(part) for part in _list(text)]
+    except ValueError:
+        densities = []
+    if not densities:
+        raise BlockSparseError.expected("densities", "numbers with commas between, as in 1,0.5,0.1", repr(text))
+    return list(dict.fromkeys(densities))
 
 
 def _list(text: str) -> list[str]:
