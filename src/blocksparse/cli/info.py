@@ -16,7 +16,7 @@ def info() -> None:
     facts = machine()
     out = Console()
     commit = f", commit {facts['commit'][:12]}{' with changes' if facts['dirty'] else ''}" if facts["commit"] else ""
-    out.print(f"[bold]blocksparse {facts['blocksparse']}[/]{commit}", highlight=False)
+    out.print(f"[bold]blocksparse {facts['blocksparse']}[/]{commit}\n", highlight=False)
 
     table = _table("backend", "state")
     for name, status in backends().items():
@@ -24,6 +24,7 @@ def info() -> None:
     out.print(table)
 
     if cpu_core.unavailable() is None:
+        out.print()
         table = _table("instruction set", "state")
         for name, here in cpu_core.isas().items():
             state = "usable" if here else "[dim]this CPU does not have it[/]"
@@ -36,6 +37,7 @@ def info() -> None:
             highlight=False,
         )
 
+    out.print()
     table = _table("machine", "")
     table.add_row("CPU", facts["cpu"])
     if facts["features"] is not None:
