@@ -124,13 +124,20 @@ void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t
   }
 }
 
+// How many blocks of this width fill a vector, where that is 2 or 4; otherwise 1: they take whole vectors, padded.
+template <class E>
+int blocks_in_vector(int64_t block) {
+  constexpr int n = kLanes<typename E::Sum>;
+  return n >= 4 && block * 2 == n ? 2 : n >= 8 && block * 4 == n ? 4 : 1;
+}
+
 template <class E>
 void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t last_step, int64_t first_block,
                         int64_t last_block) {
-  constexpr int n = kLanes<typename E::Unit>;
-  const auto pack = columns.padded * 2 == n   ? pack_block_columns<E, 2>
-                    : columns.padded * 4 == n ? pack_block_columns<E, 4>
-                                              : pack_block_columns<E, 1>;
+  const int blocks = blocks_in_vector<E>(columns.padded);
+  const auto pack = blocks == 2   ? pack_block_columns<E, 2>
+                    : blocks == 4 ? pack_block_columns<E, 4>
+                                  : pack_block_columns<E, 1>;
   pack(columns, first_step, last_step, first_block, last_block);
 }
 
@@ -183,6 +190,7 @@ void multiply_row(const RowPiece& piece, typename E::Sum* sums) {
   const char* next_x[kSumGroup];
   const int64_t block_bytes = piece.block_out * piece.block_sum * int64_t(sizeof(typename E::Storage));
   const Unit* panel = static_cast<const Unit*>(piece.panel);
+  const int64_t vectors = piece.width / kLanes<Unit>, columns = (vectors + kTileVectors - 1) / kTileVectors;
   for (int64_t first = 0; first < piece.blocks; first += group) {
     const int64_t count = smaller(group, piece.blocks - first);
     for (int64_t i = 0; i < count; ++i) {
@@ -208,9 +216,24 @@ void multiply_row(const RowPiece& piece, typename E::Sum* sums) {
                             int(next_count),
                             block_bytes * (piece.end - piece.begin) / piece.block_out / shares,
                             sum_units * piece.width * int64_t(sizeof(Unit)) / shares};
-    column_of_tiles<E, Gather::kTerm>(terms, piece.width / kLanes<Unit>, 0, piece.end - piece.begin, first > 0, sums,
-                                      piece.width);
+    for (int64_t c = 0; c < columns; ++c) {
+      const int64_t vector = vectors * c / columns, here = vectors * (c + 1) / columns - vector;
+      column_of_tiles<E, Gather::kTerm>(terms, here, vector * kLanes<Unit>, piece.end - piece.begin, first > 0,
+                                        sums + vector * kLanes<Unit>, piece.width);
+    }
   }
+}
+
+template <class E>
+bool multiply_row_on_tiles_if_pairs(const RowPiece& piece, typename E::Sum* sums) {
+#if defined(BLOCKSPARSE_TILES)
+  if constexpr (E::kFold == 2) {
+    const BlockWeights<E> weights(piece, 1);
+    return multiply_row_on_tiles(piece, sums, [&](int64_t position) { return weights.prepare(piece, position, 0); });
+  }
+#endif
+  (void)piece, (void)sums;
+  return false;
 }
 
 // Sums [outputs, width] to y [tokens, outputs], with bias and activation.
@@ -255,12 +278,7 @@ void row_piece(const RowPiece& piece) {
   if (piece.blocks == 0) {
     memset(sums, 0, size);
   } else {
-#if defined(BLOCKSPARSE_TILES)
-    if constexpr (E::kFold == 2) {
-      if (!multiply_row_on_tiles(piece, sums)) multiply_row<E>(piece, sums);
-    } else
-#endif
-      multiply_row<E>(piece, sums);
+    if (!multiply_row_on_tiles_if_pairs<E>(piece, sums)) multiply_row<E>(piece, sums);
   }
   write_outputs<E>(piece, sums);
 }
@@ -271,15 +289,18 @@ void row_piece(const RowPiece& piece) {
 template <class E>
 int64_t padded_in(int64_t block_in) {
   constexpr int n = kLanes<typename E::Sum>;
-  if (block_in * 2 == n || block_in * 4 == n) return block_in;
-  return (block_in + n - 1) / n * n;
+  return blocks_in_vector<E>(block_in) > 1 ? block_in : (block_in + n - 1) / n * n;
 }
 
 // So many blocks side by side that a tile is two or three vectors wide.
 template <class E>
 int64_t strip(int64_t block_in) {
-  const int64_t padded = padded_in<E>(block_in), whole = kTileVectors * kLanes<typename E::Sum>;
-  return padded < kLanes<typename E::Sum> ? 2 * kLanes<typename E::Sum> / padded : padded < whole ? whole / padded : 1;
+  const int64_t padded = padded_in<E>(block_in), vector = kLanes<typename E::Sum>;
+#if defined(BLOCKSPARSE_TILES)
+  if (E::kFold == 2) return kTileStrip;
+#endif
+  if (padded < vector) return 2 * vector / padded;
+  return padded < kTileVectors * vector ? kTileVectors * vector / padded : 1;
 }
 
 template <class E, Gather kGather>
@@ -323,13 +344,14 @@ template <class E>
 void write_strip(const SampledStrip& strip, const typename E::Sum* sums, int64_t sums_row) {
   using Storage = typename E::Storage;
   constexpr int n = kLanes<typename E::Sum>;
+  const int in_vector = blocks_in_vector<E>(strip.block_in);
   Storage* to = static_cast<Storage*>(strip.values);
   for (int64_t b = 0; b < strip.blocks; ++b) {
     for (int64_t o = 0; o < strip.block_out; ++o, to += strip.block_in) {
       const typename E::Sum* row = sums + o * sums_row + b * strip.padded_in;
-      if (strip.block_in * 2 == n) {
+      if (in_vector == 2) {
         write_sums<E>(to, load(row), n / 2, strip.add);
-      } else if (strip.block_in * 4 == n) {
+      } else if (in_vector == 4) {
         write_sums<E>(to, load(row), n / 4, strip.add);
       } else {
         int64_t i = 0;
@@ -338,6 +360,15 @@ void write_strip(const SampledStrip& strip, const typename E::Sum* sums, int64_t
       }
     }
   }
+}
+
+template <class E>
+bool sample_on_tiles_if_pairs(const SampledStrip& strip, typename E::Sum* sums, int64_t sums_row) {
+#if defined(BLOCKSPARSE_TILES)
+  if constexpr (E::kFold == 2) return sample_on_tiles(strip, sums, sums_row);
+#endif
+  (void)strip, (void)sums, (void)sums_row;
+  return false;
 }
 
 template <class E>
@@ -350,12 +381,15 @@ void sampled_strip(const SampledStrip& strip) {
   Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, size));
   if (strip.steps == 0) {
     memset(sums, 0, size);
-  } else if (strip.padded_in * 2 == n) {
-    multiply_strip<E, Gather::kHalves>(strip, sums, vectors);
-  } else if (strip.padded_in * 4 == n) {
-    multiply_strip<E, Gather::kQuarters>(strip, sums, vectors);
-  } else {
-    multiply_strip<E, Gather::kVectors>(strip, sums, vectors);
+  } else if (!sample_on_tiles_if_pairs<E>(strip, sums, row)) {
+    const int blocks = blocks_in_vector<E>(strip.block_in);
+    if (blocks == 1) multiply_strip<E, Gather::kVectors>(strip, sums, vectors);
+    if constexpr (n >= 4) {
+      if (blocks == 2) multiply_strip<E, Gather::kHalves>(strip, sums, vectors);
+    }
+    if constexpr (n >= 8) {
+      if (blocks == 4) multiply_strip<E, Gather::kQuarters>(strip, sums, vectors);
+    }
   }
   write_strip<E>(strip, sums, row);
 }

@@ -15,7 +15,7 @@ void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task);
 
 // Memory of the calling thread that stays for its next call; of at least `bytes`, aligned to 64. It holds until the
 // same thread asks for the same slot again.
-enum class Scratch { kPanels, kGradients, kSums, kWeights, kCount };
+enum class Scratch { kPanels, kGradients, kSums, kWeights, kTurned, kCount };
 void* scratch(Scratch slot, int64_t bytes);
 
 }  // namespace blocksparse

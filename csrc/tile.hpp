@@ -31,13 +31,24 @@ struct Terms {
   int64_t next_w_bytes, next_x_bytes;  // of a term, per step of one tile
 };
 
-template <class Unit, int kPieces>
-BLOCKSPARSE_INLINE Vector<Unit> load_pieces(const Unit* const* x, int64_t offset) {
-  Unit joined[kLanes<Unit>];  // stays in a register: the copies are of constant size
-  constexpr int size = kLanes<Unit> / kPieces;
-#pragma GCC unroll 4
-  for (int p = 0; p < kPieces; ++p) memcpy(joined + p * size, x[p] + offset, size * sizeof(Unit));
-  return load(joined);
+template <class V, class Half, size_t... I>
+BLOCKSPARSE_INLINE V join(Half low, Half high, std::index_sequence<I...>) {
+  return __builtin_shufflevector(low, high, I...);
+}
+
+// The first kSize units from each address, one behind the other.
+template <class Unit, int kSize, int kCount>
+BLOCKSPARSE_INLINE auto load_pieces(const Unit* const* x, int64_t offset) {
+  typedef Unit Piece __attribute__((vector_size(kSize * kCount * sizeof(Unit))));
+  if constexpr (kCount == 1) {
+    Piece piece;
+    memcpy(&piece, x[0] + offset, sizeof piece);
+    return piece;
+  } else {
+    return join<Piece>(load_pieces<Unit, kSize, kCount / 2>(x, offset),
+                       load_pieces<Unit, kSize, kCount / 2>(x + kCount / 2, offset),
+                       std::make_index_sequence<kSize * kCount>{});
+  }
 }
 
 template <class E, int kRows, int kVectors, Gather kGather>
@@ -72,7 +83,7 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
         for (int v = 0; v < kVectors; ++v) in[v] = load(x + at + v * kWide);
       } else {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) in[v] = load_pieces<Unit, kPieces>(terms.x + v * kPieces, x_offset + at);
+        for (int v = 0; v < kVectors; ++v) in[v] = load_pieces<Unit, kWide / kPieces, kPieces>(terms.x + v * kPieces, x_offset + at);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
