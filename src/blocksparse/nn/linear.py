@@ -91,8 +91,9 @@ class Linear(BlockSparseModule):
         out_features, in_features = self.layout.shape
         bias: Tensor | None = self.bias
         if in_features != self.in_features:
-            if x.dim() == 0 or x.shape[-1] != self.in_features:
-                raise BlockSparseError.expected("x", f"[..., {self.in_features}]", list(x.shape))
+            if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.in_features:
+                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise BlockSparseError.expected("x", f"a tensor [..., {self.in_features}]", got)
             x = F.pad(x, (0, in_features - self.in_features))
         if bias is not None and out_features != self.out_features:
             bias = F.pad(bias, (0, out_features - self.out_features))

@@ -60,15 +60,18 @@ class BlockSparseModule(nn.Module):
         if crow is None or col is None:
             got = "crow_indices" if col is None else "col_indices"
             raise BlockSparseError.expected("layout", "both crow_indices and col_indices", f"only {got}")
-        starts = crow.detach().cpu().numpy()
-        if starts.shape != (mine.grid[0] + 1,):
-            raise BlockSparseError.expected("crow_indices", f"[{mine.grid[0] + 1}] for {mine!r}", list(crow.shape))
-        if starts[0] != 0 or starts[-1] != len(col) or (np.diff(starts) < 0).any():
-            raise BlockSparseError.expected("crow_indices", f"a rise from 0 to {len(col)}, the blocks", starts)
+        starts, cols = crow.detach().cpu().numpy(), col.detach().cpu().numpy()
+        for name, index in (("crow_indices", starts), ("col_indices", cols)):
+            if index.ndim != 1 or not np.issubdtype(index.dtype, np.integer):
+                raise BlockSparseError.expected(name, "a vector of ints", f"shape {index.shape}, dtype {index.dtype}")
+        if starts.size != mine.grid[0] + 1:
+            raise BlockSparseError.expected("crow_indices", f"[{mine.grid[0] + 1}] for {mine!r}", list(starts.shape))
+        if starts[0] != 0 or starts[-1] != cols.size or (np.diff(starts) < 0).any():
+            raise BlockSparseError.expected("crow_indices", f"a rise from 0 to {cols.size}, the blocks", starts)
         rows = np.repeat(np.arange(mine.grid[0]), np.diff(starts))
-        layout = BlockLayout.from_indices(rows, col, mine.grid, mine.block_shape)
-        if not np.array_equal(layout.col_indices().numpy(), col.detach().cpu().numpy()):
-            raise BlockSparseError.expected("col_indices", "those of each row in rising order", col.tolist())
+        layout = BlockLayout.from_indices(rows, cols, mine.grid, mine.block_shape)
+        if not np.array_equal(layout.col_indices().numpy(), cols):
+            raise BlockSparseError.expected("col_indices", "those of each row in rising order", cols)
         if layout == mine:
             return
         shape = [layout.nnz, *self.values.shape[1:]]

@@ -1,0 +1,434 @@
+"""bs.nn.Linear as a module: sizes, initial values, state dicts, copies, compilers, optimizers, refusals."""
+
+import copy
+import io
+import itertools
+import math
+import pickle
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import blocksparse as bs
+
+
+def dense_twin(layer):
+    """torch.nn.Linear of the same map; the activation is left out."""
+    twin = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=layer.values.dtype)
+    weight = bs.to_dense(layer.values.detach(), layer.layout)
+    with torch.no_grad():
+        twin.weight.copy_(weight[: layer.out_features, : layer.in_features])
+        if layer.bias is not None:
+            twin.bias.copy_(layer.bias)
+    return twin
+
+
+def linear(in_features=48, out_features=64, density=0.5, block_size=16, **more):
+    return bs.nn.Linear(in_features, out_features, density=density, block_size=block_size, **more)
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_size", [16, (8, 32)], ids=str)
+@pytest.mark.parametrize(("in_features", "out_features"), [(64, 96), (61, 96), (64, 83), (1, 1), (33, 97)])
+def test_any_size_is_padded(in_features, out_features, block_size):
+    layer = linear(in_features, out_features, density=None, block_size=block_size, dtype=torch.float64)
+    for axis, features in enumerate((out_features, in_features)):
+        assert 0 <= layer.layout.shape[axis] - features < layer.layout.block_shape[axis]
+    x = torch.randn(2, 5, in_features, dtype=torch.float64, requires_grad=True)
+    again = x.detach().clone().requires_grad_()
+    twin = dense_twin(layer)
+    y, expected = layer(x), twin(again)
+    torch.testing.assert_close(y, expected)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    expected.backward(grad)
+    torch.testing.assert_close(x.grad, again.grad)
+    torch.testing.assert_close(layer.bias.grad, twin.bias.grad)
+    weight_grad = bs.to_dense(layer.values.grad, layer.layout)
+    torch.testing.assert_close(weight_grad[:out_features, :in_features], twin.weight.grad)
+    assert (weight_grad[out_features:] == 0).all(), "the padding gets no gradient"
+    assert (weight_grad[:, in_features:] == 0).all(), "the padding gets no gradient"
+
+
+def test_density_is_that_of_the_pattern():
+    assert linear(640, 640, density=0.25).layout.nnz == 400
+    assert linear(density=None).layout.density == 1
+
+
+def test_patterns_follow_the_seed_of_torch():
+    layouts = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        layouts.append(linear(640, 640, density=0.25).layout)
+    assert layouts[0] == layouts[1] != layouts[2]
+
+
+def test_a_layout_of_ones_own():
+    layout = bs.BlockLayout([[True, False], [False, False]], block_size=16)
+    layer = bs.nn.Linear(32, 32, layout=layout)
+    assert layer.layout is layout
+    y = layer(torch.randn(3, 32))
+    assert (y[:, 16:] == layer.bias[16:]).all()
+    assert (layer.bias[16:] == 0).all(), "outputs without inputs start at 0"
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+def test_activation(activation):
+    layer = linear(activation=activation, dtype=torch.float64)
+    x = torch.randn(5, 48, dtype=torch.float64)
+    after = getattr(nn.functional, activation) if activation else lambda y: y
+    expected = after(dense_twin(layer)(x))
+    torch.testing.assert_close(layer(x), expected)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x), expected)
+
+
+def test_extra_repr():
+    assert repr(linear(47, 64, density=0.5, activation="relu", bias=False)) == (
+        "Linear(in_features=47, out_features=64, block_size=(16, 16), nnz=6, density=0.5, bias=False, "
+        "activation='relu')"
+    )
+
+
+# -- initial values ----------------------------------------------------------------------------------------------
+
+
+def test_variance_follows_the_real_fan_in():
+    # Rows of 1, 2, .. 8 blocks; the last block column has 4 real inputs of 16.
+    block, rows, in_features = 16, 8, 8 * 16 - 12
+    mask = torch.ones(rows, 8).tril().flip(1) > 0  # each row ends in the last column
+    layout = bs.BlockLayout(mask, block).T.T
+    layer = bs.nn.Linear(in_features, rows * block, layout=layout)
+    draws = 40
+    weights, biases = [], []
+    for _ in range(draws):
+        layer.reset_parameters()
+        weights.append(bs.to_dense(layer.values.detach(), layout).double().reshape(rows, block, -1))
+        biases.append(layer.bias.detach().double().reshape(rows, block))
+    weights, biases = torch.stack(weights, 1), torch.stack(biases, 1)
+    assert (weights[..., in_features:] == 0).all(), "the padding is 0"
+    for row in range(rows):
+        fan_in = (row + 1) * block - 12
+        for drawn, n in ((weights[row], draws * block * fan_in), (biases[row], draws * block)):
+            # u uniform within +-b: E u^2 = b^2 / 3 and Var u^2 = b^4 (1/5 - 1/9). Six standard errors of the mean
+            # square: 32 comparisons of fresh draws then fail by chance once in 10^7 runs.
+            bound = 1 / math.sqrt(fan_in)
+            standard_error = bound**2 * math.sqrt((1 / 5 - 1 / 9) / n)
+            assert abs(drawn.square().sum() / n - bound**2 / 3) < 6 * standard_error
+            assert drawn.abs().max() <= bound * (1 + 1e-6)
+
+
+def test_outputs_have_the_variance_of_torch():
+    # Of unit inputs, torch.nn.Linear makes outputs of variance 1/3 (+ the bias): so do layers of any density.
+    torch.manual_seed(0)
+    x = torch.randn(4096, 1024)
+    for density in (1.0, 0.1):
+        y = linear(1024, 1024, density=density, bias=False)(x)
+        # 4096 * 1024 outputs; the variance of a row's sum of squared weights, 1024 rows of >= 16 inputs, dominates:
+        # its relative standard deviation is sqrt(0.8 / 16 / 1024) = 0.7 %, and five of them 3.5 %.
+        assert y.var().item() == pytest.approx(1 / 3, rel=0.035)
+
+
+def test_deferred_initialization():
+    with torch.device("meta"):
+        layer = linear(47)
+    assert layer.values.is_meta
+    assert layer.crow_indices.is_meta
+    assert layer(torch.empty(5, 47, device="meta")).shape == (5, 64)
+    layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    assert torch.equal(layer.crow_indices, layer.layout.crow_indices())
+    assert torch.equal(layer.col_indices, layer.layout.col_indices())
+    x = torch.randn(5, 47)
+    torch.testing.assert_close(layer(x), dense_twin(layer)(x))
+
+
+# -- state dicts and copies --------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(state, how, path):
+    if how == "safetensors":
+        safetensors.torch.save_file(state, path)
+        return safetensors.torch.load_file(path)
+    if how == "torch":
+        torch.save(state, path)
+        return torch.load(path, weights_only=True)
+    return state
+
+
+@pytest.mark.parametrize("how", ["memory", "torch", "safetensors"])
+def test_state_dict_with_another_pattern_brings_its_layout(how, tmp_path):
+    source = nn.Sequential(linear(47, 640, density=0.2), nn.ReLU(), linear(640, 33, density=0.3))
+    target = nn.Sequential(linear(47, 640, density=0.9), nn.ReLU(), linear(640, 33, density=0.1))
+    x = torch.randn(5, 47)
+    target(x).sum().backward()
+    target.load_state_dict(saved_and_loaded(source.state_dict(), how, tmp_path / "saved"))
+    for i in (0, 2):
+        assert target[i].layout == source[i].layout
+        assert target[i].values.shape == source[i].values.shape
+        assert target[i].values.grad is None, "a gradient on the old pattern must not stay"
+    assert torch.equal(target(x), source(x))
+    target(x).sum().backward()
+    assert target[0].values.grad.shape == source[0].values.shape
+
+
+def test_safetensors_load_model(tmp_path):
+    source, target = nn.Sequential(linear(), linear(64, 48)), nn.Sequential(linear(), linear(64, 48))
+    safetensors.torch.save_model(source, tmp_path / "model.safetensors")
+    safetensors.torch.load_model(target, tmp_path / "model.safetensors")
+    x = torch.randn(5, 48)
+    assert torch.equal(target(x), source(x))
+
+
+def test_load_by_assignment_into_a_meta_module():
+    source = linear(47)
+    with torch.device("meta"):
+        target = linear(47)
+    target.load_state_dict(source.state_dict(), assign=True)
+    x = torch.randn(5, 47)
+    assert torch.equal(target(x), source(x))
+
+
+def test_state_dict_without_layout_keeps_the_layout():
+    layer = linear()
+    values = torch.randn_like(layer.values)
+    layer.load_state_dict({"values": values}, strict=False)
+    assert torch.equal(layer.values, values)
+    with pytest.raises(RuntimeError, match=r"Missing key.*crow_indices"):
+        layer.load_state_dict({"values": values})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: linear(48, 128).state_dict(), r"crow_indices: expected \[5\].*got \[9\]"),
+        (lambda s: linear(96, 64).state_dict(), "cols: expected indices from 0 to 2"),
+        (lambda s: linear(48 * 2, 64 * 2, block_size=32).state_dict(), r"values: expected \[\d+, 16, 16\].*32, 32\]"),
+        (lambda s: s | {"values": s["values"][1:]}, "values"),
+        (lambda s: s | {"bias": s["bias"][1:]}, "bias"),
+        (lambda s: s | {"crow_indices": s["crow_indices"].flip(0)}, "crow_indices: expected a rise from 0 to 6"),
+        (lambda s: s | {"crow_indices": s["crow_indices"] * 2}, "crow_indices: expected a rise from 0 to 6"),
+        (lambda s: s | {"crow_indices": s["crow_indices"].sum()}, "crow_indices: expected a vector of ints"),
+        (lambda s: s | {"crow_indices": s["crow_indices"].double()}, "crow_indices: expected a vector of ints"),
+        (lambda s: s | {"col_indices": s["col_indices"].sum()}, "col_indices: expected a vector of ints"),
+        (lambda s: s | {"col_indices": s["col_indices"].double()}, "col_indices: expected a vector of ints"),
+        (lambda s: s | {"col_indices": s["col_indices"] - 5}, "cols: expected indices"),
+        (lambda s: s | {"col_indices": s["col_indices"] * 0}, "expected each block once"),
+        (lambda s: {k: v for k, v in s.items() if k != "col_indices"}, "only crow_indices"),
+        (lambda s: {k: v for k, v in s.items() if k != "crow_indices"}, "only col_indices"),
+    ],
+)
+def test_state_dicts_that_do_not_fit_say_so_and_change_nothing(change, message):
+    # Two blocks in the first three rows, none in the last.
+    layout = bs.BlockLayout([[True, True, False], [True, False, True], [False, True, True], [False] * 3], 16)
+    layer = bs.nn.Linear(48, 64, layout=layout)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    changed = {
+        name: tensor for name, tensor in change(layer.state_dict()).items() if name != "bias" or "bias" in message
+    }
+    with pytest.raises(RuntimeError, match=message):
+        layer.load_state_dict(changed, strict=False)
+    assert layer.layout is layout
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_unsorted_columns_are_refused():
+    layer = linear(32, 16, density=None)
+    state = layer.state_dict() | {"col_indices": torch.tensor([1, 0], dtype=torch.int32)}
+    with pytest.raises(RuntimeError, match="col_indices: expected those of each row in rising order"):
+        layer.load_state_dict(state)
+
+
+def test_a_new_pattern_needs_its_values():
+    layer, other = linear(density=0.5), linear(density=0.25)
+    state = {name: tensor for name, tensor in other.state_dict().items() if name != "values"}
+    with pytest.raises(RuntimeError, match="values: expected"):
+        layer.load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies(how):
+    layer = linear(47, activation="silu")
+    if how == "deepcopy":
+        other = copy.deepcopy(layer)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(layer))
+    else:
+        buffer = io.BytesIO()
+        torch.save(layer, buffer)
+        buffer.seek(0)
+        other = torch.load(buffer, weights_only=False)
+    assert other.layout == layer.layout
+    x = torch.randn(5, 47)
+    assert torch.equal(other(x), layer(x))
+    with torch.no_grad():
+        other.values.zero_()
+    assert not torch.equal(other(x), layer(x)), "a copy has values of its own"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_to_dtype(dtype):
+    layer = linear(47)
+    layer.to(dtype)
+    assert (layer.values.dtype, layer.bias.dtype, layer.crow_indices.dtype) == (dtype, dtype, torch.int32)
+    x = torch.randn(5, 47, dtype=dtype)
+    y = layer(x)
+    assert y.dtype == dtype
+    expected = dense_twin(layer).double()(x.double())
+    error = (y.double() - expected).norm() / expected.norm()
+    assert error < {torch.float64: 1e-14, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+
+
+def test_made_in_a_dtype():
+    layer = linear(dtype=torch.bfloat16)
+    assert layer.values.dtype == layer.bias.dtype == torch.bfloat16
+
+
+# -- compilers, autocast, optimizers -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_compile_whole_with_any_number_of_tokens(fresh_compiler):
+    model = nn.Sequential(linear(47, 64, activation="gelu"), linear(64, 33))
+    frames = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=frames)
+    for tokens in (2, 3, 50):
+        x = torch.randn(tokens, 47)
+        model.zero_grad()
+        expected = model(x)
+        expected.square().sum().backward()
+        grads = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        y = compiled(x)
+        y.square().sum().backward()
+        torch.testing.assert_close(y, expected)
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            torch.testing.assert_close(p.grad, grad)
+    assert frames.frame_count == 1, "one graph for every number of tokens"
+
+
+def test_compiled_module_follows_a_new_pattern(fresh_compiler):
+    layer, other = linear(density=0.5), linear(density=0.5)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(5, 48)
+    torch.testing.assert_close(compiled(x), layer(x))
+    layer.load_state_dict(other.state_dict())  # as many blocks as before, in other places
+    torch.testing.assert_close(compiled(x), other(x))
+
+
+LOADS_AND_RUNS = """
+import sys, torch
+import blocksparse
+program = torch.export.load(sys.argv[1])
+x, expected = torch.load(sys.argv[2])
+torch.testing.assert_close(program.module()(x), expected)
+"""
+
+
+def test_export_runs_in_a_fresh_process(tmp_path):
+    model = nn.Sequential(linear(47, 64, activation="relu"), linear(64, 33)).eval()
+    tokens = torch.export.Dim("tokens", min=2)
+    program = torch.export.export(model, (torch.randn(4, 47),), dynamic_shapes=({0: tokens},))
+    torch.export.save(program, tmp_path / "model.pt2")
+    x = torch.randn(9, 47)
+    torch.save((x, model(x).detach()), tmp_path / "expected.pt")
+    command = [sys.executable, "-c", LOADS_AND_RUNS, tmp_path / "model.pt2", tmp_path / "expected.pt"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_autocast():
+    model = nn.Sequential(linear(47, 64, activation="gelu"), linear(64, 33))
+    x = torch.randn(5, 47)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model(x)
+    assert y.dtype == torch.bfloat16
+    expected = model(x)
+    assert (y.double() - expected.double()).norm() / expected.norm() < 2e-2
+    y.float().sum().backward()
+    for p in model.parameters():
+        assert p.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW], ids=lambda make: make.__name__)
+def test_training_lowers_a_loss(make):
+    torch.manual_seed(0)
+    model = nn.Sequential(linear(47, 64, activation="relu"), linear(64, 33))
+    x, target = torch.randn(64, 47), torch.randn(64, 33)
+    optimizer = make(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(10):
+        loss = nn.functional.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert all(after < before for before, after in itertools.pairwise(losses))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+LAYOUT = bs.BlockLayout([[True, True]], block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"in_features": 0}, "in_features: expected a positive int, got 0"),
+        ({"out_features": -3}, "out_features: expected a positive int, got -3"),
+        ({"out_features": 2.0}, "out_features: expected a positive int"),
+        ({"block_size": 0}, "block_size: expected"),
+        ({"block_size": (16, 16, 16)}, "block_size: expected"),
+        ({"density": -0.1}, "density: expected"),
+        ({"density": 1.5}, "density: expected"),
+        ({"density": math.nan}, "density: expected"),
+        ({"layout": LAYOUT, "density": 0.5}, "density: expected None where a layout is given"),
+        ({"layout": LAYOUT.T}, r"layout: expected shape \(16, 32\)"),
+        ({"layout": LAYOUT.mask()}, "layout: expected a BlockLayout, got Tensor"),
+        ({"activation": "tanh"}, "activation: expected one of"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        bs.nn.Linear(**{"in_features": 32, "out_features": 16} | arguments)
+
+
+@pytest.mark.parametrize("in_features", [48, 47])
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.randn(5, 46), r"x: expected .*\[..., \d+\].*got \[5, 46\]"),
+        (torch.randn(5, 96), r"x: expected .*\[..., \d+\].*got \[5, 96\]"),
+        (torch.randn(()), r"x: expected .*\[..., \d+\].*got \[\]"),
+        (torch.randn(5, 48, dtype=torch.float64), "values: expected the dtype of x, torch.float64"),
+        (torch.ones(5, 48, dtype=torch.int64), "values: expected the dtype of x, torch.int64"),
+        (torch.randn(5, 48, device="meta"), "values: expected the device of x, meta"),
+        ([[1.0] * 48], r"x: expected a .*, got list"),
+    ],
+)
+def test_bad_inputs(in_features, x, message):
+    layer = linear(in_features)
+    if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] == 48:
+        x = x[..., :in_features]
+    with pytest.raises(bs.BlockSparseError, match=message):
+        layer(x)
+
+
+def test_padded_size_is_not_the_size():
+    with pytest.raises(bs.BlockSparseError, match=r"x: expected a tensor \[..., 47\], got \[5, 48\]"):
+        linear(47)(torch.randn(5, 48))
