@@ -1,0 +1,39 @@
+"""The examples run as they are."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(name, *arguments):
+    done = subprocess.run([sys.executable, EXAMPLES / name, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_matmul_2017():
+    assert "y [64, 256], relative error" in run("matmul_2017.py", "256")
+
+
+def test_linear_layer():
+    before, after = re.search(r"loss (\S+) -> (\S+) in 60 steps", run("linear_layer.py", "60")).groups()
+    assert float(after) < float(before)
+
+
+def test_readme_quick_start():
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    programs = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert programs
+    for program in programs:
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_every_example_is_tested(name):
+    assert f'"{name}"' in Path(__file__).read_text()
