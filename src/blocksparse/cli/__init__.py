@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from ..errors import BlockSparseError
 from .bench import bench
+from .demo import demo
 from .info import info
 from .layout import layout
 
@@ -45,4 +46,5 @@ app = typer.Typer(
 
 app.command()(info)
 app.add_typer(bench)
+app.command()(demo)
 app.command()(layout)

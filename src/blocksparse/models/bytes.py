@@ -97,7 +97,7 @@ def small_world_layouts(
     embedding: int = 16,
     block_size: int = 16,
     neighbors: int = 4,
-    rewire: float = 0.2,
+    rewire: float = 0.5,
     ends: float = 0.25,
     seed: int = 0,
 ) -> ByteLayouts:
@@ -106,7 +106,8 @@ def small_world_layouts(
     Args:
         context, width, depth, embedding: as for ByteMLP.
         block_size: of all layouts.
-        neighbors, rewire: of the Watts-Strogatz graphs.
+        neighbors, rewire: of the Watts-Strogatz graphs. With so few neighbors it takes many shortcuts to reach all
+            of the state within the layers there are: fewer of them make a worse model.
         ends: the density of the inlet and the outlet.
         seed: of all of it.
 

@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..bench.timing import Spread
 from ..data.text import Text, windows
 from ..errors import BlockSparseError
-from ..models.bytes import ByteLayouts, ByteMLP, dense_width, small_world_layouts
+from ..models.bytes import ByteLayouts, ByteMLP, dense_width, multiply_adds, parameters, small_world_layouts
 
-# The best for each out of 0.001, 0.002, 0.004, 0.008 and 0.016. About four times the rate for a quarter of the
-# fan-in is what theory leads one to expect.
+# The best for each: half of it and twice of it are worse. About four times the rate for a quarter of the fan-in is
+# what theory leads one to expect.
 LEARNING_RATES = {"dense": 0.002, "block-sparse": 0.008}
 
 
@@ -59,7 +60,7 @@ class Race:
     """Models in training side by side, a step of one after a step of the other, so that load hits all alike.
 
     Args:
-        models: by name; each maps int64 `[n, context]` to logits `[n, 256]`.
+        models: by name.
         learning_rates: the highest rate of each, by the same names.
         text: what to train and evaluate on.
         settings: how.
@@ -84,7 +85,7 @@ class Race:
     """
 
     def __init__(
-        self, models: Mapping[str, nn.Module], learning_rates: Mapping[str, float], text: Text, settings: Settings
+        self, models: Mapping[str, ByteMLP], learning_rates: Mapping[str, float], text: Text, settings: Settings
     ):
         if models.keys() != learning_rates.keys():
             raise BlockSparseError.expected("learning_rates", f"one of each of {list(models)}", dict(learning_rates))
@@ -138,6 +139,42 @@ class Race:
             bits = bits_per_byte(model, self.text.held_out, self.settings.context, self.settings.probe)
             self.curves[name].evaluated_at.append(step)
             self.curves[name].held_out.append(bits)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a model stands: its sizes, its bits per byte on both parts of the text, the seconds of its steps."""
+
+    name: str
+    width: int
+    parameters: int
+    multiply_adds: int
+    learning_rate: float
+    train: float
+    held_out: float
+    step: Spread
+    curve: Curve
+
+
+def outcomes(race: Race, at_most: int | None = None) -> list[Outcome]:
+    """Evaluates the models of a race, over or not, that has made a step at least.
+
+    Args:
+        race: what to evaluate.
+        at_most: held-out positions; None for all of them. Of the training text it is 20,000 at most in any case.
+    """
+    context = race.settings.context
+    found = []
+    for name, model in race.models.items():
+        train = bits_per_byte(model, race.text.train, context, min(at_most or 20_000, 20_000))
+        held_out = bits_per_byte(model, race.text.held_out, context, at_most)
+        curve = race.curves[name]
+        # The first steps make plans and fill caches.
+        step = Spread.of(curve.seconds[min(5, len(curve.seconds) - 1) :])
+        rate = race.learning_rates[name]
+        sizes = model.width, parameters(model), multiply_adds(model)
+        found.append(Outcome(name, *sizes, rate, train, held_out, step, curve))
+    return found
 
 
 def contenders(
