@@ -23,14 +23,20 @@ def chosen(device=CPU, dtype=torch.float32):
     return registry.choose("linear", op.IMPLEMENTATIONS, device, dtype)
 
 
+def forget_core():
+    for found in (cpu_core._load, cpu_core.unavailable):
+        if hasattr(found, "cache_clear"):
+            found.cache_clear()
+
+
 @pytest.fixture
 def no_core(monkeypatch):
     """As if the compiled core had never been built."""
     monkeypatch.setitem(sys.modules, "blocksparse._core", None)
     monkeypatch.delattr(bs, "_core", raising=False)
-    cpu_core._load.cache_clear()
+    forget_core()
     yield
-    cpu_core._load.cache_clear()
+    forget_core()
 
 
 def test_every_backend_is_usable_or_says_why_not():
