@@ -29,17 +29,23 @@ def _load() -> tuple[ModuleType | None, str | None]:
     # The address of PyTorch's own parallel loop: one pool of threads for both, sized by torch.set_num_threads.
     library = "libtorch_cpu.dylib" if os.uname().sysname == "Darwin" else "libtorch_cpu.so"
     torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / library))
-    addresses = [ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p).value for name in _TORCH_THREADS]
-    _core.share_threads(*addresses)
+    _core.share_threads(
+        ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p).value or 0,
+        ctypes.cast(torch_cpu.torch_get_num_threads, ctypes.c_void_p).value or 0,
+    )
     return _core, None
 
 
-_TORCH_THREADS = ("torch_parallel_for", "torch_get_num_threads")
-
-
+@cache
 def unavailable() -> str | None:
     """Why the compiled core cannot be used, or None when it can."""
-    return _load()[1]
+    reason = _load()[1]
+    if reason is None:
+        try:
+            isa()
+        except BlockSparseError as error:
+            reason = str(error)
+    return reason
 
 
 def core() -> ModuleType:

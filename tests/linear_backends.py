@@ -1,0 +1,76 @@
+"""Every backend and CPU instruction set that this machine has, to run one contract on."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+import blocksparse as bs
+from blocksparse.ops import cpu_core
+from blocksparse.ops.linear.op import linear_op, linear_wgrad_op
+
+BACKENDS = ["reference"]
+if cpu_core.unavailable() is None:
+    BACKENDS += [f"cpu-{isa}" for isa, present in cpu_core.isas().items() if present]
+
+# Relative L2 error against float64 on the same (rounded) inputs.
+BOUNDS = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+DTYPES = list(BOUNDS)
+
+
+@contextmanager
+def running(backend: str):
+    """Within it the products run on this backend, whose outputs and working memory are full of NaN beforehand."""
+    name, _, isa = backend.partition("-")
+    with ExitStack() as stack:
+        stack.enter_context(bs.use_backend(name))
+        if isa:
+            stack.enter_context(cpu_core.use_isa(isa))
+            stack.enter_context(poisoned_empty())
+            poison_working_memory()
+        yield
+
+
+@contextmanager
+def poisoned_empty():
+    empty = torch.empty
+
+    def nan(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    torch.empty = nan
+    try:
+        yield
+    finally:
+        torch.empty = empty
+
+
+def poison_working_memory() -> None:
+    """Products of NaN: what the kernels keep from call to call is NaN after them."""
+    layout = bs.patterns.dense((128, 128), block_size=32)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        nan = torch.full((96, 128), torch.nan, dtype=dtype)
+        values = torch.full(layout.values_shape, torch.nan, dtype=dtype)
+        forward(nan, values, layout), dgrad(nan, values, layout), wgrad(nan, nan, layout)
+
+
+def forward(x, values, layout, bias=None, activation=None):
+    return linear_op(x, values, bias, layout.crow_indices(), layout.col_indices(), layout.grid[1], False, activation)
+
+
+def dgrad(grad, values, layout):
+    return linear_op(grad, values, None, layout.crow_indices(), layout.col_indices(), layout.grid[1], True, None)
+
+
+def wgrad(grad, x, layout):
+    return linear_wgrad_op(grad, x, layout.crow_indices(), layout.col_indices(), layout.grid[1])
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, bound: float, what: str = "") -> None:
+    """Relative L2 error within the bound; what is expected to be zero throughout is exactly zero."""
+    assert got.shape == expected.shape, f"{what}: {tuple(got.shape)} for {tuple(expected.shape)}"
+    size = expected.double().norm()
+    error = (got.double() - expected.double()).norm()
+    assert error <= bound * size, f"{what}: relative error {error / size:.2e}, bound {bound:.0e}"

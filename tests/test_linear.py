@@ -1,0 +1,297 @@
+"""The contract of the linear op, the same for every backend and every instruction set present, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import blocksparse as bs
+from blocksparse.ops import cpu_core
+from blocksparse.ops.linear.op import linear_op, linear_wgrad_op
+from linear_backends import BACKENDS, BOUNDS, DTYPES, assert_close, dgrad, forward, running, wgrad
+from strategies import layouts
+
+ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+BLOCKS = [1, 2, 3, 4, 5, 8, 16, 24, 32, 40, 64, 128]
+
+on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
+in_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def strided(rows: int, columns: int, dtype: torch.dtype, strides: str) -> torch.Tensor:
+    """Random numbers [rows, columns]: one way to lay them out in memory."""
+    if strides == "transposed":
+        return torch.randn(columns, rows, dtype=dtype).T
+    if strides == "rows apart":
+        return torch.randn(rows, columns + 3, dtype=dtype)[:, 2 : columns + 2]
+    if strides == "every other row":
+        return torch.randn(2 * rows, columns, dtype=dtype)[::2]
+    if strides == "one row for all":
+        return torch.randn(1, columns, dtype=dtype).expand(rows, columns)
+    return torch.randn(rows, columns, dtype=dtype)
+
+
+STRIDES = ["contiguous", "transposed", "rows apart", "every other row", "one row for all"]
+
+
+def check_products(layout, tokens, dtype, activation=None, with_bias=True, strides="contiguous"):
+    out_features, in_features = layout.shape
+    x = strided(tokens, in_features, dtype, strides)
+    grad = strided(tokens, out_features, dtype, strides)
+    values = torch.randn(layout.values_shape, dtype=dtype)
+    bias = torch.randn(out_features, dtype=dtype) if with_bias else None
+    weight = bs.to_dense(values, layout).double()
+
+    expected = x.double() @ weight.T
+    if with_bias:
+        expected = expected + bias.double()
+    bound = BOUNDS[dtype]
+    assert_close(forward(x, values, layout, bias, activation), ACTIVATIONS[activation](expected), bound, "forward")
+    assert_close(dgrad(grad, values, layout), grad.double() @ weight, bound, "dgrad")
+    assert_close(wgrad(grad, x, layout), bs.from_dense(grad.double().T @ x.double(), layout), bound, "wgrad")
+
+
+@on_every_backend
+@in_every_dtype
+@settings(max_examples=25)
+@given(
+    layout=layouts(max_grid=5, blocks=BLOCKS[:9]),
+    tokens=st.sampled_from([0, 1, 2, 7, 16, 17, 33, 48, 65]),
+    activation=st.sampled_from(list(ACTIVATIONS)),
+    with_bias=st.booleans(),
+    strides=st.sampled_from(STRIDES),
+    seed=st.integers(0, 2**31),
+)
+def test_products_agree_with_float64(backend, dtype, layout, tokens, activation, with_bias, strides, seed):
+    torch.manual_seed(seed)
+    with running(backend):
+        check_products(layout, tokens, dtype, activation, with_bias, strides)
+
+
+@on_every_backend
+@in_every_dtype
+@pytest.mark.parametrize(
+    "block", [4, 8, 16, 32, 64, 128, (8, 32), (32, 8), (16, 64), (12, 20), (128, 4)], ids=lambda b: f"block {b}"
+)
+def test_every_block_size(backend, dtype, block):
+    torch.manual_seed(0)
+    out_block, in_block = block if isinstance(block, tuple) else (block, block)
+    layout = bs.patterns.random((5 * out_block, 7 * in_block), block, density=0.5, seed=1)
+    with running(backend):
+        check_products(layout, 150, dtype)
+
+
+@on_every_backend
+def test_long_rows_and_many_tokens(backend):
+    # Hub rows are cut between outputs, rows are summed in groups of blocks, tokens packed in several passes.
+    torch.manual_seed(0)
+    layout = bs.patterns.barabasi_albert(1024, block_size=16, m=4, seed=0)
+    with running(backend):
+        for tokens in (1, 600):
+            check_products(layout, tokens, torch.float32)
+            check_products(layout, tokens, torch.bfloat16)
+
+
+@on_every_backend
+@in_every_dtype
+def test_absent_blocks_give_exact_zeros(backend, dtype):
+    torch.manual_seed(0)
+    mask = torch.rand(5, 6) < 0.5
+    mask[1], mask[4], mask[:, 2] = False, False, False
+    layout = bs.BlockLayout(mask, block_size=8)
+    x, values, grad = (torch.randn(shape, dtype=dtype) for shape in ((9, 48), layout.values_shape, (9, 40)))
+    with running(backend):
+        y, grad_x = forward(x, values, layout), dgrad(grad, values, layout)
+    assert (y[:, 8:16] == 0).all()
+    assert (y[:, 32:] == 0).all()
+    assert (grad_x[:, 16:24] == 0).all()
+    assert (y[:, :8] != 0).any()
+
+
+@on_every_backend
+def test_no_blocks_at_all(backend):
+    layout = bs.BlockLayout(torch.zeros(2, 3, dtype=torch.bool), block_size=4)
+    x, bias = torch.randn(5, 12, requires_grad=True), torch.randn(8, requires_grad=True)
+    values = torch.empty(0, 4, 4).requires_grad_()
+    with running(backend):
+        y = bs.linear(x, values, layout, bias, "relu")
+        assert torch.equal(y, bias.relu().expand(5, 8))
+        y.sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+    assert values.grad.shape == (0, 4, 4)
+
+
+@on_every_backend
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@settings(max_examples=4)
+@given(layout=layouts(max_grid=3, blocks=(1, 2, 3)), tokens=st.integers(1, 3), seed=st.integers(0, 2**31))
+def test_gradients_and_double_gradients(backend, activation, layout, tokens, seed):
+    torch.manual_seed(seed)
+    x = torch.randn(tokens, layout.shape[1], dtype=torch.float64, requires_grad=True)
+    values = torch.randn(layout.values_shape, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(layout.shape[0], dtype=torch.float64, requires_grad=True)
+    if activation == "relu":  # off its kink
+        with torch.no_grad():
+            bias += 30 * bias.sign()
+
+    def function(x, values, bias):
+        return bs.linear(x, values, layout, bias, activation)
+
+    with running(backend):
+        assert torch.autograd.gradcheck(function, (x, values, bias))
+        assert torch.autograd.gradgradcheck(function, (x, values, bias))
+
+
+@on_every_backend
+@pytest.mark.parametrize("shape", [(32,), (3, 32), (2, 5, 32), (2, 0, 32), (0, 32), (2, 3, 4, 32)], ids=str)
+def test_batch_shapes(backend, shape):
+    layout = bs.patterns.random((24, 32), block_size=8, density=0.5, seed=0)
+    values, x = torch.randn(layout.values_shape), torch.randn(shape, requires_grad=True)
+    with running(backend):
+        y = bs.linear(x, values, layout)
+        y.sum().backward()
+    expected = F.linear(x.detach(), bs.to_dense(values, layout))
+    assert y.shape == expected.shape
+    torch.testing.assert_close(y.detach(), expected)
+    assert x.grad.shape == x.shape
+
+
+@on_every_backend
+@pytest.mark.parametrize("permutation", [(1, 0, 2), (2, 1, 0), (0, 2, 1)], ids=str)
+def test_strided_batches(backend, permutation):
+    layout = bs.patterns.random((24, 32), block_size=8, density=0.5, seed=0)
+    shape = [0, 0, 0]
+    for size, axis in zip((4, 5, 32), permutation, strict=True):
+        shape[axis] = size
+    x = torch.randn(shape).permute(permutation)
+    values = torch.randn(layout.nnz, 8, 8).transpose(1, 2)  # not contiguous either
+    with running(backend):
+        y = bs.linear(x, values, layout)
+    torch.testing.assert_close(y, F.linear(x, bs.to_dense(values, layout)))
+
+
+@on_every_backend
+@in_every_dtype
+def test_nan_flows_only_where_it_is_connected(backend, dtype):
+    layout = bs.BlockLayout([[True, False], [True, True]], block_size=16)
+    x, values = torch.randn(20, 32, dtype=dtype), torch.randn(layout.values_shape, dtype=dtype)
+    x[3, 20] = torch.nan
+    with running(backend):
+        y = forward(x, values, layout, activation="silu")
+        assert y.isnan().sum() == 16
+        assert y[3, 16:].isnan().all()
+        grad_values = wgrad(torch.ones(20, 32, dtype=dtype), x, layout)
+    assert grad_values.isnan().sum() == 16
+    assert grad_values[2, :, 4].isnan().all()
+
+
+@on_every_backend
+def test_infinities_and_large_numbers_through_activations(backend):
+    layout = bs.patterns.dense((4, 4), block_size=4)
+    values = torch.eye(4).unsqueeze(0)
+    x = torch.tensor([[-1e30, -100.0, -20.0, -9.0], [1e30, 100.0, 20.0, 9.0], [0.0, -0.0, 1e-30, -1e-30]])
+    for activation in ("relu", "gelu", "silu"):
+        with running(backend):
+            torch.testing.assert_close(
+                forward(x, values, layout, activation=activation), ACTIVATIONS[activation](x), atol=1e-6, rtol=1e-6
+            )
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_opcheck(activation):
+    layout = bs.patterns.random((12, 20), block_size=4, density=0.5, seed=0)
+    indices = layout.crow_indices(), layout.col_indices(), layout.grid[1]
+    x, grad, values = (torch.randn(shape, requires_grad=True) for shape in ((6, 20), (6, 12), layout.values_shape))
+    bias = torch.randn(12, requires_grad=True)
+    torch.library.opcheck(linear_op, (x, values, bias, *indices, False, activation))
+    torch.library.opcheck(linear_op, (grad, values, None, *indices, True, activation))
+    torch.library.opcheck(linear_wgrad_op, (grad, x, *indices))
+
+
+def test_opcheck_on_an_empty_layout_and_no_tokens():
+    layout = bs.BlockLayout(torch.zeros(2, 3, dtype=torch.bool), block_size=4)
+    indices = layout.crow_indices(), layout.col_indices(), layout.grid[1]
+    torch.library.opcheck(linear_op, (torch.randn(0, 12), torch.randn(0, 4, 4), None, *indices, False, None))
+    torch.library.opcheck(linear_wgrad_op, (torch.randn(0, 8), torch.randn(0, 12), *indices))
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_compiles_into_one_graph_and_trains_in_it(activation):
+    layout = bs.patterns.random((64, 96), block_size=16, density=0.4, seed=0)
+    values, bias = torch.randn(layout.values_shape, requires_grad=True), torch.randn(64, requires_grad=True)
+
+    def loss(x):
+        return bs.linear(x, values, layout, bias, activation).square().mean()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True)
+    for tokens in (5, 12):
+        x = torch.randn(tokens, 96)
+        plain = torch.autograd.grad(loss(x), (values, bias))
+        torch.testing.assert_close(torch.autograd.grad(compiled(x), (values, bias)), plain)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), loss(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    layout = bs.patterns.random((64, 96), block_size=16, density=0.4, seed=0)
+    x, values = torch.randn(5, 96, requires_grad=True), torch.randn(layout.values_shape, requires_grad=True)
+    with torch.autocast("cpu", dtype=dtype):
+        y = bs.linear(x, values, layout, torch.randn(64))
+        assert y.dtype == dtype
+        assert bs.linear(x.double(), values.double(), layout).dtype == torch.float64
+    y.float().sum().backward()
+    assert x.grad.dtype == values.grad.dtype == torch.float32
+    assert_close(values.grad, bs.from_dense(torch.ones(64, 5) @ x.detach(), layout), 1e-2)
+
+
+def test_graphs_made_from_index_tensors_alone_know_their_layout():
+    # What a graph loaded from a file has: index tensors that no layout of this process made.
+    layout = bs.patterns.random((64, 96), block_size=16, density=0.4, seed=0)
+    x, values = torch.randn(3, 96), torch.randn(layout.values_shape)
+    indices = layout.crow_indices().clone(), layout.col_indices().clone()
+    assert torch.equal(linear_op(x, values, None, *indices, 6, False, None), bs.linear(x, values, layout))
+
+
+def fitting():
+    layout = bs.patterns.dense((32, 64), block_size=16)
+    return {"x": torch.randn(5, 64), "values": torch.randn(8, 16, 16), "layout": layout, "bias": torch.randn(32)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"x": torch.randn(5, 63)}, r"x: expected \[\.\.\., 64\] for BlockLayout\(.*\), got \[5, 63\]"),
+        ({"x": torch.randn(())}, r"x: expected \[\.\.\., 64\]"),
+        ({"values": torch.randn(7, 16, 16)}, r"values: expected \[8, 16, 16\] .*, got \[7, 16, 16\]"),
+        ({"values": torch.randn(8, 16)}, r"values: expected \[8, 16, 16\]"),
+        ({"values": torch.randn(8, 16, 16).double()}, "values: expected the dtype of x, torch.float32, got"),
+        ({"values": torch.randn(8, 16, 16, device="meta")}, "values: expected the device of x, cpu, got meta"),
+        ({"bias": torch.randn(31)}, r"bias: expected \[32\]"),
+        ({"bias": torch.randn(32).half()}, "bias: expected the dtype of x"),
+        ({"activation": "tanh"}, "activation: expected one of .*relu.*, got 'tanh'"),
+        ({"layout": torch.ones(2, 4, dtype=torch.bool)}, "layout: expected a BlockLayout, got Tensor"),
+        ({"x": [[1.0]]}, "x: expected a torch.Tensor, got list"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_input_says_what_was_expected_and_what_came(changed, message):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        bs.linear(**{**fitting(), **changed})
+
+
+def test_dtypes_without_a_kernel_are_refused_with_the_way_out():
+    layout = bs.patterns.dense((2, 2), block_size=2)
+    x, values = torch.ones(1, 2, dtype=torch.complex64), torch.ones(1, 2, 2, dtype=torch.complex64)
+    with pytest.raises(bs.BlockSparseError, match=r"complex64 on cpu.*use_backend\(\"reference\"\)"):
+        bs.linear(x, values, layout)
+    with bs.use_backend("reference"):
+        assert bs.linear(x, values, layout).dtype == torch.complex64
+
+
+def test_the_compiled_core_is_there():
+    """A checkout without a compiled core passes no tests by testing nothing."""
+    assert cpu_core.unavailable() is None, cpu_core.unavailable()

@@ -1,0 +1,192 @@
+"""What only the CPU backend promises: determinism, threads, instruction sets, addresses beyond 2^31; and its plans."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+import blocksparse as bs
+from blocksparse.ops import cpu_core
+from blocksparse.ops.linear.plan import OUTPUT_STEP, TASK_COST, block_plan, row_plan
+from linear_backends import BACKENDS, assert_close, dgrad, forward, running, wgrad
+from strategies import layouts
+
+CPU_BACKENDS = [backend for backend in BACKENDS if backend.startswith("cpu")]
+on_every_isa = pytest.mark.parametrize("backend", CPU_BACKENDS)
+
+
+# -- results do not depend on chance -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@on_every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bit_identical_over_runs_and_thread_counts(backend, dtype, threads):
+    layout = bs.patterns.barabasi_albert(1024, block_size=32, m=4, seed=0)
+    x, grad = torch.randn(300, 1024, dtype=dtype), torch.randn(300, 1024, dtype=dtype)
+    values = torch.randn(layout.values_shape, dtype=dtype)
+    results = []
+    with running(backend):
+        for count in (1, 2, 3, 7, 2):
+            threads(count)
+            results.append((forward(x, values, layout), dgrad(grad, values, layout), wgrad(grad, x, layout)))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+@on_every_isa
+def test_a_token_alone_gives_the_same_bits_as_among_others(backend):
+    layout = bs.patterns.random((256, 256), block_size=32, density=0.3, seed=0)
+    x, values = torch.randn(100, 256), torch.randn(layout.values_shape)
+    with running(backend):
+        together = forward(x, values, layout)
+        alone = torch.cat([forward(x[i : i + 1], values, layout) for i in range(0, 100, 9)])
+    assert torch.equal(alone, together[::9])
+
+
+def test_from_many_python_threads_at_once():
+    layout = bs.patterns.random((256, 256), block_size=32, density=0.3, seed=0)
+    values = torch.randn(layout.values_shape)
+    inputs = [torch.randn(n, 256) for n in (1, 17, 64, 200)]
+    expected = [forward(x, values, layout) for x in inputs]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            for got, want in zip(pool.map(lambda x: forward(x, values, layout), inputs), expected, strict=True):
+                assert torch.equal(got, want)
+
+
+# -- instruction sets ----------------------------------------------------------------------------------------------
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    path = os.pathsep.join(sys.path)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        timeout=120,
+    )
+
+
+def test_the_environment_variable_chooses_the_instruction_set():
+    code = "from blocksparse.ops import cpu_core; print(cpu_core.isa())"
+    for isa, present in cpu_core.isas().items():
+        done = run_python(code, BLOCKSPARSE_CPU_ISA=isa)
+        if present:
+            assert done.stdout.strip() == isa
+        else:
+            assert "expected an instruction set this CPU has" in done.stderr
+
+
+def test_a_wrong_instruction_set_turns_the_backend_off_with_the_reason():
+    code = "import blocksparse as bs; print(bs.backends()['cpu'])"
+    done = run_python(code, BLOCKSPARSE_CPU_ISA="mmx")
+    assert done.stdout.startswith("off: environment variable BLOCKSPARSE_CPU_ISA: expected"), done.stderr
+    assert "'mmx'" in done.stdout
+
+
+def test_the_default_is_the_best_that_is_present_and_not_emulated():
+    present = [isa for isa, here in cpu_core.isas().items() if here and "emulated" not in isa]
+    assert run_python("from blocksparse.ops import cpu_core; print(cpu_core.isa())").stdout.strip() == present[-1]
+
+
+# -- addresses beyond 2^31 ---------------------------------------------------------------------------------------
+
+
+def test_tokens_more_than_two_to_the_31_elements_apart():
+    # The memory between the three tokens is never touched, and so never there.
+    memory = torch.empty(2**32 + 2**12, dtype=torch.bfloat16)
+    x = memory.as_strided((3, 64), (2**31 + 64, 1))
+    x.copy_(torch.randn(3, 64))
+    layout = bs.patterns.random((32, 64), block_size=16, density=0.5, seed=0)
+    values = torch.randn(layout.values_shape, dtype=torch.bfloat16)
+    weight = bs.to_dense(values, layout).double()
+    assert_close(forward(x, values, layout), x.double() @ weight.T, 1e-2)
+    grad = torch.randn(3, 32, dtype=torch.bfloat16)
+    assert_close(wgrad(grad, x, layout), bs.from_dense(grad.double().T @ x.double(), layout), 1e-2)
+
+
+def test_more_than_two_to_the_31_outputs():
+    height, rows = 4096, 2**31 // 4096 // 16 + 1
+    layout = bs.BlockLayout.from_indices([rows - 1], [0], grid=(rows, 1), block_size=(height, 16))
+    x, values = torch.randn(16, 16, dtype=torch.float16), torch.randn(1, height, 16, dtype=torch.float16)
+    y = forward(x, values, layout)
+    assert_close(y[:, -height:], x.double() @ values[0].double().T, 2e-3)
+    assert (y[:, -2 * height : -height] == 0).all()
+
+
+def test_values_of_more_than_two_to_the_31_elements():
+    block, count = 4096, 2**31 // 4096**2 + 2
+    layout = bs.patterns.dense((block, count * block), block_size=block)
+    values = torch.zeros(layout.values_shape, dtype=torch.bfloat16)
+    values[-1, :8] = torch.randn(8, block, dtype=torch.bfloat16)
+    x = torch.randn(1, count * block, dtype=torch.bfloat16)
+    y = forward(x, values, layout)
+    expected = x[:, -block:].double() @ values[-1, :8].double().T
+    assert_close(y[:, :8], expected, 1e-2)
+    assert (y[:, 8:] == 0).all()
+
+
+# -- plans ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transpose", [False, True], ids=["forward", "transposed"])
+@given(layout=layouts(max_grid=12, blocks=(1, 4, 8, 24, 32, 128)))
+def test_a_row_plan_covers_every_output_once_and_every_block(layout, transpose):
+    plan = row_plan(layout, transpose)
+    oriented = layout.T if transpose else layout
+    covered = np.zeros(oriented.shape[0], dtype=int)
+    for row, begin, end in zip(plan.row, plan.begin, plan.end, strict=True):
+        assert begin % OUTPUT_STEP == 0
+        covered[row * oriented.block_shape[0] + begin : row * oriented.block_shape[0] + end] += 1
+    assert (covered == 1).all()
+    assert sorted(plan.block) == list(range(layout.nnz))
+    rows = np.repeat(np.arange(oriented.grid[0]), np.diff(plan.start))
+    at = (plan.col, rows) if transpose else (rows, plan.col)
+    assert np.array_equal(layout.row_of_block[plan.block], at[0])
+    assert np.array_equal(layout.col_indices().numpy()[plan.block], at[1])
+    assert plan.task_start[0] == 0
+    assert plan.task_start[-1] == len(plan.row)
+    assert (np.diff(plan.task_start) > 0).all()
+
+
+def test_hub_rows_are_cut_and_come_first():
+    mask = torch.zeros(64, 64, dtype=torch.bool)
+    mask[5], mask[:, 7] = True, True
+    plan = row_plan(bs.BlockLayout(mask, block_size=64), transpose=False)
+    pieces = (plan.row == 5).sum()
+    assert pieces == 64 // OUTPUT_STEP
+    assert (plan.row[:pieces] == 5).all()
+
+
+@given(layout=layouts(max_grid=12, blocks=(1, 8, 32, 128)))
+def test_a_block_plan_covers_every_block_in_order(layout):
+    plan = block_plan(layout)
+    assert np.array_equal(plan.row, layout.row_of_block)
+    assert np.array_equal(plan.col, layout.col_indices())
+    starts = plan.task_start
+    assert starts[0] == 0
+    assert starts[-1] == layout.nnz
+    cost = np.diff(starts) * layout.block_shape[0] * layout.block_shape[1]
+    assert (cost < TASK_COST + 2 * 128 * 128).all()
+
+
+def test_plans_are_made_once_per_layout():
+    layout = bs.patterns.dense((64, 64), block_size=32)
+    assert row_plan(layout, False) is row_plan(layout, False)
+    assert row_plan(layout, False) is not row_plan(layout, True)
