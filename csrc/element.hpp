@@ -64,9 +64,9 @@ struct Float16Bits {
     return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
 #else
     const uint32_t wide = bits<uint32_t>(value), sign = wide >> 16 & 0x8000, rest = wide & 0x7fffffff;
-    if (rest > 0x7f800000) return Half(sign | 0x7e00);    // NaN
-    if (rest >= 0x477ff000) return Half(sign | 0x7c00);   // rounds to infinity
-    if (rest < 0x38800000)                                // subnormal: adding 0.5 leaves its bits, rounded, at the end
+    if (rest > 0x7f800000) return Half(sign | 0x7e00);   // NaN
+    if (rest >= 0x477ff000) return Half(sign | 0x7c00);  // rounds to infinity
+    if (rest < 0x38800000)                               // subnormal: adding 0.5 leaves its bits, rounded, at the end
       return Half(sign | (bits<uint32_t>(bits<float>(rest) + 0.5f) - 0x3f000000));
     return Half(sign | ((rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13));
 #endif

@@ -62,22 +62,10 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
       for (int64_t j = tasks.task_start[task]; j < tasks.task_start[task + 1]; ++j) {
         const int64_t row = tasks.row[j], output = row * block_out + tasks.begin[j];
         const int64_t start = tasks.start[row];
-        kernels.row_piece({tasks.start[row + 1] - start,
-                           tasks.col + start,
-                           tasks.position + start,
-                           values,
-                           block_out,
-                           block_sum,
-                           transposed,
-                           tasks.begin[j],
-                           tasks.end[j],
-                           panel_at(p),
-                           panels.width(p),
-                           panels.real(p),
-                           bias ? advance(bias, output * size) : nullptr,
-                           activation,
-                           advance(y, (panels.first(p) * out_features + output) * size),
-                           out_features});
+        kernels.row_piece({tasks.start[row + 1] - start, tasks.col + start, tasks.position + start, values, block_out,
+                           block_sum, transposed, tasks.begin[j], tasks.end[j], panel_at(p), panels.width(p),
+                           panels.real(p), bias ? advance(bias, output * size) : nullptr, activation,
+                           advance(y, (panels.first(p) * out_features + output) * size), out_features});
       }
     });
   }
@@ -96,8 +84,8 @@ void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int
     const auto pack = [&](const Matrix& from, int64_t blocks, int64_t block, int64_t padded, Scratch slot) {
       const int64_t block_units = steps * padded;
       void* packed = scratch(slot, blocks * block_units * unit);
-      const BlockColumns columns = {advance(from.data, first * from.stride * size), from.stride, here, block, padded,
-                                    packed, block_units};
+      const BlockColumns columns = {
+          advance(from.data, first * from.stride * size), from.stride, here, block, padded, packed, block_units};
       const int64_t at_a_time = std::max<int64_t>(kPackFeatures / block, 1);
       const int64_t cuts = ceil_div(blocks, at_a_time), step_cuts = ceil_div(steps, kPackSteps);
       parallel_tasks(step_cuts * cuts, [&](int64_t i) {

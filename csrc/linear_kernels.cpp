@@ -43,8 +43,8 @@ void pack_panel(const void* from, int64_t stride, int64_t tokens, int64_t first_
         for (int i = 0; i < n; ++i) v[i] = E::units(x + (t + i) * stride + k * E::kFold);
       } else {
         for (int i = 0; i < n; ++i)
-          v[i] = t + i < tokens ? units_up_to<E>(x + (t + i) * stride + k * E::kFold, whole * E::kFold)
-                                : Vector<Unit>{};
+          v[i] =
+              t + i < tokens ? units_up_to<E>(x + (t + i) * stride + k * E::kFold, whole * E::kFold) : Vector<Unit>{};
       }
       transpose<Unit>(v);
       if (whole == n) {
@@ -143,7 +143,8 @@ void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t
 
 // -- y = x W^T -------------------------------------------------------------------------------------------------------
 
-// Where the tile finds a block's weights: output r, step k at [r * row + k * step], relative to the piece's first output.
+// Where the tile finds a block's weights: output r, step k at [r * row + k * step], relative to the piece's first
+// output.
 template <class E>
 struct BlockWeights {
   using Unit = typename E::Unit;
@@ -157,13 +158,12 @@ struct BlockWeights {
     step = piece.transposed ? piece.block_out : 1;
     block_units = piece.block_out * sum_units;
     const bool converts = E::kConvertsWeights || (E::kFold > 1 && piece.transposed);
-    converted =
-        converts ? static_cast<Unit*>(scratch(Scratch::kWeights, group * block_units * int64_t(sizeof(Unit)))) : nullptr;
+    converted = converts ? static_cast<Unit*>(scratch(Scratch::kWeights, group * block_units * int64_t(sizeof(Unit))))
+                         : nullptr;
   }
 
   const Unit* prepare(const RowPiece& piece, int64_t position, int64_t slot) const {
-    const Storage* block =
-        static_cast<const Storage*>(piece.values) + position * (piece.block_out * piece.block_sum);
+    const Storage* block = static_cast<const Storage*>(piece.values) + position * (piece.block_out * piece.block_sum);
     if (!converted) return reinterpret_cast<const Unit*>(block) + piece.begin * row;
     Unit* to = converted + slot * block_units;
     if constexpr (E::kFold == 1) {
@@ -319,8 +319,9 @@ void multiply_strip(const SampledStrip& strip, typename E::Sum* sums, int64_t ve
     }
     for (int64_t first = 0; first < strip.steps; first += kStepGroup) {
       const Unit* grad = static_cast<const Unit*>(strip.grad) + first * strip.block_out;
-      const Terms<E> terms = {&grad,   x,       1, 1, strip.block_out, strip.padded_in, smaller(kStepGroup, strip.steps - first),
-                              nullptr, nullptr, 0, 0, 0};
+      const Terms<E> terms = {
+          &grad,   x, 1, 1, strip.block_out, strip.padded_in, smaller(kStepGroup, strip.steps - first), nullptr,
+          nullptr, 0, 0, 0};
       column_of_tiles<E, kGather>(terms, here, first * strip.padded_in, strip.block_out, first > 0,
                                   sums + first_vector * n, vectors * n);
     }
@@ -396,8 +397,16 @@ void sampled_strip(const SampledStrip& strip) {
 
 template <class E>
 constexpr LinearKernels table(int max_vectors) {
-  return {E::kFold,      kLanes<typename E::Sum>, max_vectors,           sizeof(typename E::Unit),
-          pack_panel<E>, row_piece<E>,            pack_block_columns<E>, padded_in<E>, strip<E>, sampled_strip<E>};
+  return {E::kFold,
+          kLanes<typename E::Sum>,
+          max_vectors,
+          sizeof(typename E::Unit),
+          pack_panel<E>,
+          row_piece<E>,
+          pack_block_columns<E>,
+          padded_in<E>,
+          strip<E>,
+          sampled_strip<E>};
 }
 
 }  // namespace

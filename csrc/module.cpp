@@ -18,8 +18,8 @@ using namespace nb::literals;
 
 namespace blocksparse {
 
-#define BLOCKSPARSE_DECLARE(isa) \
-  namespace isa {                \
+#define BLOCKSPARSE_DECLARE(isa)                                      \
+  namespace isa {                                                     \
   const LinearKernels& select_linear(DType dtype, int64_t block_sum); \
   }
 BLOCKSPARSE_DECLARE(portable)

@@ -83,7 +83,8 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
         for (int v = 0; v < kVectors; ++v) in[v] = load(x + at + v * kWide);
       } else {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) in[v] = load_pieces<Unit, kWide / kPieces, kPieces>(terms.x + v * kPieces, x_offset + at);
+        for (int v = 0; v < kVectors; ++v)
+          in[v] = load_pieces<Unit, kWide / kPieces, kPieces>(terms.x + v * kPieces, x_offset + at);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
@@ -105,8 +106,8 @@ template <class E, int kVectors, Gather kGather>
 static void column_of_tiles(const Terms<E>& terms, int64_t x_offset, int64_t rows, bool add, typename E::Sum* sums,
                             int64_t sums_row) {
   int64_t r = 0;
-#define BLOCKSPARSE_ROWS(count)           \
-  for (; r + count <= rows; r += count)   \
+#define BLOCKSPARSE_ROWS(count)         \
+  for (; r + count <= rows; r += count) \
   register_tile<E, count, kVectors, kGather>(terms, r, x_offset, add, sums + r * sums_row, sums_row)
   if constexpr (kTileRows > 4) BLOCKSPARSE_ROWS(kTileRows);
   BLOCKSPARSE_ROWS(4);

@@ -141,7 +141,7 @@ class BlockLayout:
 
     def mask(self) -> torch.Tensor:
         """The dense bool mask `[out_blocks, in_blocks]`, newly made."""
-        mask = torch.zeros(self.grid, dtype=torch.bool)
+        mask = torch.zeros(self.grid, dtype=torch.bool, device="cpu")
         mask[torch.from_numpy(self.row_of_block), torch.from_numpy(self._col.astype(np.int64))] = True
         return mask
 
@@ -158,7 +158,9 @@ class BlockLayout:
         found = self._indices.get(device)
         if found is None:
             crow, col = self._indices[torch.device("cpu")]
-            found = self._indices[device] = self._tag(crow.to(device), col.to(device))
+            found = self._tag(crow.to(device), col.to(device))
+            if type(found[1]) is torch.Tensor:  # and not a fake one of some tracing mode, which must not outlive it
+                self._indices[device] = found
         return found
 
     @cached_property
