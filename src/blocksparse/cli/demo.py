@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -82,10 +83,15 @@ def play(console: Console, sizes: Sizes, text: Path | None, seconds: float, out:
     except OSError as error:
         raise BlockSparseError.expected("out", "a folder to write to", f"{out} ({error.strerror})") from error
 
-    story = page.Story(machine(), seed)
-    facts = story.machine
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
+    facts = machine() | {"load before": round(load, 2)}
+    story = page.Story(facts, seed)
     console.print("[bold]blocksparse demo[/]")
     console.print(f"{facts['cpu']}, {facts['isa']}, {facts['threads']} threads", style="dim", highlight=False)
+    if load > 0.5:
+        console.print(
+            f"other programs are running (load {load:.1f}): times will be of a shared machine", style="yellow"
+        )
     try:
         _example(console, story, sizes)
         _speedups(console, story, sizes)
@@ -177,7 +183,7 @@ def _train(console: Console, story: Story, sizes: Sizes, parts: Any, settings: A
         with Live(progress, console=console, refresh_per_second=4) as live:
             for step in race.run():
                 progress.update(task, completed=step, bits=_now(race))
-                if step in (settings.every, settings.steps) or step % settings.every == 0:
+                if step % settings.every == 0 or step == settings.steps:
                     live.update(Group(progress, _plot(console, race)))
             progress.update(task, description="evaluating")
             training.outcomes = next_byte.outcomes(race)
@@ -193,6 +199,8 @@ def _train(console: Console, story: Story, sizes: Sizes, parts: Any, settings: A
     for name, cells in compared(training.outcomes):
         style = "bold" if "held-out" in name or "ms" in name else None
         table.add_row(name, *cells, style=style)
+    if training.steps < settings.steps:
+        console.print(f"stopped after {training.steps:,} of {settings.steps:,} steps", style="yellow", highlight=False)
     console.print()
     console.print(table)
     console.print(f"\n{verdict(training.outcomes)}", highlight=False)

@@ -218,17 +218,18 @@ def _curves(training: Training) -> str:
     by_step, by_time = [], []
     for outcome, style in zip(outcomes, ("dense", "sparse"), strict=True):
         curve = outcome.curve
-        clock = list(itertools.accumulate(curve.seconds))
         every = max(1, len(curve.bits) // 150)
         running = smoothed(curve.bits)[::every]
         at = range(1, len(curve.bits) + 1, every)
         by_step.append(svg.Line(at, running, f"{style} faint"))
         by_step.append(svg.Line(curve.evaluated_at, curve.held_out, style))
-        by_time.append(svg.Line([clock[step - 1] for step in curve.evaluated_at], curve.held_out, style))
+        by_time.append(svg.Line([step * outcome.step.median for step in curve.evaluated_at], curve.held_out, style))
     by_step.sort(key=lambda line: "faint" not in line.style)
     steps = svg.chart(by_step, "steps", "bits per byte", x_range=(0, training.steps), y_range=limits)
     last = max(line.x[-1] for line in by_time)
-    seconds = svg.chart(by_time, "seconds of training", "bits per byte", x_range=(0, last or 1), y_range=limits)
+    seconds = svg.chart(
+        by_time, "seconds, at the median time per step", "bits per byte", x_range=(0, last or 1), y_range=limits
+    )
     keys = _legend(("dense", "dense"), ("sparse", "block-sparse"))
     more = _legend(
         ("dense", "dense"), ("sparse", "block-sparse"), ("sparse faint", "thin: training batches, running mean")
@@ -256,7 +257,7 @@ def _weights(layouts: ByteLayouts, narrow: int) -> str:
 
 def _machine(story: Story) -> str:
     facts = story.machine
-    names = ("cpu", "isa", "threads", "system", "python", "torch", "blocksparse", "commit", "date")
+    names = ("cpu", "isa", "threads", "load before", "system", "python", "torch", "blocksparse", "commit", "date")
     rows = [(name, [escape(str(facts[name]))]) for name in names if facts.get(name) is not None]
     return f"<section><h2>Machine</h2>{_table([''], [*rows, ('seed', [str(story.seed)])])}</section>"
 

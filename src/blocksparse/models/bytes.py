@@ -98,7 +98,7 @@ def small_world_layouts(
     block_size: int = 16,
     neighbors: int = 4,
     rewire: float = 0.5,
-    ends: float = 0.25,
+    ends: float = 1 / 3,
     seed: int = 0,
 ) -> ByteLayouts:
     """Layouts for a wide ByteMLP: Watts-Strogatz graphs inside, each with its own seed, random ones at both ends.
@@ -112,9 +112,9 @@ def small_world_layouts(
         seed: of all of it.
 
     >>> from blocksparse.models.bytes import dense_width, small_world_layouts
-    >>> layouts = small_world_layouts(context=32, width=1280, depth=2)
+    >>> layouts = small_world_layouts(context=32, width=720, depth=6)
     >>> layouts.hidden[0].shape, dense_width(layouts, context=32)
-    ((1280, 1280), 320)
+    ((720, 720), 240)
     """
     hidden = tuple(
         patterns.watts_strogatz(width, block_size, neighbors=neighbors, rewire=rewire, seed=seed + i)

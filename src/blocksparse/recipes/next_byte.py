@@ -16,8 +16,7 @@ from ..data.text import Text, windows
 from ..errors import BlockSparseError
 from ..models.bytes import ByteLayouts, ByteMLP, dense_width, multiply_adds, parameters, small_world_layouts
 
-# The best for each: half of it and twice of it are worse. About four times the rate for a quarter of the fan-in is
-# what theory leads one to expect.
+# The best for each: half of it and twice of it are worse. A smaller fan-in takes a higher rate, as theory has it.
 LEARNING_RATES = {"dense": 0.002, "block-sparse": 0.008}
 
 
@@ -180,8 +179,8 @@ def outcomes(race: Race, at_most: int | None = None) -> list[Outcome]:
 def contenders(
     context: int = 32,
     *,
-    width: int = 1280,
-    depth: int = 3,
+    width: int = 720,
+    depth: int = 6,
     embedding: int = 16,
     block_size: int = 16,
     neighbors: int = 4,
@@ -189,8 +188,8 @@ def contenders(
 ) -> tuple[dict[str, ByteMLP], ByteLayouts]:
     """A wide block-sparse model with small-world layouts, and the dense one of as many parameters.
 
-    With the default sizes a block row stores 5 of 80 blocks, and the dense model, at a quarter of the width, has
-    just the same number of parameters.
+    With the default sizes a block row stores 5 of 45 blocks, and the dense model, at a third of the width, has just
+    the same number of parameters.
 
     Args:
         context, width, depth, embedding: of the block-sparse model; the dense one's width is solved for.
@@ -204,7 +203,7 @@ def contenders(
     >>> from blocksparse.recipes.next_byte import contenders
     >>> models, layouts = contenders()
     >>> [(name, model.width, parameters(model)) for name, model in models.items()]
-    [('dense', 320, 864256), ('block-sparse', 1280, 864256)]
+    [('dense', 240, 879616), ('block-sparse', 720, 879616)]
     """
     layouts = small_world_layouts(
         context, width, depth, embedding=embedding, block_size=block_size, neighbors=neighbors, seed=seed
