@@ -59,6 +59,9 @@ static inline void emulated_dot(EmulatedTile& c, const EmulatedTile& a, const Em
 #define BLOCKSPARSE_TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
 #endif
 
+// Some compilers' tile intrinsics do not say which memory they read: what is written before must not move behind them.
+static inline void finish_stores(const void* to) { __asm__ volatile("" : : "r"(to) : "memory"); }
+
 // Tiles 0..3 hold 2 x 2 tiles of sums [rows, columns], 4 and 5 A [rows, depth], 6 and 7 B [depth, columns].
 static inline void configure_tiles(int64_t rows, int64_t depth, int64_t columns) {
   struct {
@@ -76,6 +79,7 @@ static inline void configure_tiles(int64_t rows, int64_t depth, int64_t columns)
 #endif
   }
 #if !defined(BLOCKSPARSE_EMULATED_TILES)
+  finish_stores(&config);
   _tile_loadconfig(&config);
 #endif
 }
@@ -134,6 +138,7 @@ static inline void tile_square(const TileTerms& terms, int64_t first_row, bool a
 
 static inline void tile_columns(const TileTerms& terms, int64_t row_tiles, int columns, bool add, float* const* sums,
                                 int64_t sums_row) {
+  finish_stores(*terms.a);
   for (int64_t r = 0; r < row_tiles; r += 2) {
     const auto square = r + 1 < row_tiles ? (columns > 1 ? tile_square<2, 2> : tile_square<2, 1>)
                                           : (columns > 1 ? tile_square<1, 2> : tile_square<1, 1>);

@@ -82,6 +82,7 @@ void py_linear(const std::string& isa, const std::string& dtype, const std::stri
   nb::gil_scoped_release release;
   linear(set, type, act, transpose, block.first, block.second, tokens, {pointer(x), x_stride, in_features},
          pointer(values), pointer(bias), reinterpret_cast<void*>(y), out_features, tasks);
+  trim_scratch();
 }
 
 void py_linear_wgrad(const std::string& isa, const std::string& dtype, std::pair<int64_t, int64_t> block,
@@ -94,6 +95,7 @@ void py_linear_wgrad(const std::string& isa, const std::string& dtype, std::pair
   nb::gil_scoped_release release;
   linear_wgrad(set, type, block.first, block.second, tokens, {pointer(grad), grad_stride, out_features},
                {pointer(x), x_stride, in_features}, reinterpret_cast<void*>(values), tasks);
+  trim_scratch();
 }
 
 }  // namespace

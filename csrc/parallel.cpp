@@ -26,11 +26,25 @@ struct Loop {
   }
 };
 
+constexpr int64_t kKeptBytes = 64 << 20;
+
 struct Buffer {
   void* data = nullptr;
   int64_t bytes = 0;
+
+  void resize(int64_t wanted) {
+    std::free(data);
+    bytes = (wanted + 63) / 64 * 64;
+    data = bytes ? std::aligned_alloc(64, bytes) : nullptr;
+    if (bytes && !data) {
+      bytes = 0;
+      throw std::bad_alloc();
+    }
+  }
   ~Buffer() { std::free(data); }
 };
+
+thread_local Buffer buffers[static_cast<int>(Scratch::kCount)];
 
 }  // namespace
 
@@ -56,18 +70,14 @@ void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task) {
 }
 
 void* scratch(Scratch slot, int64_t bytes) {
-  thread_local Buffer buffers[static_cast<int>(Scratch::kCount)];
   Buffer& buffer = buffers[static_cast<int>(slot)];
-  if (buffer.bytes < bytes) {
-    std::free(buffer.data);
-    buffer.bytes = (bytes + 63) / 64 * 64;
-    buffer.data = std::aligned_alloc(64, buffer.bytes);
-    if (!buffer.data) {
-      buffer.bytes = 0;
-      throw std::bad_alloc();
-    }
-  }
+  if (buffer.bytes < bytes) buffer.resize(bytes);
   return buffer.data;
+}
+
+void trim_scratch() {
+  for (Buffer& buffer : buffers)
+    if (buffer.bytes > kKeptBytes) buffer.resize(0);
 }
 
 }  // namespace blocksparse

@@ -18,4 +18,7 @@ void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task);
 enum class Scratch { kPanels, kGradients, kSums, kWeights, kTurned, kCount };
 void* scratch(Scratch slot, int64_t bytes);
 
+// Gives back what of it is too large to keep, at the end of a call.
+void trim_scratch();
+
 }  // namespace blocksparse
