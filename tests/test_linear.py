@@ -283,6 +283,28 @@ def test_bad_input_says_what_was_expected_and_what_came(changed, message):
         bs.linear(**{**fitting(), **changed})
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x, grad, v, i: linear_op(x[:, :-1], v, None, *i, False, None),
+        lambda x, grad, v, i: linear_op(grad, v, None, *i, False, None),
+        lambda x, grad, v, i: linear_op(x, v, None, *i, True, None),
+        lambda x, grad, v, i: linear_op(x, v[:-1], None, *i, False, None),
+        lambda x, grad, v, i: linear_op(x, v, x[0], *i, False, None),
+        lambda x, grad, v, i: linear_op(x, v, None, i[0], i[1] + 2, 4, False, None),
+        lambda x, grad, v, i: linear_op(x, v, None, i[0], i[1], 3, False, None),
+        lambda x, grad, v, i: linear_wgrad_op(grad[:-1], x, *i),
+        lambda x, grad, v, i: linear_wgrad_op(grad, x[0], *i),
+        lambda x, grad, v, i: linear_wgrad_op(grad[:, :-1], x, *i),
+    ],
+)
+def test_the_op_itself_never_leaves_the_memory_it_is_given(wrong):
+    layout = bs.patterns.dense((32, 64), block_size=16)
+    indices = layout.crow_indices(), layout.col_indices(), layout.grid[1]
+    with pytest.raises(bs.BlockSparseError, match="expected"):
+        wrong(torch.randn(5, 64), torch.randn(5, 32), torch.randn(8, 16, 16), indices)
+
+
 def test_dtypes_without_a_kernel_are_refused_with_the_way_out():
     layout = bs.patterns.dense((2, 2), block_size=2)
     x, values = torch.ones(1, 2, dtype=torch.complex64), torch.ones(1, 2, 2, dtype=torch.complex64)

@@ -26,13 +26,14 @@ def _load() -> tuple[ModuleType | None, str | None]:
             f"the compiled core blocksparse._core does not load ({error}). Build it with `pip install .` in the "
             "source tree (needs a C++17 compiler), or `make setup` for development"
         )
-    # The address of PyTorch's own parallel loop: one pool of threads for both, sized by torch.set_num_threads.
-    library = "libtorch_cpu.dylib" if os.uname().sysname == "Darwin" else "libtorch_cpu.so"
-    torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / library))
-    _core.share_threads(
-        ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p).value or 0,
-        ctypes.cast(torch_cpu.torch_get_num_threads, ctypes.c_void_p).value or 0,
-    )
+    # The addresses of PyTorch's own parallel loop: one pool of threads for both, sized by torch.set_num_threads.
+    (library,) = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")
+    torch_cpu = ctypes.CDLL(str(library))
+    try:
+        loop, count = torch_cpu.torch_parallel_for, torch_cpu.torch_get_num_threads
+    except AttributeError:
+        return None, f"PyTorch {torch.__version__} does not share its threads: 2.10 or newer is needed"
+    _core.share_threads(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (loop, count)))
     return _core, None
 
 

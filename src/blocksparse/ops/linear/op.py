@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..registry import choose
 from . import cpu, reference
@@ -32,14 +33,29 @@ linear_wgrad_op = torch.ops.blocksparse.linear_wgrad.default
 
 def _linear(x, values, bias, crow_indices, col_indices, in_blocks, transpose, activation):
     layout = layout_of(crow_indices, col_indices, in_blocks, (values.shape[1], values.shape[2]))
+    out_features, in_features = layout.shape[::-1] if transpose else layout.shape
+    _check_op("x", x, in_features)
+    if tuple(values.shape) != layout.values_shape or (bias is not None and tuple(bias.shape) != (out_features,)):
+        got = [list(tensor.shape) for tensor in (values, bias) if tensor is not None]
+        raise BlockSparseError.expected("values, bias", f"{list(layout.values_shape)}, [{out_features}]", got)
     backend = choose("linear", IMPLEMENTATIONS, x.device, x.dtype)
     return backend.linear(x, values, bias, layout, transpose, activation)
 
 
 def _linear_wgrad(grad, x, crow_indices, col_indices, in_blocks):
+    if grad.dim() != 2 or x.dim() != 2 or len(grad) != len(x):
+        raise BlockSparseError.expected("grad, x", "[tokens, out], [tokens, in]", f"{list(grad.shape)}, {list(x.shape)}")
     block = (grad.shape[1] // (crow_indices.shape[0] - 1), x.shape[1] // in_blocks)
     layout = layout_of(crow_indices, col_indices, in_blocks, block)
+    _check_op("grad", grad, layout.shape[0])
+    _check_op("x", x, layout.shape[1])
     return choose("linear_wgrad", IMPLEMENTATIONS, x.device, x.dtype).linear_wgrad(grad, x, layout)
+
+
+def _check_op(name: str, tensor: Tensor, features: int) -> None:
+    # The public functions have checked and said more; this keeps who calls the op itself inside of the memory.
+    if tensor.dim() != 2 or tensor.shape[1] != features:
+        raise BlockSparseError.expected(name, f"[tokens, {features}]", list(tensor.shape))
 
 
 def layout_of(crow: Tensor, col: Tensor, in_blocks: int, block: tuple[int, int]) -> BlockLayout:
