@@ -44,7 +44,8 @@ def _linear(x, values, bias, crow_indices, col_indices, in_blocks, transpose, ac
 
 def _linear_wgrad(grad, x, crow_indices, col_indices, in_blocks):
     if grad.dim() != 2 or x.dim() != 2 or len(grad) != len(x):
-        raise BlockSparseError.expected("grad, x", "[tokens, out], [tokens, in]", f"{list(grad.shape)}, {list(x.shape)}")
+        shapes = f"{list(grad.shape)}, {list(x.shape)}"
+        raise BlockSparseError.expected("grad, x", "[tokens, out], [tokens, in]", shapes)
     block = (grad.shape[1] // (crow_indices.shape[0] - 1), x.shape[1] // in_blocks)
     layout = layout_of(crow_indices, col_indices, in_blocks, block)
     _check_op("grad", grad, layout.shape[0])
