@@ -415,10 +415,11 @@ const LinearKernels& select_linear(DType dtype, int64_t block_sum) {
   static constexpr LinearKernels float32 = table<Float32>(kTileVectors), float64 = table<Float64>(kTileVectors),
                                  bfloat16 = table<BFloat16>(kTileVectors), float16 = table<Float16>(kTileVectors);
 #if defined(__AVX512BF16__)
+  // Panels of pairs take half the room: wider ones, since the transposed product pairs its weights once per panel.
 #if defined(BLOCKSPARSE_TILES)
   static constexpr LinearKernels pairs = table<BFloat16Pairs>(kPanelTiles);
 #else
-  static constexpr LinearKernels pairs = table<BFloat16Pairs>(kTileVectors);
+  static constexpr LinearKernels pairs = table<BFloat16Pairs>(2 * kTileVectors);
 #endif
   if (dtype == DType::kBFloat16 && block_sum % 2 == 0) return pairs;
 #endif

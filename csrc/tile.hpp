@@ -57,11 +57,7 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
   using Unit = typename E::Unit;
   using Sum = typename E::Sum;
   constexpr int kWide = kLanes<Sum>, kPieces = pieces(kGather);
-  Vector<Sum> sum[kRows][kVectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sum[r][v] = add ? load(sums + r * sums_row + v * kWide) : Vector<Sum>{};
+  Vector<Sum> sum[kRows][kVectors] = {};
 
   const int64_t w_row = terms.w_row, tile = row / kTileRows;
   for (int t = 0; t < terms.count; ++t) {
@@ -95,10 +91,14 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
     }
   }
 
+  // Added at the end, not carried through: sums of sums lose less to rounding than one long sum.
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store(sums + r * sums_row + v * kWide, sum[r][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      Sum* to = sums + r * sums_row + v * kWide;
+      store(to, add ? load(to) + sum[r][v] : sum[r][v]);
+    }
 }
 
 // All rows, in tiles of kTileRows, then 4, 2, 1.

@@ -96,6 +96,20 @@ def test_long_rows_and_many_tokens(backend):
 
 
 @on_every_backend
+def test_long_sums_lose_little(backend):
+    # 12288 terms and 12288 tokens: a single running sum would be at the bound or beyond it.
+    torch.manual_seed(0)
+    layout = bs.patterns.dense((32, 12288), block_size=32)
+    with running(backend):
+        x, values = torch.randn(40, 12288), torch.randn(layout.values_shape)
+        expected = x.double() @ bs.to_dense(values, layout).double().T
+        assert_close(forward(x, values, layout), expected, 6e-7, "forward")
+        layout = bs.patterns.dense((32, 32), block_size=32)
+        grad, x = torch.randn(12288, 32), torch.randn(12288, 32)
+        assert_close(wgrad(grad, x, layout)[0], grad.double().T @ x.double(), 6e-7, "wgrad")
+
+
+@on_every_backend
 @in_every_dtype
 def test_absent_blocks_give_exact_zeros(backend, dtype):
     torch.manual_seed(0)
