@@ -156,7 +156,7 @@ def test_a_wrong_spec_says_what_was_expected(changes, message):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"against": ["cublas"]}, {"rounds": 0}, {"budget": 0}, {"device": "abacus"}], ids=str
+    "arguments", [{"against": ["cublas"]}, {"rounds": 0}, {"budget": 0}, {"seed": 2**63}, {"device": "abacus"}], ids=str
 )
 def test_a_wrong_bench_says_what_was_expected(arguments):
     with pytest.raises(bs.BlockSparseError, match="expected"):
@@ -200,6 +200,12 @@ def test_chart_is_a_png(tmp_path):
     results = [bench.run(spec(density=density)) for density in (1, 0.3, 0)]
     report.write_chart(tmp_path / "r.png", results, "title")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_chart_of_no_blocks_at_all(tmp_path):
+    pytest.importorskip("matplotlib")
+    report.write_chart(tmp_path / "r.png", [LinearBench(rounds=1, budget=0.01).run(spec(density=0))], "title")
+    assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_without_matplotlib_the_chart_says_what_to_install(tmp_path, monkeypatch):

@@ -45,6 +45,10 @@ def test_the_command_line_imports_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
+def test_too_little_memory_ends_in_one_line_too():
+    assert "allocate" in error("layout", "dense", "--features", 10**9, "--block-size", 1)
+
+
 def test_info_says_what_works_and_why_the_rest_does_not():
     out = run("info").stdout
     for name, status in bs.backends().items():

@@ -109,6 +109,20 @@ def test_what_is_no_tensor_is_refused():
 # -- torch BSR ---------------------------------------------------------------------------------------------------
 
 
+def test_what_is_no_layout_is_refused():
+    for convert, tensor in ((bs.from_dense, torch.ones(4, 9)), (bs.to_dense, torch.ones(LAYOUT.values_shape))):
+        with pytest.raises(BlockSparseError, match="layout: expected a BlockLayout, got Tensor"):
+            convert(tensor, LAYOUT.mask())
+
+
+def test_sparse_tensors_are_refused():
+    with pytest.raises(BlockSparseError, match=r"weight: expected a dense tensor .* got torch.sparse_coo"):
+        bs.from_dense(torch.ones(LAYOUT.shape).to_sparse(), LAYOUT)
+    for takes_values in (lambda values: bs.to_dense(values, LAYOUT), LAYOUT.to_torch_bsr, LAYOUT.to_scipy_bsr):
+        with pytest.raises(BlockSparseError, match=r"values: expected a dense tensor .* got torch.sparse_coo"):
+            takes_values(torch.ones(LAYOUT.values_shape).to_sparse())
+
+
 @given(layouts())
 def test_torch_bsr_round_trip(layout):
     values = torch.randn(layout.values_shape)
@@ -156,6 +170,13 @@ def test_other_tensors_are_refused(kind):
     }[kind]
     with pytest.raises(BlockSparseError, match=r"tensor: expected a 2-D torch.sparse_bsr tensor, got"):
         BlockLayout.from_torch_bsr(other)
+
+
+@pytest.mark.parametrize("crow", [[0, 3, 2], [1, 1, 2], [0, 1, 1]], ids=["falls", "starts late", "ends early"])
+def test_torch_bsr_with_broken_indices_is_refused(crow):
+    broken = torch.sparse_bsr_tensor(crow, [0, 1], torch.ones(2, 2, 2), (4, 4), check_invariants=False)
+    with pytest.raises(BlockSparseError, match="crow_indices: expected a rise from 0 to 2"):
+        BlockLayout.from_torch_bsr(broken)
 
 
 def test_kernels_are_no_matrix():
@@ -208,6 +229,21 @@ def test_scipy_may_write_to_its_matrix():
 def test_other_matrices_are_refused(matrix):
     with pytest.raises(BlockSparseError, match=r"matrix: expected a scipy.sparse BSR matrix, got"):
         BlockLayout.from_scipy_bsr(matrix)
+
+
+def test_broken_matrices_are_refused():
+    def matrix(data):
+        return scipy.sparse.bsr_matrix((data, [0, 1], [0, 1, 2]), shape=(4, 4))
+
+    few, falling = matrix(np.ones((2, 2, 2))), matrix(np.ones((2, 2, 2)))
+    few.data, falling.indptr = few.data[:1], np.array([0, 3, 2])
+    with pytest.raises(BlockSparseError, match="values: expected shape"):
+        BlockLayout.from_scipy_bsr(few)
+    with pytest.raises(BlockSparseError, match="crow_indices: expected a rise"):
+        BlockLayout.from_scipy_bsr(falling)
+    for data in (np.ones((2, 2, 2), dtype=np.longdouble), np.ones((2, 2, 2))[:, ::-1]):
+        with pytest.raises(BlockSparseError, match="matrix: expected data of a dtype and strides that torch has"):
+            BlockLayout.from_scipy_bsr(matrix(data))
 
 
 @pytest.mark.parametrize(

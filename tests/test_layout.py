@@ -80,8 +80,19 @@ def test_cannot_be_changed():
     for name in ("grid", "block_shape", "anything"):
         with pytest.raises(AttributeError, match="cannot be changed"):
             setattr(layout, name, (1, 1))
+        with pytest.raises(AttributeError, match="cannot be changed"):
+            delattr(layout, name)
     layout.mask().zero_()
     assert layout.mask().all()
+
+
+def test_made_in_inference_mode_it_can_be_trained_on():
+    with torch.inference_mode():
+        layout = BlockLayout([[True, False], [True, True]], 4).T
+        assert not layout.col_indices("meta").is_inference()
+    assert not layout.crow_indices().is_inference()
+    assert not layout.col_indices().is_inference()
+    assert not layout.col_indices("meta").is_inference()
 
 
 def test_derived_is_built_once():

@@ -126,12 +126,20 @@ def test_pickle_and_repr():
         ({"layout": [[1]], "block_size": 0}, "block_size: expected a positive int"),
         ({"layout": [[1]], "block_size": 8.0}, "block_size: expected a positive int"),
         ({"layout": [[1]], "feature_axis": 2}, "feature_axis: expected 0 or 1, got 2"),
+        ({"layout": [[1]], "feature_axis": True}, "feature_axis: expected 0 or 1, got True"),
+        ({"layout": [[1]], "feature_axis": np.ones(2)}, "feature_axis: expected 0 or 1, got array"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_bad_layouts(arguments, message):
     with pytest.raises(bs.BlockSparseError, match=message):
         BlocksparseMatMul(**arguments)
+
+
+@pytest.mark.parametrize("block", [3, -1, 1.0, None])
+def test_bad_block_numbers(block):
+    with pytest.raises(bs.BlockSparseError, match="block: expected an int from 0 to 2, got"):
+        BlocksparseMatMul(SPARSITY, block_size=8).block_coord(block)
 
 
 @pytest.mark.parametrize("feature_axis", [0, 1])

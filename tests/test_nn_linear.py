@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -321,6 +322,15 @@ def test_compile_whole_with_any_number_of_tokens(fresh_compiler):
     assert frames.frame_count == 1, "one graph for every number of tokens"
 
 
+def test_compiled_module_in_inference_mode(fresh_compiler):
+    layer = linear(density=0.5)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(5, 48)
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(x), layer(x))
+    compiled(x).sum().backward()
+
+
 def test_compiled_module_follows_a_new_pattern(fresh_compiler):
     layer, other = linear(density=0.5), linear(density=0.5)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -391,6 +401,10 @@ LAYOUT = bs.BlockLayout([[True, True]], block_size=16)
         ({"in_features": 0}, "in_features: expected a positive int, got 0"),
         ({"out_features": -3}, "out_features: expected a positive int, got -3"),
         ({"out_features": 2.0}, "out_features: expected a positive int"),
+        ({"in_features": True}, "in_features: expected a positive int, got True"),
+        ({"in_features": 10**30}, "grid: expected fewer than 2"),
+        ({"block_size": 10**30}, "shape: expected fewer than 2"),
+        ({"activation": ["relu"]}, "activation: expected one of"),
         ({"block_size": 0}, "block_size: expected"),
         ({"block_size": (16, 16, 16)}, "block_size: expected"),
         ({"density": -0.1}, "density: expected"),
@@ -427,6 +441,12 @@ def test_bad_inputs(in_features, x, message):
         x = x[..., :in_features]
     with pytest.raises(bs.BlockSparseError, match=message):
         layer(x)
+
+
+def test_sizes_may_be_numpy_ints():
+    layer = bs.nn.Linear(np.int64(47), np.int32(16), block_size=np.int64(16))
+    assert repr(layer) == repr(bs.nn.Linear(47, 16, block_size=16))
+    assert layer(torch.randn(2, 47)).shape == (2, 16)
 
 
 def test_padded_size_is_not_the_size():

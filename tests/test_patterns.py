@@ -261,6 +261,13 @@ def test_features_are_refused(pattern, size):
 
 
 @pytest.mark.parametrize("pattern", [*SHAPED.values(), *SQUARE.values()], ids=[*SHAPED, *SQUARE])
+def test_more_blocks_than_can_be_numbered_are_refused(pattern):
+    size = 2**40
+    with pytest.raises(BlockSparseError, match="grid: expected fewer than 2"):
+        pattern(size if pattern in SQUARE.values() else (size, size), 32)
+
+
+@pytest.mark.parametrize("pattern", [*SHAPED.values(), *SQUARE.values()], ids=[*SHAPED, *SQUARE])
 @pytest.mark.parametrize("block", [0, -1, 1.5, True, None, (8,)], ids=str)
 def test_block_sizes_are_refused(pattern, block):
     with pytest.raises(BlockSparseError, match="block_size: expected"):

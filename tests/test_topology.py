@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 
-import blocksparse as bs
 from blocksparse import BlockLayout, BlockSparseError
 from blocksparse.patterns import banded, barabasi_albert, block_diagonal, dense, watts_strogatz, watts_strogatz_2d
 from blocksparse.topology import average_path_length, connected_components, degrees
@@ -92,8 +91,9 @@ def test_unconnected_graphs_are_said():
 
 
 def test_what_is_no_layout_is_refused():
-    with pytest.raises(BlockSparseError, match="expected a BlockLayout, got Tensor"):
-        bs.topology.average_path_length(torch.ones(3, 3))
+    for measure in (average_path_length, connected_components, degrees):
+        with pytest.raises(BlockSparseError, match="expected a BlockLayout, got Tensor"):
+            measure(torch.ones(3, 3))
 
 
 def test_missing_scipy_is_said(monkeypatch):

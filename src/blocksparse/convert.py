@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .errors import BlockSparseError
-from .layout import BlockLayout
+from .layout import BlockLayout, check_layout
 
 
 def from_dense(weight: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
@@ -28,8 +28,11 @@ def from_dense(weight: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     tensor([[ 8.,  9.],
             [12., 13.]])
     """
+    check_layout(layout)
     if not isinstance(weight, torch.Tensor):
         raise BlockSparseError.expected("weight", f"a tensor of shape {layout.shape}", type(weight).__name__)
+    if weight.layout != torch.strided:
+        raise BlockSparseError.expected("weight", "a dense tensor (`weight.to_dense()`)", weight.layout)
     if weight.dim() < 2 or tuple(weight.shape[:2]) != layout.shape:
         raise BlockSparseError.expected("weight", f"shape {layout.shape} for {layout!r}", tuple(weight.shape))
     kernel = weight.shape[2:]
@@ -54,6 +57,7 @@ def to_dense(values: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     tensor([[1., 2., 0., 0.],
             [0., 0., 3., 4.]])
     """
+    check_layout(layout)
     layout.check_values(values)
     kernel = values.shape[3:]
     (rows, cols), (block_out, block_in) = layout.grid, layout.block_shape

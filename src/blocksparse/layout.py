@@ -44,6 +44,8 @@ class BlockLayout:
     """(out_blocks, in_blocks)."""
     block_shape: tuple[int, int]
     """(rows, columns) of a block, in features."""
+    nnz: int
+    """The number of stored blocks."""
 
     _crow: np.ndarray
     _col: np.ndarray
@@ -73,7 +75,7 @@ class BlockLayout:
         >>> bs.BlockLayout.from_indices([250_000 - 1, 0], [7, 9], grid=(250_000, 250_000), block_size=1)
         BlockLayout(shape=(250000, 250000), block_size=(1, 1), nnz=2, density=3.2e-11)
         """
-        grid = _checked_grid(grid)
+        grid = checked_grid(grid)
         rows, cols = _checked_index("rows", rows, grid[0]), _checked_index("cols", cols, grid[1])
         if rows.shape != cols.shape:
             raise BlockSparseError.expected(
@@ -92,6 +94,8 @@ class BlockLayout:
         return layout
 
     def _fill(self, rows: np.ndarray, cols: np.ndarray, grid: tuple[int, int], block: tuple[int, int]) -> None:
+        if max(grid[0] * block[0], grid[1] * block[1]) >= 2**63:
+            raise BlockSparseError.expected("shape", "fewer than 2^63 features", f"{grid} blocks of {block}")
         crow = np.zeros(grid[0] + 1, dtype=np.int64)
         np.cumsum(np.bincount(rows, minlength=grid[0]), out=crow[1:])
         index = np.int32 if max(len(cols), grid[1]) < 2**31 else np.int64
@@ -103,6 +107,7 @@ class BlockLayout:
         self.__dict__.update(
             grid=(int(grid[0]), int(grid[1])),
             block_shape=block,
+            nnz=len(cols),  # not read off _col: torch.compile makes a tensor of any array that it meets
             _crow=crow,
             _col=col,
             _derived={},
@@ -111,6 +116,9 @@ class BlockLayout:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a layout cannot be changed: make a new one instead of setting {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a layout cannot be changed: make a new one instead of deleting {name!r}")
 
     def _tag(self, crow: torch.Tensor, col: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # The ops see index tensors, so that a compiled or exported graph stands alone; this leads back from them.
@@ -123,11 +131,6 @@ class BlockLayout:
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features) of the weight."""
         return self.grid[0] * self.block_shape[0], self.grid[1] * self.block_shape[1]
-
-    @property
-    def nnz(self) -> int:
-        """The number of stored blocks."""
-        return self._col.size
 
     @property
     def density(self) -> float:
@@ -158,7 +161,8 @@ class BlockLayout:
         found = self._indices.get(device)
         if found is None:
             crow, col = self._indices[torch.device("cpu")]
-            found = self._tag(crow.to(device), col.to(device))
+            with torch.inference_mode(False):  # a layout met there first can still be trained on
+                found = self._tag(crow.to(device), col.to(device))
             if type(found[1]) is torch.Tensor:  # and not a fake one of some tracing mode, which must not outlive it
                 self._indices[device] = found
         return found
@@ -268,9 +272,8 @@ class BlockLayout:
         values = tensor.values()
         block = (values.shape[-2], values.shape[-1])
         grid = (tensor.shape[0] // block[0], tensor.shape[1] // block[1])
-        crow = tensor.crow_indices().cpu().numpy()
-        rows = np.repeat(np.arange(grid[0]), np.diff(crow))
-        return cls._with_sorted(rows, tensor.col_indices().cpu().numpy(), grid, block, values)
+        crow, cols = (index.cpu().numpy() for index in (tensor.crow_indices(), tensor.col_indices()))
+        return cls._with_sorted(rows_of(crow, cols.size, grid[0]), cols, grid, block, values)
 
     def to_scipy_bsr(self, values: torch.Tensor) -> Any:
         """The `scipy.sparse.bsr_matrix` of this weight; it shares the memory of `values`, which must be on the CPU.
@@ -300,8 +303,12 @@ class BlockLayout:
             raise BlockSparseError.expected("matrix", "a scipy.sparse BSR matrix", type(matrix).__name__)
         block = matrix.blocksize
         grid = (matrix.shape[0] // block[0], matrix.shape[1] // block[1])
-        rows = np.repeat(np.arange(grid[0]), np.diff(matrix.indptr))
-        return cls._with_sorted(rows, matrix.indices, grid, block, torch.from_numpy(matrix.data))
+        rows = rows_of(matrix.indptr, matrix.indices.size, grid[0])
+        try:
+            values = torch.from_numpy(matrix.data)
+        except (TypeError, ValueError) as error:
+            raise BlockSparseError.expected("matrix", "data of a dtype and strides that torch has", error) from error
+        return cls._with_sorted(rows, matrix.indices, grid, block, values)
 
     @classmethod
     def _with_sorted(
@@ -314,6 +321,7 @@ class BlockLayout:
     ) -> tuple[BlockLayout, torch.Tensor]:
         cols = cols.astype(np.int64)
         layout = cls.from_indices(rows, cols, grid, block)
+        layout.check_values(values)
         if not np.array_equal(layout._col, cols):
             order = np.argsort(rows * grid[1] + cols, kind="stable")
             values = values[torch.from_numpy(order).to(values.device)]
@@ -323,6 +331,8 @@ class BlockLayout:
         """Raises a BlockSparseError unless `values` is a tensor of this layout's values, kernel dims behind or not."""
         if not isinstance(values, torch.Tensor):
             raise BlockSparseError.expected("values", f"a tensor of shape {self.values_shape}", type(values).__name__)
+        if values.layout != torch.strided:
+            raise BlockSparseError.expected("values", "a dense tensor of the stored blocks", values.layout)
         if tuple(values.shape[:3]) != self.values_shape:
             raise BlockSparseError.expected("values", f"shape {self.values_shape} for {self!r}", tuple(values.shape))
 
@@ -357,7 +367,9 @@ def _no_layout() -> None:
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
     # torch warns about read-only arrays, and ours are: it gets a writeable view that only we hold.
-    return torch.from_numpy(array.copy())
+    # No inference tensor, wherever the layout is made: these could not be saved for a backward pass.
+    with torch.inference_mode(False):
+        return torch.from_numpy(array.copy())
 
 
 def _checked_mask(mask: Any) -> np.ndarray:
@@ -375,6 +387,21 @@ def _checked_mask(mask: Any) -> np.ndarray:
     return array.astype(bool)
 
 
+def rows_of(crow: np.ndarray, blocks: int, out_blocks: int) -> np.ndarray:
+    """The block row of each stored block, from where each row starts, which may come from anywhere."""
+    if crow.shape != (out_blocks + 1,):
+        raise BlockSparseError.expected("crow_indices", f"[{out_blocks + 1}] for {out_blocks} rows", list(crow.shape))
+    if crow[0] != 0 or crow[-1] != blocks or (np.diff(crow) < 0).any():
+        raise BlockSparseError.expected("crow_indices", f"a rise from 0 to {blocks}, the blocks", crow)
+    return np.repeat(np.arange(out_blocks), np.diff(crow))
+
+
+def check_layout(layout: Any) -> None:
+    """Raises a BlockSparseError unless it is a BlockLayout."""
+    if not isinstance(layout, BlockLayout):
+        raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
+
+
 def checked_block(block_size: Any) -> tuple[int, int]:
     """(rows, columns) of a block size as a user gives it, or a BlockSparseError."""
     pair = tuple(block_size) if isinstance(block_size, tuple | list | torch.Size) else (block_size, block_size)
@@ -385,7 +412,7 @@ def checked_block(block_size: Any) -> tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
-def _checked_grid(grid: Any) -> tuple[int, int]:
+def checked_grid(grid: Any) -> tuple[int, int]:
     if not isinstance(grid, tuple | list) or len(grid) != 2 or not all(is_int(n) and n > 0 for n in grid):
         raise BlockSparseError.expected("grid", "a pair of positive ints (out_blocks, in_blocks)", repr(grid))
     if int(grid[0]) * int(grid[1]) >= 2**63:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .convert import block_coordinates
 from .errors import BlockSparseError
-from .layout import BlockLayout
+from .layout import BlockLayout, is_int
 from .ops import linear_transposed
 
 
@@ -47,7 +47,7 @@ class BlocksparseMatMul:
     """
 
     def __init__(self, layout: Any, block_size: int | tuple[int, int] = 32, feature_axis: int = 1):
-        if feature_axis not in (0, 1):
+        if not is_int(feature_axis) or feature_axis not in (0, 1):
             raise BlockSparseError.expected("feature_axis", "0 or 1", repr(feature_axis))
         self.layout = BlockLayout(layout, block_size)
         self.feature_axis = feature_axis
@@ -69,6 +69,8 @@ class BlocksparseMatMul:
 
     def block_coord(self, block: int) -> tuple[int, int]:
         """(input block, output block) of one stored block."""
+        if not is_int(block) or not 0 <= block < self.layout.nnz:
+            raise BlockSparseError.expected("block", f"an int from 0 to {self.layout.nnz - 1}", repr(block))
         return int(self.layout.row_of_block[block]), int(self.layout.col_indices()[block])
 
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .errors import BlockSparseError
-from .layout import BlockLayout, checked_block, is_int
+from .layout import BlockLayout, checked_block, checked_grid, is_int
 
 Block = int | tuple[int, int]
 Shape = tuple[int, int]
@@ -379,7 +379,7 @@ def _grid(shape: Any, block_size: Any) -> tuple[tuple[int, int], tuple[int, int]
         raise BlockSparseError.expected("shape", "a pair of positive ints (out_features, in_features)", repr(shape))
     if shape[0] % block[0] or shape[1] % block[1]:
         raise BlockSparseError.expected("shape", f"multiples of the block {block}", tuple(shape))
-    return (int(shape[0]) // block[0], int(shape[1]) // block[1]), block
+    return checked_grid((int(shape[0]) // block[0], int(shape[1]) // block[1])), block
 
 
 def _nodes(features: Any, block_size: Any) -> tuple[int, tuple[int, int]]:
@@ -389,7 +389,9 @@ def _nodes(features: Any, block_size: Any) -> tuple[int, tuple[int, int]]:
     features = _integer("features", features, least=1)
     if features % block[0]:
         raise BlockSparseError.expected("features", f"a multiple of the block, {block[0]}", features)
-    return features // block[0], block
+    n = features // block[0]
+    checked_grid((n, n))
+    return n, block
 
 
 def _even_neighbors(neighbors: Any, nodes: int) -> int:

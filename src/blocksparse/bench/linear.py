@@ -119,6 +119,8 @@ class LinearBench:
             raise BlockSparseError.expected("rounds", "a positive int", rounds)
         if not budget > 0:
             raise BlockSparseError.expected("budget", "a positive number of seconds", budget)
+        if not 0 <= seed < 2**63:
+            raise BlockSparseError.expected("seed", "an int from 0 to 2^63 - 1", seed)
         if device not in _CLOCKS:
             raise BlockSparseError.expected("device", f"one that can be timed ({', '.join(_CLOCKS)})", repr(device))
         self.against = _peers(against)

@@ -124,6 +124,8 @@ def write_chart(path: Path, results: Sequence[CaseResult], title: str) -> None:
     figure.supxlabel(_where(), size=7.5, color="0.4", x=0.01, ha="left")
     for axis in (axes.xaxis, axes.yaxis):
         _plain_ticks(axis)
+    if not densities:
+        axes.set_xlim(0.01, 1)  # without a single block there is no point to draw, and a logarithmic axis needs a range
     axes.grid(which="major", color="0.9", lw=0.8)
     axes.legend(frameon=False)
     figure.savefig(path, format="png", dpi=150)

@@ -24,11 +24,10 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except BlockSparseError as error:
+        except (BlockSparseError, MemoryError) as error:
             # Not marked up or wrapped: messages hold brackets, and a line of them can be copied.
-            Console(stderr=True).print(
-                f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True
-            )
+            said = f"error: {str(error) or 'not enough memory'}"
+            Console(stderr=True).print(said, style="bold red", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             Console(stderr=True).print("interrupted")

@@ -61,12 +61,12 @@ class Linear(BlockSparseModule):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(layout_for((out_features, in_features), layout, density, block_size), (), device, dtype)
-        if activation not in ACTIVATIONS:
+        if not isinstance(activation, str | None) or activation not in ACTIVATIONS:
             raise BlockSparseError.expected("activation", f"one of {list(ACTIVATIONS)}", repr(activation))
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features = int(in_features)
+        self.out_features = int(out_features)
         self.activation = activation
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.bias = nn.Parameter(torch.empty(self.out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import patterns
 from ..errors import BlockSparseError
-from ..layout import BlockLayout
+from ..layout import BlockLayout, check_layout, is_int, rows_of
 
 
 class BlockSparseModule(nn.Module):
@@ -64,11 +64,7 @@ class BlockSparseModule(nn.Module):
         for name, index in (("crow_indices", starts), ("col_indices", cols)):
             if index.ndim != 1 or not np.issubdtype(index.dtype, np.integer):
                 raise BlockSparseError.expected(name, "a vector of ints", f"shape {index.shape}, dtype {index.dtype}")
-        if starts.size != mine.grid[0] + 1:
-            raise BlockSparseError.expected("crow_indices", f"[{mine.grid[0] + 1}] for {mine!r}", list(starts.shape))
-        if starts[0] != 0 or starts[-1] != cols.size or (np.diff(starts) < 0).any():
-            raise BlockSparseError.expected("crow_indices", f"a rise from 0 to {cols.size}, the blocks", starts)
-        rows = np.repeat(np.arange(mine.grid[0]), np.diff(starts))
+        rows = rows_of(starts, cols.size, mine.grid[0])
         layout = BlockLayout.from_indices(rows, cols, mine.grid, mine.block_shape)
         if not np.array_equal(layout.col_indices().numpy(), cols):
             raise BlockSparseError.expected("col_indices", "those of each row in rising order", cols)
@@ -96,11 +92,10 @@ def layout_for(
     Without a density every block is stored. The random pattern is drawn with PyTorch's generator as the seed.
     """
     for name, size in zip(("out_features", "in_features"), shape, strict=True):
-        if not isinstance(size, int) or size <= 0:
+        if not is_int(size) or size <= 0:
             raise BlockSparseError.expected(name, "a positive int", repr(size))
     if layout is not None:
-        if not isinstance(layout, BlockLayout):
-            raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
+        check_layout(layout)
         if density is not None:
             raise BlockSparseError.expected("density", "None where a layout is given", density)
         padded = _padded(shape, layout.block_shape)

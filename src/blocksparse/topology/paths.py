@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, import_scipy_sparse
+from ..layout import BlockLayout, check_layout, import_scipy_sparse
 
 
 def average_path_length(layout: BlockLayout) -> float:
@@ -73,13 +73,13 @@ def degrees(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
     >>> bs.topology.degrees(bs.BlockLayout([[True, True, False], [False, True, False]], block_size=4))
     (tensor([2, 1]), tensor([1, 2, 0]))
     """
+    check_layout(layout)
     return layout.crow_indices().diff().long(), torch.bincount(layout.col_indices(), minlength=layout.grid[1])
 
 
 def _graph(layout: BlockLayout) -> Any:
     """The symmetric adjacency of the layout's graph as a scipy CSR matrix."""
-    if not isinstance(layout, BlockLayout):
-        raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
+    check_layout(layout)
     sparse = import_scipy_sparse()
     rows, cols = layout.row_of_block, layout.col_indices().numpy()
     nodes = layout.grid[0]
