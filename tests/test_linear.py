@@ -288,7 +288,9 @@ def fitting():
         ({"bias": torch.randn(32).half()}, "bias: expected the dtype of x"),
         ({"activation": "tanh"}, "activation: expected one of .*relu.*, got 'tanh'"),
         ({"layout": torch.ones(2, 4, dtype=torch.bool)}, "layout: expected a BlockLayout, got Tensor"),
+        ({"activation": ["relu"]}, r"activation: expected one of .*relu.*, got \['relu'\]"),
         ({"x": [[1.0]]}, "x: expected a torch.Tensor, got list"),
+        ({"x": torch.randn(5, 64).to_sparse()}, "x: expected a plain dense tensor, got layout torch.sparse_coo"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -307,6 +309,12 @@ def test_bad_input_says_what_was_expected_and_what_came(changed, message):
         lambda x, grad, v, i: linear_op(x, v, x[0], *i, False, None),
         lambda x, grad, v, i: linear_op(x, v, None, i[0], i[1] + 2, 4, False, None),
         lambda x, grad, v, i: linear_op(x, v, None, i[0], i[1], 3, False, None),
+        lambda x, grad, v, i: linear_op(x.double(), v.half(), None, *i, False, None),
+        lambda x, grad, v, i: linear_op(x, v, grad[0].half(), *i, False, None),
+        lambda x, grad, v, i: linear_op(x, v[0], None, *i, False, None),
+        lambda x, grad, v, i: linear_op(x, v, None, *i, False, "tanh"),
+        lambda x, grad, v, i: linear_wgrad_op(grad.double(), x, *i),
+        lambda x, grad, v, i: linear_wgrad_op(grad, x, *i[:2], 0),
         lambda x, grad, v, i: linear_wgrad_op(grad[:-1], x, *i),
         lambda x, grad, v, i: linear_wgrad_op(grad, x[0], *i),
         lambda x, grad, v, i: linear_wgrad_op(grad[:, :-1], x, *i),
@@ -317,6 +325,15 @@ def test_the_op_itself_never_leaves_the_memory_it_is_given(wrong):
     indices = layout.crow_indices(), layout.col_indices(), layout.grid[1]
     with pytest.raises(bs.BlockSparseError, match="expected"):
         wrong(torch.randn(5, 64), torch.randn(5, 32), torch.randn(8, 16, 16), indices)
+
+
+def test_forward_mode_is_refused_and_not_silently_zero():
+    layout = bs.patterns.dense((32, 64), block_size=16)
+    x, values = torch.randn(5, 64), torch.randn(8, 16, 16)
+    with pytest.raises(bs.BlockSparseError, match="x: expected reverse-mode differentiation"):
+        torch.func.jvp(lambda x: bs.linear(x, values, layout), (x,), (x,))
+    with pytest.raises(bs.BlockSparseError, match="values: expected reverse-mode differentiation"):
+        torch.func.jvp(lambda values: bs.linear(x, values, layout), (values,), (values,))
 
 
 def test_dtypes_without_a_kernel_are_refused_with_the_way_out():

@@ -154,7 +154,7 @@ def test_bad_block_numbers(block):
         (lambda x, w: (x, w[1:]), r"values: expected \[3, 8, 8\]"),
         (lambda x, w: (x, w.double()), "values: expected the dtype of x"),
         (lambda x, w: (x, w.to("meta")), "values: expected the device of x"),
-        (lambda x, w: (x.long(), w.long()), "linear of torch.int64 on cpu"),
+        (lambda x, w: (x.long(), w.long()), "linear: expected a dtype .* got torch.int64 on cpu"),
     ],
 )
 def test_bad_calls(feature_axis, change, message):

@@ -114,11 +114,14 @@ def test_unknown_backend():
 def test_a_backend_that_is_off_gives_its_reason(name):
     with pytest.raises(bs.BlockSparseError) as caught, bs.use_backend(name):
         pass
-    assert str(caught.value) == f"backend {name!r} is off here: {bs.backends()[name].reason}"
+    reason = bs.backends()[name].reason
+    assert str(caught.value) == f"backend: expected a usable one, got {name!r}, which is off here: {reason}"
 
 
 def test_a_refused_dtype_gives_the_reason_and_a_way_out():
-    with pytest.raises(bs.BlockSparseError, match=r"linear of torch\.int32 on cpu: the cpu backend refuses") as caught:
+    with pytest.raises(
+        bs.BlockSparseError, match=r"linear: expected .* got torch\.int32 on cpu: the cpu backend refuses"
+    ) as caught:
         call(torch.int32)
     assert "it serves torch.float32, torch.float64, torch.bfloat16, torch.float16" in str(caught.value)
     assert 'blocksparse.use_backend("reference")' in str(caught.value)
@@ -132,7 +135,9 @@ def test_a_forced_backend_refuses_other_devices():
 
 
 def test_a_device_without_backend():
-    with pytest.raises(bs.BlockSparseError, match=r"linear of torch\.float32 on mps: there is no mps backend"):
+    with pytest.raises(
+        bs.BlockSparseError, match=r"linear: expected .* got torch\.float32 on mps: there is no mps backend"
+    ):
         chosen(torch.device("mps"))
 
 

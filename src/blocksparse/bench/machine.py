@@ -27,7 +27,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": cpu_model(),
         "arch": platform.machine(),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "features": list(cpu_core.core().features()) if usable else None,
         "isa": cpu_core.isa() if usable else None,
         "threads": torch.get_num_threads(),

@@ -66,7 +66,7 @@ def isas() -> dict[str, bool]:
 def isa() -> str:
     """The instruction set in use: the best this CPU has, or what the environment variable says; chosen once."""
     wanted = os.environ.get(ISA_VARIABLE)
-    if wanted is not None:
+    if wanted:
         return _checked(wanted, f"environment variable {ISA_VARIABLE}")
     return [name for name, here in isas().items() if here and not name.endswith("_emulated")][-1]
 

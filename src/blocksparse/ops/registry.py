@@ -73,10 +73,10 @@ def use_backend(name: str) -> Iterator[None]:
     tensor([[4., 4., 4., 4.]])
     """
     known = backends()
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise BlockSparseError.expected("backend", f"one of {', '.join(known)}", repr(name))
     if not known[name]:
-        raise BlockSparseError(f"backend {name!r} is off here: {known[name].reason}")
+        raise BlockSparseError.expected("backend", "a usable one", f"{name!r}, which is off here: {known[name].reason}")
     key = object()
     _forced[key] = name
     try:
@@ -95,7 +95,9 @@ def choose(op: str, implementations: Mapping[str, ModuleType], device: torch.dev
         if refusal is None:
             return implementations[name]
         reason = f"the {name} backend refuses: {refusal}"
-    raise BlockSparseError(
-        f"{op} of {dtype} on {device}: {reason}. The plain PyTorch definition runs anywhere, slowly: "
-        f'`with blocksparse.use_backend("reference"): ...`'
+    raise BlockSparseError.expected(
+        op,
+        "a dtype and a device that its backend serves",
+        f"{dtype} on {device}: {reason}. The plain PyTorch definition runs anywhere, slowly: "
+        f'`with blocksparse.use_backend("reference"): ...`',
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
@@ -113,6 +114,11 @@ def _check_kinds(x: Any, values: Any, layout: Any, bias: Any) -> None:
     for name, tensor in (("x", x), ("values", values), ("bias", bias)):
         if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
             raise BlockSparseError.expected(name, "a torch.Tensor", type(tensor).__name__)
+        if tensor is not None and (tensor.layout != torch.strided or tensor.is_nested):
+            raise BlockSparseError.expected(name, "a plain dense tensor", f"layout {tensor.layout}")
+        # PyTorch would take the tangent of an op that has no forward-mode rule for zero.
+        if tensor is not None and not torch.compiler.is_compiling() and unpack_dual(tensor).tangent is not None:
+            raise BlockSparseError.expected(name, "reverse-mode differentiation", "a forward-mode tangent")
 
 
 def _check(
@@ -137,5 +143,5 @@ def _check(
             raise BlockSparseError.expected(name, f"the dtype of x, {x.dtype}", tensor.dtype)
         if tensor.device != x.device:
             raise BlockSparseError.expected(name, f"the device of x, {x.device}", tensor.device)
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str | None) or activation not in ACTIVATIONS:
         raise BlockSparseError.expected("activation", f"one of {list(ACTIVATIONS)}", repr(activation))

@@ -32,31 +32,39 @@ linear_wgrad_op = torch.ops.blocksparse.linear_wgrad.default
 
 
 def _linear(x, values, bias, crow_indices, col_indices, in_blocks, transpose, activation):
+    if values.dim() != 3 or activation not in reference.ACTIVATIONS:
+        expected = f"3-D, one of {list(reference.ACTIVATIONS)}"
+        raise BlockSparseError.expected("values, activation", expected, f"{values.dim()}-D, {activation!r}")
     layout = layout_of(crow_indices, col_indices, in_blocks, (values.shape[1], values.shape[2]))
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
-    _check_op("x", x, in_features)
-    if tuple(values.shape) != layout.values_shape or (bias is not None and tuple(bias.shape) != (out_features,)):
-        got = [list(tensor.shape) for tensor in (values, bias) if tensor is not None]
-        raise BlockSparseError.expected("values, bias", f"{list(layout.values_shape)}, [{out_features}]", got)
+    _check_op(
+        x.dtype,
+        x.device,
+        x=(x, (*x.shape[:1], in_features)),
+        values=(values, layout.values_shape),
+        bias=(bias, (out_features,)),
+    )
     backend = choose("linear", IMPLEMENTATIONS, x.device, x.dtype)
     return backend.linear(x, values, bias, layout, transpose, activation)
 
 
 def _linear_wgrad(grad, x, crow_indices, col_indices, in_blocks):
-    if grad.dim() != 2 or x.dim() != 2 or len(grad) != len(x):
-        shapes = f"{list(grad.shape)}, {list(x.shape)}"
-        raise BlockSparseError.expected("grad, x", "[tokens, out], [tokens, in]", shapes)
+    if grad.dim() != 2 or x.dim() != 2 or in_blocks < 1:
+        shapes = f"{list(grad.shape)}, {list(x.shape)}, {in_blocks}"
+        raise BlockSparseError.expected("grad, x, in_blocks", "[tokens, out], [tokens, in], a positive int", shapes)
     block = (grad.shape[1] // (crow_indices.shape[0] - 1), x.shape[1] // in_blocks)
     layout = layout_of(crow_indices, col_indices, in_blocks, block)
-    _check_op("grad", grad, layout.shape[0])
-    _check_op("x", x, layout.shape[1])
+    out_features, in_features = layout.shape
+    _check_op(x.dtype, x.device, x=(x, (len(x), in_features)), grad=(grad, (len(x), out_features)))
     return choose("linear_wgrad", IMPLEMENTATIONS, x.device, x.dtype).linear_wgrad(grad, x, layout)
 
 
-def _check_op(name: str, tensor: Tensor, features: int) -> None:
+def _check_op(dtype: torch.dtype, device: torch.device, **tensors: tuple[Tensor | None, tuple[int, ...]]) -> None:
     # The public functions have checked and said more; this keeps who calls the op itself inside of the memory.
-    if tensor.dim() != 2 or tensor.shape[1] != features:
-        raise BlockSparseError.expected(name, f"[tokens, {features}]", list(tensor.shape))
+    for name, (tensor, shape) in tensors.items():
+        if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device):
+            got = f"{list(tensor.shape)}, {tensor.dtype}, {tensor.device}"
+            raise BlockSparseError.expected(name, f"{list(shape)}, {dtype}, {device}", got)
 
 
 def layout_of(crow: Tensor, col: Tensor, in_blocks: int, block: tuple[int, int]) -> BlockLayout:
