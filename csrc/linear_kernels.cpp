@@ -141,6 +141,22 @@ void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t
   pack(columns, first_step, last_step, first_block, last_block);
 }
 
+// -- writing --------------------------------------------------------------------------------------------------------
+
+// The first `count` numbers of a vector of sums, added to what is there or not. With a constant count it is one store.
+template <class E>
+BLOCKSPARSE_INLINE void write_sums(typename E::Storage* to, Vector<typename E::Sum> v, int64_t count, bool add) {
+  constexpr int n = kLanes<typename E::Sum>;
+  typename E::Storage part[n];
+  if (add) {
+    memset(part, 0, sizeof part);
+    memcpy(part, to, count * sizeof *part);
+    for (int l = 0; l < n; ++l) v[l] += E::to_sum(part[l]);
+  }
+  E::store_sums(part, v);
+  memcpy(to, part, count * sizeof *part);
+}
+
 // -- y = x W^T -------------------------------------------------------------------------------------------------------
 
 // Where the tile finds a block's weights: output r, step k at [r * row + k * step], relative to the piece's first
@@ -261,9 +277,7 @@ void write_outputs(const RowPiece& piece, typename E::Sum* sums) {
         if (wide == n) {
           E::store_sums(to, v[i]);
         } else {
-          Storage part[n];
-          E::store_sums(part, v[i]);
-          memcpy(to, part, wide * sizeof *part);
+          write_sums<E>(to, v[i], wide, false);
         }
       }
     }
@@ -277,8 +291,8 @@ void row_piece(const RowPiece& piece) {
   Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, size));
   if (piece.blocks == 0) {
     memset(sums, 0, size);
-  } else {
-    if (!multiply_row_on_tiles_if_pairs<E>(piece, sums)) multiply_row<E>(piece, sums);
+  } else if (!multiply_row_on_tiles_if_pairs<E>(piece, sums)) {
+    multiply_row<E>(piece, sums);
   }
   write_outputs<E>(piece, sums);
 }
@@ -314,8 +328,8 @@ void multiply_strip(const SampledStrip& strip, typename E::Sum* sums, int64_t ve
     for (int64_t p = 0; p < here * kPieces; ++p) {
       const int64_t at = first_vector * n + p * size;
       const int64_t block = smaller(at / strip.padded_in, strip.blocks - 1);  // the last one again to fill a vector
-      x[p] = static_cast<const Unit*>(strip.x) + strip.col[block] * strip.steps * strip.padded_in +
-             (at - at / strip.padded_in * strip.padded_in);
+      x[p] =
+          static_cast<const Unit*>(strip.x) + strip.col[block] * strip.steps * strip.padded_in + at % strip.padded_in;
     }
     for (int64_t first = 0; first < strip.steps; first += kStepGroup) {
       const Unit* grad = static_cast<const Unit*>(strip.grad) + first * strip.block_out;
@@ -326,19 +340,6 @@ void multiply_strip(const SampledStrip& strip, typename E::Sum* sums, int64_t ve
                                   sums + first_vector * n, vectors * n);
     }
   }
-}
-
-// The first `count` numbers of a vector of sums, added to what is there or not. With a constant count it is one store.
-template <class E>
-BLOCKSPARSE_INLINE void write_sums(typename E::Storage* to, Vector<typename E::Sum> v, int64_t count, bool add) {
-  constexpr int n = kLanes<typename E::Sum>;
-  typename E::Storage part[n] = {};
-  if (add) {
-    memcpy(part, to, count * sizeof *part);
-    for (int l = 0; l < n; ++l) v[l] += E::to_sum(part[l]);
-  }
-  E::store_sums(part, v);
-  memcpy(to, part, count * sizeof *part);
 }
 
 template <class E>

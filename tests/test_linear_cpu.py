@@ -142,6 +142,20 @@ def test_values_of_more_than_two_to_the_31_elements():
     assert (y[:, 8:] == 0).all()
 
 
+def test_writing_to_a_layouts_index_tensors_leads_no_kernel_astray():
+    layout = bs.patterns.random((96, 96), block_size=32, density=0.5, seed=0)
+    x, values, grad = torch.randn(9, 96), torch.randn(layout.values_shape), torch.randn(9, 96)
+    weight = bs.to_dense(values, layout)
+    expected = bs.from_dense(grad.T @ x, layout)
+    layout.col_indices().fill_(3_000_000)
+    layout.crow_indices().fill_(3_000_000)
+    torch.testing.assert_close(forward(x, values, layout), x @ weight.T)
+    torch.testing.assert_close(dgrad(grad, values, layout), grad @ weight)
+    torch.testing.assert_close(wgrad(grad, x, layout), expected)
+    for array in (layout.row_of_block, layout.col_of_block, layout.row_start):
+        assert not array.flags.writeable
+
+
 # -- plans ---------------------------------------------------------------------------------------------------------
 
 

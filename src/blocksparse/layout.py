@@ -144,9 +144,9 @@ class BlockLayout:
 
     def mask(self) -> torch.Tensor:
         """The dense bool mask `[out_blocks, in_blocks]`, newly made."""
-        mask = torch.zeros(self.grid, dtype=torch.bool, device="cpu")
-        mask[torch.from_numpy(self.row_of_block), torch.from_numpy(self._col.astype(np.int64))] = True
-        return mask
+        mask = np.zeros(self.grid, dtype=bool)
+        mask[self.row_of_block, self.col_of_block] = True
+        return torch.from_numpy(mask)
 
     def crow_indices(self, device: torch.device | str | None = None) -> torch.Tensor:
         """Where each block row starts, `[out_blocks + 1]`, int32 (int64 from 2^31 blocks on); not to be written to."""
@@ -167,10 +167,24 @@ class BlockLayout:
                 self._indices[device] = found
         return found
 
+    # For plans and kernels: read-only, whatever becomes of the index tensors in other hands.
+
+    @property
+    def row_start(self) -> np.ndarray:
+        """Where each block row starts, `[out_blocks + 1]`, read-only."""
+        return self._crow
+
+    @property
+    def col_of_block(self) -> np.ndarray:
+        """The block column of each stored block, `[nnz]`, read-only."""
+        return self._col
+
     @cached_property
     def row_of_block(self) -> np.ndarray:
-        """The block row of each stored block, int64 `[nnz]`."""
-        return np.repeat(np.arange(self.grid[0], dtype=np.int64), np.diff(self._crow))
+        """The block row of each stored block, int64 `[nnz]`, read-only."""
+        rows = np.repeat(np.arange(self.grid[0], dtype=np.int64), np.diff(self._crow))
+        rows.setflags(write=False)
+        return rows
 
     @property
     def T(self) -> BlockLayout:
@@ -179,8 +193,8 @@ class BlockLayout:
 
     @property
     def transpose_order(self) -> np.ndarray:
-        """For each block of `layout.T`, its position in this layout, int64 `[nnz]`."""
-        return self._transposed[1]
+        """For each block of `layout.T`, its position in this layout, int64 `[nnz]`, newly made."""
+        return self._transposed[1].copy()
 
     @cached_property
     def _transposed(self) -> tuple[BlockLayout, np.ndarray]:

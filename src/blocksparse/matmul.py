@@ -71,7 +71,7 @@ class BlocksparseMatMul:
         """(input block, output block) of one stored block."""
         if not is_int(block) or not 0 <= block < self.layout.nnz:
             raise BlockSparseError.expected("block", f"an int from 0 to {self.layout.nnz - 1}", repr(block))
-        return int(self.layout.row_of_block[block]), int(self.layout.col_indices()[block])
+        return int(self.layout.row_of_block[block]), int(self.layout.col_of_block[block])
 
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:
         """y = x W.

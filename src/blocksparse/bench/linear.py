@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import patterns
+from ..convert import block_coordinates
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.linear import linear
@@ -276,8 +277,7 @@ class Problem:
         block = self.spec.block
         if name == "grad_values":
             some = _some(rng, self.layout.nnz, CHECKED_WEIGHT // max(1, 2 * self.spec.tokens * block))
-            rows = torch.from_numpy(self.layout.row_of_block)[some]
-            cols = self.layout.col_indices().long()[some]
+            rows, cols = (indices[some] for indices in block_coordinates(self.layout, some.device))
             left = self.grad.reshape(self.spec.tokens, -1, block)[:, rows].double()
             right = self.x.reshape(self.spec.tokens, -1, block)[:, cols].double()
             return _relative(result[some], torch.einsum("tko,tki->koi", left, right))

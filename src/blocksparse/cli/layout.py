@@ -176,7 +176,7 @@ def _image(layout: BlockLayout) -> tuple[np.ndarray, int]:
     """How full each cell of `step` x `step` blocks is, and the step."""
     step = -(-max(layout.grid) // LARGEST_PICTURE)
     height, width = (-(-size // step) for size in layout.grid)
-    cells = layout.row_of_block // step * width + layout.col_indices().numpy().astype(np.int64) // step
+    cells = layout.row_of_block // step * width + layout.col_of_block.astype(np.int64) // step
     counts = np.bincount(cells, minlength=height * width).reshape(height, width)
     full = counts / step**2
     # A cell with anything in it must be seen on a sparse grid: the scale starts well above white.

@@ -107,7 +107,7 @@ def weight(shape: tuple[int, int], layout: BlockLayout | None, style: str) -> st
         path = f"M0 0h{columns}v{rows}h-{columns}z"
     else:
         height, width = layout.block_shape
-        places = zip(layout.row_of_block.tolist(), layout.col_indices().tolist(), strict=True)
+        places = zip(layout.row_of_block.tolist(), layout.col_of_block.tolist(), strict=True)
         path = "".join(f"M{j * width} {i * height}h{width}v{height}h-{width}z" for i, j in places)
     return (
         f'<svg viewBox="0 0 {columns} {rows}" role="img" aria-label="weight of {rows} x {columns}">'

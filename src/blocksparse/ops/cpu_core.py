@@ -15,6 +15,7 @@ import torch
 from ..errors import BlockSparseError
 
 ISA_VARIABLE = "BLOCKSPARSE_CPU_ISA"
+_forced: list[str] = []
 
 
 @cache
@@ -62,9 +63,13 @@ def isas() -> dict[str, bool]:
     return dict(core().isas())
 
 
-@cache
 def isa() -> str:
     """The instruction set in use: the best this CPU has, or what the environment variable says; chosen once."""
+    return _forced[-1] if _forced else _chosen()
+
+
+@cache
+def _chosen() -> str:
     wanted = os.environ.get(ISA_VARIABLE)
     if wanted:
         return _checked(wanted, f"environment variable {ISA_VARIABLE}")
@@ -74,13 +79,11 @@ def isa() -> str:
 @contextmanager
 def use_isa(name: str) -> Iterator[None]:
     """Within it, the CPU kernels run with the instruction set `name`: for tests and comparisons."""
-    global isa
-    before, chosen = isa, _checked(name, "isa")
-    isa = lambda: chosen  # type: ignore[assignment]  # noqa: E731
+    _forced.append(_checked(name, "isa"))
     try:
         yield
     finally:
-        isa = before
+        _forced.pop()
 
 
 def _checked(name: str, subject: str) -> str:

@@ -81,7 +81,7 @@ def _graph(layout: BlockLayout) -> Any:
     """The symmetric adjacency of the layout's graph as a scipy CSR matrix."""
     check_layout(layout)
     sparse = import_scipy_sparse()
-    rows, cols = layout.row_of_block, layout.col_indices().numpy()
+    rows, cols = layout.row_of_block, layout.col_of_block
     nodes = layout.grid[0]
     if layout.grid[0] == layout.grid[1]:
         rows, cols = rows[rows != cols], cols[rows != cols]

@@ -111,13 +111,15 @@ def _autocast(x: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 def _check_kinds(x: Any, values: Any, layout: Any, bias: Any) -> None:
     if not isinstance(layout, BlockLayout):
         raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
-    for name, tensor in (("x", x), ("values", values), ("bias", bias)):
-        if not isinstance(tensor, Tensor) and not (name == "bias" and tensor is None):
+    tensors = {"x": x, "values": values} if bias is None else {"x": x, "values": values, "bias": bias}
+    compiling = torch.compiler.is_compiling()
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
             raise BlockSparseError.expected(name, "a torch.Tensor", type(tensor).__name__)
-        if tensor is not None and (tensor.layout != torch.strided or tensor.is_nested):
+        if tensor.layout != torch.strided or tensor.is_nested:
             raise BlockSparseError.expected(name, "a plain dense tensor", f"layout {tensor.layout}")
         # PyTorch would take the tangent of an op that has no forward-mode rule for zero.
-        if tensor is not None and not torch.compiler.is_compiling() and unpack_dual(tensor).tangent is not None:
+        if not compiling and unpack_dual(tensor).tangent is not None:
             raise BlockSparseError.expected(name, "reverse-mode differentiation", "a forward-mode tangent")
 
 

@@ -58,8 +58,8 @@ def row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
 def _row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
     block = np.arange(layout.nnz, dtype=np.int64)
     if transpose:
-        layout, block = layout.T, layout.transpose_order.astype(np.int64)
-    start = layout.crow_indices().numpy().astype(np.int64)
+        layout, block = layout.T, layout.transpose_order
+    start = layout.row_start.astype(np.int64)
     height, width = layout.block_shape
     cost = np.diff(start) * height * width
 
@@ -76,7 +76,7 @@ def _row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
     order = np.argsort(-piece_cost, kind="stable")
     return RowPlan(
         start=start,
-        col=layout.col_indices().numpy().astype(np.int32),
+        col=layout.col_of_block.astype(np.int32, copy=False),
         block=block,
         row=row[order].astype(np.int32),
         begin=begin[order].astype(np.int32),
@@ -92,7 +92,7 @@ def block_plan(layout: BlockLayout) -> BlockPlan:
         cost = np.full(layout.nnz, layout.block_shape[0] * layout.block_shape[1])
         return BlockPlan(
             row=layout.row_of_block.astype(np.int32),
-            col=layout.col_indices().numpy().astype(np.int32),
+            col=layout.col_of_block.astype(np.int32, copy=False),
             task_start=_group(cost),
         )
 
