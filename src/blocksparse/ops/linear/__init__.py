@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
+from ..checks import autocast, check_activation, check_alike, check_kinds, needs_grad
 from .op import linear_op
 from .reference import ACTIVATIONS
 
@@ -80,47 +77,18 @@ def linear_transposed(x: Tensor, values: Tensor, layout: BlockLayout) -> Tensor:
 def _product(
     x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None, transpose: bool
 ) -> Tensor:
-    _check_kinds(x, values, layout, bias)
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # not on "meta", say
-        x, values, bias = _autocast(x, values, bias)
+    check_kinds(x, values, layout, bias)
+    x, values, bias = autocast(x, values, bias)
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
     _check(x, values, layout, bias, activation, out_features, in_features)
-    training = torch.is_grad_enabled() and (
-        x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
-    )
     # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
-    fused = activation if activation == "relu" or not training else None
+    fused = activation if activation == "relu" or not needs_grad(x, values, bias) else None
     crow, col = layout.crow_indices(x.device), layout.col_indices(x.device)
     flat = x.reshape(-1, in_features)
     y = linear_op(flat, values, bias, crow, col, layout.grid[1], transpose, fused)
     if fused != activation:
         y = ACTIVATIONS[activation](y)
     return y.reshape(*x.shape[:-1], out_features)
-
-
-def _autocast(x: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    dtype = torch.get_autocast_dtype(x.device.type)
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
-
-    return cast(x), cast(values), None if bias is None else cast(bias)
-
-
-def _check_kinds(x: Any, values: Any, layout: Any, bias: Any) -> None:
-    if not isinstance(layout, BlockLayout):
-        raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
-    tensors = {"x": x, "values": values} if bias is None else {"x": x, "values": values, "bias": bias}
-    compiling = torch.compiler.is_compiling()
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise BlockSparseError.expected(name, "a torch.Tensor", type(tensor).__name__)
-        if tensor.layout != torch.strided or tensor.is_nested:
-            raise BlockSparseError.expected(name, "a plain dense tensor", f"layout {tensor.layout}")
-        # PyTorch would take the tangent of an op that has no forward-mode rule for zero.
-        if not compiling and unpack_dual(tensor).tangent is not None:
-            raise BlockSparseError.expected(name, "reverse-mode differentiation", "a forward-mode tangent")
 
 
 def _check(
@@ -138,12 +106,5 @@ def _check(
         raise BlockSparseError.expected("values", f"{list(layout.values_shape)} for {layout!r}", list(values.shape))
     if bias is not None and tuple(bias.shape) != (out_features,):
         raise BlockSparseError.expected("bias", f"[{out_features}] for {layout!r}", list(bias.shape))
-    for name, tensor in (("values", values), ("bias", bias)):
-        if tensor is None:
-            continue
-        if tensor.dtype != x.dtype:
-            raise BlockSparseError.expected(name, f"the dtype of x, {x.dtype}", tensor.dtype)
-        if tensor.device != x.device:
-            raise BlockSparseError.expected(name, f"the device of x, {x.device}", tensor.device)
-    if not isinstance(activation, str | None) or activation not in ACTIVATIONS:
-        raise BlockSparseError.expected("activation", f"one of {list(ACTIVATIONS)}", repr(activation))
+    check_alike(x, values, bias)
+    check_activation(activation, ACTIVATIONS)
