@@ -4,7 +4,17 @@ from . import nn, patterns, topology
 from .convert import from_dense, to_dense
 from .errors import BlockSparseError
 from .layout import BlockLayout
-from .ops import backends, linear, use_backend
+from .ops import (
+    backends,
+    conv1d,
+    conv2d,
+    conv3d,
+    conv_transpose1d,
+    conv_transpose2d,
+    conv_transpose3d,
+    linear,
+    use_backend,
+)
 
 __version__ = "0.1.0"
 
@@ -12,6 +22,12 @@ __all__ = [
     "BlockLayout",
     "BlockSparseError",
     "backends",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
     "from_dense",
     "linear",
     "nn",

@@ -1,6 +1,19 @@
 """The operations: one folder each, one registry of the backends that serve them."""
 
+from .conv import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
 from .linear import linear, linear_transposed
 from .registry import BackendStatus, backends, use_backend
 
-__all__ = ["BackendStatus", "backends", "linear", "linear_transposed", "use_backend"]
+__all__ = [
+    "BackendStatus",
+    "backends",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "linear",
+    "linear_transposed",
+    "use_backend",
+]

@@ -1,0 +1,307 @@
+"""Convolutions over 1 to 3 axes that are block-sparse in their channels and dense over space, and their transposes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import BlockSparseError
+from ...layout import BlockLayout, is_int
+from ..checks import autocast, check_activation, check_alike, check_kinds, needs_grad
+from .op import conv_op
+from .reference import ACTIVATIONS
+
+Ints = int | Sequence[int]
+_AXES = {1: "length", 2: "height, width", 3: "depth, height, width"}
+
+
+def conv2d(
+    x: Tensor,
+    values: Tensor,
+    layout: BlockLayout,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints | str = 0,
+    dilation: Ints = 1,
+    activation: str | None = None,
+) -> Tensor:
+    """`torch.nn.functional.conv2d` with a weight that is block-sparse in its channels: activation(W * x + bias).
+
+    Args:
+        x: `[n, in_channels, height, width]`, or without n. Memory in `torch.channels_last` is used as it is; any
+            other is copied once.
+        values: `[nnz, block_out, block_in, kernel_height, kernel_width]`, the blocks of W in the order of `layout`.
+        layout: which blocks of the `[out_channels, in_channels]` weight these are.
+        bias: `[out_channels]` or None.
+        stride, dilation: a positive int, or one per axis.
+        padding: zeros around the image: an int from 0 on, one per axis, "valid" (none), or "same" (an output of the
+            size of x, at stride 1; an odd total leaves one more behind the image than before it).
+        activation: None, "relu", "gelu" (the exact one) or "silu"; fused into the kernel in inference.
+
+    All tensors have one device and one dtype out of float32, float64, bfloat16 and float16 (16 bits accumulate in
+    float32); under `torch.autocast` they are cast to its dtype first. Differentiable in x, values and bias as often
+    as one likes; the gradient of `values` exists on the layout only. Time and memory grow with `nnz`: the image is
+    never unfolded.
+
+    Returns:
+        `[n, out_channels, height, width]`, channels-last where x is. Outputs that no block reaches are
+        activation(bias), or exactly 0.
+
+    Raises:
+        BlockSparseError: sizes that do not fit the layout or each other, a kernel larger than the padded image, mixed
+            dtypes or devices, an unknown activation.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> layout = bs.patterns.random((64, 128), block_size=32, density=0.5, seed=0)
+        >>> values = torch.randn(*layout.values_shape, 3, 3, requires_grad=True)
+        >>> y = bs.conv2d(torch.randn(2, 128, 28, 28), values, layout, stride=2, padding=1, activation="relu")
+        >>> y.shape
+        torch.Size([2, 64, 14, 14])
+        >>> y.sum().backward()
+        >>> values.grad.shape
+        torch.Size([4, 32, 32, 3, 3])
+
+    Source: the block-sparse convolution of Gray, Radford, Kingma, GPU Kernels for Block-Sparse Weights (2017).
+    """
+    return _conv(2, x, values, layout, bias, stride, padding, dilation, activation)
+
+
+def conv1d(
+    x: Tensor,
+    values: Tensor,
+    layout: BlockLayout,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints | str = 0,
+    dilation: Ints = 1,
+    activation: str | None = None,
+) -> Tensor:
+    """`conv2d` over one axis: x is `[n, in_channels, length]`, values `[nnz, block_out, block_in, kernel]`.
+
+    >>> import torch, blocksparse as bs
+    >>> layout = bs.patterns.dense((64, 128), block_size=32)
+    >>> bs.conv1d(torch.randn(2, 128, 100), torch.randn(*layout.values_shape, 5), layout, padding="same").shape
+    torch.Size([2, 64, 100])
+    """
+    return _conv(1, x, values, layout, bias, stride, padding, dilation, activation)
+
+
+def conv3d(
+    x: Tensor,
+    values: Tensor,
+    layout: BlockLayout,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints | str = 0,
+    dilation: Ints = 1,
+    activation: str | None = None,
+) -> Tensor:
+    """`conv2d` over three axes: x is `[n, in_channels, depth, height, width]`.
+
+    >>> import torch, blocksparse as bs
+    >>> layout = bs.patterns.dense((16, 32), block_size=16)
+    >>> bs.conv3d(torch.randn(2, 32, 5, 6, 7), torch.randn(*layout.values_shape, 3, 3, 3), layout).shape
+    torch.Size([2, 16, 3, 4, 5])
+    """
+    return _conv(3, x, values, layout, bias, stride, padding, dilation, activation)
+
+
+def conv_transpose2d(
+    x: Tensor,
+    values: Tensor,
+    layout: BlockLayout,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    dilation: Ints = 1,
+    activation: str | None = None,
+) -> Tensor:
+    """`torch.nn.functional.conv_transpose2d` with a weight that is block-sparse in its channels.
+
+    Args:
+        x: `[n, in_channels, height, width]`, or without n.
+        values: `[nnz, block_out, block_in, kernel_height, kernel_width]`; out and in are those of this operation. (The
+            weight of torch is `[in_channels, out_channels, ...]`: `to_dense(values, layout).transpose(0, 1)`.)
+        layout: which blocks of `[out_channels, in_channels]` these are.
+        bias: `[out_channels]` or None.
+        stride, padding, dilation: those of the convolution that this one is the transpose of.
+        output_padding: rows and columns more, behind the image; less than the stride or the dilation.
+        activation: as for `conv2d`, as are dtypes, devices, memory, autocast and gradients.
+
+    Returns:
+        `[n, out_channels, height, width]` with height = (height of x - 1) * stride - 2 * padding
+        + dilation * (kernel_height - 1) + output_padding + 1, and so the width.
+
+    Raises:
+        BlockSparseError: as `conv2d`; an output of no size.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> layout = bs.patterns.random((64, 128), block_size=32, density=0.5, seed=0)
+        >>> values = torch.randn(*layout.values_shape, 4, 4)
+        >>> bs.conv_transpose2d(torch.randn(2, 128, 14, 14), values, layout, stride=2, padding=1).shape
+        torch.Size([2, 64, 28, 28])
+    """
+    return _conv(2, x, values, layout, bias, stride, padding, dilation, activation, output_padding)
+
+
+def conv_transpose1d(
+    x: Tensor,
+    values: Tensor,
+    layout: BlockLayout,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    dilation: Ints = 1,
+    activation: str | None = None,
+) -> Tensor:
+    """`conv_transpose2d` over one axis: x is `[n, in_channels, length]`.
+
+    >>> import torch, blocksparse as bs
+    >>> layout = bs.patterns.dense((64, 128), block_size=32)
+    >>> bs.conv_transpose1d(torch.randn(2, 128, 50), torch.randn(*layout.values_shape, 2), layout, stride=2).shape
+    torch.Size([2, 64, 100])
+    """
+    return _conv(1, x, values, layout, bias, stride, padding, dilation, activation, output_padding)
+
+
+def conv_transpose3d(
+    x: Tensor,
+    values: Tensor,
+    layout: BlockLayout,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    dilation: Ints = 1,
+    activation: str | None = None,
+) -> Tensor:
+    """`conv_transpose2d` over three axes: x is `[n, in_channels, depth, height, width]`.
+
+    >>> import torch, blocksparse as bs
+    >>> layout = bs.patterns.dense((16, 32), block_size=16)
+    >>> bs.conv_transpose3d(torch.randn(2, 32, 3, 4, 5), torch.randn(*layout.values_shape, 3, 3, 3), layout).shape
+    torch.Size([2, 16, 5, 6, 7])
+    """
+    return _conv(3, x, values, layout, bias, stride, padding, dilation, activation, output_padding)
+
+
+def _conv(
+    dims: int,
+    x: Tensor,
+    values: Tensor,
+    layout: BlockLayout,
+    bias: Tensor | None,
+    stride: Ints,
+    padding: Ints | str,
+    dilation: Ints,
+    activation: str | None,
+    output_padding: Ints | None = None,  # of a transposed convolution only
+) -> Tensor:
+    check_kinds(x, values, layout, bias)
+    x, values, bias = autocast(x, values, bias)
+    check_shapes(dims, x, values, layout, bias)
+    check_alike(x, values, bias)
+    check_activation(activation, ACTIVATIONS)
+    steps = per_axis("stride", stride, dims, least=1), per_axis("dilation", dilation, dims, least=1)
+    scatter = output_padding is not None
+    batch = x if x.dim() == dims + 2 else x.unsqueeze(0)
+    space, kernel = batch.shape[2:], values.shape[3:]
+    if scatter:
+        before = per_axis("padding", padding, dims, least=0)
+        more = per_axis("output_padding", output_padding, dims, least=0)
+        size = _transposed_size(space, kernel, *steps, before, more)
+    else:
+        before, size = _size(space, kernel, *steps, padding)
+
+    # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
+    fused = activation if activation == "relu" or not needs_grad(x, values, bias) else None
+    indices = [layout.crow_indices(x.device), layout.col_indices(x.device)]
+    last = batch.movedim(1, -1)
+    flags = layout.grid[1], False, scatter
+    y = conv_op(last, values, bias, indices, *flags, size, steps[0], before, steps[1], fused).movedim(-1, 1)
+    if fused != activation:
+        y = ACTIVATIONS[activation](y)
+    if not _is_channels_last(batch):
+        y = y.contiguous()
+    return y if batch is x else y.squeeze(0)
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    # An image of one pixel is laid out as both; as in torch, its plain strides then count.
+    return x.stride(1) == 1 and not (x.shape[1] > 1 and x.is_contiguous())
+
+
+def _size(
+    space: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], padding: Any
+) -> tuple[list[int], list[int]]:
+    """The padding before each axis, and the size of the output."""
+    reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
+    if padding == "same":
+        if any(s != 1 for s in stride):
+            raise BlockSparseError.expected("stride", 'only ones with padding "same"', tuple(stride))
+        return [(r - 1) // 2 for r in reach], list(space)
+    before = [0] * len(reach) if padding == "valid" else per_axis("padding", padding, len(reach), least=0, names=True)
+    size = []
+    for n, r, s, p in zip(space, reach, stride, before, strict=True):
+        if n + 2 * p < r:
+            kernels = f"kernel {tuple(kernel)} with dilation {tuple(dilation)}, padding {tuple(before)}"
+            raise BlockSparseError.expected(
+                "x", f"a padded image of at least the kernel's reach, {tuple(reach)} ({kernels})", tuple(space)
+            )
+        size.append((n + 2 * p - r) // s + 1)
+    return before, size
+
+
+def _transposed_size(
+    space: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    more: Sequence[int],
+) -> list[int]:
+    size = []
+    for n, k, s, d, p, m in zip(space, kernel, stride, dilation, padding, more, strict=True):
+        if m >= max(s, d):
+            raise BlockSparseError.expected(
+                "output_padding", f"less than the stride {tuple(stride)} or the dilation {tuple(dilation)}", tuple(more)
+            )
+        size.append((n - 1) * s - 2 * p + d * (k - 1) + m + 1)
+        if size[-1] < 1:
+            raise BlockSparseError.expected(
+                "padding", f"an output of some size from {tuple(space)} with kernel {tuple(kernel)}", tuple(padding)
+            )
+    return size
+
+
+def per_axis(name: str, value: Any, dims: int, least: int, names: bool = False) -> list[int]:
+    """One int per axis from what a user gives, an int or a sequence, or a BlockSparseError."""
+    given = list(value) if isinstance(value, tuple | list) else [value] * dims
+    given = given * dims if len(given) == 1 else given
+    if len(given) != dims or not all(is_int(number) and number >= least for number in given):
+        also = ', "same" or "valid"' if names else ""
+        raise BlockSparseError.expected(name, f"an int, {least} or more, or {dims} of them{also}", repr(value))
+    return [int(number) for number in given]
+
+
+def check_shapes(dims: int, x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None) -> None:
+    """Raises a BlockSparseError unless these are the operands of a convolution over `dims` axes on this layout."""
+    out_channels, in_channels = layout.shape
+    if x.dim() not in (dims + 1, dims + 2) or x.shape[-dims - 1] != in_channels:
+        raise BlockSparseError.expected("x", f"[n, {in_channels}, {_AXES[dims]}] for {layout!r}", list(x.shape))
+    if values.dim() != 3 + dims or tuple(values.shape[:3]) != layout.values_shape:
+        shape = ", ".join(map(str, layout.values_shape))
+        kernel = ", ".join(f"kernel {axis}" for axis in _AXES[dims].split(", "))
+        raise BlockSparseError.expected("values", f"[{shape}, {kernel}] for {layout!r}", list(values.shape))
+    if any(size == 0 for size in values.shape[3:]):
+        raise BlockSparseError.expected("values", "a kernel of some size", list(values.shape))
+    if any(size == 0 for size in x.shape[-dims:]):
+        raise BlockSparseError.expected("x", "an image of some size", list(x.shape))
+    if bias is not None and tuple(bias.shape) != (out_channels,):
+        raise BlockSparseError.expected("bias", f"[{out_channels}] for {layout!r}", list(bias.shape))

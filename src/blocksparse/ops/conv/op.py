@@ -1,0 +1,151 @@
+"""The convolutions as torch.library ops: schema, meta kernel, autograd, the choice of the backend.
+
+Images are `[n, *space, channels]`, so that channels-last memory is what the ops see. `conv` computes the small image
+from the big one, with `scatter` the big one from the small one (see plan.py); with `transpose` the weight is used with
+its inputs and outputs exchanged. So the gradient of its input is `conv` with both turned around. `conv_wgrad` is the
+product sampled on the layout. Each one's gradients are calls of these two again, as often as one likes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import BlockSparseError
+from ..linear.op import layout_of
+from ..registry import choose
+from . import cpu, reference
+from .plan import axes_of
+
+IMPLEMENTATIONS = {"cpu": cpu, "reference": reference}
+
+_library = torch.library.Library("blocksparse", "FRAGMENT")
+_library.define(
+    "conv(Tensor x, Tensor values, Tensor? bias, Tensor[] indices, SymInt in_blocks, "
+    "bool transpose, bool scatter, SymInt[] size, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
+    "str? activation) -> Tensor"
+)
+_library.define(
+    "conv_wgrad(Tensor grad, Tensor x, Tensor[] indices, SymInt in_blocks, bool scatter, "
+    "SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation) -> Tensor"
+)
+conv_op = torch.ops.blocksparse.conv.default
+conv_wgrad_op = torch.ops.blocksparse.conv_wgrad.default
+
+
+def _conv(x, values, bias, indices, in_blocks, transpose, scatter, size, stride, padding, dilation, activation):
+    if x.dim() < 3 or values.dim() != x.dim() + 1 or activation not in reference.ACTIVATIONS:
+        shapes = f"{list(x.shape)}, {list(values.shape)}, {activation!r}"
+        expected = f"[n, *space, channels], [nnz, block_out, block_in, *kernel], one of {list(reference.ACTIVATIONS)}"
+        raise BlockSparseError.expected("x, values, activation", expected, shapes)
+    layout = layout_of(indices, in_blocks, (values.shape[1], values.shape[2]))
+    out_channels, in_channels = layout.shape[::-1] if transpose else layout.shape
+    space = x.shape[1:-1]
+    _check_op(
+        x.dtype,
+        x.device,
+        x=(x, (x.shape[0], *space, in_channels)),
+        values=(values, (*layout.values_shape, *values.shape[3:])),
+        bias=(bias, (out_channels,)),
+    )
+    big, small = (size, space) if scatter else (space, size)
+    axes = axes_of(big, small, values.shape[3:], stride, padding, dilation)
+    backend = choose("conv", IMPLEMENTATIONS, x.device, x.dtype)
+    return backend.conv(x, values, bias, layout, transpose, scatter, axes, activation)
+
+
+def _conv_wgrad(grad, x, indices, in_blocks, scatter, kernel, stride, padding, dilation):
+    if x.dim() < 3 or grad.dim() != x.dim() or in_blocks < 1:
+        shapes = f"{list(grad.shape)}, {list(x.shape)}, {in_blocks}"
+        raise BlockSparseError.expected("grad, x, in_blocks", "two [n, *space, channels], a positive int", shapes)
+    layout = layout_of(indices, in_blocks, (grad.shape[-1] // (indices[0].shape[0] - 1), x.shape[-1] // in_blocks))
+    out_channels, in_channels = layout.shape
+    _check_op(
+        x.dtype,
+        x.device,
+        x=(x, (*x.shape[:-1], in_channels)),
+        grad=(grad, (x.shape[0], *grad.shape[1:-1], out_channels)),
+    )
+    big, small = (grad, x) if scatter else (x, grad)
+    axes = axes_of(big.shape[1:-1], small.shape[1:-1], kernel, stride, padding, dilation)
+    return choose("conv_wgrad", IMPLEMENTATIONS, x.device, x.dtype).conv_wgrad(grad, x, layout, scatter, axes)
+
+
+def _check_op(dtype: torch.dtype, device: torch.device, **tensors: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    # The public functions have checked and said more; this keeps who calls the op itself inside of the memory.
+    for name, (tensor, shape) in tensors.items():
+        if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device):
+            got = f"{list(tensor.shape)}, {tensor.dtype}, {tensor.device}"
+            raise BlockSparseError.expected(name, f"{list(shape)}, {dtype}, {device}", got)
+
+
+# -- meta kernels ------------------------------------------------------------------------------------------------
+
+
+def _conv_meta(x, values, bias, indices, in_blocks, transpose, scatter, size, stride, padding, dilation, activation):
+    channels = in_blocks * values.shape[2] if transpose else (indices[0].shape[0] - 1) * values.shape[1]
+    return x.new_empty(x.shape[0], *size, channels)
+
+
+def _conv_wgrad_meta(grad, x, indices, in_blocks, scatter, kernel, stride, padding, dilation):
+    block_out, block_in = grad.shape[-1] // (indices[0].shape[0] - 1), x.shape[-1] // in_blocks
+    return x.new_empty(indices[1].shape[0], block_out, block_in, *kernel)
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------
+
+
+def _conv_setup(ctx, inputs, output):
+    x, values, bias, indices, ctx.in_blocks, ctx.transpose, ctx.scatter, *ctx.steps, ctx.activation = inputs
+    saved_output = output if ctx.activation == "relu" else None
+    ctx.save_for_backward(x, values, bias, saved_output, *indices)
+
+
+def _conv_backward(ctx, grad):
+    x, values, bias, output, *indices = ctx.saved_tensors
+    size, *steps = ctx.steps
+    if ctx.activation == "relu":
+        grad = torch.ops.aten.threshold_backward(grad, output, 0)
+    elif ctx.activation is not None:
+        # Only who calls the op itself comes here: the public functions do not fuse these while training.
+        flags = ctx.in_blocks, ctx.transpose, ctx.scatter
+        before = conv_op(x, values, bias, indices, *flags, size, *steps, None)
+        backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[ctx.activation]
+        grad = backward(grad, before)
+    grad_x = grad_values = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        turned = ctx.in_blocks, not ctx.transpose, not ctx.scatter
+        grad_x = conv_op(grad, values, None, indices, *turned, x.shape[1:-1], *steps, None)
+    if ctx.needs_input_grad[1]:
+        left, right = (x, grad) if ctx.transpose else (grad, x)
+        big_left = ctx.scatter != ctx.transpose
+        grad_values = conv_wgrad_op(left, right, indices, ctx.in_blocks, big_left, values.shape[3:], *steps)
+    if bias is not None and ctx.needs_input_grad[2]:
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+    return grad_x, grad_values, grad_bias, [None] * len(indices), *[None] * 8
+
+
+def _conv_wgrad_setup(ctx, inputs, output):
+    grad, x, indices, ctx.in_blocks, ctx.scatter, _, *ctx.steps = inputs
+    ctx.save_for_backward(grad, x, *indices)
+
+
+def _conv_wgrad_backward(ctx, grad_values):
+    grad, x, *indices = ctx.saved_tensors
+    grad_grad = grad_x = None
+    if ctx.needs_input_grad[0]:
+        flags = ctx.in_blocks, False, ctx.scatter
+        grad_grad = conv_op(x, grad_values, None, indices, *flags, grad.shape[1:-1], *ctx.steps, None)
+    if ctx.needs_input_grad[1]:
+        flags = ctx.in_blocks, True, not ctx.scatter
+        grad_x = conv_op(grad, grad_values, None, indices, *flags, x.shape[1:-1], *ctx.steps, None)
+    return grad_grad, grad_x, [None] * len(indices), *[None] * 6
+
+
+for _name, _run, _meta, _backward, _setup in (
+    ("conv", _conv, _conv_meta, _conv_backward, _conv_setup),
+    ("conv_wgrad", _conv_wgrad, _conv_wgrad_meta, _conv_wgrad_backward, _conv_wgrad_setup),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"blocksparse::{_name}", _meta, lib=_library)
+    torch.library.register_autograd(f"blocksparse::{_name}", _backward, setup_context=_setup, lib=_library)

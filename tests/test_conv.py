@@ -1,0 +1,506 @@
+"""The contract of the convolutions, the same for every backend and instruction set, against dense float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import blocksparse as bs
+from blocksparse.ops.conv.op import conv_op, conv_wgrad_op
+from conv_backends import BACKENDS, BOUNDS, DTYPES, assert_close, conv, dense, indices, running, sparse, wgrad
+from strategies import layouts
+
+ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+
+on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
+in_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def check(
+    layout, space, kernel, dtype, n=2, transposed=False, activation=None, with_bias=True, channels_last=True, **steps
+):
+    """Forward and both gradients against the dense convolution in float64."""
+    dims = len(space)
+    x = torch.randn(n, layout.shape[1], *space, dtype=dtype)
+    if channels_last:
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    values = torch.randn(*layout.values_shape, *kernel, dtype=dtype)
+    bias = torch.randn(layout.shape[0], dtype=dtype) if with_bias else None
+    inputs = [x, values] if bias is None else [x, values, bias]
+    for tensor in inputs:
+        tensor.requires_grad_()
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    before = dense(dims, transposed, *wide[:2], layout, *wide[2:], **steps)
+    expected = ACTIVATIONS[activation](before)
+    y = sparse(dims, transposed, *inputs[:2], layout, *inputs[2:], activation=activation, **steps)
+    bound = BOUNDS[dtype]
+    assert y.dtype == dtype
+    assert_close(y, expected, bound, "forward")
+    with torch.no_grad():  # there the activation is fused
+        fused = sparse(dims, transposed, *inputs[:2], layout, *inputs[2:], activation=activation, **steps)
+        assert_close(fused, expected, bound, "fused")
+    if activation is not None:
+        return
+    grad = torch.randn(y.shape, dtype=dtype)
+    got = torch.autograd.grad(y, inputs, grad)
+    want = torch.autograd.grad(before, wide, grad.double())
+    for name, a, b in zip(("x", "values", "bias"), got, want, strict=False):
+        assert_close(a, b, bound, f"gradient of {name}")
+
+
+# -- the nine configurations of 2017: axes, strides, dilation, overlapping and diagonal blocks, transposed ------------
+
+OVERLAPPING = bs.patterns.banded((128, 128), block_size=32, bandwidth=1)
+DIAGONAL = bs.patterns.block_diagonal((128, 128), block_size=32)
+CONFIGURATIONS = {
+    "1-D": (DIAGONAL, (32,), (5,), {"padding": 2}),
+    "1-D strided and dilated": (OVERLAPPING, (33,), (3,), {"stride": 2, "padding": 2, "dilation": 2}),
+    "2-D": (OVERLAPPING, (9, 8), (3, 3), {"padding": 1}),
+    "2-D valid, rectangular kernel": (DIAGONAL, (7, 10), (2, 5), {}),
+    "2-D strided": (OVERLAPPING, (8, 9), (3, 3), {"stride": 2, "padding": 1}),
+    "2-D dilated, rectangular blocks": (bs.patterns.banded((64, 32), (16, 8), 1), (9, 9), (3, 3), {"dilation": (2, 3)}),
+    "3-D": (DIAGONAL, (4, 5, 6), (3, 3, 3), {"padding": 1}),
+    "3-D strided": (
+        bs.patterns.banded((32, 64), (8, 16), 1),
+        (5, 6, 7),
+        (2, 3, 3),
+        {"stride": (1, 2, 2), "padding": 1},
+    ),
+    "2-D transposed": (OVERLAPPING, (5, 6), (4, 4), {"stride": 2, "padding": 1, "transposed": True}),
+}
+
+
+@on_every_backend
+@pytest.mark.parametrize("n", [1, 2, 28])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_configurations_of_2017(backend, name, n):
+    torch.manual_seed(0)
+    layout, space, kernel, steps = CONFIGURATIONS[name]
+    with running(backend):
+        check(layout, space, kernel, torch.float32, n=n, **steps)
+
+
+@on_every_backend
+@in_every_dtype
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_dtype(backend, dtype, name):
+    torch.manual_seed(0)
+    layout, space, kernel, steps = CONFIGURATIONS[name]
+    with running(backend):
+        check(layout, space, kernel, dtype, **steps)
+
+
+@st.composite
+def geometries(draw):
+    dims = draw(st.integers(1, 3))
+
+    def each(numbers):
+        return tuple(draw(st.sampled_from(numbers)) for _ in range(dims))
+
+    space = each([1, 2, 3, 4, 5, 7, 8] if dims == 3 else [1, 2, 5, 9, 13, 17, 20])
+    kernel = each([1, 2, 3, 4])
+    steps = {"stride": each([1, 1, 2, 3]), "padding": each([0, 1, 2, 4]), "dilation": each([1, 1, 2, 3])}
+    transposed = draw(st.booleans())
+    per_axis = zip(space, kernel, *steps.values(), strict=True)
+    if transposed:
+        steps["output_padding"] = tuple(
+            draw(st.integers(0, max(s, d) - 1)) for s, d in zip(steps["stride"], steps["dilation"], strict=True)
+        )
+        more = steps["output_padding"]
+        assume(
+            all((x - 1) * s - 2 * p + d * (k - 1) + m >= 0 for (x, k, s, p, d), m in zip(per_axis, more, strict=True))
+        )
+    else:
+        assume(all(x + 2 * p > d * (k - 1) for x, k, s, p, d in per_axis))
+    return space, kernel, {**steps, "transposed": transposed}
+
+
+@on_every_backend
+@in_every_dtype
+@settings(max_examples=25)
+@given(
+    layout=layouts(max_grid=4),
+    geometry=geometries(),
+    n=st.sampled_from([0, 1, 2, 3]),
+    activation=st.sampled_from([None, None, "relu", "gelu", "silu"]),
+    with_bias=st.booleans(),
+    channels_last=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_agrees_with_float64(backend, dtype, layout, geometry, n, activation, with_bias, channels_last, seed):
+    torch.manual_seed(seed)
+    space, kernel, steps = geometry
+    with running(backend):
+        check(layout, space, kernel, dtype, n, **steps, activation=activation, with_bias=with_bias,
+              channels_last=channels_last)  # fmt: skip
+
+
+@on_every_backend
+@in_every_dtype
+@pytest.mark.parametrize(
+    "block", [1, 3, 4, 8, 16, 32, 64, 128, (32, 4), (16, 3), (8, 32), (12, 20), (128, 4)], ids=lambda b: f"block {b}"
+)
+def test_every_block_size(backend, dtype, block):
+    torch.manual_seed(0)
+    out_block, in_block = block if isinstance(block, tuple) else (block, block)
+    layout = bs.patterns.random((3 * out_block, 4 * in_block), block, density=0.5, seed=1)
+    with running(backend):
+        check(layout, (7, 11), (3, 3), dtype, padding=1)
+        check(layout, (4, 3), (3, 3), dtype, padding=1, stride=2, transposed=True)
+
+
+@on_every_backend
+@in_every_dtype
+def test_a_kernel_of_one(backend, dtype):
+    torch.manual_seed(0)
+    layout = bs.patterns.random((96, 64), 16, density=0.5, seed=0)
+    with running(backend):
+        for transposed in (False, True):
+            check(layout, (5, 6), (1, 1), dtype, transposed=transposed)
+            check(layout, (5, 6), (1, 1), dtype, transposed=transposed, stride=2)
+            check(layout, (5, 6), (1, 1), dtype, transposed=transposed, padding=(1, 0))
+
+
+@on_every_backend
+@pytest.mark.parametrize("space", [(1, 1), (1, 7), (300, 2), (2, 300), (40, 41)], ids=str)
+def test_images_of_every_size(backend, space):
+    torch.manual_seed(0)
+    layout = bs.patterns.random((64, 64), 16, density=0.4, seed=0)
+    with running(backend):
+        for n in (1, 33):
+            check(layout, space, (3, 3), torch.float32, n=n if space != (40, 41) else 1, padding=1)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+@on_every_backend
+@pytest.mark.parametrize("kernel", [(3, 3), (2, 4), (1, 6)], ids=str)
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("padding", ["same", "valid"])
+def test_named_paddings(backend, kernel, dilation, padding):
+    layout = bs.patterns.random((24, 32), 8, density=0.5, seed=0)
+    x, values = torch.randn(2, 32, 12, 13), torch.randn(*layout.values_shape, *kernel)
+    with running(backend):
+        y = bs.conv2d(x, values, layout, padding=padding, dilation=dilation)
+    expected = F.conv2d(x, bs.to_dense(values, layout), padding=padding, dilation=dilation)
+    torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-5)
+
+
+@on_every_backend
+def test_long_sums_lose_little(backend):
+    torch.manual_seed(0)
+    layout = bs.patterns.dense((16, 2048), 16)
+    with running(backend):
+        x, values = torch.randn(1, 4, 4, 2048), torch.randn(*layout.values_shape, 3, 3)
+        y = conv(x, values, layout, (4, 4), (1, 1), (1, 1), (1, 1))
+        expected = dense(2, False, x.movedim(-1, 1).double(), values.double(), layout, padding=1).movedim(1, -1)
+        assert_close(y, expected, 6e-7, "forward")
+        layout = bs.patterns.dense((16, 16), 16)
+        x, grad = torch.randn(12, 32, 32, 16), torch.randn(12, 32, 32, 16)
+        got = wgrad(grad, x, layout, (1, 3), (1, 1), (0, 1), (1, 1))
+        expected = torch.nn.grad.conv2d_weight(
+            x.movedim(-1, 1).double(), (16, 16, 1, 3), grad.movedim(-1, 1).double(), padding=(0, 1)
+        )
+        assert_close(got[0], expected, 6e-7, "wgrad")
+
+
+# -- what is absent, and what is not a number ---------------------------------------------------------------------
+
+
+@on_every_backend
+@in_every_dtype
+def test_absent_blocks_give_exact_zeros(backend, dtype):
+    torch.manual_seed(0)
+    mask = torch.rand(5, 6) < 0.5
+    mask[1], mask[4], mask[:, 2] = False, False, False
+    layout = bs.BlockLayout(mask, block_size=8)
+    x = torch.randn(2, 48, 5, 5, dtype=dtype, requires_grad=True)
+    values = torch.randn(*layout.values_shape, 3, 3, dtype=dtype)
+    with running(backend):
+        y = bs.conv2d(x, values, layout, padding=1)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    assert (y[:, 8:16] == 0).all()
+    assert (y[:, 32:] == 0).all()
+    assert (y[:, :8] != 0).any()
+    assert (grad[:, 16:24] == 0).all()
+
+
+@on_every_backend
+def test_no_blocks_at_all(backend):
+    layout = bs.BlockLayout(torch.zeros(2, 3, dtype=torch.bool), block_size=4)
+    x, bias = torch.randn(2, 12, 5, 5, requires_grad=True), torch.randn(8, requires_grad=True)
+    values = torch.empty(0, 4, 4, 3, 3).requires_grad_()
+    with running(backend):
+        y = bs.conv2d(x, values, layout, bias, activation="relu")
+        assert torch.equal(y, bias.relu().reshape(1, 8, 1, 1).expand(2, 8, 3, 3))
+        y.sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+    assert values.grad.shape == values.shape
+
+
+@on_every_backend
+def test_outputs_that_no_tap_reaches(backend):
+    # Between the taps of a transposed convolution with a stride beyond its kernel, and far out in the padding.
+    layout = bs.patterns.dense((8, 8), 8)
+    x, values, bias = torch.randn(1, 8, 2, 2), torch.randn(1, 8, 8, 1, 1), torch.randn(8)
+    with running(backend):
+        y = bs.conv_transpose2d(x, values, layout, bias, stride=3)
+        assert torch.equal(y[:, :, 1], bias.reshape(1, 8, 1).expand(1, 8, 4))
+        assert (bs.conv2d(x, values, layout, padding=2)[:, :, 0] == 0).all()
+
+
+@on_every_backend
+@in_every_dtype
+def test_nan_flows_only_where_it_is_connected(backend, dtype):
+    layout = bs.BlockLayout([[True, False], [True, True]], block_size=16)
+    x = torch.randn(2, 32, 7, 7, dtype=dtype)
+    values = torch.randn(*layout.values_shape, 3, 3, dtype=dtype)
+    x[1, 20, 0, 6] = torch.nan  # in a corner: next to it in memory lies the other side of the image
+    x, values = x.requires_grad_(), values.requires_grad_()
+    with running(backend):
+        y = bs.conv2d(x, values, layout, padding=1, activation="silu")
+        grad_values = torch.autograd.grad(bs.conv2d(x, values, layout, padding=1).sum(), values)[0]
+    reached = torch.zeros(2, 32, 7, 7, dtype=torch.bool)
+    reached[1, 16:, :2, 5:] = True
+    assert torch.equal(y.isnan(), reached)
+    # The taps that meet the corner with an output: up to one down and one left of it.
+    taps = torch.zeros(3, 16, 16, 3, 3, dtype=torch.bool)
+    taps[2, :, 4, :2, 1:] = True
+    assert torch.equal(grad_values.isnan(), taps)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+@on_every_backend
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: x,
+        lambda x: x.to(memory_format=torch.channels_last),
+        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+        lambda x: torch.cat([x, x], 1)[:, 32:],
+        lambda x: torch.cat([x, x], 3)[..., 9:],
+        lambda x: x[:1].expand(2, -1, -1, -1),
+        lambda x: x[:, :, :1, :1].expand(2, 32, 8, 9),
+    ],
+    ids=["contiguous", "channels last", "transposed", "channels apart", "columns apart", "one image", "one pixel"],
+)
+def test_strides(backend, made):
+    torch.manual_seed(0)
+    layout = bs.patterns.random((24, 32), block_size=8, density=0.5, seed=0)
+    x = made(torch.randn(2, 32, 8, 9))
+    values = torch.randn(layout.nnz, 3, 3, 8, 8).permute(0, 3, 4, 1, 2)  # not contiguous either
+    with running(backend):
+        y = bs.conv2d(x, values, layout, padding=1)
+    torch.testing.assert_close(y, F.conv2d(x, bs.to_dense(values, layout), padding=1), atol=1e-4, rtol=1e-5)
+
+
+def test_memory_format_is_that_of_x():
+    layout = bs.patterns.dense((16, 8), block_size=8)
+    x, values = torch.randn(2, 8, 5, 5), torch.randn(*layout.values_shape, 3, 3)
+    assert bs.conv2d(x, values, layout).is_contiguous()
+    last = bs.conv2d(x.to(memory_format=torch.channels_last), values, layout)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    one = bs.conv2d(torch.randn(2, 8, 3, 3), values, layout)  # a single pixel is both
+    assert one.view(2, 16).shape == (2, 16)
+
+
+@on_every_backend
+def test_without_a_batch(backend):
+    layout = bs.patterns.dense((16, 8), block_size=8)
+    x, values = torch.randn(8, 5, 6), torch.randn(*layout.values_shape, 3, 3)
+    with running(backend):
+        for function in (bs.conv2d, bs.conv_transpose2d):
+            torch.testing.assert_close(function(x, values, layout), function(x[None], values, layout)[0])
+
+
+# -- gradients of gradients, compilers, autocast ------------------------------------------------------------------
+
+
+@on_every_backend
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_gradients_and_double_gradients(backend, transposed, activation):
+    torch.manual_seed(0)
+    layout = bs.BlockLayout([[True, False], [True, True], [False, False]], (2, 3))
+    x = torch.randn(2, 6, 3, 4, dtype=torch.float64, requires_grad=True)
+    values = torch.randn(*layout.values_shape, 2, 2, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    if activation == "relu":  # off its kink
+        with torch.no_grad():
+            bias += 30 * bias.sign()
+
+    def function(x, values, bias):
+        return sparse(2, transposed, x, values, layout, bias, activation, stride=(2, 1), padding=1)
+
+    with running(backend):
+        assert torch.autograd.gradcheck(function, (x, values, bias))
+        assert torch.autograd.gradgradcheck(function, (x, values, bias))
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_opcheck(activation):
+    layout = bs.patterns.random((12, 20), block_size=4, density=0.5, seed=0)
+    x, values = (
+        torch.randn(2, 5, 6, 20, requires_grad=True),
+        torch.randn(*layout.values_shape, 3, 2, requires_grad=True),
+    )
+    grad, bias = torch.randn(2, 3, 7, 12, requires_grad=True), torch.randn(12, requires_grad=True)
+    steps = [2, 1], [1, 1], [1, 1]
+    torch.library.opcheck(conv_op, (x, values, bias, *indices(layout), False, False, [3, 7], *steps, activation))
+    torch.library.opcheck(conv_op, (grad, values, None, *indices(layout), True, True, [5, 6], *steps, activation))
+    torch.library.opcheck(conv_wgrad_op, (grad, x, *indices(layout), False, [3, 2], *steps))
+
+
+def test_opcheck_on_an_empty_layout_and_no_images():
+    layout = bs.BlockLayout(torch.zeros(2, 3, dtype=torch.bool), block_size=4)
+    steps = [1], [0], [1]
+    nothing = torch.randn(0, 5, 12), torch.randn(0, 4, 4, 3)
+    torch.library.opcheck(conv_op, (*nothing, None, *indices(layout), False, False, [3], *steps, None))
+    torch.library.opcheck(conv_wgrad_op, (torch.randn(0, 3, 8), nothing[0], *indices(layout), False, [3], *steps))
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_compiles_into_one_graph_and_trains_in_it(activation):
+    layout = bs.patterns.random((64, 32), block_size=16, density=0.4, seed=0)
+    values, bias = torch.randn(*layout.values_shape, 3, 3, requires_grad=True), torch.randn(64, requires_grad=True)
+    back = torch.randn(*layout.T.values_shape, 3, 3, requires_grad=True)
+
+    def loss(x):
+        y = bs.conv2d(x, values, layout, bias, stride=2, padding=1, activation=activation)
+        return bs.conv_transpose2d(y, back, layout.T, stride=2).square().mean()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True)
+    for n, memory in ((3, torch.channels_last), (5, torch.channels_last)):
+        x = torch.randn(n, 32, 9, 8).to(memory_format=memory)
+        plain = torch.autograd.grad(loss(x), (values, bias, back))
+        torch.testing.assert_close(torch.autograd.grad(compiled(x), (values, bias, back)), plain)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), loss(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    layout = bs.patterns.random((64, 96), block_size=16, density=0.4, seed=0)
+    x = torch.randn(2, 96, 5, 5, requires_grad=True)
+    values = torch.randn(*layout.values_shape, 3, 3, requires_grad=True)
+    with torch.autocast("cpu", dtype=dtype):
+        y = bs.conv2d(x, values, layout, torch.randn(64))
+        assert y.dtype == dtype
+        assert bs.conv2d(x.double(), values.double(), layout).dtype == torch.float64
+    y.float().sum().backward()
+    assert x.grad.dtype == values.grad.dtype == torch.float32
+
+
+def test_forward_mode_is_refused_and_not_silently_zero():
+    layout = bs.patterns.dense((8, 8), block_size=8)
+    x, values = torch.randn(1, 8, 5, 5), torch.randn(1, 8, 8, 3, 3)
+    with pytest.raises(bs.BlockSparseError, match="x: expected reverse-mode differentiation"):
+        torch.func.jvp(lambda x: bs.conv2d(x, values, layout), (x,), (x,))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+
+def fitting():
+    layout = bs.patterns.dense((32, 64), block_size=16)
+    return {"x": torch.randn(2, 64, 6, 7), "values": torch.randn(8, 16, 16, 3, 3), "layout": layout}
+
+
+@pytest.mark.parametrize("function", [bs.conv2d, bs.conv_transpose2d], ids=["conv", "transposed"])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"x": torch.randn(2, 63, 6, 7)},
+            r"x: expected \[n, 64, height, width\] for BlockLayout\(.*, got \[2, 63, 6, 7\]",
+        ),
+        ({"x": torch.randn(64, 6)}, r"x: expected \[n, 64, height, width\]"),
+        ({"x": torch.randn(1, 1, 64, 6, 7)}, r"x: expected \[n, 64, height, width\]"),
+        ({"x": torch.randn(2, 64, 0, 7)}, "x: expected an image of some size"),
+        ({"values": torch.randn(8, 16, 16)}, r"values: expected \[8, 16, 16, kernel height, kernel width\] for BlockL"),
+        ({"values": torch.randn(7, 16, 16, 3, 3)}, r"values: expected \[8, 16, 16, kernel .*, got \[7, 16, 16, 3, 3\]"),
+        ({"values": torch.randn(8, 16, 16, 3)}, r"values: expected \[8, 16, 16, kernel"),
+        ({"values": torch.randn(8, 16, 16, 3, 0)}, "values: expected a kernel of some size"),
+        ({"values": torch.randn(8, 16, 16, 3, 3).double()}, "values: expected the dtype of x, torch.float32, got"),
+        ({"values": torch.randn(8, 16, 16, 3, 3, device="meta")}, "values: expected the device of x, cpu, got meta"),
+        ({"bias": torch.randn(31)}, r"bias: expected \[32\]"),
+        ({"bias": torch.randn(32).half()}, "bias: expected the dtype of x"),
+        ({"activation": "tanh"}, "activation: expected one of .*relu.*, got 'tanh'"),
+        ({"stride": 0}, "stride: expected an int, 1 or more, or 2 of them, got 0"),
+        ({"stride": (1, 2, 3)}, r"stride: expected .*, got \(1, 2, 3\)"),
+        ({"stride": 1.5}, "stride: expected an int"),
+        ({"dilation": -1}, "dilation: expected an int, 1 or more"),
+        ({"padding": -1}, "padding: expected an int, 0 or more.*got -1"),
+        ({"padding": "full"}, "padding: expected .*got 'full'"),
+        ({"layout": torch.ones(2, 4, dtype=torch.bool)}, "layout: expected a BlockLayout, got Tensor"),
+        ({"x": [[1.0]]}, "x: expected a torch.Tensor, got list"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_input_says_what_was_expected_and_what_came(function, changed, message):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        function(**{**fitting(), **changed})
+
+
+@pytest.mark.parametrize(
+    ("function", "changed", "message"),
+    [
+        (
+            bs.conv2d,
+            {"x": torch.randn(2, 64, 2, 7)},
+            r"x: expected a padded image of at least .*\(3, 3\).*got \(2, 7\)",
+        ),
+        (bs.conv2d, {"dilation": 3}, r"x: expected a padded image of at least the kernel's reach, \(7, 7\)"),
+        (bs.conv2d, {"padding": "same", "stride": 2}, r'stride: expected only ones with padding "same", got \(2, 2\)'),
+        (bs.conv_transpose2d, {"output_padding": 1}, "output_padding: expected less than the stride"),
+        (bs.conv_transpose2d, {"padding": 5}, r"padding: expected an output of some size .*got \(5, 5\)"),
+        (bs.conv_transpose2d, {"padding": "same"}, "padding: expected an int, 0 or more"),
+        (bs.conv1d, {}, r"x: expected \[n, 64, length\]"),
+    ],
+)
+def test_sizes_that_do_not_fit(function, changed, message):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        function(**{**fitting(), **changed})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x, g, v, i: conv_op(x[..., :-1], v, None, *i, False, False, [4, 4], *STEPS, None),
+        lambda x, g, v, i: conv_op(x, v, None, *i, True, False, [4, 4], *STEPS, None),
+        lambda x, g, v, i: conv_op(x, v[:-1], None, *i, False, False, [4, 4], *STEPS, None),
+        lambda x, g, v, i: conv_op(x, v[..., 0], None, *i, False, False, [4, 4], *STEPS, None),
+        lambda x, g, v, i: conv_op(x, v, x[0, 0, 0], *i, False, False, [4, 4], *STEPS, None),
+        lambda x, g, v, i: conv_op(x, v, None, *i, False, False, [4], *STEPS, None),
+        lambda x, g, v, i: conv_op(x, v, None, *i, False, False, [4, -1], *STEPS, None),
+        lambda x, g, v, i: conv_op(x, v, None, *i, False, False, [4, 4], [0, 1], *STEPS[1:], None),
+        lambda x, g, v, i: conv_op(x, v, None, *i, False, False, [4, 4], *STEPS, "tanh"),
+        lambda x, g, v, i: conv_op(x.double(), v, None, *i, False, False, [4, 4], *STEPS, None),
+        lambda x, g, v, i: conv_wgrad_op(g[:-1], x, *i, False, [3, 3], *STEPS),
+        lambda x, g, v, i: conv_wgrad_op(g[..., :-1], x, *i, False, [3, 3], *STEPS),
+        lambda x, g, v, i: conv_wgrad_op(g, x, *i, False, [3], *STEPS),
+        lambda x, g, v, i: conv_wgrad_op(g, x, i[0], 0, False, [3, 3], *STEPS),
+    ],
+)
+def test_the_op_itself_never_leaves_the_memory_it_is_given(wrong):
+    layout = bs.patterns.dense((32, 64), block_size=16)
+    with pytest.raises(bs.BlockSparseError, match="expected"):
+        wrong(torch.randn(2, 6, 6, 64), torch.randn(2, 4, 4, 32), torch.randn(8, 16, 16, 3, 3), indices(layout))
+
+
+STEPS = [1, 1], [0, 0], [1, 1]
+
+
+@on_every_backend
+def test_sizes_beyond_the_reach_of_any_tap_are_zeros(backend):
+    # Who calls the op itself may ask for any output: what no tap reaches is zero, and nothing outside is read.
+    layout = bs.patterns.dense((8, 8), block_size=8)
+    x, values = torch.randn(1, 3, 3, 8), torch.randn(1, 8, 8, 3, 3)
+    with running(backend):
+        y = conv(x, values, layout, (9, 9), (1, 1), (-1, 5), (1, 1))
+    assert (y[:, 2:] == 0).all()
+    assert (y[:, :, :3] == 0).all()
