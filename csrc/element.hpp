@@ -128,5 +128,19 @@ struct BFloat16Pairs {  // two products and two sums per lane and instruction
 };
 #endif
 
+// The first `count` numbers of a vector of sums, added to what is there or not. With a constant count it is one store.
+template <class E>
+BLOCKSPARSE_INLINE void write_sums(typename E::Storage* to, Vector<typename E::Sum> v, int64_t count, bool add) {
+  constexpr int n = kLanes<typename E::Sum>;
+  typename E::Storage part[n];
+  if (add) {
+    memset(part, 0, sizeof part);
+    memcpy(part, to, count * sizeof *part);
+    for (int l = 0; l < n; ++l) v[l] += E::to_sum(part[l]);
+  }
+  E::store_sums(part, v);
+  memcpy(to, part, count * sizeof *part);
+}
+
 }  // namespace BLOCKSPARSE_ISA
 }  // namespace blocksparse

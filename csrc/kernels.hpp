@@ -67,10 +67,69 @@ struct LinearKernels {
 // The table for a dtype and the length of the blocks' sums (pairs need an even one).
 using SelectLinear = const LinearKernels& (*)(DType dtype, int64_t block_sum);
 
+// The weights of one block of a convolution, [lane, sum, tap] or [sum, lane, tap] in memory, to [tap, sum / fold,
+// padded] units, zeros behind.
+struct PackedBlock {
+  const void* from;
+  int64_t lanes, sum, taps, padded;
+  bool transposed;  // [sum, lane, tap]
+  void* to;
+};
+
+// The outputs of one block row of a convolution at some positions: runs of equal length that all meet the same taps.
+struct ConvPiece {
+  int64_t blocks;       // in this row
+  const int32_t* col;   // [blocks], the block of inputs each one multiplies
+  const void* weights;  // [blocks, all_taps, steps, padded] units
+  int64_t all_taps, steps, padded, outputs;
+  int64_t taps;          // that these positions meet
+  const int64_t* tap;    // [taps]
+  const int64_t* at;     // [taps], units from the run's input to the tap's
+  const void* x;         // units
+  int64_t runs, length;  // positions of a run
+  const int64_t* input;  // [runs], units from x to the run's first position
+  int64_t input_step;    // units from position to position
+  const void* bias;      // of the first output, or null
+  Activation activation;
+  void* y;                // of the first output
+  const int64_t* output;  // [runs], numbers from y to the run's first position
+  int64_t output_step;
+};
+
+// Rows of positions of two images, multiplied: sums[row, lane] += sum over positions of left[row] right[lane].
+struct SampledRows {
+  int64_t count, steps;
+  const void* const* left;   // [count] units, `left_step` apart
+  const void* const* right;  // [count] units, `right_step` apart
+  int64_t rows, padded, left_step, right_step;
+  void* sums;  // [rows, padded]
+};
+
+// The sums of one sampled block, [tap, row, padded], to [row, lane, tap], or [lane, row, tap] with `swapped`.
+struct UnpackedBlock {
+  const void* sums;
+  int64_t rows, lanes, padded, taps;
+  bool swapped;
+  void* to;
+};
+
+struct ConvKernels {
+  int fold, lanes;
+  size_t unit_size, sum_size;
+  bool converts;  // what is in memory is not what is multiplied
+  void (*convert)(const void* from, int64_t count, void* to);
+  void (*pack_block)(const PackedBlock&);
+  void (*piece)(const ConvPiece&);
+  void (*sample)(const SampledRows&);
+  void (*unpack_block)(const UnpackedBlock&);
+};
+using SelectConv = const ConvKernels& (*)(DType dtype, int64_t block_sum);
+
 struct InstructionSet {
   const char* name;
   bool (*present)();
   SelectLinear linear;
+  SelectConv conv;
 };
 
 }  // namespace blocksparse

@@ -141,22 +141,6 @@ void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t
   pack(columns, first_step, last_step, first_block, last_block);
 }
 
-// -- writing --------------------------------------------------------------------------------------------------------
-
-// The first `count` numbers of a vector of sums, added to what is there or not. With a constant count it is one store.
-template <class E>
-BLOCKSPARSE_INLINE void write_sums(typename E::Storage* to, Vector<typename E::Sum> v, int64_t count, bool add) {
-  constexpr int n = kLanes<typename E::Sum>;
-  typename E::Storage part[n];
-  if (add) {
-    memset(part, 0, sizeof part);
-    memcpy(part, to, count * sizeof *part);
-    for (int l = 0; l < n; ++l) v[l] += E::to_sum(part[l]);
-  }
-  E::store_sums(part, v);
-  memcpy(to, part, count * sizeof *part);
-}
-
 // -- y = x W^T -------------------------------------------------------------------------------------------------------
 
 // Where the tile finds a block's weights: output r, step k at [r * row + k * step], relative to the piece's first

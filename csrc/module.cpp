@@ -1,6 +1,7 @@
 // The Python module blocksparse._core. It trusts its caller, the cpu.py of each op, to have checked sizes and dtypes.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -9,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "conv.hpp"
 #include "cpu_features.hpp"
 #include "linear.hpp"
 #include "parallel.hpp"
@@ -21,6 +23,7 @@ namespace blocksparse {
 #define BLOCKSPARSE_DECLARE(isa)                                      \
   namespace isa {                                                     \
   const LinearKernels& select_linear(DType dtype, int64_t block_sum); \
+  const ConvKernels& select_conv(DType dtype, int64_t block_sum);     \
   }
 BLOCKSPARSE_DECLARE(portable)
 BLOCKSPARSE_DECLARE(avx2)
@@ -34,15 +37,15 @@ namespace {
 
 // Slowest first: the last one present is the default.
 const InstructionSet kInstructionSets[] = {
-    {"portable", [] { return true; }, portable::select_linear},
+    {"portable", [] { return true; }, portable::select_linear, portable::select_conv},
 #if defined(BLOCKSPARSE_HAS_avx2)
-    {"avx2", [] { return cpu_features().avx2; }, avx2::select_linear},
-    {"avx512", [] { return cpu_features().avx512; }, avx512::select_linear},
-    {"avx512_bf16", [] { return cpu_features().avx512_bf16; }, avx512_bf16::select_linear},
-    {"amx", [] { return cpu_features().amx_bf16; }, amx::select_linear},
+    {"avx2", [] { return cpu_features().avx2; }, avx2::select_linear, avx2::select_conv},
+    {"avx512", [] { return cpu_features().avx512; }, avx512::select_linear, avx512::select_conv},
+    {"avx512_bf16", [] { return cpu_features().avx512_bf16; }, avx512_bf16::select_linear, avx512_bf16::select_conv},
+    {"amx", [] { return cpu_features().amx_bf16; }, amx::select_linear, amx::select_conv},
 #endif
 #if defined(BLOCKSPARSE_HAS_amx_emulated)
-    {"amx_emulated", [] { return cpu_features().avx512_bf16; }, amx_emulated::select_linear},
+    {"amx_emulated", [] { return cpu_features().avx512_bf16; }, amx_emulated::select_linear, amx_emulated::select_conv},
 #endif
 };
 
@@ -63,6 +66,10 @@ DType dtype_named(const std::string& name) {
   return named<DType>(std::array{"float32", "float64", "bfloat16", "float16"}, name);
 }
 
+Activation activation_named(const std::string& name) {
+  return named<Activation>(std::array{"none", "relu", "gelu", "silu"}, name);
+}
+
 template <class T>
 using Index = nb::ndarray<const T, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
@@ -77,7 +84,7 @@ void py_linear(const std::string& isa, const std::string& dtype, const std::stri
                           begin.data(), end.data(), task_start.data(), int64_t(task_start.size()) - 1};
   if (transpose) std::swap(block.first, block.second);
   const InstructionSet& set = isa_named(isa);
-  const Activation act = named<Activation>(std::array{"none", "relu", "gelu", "silu"}, activation);
+  const Activation act = activation_named(activation);
   const DType type = dtype_named(dtype);
   nb::gil_scoped_release release;
   linear(set, type, act, transpose, block.first, block.second, tokens, {pointer(x), x_stride, in_features},
@@ -95,6 +102,57 @@ void py_linear_wgrad(const std::string& isa, const std::string& dtype, std::pair
   nb::gil_scoped_release release;
   linear_wgrad(set, type, block.first, block.second, tokens, {pointer(grad), grad_stride, out_features},
                {pointer(x), x_stride, in_features}, reinterpret_cast<void*>(values), tasks);
+  trim_scratch();
+}
+
+// The axes of a convolution as plan.py packs them, each in one array.
+template <class Axis, class Unpack>
+std::array<Axis, 3> axes_of(const std::vector<Index<int64_t>>& packed, Unpack unpack) {
+  if (packed.size() != 3) throw std::invalid_argument("a convolution has three axes");
+  return {unpack(packed[0].data()), unpack(packed[1].data()), unpack(packed[2].data())};
+}
+
+AxisSegments segments(const int64_t* at) {
+  const int64_t count = at[0], taps = at[3 + 3 * count];
+  return {
+      count, at[1], at[2], at + 3, at + 3 + count, at + 3 + 2 * count, at + 4 + 3 * count, at + 4 + 3 * count + taps};
+}
+
+AxisTaps taps(const int64_t* at) { return {at[0], at[1], at + 2, at + 2 + at[0], at + 2 + 2 * at[0]}; }
+
+using Size = std::array<int64_t, 3>;
+Image image(uintptr_t data, const Size& size, int64_t channels) {
+  return {pointer(data), {size[0], size[1], size[2]}, channels};
+}
+
+void py_conv(const std::string& isa, const std::string& dtype, const std::string& activation, bool transpose,
+             std::pair<int64_t, int64_t> block, const Size& kernel, int64_t images, uintptr_t x, const Size& x_size,
+             int64_t in_channels, uintptr_t values, uintptr_t bias, uintptr_t y, const Size& y_size,
+             int64_t out_channels, const std::vector<Index<int64_t>>& axes, Index<int64_t> start, Index<int32_t> col,
+             Index<int64_t> position, Index<int32_t> order) {
+  const ChannelRows rows = {start.data(), col.data(), position.data(), order.data(), int64_t(order.size())};
+  const auto along = axes_of<AxisSegments>(axes, segments);
+  if (transpose) std::swap(block.first, block.second);
+  const InstructionSet& set = isa_named(isa);
+  const Activation act = activation_named(activation);
+  const DType type = dtype_named(dtype);
+  nb::gil_scoped_release release;
+  conv(set, type, act, transpose, block.first, block.second, kernel.data(), images, image(x, x_size, in_channels),
+       pointer(values), pointer(bias), image(y, y_size, out_channels), along.data(), rows);
+  trim_scratch();
+}
+
+void py_conv_wgrad(const std::string& isa, const std::string& dtype, std::pair<int64_t, int64_t> block, int64_t images,
+                   uintptr_t grad, const Size& grad_size, int64_t out_channels, uintptr_t x, const Size& x_size,
+                   int64_t in_channels, bool big_grad, uintptr_t values, const std::vector<Index<int64_t>>& axes,
+                   Index<int32_t> row, Index<int32_t> col) {
+  const auto along = axes_of<AxisTaps>(axes, taps);
+  const InstructionSet& set = isa_named(isa);
+  const DType type = dtype_named(dtype);
+  nb::gil_scoped_release release;
+  conv_wgrad(set, type, block.first, block.second, images, image(grad, grad_size, out_channels),
+             image(x, x_size, in_channels), big_grad, reinterpret_cast<void*>(values), along.data(), row.data(),
+             col.data(), int64_t(row.size()));
   trim_scratch();
 }
 
@@ -119,6 +177,11 @@ NB_MODULE(_core, m) {
   m.def("linear_wgrad", &py_linear_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "block"_a, "tokens"_a, "grad"_a,
         "grad_stride"_a, "out_features"_a, "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "row"_a, "col"_a,
         "task_start"_a);
+  m.def("conv", &py_conv, nb::kw_only(), "isa"_a, "dtype"_a, "activation"_a, "transpose"_a, "block"_a, "kernel"_a,
+        "images"_a, "x"_a, "x_size"_a, "in_channels"_a, "values"_a, "bias"_a, "y"_a, "y_size"_a, "out_channels"_a,
+        "axes"_a, "start"_a, "col"_a, "position"_a, "order"_a);
+  m.def("conv_wgrad", &py_conv_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "block"_a, "images"_a, "grad"_a, "grad_size"_a,
+        "out_channels"_a, "x"_a, "x_size"_a, "in_channels"_a, "big_grad"_a, "values"_a, "axes"_a, "row"_a, "col"_a);
 }
 
 }  // namespace blocksparse

@@ -4,7 +4,8 @@
 //
 // Weights are broadcast, one unit to a whole vector; x is read a vector at a time. In the forward and the transposed
 // product the lanes are tokens, the terms the blocks of a row; in the sampled product the lanes are input features of
-// blocks side by side, the steps tokens, and "w" is the gradient of the output.
+// blocks side by side, the steps tokens, and "w" is the gradient of the output. In convolutions the lanes are outputs,
+// the rows positions of an image that is read where it lies, and "w" is the image.
 #pragma once
 
 #include "element.hpp"
@@ -12,9 +13,9 @@
 namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 
-// How a tile finds its vectors of x: all of a term's side by side, or each piece of each vector at an address of its
-// own (one term only), a whole vector, a half or a quarter.
-enum class Gather { kTerm, kVectors, kHalves, kQuarters };
+// How a tile finds its vectors of x: all of a term's side by side (and the terms after these fetched meanwhile, or
+// not), or each piece of each vector at an address of its own (one term only), a whole vector, a half or a quarter.
+enum class Gather { kTerm, kStream, kVectors, kHalves, kQuarters };
 constexpr int pieces(Gather gather) { return gather == Gather::kHalves ? 2 : gather == Gather::kQuarters ? 4 : 1; }
 
 template <class E>
@@ -70,11 +71,13 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
     int64_t at = 0;
     for (int64_t k = 0; k < terms.steps; ++k, w += terms.w_step, at += terms.x_step) {
       Vector<Unit> in[kVectors];
-      if constexpr (kGather == Gather::kTerm) {
-        __builtin_prefetch(next_w);
-        __builtin_prefetch(next_x);
-        next_w += next_w_bytes;
-        next_x += next_x_bytes;
+      if constexpr (kGather == Gather::kTerm || kGather == Gather::kStream) {
+        if constexpr (kGather == Gather::kTerm) {
+          __builtin_prefetch(next_w);
+          __builtin_prefetch(next_x);
+          next_w += next_w_bytes;
+          next_x += next_x_bytes;
+        }
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) in[v] = load(x + at + v * kWide);
       } else {
@@ -122,6 +125,46 @@ static void column_of_tiles(const Terms<E>& terms, int64_t vectors, int64_t x_of
   if (vectors == 3) return column_of_tiles<E, 3, kGather>(terms, x_offset, rows, add, sums, sums_row);
   if (vectors == 2) return column_of_tiles<E, 2, kGather>(terms, x_offset, rows, add, sums, sums_row);
   column_of_tiles<E, 1, kGather>(terms, x_offset, rows, add, sums, sums_row);
+}
+
+// All rows, in tiles of about equal height: where rows are few and sums must not wait for each other.
+template <class E, int kVectors>
+static void column_of_even_tiles(const Terms<E>& terms, int64_t x_offset, int64_t rows, bool add, typename E::Sum* sums,
+                                 int64_t sums_row) {
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t r = rows * t / tiles;
+    switch (rows * (t + 1) / tiles - r) {
+#define BLOCKSPARSE_ROWS(count)                                                                                   \
+  case count:                                                                                                     \
+    if constexpr (count <= kTileRows)                                                                             \
+      register_tile<E, count, kVectors, Gather::kStream>(terms, r, x_offset, add, sums + r * sums_row, sums_row); \
+    break;
+      BLOCKSPARSE_ROWS(1)
+      BLOCKSPARSE_ROWS(2)
+      BLOCKSPARSE_ROWS(3)
+      BLOCKSPARSE_ROWS(4)
+      BLOCKSPARSE_ROWS(5)
+      BLOCKSPARSE_ROWS(6)
+      BLOCKSPARSE_ROWS(7)
+      BLOCKSPARSE_ROWS(8)
+#undef BLOCKSPARSE_ROWS
+    }
+  }
+}
+
+// Rows and vectors [0, vectors) of them.
+template <class E>
+static void even_tiles(const Terms<E>& terms, int64_t vectors, int64_t rows, bool add, typename E::Sum* sums,
+                       int64_t sums_row) {
+  constexpr int n = kLanes<typename E::Sum>;
+  const int64_t columns = (vectors + kTileVectors - 1) / kTileVectors;
+  for (int64_t c = 0; c < columns; ++c) {
+    const int64_t first = vectors * c / columns, here = vectors * (c + 1) / columns - first, at = first * n;
+    if (here == 3) column_of_even_tiles<E, 3>(terms, at, rows, add, sums + at, sums_row);
+    if (here == 2) column_of_even_tiles<E, 2>(terms, at, rows, add, sums + at, sums_row);
+    if (here == 1) column_of_even_tiles<E, 1>(terms, at, rows, add, sums + at, sums_row);
+  }
 }
 
 }  // namespace BLOCKSPARSE_ISA

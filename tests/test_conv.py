@@ -120,7 +120,7 @@ def geometries(draw):
 
 @on_every_backend
 @in_every_dtype
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(
     layout=layouts(max_grid=4),
     geometry=geometries(),

@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from ...errors import BlockSparseError
+from ...layout import BlockLayout
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ class Segments:
     at: np.ndarray  # int64 [taps of all runs]
     out_step: int
     in_step: int
+
+    @cached_property
+    def packed(self) -> np.ndarray:
+        """All of it in one vector, for the compiled core."""
+        head = [len(self.first), self.out_step, self.in_step]
+        return np.concatenate([head, self.first, self.count, self.tap_start, self.tap, self.at]).astype(np.int64)
 
 
 @lru_cache(maxsize=4096)
@@ -108,6 +115,43 @@ def _segments(runs: Sequence[tuple[int, int, list]], out_step: int, in_step: int
         out_step=out_step,
         in_step=in_step,
     )
+
+
+@lru_cache(maxsize=4096)
+def packed_taps(axis: Axis) -> np.ndarray:
+    """What each tap ties together, in one vector for the compiled core."""
+    counts = zip(*(axis.tap(t) for t in range(axis.kernel)), strict=True)
+    return np.concatenate([[axis.kernel, axis.stride], *counts]).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class ChannelPlan:
+    """The blocks by row of outputs, those of the most blocks first: nothing of space is in it."""
+
+    start: np.ndarray  # int64 [rows + 1], where each row's blocks start in `col` and `block`
+    col: np.ndarray  # int32 [nnz], the block of inputs
+    block: np.ndarray  # int64 [nnz], the position in `values`
+    order: np.ndarray  # int32 [rows]
+
+
+def channel_plan(layout: BlockLayout, transpose: bool) -> ChannelPlan:
+    """The plan of a convolution with this layout, or with the transposed one.
+
+    >>> import blocksparse as bs
+    >>> channel_plan(bs.BlockLayout([[True, False], [True, True]], 8), transpose=False).order
+    array([1, 0], dtype=int32)
+    """
+
+    def build() -> ChannelPlan:
+        rows = layout.T if transpose else layout
+        return ChannelPlan(
+            start=rows.row_start.astype(np.int64),
+            col=rows.col_of_block.astype(np.int32, copy=False),
+            block=layout.transpose_order if transpose else np.arange(layout.nnz, dtype=np.int64),
+            order=np.argsort(-np.diff(rows.row_start.astype(np.int64)), kind="stable").astype(np.int32),
+        )
+
+    return layout.derived(("conv channels", transpose), build)
 
 
 def axes_of(

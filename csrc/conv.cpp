@@ -1,0 +1,287 @@
+#include "conv.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "parallel.hpp"
+
+namespace blocksparse {
+namespace {
+
+// Working copies of images: so much at a time, yet at least one image.
+constexpr int64_t kImageBytes = 8 << 20;
+// Positions that a run and a job have at most: their sums stay in the L1 cache.
+constexpr int64_t kRun = 64, kJob = 96;
+// A run shorter than this leaves sums waiting for each other: better along another axis.
+constexpr int64_t kGoodRun = 6;
+// Positions of the sampled product taken together, and the most rows of them.
+constexpr int64_t kSampled = 128, kSampledRows = 64;
+constexpr int64_t kConvertedNumbers = 1 << 14;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+char* advance(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
+const char* advance(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
+int64_t positions(const Image& image) { return image.size[0] * image.size[1] * image.size[2]; }
+
+// Outputs in a box of [n, depth, height, width] that all meet the same taps, cut into runs along one of these axes.
+struct Region {
+  int64_t count[4], input[4], output[4];  // per axis: positions, and the distance of two of them
+  int64_t first_output = 0;
+  std::vector<int64_t> tap, at;
+  int axis = 3;
+  int64_t pieces = 1, runs = 1, runs_per_job = 1;  // pieces that a line along `axis` is cut into
+
+  void cut() {
+    for (int a = 2; a >= 0 && count[axis] < kGoodRun; --a)
+      if (count[a] >= kGoodRun || count[a] > count[axis]) axis = a;
+    pieces = ceil_div(count[axis], kRun);
+    runs = pieces;
+    for (int a = 0; a < 4; ++a)
+      if (a != axis) runs *= count[a];
+    runs_per_job = std::max<int64_t>(kJob / ceil_div(count[axis], pieces), 1);
+  }
+  int64_t work() const { return count[0] * count[1] * count[2] * count[3] * std::max<int64_t>(tap.size(), 1); }
+};
+
+struct Job {
+  int region;
+  int64_t first, runs, begin, length;  // runs side by side: one piece of some lines
+};
+
+std::vector<Region> regions_of(const AxisSegments* axes, const int64_t* kernel, const Image& x, const Image& y) {
+  std::vector<Region> regions;
+  const int64_t in[4] = {positions(x) * x.channels, x.size[1] * x.size[2] * x.channels, x.size[2] * x.channels,
+                         x.channels};
+  const int64_t out[4] = {positions(y) * y.channels, y.size[1] * y.size[2] * y.channels, y.size[2] * y.channels,
+                          y.channels};
+  int64_t s[3];
+  for (s[0] = 0; s[0] < axes[0].count; ++s[0])
+    for (s[1] = 0; s[1] < axes[1].count; ++s[1])
+      for (s[2] = 0; s[2] < axes[2].count; ++s[2]) {
+        Region region;
+        region.input[0] = in[0], region.output[0] = out[0], region.count[0] = 0;
+        for (int a = 0; a < 3; ++a) {
+          region.count[a + 1] = axes[a].length[s[a]];
+          region.input[a + 1] = axes[a].in_step * in[a + 1];
+          region.output[a + 1] = axes[a].out_step * out[a + 1];
+          region.first_output += axes[a].first[s[a]] * out[a + 1];
+        }
+        const auto each = [&](int a, auto body) {
+          for (int64_t t = axes[a].tap_start[s[a]]; t < axes[a].tap_start[s[a] + 1]; ++t)
+            body(axes[a].tap[t], axes[a].at[t] * in[a + 1]);
+        };
+        each(0, [&](int64_t t0, int64_t at0) {
+          each(1, [&](int64_t t1, int64_t at1) {
+            each(2, [&](int64_t t2, int64_t at2) {
+              region.tap.push_back((t0 * kernel[1] + t1) * kernel[2] + t2);
+              region.at.push_back(at0 + at1 + at2);
+            });
+          });
+        });
+        regions.push_back(std::move(region));
+      }
+  return regions;
+}
+
+// The longest ones first, so that no thread is left alone with one at the end.
+std::vector<Job> jobs_of(std::vector<Region>& regions, int64_t images) {
+  for (Region& region : regions) region.count[0] = images, region.cut();
+  std::stable_sort(regions.begin(), regions.end(),
+                   [](const Region& a, const Region& b) { return a.work() > b.work(); });
+  std::vector<Job> jobs;
+  for (size_t i = 0; i < regions.size(); ++i) {
+    const Region& region = regions[i];
+    const int64_t lines = region.runs / region.pieces, length = region.count[region.axis];
+    for (int64_t line = 0; line < lines; line += region.runs_per_job)
+      for (int64_t p = 0; p < region.pieces; ++p) {
+        const int64_t begin = length * p / region.pieces;
+        jobs.push_back({int(i), line, std::min(region.runs_per_job, lines - line), begin,
+                        length * (p + 1) / region.pieces - begin});
+      }
+  }
+  return jobs;
+}
+
+}  // namespace
+
+void conv(const InstructionSet& isa, DType dtype, Activation activation, bool transposed, int64_t block_out,
+          int64_t block_sum, const int64_t* kernel, int64_t n, const Image& x, const void* values, const void* bias,
+          const Image& y, const AxisSegments* axes, const ChannelRows& rows) {
+  const ConvKernels& kernels = isa.conv(dtype, block_sum);
+  const int64_t size = size_of(dtype), unit = kernels.unit_size, nnz = rows.start[rows.rows];
+  const int64_t taps = kernel[0] * kernel[1] * kernel[2], steps = block_sum / kernels.fold;
+  const int64_t padded = ceil_div(block_out, kernels.lanes) * kernels.lanes, block_units = taps * steps * padded;
+
+  void* weights = scratch(Scratch::kWeights, nnz * block_units * unit);
+  parallel_tasks(nnz, [&](int64_t i) {
+    kernels.pack_block({advance(values, rows.position[i] * block_out * block_sum * taps * size), block_out, block_sum,
+                        taps, padded, transposed, advance(weights, i * block_units * unit)});
+  });
+
+  std::vector<Region> regions = regions_of(axes, kernel, x, y);
+  for (Region& region : regions) {  // from numbers to units
+    for (int64_t& at : region.at) at /= kernels.fold;
+    for (int64_t& step : region.input) step /= kernels.fold;
+  }
+  const int64_t image = positions(x) * x.channels, image_out = positions(y) * y.channels;
+  const int64_t at_once = kernels.converts ? std::max<int64_t>(kImageBytes / std::max<int64_t>(image * unit, 1), 1) : n;
+  for (int64_t first = 0; first < n; first += at_once) {
+    const int64_t images = std::min(at_once, n - first);
+    const void* input = advance(x.data, first * image * size);
+    if (kernels.converts) {
+      void* converted = scratch(Scratch::kPanels, images * image * unit);
+      parallel_tasks(ceil_div(images * image, kConvertedNumbers), [&](int64_t i) {
+        const int64_t begin = i * kConvertedNumbers;
+        kernels.convert(advance(input, begin * size), std::min(kConvertedNumbers, images * image - begin),
+                        advance(converted, begin * unit));
+      });
+      input = converted;
+    }
+    const std::vector<Job> jobs = jobs_of(regions, images);
+    parallel_tasks(int64_t(jobs.size()) * rows.rows, [&](int64_t i) {
+      const Job& job = jobs[i / rows.rows];
+      const Region& region = regions[job.region];
+      const int64_t row = rows.order[i % rows.rows], output = row * block_out, start = rows.start[row];
+      int64_t in[kJob], out[kJob];
+      for (int64_t r = 0; r < job.runs; ++r) {
+        int64_t line = job.first + r;
+        in[r] = job.begin * region.input[region.axis];
+        out[r] = job.begin * region.output[region.axis] + region.first_output;
+        for (int a = 3; a >= 0; --a) {
+          if (a == region.axis) continue;
+          in[r] += line % region.count[a] * region.input[a];
+          out[r] += line % region.count[a] * region.output[a];
+          line /= region.count[a];
+        }
+      }
+      kernels.piece({rows.start[row + 1] - start,
+                     rows.col + start,
+                     advance(weights, start * block_units * unit),
+                     taps,
+                     steps,
+                     padded,
+                     block_out,
+                     int64_t(region.tap.size()),
+                     region.tap.data(),
+                     region.at.data(),
+                     input,
+                     job.runs,
+                     job.length,
+                     in,
+                     region.input[region.axis],
+                     bias ? advance(bias, output * size) : nullptr,
+                     activation,
+                     const_cast<char*>(advance(y.data, (first * image_out + output) * size)),
+                     out,
+                     region.output[region.axis]});
+    });
+  }
+}
+
+void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64_t block_in, int64_t n,
+                const Image& grad, const Image& x, bool big_grad, void* values, const AxisTaps* axes,
+                const int32_t* row, const int32_t* col, int64_t nnz) {
+  const LinearKernels& packing = isa.linear(dtype, 1);  // the sum is over positions, which taps shift one by one
+  const ConvKernels& kernels = isa.conv(dtype, 1);
+  const int64_t size = size_of(dtype), unit = kernels.unit_size, sum = kernels.sum_size;
+  const int64_t taps = axes[0].taps * axes[1].taps * axes[2].taps;
+
+  // The lanes are the inputs of a block, or the outputs where there are more of these and inputs do not fill a vector.
+  const bool swapped = block_in < kernels.lanes && block_out > block_in;
+  struct Side {
+    const Image& image;
+    int64_t block, padded;
+    bool big;
+    const int32_t* index;
+    Scratch slot;
+    const char* packed;
+    int64_t block_bytes;
+  } sides[2] = {{grad, block_out, 0, big_grad, row, Scratch::kGradients, nullptr, 0},
+                {x, block_in, 0, !big_grad, col, Scratch::kPanels, nullptr, 0}};
+  Side &left = sides[swapped ? 1 : 0], &right = sides[swapped ? 0 : 1];
+  left.padded = left.block;
+  right.padded = ceil_div(right.block, kernels.lanes) * kernels.lanes;
+  const Image& small = big_grad ? x : grad;
+
+  const int64_t tap_sums = left.block * right.padded, block_sums = taps * tap_sums;
+  void* sums = scratch(Scratch::kTurned, nnz * block_sums * sum);
+  parallel_tasks(nnz, [&](int64_t k) { memset(advance(sums, k * block_sums * sum), 0, block_sums * sum); });
+
+  int64_t image_bytes = 1;
+  for (const Side& side : sides)
+    image_bytes += positions(side.image) * side.image.channels / side.block * side.padded * unit;
+  const int64_t chunks = ceil_div(n, std::max<int64_t>(kImageBytes / image_bytes, 1));
+  const int64_t groups = axes[0].taps * axes[1].taps;
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const int64_t first = n * chunk / chunks, images = n * (chunk + 1) / chunks - first;
+    for (Side& side : sides) {
+      const int64_t count = images * positions(side.image), blocks = side.image.channels / side.block;
+      side.block_bytes = count * side.padded * unit;
+      void* packed = scratch(side.slot, blocks * side.block_bytes);
+      side.packed = static_cast<const char*>(packed);
+      const BlockColumns columns = {
+          advance(side.image.data, first * positions(side.image) * side.image.channels * size),
+          side.image.channels,
+          count,
+          side.block,
+          side.padded,
+          packed,
+          count * side.padded};
+      parallel_tasks(ceil_div(count, 64), [&](int64_t i) {
+        packing.pack_block_columns(columns, i * 64, std::min(i * 64 + 64, count), 0, blocks);
+      });
+    }
+
+    // Rows of positions of the small image, [images, depth, height] of them, a bunch at a time for all taps of a row.
+    const int64_t lines = images * small.size[0] * small.size[1], width = small.size[2];
+    const int64_t pieces = ceil_div(width, kSampled);
+    const int64_t bunch =
+        std::clamp<int64_t>(kSampled / std::max<int64_t>(ceil_div(width, pieces), 1), 1, kSampledRows);
+    parallel_tasks(nnz * groups, [&](int64_t i) {
+      const int64_t k = i / groups, t0 = i % groups / axes[1].taps, t1 = i % axes[1].taps;
+      const char* from[2];
+      for (const Side& side : sides) from[&side == &right] = side.packed + side.index[k] * side.block_bytes;
+      for (int64_t line = 0; line < lines; line += bunch)
+        for (int64_t piece = 0; piece < pieces; ++piece)
+          for (int64_t t2 = 0; t2 < axes[2].taps; ++t2) {
+            const int64_t begin = std::max(width * piece / pieces, axes[2].first_small[t2]);
+            const int64_t end = std::min(width * (piece + 1) / pieces, axes[2].first_small[t2] + axes[2].count[t2]);
+            if (begin >= end) continue;
+            const void* rows[2][kSampledRows];
+            int64_t count = 0;
+            for (int64_t l = line; l < std::min(line + bunch, lines); ++l) {
+              const int64_t y = l % small.size[1], z = l / small.size[1] % small.size[0];
+              const int64_t image = l / small.size[1] / small.size[0];
+              const int64_t past1 = y - axes[1].first_small[t1], past0 = z - axes[0].first_small[t0];
+              if (past1 < 0 || past1 >= axes[1].count[t1] || past0 < 0 || past0 >= axes[0].count[t0]) continue;
+              for (const Side& side : sides) {
+                const int64_t* in = side.image.size;
+                int64_t at = l * width + begin;
+                if (side.big)
+                  at = ((image * in[0] + axes[0].first_big[t0] + past0 * axes[0].stride) * in[1] +
+                        axes[1].first_big[t1] + past1 * axes[1].stride) *
+                           in[2] +
+                       axes[2].first_big[t2] + (begin - axes[2].first_small[t2]) * axes[2].stride;
+                rows[&side == &right][count] = from[&side == &right] + at * side.padded * unit;
+              }
+              ++count;
+            }
+            if (count == 0) continue;
+            const int64_t tap = (t0 * axes[1].taps + t1) * axes[2].taps + t2;
+            kernels.sample({count, end - begin, rows[0], rows[1], left.block, right.padded,
+                            left.padded * (left.big ? axes[2].stride : 1),
+                            right.padded * (right.big ? axes[2].stride : 1),
+                            advance(sums, (k * block_sums + tap * tap_sums) * sum)});
+          }
+    });
+  }
+
+  parallel_tasks(nnz, [&](int64_t k) {
+    kernels.unpack_block({advance(sums, k * block_sums * sum), left.block, right.block, right.padded, taps, swapped,
+                          advance(values, k * block_out * block_in * taps * size)});
+  });
+}
+
+}  // namespace blocksparse

@@ -1,0 +1,43 @@
+// The convolutions: how positions are cut into runs, who packs, who multiplies.
+#pragma once
+
+#include "kernels.hpp"
+
+namespace blocksparse {
+
+// One axis of the outputs in segments that meet the same taps: see Segments in plan.py.
+struct AxisSegments {
+  int64_t count, out_step, in_step;
+  const int64_t *first, *length, *tap_start, *tap, *at;
+};
+
+// One axis of the sampled product: for each tap how many positions it ties, and the first of the small and big image.
+struct AxisTaps {
+  int64_t taps, stride;
+  const int64_t *count, *first_small, *first_big;
+};
+
+struct Image {  // [n, size[0], size[1], size[2], channels]
+  const void* data;
+  int64_t size[3], channels;
+};
+
+struct ChannelRows {  // see ChannelPlan in plan.py
+  const int64_t* start;
+  const int32_t* col;
+  const int64_t* position;
+  const int32_t* order;
+  int64_t rows;
+};
+
+// y = activation(W * x + bias) with blocks [block_out, block_sum, taps], or [block_sum, block_out, taps] if transposed.
+void conv(const InstructionSet& isa, DType dtype, Activation activation, bool transposed, int64_t block_out,
+          int64_t block_sum, const int64_t* kernel, int64_t n, const Image& x, const void* values, const void* bias,
+          const Image& y, const AxisSegments* axes, const ChannelRows& rows);
+
+// values = the blocks [block_out, block_in, taps] of the gradient; x is the big image, or grad is.
+void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64_t block_in, int64_t n,
+                const Image& grad, const Image& x, bool big_grad, void* values, const AxisTaps* axes,
+                const int32_t* row, const int32_t* col, int64_t nnz);
+
+}  // namespace blocksparse

@@ -1,0 +1,259 @@
+// The convolutions for one instruction set: compiled once for each, with BLOCKSPARSE_ISA naming it.
+//
+// The register tile is that of the linear products with the roles exchanged: the rows are positions along one axis of
+// an image that is read where it lies, a constant distance apart, and the lanes are outputs. So nothing is unfolded,
+// padded or transposed; what changes from tap to tap is an address.
+#include "activation.hpp"
+#include "amx.hpp"
+#include "element.hpp"
+#include "kernels.hpp"
+#include "parallel.hpp"
+#include "tile.hpp"
+
+namespace blocksparse {
+namespace BLOCKSPARSE_ISA {
+namespace {
+
+// Units of the sum taken together: their weights stay in the L1 cache while all positions pass by.
+constexpr int64_t kConvGroup = 128;
+
+template <class E>
+void convert(const void* from, int64_t count, void* to) {
+  using Storage = typename E::Storage;
+  using Sum = typename E::Sum;
+  constexpr int n = kLanes<Sum>;
+  if constexpr (E::kFold == 1) {
+    const Storage* x = static_cast<const Storage*>(from);
+    Sum* y = static_cast<Sum*>(to);
+    int64_t i = 0;
+    for (; i + n <= count; i += n) store(y + i, E::units(x + i));
+    for (; i < count; ++i) y[i] = E::to_sum(x[i]);
+  } else {
+    memcpy(to, from, count * sizeof(Storage));
+  }
+}
+
+template <class E>
+typename E::Unit unit_of(const typename E::Storage* from, int64_t next) {
+  if constexpr (E::kFold == 1) {
+    (void)next;
+    return E::to_sum(*from);
+  } else {
+    return typename E::Unit(from[0]) | typename E::Unit(from[next]) << 16;
+  }
+}
+
+template <class E>
+void pack_block(const PackedBlock& block) {
+  using Unit = typename E::Unit;
+  const typename E::Storage* from = static_cast<const typename E::Storage*>(block.from);
+  Unit* to = static_cast<Unit*>(block.to);
+  const int64_t sum_step = block.transposed ? block.lanes * block.taps : block.taps;
+  const int64_t lane_step = block.transposed ? block.taps : block.sum * block.taps;
+  const int64_t steps = block.sum / E::kFold, tap_units = steps * block.padded;
+  for (int64_t k = 0; k < steps; ++k) {
+    for (int64_t l = 0; l < block.lanes; ++l) {
+      const auto* at = from + k * E::kFold * sum_step + l * lane_step;
+      Unit* unit = to + k * block.padded + l;
+      for (int64_t t = 0; t < block.taps; ++t) unit[t * tap_units] = unit_of<E>(at + t, sum_step);
+    }
+    for (int64_t t = 0; t < block.taps; ++t)
+      for (int64_t l = block.lanes; l < block.padded; ++l) to[t * tap_units + k * block.padded + l] = 0;
+  }
+}
+
+// -- y = W * x -------------------------------------------------------------------------------------------------------
+
+#if defined(BLOCKSPARSE_TILES)
+// All runs on tiles, whole ones first: setting them to another height takes its time.
+static void multiply_runs_on_tiles(const ConvPiece& piece, const uint32_t* const* w, const int64_t* offset,
+                                   int64_t count, bool add, float* sums) {
+  const uint32_t* x = static_cast<const uint32_t*>(piece.x);
+  const int64_t depth = smaller(kTile, piece.steps), whole = piece.length / kTile * kTile;
+  const uint32_t* a[kConvGroup];
+  const uint32_t* b[kConvGroup];
+  for (int64_t first = 0; first < piece.length; first = first < whole ? whole : piece.length) {
+    const int64_t rows = first < whole ? whole : piece.length - whole;
+    configure_tiles(smaller(kTile, rows), depth, kTile);
+    for (int64_t r = 0; r < piece.runs; ++r) {
+      for (int64_t i = 0; i < count; ++i) a[i] = x + piece.input[r] + first * piece.input_step + offset[i];
+      float* const to = sums + (r * piece.length + first) * piece.padded;
+      for (int64_t c = 0; c < piece.padded; c += 2 * kTile) {
+        const int columns = c + kTile < piece.padded ? 2 : 1;
+        const uint32_t* left[kConvGroup];
+        for (int64_t i = 0; i < count; ++i) left[i] = w[i] + c, b[i] = left[i] + kTile;
+        float* const at[2] = {to + c, to + c + kTile};
+        tile_columns(
+            {a, {left, b}, count, piece.steps / depth, piece.input_step, depth, piece.padded, depth * piece.padded},
+            (rows + kTile - 1) / kTile, columns, add, at, piece.padded);
+      }
+    }
+  }
+  release_tiles();
+}
+#endif
+
+template <class E>
+void multiply_piece(const ConvPiece& piece, typename E::Sum* sums) {
+  using Unit = typename E::Unit;
+  const Unit* weights = static_cast<const Unit*>(piece.weights);
+  const Unit* x = static_cast<const Unit*>(piece.x);
+  const int64_t terms = piece.blocks * piece.taps, tap_units = piece.steps * piece.padded;
+  const int64_t group = piece.steps < kConvGroup ? kConvGroup / piece.steps : 1;
+  const Unit* w[kConvGroup];
+  const Unit* in[kConvGroup];
+  int64_t offset[kConvGroup];
+  for (int64_t first = 0; first < terms; first += group) {
+    const int64_t count = smaller(group, terms - first);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t block = (first + i) / piece.taps, tap = (first + i) % piece.taps;
+      w[i] = weights + (block * piece.all_taps + piece.tap[tap]) * tap_units;
+      offset[i] = piece.at[tap] + piece.col[block] * piece.steps;
+    }
+#if defined(BLOCKSPARSE_TILES)
+    if constexpr (E::kFold == 2) {
+      if (fills_tiles(piece.steps)) {
+        multiply_runs_on_tiles(piece, w, offset, count, first > 0, sums);
+        continue;
+      }
+    }
+#endif
+    for (int64_t r = 0; r < piece.runs; ++r) {
+      for (int64_t i = 0; i < count; ++i) in[i] = x + piece.input[r] + offset[i];
+      const Terms<E> run = {in, w, int(count), piece.input_step, 1, piece.padded, piece.steps, nullptr, nullptr,
+                            0,  0, 0};
+      even_tiles<E>(run, piece.padded / kLanes<Unit>, piece.length, first > 0, sums + r * piece.length * piece.padded,
+                    piece.padded);
+    }
+  }
+}
+
+template <class E>
+void write_piece(const ConvPiece& piece, const typename E::Sum* sums) {
+  using Sum = typename E::Sum;
+  using Storage = typename E::Storage;
+  constexpr int n = kLanes<Sum>;
+  const Storage* bias = static_cast<const Storage*>(piece.bias);
+  for (int64_t o = 0; o < piece.outputs; o += n) {
+    const int64_t wide = smaller<int64_t>(n, piece.outputs - o);
+    Vector<Sum> shift = {};
+    if (bias)
+      for (int64_t i = 0; i < wide; ++i) shift[i] = E::to_sum(bias[o + i]);
+    for (int64_t r = 0; r < piece.runs; ++r) {
+      const Sum* from = sums + r * piece.length * piece.padded + o;
+      Storage* to = static_cast<Storage*>(piece.y) + piece.output[r] + o;
+      for (int64_t p = 0; p < piece.length; ++p, from += piece.padded, to += piece.output_step) {
+        Vector<Sum> v = load(from);
+        if (bias) v = v + shift;
+        if (piece.activation != Activation::kNone) v = activated(v, piece.activation);
+        if (wide == n) {
+          E::store_sums(to, v);
+        } else {
+          write_sums<E>(to, v, wide, false);
+        }
+      }
+    }
+  }
+}
+
+template <class E>
+void conv_piece(const ConvPiece& piece) {
+  using Sum = typename E::Sum;
+  const int64_t size = piece.runs * piece.length * piece.padded * int64_t(sizeof(Sum));
+  Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, size));
+  if (piece.blocks * piece.taps == 0) {
+    memset(sums, 0, size);
+  } else {
+    multiply_piece<E>(piece, sums);
+  }
+  write_piece<E>(piece, sums);
+}
+
+// -- the gradient of the values
+// ----------------------------------------------------------------------------------------
+
+template <class E>
+void sample(const SampledRows& rows) {
+  if constexpr (E::kFold == 1) {
+    using Unit = typename E::Unit;
+    const Terms<E> terms = {reinterpret_cast<const Unit* const*>(rows.left),
+                            reinterpret_cast<const Unit* const*>(rows.right),
+                            int(rows.count),
+                            1,
+                            rows.left_step,
+                            rows.right_step,
+                            rows.steps,
+                            nullptr,
+                            nullptr,
+                            0,
+                            0,
+                            0};
+    even_tiles<E>(terms, rows.padded / kLanes<Unit>, rows.rows, true, static_cast<typename E::Sum*>(rows.sums),
+                  rows.padded);
+  }
+}
+
+template <class E>
+void unpack_block(const UnpackedBlock& block) {
+  using Sum = typename E::Sum;
+  constexpr int n = kLanes<Sum>;
+  const Sum* sums = static_cast<const Sum*>(block.sums);
+  typename E::Storage* to = static_cast<typename E::Storage*>(block.to);
+  const int64_t outer = block.swapped ? block.lanes : block.rows, inner = block.swapped ? block.rows : block.lanes;
+  const int64_t outer_step = block.swapped ? 1 : block.padded, inner_step = block.swapped ? block.padded : 1;
+  const int64_t tap_step = block.rows * block.padded;
+  Sum part[n];
+  int64_t filled = 0;
+  for (int64_t o = 0; o < outer; ++o)
+    for (int64_t i = 0; i < inner; ++i)
+      for (int64_t t = 0; t < block.taps; ++t) {
+        part[filled++] = sums[t * tap_step + o * outer_step + i * inner_step];
+        if (filled < n) continue;
+        E::store_sums(to, load(part));
+        to += n;
+        filled = 0;
+      }
+  if (filled) {
+    for (int64_t i = filled; i < n; ++i) part[i] = 0;
+    write_sums<E>(to, load(part), filled, false);
+  }
+}
+
+template <class E>
+constexpr ConvKernels table() {
+  return {E::kFold,
+          kLanes<typename E::Sum>,
+          sizeof(typename E::Unit),
+          sizeof(typename E::Sum),
+          E::kConvertsWeights,
+          convert<E>,
+          pack_block<E>,
+          conv_piece<E>,
+          sample<E>,
+          unpack_block<E>};
+}
+
+}  // namespace
+
+const ConvKernels& select_conv(DType dtype, int64_t block_sum) {
+  static constexpr ConvKernels float32 = table<Float32>(), float64 = table<Float64>(), bfloat16 = table<BFloat16>(),
+                               float16 = table<Float16>();
+#if defined(__AVX512BF16__)
+  static constexpr ConvKernels pairs = table<BFloat16Pairs>();
+  if (dtype == DType::kBFloat16 && block_sum % 2 == 0) return pairs;
+#endif
+  (void)block_sum;
+  switch (dtype) {
+    case DType::kFloat32:
+      return float32;
+    case DType::kFloat64:
+      return float64;
+    case DType::kBFloat16:
+      return bfloat16;
+    default:
+      return float16;
+  }
+}
+
+}  // namespace BLOCKSPARSE_ISA
+}  // namespace blocksparse
