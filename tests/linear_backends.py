@@ -1,4 +1,8 @@
-"""Every backend and CPU instruction set that this machine has, to run one contract on."""
+"""Every backend and CPU instruction set that this machine has, to run one contract on.
+
+The `triton` backend runs on the GPU, or without one in Triton's interpreter. It comes thrice: with the tiles it would
+choose, with small ones that cut rows, blocks and sums in parts, and with two rows per task.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,56 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 import blocksparse as bs
-from blocksparse.ops import cpu_core
-from blocksparse.ops.linear.op import linear_op, linear_wgrad_op
+from blocksparse.ops import cpu_core, triton_runtime
+from blocksparse.ops.linear.op import indices_of, linear_op, linear_wgrad_op
+from blocksparse.ops.linear.tiles import Tile, use_tiles
+
+SMALL = Tile(tokens=32, outputs=32, lanes=32, warps=1, stages=2, group=2)
+PAIRS = Tile(tokens=32, outputs=32, lanes=64, warps=4, stages=3, pairs=True)
+TILES = {
+    "tuned": {},
+    "small": {"forward": SMALL, "dgrad": SMALL, "wgrad": SMALL},
+    "pairs": {"forward": PAIRS, "dgrad": PAIRS},
+}
 
 BACKENDS = ["reference"]
 if cpu_core.unavailable() is None:
     BACKENDS += [f"cpu-{isa}" for isa, present in cpu_core.isas().items() if present]
+if triton_runtime.unavailable() is None:
+    BACKENDS += [f"triton-{tiles}" for tiles in TILES]
+
+# The interpreter is slow: it gets fewer and smaller cases.
+FAST = [backend for backend in BACKENDS if not (backend.startswith("triton") and triton_runtime.interpreting())]
+SLOW = [backend for backend in BACKENDS if backend not in FAST]
 
 # Relative L2 error against float64 on the same (rounded) inputs.
 BOUNDS = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 DTYPES = list(BOUNDS)
 
 
+def bound(backend: str, dtype: torch.dtype) -> float:
+    """On a GPU a sum runs over all its terms one by one."""
+    return 1e-5 if backend.startswith("triton") and dtype == torch.float32 else BOUNDS[dtype]
+
+
 @contextmanager
 def running(backend: str):
-    """Within it the products run on this backend, whose outputs and working memory are full of NaN beforehand."""
-    name, _, isa = backend.partition("-")
+    """Within it the products run on this backend, whose outputs and working memory are full of NaN beforehand.
+
+    What tests make meanwhile is on its device.
+    """
+    name, _, variant = backend.partition("-")
     with ExitStack() as stack:
         stack.enter_context(bs.use_backend(name))
-        if isa:
-            stack.enter_context(cpu_core.use_isa(isa))
-            stack.enter_context(poisoned_empty())
+        if name == "cpu":
+            stack.enter_context(cpu_core.use_isa(variant))
             poison_working_memory()
+        if name == "triton":
+            stack.enter_context(use_tiles(**TILES[variant]))
+            if not triton_runtime.interpreting():
+                stack.enter_context(torch.device("cuda"))
+        if name != "reference":
+            stack.enter_context(poisoned_empty())
         yield
 
 
@@ -57,15 +89,15 @@ def poison_working_memory() -> None:
 
 
 def forward(x, values, layout, bias=None, activation=None):
-    return linear_op(x, values, bias, layout.crow_indices(), layout.col_indices(), layout.grid[1], False, activation)
+    return linear_op(x, values, bias, indices_of(layout, x), layout.grid[1], False, activation)
 
 
 def dgrad(grad, values, layout):
-    return linear_op(grad, values, None, layout.crow_indices(), layout.col_indices(), layout.grid[1], True, None)
+    return linear_op(grad, values, None, indices_of(layout, grad), layout.grid[1], True, None)
 
 
 def wgrad(grad, x, layout):
-    return linear_wgrad_op(grad, x, layout.crow_indices(), layout.col_indices(), layout.grid[1])
+    return linear_wgrad_op(grad, x, indices_of(layout, x), layout.grid[1])
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, bound: float, what: str = "") -> None:

@@ -26,7 +26,7 @@ from ..convert import block_coordinates
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.linear import linear
-from ..ops.linear.op import linear_op, linear_wgrad_op
+from ..ops.linear.op import indices_of, linear_op, linear_wgrad_op
 from ..ops.linear.specs import LinearSpec
 from .timing import Call, Clock, Samples, Spread, alternate, host_clock
 
@@ -202,12 +202,11 @@ class Problem:
     def ours(self) -> Call:
         """The pass of the spec on the block-sparse weight."""
         x, grad, values, layout = self.x, self.grad, self.values, self.layout
-        crow, col = layout.crow_indices(x.device), layout.col_indices(x.device)
-        in_blocks = layout.grid[1]
+        indices, in_blocks = indices_of(layout, x), layout.grid[1]
         if self.spec.pass_ == "dgrad":
-            return lambda: linear_op(grad, values, None, crow, col, in_blocks, True, None)
+            return lambda: linear_op(grad, values, None, indices, in_blocks, True, None)
         if self.spec.pass_ == "wgrad":
-            return lambda: linear_wgrad_op(grad, x, crow, col, in_blocks)
+            return lambda: linear_wgrad_op(grad, x, indices, in_blocks)
         return self._autograd(lambda x, values: linear(x, values, layout), x, values)
 
     def peer(self, name: str) -> Call:

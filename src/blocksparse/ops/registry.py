@@ -49,12 +49,12 @@ def backends() -> dict[str, BackendStatus]:
     >>> bs.backends()["reference"].usable
     True
     """
-    from . import cpu_core
+    from . import cpu_core, triton_runtime
 
-    reason = cpu_core.unavailable()
+    no_gpu, no_core = triton_runtime.unavailable(), cpu_core.unavailable()
     return {
-        "triton": BackendStatus("triton", "the Triton kernels for GPUs are not written yet"),
-        "cpu": BackendStatus("cpu", reason, "" if reason else f"instruction set {cpu_core.isa()}"),
+        "triton": BackendStatus("triton", no_gpu, "" if no_gpu else triton_runtime.details()),
+        "cpu": BackendStatus("cpu", no_core, "" if no_core else f"instruction set {cpu_core.isa()}"),
         "reference": BackendStatus("reference", details="plain PyTorch on any device, the definition; slow"),
     }
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..checks import autocast, check_activation, check_alike, check_kinds, needs_grad
-from .op import linear_op
+from .op import indices_of, linear_op
 from .reference import ACTIVATIONS
 
 
@@ -83,9 +83,8 @@ def _product(
     _check(x, values, layout, bias, activation, out_features, in_features)
     # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
     fused = activation if activation == "relu" or not needs_grad(x, values, bias) else None
-    crow, col = layout.crow_indices(x.device), layout.col_indices(x.device)
     flat = x.reshape(-1, in_features)
-    y = linear_op(flat, values, bias, crow, col, layout.grid[1], transpose, fused)
+    y = linear_op(flat, values, bias, indices_of(layout, flat), layout.grid[1], transpose, fused)
     if fused != activation:
         y = ACTIVATIONS[activation](y)
     return y.reshape(*x.shape[:-1], out_features)

@@ -2,40 +2,41 @@
 
 `linear` is y = x W^T + b; with `transpose` it is y = x W, the gradient of its own input. `linear_wgrad` is the
 product sampled on the layout. Each one's gradients are calls of these two again, so they can be differentiated
-as often as one likes. The layout comes as its index tensors: a compiled or exported graph then stands alone.
+as often as one likes. The layout comes as its index tensors, `indices`: crow and col, so that a compiled or exported
+graph stands alone. Graphs compiled for a GPU bring their schedule behind them and see through the ops to the kernels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..registry import choose
-from . import cpu, reference
+from . import cpu, reference, triton
 
-IMPLEMENTATIONS = {"cpu": cpu, "reference": reference}
+IMPLEMENTATIONS = {"triton": triton, "cpu": cpu, "reference": reference}
 
 _library = torch.library.Library("blocksparse", "DEF")
 _library.define(
-    "linear(Tensor x, Tensor values, Tensor? bias, Tensor crow_indices, Tensor col_indices, SymInt in_blocks, "
-    "bool transpose, str? activation) -> Tensor"
+    "linear(Tensor x, Tensor values, Tensor? bias, Tensor[] indices, SymInt in_blocks, bool transpose, "
+    "str? activation) -> Tensor"
 )
-_library.define(
-    "linear_wgrad(Tensor grad, Tensor x, Tensor crow_indices, Tensor col_indices, SymInt in_blocks) -> Tensor"
-)
+_library.define("linear_wgrad(Tensor grad, Tensor x, Tensor[] indices, SymInt in_blocks) -> Tensor")
 linear_op = torch.ops.blocksparse.linear.default
 linear_wgrad_op = torch.ops.blocksparse.linear_wgrad.default
 
 
-def _linear(x, values, bias, crow_indices, col_indices, in_blocks, transpose, activation):
+def _linear(x, values, bias, indices, in_blocks, transpose, activation):
     if values.dim() != 3 or activation not in reference.ACTIVATIONS:
         expected = f"3-D, one of {list(reference.ACTIVATIONS)}"
         raise BlockSparseError.expected("values, activation", expected, f"{values.dim()}-D, {activation!r}")
-    layout = layout_of(crow_indices, col_indices, in_blocks, (values.shape[1], values.shape[2]))
+    layout = layout_of(indices, in_blocks, (values.shape[1], values.shape[2]))
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
     _check_op(
         x.dtype,
@@ -48,12 +49,12 @@ def _linear(x, values, bias, crow_indices, col_indices, in_blocks, transpose, ac
     return backend.linear(x, values, bias, layout, transpose, activation)
 
 
-def _linear_wgrad(grad, x, crow_indices, col_indices, in_blocks):
+def _linear_wgrad(grad, x, indices, in_blocks):
     if grad.dim() != 2 or x.dim() != 2 or in_blocks < 1:
         shapes = f"{list(grad.shape)}, {list(x.shape)}, {in_blocks}"
         raise BlockSparseError.expected("grad, x, in_blocks", "[tokens, out], [tokens, in], a positive int", shapes)
-    block = (grad.shape[1] // (crow_indices.shape[0] - 1), x.shape[1] // in_blocks)
-    layout = layout_of(crow_indices, col_indices, in_blocks, block)
+    block = (grad.shape[1] // (indices[0].shape[0] - 1), x.shape[1] // in_blocks)
+    layout = layout_of(indices, in_blocks, block)
     out_features, in_features = layout.shape
     _check_op(x.dtype, x.device, x=(x, (len(x), in_features)), grad=(grad, (len(x), out_features)))
     return choose("linear_wgrad", IMPLEMENTATIONS, x.device, x.dtype).linear_wgrad(grad, x, layout)
@@ -67,8 +68,18 @@ def _check_op(dtype: torch.dtype, device: torch.device, **tensors: tuple[Tensor 
             raise BlockSparseError.expected(name, f"{list(shape)}, {dtype}, {device}", got)
 
 
-def layout_of(crow: Tensor, col: Tensor, in_blocks: int, block: tuple[int, int]) -> BlockLayout:
+def indices_of(layout: BlockLayout, x: Tensor) -> list[Tensor]:
+    """The index tensors that stand for the layout in a call with x."""
+    indices = [layout.crow_indices(x.device), layout.col_indices(x.device)]
+    compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    if compiling and x.device.type == "cuda":
+        indices += triton.schedule(layout, x.device, x.dtype, x.shape[0])
+    return indices
+
+
+def layout_of(indices: Sequence[Tensor], in_blocks: int, block: tuple[int, int]) -> BlockLayout:
     """The layout that these index tensors came from, or one made of them (in a graph loaded from a file, say)."""
+    crow, col = indices[:2]
     known = getattr(col, "_blocksparse_layout", None)
     layout = known() if known is not None else None
     if layout is not None and layout.block_shape == block and layout.grid[1] == in_blocks:
@@ -86,65 +97,103 @@ def _layout_from_bytes(crow: bytes, col: bytes, dtype: torch.dtype, in_blocks: i
 # -- meta kernels ------------------------------------------------------------------------------------------------
 
 
-def _linear_meta(x, values, bias, crow_indices, col_indices, in_blocks, transpose, activation):
+def _linear_meta(x, values, bias, indices, in_blocks, transpose, activation):
     if transpose:
         return x.new_empty(x.shape[0], in_blocks * values.shape[2])
-    return x.new_empty(x.shape[0], (crow_indices.shape[0] - 1) * values.shape[1])
+    return x.new_empty(x.shape[0], (indices[0].shape[0] - 1) * values.shape[1])
 
 
-def _linear_wgrad_meta(grad, x, crow_indices, col_indices, in_blocks):
-    block_out, block_in = grad.shape[1] // (crow_indices.shape[0] - 1), x.shape[1] // in_blocks
-    return x.new_empty(col_indices.shape[0], block_out, block_in)
+def _linear_wgrad_meta(grad, x, indices, in_blocks):
+    block_out, block_in = grad.shape[1] // (indices[0].shape[0] - 1), x.shape[1] // in_blocks
+    return x.new_empty(indices[1].shape[0], block_out, block_in)
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------
 
 
 def _linear_setup(ctx, inputs, output):
-    x, values, bias, crow, col, ctx.in_blocks, ctx.transpose, ctx.activation = inputs
+    x, values, bias, indices, ctx.in_blocks, ctx.transpose, ctx.activation = inputs
     saved_output = output if ctx.activation == "relu" else None
-    ctx.save_for_backward(x, values, bias, crow, col, saved_output)
+    ctx.save_for_backward(x, values, bias, saved_output, *indices)
 
 
 def _linear_backward(ctx, grad):
-    x, values, bias, crow, col, output = ctx.saved_tensors
+    x, values, bias, output, *indices = ctx.saved_tensors
     if ctx.activation == "relu":
         grad = torch.ops.aten.threshold_backward(grad, output, 0)
     elif ctx.activation is not None:
         # Only who calls the op itself comes here: the public function does not fuse these while training.
-        before = linear_op(x, values, bias, crow, col, ctx.in_blocks, ctx.transpose, None)
+        before = linear_op(x, values, bias, indices, ctx.in_blocks, ctx.transpose, None)
         backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[ctx.activation]
         grad = backward(grad, before)
     grad_x = grad_values = grad_bias = None
     if ctx.needs_input_grad[0]:
-        grad_x = linear_op(grad, values, None, crow, col, ctx.in_blocks, not ctx.transpose, None)
+        grad_x = linear_op(grad, values, None, indices, ctx.in_blocks, not ctx.transpose, None)
     if ctx.needs_input_grad[1]:
         left, right = (x, grad) if ctx.transpose else (grad, x)
-        grad_values = linear_wgrad_op(left, right, crow, col, ctx.in_blocks)
+        grad_values = linear_wgrad_op(left, right, indices, ctx.in_blocks)
     if bias is not None and ctx.needs_input_grad[2]:
         grad_bias = grad.sum(0)
-    return grad_x, grad_values, grad_bias, None, None, None, None, None
+    return grad_x, grad_values, grad_bias, [None] * len(indices), None, None, None
 
 
 def _linear_wgrad_setup(ctx, inputs, output):
-    grad, x, crow, col, ctx.in_blocks = inputs
-    ctx.save_for_backward(grad, x, crow, col)
+    grad, x, indices, ctx.in_blocks = inputs
+    ctx.save_for_backward(grad, x, *indices)
 
 
 def _linear_wgrad_backward(ctx, grad_values):
-    grad, x, crow, col = ctx.saved_tensors
+    grad, x, *indices = ctx.saved_tensors
     grad_grad = grad_x = None
     if ctx.needs_input_grad[0]:
-        grad_grad = linear_op(x, grad_values, None, crow, col, ctx.in_blocks, False, None)
+        grad_grad = linear_op(x, grad_values, None, indices, ctx.in_blocks, False, None)
     if ctx.needs_input_grad[1]:
-        grad_x = linear_op(grad, grad_values, None, crow, col, ctx.in_blocks, True, None)
-    return grad_grad, grad_x, None, None, None
+        grad_x = linear_op(grad, grad_values, None, indices, ctx.in_blocks, True, None)
+    return grad_grad, grad_x, [None] * len(indices), None
 
 
-for _name, _run, _meta, _backward, _setup in (
-    ("linear", _linear, _linear_meta, _linear_backward, _linear_setup),
-    ("linear_wgrad", _linear_wgrad, _linear_wgrad_meta, _linear_wgrad_backward, _linear_wgrad_setup),
+# -- torch.compile -----------------------------------------------------------------------------------------------
+
+
+def _linear_traced(x, values, bias, indices, in_blocks, transpose, activation):
+    crow, col, *schedule = indices
+    layout = triton.TracedLayout((crow.shape[0] - 1, in_blocks), tuple(values.shape[1:]), col.shape[0], schedule)
+    return triton.linear(x, values, bias, layout, transpose, activation)
+
+
+def _linear_wgrad_traced(grad, x, indices, in_blocks):
+    crow, col, *schedule = indices
+    grid = (crow.shape[0] - 1, in_blocks)
+    block = (grad.shape[1] // grid[0], x.shape[1] // grid[1])
+    return triton.linear_wgrad(grad, x, triton.TracedLayout(grid, block, col.shape[0], schedule))
+
+
+def _see_through(traced):
+    """In a graph with a schedule the op becomes launches of its kernels, as with `torch.library.triton_op`."""
+
+    def rule(mode, op, types, args, kwargs):
+        scheduled = any(isinstance(argument, list | tuple) and len(argument) > 2 for argument in args)
+        if not scheduled:
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        with mode:
+            return traced(*args, **kwargs)
+
+    return rule
+
+
+for _name, _run, _meta, _traced, _backward, _setup in (
+    ("linear", _linear, _linear_meta, _linear_traced, _linear_backward, _linear_setup),
+    (
+        "linear_wgrad",
+        _linear_wgrad,
+        _linear_wgrad_meta,
+        _linear_wgrad_traced,
+        _linear_wgrad_backward,
+        _linear_wgrad_setup,
+    ),
 ):
+    _op = f"blocksparse::{_name}"
     _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"blocksparse::{_name}", _meta, lib=_library)
-    torch.library.register_autograd(f"blocksparse::{_name}", _backward, setup_context=_setup, lib=_library)
+    torch.library.register_fake(_op, _meta, lib=_library)
+    torch.library.register_autograd(_op, _backward, setup_context=_setup, lib=_library)
+    torch.library.register_torch_dispatch(_op, FunctionalTensorMode, _see_through(_traced), lib=_library)

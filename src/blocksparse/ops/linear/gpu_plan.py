@@ -1,0 +1,171 @@
+"""What the programs of a GPU do, made once per layout: pure numpy, no values in it, testable without a GPU.
+
+A task is what one program sums up. Longest first: what is handed out last is then short, and no program is left alone
+with a long row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...layout import BlockLayout
+
+# Rows are compared with each other within chunks of so many, which bounds the time and memory of pairing them.
+PAIRING_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """The tasks of y = x W^T (or, from the transposed layout, of y = x W).
+
+    `tasks` is int32: `[tasks, 4]`, each a row, its first and last entry, and the slot for its sums where it is but a
+    part of the row (else -1); or, in pairs, `[tasks, 6]`, each two rows (the second may be -1) and where the entries of
+    both, those of the first alone, and those of the second alone begin and end. Entry e multiplies the inputs of block
+    `col[e]` with block `block[e]` of the values (or with `block[0, e]` and `block[1, e]`). Slot s holds a part of row
+    `slots[s, 0]`, whose last slot is `slots[s, 1] - 1` if s is its first (else -1: no sum starts there).
+    """
+
+    tasks: np.ndarray
+    col: np.ndarray  # int32 [entries]
+    block: np.ndarray | None  # int32 [entries] or [2, entries]; None where it is the entry itself
+    slots: np.ndarray  # int32 [slots, 2]
+
+    @property
+    def pairs(self) -> bool:
+        return self.tasks.shape[1] == 6
+
+
+def linear_plan(layout: BlockLayout, transpose: bool, longest: int | None = None) -> LinearPlan:
+    """One task per row, or several for a row of more than `longest` entries, as equal as can be.
+
+    >>> import blocksparse as bs
+    >>> hub = bs.BlockLayout([[True] * 4, [True, False, False, False]], block_size=32)
+    >>> plan = linear_plan(hub, transpose=False, longest=3)
+    >>> plan.tasks  # the long row in two parts, then the short one
+    array([[ 0,  0,  2,  0],
+           [ 0,  2,  4,  1],
+           [ 1,  4,  5, -1]], dtype=int32)
+    >>> plan.slots  # row 0 is the sum of slots 0 and 1
+    array([[ 0,  2],
+           [ 0, -1]], dtype=int32)
+    """
+    rows, block = (layout.T, layout.transpose_order.astype(np.int32)) if transpose else (layout, None)
+    start = rows.row_start.astype(np.int64)
+    length = np.diff(start)
+    parts = np.ones_like(length) if longest is None else np.maximum(-(-length // longest), 1)
+    row = np.repeat(np.arange(len(length)), parts)
+    nth = np.arange(row.size) - np.repeat(np.cumsum(parts) - parts, parts)
+    first = start[row] + nth * length[row] // parts[row]
+    last = start[row] + (nth + 1) * length[row] // parts[row]
+
+    in_parts = parts[row] > 1
+    slot = np.where(in_parts, np.cumsum(in_parts) - 1, -1)
+    end_of_row = np.where(nth == 0, slot + parts[row], -1)
+    slots = np.stack([row, end_of_row], axis=1)[in_parts]
+
+    order = np.argsort(first - last, kind="stable")
+    tasks = np.stack([row, first, last, slot], axis=1)[order]
+    return LinearPlan(_int32(tasks), _int32(rows.col_of_block), block, _int32(slots))
+
+
+def pair_plan(layout: BlockLayout, transpose: bool) -> LinearPlan:
+    """Two rows per task, matched so that they share many inputs, which are then loaded once for both.
+
+    >>> import blocksparse as bs
+    >>> twins = bs.BlockLayout([[1, 1, 0, 1], [0, 0, 1, 0], [1, 1, 1, 0]], block_size=32)
+    >>> plan = pair_plan(twins, transpose=False)
+    >>> plan.tasks  # rows 0 and 2 share entries [0, 2), row 0 has [2, 3) alone, row 2 has [3, 4)
+    array([[ 0,  2,  0,  2,  3,  4],
+           [ 1, -1,  4,  4,  5,  5]], dtype=int32)
+    >>> plan.col
+    array([0, 1, 3, 2, 2], dtype=int32)
+    >>> plan.block  # in row 0, in row 2; 0 where there is none
+    array([[0, 1, 2, 0, 3],
+           [4, 5, 0, 6, 0]], dtype=int32)
+    """
+    rows = layout.T if transpose else layout
+    place = layout.transpose_order if transpose else np.arange(layout.nnz)
+    start, col = rows.row_start, rows.col_of_block
+    tasks, cols, blocks, at = [], [], [], 0
+    for first, second in matching(rows):
+        mine = np.arange(start[first], start[first + 1])
+        other = np.arange(start[second], start[second + 1]) if second >= 0 else mine[:0]
+        shared, i, j = np.intersect1d(col[mine], col[other], assume_unique=True, return_indices=True)
+        only, alone = np.delete(mine, i), np.delete(other, j)
+        nothing = np.zeros(len(only) + len(alone), dtype=np.int64)
+        cols.append(np.concatenate([shared, col[only], col[alone]]))
+        blocks.append(
+            [
+                np.concatenate([place[mine[i]], place[only], nothing[: len(alone)]]),
+                np.concatenate([place[other[j]], nothing[: len(only)], place[alone]]),
+            ]
+        )
+        ends = at + np.cumsum([0, len(shared), len(only), len(alone)])
+        tasks.append([first, second, *ends])
+        at = ends[-1]
+    table = np.array(tasks)
+    order = np.argsort(table[:, 2] - table[:, 5], kind="stable")
+    block = np.concatenate([np.array(pair, dtype=np.int32) for pair in blocks], axis=1)
+    return LinearPlan(_int32(table[order]), _int32(np.concatenate(cols)), block, np.empty((0, 2), dtype=np.int32))
+
+
+def matching(rows: BlockLayout) -> list[tuple[int, int]]:
+    """Each row once, two and two, greedily those that share most blocks of inputs first; an odd one with -1.
+
+    >>> import blocksparse as bs
+    >>> matching(bs.BlockLayout([[1, 1, 0, 1], [0, 0, 1, 0], [1, 1, 1, 0]], block_size=32))
+    [(0, 2), (1, -1)]
+    """
+    pairs = []
+    for begin in range(0, rows.grid[0], PAIRING_CHUNK):
+        end = min(begin + PAIRING_CHUNK, rows.grid[0])
+        shared = _shared(rows, begin, end)
+        upper = np.triu_indices(end - begin, 1)
+        order = np.argsort(-shared[upper], kind="stable")
+        free = np.ones(end - begin, dtype=bool)
+        for i, j in zip(upper[0][order].tolist(), upper[1][order].tolist(), strict=True):
+            if free[i] and free[j]:
+                free[i] = free[j] = False
+                pairs.append((begin + i, begin + j))
+        pairs += [(begin + int(i), -1) for i in np.flatnonzero(free)]
+    return pairs
+
+
+def _shared(rows: BlockLayout, begin: int, end: int) -> np.ndarray:
+    """How many blocks of inputs each two of these rows share."""
+    here = slice(*rows.row_start[[begin, end]])
+    used, col = np.unique(rows.col_of_block[here], return_inverse=True)
+    member = np.zeros((end - begin, len(used)), dtype=np.float32)
+    member[rows.row_of_block[here] - begin, col] = 1
+    return member @ member.T
+
+
+def share(plan: LinearPlan) -> float:
+    """The part of the loads of inputs that pairing saves, from 0 to a half."""
+    entries = len(plan.col)
+    both = int((plan.tasks[:, 3] - plan.tasks[:, 2]).sum()) if plan.pairs else 0
+    return both / (entries + both) if entries else 0.0
+
+
+def wgrad_tasks(layout: BlockLayout, lanes: int) -> np.ndarray:
+    """The tasks of the sampled product, int32 `[tasks, 4]`: a row, its first and last entry, the task's first lane.
+
+    >>> import blocksparse as bs
+    >>> layout = bs.BlockLayout([[True, True, True], [False, True, False]], block_size=32)
+    >>> wgrad_tasks(layout, lanes=64)  # two blocks at a time
+    array([[ 0,  0,  3,  0],
+           [ 0,  0,  3, 64],
+           [ 1,  3,  4,  0]], dtype=int32)
+    """
+    start = layout.row_start.astype(np.int64)
+    width = 1 << (layout.block_shape[1] - 1).bit_length()
+    count = -(-np.diff(start) * width // lanes)
+    row = np.repeat(np.arange(layout.grid[0]), count)
+    nth = np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
+    return _int32(np.stack([row, start[row], start[row + 1], nth * lanes], axis=1))
+
+
+def _int32(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array, dtype=np.int32)

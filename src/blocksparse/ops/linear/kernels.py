@@ -1,0 +1,300 @@
+"""The Triton kernels of the linear products: tiles and loops; what runs where is decided by the plan and triton.py.
+
+A tile of tokens is the M operand, so that Hopper's `wgmma` serves blocks of 16 and more, and a program sums all blocks
+of its task in registers. The inner dimension is walked in lanes: lane l of a task is feature l % WIDTH of its entry
+l // WIDTH, so one step gathers several small blocks or a part of a large one. A WIDTH is the block's side rounded up
+to a power of two; lanes beyond the true side are masked.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+@triton.jit
+def linear_kernel(
+    x_ptr,  # [tokens, in], the features of one token side by side
+    values_ptr,  # [nnz, block_out, block_in]
+    bias_ptr,  # [out] or None
+    y_ptr,  # [tokens, out]
+    partial_ptr,  # [slots, tokens, outputs of a row]: sums of parts of rows
+    task_ptr,  # int32 [tasks, 4]: row, first entry, last entry, slot (or -1: the whole row)
+    col_ptr,  # int32 [entries]: the block of inputs
+    block_ptr,  # int32 [entries]: the block's place in values, or None where that is the entry
+    tokens,
+    tasks,
+    x_stride,
+    y_stride,
+    block_out: tl.constexpr,
+    block_in: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SUM: tl.constexpr,  # the dtype of sums
+    WIDEN: tl.constexpr,  # operands to it beforehand: see _dot
+    SPLIT: tl.constexpr,  # some tasks are parts of rows
+    TOKENS: tl.constexpr,  # the tile: tokens, outputs, lanes
+    OUTPUTS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,  # token tiles that come to one task side by side
+):
+    """y = x W^T (x W with TRANSPOSE): one tile of tokens and outputs, all entries of one task."""
+    height: tl.constexpr = block_in if TRANSPOSE else block_out
+    task, piece, tile = _program(tokens, tasks, height, OUTPUTS, TOKENS, GROUP)
+    row = tl.load(task_ptr + 4 * task)
+    first = tl.load(task_ptr + 4 * task + 1)
+    last = tl.load(task_ptr + 4 * task + 2)
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    output = piece * OUTPUTS + tl.arange(0, OUTPUTS)
+    sums = tl.zeros((TOKENS, OUTPUTS), SUM)
+    width: tl.constexpr = block_out if TRANSPOSE else block_in
+    WIDTH: tl.constexpr = triton.next_power_of_2(width)
+    for lane0 in range(0, (last - first) * WIDTH, LANES):
+        entry, k, there = _lanes(first, last, lane0, width, WIDTH, LANES)
+        x = _load_x(x_ptr, x_stride, token, tokens, col_ptr, entry, k, there, width)
+        w = _load_w(values_ptr, block_ptr, entry, k, there, output, block_out, block_in, TRANSPOSE)
+        sums = _dot(x, w, sums, PRECISION, WIDEN)
+    if SPLIT:
+        slot = tl.load(task_ptr + 4 * task + 3)
+        if slot < 0:
+            _finish(sums, y_ptr, bias_ptr, row, token, output, tokens, y_stride, height, ACTIVATION)
+        else:
+            offset = (slot.to(tl.int64) * tokens + token[:, None]) * height + output[None, :]
+            tl.store(partial_ptr + offset, sums, mask=(token < tokens)[:, None] & (output < height)[None, :])
+    else:
+        _finish(sums, y_ptr, bias_ptr, row, token, output, tokens, y_stride, height, ACTIVATION)
+
+
+@triton.jit
+def linear_pair_kernel(
+    x_ptr,
+    values_ptr,
+    bias_ptr,
+    y_ptr,
+    task_ptr,  # int32 [tasks, 6]: two rows (or one and -1), where entries of both, the first, the second begin and end
+    col_ptr,
+    block_ptr,  # int32 [2, entries]: the block of either row
+    entries,
+    tokens,
+    tasks,
+    x_stride,
+    y_stride,
+    block_out: tl.constexpr,
+    block_in: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SUM: tl.constexpr,
+    WIDEN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """As linear_kernel, for two rows at once: inputs that both need are loaded once."""
+    height: tl.constexpr = block_in if TRANSPOSE else block_out
+    width: tl.constexpr = block_out if TRANSPOSE else block_in
+    WIDTH: tl.constexpr = triton.next_power_of_2(width)
+    task, piece, tile = _program(tokens, tasks, height, OUTPUTS, TOKENS, GROUP)
+    row0 = tl.load(task_ptr + 6 * task)
+    row1 = tl.load(task_ptr + 6 * task + 1)
+    both = tl.load(task_ptr + 6 * task + 2)
+    only0 = tl.load(task_ptr + 6 * task + 3)
+    only1 = tl.load(task_ptr + 6 * task + 4)
+    end = tl.load(task_ptr + 6 * task + 5)
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    output = piece * OUTPUTS + tl.arange(0, OUTPUTS)
+    sums0 = tl.zeros((TOKENS, OUTPUTS), SUM)
+    sums1 = tl.zeros((TOKENS, OUTPUTS), SUM)
+    for lane0 in range(0, (only0 - both) * WIDTH, LANES):
+        entry, k, there = _lanes(both, only0, lane0, width, WIDTH, LANES)
+        x = _load_x(x_ptr, x_stride, token, tokens, col_ptr, entry, k, there, width)
+        w0 = _load_w(values_ptr, block_ptr, entry, k, there, output, block_out, block_in, TRANSPOSE)
+        w1 = _load_w(values_ptr, block_ptr + entries, entry, k, there, output, block_out, block_in, TRANSPOSE)
+        sums0 = _dot(x, w0, sums0, PRECISION, WIDEN)
+        sums1 = _dot(x, w1, sums1, PRECISION, WIDEN)
+    for lane0 in range(0, (only1 - only0) * WIDTH, LANES):
+        entry, k, there = _lanes(only0, only1, lane0, width, WIDTH, LANES)
+        x = _load_x(x_ptr, x_stride, token, tokens, col_ptr, entry, k, there, width)
+        w0 = _load_w(values_ptr, block_ptr, entry, k, there, output, block_out, block_in, TRANSPOSE)
+        sums0 = _dot(x, w0, sums0, PRECISION, WIDEN)
+    for lane0 in range(0, (end - only1) * WIDTH, LANES):
+        entry, k, there = _lanes(only1, end, lane0, width, WIDTH, LANES)
+        x = _load_x(x_ptr, x_stride, token, tokens, col_ptr, entry, k, there, width)
+        w1 = _load_w(values_ptr, block_ptr + entries, entry, k, there, output, block_out, block_in, TRANSPOSE)
+        sums1 = _dot(x, w1, sums1, PRECISION, WIDEN)
+    _finish(sums0, y_ptr, bias_ptr, row0, token, output, tokens, y_stride, height, ACTIVATION)
+    if row1 >= 0:
+        _finish(sums1, y_ptr, bias_ptr, row1, token, output, tokens, y_stride, height, ACTIVATION)
+
+
+@triton.jit
+def linear_reduce_kernel(
+    partial_ptr,
+    bias_ptr,
+    y_ptr,
+    slot_ptr,  # int32 [slots, 2]: row, and behind the row's last slot (or -1: not the row's first)
+    tokens,
+    y_stride,
+    height: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SUM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    """The rows that came in parts: their sums in the order of the slots, whichever program wrote them first."""
+    first = tl.program_id(0)
+    row = tl.load(slot_ptr + 2 * first)
+    end = tl.load(slot_ptr + 2 * first + 1)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    output = tl.program_id(2) * OUTPUTS + tl.arange(0, OUTPUTS)
+    here = (token < tokens)[:, None] & (output < height)[None, :]
+    sums = tl.zeros((TOKENS, OUTPUTS), SUM)
+    for part in range(0, end - first):
+        slot = first + part
+        offset = (slot.to(tl.int64) * tokens + token[:, None]) * height + output[None, :]
+        sums += tl.load(partial_ptr + offset, mask=here, other=0)
+    if end >= 0:
+        _finish(sums, y_ptr, bias_ptr, row, token, output, tokens, y_stride, height, ACTIVATION)
+
+
+@triton.jit
+def linear_wgrad_kernel(
+    grad_ptr,  # [tokens, out]
+    x_ptr,  # [tokens, in]
+    values_ptr,  # [splits, nnz, block_out, block_in]
+    task_ptr,  # int32 [tasks, 4]: row, first entry, last entry of the row, first lane of the task
+    col_ptr,
+    nnz,
+    tokens,
+    tokens_per_split,
+    grad_stride,
+    x_stride,
+    block_out: tl.constexpr,
+    block_in: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SUM: tl.constexpr,
+    WIDEN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The blocks of grad^T x that the layout stores: LANES lanes of one row's entries, a part of the tokens."""
+    task = tl.program_id(0)
+    split = tl.program_id(2)
+    row = tl.load(task_ptr + 4 * task)
+    first = tl.load(task_ptr + 4 * task + 1)
+    last = tl.load(task_ptr + 4 * task + 2)
+    lane0 = tl.load(task_ptr + 4 * task + 3)
+    WIDTH: tl.constexpr = triton.next_power_of_2(block_in)
+    entry, i, there = _lanes(first, last, lane0, block_in, WIDTH, LANES)
+    o = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    col = tl.load(col_ptr + entry, mask=there, other=0)
+    x_lane = x_ptr + (col * block_in + i)
+    grad_lane = grad_ptr + (row * block_out + o)
+    sums = tl.zeros((LANES, OUTPUTS), SUM)
+    begin = split * tokens_per_split
+    end = tl.minimum(begin + tokens_per_split, tokens)
+    for token0 in range(begin, end, TOKENS):
+        token = token0 + tl.arange(0, TOKENS)
+        known = token < end
+        x = tl.load(
+            x_lane[None, :] + token.to(tl.int64)[:, None] * x_stride, mask=known[:, None] & there[None, :], other=0
+        )
+        grad = tl.load(
+            grad_lane[None, :] + token.to(tl.int64)[:, None] * grad_stride,
+            mask=known[:, None] & (o < block_out)[None, :],
+            other=0,
+        )
+        sums = _dot(tl.trans(x), grad, sums, PRECISION, WIDEN)
+    block = split.to(tl.int64) * nnz + entry
+    offset = (block[:, None] * block_out + o[None, :]) * block_in + i[:, None]
+    tl.store(values_ptr + offset, sums, mask=there[:, None] & (o < block_out)[None, :])
+
+
+@triton.jit
+def _program(tokens, tasks, height: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr):
+    """(task, slice of its outputs, tile of tokens) of this program: tasks in their order, GROUP token tiles at each."""
+    slices: tl.constexpr = triton.cdiv(height, OUTPUTS)
+    tiles = tl.cdiv(tokens, TOKENS)
+    program = tl.program_id(0)
+    group = program // (GROUP * tasks * slices)
+    size = tl.minimum(tiles - group * GROUP, GROUP)
+    rest = program - group * (GROUP * tasks * slices)
+    return rest // size // slices, rest // size % slices, group * GROUP + rest % size
+
+
+@triton.jit
+def _lanes(first, last, lane0, width: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr):
+    """Entry, feature within its block and existence of each lane from lane0 on."""
+    lane = lane0 + tl.arange(0, LANES)
+    entry = first + lane // WIDTH
+    k = lane % WIDTH
+    there = entry < last
+    if width != WIDTH:
+        there = there & (k < width)
+    return entry, k, there
+
+
+@triton.jit
+def _load_x(x_ptr, x_stride, token, tokens, col_ptr, entry, k, there, width: tl.constexpr):
+    """[TOKENS, LANES]. Beyond the last token comes the last one again: its sums are not stored."""
+    rows = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64) * x_stride
+    col = tl.load(col_ptr + entry, mask=there, other=0)
+    return tl.load(rows[:, None] + (col * width + k)[None, :], mask=there[None, :], other=0)
+
+
+@triton.jit
+def _load_w(
+    values_ptr,
+    block_ptr,
+    entry,
+    k,
+    there,
+    output,
+    block_out: tl.constexpr,
+    block_in: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+):
+    """[LANES, OUTPUTS]"""
+    block = entry if block_ptr is None else tl.load(block_ptr + entry, mask=there, other=0)
+    block_start = block.to(tl.int64) * (block_out * block_in)
+    mask = there[:, None] & (output < (block_in if TRANSPOSE else block_out))[None, :]
+    if TRANSPOSE:
+        place = (block_start + k * block_in)[:, None] + output[None, :]
+    else:
+        place = (block_start + k)[:, None] + (output * block_in)[None, :]
+    return tl.load(values_ptr + place, mask=mask, other=0)
+
+
+@triton.jit
+def _dot(a, b, sums, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """sums + a b. Triton's interpreter keeps bfloat16 as integers and would multiply those: it has WIDEN set."""
+    if WIDEN:
+        a = a.to(sums.dtype)
+        b = b.to(sums.dtype)
+    return tl.dot(a, b, sums, input_precision=PRECISION, out_dtype=sums.dtype)
+
+
+@triton.jit
+def _finish(
+    sums, y_ptr, bias_ptr, row, token, output, tokens, y_stride, height: tl.constexpr, ACTIVATION: tl.constexpr
+):
+    """Bias, activation, and the store to y."""
+    column = row * height + output
+    real = output < height
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + column, mask=real, other=0).to(sums.dtype)[None, :]
+    if ACTIVATION == "relu":
+        sums = tl.where(sums < 0, 0, sums)  # NaN stays
+    elif ACTIVATION == "gelu":
+        sums = 0.5 * sums * (1 + tl.erf(sums * 0.7071067811865476))
+    elif ACTIVATION == "silu":
+        small = tl.exp(-tl.abs(sums))  # never overflows
+        sums = sums * (tl.where(sums < 0, small, 1) / (1 + small))
+    rows = y_ptr + token.to(tl.int64) * y_stride
+    tl.store(rows[:, None] + column[None, :], sums, mask=(token < tokens)[:, None] & real[None, :])
