@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "parallel.hpp"
@@ -25,90 +26,131 @@ char* advance(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
 const char* advance(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
 int64_t positions(const Image& image) { return image.size[0] * image.size[1] * image.size[2]; }
 
-// Outputs in a box of [n, depth, height, width] that all meet the same taps, cut into runs along one of these axes.
+// Outputs in a box of [n, depth, height, width], cut into runs along one of these axes. Along the others all of them
+// meet the same taps, along this one each tap meets some positions.
 struct Region {
-  int64_t count[4], input[4], output[4];  // per axis: positions, and the distance of two of them
+  struct Tap {
+    int64_t index, at, begin, end;
+  };
+  int64_t count[4] = {}, input[4], output[4];  // per axis: positions, and the distance of two of them
   int64_t first_output = 0;
-  std::vector<int64_t> tap, at;
-  int axis = 3;
-  int64_t pieces = 1, runs = 1, runs_per_job = 1;  // pieces that a line along `axis` is cut into
+  std::vector<Tap> taps;
 
-  void cut() {
-    for (int a = 2; a >= 0 && count[axis] < kGoodRun; --a)
-      if (count[a] >= kGoodRun || count[a] > count[axis]) axis = a;
-    pieces = ceil_div(count[axis], kRun);
-    runs = pieces;
-    for (int a = 0; a < 4; ++a)
-      if (a != axis) runs *= count[a];
-    runs_per_job = std::max<int64_t>(kJob / ceil_div(count[axis], pieces), 1);
+  int64_t work() const { return count[0] * count[1] * count[2] * count[3] * std::max<int64_t>(taps.size(), 1); }
+};
+
+// A piece of the run axis: its taps by class, those that meet the most positions first.
+struct Piece {
+  int region;
+  int64_t begin, length;
+  std::vector<int64_t> class_start, class_begin, class_end, tap, at;
+
+  Piece(int region, int64_t begin, int64_t length, std::vector<Region::Tap> taps)
+      : region(region), begin(begin), length(length) {
+    for (Region::Tap& t : taps)
+      t.begin = std::max<int64_t>(t.begin - begin, 0), t.end = std::min(t.end - begin, length);
+    std::stable_sort(taps.begin(), taps.end(), [](const Region::Tap& a, const Region::Tap& b) {
+      return std::make_pair(b.end - b.begin, a.begin) < std::make_pair(a.end - a.begin, b.begin);
+    });
+    for (const Region::Tap& t : taps) {
+      if (t.begin >= t.end) break;
+      if (class_begin.empty() || class_begin.back() != t.begin || class_end.back() != t.end) {
+        class_start.push_back(int64_t(tap.size()));
+        class_begin.push_back(t.begin);
+        class_end.push_back(t.end);
+      }
+      tap.push_back(t.index);
+      at.push_back(t.at);
+    }
+    class_start.push_back(int64_t(tap.size()));
   }
-  int64_t work() const { return count[0] * count[1] * count[2] * count[3] * std::max<int64_t>(tap.size(), 1); }
+  bool covered() const { return !class_begin.empty() && class_end[0] - class_begin[0] == length; }
 };
 
 struct Job {
-  int region;
-  int64_t first, runs, begin, length;  // runs side by side: one piece of some lines
+  int piece;
+  int64_t first, lines;  // lines side by side
 };
 
-std::vector<Region> regions_of(const AxisSegments* axes, const int64_t* kernel, const Image& x, const Image& y) {
+// The axis along which runs are longest: the last one if they are long enough there, else maybe that of the images.
+int run_axis(const AxisRuns* whole, int64_t images) {
+  int best = 3;
+  int64_t longest = 0;
+  for (int a = 3; a >= 0; --a) {
+    const int64_t length = a == 0 ? images : whole[a - 1].count ? whole[a - 1].length[0] : 0;
+    if (length > longest) best = a, longest = length;
+    if (longest >= kGoodRun) break;
+  }
+  return best;
+}
+
+std::vector<Region> regions_of(const AxisRuns* const* axes, int axis, const int64_t* kernel, int fold, const Image& x,
+                               const Image& y) {
   std::vector<Region> regions;
-  const int64_t in[4] = {positions(x) * x.channels, x.size[1] * x.size[2] * x.channels, x.size[2] * x.channels,
-                         x.channels};
-  const int64_t out[4] = {positions(y) * y.channels, y.size[1] * y.size[2] * y.channels, y.size[2] * y.channels,
-                          y.channels};
-  int64_t s[3];
-  for (s[0] = 0; s[0] < axes[0].count; ++s[0])
-    for (s[1] = 0; s[1] < axes[1].count; ++s[1])
-      for (s[2] = 0; s[2] < axes[2].count; ++s[2]) {
+  const auto distances = [](const Image& image, int64_t fold, int64_t* to) {
+    to[3] = image.channels / fold;
+    for (int a = 3; a > 0; --a) to[a - 1] = to[a] * image.size[a - 1];
+  };
+  int64_t in[4], out[4], s[3];
+  distances(x, fold, in);
+  distances(y, 1, out);
+  for (s[0] = 0; s[0] < axes[0]->count; ++s[0])
+    for (s[1] = 0; s[1] < axes[1]->count; ++s[1])
+      for (s[2] = 0; s[2] < axes[2]->count; ++s[2]) {
         Region region;
-        region.input[0] = in[0], region.output[0] = out[0], region.count[0] = 0;
+        region.input[0] = in[0], region.output[0] = out[0];
         for (int a = 0; a < 3; ++a) {
-          region.count[a + 1] = axes[a].length[s[a]];
-          region.input[a + 1] = axes[a].in_step * in[a + 1];
-          region.output[a + 1] = axes[a].out_step * out[a + 1];
-          region.first_output += axes[a].first[s[a]] * out[a + 1];
+          region.count[a + 1] = axes[a]->length[s[a]];
+          region.input[a + 1] = axes[a]->in_step * in[a + 1];
+          region.output[a + 1] = axes[a]->out_step * out[a + 1];
+          region.first_output += axes[a]->first[s[a]] * out[a + 1];
         }
-        const auto each = [&](int a, auto body) {
-          for (int64_t t = axes[a].tap_start[s[a]]; t < axes[a].tap_start[s[a] + 1]; ++t)
-            body(axes[a].tap[t], axes[a].at[t] * in[a + 1]);
-        };
-        each(0, [&](int64_t t0, int64_t at0) {
-          each(1, [&](int64_t t1, int64_t at1) {
-            each(2, [&](int64_t t2, int64_t at2) {
-              region.tap.push_back((t0 * kernel[1] + t1) * kernel[2] + t2);
-              region.at.push_back(at0 + at1 + at2);
-            });
-          });
-        });
+        std::vector<Region::Tap> taps = {{0, 0, 0, INT64_MAX}};
+        for (int a = 0; a < 3; ++a) {
+          std::vector<Region::Tap> more;
+          for (const Region::Tap& t : taps)
+            for (int64_t i = axes[a]->tap_start[s[a]]; i < axes[a]->tap_start[s[a] + 1]; ++i) {
+              Region::Tap next = {t.index * kernel[a] + axes[a]->tap[i], t.at + axes[a]->at[i] * in[a + 1], t.begin,
+                                  t.end};
+              if (a + 1 == axis) next.begin = axes[a]->begin[i], next.end = axes[a]->end[i];
+              more.push_back(next);
+            }
+          taps = std::move(more);
+        }
+        region.taps = std::move(taps);
         regions.push_back(std::move(region));
       }
   return regions;
 }
 
-// The longest ones first, so that no thread is left alone with one at the end.
-std::vector<Job> jobs_of(std::vector<Region>& regions, int64_t images) {
-  for (Region& region : regions) region.count[0] = images, region.cut();
+// The most work first, so that no thread is left alone with it at the end.
+void cut(std::vector<Region>& regions, int axis, int64_t images, std::vector<Piece>& pieces, std::vector<Job>& jobs) {
+  pieces.clear(), jobs.clear();
+  for (Region& region : regions) region.count[0] = images;
   std::stable_sort(regions.begin(), regions.end(),
                    [](const Region& a, const Region& b) { return a.work() > b.work(); });
-  std::vector<Job> jobs;
   for (size_t i = 0; i < regions.size(); ++i) {
     const Region& region = regions[i];
-    const int64_t lines = region.runs / region.pieces, length = region.count[region.axis];
-    for (int64_t line = 0; line < lines; line += region.runs_per_job)
-      for (int64_t p = 0; p < region.pieces; ++p) {
-        const int64_t begin = length * p / region.pieces;
-        jobs.push_back({int(i), line, std::min(region.runs_per_job, lines - line), begin,
-                        length * (p + 1) / region.pieces - begin});
-      }
+    const int64_t length = region.count[axis], count = ceil_div(length, kRun), first = int64_t(pieces.size());
+    if (region.work() == 0) continue;
+    for (int64_t p = 0; p < count; ++p) {
+      const int64_t begin = length * p / count;
+      pieces.emplace_back(int(i), begin, length * (p + 1) / count - begin, region.taps);
+    }
+    int64_t lines = 1;
+    for (int a = 0; a < 4; ++a)
+      if (a != axis) lines *= region.count[a];
+    const int64_t at_once = std::max<int64_t>(kJob / ceil_div(length, count), 1);
+    for (int64_t line = 0; line < lines; line += at_once)
+      for (int64_t p = first; p < first + count; ++p) jobs.push_back({int(p), line, std::min(at_once, lines - line)});
   }
-  return jobs;
 }
 
 }  // namespace
 
 void conv(const InstructionSet& isa, DType dtype, Activation activation, bool transposed, int64_t block_out,
           int64_t block_sum, const int64_t* kernel, int64_t n, const Image& x, const void* values, const void* bias,
-          const Image& y, const AxisSegments* axes, const ChannelRows& rows) {
+          const Image& y, const AxisRuns* cut_axes, const AxisRuns* whole, const ChannelRows& rows) {
   const ConvKernels& kernels = isa.conv(dtype, block_sum);
   const int64_t size = size_of(dtype), unit = kernels.unit_size, nnz = rows.start[rows.rows];
   const int64_t taps = kernel[0] * kernel[1] * kernel[2], steps = block_sum / kernels.fold;
@@ -120,11 +162,12 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
                         taps, padded, transposed, advance(weights, i * block_units * unit)});
   });
 
-  std::vector<Region> regions = regions_of(axes, kernel, x, y);
-  for (Region& region : regions) {  // from numbers to units
-    for (int64_t& at : region.at) at /= kernels.fold;
-    for (int64_t& step : region.input) step /= kernels.fold;
-  }
+  const int axis = run_axis(whole, n);
+  const AxisRuns* axes[3];
+  for (int a = 0; a < 3; ++a) axes[a] = a + 1 == axis ? &whole[a] : &cut_axes[a];
+  std::vector<Region> regions = regions_of(axes, axis, kernel, kernels.fold, x, y);
+  std::vector<Piece> pieces;
+  std::vector<Job> jobs;
   const int64_t image = positions(x) * x.channels, image_out = positions(y) * y.channels;
   const int64_t at_once = kernels.converts ? std::max<int64_t>(kImageBytes / std::max<int64_t>(image * unit, 1), 1) : n;
   for (int64_t first = 0; first < n; first += at_once) {
@@ -139,18 +182,19 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
       });
       input = converted;
     }
-    const std::vector<Job> jobs = jobs_of(regions, images);
+    cut(regions, axis, images, pieces, jobs);
     parallel_tasks(int64_t(jobs.size()) * rows.rows, [&](int64_t i) {
       const Job& job = jobs[i / rows.rows];
-      const Region& region = regions[job.region];
+      const Piece& piece = pieces[job.piece];
+      const Region& region = regions[piece.region];
       const int64_t row = rows.order[i % rows.rows], output = row * block_out, start = rows.start[row];
       int64_t in[kJob], out[kJob];
-      for (int64_t r = 0; r < job.runs; ++r) {
+      for (int64_t r = 0; r < job.lines; ++r) {
         int64_t line = job.first + r;
-        in[r] = job.begin * region.input[region.axis];
-        out[r] = job.begin * region.output[region.axis] + region.first_output;
+        in[r] = piece.begin * region.input[axis];
+        out[r] = piece.begin * region.output[axis] + region.first_output;
         for (int a = 3; a >= 0; --a) {
-          if (a == region.axis) continue;
+          if (a == axis) continue;
           in[r] += line % region.count[a] * region.input[a];
           out[r] += line % region.count[a] * region.output[a];
           line /= region.count[a];
@@ -163,19 +207,23 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
                      steps,
                      padded,
                      block_out,
-                     int64_t(region.tap.size()),
-                     region.tap.data(),
-                     region.at.data(),
+                     int64_t(piece.class_begin.size()),
+                     piece.class_start.data(),
+                     piece.class_begin.data(),
+                     piece.class_end.data(),
+                     piece.covered(),
+                     piece.tap.data(),
+                     piece.at.data(),
                      input,
-                     job.runs,
-                     job.length,
+                     job.lines,
+                     piece.length,
                      in,
-                     region.input[region.axis],
+                     region.input[axis],
                      bias ? advance(bias, output * size) : nullptr,
                      activation,
                      const_cast<char*>(advance(y.data, (first * image_out + output) * size)),
                      out,
-                     region.output[region.axis]});
+                     region.output[axis]});
     });
   }
 }

@@ -5,10 +5,10 @@
 
 namespace blocksparse {
 
-// One axis of the outputs in segments that meet the same taps: see Segments in plan.py.
-struct AxisSegments {
+// One axis of the outputs in runs, and what each of their taps meets: see Runs in plan.py.
+struct AxisRuns {
   int64_t count, out_step, in_step;
-  const int64_t *first, *length, *tap_start, *tap, *at;
+  const int64_t *first, *length, *tap_start, *tap, *at, *begin, *end;
 };
 
 // One axis of the sampled product: for each tap how many positions it ties, and the first of the small and big image.
@@ -31,9 +31,10 @@ struct ChannelRows {  // see ChannelPlan in plan.py
 };
 
 // y = activation(W * x + bias) with blocks [block_out, block_sum, taps], or [block_sum, block_out, taps] if transposed.
+// The three axes come cut into runs of the same taps, and whole.
 void conv(const InstructionSet& isa, DType dtype, Activation activation, bool transposed, int64_t block_out,
           int64_t block_sum, const int64_t* kernel, int64_t n, const Image& x, const void* values, const void* bias,
-          const Image& y, const AxisSegments* axes, const ChannelRows& rows);
+          const Image& y, const AxisRuns* cut, const AxisRuns* whole, const ChannelRows& rows);
 
 // values = the blocks [block_out, block_in, taps] of the gradient; x is the big image, or grad is.
 void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64_t block_in, int64_t n,

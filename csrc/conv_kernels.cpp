@@ -64,28 +64,67 @@ void pack_block(const PackedBlock& block) {
 
 // -- y = W * x -------------------------------------------------------------------------------------------------------
 
+// Some of the terms of one class, at all its positions.
+template <class E>
+struct ClassTerms {
+  using Unit = typename E::Unit;
+  const Unit* w[kConvGroup];
+  int64_t offset[kConvGroup];  // from a run's input
+  int64_t count, begin, end;
+
+  ClassTerms(const ConvPiece& piece, int64_t c, int64_t first, int64_t last)
+      : count(last - first), begin(piece.class_begin[c]), end(piece.class_end[c]) {
+    const int64_t start = piece.class_start[c], taps = piece.class_start[c + 1] - start;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t block = (first + i) / taps, tap = start + (first + i) % taps;
+      w[i] = static_cast<const Unit*>(piece.weights) +
+             (block * piece.all_taps + piece.tap[tap]) * piece.steps * piece.padded;
+      offset[i] = piece.at[tap] + piece.col[block] * piece.steps;
+    }
+  }
+};
+
+template <class E>
+void multiply_runs(const ConvPiece& piece, const ClassTerms<E>& terms, bool add, typename E::Sum* sums) {
+  using Unit = typename E::Unit;
+  const Unit* x = static_cast<const Unit*>(piece.x) + terms.begin * piece.input_step;
+  const Unit* in[kConvGroup];
+  for (int64_t r = 0; r < piece.runs; ++r) {
+    for (int64_t i = 0; i < terms.count; ++i) in[i] = x + piece.input[r] + terms.offset[i];
+    const Terms<E> run = {
+        in, terms.w, int(terms.count), piece.input_step, 1, piece.padded, piece.steps, nullptr, nullptr, 0, 0, 0};
+    even_tiles<E>(run, piece.padded / kLanes<Unit>, terms.end - terms.begin, add,
+                  sums + (r * piece.length + terms.begin) * piece.padded, piece.padded);
+  }
+}
+
 #if defined(BLOCKSPARSE_TILES)
-// All runs on tiles, whole ones first: setting them to another height takes its time.
-static void multiply_runs_on_tiles(const ConvPiece& piece, const uint32_t* const* w, const int64_t* offset,
-                                   int64_t count, bool add, float* sums) {
+// Whole tiles of all runs first: setting tiles to another height takes its time.
+template <class E>
+void multiply_runs_on_tiles(const ConvPiece& piece, const ClassTerms<E>& terms, bool add, float* sums) {
   const uint32_t* x = static_cast<const uint32_t*>(piece.x);
-  const int64_t depth = smaller(kTile, piece.steps), whole = piece.length / kTile * kTile;
+  const int64_t depth = smaller(kTile, piece.steps), whole = terms.begin + (terms.end - terms.begin) / kTile * kTile;
   const uint32_t* a[kConvGroup];
-  const uint32_t* b[kConvGroup];
-  for (int64_t first = 0; first < piece.length; first = first < whole ? whole : piece.length) {
-    const int64_t rows = first < whole ? whole : piece.length - whole;
+  const uint32_t* b[2][kConvGroup];
+  for (int64_t first = terms.begin; first < terms.end; first = first < whole ? whole : terms.end) {
+    const int64_t rows = (first < whole ? whole : terms.end) - first;
     configure_tiles(smaller(kTile, rows), depth, kTile);
     for (int64_t r = 0; r < piece.runs; ++r) {
-      for (int64_t i = 0; i < count; ++i) a[i] = x + piece.input[r] + first * piece.input_step + offset[i];
+      for (int64_t i = 0; i < terms.count; ++i) a[i] = x + piece.input[r] + first * piece.input_step + terms.offset[i];
       float* const to = sums + (r * piece.length + first) * piece.padded;
       for (int64_t c = 0; c < piece.padded; c += 2 * kTile) {
         const int columns = c + kTile < piece.padded ? 2 : 1;
-        const uint32_t* left[kConvGroup];
-        for (int64_t i = 0; i < count; ++i) left[i] = w[i] + c, b[i] = left[i] + kTile;
+        for (int64_t i = 0; i < terms.count; ++i) b[0][i] = terms.w[i] + c, b[1][i] = terms.w[i] + c + kTile;
         float* const at[2] = {to + c, to + c + kTile};
-        tile_columns(
-            {a, {left, b}, count, piece.steps / depth, piece.input_step, depth, piece.padded, depth * piece.padded},
-            (rows + kTile - 1) / kTile, columns, add, at, piece.padded);
+        tile_columns({a,
+                      {b[0], b[1]},
+                      terms.count,
+                      piece.steps / depth,
+                      piece.input_step,
+                      depth,
+                      piece.padded,
+                      depth * piece.padded},
+                     (rows + kTile - 1) / kTile, columns, add, at, piece.padded);
       }
     }
   }
@@ -95,35 +134,22 @@ static void multiply_runs_on_tiles(const ConvPiece& piece, const uint32_t* const
 
 template <class E>
 void multiply_piece(const ConvPiece& piece, typename E::Sum* sums) {
-  using Unit = typename E::Unit;
-  const Unit* weights = static_cast<const Unit*>(piece.weights);
-  const Unit* x = static_cast<const Unit*>(piece.x);
-  const int64_t terms = piece.blocks * piece.taps, tap_units = piece.steps * piece.padded;
-  const int64_t group = piece.steps < kConvGroup ? kConvGroup / piece.steps : 1;
-  const Unit* w[kConvGroup];
-  const Unit* in[kConvGroup];
-  int64_t offset[kConvGroup];
-  for (int64_t first = 0; first < terms; first += group) {
-    const int64_t count = smaller(group, terms - first);
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t block = (first + i) / piece.taps, tap = (first + i) % piece.taps;
-      w[i] = weights + (block * piece.all_taps + piece.tap[tap]) * tap_units;
-      offset[i] = piece.at[tap] + piece.col[block] * piece.steps;
-    }
+  const int64_t most = piece.steps < kConvGroup ? kConvGroup / piece.steps : 1;
+  for (int64_t c = 0; c < piece.classes; ++c) {
+    const int64_t terms = piece.blocks * (piece.class_start[c + 1] - piece.class_start[c]);
+    const int64_t groups = (terms + most - 1) / most;
+    for (int64_t g = 0; g < groups; ++g) {
+      const ClassTerms<E> some(piece, c, terms * g / groups, terms * (g + 1) / groups);
+      const bool add = c > 0 || g > 0 || !piece.covered;
 #if defined(BLOCKSPARSE_TILES)
-    if constexpr (E::kFold == 2) {
-      if (fills_tiles(piece.steps)) {
-        multiply_runs_on_tiles(piece, w, offset, count, first > 0, sums);
-        continue;
+      if constexpr (E::kFold == 2) {
+        if (fills_tiles(piece.steps)) {
+          multiply_runs_on_tiles<E>(piece, some, add, sums);
+          continue;
+        }
       }
-    }
 #endif
-    for (int64_t r = 0; r < piece.runs; ++r) {
-      for (int64_t i = 0; i < count; ++i) in[i] = x + piece.input[r] + offset[i];
-      const Terms<E> run = {in, w, int(count), piece.input_step, 1, piece.padded, piece.steps, nullptr, nullptr,
-                            0,  0, 0};
-      even_tiles<E>(run, piece.padded / kLanes<Unit>, piece.length, first > 0, sums + r * piece.length * piece.padded,
-                    piece.padded);
+      multiply_runs<E>(piece, some, add, sums);
     }
   }
 }
@@ -161,11 +187,8 @@ void conv_piece(const ConvPiece& piece) {
   using Sum = typename E::Sum;
   const int64_t size = piece.runs * piece.length * piece.padded * int64_t(sizeof(Sum));
   Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, size));
-  if (piece.blocks * piece.taps == 0) {
-    memset(sums, 0, size);
-  } else {
-    multiply_piece<E>(piece, sums);
-  }
+  if (piece.blocks == 0 || !piece.covered) memset(sums, 0, size);
+  if (piece.blocks > 0) multiply_piece<E>(piece, sums);
   write_piece<E>(piece, sums);
 }
 

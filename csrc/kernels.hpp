@@ -76,15 +76,19 @@ struct PackedBlock {
   void* to;
 };
 
-// The outputs of one block row of a convolution at some positions: runs of equal length that all meet the same taps.
+// The outputs of one block row of a convolution at some positions: runs of equal length. Class c of the taps is those
+// from `class_start[c]` to `class_start[c + 1]`, which meet the positions `class_begin[c]` to `class_end[c]` of each
+// run.
 struct ConvPiece {
   int64_t blocks;       // in this row
   const int32_t* col;   // [blocks], the block of inputs each one multiplies
   const void* weights;  // [blocks, all_taps, steps, padded] units
   int64_t all_taps, steps, padded, outputs;
-  int64_t taps;          // that these positions meet
-  const int64_t* tap;    // [taps]
-  const int64_t* at;     // [taps], units from the run's input to the tap's
+  int64_t classes;
+  const int64_t *class_start, *class_begin, *class_end;
+  bool covered;          // the first class meets all positions
+  const int64_t* tap;    // [taps of all classes]
+  const int64_t* at;     // [taps of all classes], units from the run's input to the tap's
   const void* x;         // units
   int64_t runs, length;  // positions of a run
   const int64_t* input;  // [runs], units from x to the run's first position

@@ -106,16 +106,21 @@ void py_linear_wgrad(const std::string& isa, const std::string& dtype, std::pair
 }
 
 // The axes of a convolution as plan.py packs them, each in one array.
-template <class Axis, class Unpack>
-std::array<Axis, 3> axes_of(const std::vector<Index<int64_t>>& packed, Unpack unpack) {
-  if (packed.size() != 3) throw std::invalid_argument("a convolution has three axes");
-  return {unpack(packed[0].data()), unpack(packed[1].data()), unpack(packed[2].data())};
+template <class Axis>
+std::vector<Axis> axes_of(const std::vector<Index<int64_t>>& packed, size_t count, Axis (*unpack)(const int64_t*)) {
+  if (packed.size() != count) throw std::invalid_argument("a convolution has three axes");
+  std::vector<Axis> axes;
+  for (const auto& axis : packed) axes.push_back(unpack(axis.data()));
+  return axes;
 }
 
-AxisSegments segments(const int64_t* at) {
-  const int64_t count = at[0], taps = at[3 + 3 * count];
-  return {
-      count, at[1], at[2], at + 3, at + 3 + count, at + 3 + 2 * count, at + 4 + 3 * count, at + 4 + 3 * count + taps};
+AxisRuns runs(const int64_t* at) {
+  AxisRuns axis = {at[0], at[1], at[2]};
+  const int64_t count = axis.count, taps = at[3 + 3 * count];
+  axis.first = at + 3, axis.length = axis.first + count, axis.tap_start = axis.length + count;
+  axis.tap = axis.tap_start + count + 1, axis.at = axis.tap + taps;
+  axis.begin = axis.at + taps, axis.end = axis.begin + taps;
+  return axis;
 }
 
 AxisTaps taps(const int64_t* at) { return {at[0], at[1], at + 2, at + 2 + at[0], at + 2 + 2 * at[0]}; }
@@ -131,14 +136,14 @@ void py_conv(const std::string& isa, const std::string& dtype, const std::string
              int64_t out_channels, const std::vector<Index<int64_t>>& axes, Index<int64_t> start, Index<int32_t> col,
              Index<int64_t> position, Index<int32_t> order) {
   const ChannelRows rows = {start.data(), col.data(), position.data(), order.data(), int64_t(order.size())};
-  const auto along = axes_of<AxisSegments>(axes, segments);
+  const auto along = axes_of(axes, 6, runs);
   if (transpose) std::swap(block.first, block.second);
   const InstructionSet& set = isa_named(isa);
   const Activation act = activation_named(activation);
   const DType type = dtype_named(dtype);
   nb::gil_scoped_release release;
   conv(set, type, act, transpose, block.first, block.second, kernel.data(), images, image(x, x_size, in_channels),
-       pointer(values), pointer(bias), image(y, y_size, out_channels), along.data(), rows);
+       pointer(values), pointer(bias), image(y, y_size, out_channels), along.data(), along.data() + 3, rows);
   trim_scratch();
 }
 
@@ -146,7 +151,7 @@ void py_conv_wgrad(const std::string& isa, const std::string& dtype, std::pair<i
                    uintptr_t grad, const Size& grad_size, int64_t out_channels, uintptr_t x, const Size& x_size,
                    int64_t in_channels, bool big_grad, uintptr_t values, const std::vector<Index<int64_t>>& axes,
                    Index<int32_t> row, Index<int32_t> col) {
-  const auto along = axes_of<AxisTaps>(axes, taps);
+  const auto along = axes_of(axes, 3, taps);
   const InstructionSet& set = isa_named(isa);
   const DType type = dtype_named(dtype);
   nb::gil_scoped_release release;

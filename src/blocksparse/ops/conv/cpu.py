@@ -10,7 +10,7 @@ import torch
 from ...layout import BlockLayout
 from .. import cpu_core
 from ..linear import cpu as linear
-from .plan import Axis, channel_plan, packed_taps, segments
+from .plan import Axis, channel_plan, packed_taps, runs
 
 refusal = linear.refusal
 _ONE = Axis(big=1, small=1, kernel=1, stride=1, padding=0, dilation=1)
@@ -53,7 +53,7 @@ def conv(
         y=y.data_ptr(),
         y_size=big if scatter else small,
         out_channels=out_channels,
-        axes=[segments(axis, scatter).packed for axis in axes],
+        axes=[runs(axis, scatter, cut).packed for cut in (True, False) for axis in axes],
         start=plan.start,
         col=plan.col,
         position=plan.block,

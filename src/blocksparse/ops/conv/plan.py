@@ -45,18 +45,20 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Segments:
-    """The outputs along one axis, in runs whose outputs meet the same taps.
+class Runs:
+    """The outputs along one axis, in runs.
 
-    Run i computes the outputs `first[i] + out_step * n`, n < `count[i]`. Its taps are
-    `tap[tap_start[i] : tap_start[i + 1]]`, and each meets the inputs `at[...] + in_step * n`.
+    Run i computes the outputs `first[i] + out_step * n`, n < `count[i]`. Its taps are the entries `tap_start[i]` to
+    `tap_start[i + 1]` of the rest: `tap` meets the inputs `at + in_step * n` for n from `begin` to `end`.
     """
 
     first: np.ndarray  # int64 [runs]
     count: np.ndarray  # int64 [runs]
     tap_start: np.ndarray  # int64 [runs + 1]
-    tap: np.ndarray  # int64 [taps of all runs]
-    at: np.ndarray  # int64 [taps of all runs]
+    tap: np.ndarray  # int64 [taps of all runs], as are those below
+    at: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
     out_step: int
     in_step: int
 
@@ -64,54 +66,70 @@ class Segments:
     def packed(self) -> np.ndarray:
         """All of it in one vector, for the compiled core."""
         head = [len(self.first), self.out_step, self.in_step]
-        return np.concatenate([head, self.first, self.count, self.tap_start, self.tap, self.at]).astype(np.int64)
+        lists = self.first, self.count, self.tap_start, self.tap, self.at, self.begin, self.end
+        return np.concatenate([head, *lists]).astype(np.int64)
 
 
 @lru_cache(maxsize=4096)
-def segments(axis: Axis, scatter: bool) -> Segments:
-    """The outputs of an axis, in runs that meet the same taps.
+def runs(axis: Axis, scatter: bool, cut: bool) -> Runs:
+    """The outputs of an axis in runs with constant steps; with `cut`, in runs all of whose outputs meet the same taps.
 
-    >>> found = segments(Axis(big=5, small=5, kernel=3, stride=1, padding=1, dilation=1), scatter=False)
+    >>> axis = Axis(big=5, small=5, kernel=3, stride=1, padding=1, dilation=1)
+    >>> found = runs(axis, scatter=False, cut=True)
     >>> found.first, found.count, np.diff(found.tap_start)  # the left border, the middle, the right border
     (array([0, 1, 4]), array([1, 3, 1]), array([2, 3, 2]))
+    >>> found = runs(axis, scatter=False, cut=False)
+    >>> found.count, found.begin, found.end
+    (array([5]), array([1, 0, 0]), array([5, 5, 4]))
     """
-    if not scatter:
-        runs = _cut(axis.small, [(t, *axis.tap(t)) for t in range(axis.kernel)], axis.stride)
-        return _segments(runs, out_step=1, in_step=axis.stride)
-    runs = []
-    for phase in range(min(axis.stride, axis.big)):
-        # The taps that reach outputs phase, phase + stride, ..., and the input at which each reaches the n-th of them.
-        outputs = -(-(axis.big - phase) // axis.stride)
-        reaching = []
-        for t in range(axis.kernel):
-            shift, rest = divmod(phase + axis.padding - t * axis.dilation, axis.stride)
-            if rest == 0:
-                begin, end = max(0, -shift), min(outputs, axis.small - shift)
-                reaching.append((t, max(0, end - begin), begin, begin + shift))
-        runs += [(phase + axis.stride * first, *rest) for first, *rest in _cut(outputs, reaching, 1)]
-    return _segments(runs, out_step=axis.stride, in_step=1)
+    out_step, in_step = (axis.stride, 1) if scatter else (1, axis.stride)
+    whole = []  # (first output, count, [(tap, at, begin, end), ...])
+    if scatter:
+        for phase in range(min(axis.stride, axis.big)):
+            # The taps that reach outputs phase, phase + stride, ..., and the input at which each reaches the first.
+            count, taps = -(-(axis.big - phase) // axis.stride), []
+            for t in range(axis.kernel):
+                shift, rest = divmod(phase + axis.padding - t * axis.dilation, axis.stride)
+                if rest == 0:
+                    taps.append((t, shift, max(0, -shift), min(count, axis.small - shift)))
+            whole.append((phase, count, taps))
+    else:
+        ties = [(t, *axis.tap(t)) for t in range(axis.kernel)]
+        taps = [(t, big - small * in_step, small, small + count) for t, count, small, big in ties]
+        whole.append((0, axis.small, taps))
+    whole = [(first, count, [tap for tap in taps if tap[2] < tap[3]]) for first, count, taps in whole if count]
+    return _as_arrays(
+        [piece for run in whole for piece in _cut(run, out_step, in_step)] if cut else whole, out_step, in_step
+    )
 
 
-def _cut(size: int, taps: Sequence[tuple[int, int, int, int]], in_step: int) -> list[tuple[int, int, list]]:
-    """Cuts 0..size where a tap begins or ends; each tap is (tap, count, first output, its input)."""
-    taps = [tap for tap in taps if tap[1] > 0]
-    cuts = sorted({0, size, *(first for _, _, first, _ in taps), *(first + count for _, count, first, _ in taps)})
+def _cut(run: tuple[int, int, list], out_step: int, in_step: int) -> list[tuple[int, int, list]]:
+    """The run cut where a tap begins or ends."""
+    first, count, taps = run
+    cuts = sorted({0, count, *(begin for *_, begin, _ in taps), *(end for *_, end in taps)})
     return [
-        (begin, end - begin, [(t, at + (begin - f) * in_step) for t, n, f, at in taps if f <= begin and end <= f + n])
+        (
+            first + begin * out_step,
+            end - begin,
+            [(t, at + begin * in_step, 0, end - begin) for t, at, b, e in taps if b <= begin and end <= e],
+        )
         for begin, end in itertools.pairwise(cuts)
     ]
 
 
-def _segments(runs: Sequence[tuple[int, int, list]], out_step: int, in_step: int) -> Segments:
+def _as_arrays(found: Sequence[tuple[int, int, list]], out_step: int, in_step: int) -> Runs:
     def vector(numbers) -> np.ndarray:
         return np.array(list(numbers), dtype=np.int64)
 
-    return Segments(
-        first=vector(first for first, _, _ in runs),
-        count=vector(count for _, count, _ in runs),
-        tap_start=vector([0, *np.cumsum([len(taps) for _, _, taps in runs])]),
-        tap=vector(tap for _, _, taps in runs for tap, _ in taps),
-        at=vector(at for _, _, taps in runs for _, at in taps),
+    taps = [tap for _, _, taps in found for tap in taps]
+    return Runs(
+        first=vector(first for first, _, _ in found),
+        count=vector(count for _, count, _ in found),
+        tap_start=vector([0, *np.cumsum([len(taps) for _, _, taps in found])]),
+        tap=vector(tap for tap, *_ in taps),
+        at=vector(at for _, at, _, _ in taps),
+        begin=vector(begin for *_, begin, _ in taps),
+        end=vector(end for *_, end in taps),
         out_step=out_step,
         in_step=in_step,
     )
