@@ -16,8 +16,9 @@ constexpr int64_t kImageBytes = 8 << 20;
 constexpr int64_t kRun = 64, kJob = 96;
 // A run shorter than this leaves sums waiting for each other: better along another axis.
 constexpr int64_t kGoodRun = 6;
-// Positions of the sampled product taken together, and the most rows of them.
-constexpr int64_t kSampled = 128, kSampledRows = 64;
+// Positions of the sampled product taken together, and the most lines of them.
+constexpr int64_t kSampled = 128, kSampledLines = 64;
+constexpr int64_t kManyJobs = 64, kManyTasks = 16, kLine = 64;
 constexpr int64_t kConvertedNumbers = 1 << 14;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -146,6 +147,27 @@ void cut(std::vector<Region>& regions, int axis, int64_t images, std::vector<Pie
   }
 }
 
+// Brings what a piece reads and writes into the cache: the inputs of all taps at its first run, and at the others of
+// the tap that goes farthest. Channels of a position lie side by side, positions far apart, which hardware does not
+// foresee.
+void fetch(const ConvPiece& piece, int64_t unit, int64_t size) {
+  if (piece.classes == 0) return;
+  const int64_t last = std::max_element(piece.at, piece.at + piece.class_start[1]) - piece.at;
+  for (int64_t b = 0; b < piece.blocks; ++b)
+    for (int64_t r = 0; r < piece.runs; ++r)
+      for (int64_t t = r == 0 ? 0 : last; t < (r == 0 ? piece.class_start[1] : last + 1); ++t)
+        for (int64_t p = piece.class_begin[0]; p < piece.class_end[0]; ++p) {
+          const char* x = advance(
+              piece.x, (piece.input[r] + piece.at[t] + piece.col[b] * piece.steps + p * piece.input_step) * unit);
+          for (int64_t byte = 0; byte < piece.steps * unit; byte += kLine) __builtin_prefetch(x + byte);
+        }
+  for (int64_t r = 0; r < piece.runs; ++r)
+    for (int64_t p = 0; p < piece.length; ++p) {
+      const char* y = advance(piece.y, (piece.output[r] + p * piece.output_step) * size);
+      for (int64_t byte = 0; byte < piece.outputs * size; byte += kLine) __builtin_prefetch(y + byte, 1);
+    }
+}
+
 }  // namespace
 
 void conv(const InstructionSet& isa, DType dtype, Activation activation, bool transposed, int64_t block_out,
@@ -183,11 +205,12 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
       input = converted;
     }
     cut(regions, axis, images, pieces, jobs);
-    parallel_tasks(int64_t(jobs.size()) * rows.rows, [&](int64_t i) {
-      const Job& job = jobs[i / rows.rows];
+    // One thread takes all rows of a job, whose inputs stay in its L2 cache, unless jobs are few.
+    const int64_t shares = int64_t(jobs.size()) < kManyJobs ? rows.rows : 1;
+    parallel_tasks(int64_t(jobs.size()) * shares, [&](int64_t i) {
+      const Job& job = jobs[i / shares];
       const Piece& piece = pieces[job.piece];
       const Region& region = regions[piece.region];
-      const int64_t row = rows.order[i % rows.rows], output = row * block_out, start = rows.start[row];
       int64_t in[kJob], out[kJob];
       for (int64_t r = 0; r < job.lines; ++r) {
         int64_t line = job.first + r;
@@ -200,30 +223,39 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
           line /= region.count[a];
         }
       }
-      kernels.piece({rows.start[row + 1] - start,
-                     rows.col + start,
-                     advance(weights, start * block_units * unit),
-                     taps,
-                     steps,
-                     padded,
-                     block_out,
-                     int64_t(piece.class_begin.size()),
-                     piece.class_start.data(),
-                     piece.class_begin.data(),
-                     piece.class_end.data(),
-                     piece.covered(),
-                     piece.tap.data(),
-                     piece.at.data(),
-                     input,
-                     job.lines,
-                     piece.length,
-                     in,
-                     region.input[axis],
-                     bias ? advance(bias, output * size) : nullptr,
-                     activation,
-                     const_cast<char*>(advance(y.data, (first * image_out + output) * size)),
-                     out,
-                     region.output[axis]});
+      const int64_t first_row = shares > 1 ? i % shares : 0, last_row = shares > 1 ? first_row + 1 : rows.rows;
+      const auto piece_of = [&](int64_t r) {
+        const int64_t row = rows.order[r], output = row * block_out, start = rows.start[row];
+        return ConvPiece{rows.start[row + 1] - start,
+                         rows.col + start,
+                         advance(weights, start * block_units * unit),
+                         taps,
+                         steps,
+                         padded,
+                         block_out,
+                         int64_t(piece.class_begin.size()),
+                         piece.class_start.data(),
+                         piece.class_begin.data(),
+                         piece.class_end.data(),
+                         piece.covered(),
+                         piece.tap.data(),
+                         piece.at.data(),
+                         input,
+                         job.lines,
+                         piece.length,
+                         in,
+                         region.input[axis],
+                         bias ? advance(bias, output * size) : nullptr,
+                         activation,
+                         const_cast<char*>(advance(y.data, (first * image_out + output) * size)),
+                         out,
+                         region.output[axis]};
+      };
+      for (int64_t r = first_row; r < last_row; ++r) {
+        if (r == first_row) fetch(piece_of(r), unit, size);
+        if (r + 1 < last_row) fetch(piece_of(r + 1), unit, size);
+        kernels.piece(piece_of(r));
+      }
     });
   }
 }
@@ -244,91 +276,136 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
     bool big;
     const int32_t* index;
     Scratch slot;
-    const char* packed;
-    int64_t block_bytes;
-  } sides[2] = {{grad, block_out, 0, big_grad, row, Scratch::kGradients, nullptr, 0},
-                {x, block_in, 0, !big_grad, col, Scratch::kPanels, nullptr, 0}};
+  } sides[2] = {{grad, block_out, 0, big_grad, row, Scratch::kGradients},
+                {x, block_in, 0, !big_grad, col, Scratch::kPanels}};
   Side &left = sides[swapped ? 1 : 0], &right = sides[swapped ? 0 : 1];
   left.padded = left.block;
   right.padded = ceil_div(right.block, kernels.lanes) * kernels.lanes;
   const Image& small = big_grad ? x : grad;
 
-  const int64_t tap_sums = left.block * right.padded, block_sums = taps * tap_sums;
-  void* sums = scratch(Scratch::kTurned, nnz * block_sums * sum);
-  parallel_tasks(nnz, [&](int64_t k) { memset(advance(sums, k * block_sums * sum), 0, block_sums * sum); });
+  // Lines of the small image, [n, depth, height] of them, in pieces; a bunch at a time for all taps of a block. Few
+  // blocks are cut into slices of lines with sums of their own, as many for any number of threads.
+  const AxisTaps& across = axes[2];
+  const int64_t lines = n * small.size[0] * small.size[1], width = small.size[2], pieces = ceil_div(width, kSampled);
+  const int64_t bunch = std::clamp<int64_t>(kSampled / std::max<int64_t>(ceil_div(width, pieces), 1), 1, kSampledLines);
+  const int64_t tasks = nnz * axes[0].taps, bunches = ceil_div(lines, bunch);
+  const int64_t slices =
+      std::clamp<int64_t>(ceil_div(kManyTasks, std::max<int64_t>(tasks, 1)), 1, std::max<int64_t>(bunches, 1));
+  const int64_t tap_sums = left.block * right.padded, block_sums = taps * tap_sums, slice_sums = nnz * block_sums;
+  void* sums = scratch(Scratch::kTurned, slices * slice_sums * sum);
+  parallel_tasks(nnz * slices, [&](int64_t k) { memset(advance(sums, k * block_sums * sum), 0, block_sums * sum); });
 
-  int64_t image_bytes = 1;
-  for (const Side& side : sides)
-    image_bytes += positions(side.image) * side.image.channels / side.block * side.padded * unit;
-  const int64_t chunks = ceil_div(n, std::max<int64_t>(kImageBytes / image_bytes, 1));
-  const int64_t groups = axes[0].taps * axes[1].taps;
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const int64_t first = n * chunk / chunks, images = n * (chunk + 1) / chunks - first;
-    for (Side& side : sides) {
-      const int64_t count = images * positions(side.image), blocks = side.image.channels / side.block;
-      side.block_bytes = count * side.padded * unit;
-      void* packed = scratch(side.slot, blocks * side.block_bytes);
-      side.packed = static_cast<const char*>(packed);
-      const BlockColumns columns = {
-          advance(side.image.data, first * positions(side.image) * side.image.channels * size),
-          side.image.channels,
-          count,
-          side.block,
-          side.padded,
-          packed,
-          count * side.padded};
-      parallel_tasks(ceil_div(count, 64), [&](int64_t i) {
-        packing.pack_block_columns(columns, i * 64, std::min(i * 64 + 64, count), 0, blocks);
-      });
-    }
+  parallel_tasks(tasks * slices, [&](int64_t i) {
+    const int64_t slice = i / tasks, k = i % tasks / axes[0].taps, t0 = i % axes[0].taps;
+    char* const to_sums = advance(sums, (slice * slice_sums + k * block_sums) * sum);
+    const int64_t* const big_size = (big_grad ? grad : x).size;
+    // The line of the big image that the small line l meets with tap t1, or -1.
+    const auto big_line = [&](int64_t l, int64_t t1) -> int64_t {
+      const int64_t y = l % small.size[1], z = l / small.size[1] % small.size[0];
+      const int64_t past1 = y - axes[1].first_small[t1], past0 = z - axes[0].first_small[t0];
+      if (past1 < 0 || past1 >= axes[1].count[t1] || past0 < 0 || past0 >= axes[0].count[t0]) return -1;
+      const int64_t big_z = axes[0].first_big[t0] + past0 * axes[0].stride;
+      return (l / small.size[1] / small.size[0] * big_size[0] + big_z) * big_size[1] + axes[1].first_big[t1] +
+             past1 * axes[1].stride;
+    };
+    std::vector<int64_t> big_lines(kSampledLines * axes[1].taps);
+    std::vector<int32_t> slots;
+    const int64_t begin_line = bunches * slice / slices * bunch;
+    const int64_t end_line = std::min(bunches * (slice + 1) / slices * bunch, lines);
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      const int64_t first = width * piece / pieces, last = width * (piece + 1) / pieces;
+      // What of the lines the taps meet, in both images.
+      const auto met = [&](int64_t t) {
+        const int64_t begin = std::max(first, across.first_small[t]);
+        return std::make_pair(begin, std::min(last, across.first_small[t] + across.count[t]));
+      };
+      const auto big_at = [&](int64_t t, int64_t small_at) {
+        return across.first_big[t] + (small_at - across.first_small[t]) * across.stride;
+      };
+      int64_t from[2] = {INT64_MAX, INT64_MAX}, to[2] = {0, 0};  // small, big
+      for (int64_t t = 0; t < across.taps; ++t) {
+        const auto [begin, end] = met(t);
+        if (begin >= end) continue;
+        from[0] = std::min(from[0], begin), to[0] = std::max(to[0], end);
+        from[1] = std::min(from[1], big_at(t, begin)), to[1] = std::max(to[1], big_at(t, end - 1) + 1);
+      }
+      if (from[0] >= to[0]) continue;
 
-    // Rows of positions of the small image, [images, depth, height] of them, a bunch at a time for all taps of a row.
-    const int64_t lines = images * small.size[0] * small.size[1], width = small.size[2];
-    const int64_t pieces = ceil_div(width, kSampled);
-    const int64_t bunch =
-        std::clamp<int64_t>(kSampled / std::max<int64_t>(ceil_div(width, pieces), 1), 1, kSampledRows);
-    parallel_tasks(nnz * groups, [&](int64_t i) {
-      const int64_t k = i / groups, t0 = i % groups / axes[1].taps, t1 = i % axes[1].taps;
-      const char* from[2];
-      for (const Side& side : sides) from[&side == &right] = side.packed + side.index[k] * side.block_bytes;
-      for (int64_t line = 0; line < lines; line += bunch)
-        for (int64_t piece = 0; piece < pieces; ++piece)
-          for (int64_t t2 = 0; t2 < axes[2].taps; ++t2) {
-            const int64_t begin = std::max(width * piece / pieces, axes[2].first_small[t2]);
-            const int64_t end = std::min(width * (piece + 1) / pieces, axes[2].first_small[t2] + axes[2].count[t2]);
+      // Lines side by side in the L1 cache, in the type that is multiplied.
+      char* packed[2];
+      int64_t line_bytes[2];
+      for (const Side& side : sides) {
+        line_bytes[side.big] = (to[side.big] - from[side.big]) * side.padded * unit;
+        packed[side.big] = static_cast<char*>(
+            scratch(side.slot, kSampledLines * (side.big ? axes[1].taps : 1) * line_bytes[side.big]));
+      }
+      const auto line_at = [&](const Side& side, int64_t l) {
+        const int64_t position = l * side.image.size[2] + from[side.big];
+        return advance(side.image.data, (position * side.image.channels + side.index[k] * side.block) * size);
+      };
+      const auto pack = [&](const Side& side, int64_t l, int64_t slot) {
+        const int64_t length = to[side.big] - from[side.big];
+        packing.pack_block_columns({line_at(side, l), side.image.channels, length, side.block, side.padded,
+                                    packed[side.big] + slot * line_bytes[side.big], 0},
+                                   0, length, 0, 1);
+      };
+      const auto fetch_line = [&](const Side& side, int64_t l) {
+        for (int64_t p = 0; p < to[side.big] - from[side.big]; ++p)
+          for (int64_t byte = 0; byte < side.block * size; byte += kLine)
+            __builtin_prefetch(line_at(side, l) + p * side.image.channels * size + byte);
+      };
+      const Side &small_side = sides[big_grad ? 1 : 0], &big_side = sides[big_grad ? 0 : 1];
+
+      for (int64_t line = begin_line; line < end_line; line += bunch) {
+        const int64_t here = std::min(bunch, end_line - line);
+        int64_t lowest = INT64_MAX, highest = -1;
+        for (int64_t t1 = 0; t1 < axes[1].taps; ++t1)
+          for (int64_t l = 0; l < here; ++l) {
+            const int64_t big = big_lines[t1 * here + l] = big_line(line + l, t1);
+            if (big >= 0) lowest = std::min(lowest, big), highest = std::max(highest, big);
+          }
+        if (highest < 0) continue;
+        for (int64_t l = 0; l < here; ++l) pack(small_side, line + l, l);
+        slots.assign(highest - lowest + 1, -1);
+        int32_t used = 0;
+        for (int64_t j = 0; j < here * axes[1].taps; ++j) {
+          if (big_lines[j] < 0 || slots[big_lines[j] - lowest] >= 0) continue;
+          pack(big_side, big_lines[j], used);
+          slots[big_lines[j] - lowest] = used++;
+        }
+        for (int64_t l = line + bunch; l < std::min(line + 2 * bunch, end_line); ++l) {
+          fetch_line(small_side, l);
+          const int64_t big = big_line(l, axes[1].taps - 1);
+          if (big >= 0) fetch_line(big_side, big);
+        }
+        for (int64_t t1 = 0; t1 < axes[1].taps; ++t1)
+          for (int64_t t2 = 0; t2 < across.taps; ++t2) {
+            const auto [begin, end] = met(t2);
             if (begin >= end) continue;
-            const void* rows[2][kSampledRows];
+            const void* rows[2][kSampledLines];
             int64_t count = 0;
-            for (int64_t l = line; l < std::min(line + bunch, lines); ++l) {
-              const int64_t y = l % small.size[1], z = l / small.size[1] % small.size[0];
-              const int64_t image = l / small.size[1] / small.size[0];
-              const int64_t past1 = y - axes[1].first_small[t1], past0 = z - axes[0].first_small[t0];
-              if (past1 < 0 || past1 >= axes[1].count[t1] || past0 < 0 || past0 >= axes[0].count[t0]) continue;
-              for (const Side& side : sides) {
-                const int64_t* in = side.image.size;
-                int64_t at = l * width + begin;
-                if (side.big)
-                  at = ((image * in[0] + axes[0].first_big[t0] + past0 * axes[0].stride) * in[1] +
-                        axes[1].first_big[t1] + past1 * axes[1].stride) *
-                           in[2] +
-                       axes[2].first_big[t2] + (begin - axes[2].first_small[t2]) * axes[2].stride;
-                rows[&side == &right][count] = from[&side == &right] + at * side.padded * unit;
-              }
-              ++count;
+            for (int64_t l = 0; l < here; ++l) {
+              const int64_t big = big_lines[t1 * here + l];
+              if (big < 0) continue;
+              const char* at[2] = {packed[0] + l * line_bytes[0] + (begin - from[0]) * small_side.padded * unit,
+                                   packed[1] + slots[big - lowest] * line_bytes[1] +
+                                       (big_at(t2, begin) - from[1]) * big_side.padded * unit};
+              rows[0][count] = at[left.big];
+              rows[1][count++] = at[right.big];
             }
             if (count == 0) continue;
-            const int64_t tap = (t0 * axes[1].taps + t1) * axes[2].taps + t2;
+            const int64_t tap = (t0 * axes[1].taps + t1) * across.taps + t2;
             kernels.sample({count, end - begin, rows[0], rows[1], left.block, right.padded,
-                            left.padded * (left.big ? axes[2].stride : 1),
-                            right.padded * (right.big ? axes[2].stride : 1),
-                            advance(sums, (k * block_sums + tap * tap_sums) * sum)});
+                            left.padded * (left.big ? across.stride : 1),
+                            right.padded * (right.big ? across.stride : 1), to_sums + tap * tap_sums * sum});
           }
-    });
-  }
+      }
+    }
+  });
 
   parallel_tasks(nnz, [&](int64_t k) {
-    kernels.unpack_block({advance(sums, k * block_sums * sum), left.block, right.block, right.padded, taps, swapped,
-                          advance(values, k * block_out * block_in * taps * size)});
+    kernels.unpack_block({advance(sums, k * block_sums * sum), slices, slice_sums, left.block, right.block,
+                          right.padded, taps, swapped, advance(values, k * block_out * block_in * taps * size)});
   });
 }
 

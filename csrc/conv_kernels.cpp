@@ -220,7 +220,10 @@ template <class E>
 void unpack_block(const UnpackedBlock& block) {
   using Sum = typename E::Sum;
   constexpr int n = kLanes<Sum>;
-  const Sum* sums = static_cast<const Sum*>(block.sums);
+  Sum* sums = static_cast<Sum*>(block.sums);
+  for (int64_t slice = 1; slice < block.slices; ++slice)
+    for (int64_t i = 0; i < block.taps * block.rows * block.padded; i += n)
+      store(sums + i, load(sums + i) + load(sums + slice * block.slice + i));
   typename E::Storage* to = static_cast<typename E::Storage*>(block.to);
   const int64_t outer = block.swapped ? block.lanes : block.rows, inner = block.swapped ? block.rows : block.lanes;
   const int64_t outer_step = block.swapped ? 1 : block.padded, inner_step = block.swapped ? block.padded : 1;

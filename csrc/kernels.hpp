@@ -109,9 +109,11 @@ struct SampledRows {
   void* sums;  // [rows, padded]
 };
 
-// The sums of one sampled block, [tap, row, padded], to [row, lane, tap], or [lane, row, tap] with `swapped`.
+// The sums of one sampled block, [tap, row, padded] in each slice, to [row, lane, tap], or [lane, row, tap] if
+// `swapped`.
 struct UnpackedBlock {
-  const void* sums;
+  void* sums;  // all slices are added to the first
+  int64_t slices, slice;
   int64_t rows, lanes, padded, taps;
   bool swapped;
   void* to;
