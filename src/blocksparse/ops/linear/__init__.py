@@ -6,8 +6,8 @@ from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ..checks import autocast, check_activation, check_alike, check_kinds, needs_grad
-from .op import indices_of, linear_op
+from ..checks import autocast, check_activation, check_alike, check_kinds, needs_grad, unobserved
+from .op import backend_of, indices_of, linear_op
 from .reference import ACTIVATIONS
 
 
@@ -83,11 +83,14 @@ def _product(
     _check(x, values, layout, bias, activation, out_features, in_features)
     # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
     fused = activation if activation == "relu" or not needs_grad(x, values, bias) else None
-    flat = x.reshape(-1, in_features)
-    y = linear_op(flat, values, bias, indices_of(layout, flat), layout.grid[1], transpose, fused)
-    if fused != activation:
-        y = ACTIVATIONS[activation](y)
-    return y.reshape(*x.shape[:-1], out_features)
+    flat = x if x.dim() == 2 else x.reshape(-1, in_features)
+    if unobserved(x, values, bias):
+        y = backend_of(flat).linear(flat, values, bias, layout, transpose, activation)
+    else:
+        y = linear_op(flat, values, bias, indices_of(layout, flat), layout.grid[1], transpose, fused)
+        if fused != activation:
+            y = ACTIVATIONS[activation](y)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], out_features)
 
 
 def _check(

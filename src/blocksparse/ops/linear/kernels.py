@@ -75,6 +75,7 @@ def linear_pair_kernel(
     values_ptr,
     bias_ptr,
     y_ptr,
+    partial_ptr,  # not used: pairs are never cut in parts
     task_ptr,  # int32 [tasks, 6]: two rows (or one and -1), where entries of both, the first, the second begin and end
     col_ptr,
     block_ptr,  # int32 [2, entries]: the block of either row
@@ -147,11 +148,14 @@ def linear_reduce_kernel(
     OUTPUTS: tl.constexpr,
 ):
     """The rows that came in parts: their sums in the order of the slots, whichever program wrote them first."""
-    first = tl.program_id(0)
+    slices: tl.constexpr = triton.cdiv(height, OUTPUTS)
+    tiles = tl.cdiv(tokens, TOKENS)
+    first = tl.program_id(0) // (tiles * slices)
+    rest = tl.program_id(0) % (tiles * slices)
     row = tl.load(slot_ptr + 2 * first)
     end = tl.load(slot_ptr + 2 * first + 1)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    output = tl.program_id(2) * OUTPUTS + tl.arange(0, OUTPUTS)
+    token = rest // slices * TOKENS + tl.arange(0, TOKENS)
+    output = rest % slices * OUTPUTS + tl.arange(0, OUTPUTS)
     here = (token < tokens)[:, None] & (output < height)[None, :]
     sums = tl.zeros((TOKENS, OUTPUTS), SUM)
     for part in range(0, end - first):

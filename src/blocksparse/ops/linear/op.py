@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -45,8 +46,7 @@ def _linear(x, values, bias, indices, in_blocks, transpose, activation):
         values=(values, layout.values_shape),
         bias=(bias, (out_features,)),
     )
-    backend = choose("linear", IMPLEMENTATIONS, x.device, x.dtype)
-    return backend.linear(x, values, bias, layout, transpose, activation)
+    return backend_of(x).linear(x, values, bias, layout, transpose, activation)
 
 
 def _linear_wgrad(grad, x, indices, in_blocks):
@@ -57,7 +57,12 @@ def _linear_wgrad(grad, x, indices, in_blocks):
     layout = layout_of(indices, in_blocks, block)
     out_features, in_features = layout.shape
     _check_op(x.dtype, x.device, x=(x, (len(x), in_features)), grad=(grad, (len(x), out_features)))
-    return choose("linear_wgrad", IMPLEMENTATIONS, x.device, x.dtype).linear_wgrad(grad, x, layout)
+    return backend_of(x).linear_wgrad(grad, x, layout)
+
+
+def backend_of(x: Tensor) -> ModuleType:
+    """The module that serves products with x."""
+    return choose("linear", IMPLEMENTATIONS, x.device, x.dtype)
 
 
 def _check_op(dtype: torch.dtype, device: torch.device, **tensors: tuple[Tensor | None, tuple[int, ...]]) -> None:

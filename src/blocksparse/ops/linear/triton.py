@@ -6,7 +6,7 @@ brings them along as inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,9 @@ from .gpu_plan import LinearPlan, linear_plan, pair_plan, wgrad_tasks
 from .tiles import Gpu, Tile, Work, bucket, forced, gpu_of, tile_for
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Kept per layout; who calls with ever new token counts starts over at so many.
+MOST_LAUNCHES = 64
+MOST_PROGRAMS = 2**31 - 1
 
 
 class Schedule(NamedTuple):
@@ -127,83 +130,186 @@ def linear(
     transpose: bool,
     activation: str | None,
 ) -> Tensor:
-    from . import kernels
-
-    tokens = x.shape[0]
-    tasks, col, block, slots = _schedule_of(layout, x)[4:8] if transpose else _schedule_of(layout, x)[:4]
-    rows, height = layout.grid[transpose], layout.block_shape[transpose]
-    y = torch.empty(tokens, rows * height, dtype=x.dtype, device=x.device)
-    if y.numel() == 0:
+    tokens, out_blocks, height = x.shape[0], layout.grid[transpose], layout.block_shape[transpose]
+    y = torch.empty(tokens, out_blocks * height, dtype=x.dtype, device=x.device)
+    if tokens == 0:
         return y
     x, values = _features_contiguous(x), values.contiguous()
-    pairs = tasks.shape[1] == 6
-    tile = tile_for(_work("dgrad" if transpose else "forward", x.dtype, layout, tokens), gpu_of(x.device))
-    sums = torch.float64 if x.dtype == torch.float64 else torch.float32
-    common = {
-        "block_out": layout.block_shape[0],
-        "block_in": layout.block_shape[1],
-        "TRANSPOSE": transpose,
-        "ACTIVATION": activation or "",
-        "PRECISION": _precision(x.dtype),
-        "SUM": kernels.DTYPES[sums],
-        "WIDEN": triton_runtime.interpreting(),
-        "TOKENS": tile.tokens,
-        "OUTPUTS": tile.outputs,
-        "LANES": tile.lanes,
-        "GROUP": tile.group,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
-    token_tiles, slices = _cdiv(tokens, tile.tokens), _cdiv(height, tile.outputs)
-    grid = (token_tiles * tasks.shape[0] * slices,)
-    if pairs:
-        _launch(
-            kernels.linear_pair_kernel, grid,
-            x, values, bias, y, tasks, col, block, col.shape[0], tokens, tasks.shape[0], x.stride(0), y.stride(0),
-            **common,
-        )  # fmt: skip
+    kind = ("linear", transpose, activation)
+    launches = _prepared(layout, kind, x, values, bias, lambda: _linear_launches(x, layout, transpose, activation))
+    if len(launches) == 1:
+        launches[0](x, values, bias, y, None)
         return y
-    split = slots.shape[0] > 0
-    partial = torch.empty(slots.shape[0], tokens, height, dtype=sums, device=x.device) if split else None
-    _launch(
-        kernels.linear_kernel, grid,
-        x, values, bias, y, partial, tasks, col, block if transpose else None, tokens, tasks.shape[0], x.stride(0),
-        y.stride(0), SPLIT=split, **common,
-    )  # fmt: skip
-    if split:
-        _launch(
-            kernels.linear_reduce_kernel, (slots.shape[0], token_tiles, slices),
-            partial, bias, y, slots, tokens, y.stride(0), height=height, num_warps=4,
-            **{name: common[name] for name in ("ACTIVATION", "SUM", "TOKENS", "OUTPUTS")},
-        )  # fmt: skip
+    product, reduction = launches
+    partial = torch.empty(product.slots, tokens, height, dtype=_sums(x.dtype), device=x.device)
+    product(x, values, bias, y, partial)
+    reduction(partial, bias, y)
     return y
 
 
 def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) -> Tensor:
-    from . import kernels
-
-    tokens = x.shape[0]
-    tasks, col = _schedule_of(layout, x)[8:]
     shape = (layout.nnz, *layout.block_shape)
-    if layout.nnz == 0 or tokens == 0:
+    if layout.nnz == 0 or x.shape[0] == 0:
         return torch.zeros(shape, dtype=x.dtype, device=x.device)
     grad, x = _features_contiguous(grad), _features_contiguous(x)
-    gpu = gpu_of(x.device)
+    kind = ("wgrad", grad.stride(0))
+    (launch,) = _prepared(layout, kind, x, grad, None, lambda: [_wgrad_launch(grad, x, layout)])
+    if launch.splits == 1:
+        values = torch.empty(shape, dtype=x.dtype, device=x.device)
+        launch(grad, x, values)
+        return values
+    parts = torch.empty((launch.splits, *shape), dtype=_sums(x.dtype), device=x.device)
+    launch(grad, x, parts)
+    return parts.sum(0).to(x.dtype)
+
+
+class _Launch:
+    """A kernel, its grid, and all of its arguments but the tensors of a call.
+
+    Triton looks a compiled kernel up anew in each launch, for the price of a small product: here it is kept.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        tensors: int,
+        arguments: dict[str, Any],
+        tile: Tile,
+        slots: int = 0,
+        splits: int = 1,
+    ) -> None:
+        self.kernel, self.grid, self.slots, self.splits = kernel, grid, slots, splits
+        self.arguments = tuple(arguments[name] for name in kernel.arg_names[tensors:])
+        self.options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        self.compiled: Any = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        x: Any = tensors[0]
+        if isinstance(x, FunctionalTensor):  # traced: the graph launches it
+            torch.library.wrap_triton(self.kernel)[self.grid](*tensors, *self.arguments, **self.options)
+        elif x.is_cuda and x.device.index != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                self._launch(*tensors)
+        else:
+            self._launch(*tensors)
+
+    def _launch(self, *tensors: Tensor | None) -> None:
+        if self.compiled is not None:
+            self.compiled(*tensors, *self.arguments)
+            return
+        try:
+            compiled = self.kernel[self.grid](*tensors, *self.arguments, **self.options)
+        except Exception as error:
+            if type(error).__name__ == "OutOfResources":  # of Triton, which need not be there for an isinstance
+                expected = "enough shared memory and registers for its tile; `blocksparse tune` finds others"
+                raise BlockSparseError.expected("GPU", expected, error) from error
+            raise
+        if compiled is not None:  # the interpreter compiles nothing
+            self.compiled = compiled[self.grid]
+
+
+def _prepared(
+    layout: BlockLayout | TracedLayout,
+    kind: tuple[Any, ...],
+    x: Tensor,
+    other: Tensor,
+    bias: Tensor | None,
+    prepare: Callable[[], list[_Launch]],
+) -> list[_Launch]:
+    """The launches of a call like this one. What Triton compiles depends on strides and on addresses modulo 16."""
+    if isinstance(layout, TracedLayout):
+        return prepare()
+    address = x.data_ptr() | other.data_ptr() | (0 if bias is None else bias.data_ptr())
+    like = (kind, x.dtype, x.device, x.shape[0], x.stride(0), bias is None, address % 16, _precision(x.dtype), forced())
+    known: dict[Any, list[_Launch]] = layout.derived("triton launches", dict)
+    launches = known.get(like)
+    if launches is None:
+        if len(known) >= MOST_LAUNCHES:
+            known.clear()
+        launches = known[like] = prepare()
+    return launches
+
+
+def _linear_launches(
+    x: Tensor, layout: BlockLayout | TracedLayout, transpose: bool, activation: str | None
+) -> list[_Launch]:
+    from . import kernels
+
+    tasks, col, block, slots = _schedule_of(layout, x)[4:8] if transpose else _schedule_of(layout, x)[:4]
+    tokens, height = x.shape[0], layout.block_shape[transpose]
+    tile = tile_for(_work("dgrad" if transpose else "forward", x.dtype, layout, tokens), gpu_of(x.device))
+    token_tiles, slices = _cdiv(tokens, tile.tokens), _cdiv(height, tile.outputs)
+    pairs = tasks.shape[1] == 6
+    arguments = {
+        "task_ptr": tasks,
+        "col_ptr": col,
+        "block_ptr": block if transpose or pairs else None,
+        "slot_ptr": slots,
+        "entries": col.shape[0],
+        "tokens": tokens,
+        "tasks": tasks.shape[0],
+        "x_stride": x.stride(0),
+        "y_stride": layout.grid[transpose] * height,
+        "block_out": layout.block_shape[0],
+        "block_in": layout.block_shape[1],
+        "height": height,
+        "TRANSPOSE": transpose,
+        "ACTIVATION": activation or "",
+        "SPLIT": slots.shape[0] > 0,
+        "GROUP": tile.group,
+        **_common(x, tile),
+    }
+    kernel = kernels.linear_pair_kernel if pairs else kernels.linear_kernel
+    product = _Launch(kernel, _programs(token_tiles, tasks.shape[0], slices), 5, arguments, tile, slots=slots.shape[0])
+    if slots.shape[0] == 0:
+        return [product]
+    reduction = _programs(token_tiles, slots.shape[0], slices)
+    return [product, _Launch(kernels.linear_reduce_kernel, reduction, 3, arguments, tile)]
+
+
+def _programs(token_tiles: int, tasks: int, slices: int) -> tuple[int, int, int]:
+    programs = token_tiles * tasks * slices
+    if programs > MOST_PROGRAMS:
+        raise BlockSparseError.expected("x", "fewer tokens in one call on a GPU", f"{programs} tiles of work")
+    return programs, 1, 1
+
+
+def _wgrad_launch(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) -> _Launch:
+    from . import kernels
+
+    tasks, col = _schedule_of(layout, x)[8:]
+    tokens, gpu = x.shape[0], gpu_of(x.device)
     tile = tile_for(_work("wgrad", x.dtype, layout, tokens), gpu)
     slices = _cdiv(layout.block_shape[0], tile.outputs)
     # Few blocks and many tokens: several programs share the tokens of a block, or most of the GPU stands idle.
     splits = max(1, min(2 * gpu.multiprocessors // (tasks.shape[0] * slices), bucket(tokens) // (8 * tile.tokens)))
-    sums = torch.float64 if x.dtype == torch.float64 else torch.float32
-    values = torch.empty((splits, *shape), dtype=sums if splits > 1 else x.dtype, device=x.device)
-    tokens_per_split = _cdiv(_cdiv(tokens, splits), tile.tokens) * tile.tokens
-    _launch(
-        kernels.linear_wgrad_kernel, (tasks.shape[0], slices, splits),
-        grad, x, values, tasks, col, layout.nnz, tokens, tokens_per_split, grad.stride(0), x.stride(0),
-        block_out=layout.block_shape[0], block_in=layout.block_shape[1],
-        PRECISION=_precision(x.dtype), SUM=kernels.DTYPES[sums], WIDEN=triton_runtime.interpreting(),
-        TOKENS=tile.tokens, OUTPUTS=tile.outputs, LANES=tile.lanes, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return values[0] if splits == 1 else values.sum(0).to(x.dtype)
+    arguments = {
+        "task_ptr": tasks,
+        "col_ptr": col,
+        "nnz": layout.nnz,
+        "tokens": tokens,
+        "tokens_per_split": _cdiv(_cdiv(tokens, splits), tile.tokens) * tile.tokens,
+        "grad_stride": grad.stride(0),
+        "x_stride": x.stride(0),
+        "block_out": layout.block_shape[0],
+        "block_in": layout.block_shape[1],
+        **_common(x, tile),
+    }
+    return _Launch(kernels.linear_wgrad_kernel, (tasks.shape[0], slices, splits), 3, arguments, tile, splits=splits)
+
+
+def _common(x: Tensor, tile: Tile) -> dict[str, Any]:
+    from . import kernels
+
+    return {
+        "PRECISION": _precision(x.dtype),
+        "SUM": kernels.DTYPES[_sums(x.dtype)],
+        "WIDEN": triton_runtime.interpreting(),
+        "TOKENS": tile.tokens,
+        "OUTPUTS": tile.outputs,
+        "LANES": tile.lanes,
+    }
 
 
 def _schedule_of(layout: BlockLayout | TracedLayout, x: Tensor) -> Sequence[Tensor]:
@@ -212,15 +318,8 @@ def _schedule_of(layout: BlockLayout | TracedLayout, x: Tensor) -> Sequence[Tens
     return schedule(layout, x.device, x.dtype, x.shape[0])
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    if isinstance(args[0], FunctionalTensor):  # traced
-        kernel = torch.library.wrap_triton(kernel)
-    device = args[0].device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            kernel[grid](*args, **options)
-    else:
-        kernel[grid](*args, **options)
+def _sums(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _precision(dtype: torch.dtype) -> str:

@@ -1,0 +1,125 @@
+"""What only the Triton backend promises: schedules, launches, tracing, refusals. Interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import blocksparse as bs
+from blocksparse.ops import triton_runtime
+from blocksparse.ops.linear import triton as backend
+from blocksparse.ops.linear.tiles import Tile, bucket, use_tiles
+from linear_backends import forward, running, wgrad
+
+pytestmark = pytest.mark.skipif(triton_runtime.unavailable() is not None, reason=str(triton_runtime.unavailable()))
+
+DEVICE = torch.device("cpu" if triton_runtime.interpreting() else "cuda:0")
+
+
+def test_a_schedule_is_made_once_per_device_dtype_and_bucket():
+    layout = bs.patterns.random((64, 96), block_size=16, density=0.5, seed=0)
+    made = [backend.schedule(layout, DEVICE, torch.float32, tokens) for tokens in (1, 16, 17, 32)]
+    assert made[0] is made[1]
+    assert made[2] is made[3]
+    assert made[0] is not made[2]
+    assert all(tensor.device == DEVICE and tensor.dtype == torch.int32 for tensor in made[0])
+
+
+def test_forced_tiles_have_schedules_of_their_own():
+    layout = bs.patterns.random((64, 96), block_size=16, density=0.5, seed=0)
+    plain = backend.schedule(layout, DEVICE, torch.float32, 40)
+    with use_tiles(forward=Tile(16, 16, 16, 1, 2, pairs=True)):
+        paired = backend.schedule(layout, DEVICE, torch.float32, 40)
+    assert plain.forward_tasks.shape[1] == 4
+    assert paired.forward_tasks.shape[1] == 6
+    assert backend.schedule(layout, DEVICE, torch.float32, 40) is plain
+
+
+@pytest.mark.parametrize("backend_name", ["triton-tuned", "triton-small", "triton-pairs"])
+def test_results_are_the_same_bits_every_time(backend_name):
+    layout = bs.patterns.barabasi_albert(256, block_size=16, m=3, seed=0)
+    with running(backend_name):
+        x, values = torch.randn(40, 256), torch.randn(layout.values_shape)
+        assert torch.equal(forward(x, values, layout), forward(x, values, layout))
+        assert torch.equal(wgrad(x, x, layout), wgrad(x, x, layout))
+
+
+def test_launches_are_kept_but_not_without_end(monkeypatch):
+    monkeypatch.setattr(backend, "MOST_LAUNCHES", 3)
+    layout = bs.patterns.random((32, 32), block_size=16, density=0.7, seed=0)
+    with running("triton-tuned"):
+        values = torch.randn(layout.values_shape)
+        for tokens in (1, 2, 3, 4, 5, 1):
+            x = torch.randn(tokens, 32)
+            expected = x @ bs.to_dense(values, layout).T
+            torch.testing.assert_close(forward(x, values, layout), expected, atol=1e-4, rtol=1e-4)
+    assert 0 < len(layout.derived("triton launches", dict)) <= 3
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_any_alignment_of_the_same_shapes(offset):
+    # A kernel compiled for aligned addresses must not serve others.
+    layout = bs.patterns.random((64, 64), block_size=16, density=0.5, seed=0)
+    with running("triton-tuned"):
+        for shift in (0, offset, 0):
+            storage, values = torch.randn(64 * 20 + 8), torch.randn(layout.nnz * 256 + 8)
+            x = storage[shift : shift + 64 * 20].view(20, 64)
+            blocks = values[shift : shift + layout.nnz * 256].view(layout.values_shape)
+            expected = x.double() @ bs.to_dense(blocks, layout).double().T
+            torch.testing.assert_close(forward(x, blocks, layout).double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_more_tiles_than_a_grid_holds_are_refused(monkeypatch):
+    monkeypatch.setattr(backend, "MOST_PROGRAMS", 3)
+    layout = bs.patterns.dense((64, 64), block_size=16)
+    with running("triton-tuned"), pytest.raises(bs.BlockSparseError, match="x: expected fewer tokens in one call"):
+        forward(torch.randn(5, 64), torch.randn(layout.values_shape), layout)
+
+
+def test_too_many_blocks_for_its_indices_are_refused():
+    with pytest.raises(bs.BlockSparseError, match=r"layout: expected fewer than 2\^31 blocks"):
+        backend._schedule(SimpleNamespace(nnz=2**31), DEVICE, torch.float32, 16)
+
+
+def test_what_it_does_not_serve_is_refused_before_any_launch():
+    layout = bs.patterns.dense((4, 4), block_size=2)
+    with bs.use_backend("triton"):
+        with pytest.raises(bs.BlockSparseError, match="triton backend refuses: it serves torch.float32"):
+            bs.linear(torch.ones(1, 4, dtype=torch.int32), torch.ones(4, 2, 2, dtype=torch.int32), layout)
+        with pytest.raises(bs.BlockSparseError, match="triton backend refuses"):
+            bs.linear(torch.ones(1, 4, device="meta"), torch.ones(4, 2, 2, device="meta"), layout)
+
+
+def test_out_of_resources_says_what_to_do():
+    class OutOfResources(Exception):
+        pass
+
+    class Kernel:
+        arg_names = ("x_ptr",)
+
+        def __getitem__(self, grid):
+            raise OutOfResources("shared memory: required 300000, limit 232448")
+
+    launch = backend._Launch(Kernel(), (1, 1, 1), 1, {}, Tile(16, 16, 16, 1, 2))
+    with pytest.raises(bs.BlockSparseError, match=r"GPU: expected enough shared memory.*required 300000"):
+        launch(torch.ones(1, device=DEVICE))
+
+
+def test_buckets_are_powers_of_two():
+    assert [bucket(tokens) for tokens in (0, 1, 16, 17, 100, 8192, 10**9)] == [16, 16, 16, 32, 128, 8192, 8192]
+
+
+def test_a_compiled_graph_sees_through_to_the_kernels():
+    script = Path(__file__).parent / "trace_linear.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    calls = dict(reversed(line.split(" ", 1)) for line in done.stdout.splitlines())
+    assert calls["triton_kernel_wrapper_functional"] == "3", "forward, dgrad and wgrad"
+    assert not any("blocksparse" in name for name in calls)
