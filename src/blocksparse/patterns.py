@@ -60,6 +60,42 @@ def block_diagonal(shape: Shape, block_size: Block = 32) -> BlockLayout:
     return banded(shape, block_size, bandwidth=0)
 
 
+def shuffled_block_diagonal(shape: Shape, block_size: Block = 32, groups: int | None = None) -> BlockLayout:
+    """Squares of blocks on the diagonal whose inputs are dealt out like cards: a channel shuffle, then groups.
+
+    Group g of the outputs (neighbouring blocks) has the inputs g, g + groups, g + 2 groups, ... A few such layers on
+    each other connect every output to every input, which plain groups never do; no channel moves in memory.
+
+    Args:
+        shape: (out_features, in_features), multiples of the block.
+        block_size: an int or (rows, columns), in features.
+        groups: how many squares, by which the blocks on either side divide; by default the smallest divisor of both
+            whose square is at least the blocks of the shorter side, so that two layers connect all.
+
+    Raises:
+        BlockSparseError: a shape that is no multiple of the block, groups that do not divide the grid.
+
+    >>> import blocksparse as bs
+    >>> bs.patterns.shuffled_block_diagonal((4, 4), block_size=1, groups=2).mask().int()
+    tensor([[1, 0, 1, 0],
+            [1, 0, 1, 0],
+            [0, 1, 0, 1],
+            [0, 1, 0, 1]], dtype=torch.int32)
+
+    Source: the block-sparse PixelCNN++ of Gray, Radford, Kingma (2017); Zhang et al., ShuffleNet (2017).
+    """
+    grid, block = _grid(shape, block_size)
+    common = math.gcd(*grid)
+    if groups is None:
+        groups = next(g for g in range(1, common + 1) if common % g == 0 and (g * g >= min(grid) or g == common))
+    groups = _integer("groups", groups, least=1)
+    if common % groups:
+        raise BlockSparseError.expected("groups", f"a divisor of both sides of the grid {grid}", groups)
+    rows = np.repeat(np.arange(grid[0]), grid[1] // groups)
+    cols = np.tile(np.arange(grid[1] // groups), grid[0]) * groups + rows // (grid[0] // groups)
+    return BlockLayout.from_indices(rows, cols, grid, block)
+
+
 def banded(shape: Shape, block_size: Block = 32, bandwidth: int = 1) -> BlockLayout:
     """The blocks (i, j) with |i - j| <= bandwidth.
 

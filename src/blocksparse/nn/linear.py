@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..convert import block_coordinates
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.linear import ACTIVATIONS
-from .module import BlockSparseModule, layout_for
+from .module import BlockSparseModule, draw_parameters, layout_for
 
 
 class Linear(BlockSparseModule):
@@ -71,21 +69,7 @@ class Linear(BlockSparseModule):
 
     def reset_parameters(self) -> None:
         """Draws weights and biases anew."""
-        self.reset_layout_buffers()
-        layout, (height, width) = self.layout, self.layout.block_shape
-        rows, cols = block_coordinates(layout, torch.device("cpu"))
-        used = (self.in_features - cols * width).clamp(max=width)  # of each block's inputs, without the padding
-        fan_in = np.bincount(rows, weights=used, minlength=layout.grid[0])
-        bound = torch.from_numpy(np.where(fan_in > 0, 1 / np.sqrt(np.maximum(fan_in, 1)), 0)).to(self.values)
-        device = bound.device
-        with torch.no_grad():
-            self.values.uniform_(-1, 1).mul_(bound[rows.to(device)].reshape(-1, 1, 1))
-            # The padding is 0 and stays so: it gets no gradient.
-            last_row, last_col = layout.grid[0] - 1, layout.grid[1] - 1
-            self.values[(rows == last_row).nonzero().to(device), self.out_features - last_row * height :] = 0
-            self.values[(cols == last_col).nonzero().to(device), :, self.in_features - last_col * width :] = 0
-            if self.bias is not None:
-                self.bias.uniform_(-1, 1).mul_(bound.repeat_interleave(height)[: self.out_features])
+        draw_parameters(self, (self.out_features, self.in_features), self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         out_features, in_features = self.layout.shape

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import patterns
+from ..convert import block_coordinates
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout, is_int, rows_of
 
@@ -86,12 +87,13 @@ def layout_for(
     layout: BlockLayout | None,
     density: float | None,
     block_size: int | tuple[int, int],
+    what: str = "features",
 ) -> BlockLayout:
     """The layout of a module of `shape` (out, in), padded to whole blocks: the one given, or a random one.
 
     Without a density every block is stored. The random pattern is drawn with PyTorch's generator as the seed.
     """
-    for name, size in zip(("out_features", "in_features"), shape, strict=True):
+    for name, size in zip((f"out_{what}", f"in_{what}"), shape, strict=True):
         if not is_int(size) or size <= 0:
             raise BlockSparseError.expected(name, "a positive int", repr(size))
     if layout is not None:
@@ -100,7 +102,7 @@ def layout_for(
             raise BlockSparseError.expected("density", "None where a layout is given", density)
         padded = _padded(shape, layout.block_shape)
         if layout.shape != padded:
-            raise BlockSparseError.expected("layout", f"shape {padded} for {shape} features", repr(layout))
+            raise BlockSparseError.expected("layout", f"shape {padded} for {shape} {what}", repr(layout))
         return layout
     probe = BlockLayout([[True]], block_size)  # checks the block size
     padded = _padded(shape, probe.block_shape)
@@ -108,6 +110,29 @@ def layout_for(
         return patterns.dense(padded, probe.block_shape)
     seed = int(torch.randint(2**31, (), device="cpu"))
     return patterns.random(padded, probe.block_shape, density=density, seed=seed)
+
+
+def draw_parameters(module: BlockSparseModule, shape: tuple[int, int], bias: Tensor | None) -> None:
+    """Values and bias anew, uniform within 1 / sqrt(fan_in) with the fan-in that each output has; the padding is 0.
+
+    `shape` is (out, in) without the padding. The fan-in counts the stored inputs, each with all taps of a kernel.
+    """
+    module.reset_layout_buffers()
+    layout, values = module.layout, module.values
+    height, width = layout.block_shape
+    rows, cols = block_coordinates(layout, torch.device("cpu"))
+    used = (shape[1] - cols * width).clamp(max=width)  # of each block's inputs, without the padding
+    fan_in = np.bincount(rows, weights=used, minlength=layout.grid[0]) * math.prod(values.shape[3:])
+    bound = torch.from_numpy(np.where(fan_in > 0, 1 / np.sqrt(np.maximum(fan_in, 1)), 0)).to(values)
+    device = bound.device
+    with torch.no_grad():
+        values.uniform_(-1, 1).mul_(bound[rows.to(device)].reshape(-1, *[1] * (values.dim() - 1)))
+        # The padding is 0 and stays so: it gets no gradient.
+        last_row, last_col = layout.grid[0] - 1, layout.grid[1] - 1
+        values[(rows == last_row).nonzero().to(device), shape[0] - last_row * height :] = 0
+        values[(cols == last_col).nonzero().to(device), :, shape[1] - last_col * width :] = 0
+        if bias is not None:
+            bias.uniform_(-1, 1).mul_(bound.repeat_interleave(height)[: shape[0]])
 
 
 def _padded(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:

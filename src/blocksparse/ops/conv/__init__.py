@@ -224,9 +224,10 @@ def _conv(
     indices = [layout.crow_indices(x.device), layout.col_indices(x.device)]
     last = batch.movedim(1, -1)
     flags = layout.grid[1], False, scatter
-    y = conv_op(last, values, bias, indices, *flags, size, steps[0], before, steps[1], fused).movedim(-1, 1)
+    y = conv_op(last, values, bias, indices, *flags, size, steps[0], before, steps[1], fused)
     if fused != activation:
         y = ACTIVATIONS[activation](y)
+    y = y.movedim(-1, 1)
     if not _is_channels_last(batch):
         y = y.contiguous()
     return y if batch is x else y.squeeze(0)

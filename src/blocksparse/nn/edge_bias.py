@@ -1,0 +1,105 @@
+"""A gain and a bias for the borders of a convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import BlockSparseError
+from ..ops.conv import per_axis
+from ..ops.conv.plan import Axis, runs
+
+Ints = int | Sequence[int]
+
+
+class EdgeBias(nn.Module):
+    """A gain and a bias per channel for each distinct border pattern of a convolution: y * gain + bias.
+
+    Where part of the kernel lies outside of the image, outputs are sums of fewer terms. Positions that miss the same
+    taps have one pattern (a 3x3 kernel with padding 1 has eight: four sides, four corners); each pattern has a gain,
+    1 to begin with, and a bias, 0 to begin with. Positions that miss none are left as they are.
+
+    Args:
+        channels: of y.
+        size: of the convolution's input, one int per axis of space (1 to 3 of them).
+        kernel_size, stride, padding, dilation: of the convolution.
+        device, dtype: of the parameters.
+
+    Shapes: `[n, channels, *size of the output] -> the same`; gain and bias are `[patterns, channels]`.
+
+    Raises:
+        BlockSparseError: a kernel larger than the padded image; in the call, y of another size.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> conv = bs.nn.Conv2d(32, 64, 3, padding=1, density=0.5)
+        >>> edge = bs.nn.EdgeBias(64, (14, 14), kernel_size=3, padding=1)
+        >>> edge(conv(torch.randn(2, 32, 14, 14))).shape, edge.gain.shape
+        (torch.Size([2, 64, 14, 14]), torch.Size([8, 64]))
+
+    Source: ConvEdgeBias of openai/blocksparse (2017).
+    """
+
+    pattern: Tensor
+
+    def __init__(
+        self,
+        channels: int,
+        size: Sequence[int],
+        kernel_size: Ints,
+        stride: Ints = 1,
+        padding: Ints = 0,
+        dilation: Ints = 1,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if not isinstance(size, tuple | list) or not 1 <= len(size) <= 3:
+            raise BlockSparseError.expected("size", "the sizes of 1 to 3 axes of space", repr(size))
+        (channels,) = per_axis("channels", channels, 1, least=1)
+        self.channels, self.size = channels, tuple(per_axis("size", size, len(size), least=1))
+        steps = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation}
+        given = [per_axis(name, value, len(size), least=int(name != "padding")) for name, value in steps.items()]
+        kinds = [_kinds(*axis) for axis in zip(self.size, *given, strict=True)]
+        # Each position's kinds along the axes as one number; the pattern without a missing tap becomes 0.
+        code = np.zeros((), dtype=np.int64)
+        for kind in kinds:
+            code = code[..., None] * (kind.max() + 1) + kind
+        found, pattern = np.unique(np.append(code, 0), return_inverse=True)
+        self.register_buffer("pattern", torch.from_numpy(pattern[:-1].reshape(code.shape)).to(device), persistent=False)
+        options = {"device": device, "dtype": dtype}
+        self.gain = nn.Parameter(torch.ones(len(found) - 1, channels, **options))
+        self.bias = nn.Parameter(torch.zeros(len(found) - 1, channels, **options))
+
+    def forward(self, y: Tensor) -> Tensor:
+        expected = (self.channels, *self.pattern.shape)
+        axes = len(expected)
+        if not isinstance(y, Tensor) or y.dim() not in (axes, axes + 1) or tuple(y.shape[-axes:]) != expected:
+            got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise BlockSparseError.expected("y", f"[n, {', '.join(map(str, expected))}]", got)
+        gain = torch.cat([self.gain.new_ones(1, self.channels), self.gain])[self.pattern].movedim(-1, 0)
+        bias = torch.cat([self.bias.new_zeros(1, self.channels), self.bias])[self.pattern].movedim(-1, 0)
+        return y * gain.to(y.dtype) + bias.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, size={self.size}, patterns={self.gain.shape[0]}"
+
+
+def _kinds(size: int, kernel: int, stride: int, padding: int, dilation: int) -> np.ndarray:
+    """For each output along an axis, which taps it misses: 0 for none, else a number for each set of them."""
+    reach = dilation * (kernel - 1) + 1
+    if size + 2 * padding < reach:
+        raise BlockSparseError.expected("size", f"{reach - 2 * padding} or more for the kernel's reach {reach}", size)
+    small = (size + 2 * padding - reach) // stride + 1
+    found = runs(Axis(size, small, kernel, stride, padding, dilation), scatter=False, cut=True)
+    kinds = {frozenset(range(kernel)): 0}
+    kind = np.zeros(small, dtype=np.int64)
+    for i, (first, count) in enumerate(zip(found.first, found.count, strict=True)):
+        taps = frozenset(found.tap[found.tap_start[i] : found.tap_start[i + 1]].tolist())
+        kind[first : first + count] = kinds.setdefault(taps, len(kinds))
+    return kind

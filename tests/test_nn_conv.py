@@ -1,0 +1,319 @@
+"""The convolution modules, edge bias and weight norm: as torch.nn's with zeros, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import blocksparse as bs
+
+OURS = {1: bs.nn.Conv1d, 2: bs.nn.Conv2d, 3: bs.nn.Conv3d}
+OURS_TRANSPOSED = {1: bs.nn.ConvTranspose1d, 2: bs.nn.ConvTranspose2d, 3: bs.nn.ConvTranspose3d}
+TORCH = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+TORCH_TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+
+
+def dense_twin(layer, make, **settings):
+    """The dense module with the same weights and zeros where the layout stores none."""
+    twin = make(layer.in_channels, layer.out_channels, layer.kernel_size, bias=layer.bias is not None, **settings)
+    weight = bs.to_dense(layer.values, layer.layout)[: layer.out_channels, : layer.in_channels]
+    twin.weight = nn.Parameter(weight.transpose(0, 1) if twin.transposed else weight)
+    if layer.bias is not None:
+        twin.bias = layer.bias
+    return twin
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("block_size", [8, (16, 4)], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"stride": 2, "padding": 1},
+        {"padding": "same", "dilation": 2},
+        {"padding": "valid"},
+        {"padding": 2, "padding_mode": "circular"},
+        {"padding": "same", "padding_mode": "reflect"},
+        {"padding": 1, "padding_mode": "replicate", "stride": 2},
+    ],
+    ids=str,
+)
+def test_convolution_is_that_of_torch(axes, block_size, settings):
+    torch.manual_seed(0)
+    layer = OURS[axes](21, 42, 3, density=0.5, block_size=block_size, **settings)
+    x = torch.randn(2, 21, *(9, 8, 7)[:axes])
+    twin = dense_twin(layer, TORCH[axes], **settings)
+    torch.testing.assert_close(layer(x), twin(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(layer(x[0]), twin(x[0]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize(
+    "settings", [{}, {"stride": 2, "padding": 1, "output_padding": 1}, {"dilation": 2, "bias": False}], ids=str
+)
+def test_transposed_convolution_is_that_of_torch(axes, settings):
+    torch.manual_seed(0)
+    layer = OURS_TRANSPOSED[axes](21, 42, 3, density=0.5, block_size=8, **settings)
+    x = torch.randn(2, 21, *(5, 4, 3)[:axes])
+    settings = {name: value for name, value in settings.items() if name != "bias"}
+    twin = dense_twin(layer, TORCH_TRANSPOSED[axes], **settings)
+    torch.testing.assert_close(layer(x), twin(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(9, 8), (10, 9), (9, 9)])
+def test_output_size(size):
+    layer = bs.nn.ConvTranspose2d(16, 16, 3, stride=2, padding=1, block_size=8)
+    twin = dense_twin(layer, nn.ConvTranspose2d, stride=2, padding=1)
+    x = torch.randn(2, 16, 5, 5)
+    if size == (9, 8):
+        with pytest.raises(bs.BlockSparseError, match=r"output_size: expected sizes from \(9, 9\) to \(10, 10\)"):
+            layer(x, output_size=size)
+    else:
+        torch.testing.assert_close(layer(x, output_size=size), twin(x, output_size=size), atol=1e-5, rtol=1e-5)
+
+
+def test_channels_last_stays_and_colours_are_padded():
+    layer = bs.nn.Conv2d(3, 40, 3, padding=1, block_size=(32, 4))
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    y = layer(x)
+    assert layer.layout.shape == (64, 4)
+    torch.testing.assert_close(y, dense_twin(layer, nn.Conv2d, padding=1)(x), atol=1e-5, rtol=1e-5)
+    y = bs.nn.Conv2d(3, 64, 3, block_size=(32, 4))(x)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_weights_are_drawn_over_the_true_fan_in():
+    torch.manual_seed(0)
+    layout = bs.BlockLayout([[True, True], [True, False], [False, False]], 32)
+    layer = bs.nn.Conv2d(50, 96, 3, layout=layout)
+    bounds = [1 / (50 * 9) ** 0.5, 1 / (32 * 9) ** 0.5, 0]
+    for row, bound in enumerate(bounds):
+        weight = bs.to_dense(layer.values, layout)[32 * row : 32 * row + 32]
+        assert weight.abs().max() <= bound
+        assert layer.bias[32 * row : 32 * row + 32].abs().max() <= bound
+        if bound:
+            assert weight.abs().max() > 0.99 * bound
+    assert (layer.values[1, :, 18:] == 0).all(), "the padding of the channels"
+
+
+def test_state_dict_brings_its_layout(tmp_path):
+    source = bs.nn.Conv2d(32, 64, 3, density=0.3, block_size=8)
+    target = bs.nn.Conv2d(32, 64, 3, density=0.7, block_size=8)
+    torch.save(source.state_dict(), tmp_path / "saved")
+    target.load_state_dict(torch.load(tmp_path / "saved", weights_only=True))
+    x = torch.randn(2, 32, 5, 5)
+    assert target.layout == source.layout
+    assert torch.equal(target(x), source(x))
+    assert torch.equal(copy.deepcopy(source)(x), source(x))
+
+
+def network():
+    return nn.Sequential(
+        bs.nn.Conv2d(3, 32, 3, padding=1, block_size=(16, 4), activation="gelu"),
+        bs.nn.WeightNorm(bs.nn.Conv2d(32, 64, 3, stride=2, density=0.5, block_size=16)),
+        bs.nn.EdgeBias(64, (8, 8), kernel_size=3, stride=2),
+        bs.nn.ConvTranspose2d(64, 20, 2, stride=2, density=0.5, block_size=16),
+    )
+
+
+def test_compiles_whole():
+    torch._dynamo.reset()
+    model = network()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 3, 8, 8)
+    expected = model(x)
+    torch.testing.assert_close(compiled(x), expected)
+    grads = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
+    torch.testing.assert_close(torch.autograd.grad(compiled(x).square().sum(), list(model.parameters())), grads)
+
+
+LOADS_AND_RUNS = """
+import sys, torch
+import blocksparse
+program = torch.export.load(sys.argv[1])
+x, expected = torch.load(sys.argv[2])
+torch.testing.assert_close(program.module()(x), expected)
+"""
+
+
+def test_export_runs_in_a_fresh_process(tmp_path):
+    model = network().eval()
+    x = torch.randn(2, 3, 8, 8)
+    torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
+    torch.save((x, model(x).detach()), tmp_path / "expected.pt")
+    command = [sys.executable, "-c", LOADS_AND_RUNS, tmp_path / "model.pt2", tmp_path / "expected.pt"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_training_lowers_a_loss():
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    x, target = torch.randn(8, 3, 8, 8), torch.randn(8, 20, 6, 6)
+    losses = []
+    for _ in range(20):
+        loss = F.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_autocast():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = bs.nn.Conv2d(16, 16, 3, block_size=8)(torch.randn(1, 16, 5, 5))
+    assert y.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"in_channels": 0}, "in_channels: expected a positive int, got 0"),
+        ({"kernel_size": 0}, "kernel_size: expected an int, 1 or more"),
+        ({"kernel_size": (3, 3, 3)}, "kernel_size: expected"),
+        ({"stride": 0}, "stride: expected"),
+        ({"padding": -1}, "padding: expected an int, 0 or more"),
+        ({"padding": "full"}, "padding: expected"),
+        ({"padding": "same", "stride": 2}, "stride: expected only ones"),
+        ({"padding_mode": "mirror"}, "padding_mode: expected one of zeros"),
+        ({"activation": "tanh"}, "activation: expected one of"),
+        ({"layout": bs.patterns.dense((16, 16), 8)}, r"layout: expected shape \(16, 32\) for \(16, 32\) channels"),
+        ({"density": 2}, "density: expected"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        bs.nn.Conv2d(**{"in_channels": 32, "out_channels": 16, "kernel_size": 3, "block_size": 8} | arguments
+                     if "layout" not in arguments
+                     else {"in_channels": 32, "out_channels": 16, "kernel_size": 3} | arguments)  # fmt: skip
+
+
+@pytest.mark.parametrize("x", [torch.randn(2, 30, 5, 5), torch.randn(31, 5), [[1.0]]], ids=["channels", "axes", "list"])
+@pytest.mark.parametrize("layer", [bs.nn.Conv2d(31, 16, 3), bs.nn.ConvTranspose2d(31, 16, 3)], ids=repr)
+def test_bad_inputs(layer, x):
+    with pytest.raises(bs.BlockSparseError, match=r"x: expected .*\[n, 31"):
+        layer(x)
+
+
+# -- edge bias -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "patterns"),
+    [
+        ((14, 14), {"kernel_size": 3, "padding": 1}, 8),
+        ((14, 14), {"kernel_size": 5, "padding": 2}, 24),
+        ((14, 15), {"kernel_size": 3, "padding": 1, "stride": 2}, 5),
+        ((9,), {"kernel_size": 3, "padding": 1}, 2),
+        ((5, 5, 5), {"kernel_size": 3, "padding": 1}, 26),
+        ((14, 14), {"kernel_size": 3}, 0),
+        ((2, 2), {"kernel_size": 3, "padding": 1}, 4),
+    ],
+    ids=str,
+)
+def test_edge_bias_has_a_row_for_each_pattern(size, settings, patterns):
+    layer = bs.nn.EdgeBias(4, size, **settings)
+    assert layer.gain.shape == layer.bias.shape == (patterns, 4)
+    ones = torch.ones(1, 1, *size)
+    steps = {name: value for name, value in settings.items() if name != "kernel_size"}
+    kernel = torch.rand(1, 1, *[settings["kernel_size"]] * len(size))
+    met = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(size)](ones, kernel, **steps)[0, 0]
+    y = torch.randn(2, 4, *met.shape)
+    assert torch.equal(layer(y), y)
+    with torch.no_grad():
+        layer.gain.uniform_()
+        layer.bias.uniform_()
+    # What a convolution of ones with a random kernel makes of a position tells which taps it meets.
+    out = layer(torch.ones(1, 4, *met.shape))[0, 0]
+    inside = met >= kernel.sum() * (1 - 1e-6)
+    assert (out[inside] == 1).all()
+    assert len(met[~inside].mul(1e5).round().unique()) == len(out[~inside].unique()) == patterns
+
+
+def test_edge_bias_makes_borders_whole():
+    # With the right gain the borders of a mean over ones are ones.
+    conv = bs.nn.Conv2d(8, 8, 3, padding=1, bias=False, block_size=8)
+    with torch.no_grad():
+        conv.values.fill_(1 / 72)
+    edge = bs.nn.EdgeBias(8, (6, 6), kernel_size=3, padding=1)
+    optimizer = torch.optim.LBFGS(edge.parameters(), line_search_fn="strong_wolfe")
+
+    def loss():
+        optimizer.zero_grad()
+        value = (edge(conv(torch.ones(1, 8, 6, 6))) - 1).square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    assert loss() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((3, 3), 5), "size: expected 5 or more"),
+        ((7, 3), "size: expected the sizes of 1 to 3 axes"),
+        (((7, 7), (3, 3, 3)), "kernel_size: expected"),
+    ],
+)
+def test_edge_bias_refuses(arguments, message):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        bs.nn.EdgeBias(4, *arguments)
+    with pytest.raises(bs.BlockSparseError, match=r"y: expected \[n, 4, 7, 7\], got \[1, 4, 6, 7\]"):
+        bs.nn.EdgeBias(4, (7, 7), 3, padding=1)(torch.randn(1, 4, 6, 7))
+
+
+# -- weight norm -----------------------------------------------------------------------------------------------------
+
+
+def test_weight_norm_is_over_the_stored_fan_in():
+    torch.manual_seed(0)
+    layout = bs.BlockLayout([[True, True], [True, False], [False, False]], 8)
+    values = torch.randn(*layout.values_shape, 3, 3, dtype=torch.float64, requires_grad=True)
+    gain = torch.rand(24, dtype=torch.float64, requires_grad=True)
+    weight = bs.to_dense(bs.nn.l2_normalize(values, layout, gain), layout).flatten(1)
+    torch.testing.assert_close(weight.norm(dim=1)[:16], gain[:16])
+    assert (weight[16:] == 0).all()
+    assert torch.autograd.gradcheck(lambda v, g: bs.nn.l2_normalize(v, layout, g), (values, gain))
+
+
+def test_weight_norm_changes_nothing_at_first_and_folds():
+    layer = bs.nn.Conv2d(20, 20, 3, density=0.5, block_size=8)
+    x = torch.randn(2, 20, 5, 5)
+    before = layer(x)
+    normed = bs.nn.WeightNorm(layer)
+    torch.testing.assert_close(normed(x), before)
+    with torch.no_grad():
+        normed.gain.mul_(2)
+        normed.module.values.mul_(3)
+    after = normed(x)
+    torch.testing.assert_close(after - layer.bias.reshape(-1, 1, 1), 2 * (before - layer.bias.reshape(-1, 1, 1)))
+    torch.testing.assert_close(normed.fold()(x), after)
+    linear = bs.nn.WeightNorm(bs.nn.Linear(20, 30, density=0.5, block_size=8))
+    assert linear(torch.randn(3, 20)).shape == (3, 30)
+    with pytest.raises(bs.BlockSparseError, match="module: expected a block-sparse module, got Conv2d"):
+        bs.nn.WeightNorm(nn.Conv2d(3, 3, 3))
+
+
+# -- patterns of channels --------------------------------------------------------------------------------------------
+
+
+def test_two_shuffled_layers_connect_all():
+    layout = bs.patterns.shuffled_block_diagonal((128, 128), 8)
+    mask = layout.mask().int()
+    assert layout.density == 0.25
+    assert ((mask @ mask) > 0).all()
+    wide = bs.patterns.shuffled_block_diagonal((64, 128), 8, groups=4).mask()
+    assert (wide.sum(0) == 2).all()
+    assert (wide.sum(1) == 4).all()
+    with pytest.raises(bs.BlockSparseError, match=r"groups: expected a divisor of both sides of the grid \(8, 16\)"):
+        bs.patterns.shuffled_block_diagonal((64, 128), 8, groups=3)
