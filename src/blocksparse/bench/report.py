@@ -16,7 +16,12 @@ from .machine import machine
 from .timing import Spread
 
 # Of the peers' lines, in the order of `PEERS`: told apart in grey and by the colour-blind as well.
-_STYLES = {"dense": ("#0072b2", "o"), "torch-bsr": ("#d55e00", "s"), "bsr-matmul": ("#009e73", "^")}
+_STYLES = {
+    "dense": ("#0072b2", "o"),
+    "torch-bsr": ("#d55e00", "s"),
+    "bsr-matmul": ("#009e73", "^"),
+    "grouped": ("#cc79a7", "D"),
+}
 
 
 def table(results: Sequence[CaseResult], title: str = "") -> Table:
@@ -84,10 +89,12 @@ def short(value: float) -> str:
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
-def write_json(path: Path, results: Sequence[CaseResult], **settings: Any) -> None:
+def write_json(
+    path: Path, results: Sequence[CaseResult], what: str = "block-sparse linear products", **settings: Any
+) -> None:
     """The results with the machine they were measured on."""
     content = {
-        "what": "block-sparse linear products",
+        "what": what,
         "machine": machine(),
         "settings": settings,
         "results": [result.as_dict() for result in results],

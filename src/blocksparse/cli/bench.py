@@ -75,6 +75,62 @@ def linear(
     console.print(f"wrote {out / name}.json and .png", highlight=False, soft_wrap=True)
 
 
+@bench.command("conv2d")
+def conv2d(
+    layer: Annotated[str, typer.Option(help="A named shape: reach, resnet50-conv4-3x3, pixelcnn-16, ...")] = "reach",
+    images: Annotated[int | None, typer.Option(help="Images at once, where not those of the layer.")] = None,
+    block_size: Annotated[int, typer.Option(help="Rows and columns of a block of channels.")] = 32,
+    pattern: Annotated[str, typer.Option(help="random (of the densities) or block-diagonal.")] = "random",
+    densities: Annotated[str, typer.Option(help="Parts of the blocks that are stored.")] = "1,0.5,0.25,0.1",
+    dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
+    pass_: Annotated[str, typer.Option("--pass", help="Of forward, dgrad, wgrad and train.")] = "forward,dgrad,wgrad",
+    against: Annotated[str | None, typer.Option(help="Peers, of dense and grouped.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")] = Path("bench-out"),
+    rounds: Annotated[int, typer.Option(help="Rounds of A B A B ... at most.")] = 21,
+    budget: Annotated[float, typer.Option(help="Seconds of timing per density and pass, about.")] = 4.0,
+    seed: Annotated[int, typer.Option(help="Of patterns and numbers.")] = 0,
+) -> None:
+    """A block-sparse 2-D convolution and its gradients: speed-up against density, as tables, JSON and charts.
+
+    Every result is checked against float64 first; a wrong one ends the run. Then all take turns in one process.
+    """
+    from dataclasses import replace
+
+    from ..bench import report
+    from ..bench.conv import ConvBench
+    from ..ops.conv.specs import LAYERS
+
+    if layer not in LAYERS:
+        raise BlockSparseError.expected("layer", f"one of {', '.join(LAYERS)}", repr(layer))
+    shape = replace(LAYERS[layer], block=block_size, dtype=dtype, pattern=pattern)
+    shape = shape if images is None else replace(shape, images=images)
+    random = pattern == "random"
+    passes = _list(pass_)
+    specs = {
+        name: [replace(shape, density=d, pass_=name) for d in (_densities(densities) if random else [shape.density])]
+        for name in passes
+    }
+    peers = _list(against) if against is not None else ["dense"] if random else ["dense", "grouped"]
+    runner = ConvBench(peers, rounds=rounds, budget=budget, seed=seed)
+    _folder(out)
+    console = Console()
+    base = f"conv2d-{layer}-{pattern}-{dtype}-b{block_size}-n{shape.images}"
+    everything = []
+    for name in passes:
+        results = [runner.run(spec) for spec in specs[name]]
+        everything += results
+        what = f"{shape.out_channels}x{shape.in_channels}, {shape.kernel}x{shape.kernel} on {shape.size}x{shape.size}"
+        title = f"{name} {dtype}, {what}, {shape.images} images, block {block_size}, {pattern}"
+        console.print(report.table(results, title))
+        for line in report.refusals(results):
+            console.print(f"refused: {line}", style="yellow", markup=False, highlight=False)
+        if random:
+            report.write_chart(out / f"{base}-{name}.png", results, title)
+    settings = {"rounds": rounds, "budget": budget, "seed": seed, "against": list(runner.against), "layer": layer}
+    report.write_json(out / f"{base}.json", everything, "block-sparse 2-D convolutions", **settings)
+    console.print(f"wrote {out / base}.json" + (" and .png" if random else ""), highlight=False, soft_wrap=True)
+
+
 def _densities(text: str) -> list[float]:
     try:
         densities = [float(part) for part in _list(text)]

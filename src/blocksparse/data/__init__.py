@@ -1,1 +1,1 @@
-"""Loaders: text as bytes."""
+"""Loaders: text as bytes, images in the idx format."""

@@ -1,0 +1,123 @@
+"""Named shapes of the convolutions for tests, benchmarks and tuning, and the ratios the project holds itself to."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from ...errors import BlockSparseError
+from ..linear.specs import DTYPES, PASSES
+
+PATTERNS = ("random", "block-diagonal")
+
+
+@dataclass(frozen=True)
+class ConvSpec:
+    """One piece of work: the shape of a block-sparse 2-D convolution, and which of its passes.
+
+    `size` is the height and width of the input, `padding` as in torch. `pattern` is "random", of the given density, or
+    "block-diagonal", whose density follows. `pass_` is "forward", "dgrad", "wgrad" or "train" (all through autograd).
+
+    >>> ConvSpec(256, 256, size=28, images=16, density=0.25)
+    ConvSpec(256x256 3x3, 16 images 28x28, block 32, density 0.25, float32 forward)
+    """
+
+    out_channels: int
+    in_channels: int
+    size: int
+    images: int = 16
+    kernel: int = 3
+    stride: int = 1
+    padding: int = 1
+    block: int = 32
+    density: float = 0.1
+    dtype: str = "float32"
+    pass_: str = "forward"
+    pattern: str = "random"
+
+    def __post_init__(self) -> None:
+        for name in ("out_channels", "in_channels", "size", "images", "kernel", "stride", "block"):
+            if getattr(self, name) <= 0:
+                raise BlockSparseError.expected(name, "a positive int", getattr(self, name))
+        for name in ("out_channels", "in_channels"):
+            if getattr(self, name) % self.block:
+                raise BlockSparseError.expected(name, f"a multiple of the block size {self.block}", getattr(self, name))
+        if self.padding < 0:
+            raise BlockSparseError.expected("padding", "an int, 0 or more", self.padding)
+        if self.kernel > self.size + 2 * self.padding:
+            raise BlockSparseError.expected("kernel", f"at most the padded image of {self.size}", self.kernel)
+        if not 0 <= self.density <= 1:
+            raise BlockSparseError.expected("density", "a number from 0 to 1", self.density)
+        for name, known in (("dtype", DTYPES), ("pass_", PASSES), ("pattern", PATTERNS)):
+            if getattr(self, name) not in known:
+                raise BlockSparseError.expected(
+                    name.rstrip("_"), f"one of {', '.join(known)}", repr(getattr(self, name))
+                )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def products(self) -> int:
+        """How many products of the size of the forward one the pass takes."""
+        return 3 if self.pass_ == "train" else 1
+
+    @property
+    def out_size(self) -> int:
+        return (self.size + 2 * self.padding - self.kernel) // self.stride + 1
+
+    @property
+    def tokens(self) -> int:
+        """How often each block is multiplied: positions times taps, those in the padding included."""
+        return self.images * self.out_size**2 * self.kernel**2
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as they go into a JSON file, where `pass_` is "pass"."""
+        return {name.rstrip("_"): value for name, value in asdict(self).items()}
+
+    def __repr__(self) -> str:
+        pattern = f"density {self.density:g}" if self.pattern == "random" else self.pattern
+        kernel = f"{self.kernel}x{self.kernel}" + (f" stride {self.stride}" if self.stride > 1 else "")
+        return (
+            f"ConvSpec({self.out_channels}x{self.in_channels} {kernel}, {self.images} images "
+            f"{self.size}x{self.size}, block {self.block}, {pattern}, {self.dtype} {self.pass_})"
+        )
+
+
+@dataclass(frozen=True)
+class ConvTarget:
+    """A spec and the speed-up over a peer that we want at least, in each of the three passes."""
+
+    spec: ConvSpec
+    peer: str
+    ratio: float
+
+
+LAYER = ConvSpec(256, 256, size=28)
+
+# ResNet-50 on images of 224x224: the 3x3 convolutions of its stages, and the 1x1 around them.
+RESNET50 = {
+    **{
+        f"resnet50-{stage}-3x3": ConvSpec(channels, channels, size=size)
+        for stage, channels, size in (("conv2", 64, 56), ("conv3", 128, 28), ("conv4", 256, 14), ("conv5", 512, 7))
+    },
+    **{
+        f"resnet50-{stage}-1x1": ConvSpec(4 * channels, channels, size=size, kernel=1, padding=0)
+        for stage, channels, size in (("conv2", 64, 56), ("conv3", 128, 28), ("conv4", 256, 14), ("conv5", 512, 7))
+    },
+    "resnet50-conv4-3x3-stride2": ConvSpec(256, 256, size=28, stride=2),
+    "resnet50-conv4-shortcut": ConvSpec(1024, 512, size=28, kernel=1, stride=2, padding=0),
+}
+# PixelCNN++ on CIFAR-10: 160 filters, concat_elu before each convolution, three resolutions. Its kernels are 2x3 and
+# 2x2; what is timed is the square one of the same reach.
+PIXELCNN = {f"pixelcnn-{size}": ConvSpec(160, 320, size=size, kernel=2, padding=1) for size in (32, 16, 8)}
+LAYERS = {"reach": LAYER, **RESNET50, **PIXELCNN}
+
+REACH = (
+    ConvTarget(LAYER, "dense", 7.0),
+    ConvTarget(replace(LAYER, density=0.25), "dense", 2.8),
+    ConvTarget(replace(LAYER, pattern="block-diagonal"), "grouped", 1.0),
+)
