@@ -1,18 +1,17 @@
 """The Triton kernels of the linear products: tiles and loops; what runs where is decided by the plan and triton.py.
 
 A tile of tokens is the M operand, so that Hopper's `wgmma` serves blocks of 16 and more, and a program sums all blocks
-of its task in registers. The inner dimension is walked in lanes: lane l of a task is feature l % WIDTH of its entry
-l // WIDTH, so one step gathers several small blocks or a part of a large one. A WIDTH is the block's side rounded up
-to a power of two; lanes beyond the true side are masked.
+of its task in registers.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
+from ..triton_device import DTYPES, dot, finish, lanes, load_inputs, load_weights
+
+__all__ = ["DTYPES", "linear_kernel", "linear_pair_kernel", "linear_reduce_kernel", "linear_wgrad_kernel"]
 
 
 @triton.jit
@@ -35,7 +34,7 @@ def linear_kernel(
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     SUM: tl.constexpr,  # the dtype of sums
-    WIDEN: tl.constexpr,  # operands to it beforehand: see _dot
+    WIDEN: tl.constexpr,  # operands to it beforehand: see triton_device.dot
     SPLIT: tl.constexpr,  # some tasks are parts of rows
     TOKENS: tl.constexpr,  # the tile: tokens, outputs, lanes
     OUTPUTS: tl.constexpr,
@@ -50,23 +49,26 @@ def linear_kernel(
     last = tl.load(task_ptr + 4 * task + 2)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     output = piece * OUTPUTS + tl.arange(0, OUTPUTS)
+    # Beyond the last token comes the last one again: its sums are not stored.
+    x_rows = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64) * x_stride
+    y_rows = y_ptr + token.to(tl.int64) * y_stride
     sums = tl.zeros((TOKENS, OUTPUTS), SUM)
     width: tl.constexpr = block_out if TRANSPOSE else block_in
     WIDTH: tl.constexpr = triton.next_power_of_2(width)
     for lane0 in range(0, (last - first) * WIDTH, LANES):
-        entry, k, there = _lanes(first, last, lane0, width, WIDTH, LANES)
-        x = _load_x(x_ptr, x_stride, token, tokens, col_ptr, entry, k, there, width)
-        w = _load_w(values_ptr, block_ptr, entry, k, there, output, block_out, block_in, TRANSPOSE)
-        sums = _dot(x, w, sums, PRECISION, WIDEN)
+        entry, k, there = lanes(first, last, lane0, width, WIDTH, LANES)
+        x = load_inputs(x_rows, None, col_ptr, entry, k, there, width)
+        w = load_weights(values_ptr, block_ptr, entry, k, there, output, block_out, block_in, TRANSPOSE)
+        sums = dot(x, w, sums, PRECISION, WIDEN)
     if SPLIT:
         slot = tl.load(task_ptr + 4 * task + 3)
         if slot < 0:
-            _finish(sums, y_ptr, bias_ptr, row, token, output, tokens, y_stride, height, ACTIVATION)
+            finish(sums, y_rows, token < tokens, bias_ptr, row, output, height, ACTIVATION)
         else:
             offset = (slot.to(tl.int64) * tokens + token[:, None]) * height + output[None, :]
             tl.store(partial_ptr + offset, sums, mask=(token < tokens)[:, None] & (output < height)[None, :])
     else:
-        _finish(sums, y_ptr, bias_ptr, row, token, output, tokens, y_stride, height, ACTIVATION)
+        finish(sums, y_rows, token < tokens, bias_ptr, row, output, height, ACTIVATION)
 
 
 @triton.jit
@@ -109,28 +111,30 @@ def linear_pair_kernel(
     end = tl.load(task_ptr + 6 * task + 5)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     output = piece * OUTPUTS + tl.arange(0, OUTPUTS)
+    x_rows = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64) * x_stride
+    y_rows = y_ptr + token.to(tl.int64) * y_stride
     sums0 = tl.zeros((TOKENS, OUTPUTS), SUM)
     sums1 = tl.zeros((TOKENS, OUTPUTS), SUM)
     for lane0 in range(0, (only0 - both) * WIDTH, LANES):
-        entry, k, there = _lanes(both, only0, lane0, width, WIDTH, LANES)
-        x = _load_x(x_ptr, x_stride, token, tokens, col_ptr, entry, k, there, width)
-        w0 = _load_w(values_ptr, block_ptr, entry, k, there, output, block_out, block_in, TRANSPOSE)
-        w1 = _load_w(values_ptr, block_ptr + entries, entry, k, there, output, block_out, block_in, TRANSPOSE)
-        sums0 = _dot(x, w0, sums0, PRECISION, WIDEN)
-        sums1 = _dot(x, w1, sums1, PRECISION, WIDEN)
+        entry, k, there = lanes(both, only0, lane0, width, WIDTH, LANES)
+        x = load_inputs(x_rows, None, col_ptr, entry, k, there, width)
+        w0 = load_weights(values_ptr, block_ptr, entry, k, there, output, block_out, block_in, TRANSPOSE)
+        w1 = load_weights(values_ptr, block_ptr + entries, entry, k, there, output, block_out, block_in, TRANSPOSE)
+        sums0 = dot(x, w0, sums0, PRECISION, WIDEN)
+        sums1 = dot(x, w1, sums1, PRECISION, WIDEN)
     for lane0 in range(0, (only1 - only0) * WIDTH, LANES):
-        entry, k, there = _lanes(only0, only1, lane0, width, WIDTH, LANES)
-        x = _load_x(x_ptr, x_stride, token, tokens, col_ptr, entry, k, there, width)
-        w0 = _load_w(values_ptr, block_ptr, entry, k, there, output, block_out, block_in, TRANSPOSE)
-        sums0 = _dot(x, w0, sums0, PRECISION, WIDEN)
+        entry, k, there = lanes(only0, only1, lane0, width, WIDTH, LANES)
+        x = load_inputs(x_rows, None, col_ptr, entry, k, there, width)
+        w0 = load_weights(values_ptr, block_ptr, entry, k, there, output, block_out, block_in, TRANSPOSE)
+        sums0 = dot(x, w0, sums0, PRECISION, WIDEN)
     for lane0 in range(0, (end - only1) * WIDTH, LANES):
-        entry, k, there = _lanes(only1, end, lane0, width, WIDTH, LANES)
-        x = _load_x(x_ptr, x_stride, token, tokens, col_ptr, entry, k, there, width)
-        w1 = _load_w(values_ptr, block_ptr + entries, entry, k, there, output, block_out, block_in, TRANSPOSE)
-        sums1 = _dot(x, w1, sums1, PRECISION, WIDEN)
-    _finish(sums0, y_ptr, bias_ptr, row0, token, output, tokens, y_stride, height, ACTIVATION)
+        entry, k, there = lanes(only1, end, lane0, width, WIDTH, LANES)
+        x = load_inputs(x_rows, None, col_ptr, entry, k, there, width)
+        w1 = load_weights(values_ptr, block_ptr + entries, entry, k, there, output, block_out, block_in, TRANSPOSE)
+        sums1 = dot(x, w1, sums1, PRECISION, WIDEN)
+    finish(sums0, y_rows, token < tokens, bias_ptr, row0, output, height, ACTIVATION)
     if row1 >= 0:
-        _finish(sums1, y_ptr, bias_ptr, row1, token, output, tokens, y_stride, height, ACTIVATION)
+        finish(sums1, y_rows, token < tokens, bias_ptr, row1, output, height, ACTIVATION)
 
 
 @triton.jit
@@ -162,8 +166,9 @@ def linear_reduce_kernel(
         slot = first + part
         offset = (slot.to(tl.int64) * tokens + token[:, None]) * height + output[None, :]
         sums += tl.load(partial_ptr + offset, mask=here, other=0)
+    y_rows = y_ptr + token.to(tl.int64) * y_stride
     if end >= 0:
-        _finish(sums, y_ptr, bias_ptr, row, token, output, tokens, y_stride, height, ACTIVATION)
+        finish(sums, y_rows, token < tokens, bias_ptr, row, output, height, ACTIVATION)
 
 
 @triton.jit
@@ -195,7 +200,7 @@ def linear_wgrad_kernel(
     last = tl.load(task_ptr + 4 * task + 2)
     lane0 = tl.load(task_ptr + 4 * task + 3)
     WIDTH: tl.constexpr = triton.next_power_of_2(block_in)
-    entry, i, there = _lanes(first, last, lane0, block_in, WIDTH, LANES)
+    entry, i, there = lanes(first, last, lane0, block_in, WIDTH, LANES)
     o = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     col = tl.load(col_ptr + entry, mask=there, other=0)
     x_lane = x_ptr + (col * block_in + i)
@@ -214,7 +219,7 @@ def linear_wgrad_kernel(
             mask=known[:, None] & (o < block_out)[None, :],
             other=0,
         )
-        sums = _dot(tl.trans(x), grad, sums, PRECISION, WIDEN)
+        sums = dot(tl.trans(x), grad, sums, PRECISION, WIDEN)
     block = split.to(tl.int64) * nnz + entry
     offset = (block[:, None] * block_out + o[None, :]) * block_in + i[:, None]
     tl.store(values_ptr + offset, sums, mask=there[:, None] & (o < block_out)[None, :])
@@ -230,75 +235,3 @@ def _program(tokens, tasks, height: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS:
     size = tl.minimum(tiles - group * GROUP, GROUP)
     rest = program - group * (GROUP * tasks * slices)
     return rest // size // slices, rest // size % slices, group * GROUP + rest % size
-
-
-@triton.jit
-def _lanes(first, last, lane0, width: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr):
-    """Entry, feature within its block and existence of each lane from lane0 on."""
-    lane = lane0 + tl.arange(0, LANES)
-    entry = first + lane // WIDTH
-    k = lane % WIDTH
-    there = entry < last
-    if width != WIDTH:
-        there = there & (k < width)
-    return entry, k, there
-
-
-@triton.jit
-def _load_x(x_ptr, x_stride, token, tokens, col_ptr, entry, k, there, width: tl.constexpr):
-    """[TOKENS, LANES]. Beyond the last token comes the last one again: its sums are not stored."""
-    rows = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64) * x_stride
-    col = tl.load(col_ptr + entry, mask=there, other=0)
-    return tl.load(rows[:, None] + (col * width + k)[None, :], mask=there[None, :], other=0)
-
-
-@triton.jit
-def _load_w(
-    values_ptr,
-    block_ptr,
-    entry,
-    k,
-    there,
-    output,
-    block_out: tl.constexpr,
-    block_in: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
-):
-    """[LANES, OUTPUTS]"""
-    block = entry if block_ptr is None else tl.load(block_ptr + entry, mask=there, other=0)
-    block_start = block.to(tl.int64) * (block_out * block_in)
-    mask = there[:, None] & (output < (block_in if TRANSPOSE else block_out))[None, :]
-    if TRANSPOSE:
-        place = (block_start + k * block_in)[:, None] + output[None, :]
-    else:
-        place = (block_start + k)[:, None] + (output * block_in)[None, :]
-    return tl.load(values_ptr + place, mask=mask, other=0)
-
-
-@triton.jit
-def _dot(a, b, sums, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """sums + a b. Triton's interpreter keeps bfloat16 as integers and would multiply those: it has WIDEN set."""
-    if WIDEN:
-        a = a.to(sums.dtype)
-        b = b.to(sums.dtype)
-    return tl.dot(a, b, sums, input_precision=PRECISION, out_dtype=sums.dtype)
-
-
-@triton.jit
-def _finish(
-    sums, y_ptr, bias_ptr, row, token, output, tokens, y_stride, height: tl.constexpr, ACTIVATION: tl.constexpr
-):
-    """Bias, activation, and the store to y."""
-    column = row * height + output
-    real = output < height
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + column, mask=real, other=0).to(sums.dtype)[None, :]
-    if ACTIVATION == "relu":
-        sums = tl.where(sums < 0, 0, sums)  # NaN stays
-    elif ACTIVATION == "gelu":
-        sums = 0.5 * sums * (1 + tl.erf(sums * 0.7071067811865476))
-    elif ACTIVATION == "silu":
-        small = tl.exp(-tl.abs(sums))  # never overflows
-        sums = sums * (tl.where(sums < 0, small, 1) / (1 + small))
-    rows = y_ptr + token.to(tl.int64) * y_stride
-    tl.store(rows[:, None] + column[None, :], sums, mask=(token < tokens)[:, None] & real[None, :])

@@ -1,0 +1,85 @@
+"""What the kernels of several ops share on the GPU: walking blocks in lanes, loading tiles, the end of a sum.
+
+The inner dimension is walked in lanes: lane l of a task is feature l % WIDTH of its entry l // WIDTH, so one step
+gathers several small blocks or a part of a large one. WIDTH is the block's side rounded up to a power of two; lanes
+beyond the true side are masked.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+@triton.jit
+def lanes(first, last, lane0, width: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr):
+    """Entry, feature within its block and existence of each lane from lane0 on."""
+    lane = lane0 + tl.arange(0, LANES)
+    entry = first + lane // WIDTH
+    k = lane % WIDTH
+    there = entry < last
+    if width != WIDTH:
+        there = there & (k < width)
+    return entry, k, there
+
+
+@triton.jit
+def load_inputs(rows, valid, col_ptr, entry, k, there, width: tl.constexpr):
+    """[TOKENS, LANES]: the features of the lanes' blocks, from pointers to the rows of inputs; 0 where not valid."""
+    col = tl.load(col_ptr + entry, mask=there, other=0)
+    mask = there[None, :]
+    if valid is not None:
+        mask = mask & valid[:, None]
+    return tl.load(rows[:, None] + (col * width + k)[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def load_weights(
+    values_ptr,
+    block_ptr,
+    entry,
+    k,
+    there,
+    output,
+    block_out: tl.constexpr,
+    block_in: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+):
+    """[LANES, OUTPUTS]: the lanes' part of their blocks, or of the transposed blocks."""
+    block = entry if block_ptr is None else tl.load(block_ptr + entry, mask=there, other=0)
+    block_start = block.to(tl.int64) * (block_out * block_in)
+    mask = there[:, None] & (output < (block_in if TRANSPOSE else block_out))[None, :]
+    if TRANSPOSE:
+        place = (block_start + k * block_in)[:, None] + output[None, :]
+    else:
+        place = (block_start + k)[:, None] + (output * block_in)[None, :]
+    return tl.load(values_ptr + place, mask=mask, other=0)
+
+
+@triton.jit
+def dot(a, b, sums, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """sums + a b. Triton's interpreter keeps bfloat16 as integers and would multiply those: it has WIDEN set."""
+    if WIDEN:
+        a = a.to(sums.dtype)
+        b = b.to(sums.dtype)
+    return tl.dot(a, b, sums, input_precision=PRECISION, out_dtype=sums.dtype)
+
+
+@triton.jit
+def finish(sums, rows, valid, bias_ptr, row, output, height: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Bias, activation, and the store to the outputs of block row `row`, by pointers to the rows of the result."""
+    column = row * height + output
+    real = output < height
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + column, mask=real, other=0).to(sums.dtype)[None, :]
+    if ACTIVATION == "relu":
+        sums = tl.where(sums < 0, 0, sums)  # NaN stays
+    elif ACTIVATION == "gelu":
+        sums = 0.5 * sums * (1 + tl.erf(sums * 0.7071067811865476))
+    elif ACTIVATION == "silu":
+        small = tl.exp(-tl.abs(sums))  # never overflows
+        sums = sums * (tl.where(sums < 0, small, 1) / (1 + small))
+    tl.store(rows[:, None] + column[None, :], sums, mask=valid[:, None] & real[None, :])
