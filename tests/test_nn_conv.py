@@ -113,6 +113,27 @@ def test_state_dict_brings_its_layout(tmp_path):
     assert torch.equal(copy.deepcopy(source)(x), source(x))
 
 
+@pytest.mark.parametrize("axes", [1, 2])
+def test_a_model_in_channels_last(axes):
+    model = nn.Sequential(OURS[axes](16, 16, 3, block_size=8), TORCH[2](16, 4, 3))
+    x = torch.randn(2, 16, *[9] * axes)
+    before = model[0](x)
+    before.sum().backward()
+    model.to(memory_format=torch.channels_last)
+    assert model[0].values.is_contiguous()
+    assert model[0].values.grad.shape == model[0].values.shape
+    assert torch.equal(model[0](x), before)
+    assert model.double()[0].values.dtype == torch.float64
+
+
+def test_deferred_initialization():
+    with torch.device("meta"):
+        layer = bs.nn.Conv2d(16, 16, 3, block_size=8)
+    assert layer(torch.empty(2, 16, 5, 5, device="meta")).shape == (2, 16, 3, 3)
+    layer.to_empty(device="cpu").reset_parameters()
+    assert layer(torch.randn(2, 16, 5, 5)).isfinite().all()
+
+
 def network():
     return nn.Sequential(
         bs.nn.Conv2d(3, 32, 3, padding=1, block_size=(16, 4), activation="gelu"),

@@ -57,6 +57,13 @@ class _Convolution(BlockSparseModule):
         """Draws weights and biases anew."""
         draw_parameters(self, (self.out_channels, self.in_channels), self.bias)
 
+    def _apply(self, fn, recurse=True):
+        # `model.to(memory_format=torch.channels_last)` takes any tensor of 4 or 5 axes for images. Values are none.
+        def apart(tensor: Tensor) -> Tensor:
+            return fn(tensor) if tensor.dim() < 4 else fn(tensor.flatten(2)).reshape(tensor.shape)
+
+        return super()._apply(apart, recurse)
+
     def _convolve(self, x: Tensor, **steps: Any) -> Tensor:
         out_channels, in_channels = self.layout.shape
         bias: Tensor | None = self.bias
