@@ -1,12 +1,20 @@
-"""What all Triton backends share: whether Triton can serve here, on a GPU or in its interpreter."""
+"""What all Triton backends share: whether Triton can serve here, on a GPU or in its interpreter, and launches."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from ..errors import BlockSparseError
+
+if TYPE_CHECKING:
+    from .linear.tiles import Tile
 
 CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 and asynchronous copies
 
@@ -61,3 +69,90 @@ def _refusal_of_gpu(index: int | None) -> str | None:
         here, least = (".".join(map(str, version)) for version in (capability, CAPABILITY))
         return f"{torch.cuda.get_device_name(index)} has compute capability {here}, and the kernels need {least}"
     return None
+
+
+# -- launches ---------------------------------------------------------------------------------------------------
+
+MOST_PROGRAMS = 2**31 - 1
+
+
+class Launch:
+    """A kernel, its grid, and all of its arguments but the tensors of a call.
+
+    Triton looks a compiled kernel up anew in each launch, for the price of a small product: here it is kept.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        tensors: int,
+        arguments: dict[str, Any],
+        tile: Tile,
+        slots: int = 0,
+        splits: int = 1,
+    ) -> None:
+        self.kernel, self.grid, self.slots, self.splits = kernel, grid, slots, splits
+        self.arguments = tuple(arguments[name] for name in kernel.arg_names[tensors:])
+        self.options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        self.compiled: Any = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        x: Any = tensors[0]
+        if isinstance(x, FunctionalTensor):  # traced: the graph launches it
+            torch.library.wrap_triton(self.kernel)[self.grid](*tensors, *self.arguments, **self.options)
+        elif x.is_cuda and x.device.index != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                self._launch(*tensors)
+        else:
+            self._launch(*tensors)
+
+    def _launch(self, *tensors: Tensor | None) -> None:
+        if self.compiled is not None:
+            self.compiled(*tensors, *self.arguments)
+            return
+        try:
+            compiled = self.kernel[self.grid](*tensors, *self.arguments, **self.options)
+        except Exception as error:
+            if type(error).__name__ == "OutOfResources":  # of Triton, which need not be there for an isinstance
+                expected = "enough shared memory and registers for its tile; `blocksparse tune` finds others"
+                raise BlockSparseError.expected("GPU", expected, error) from error
+            raise
+        if compiled is not None:  # the interpreter compiles nothing
+            self.compiled = compiled[self.grid]
+
+
+def programs(token_tiles: int, tasks: int, slices: int) -> tuple[int, int, int]:
+    """The grid of so many programs."""
+    count = token_tiles * tasks * slices
+    if count > MOST_PROGRAMS:
+        raise BlockSparseError.expected("x", "fewer tokens in one call on a GPU", f"{count} tiles of work")
+    return count, 1, 1
+
+
+def common(dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
+    """The arguments that every product takes for tensors of this dtype and this tile."""
+    from .triton_device import DTYPES
+
+    return {
+        "PRECISION": precision(dtype),
+        "SUM": DTYPES[sums_of(dtype)],
+        "WIDEN": interpreting(),
+        "TOKENS": tile.tokens,
+        "OUTPUTS": tile.outputs,
+        "LANES": tile.lanes,
+    }
+
+
+def precision(dtype: torch.dtype) -> str:
+    """TF32 for float32 where PyTorch's own switch allows it."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def sums_of(dtype: torch.dtype) -> torch.dtype:
+    """What sums of `dtype` are accumulated in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)

@@ -10,10 +10,9 @@ import torch
 from ...layout import BlockLayout
 from .. import cpu_core
 from ..linear import cpu as linear
-from .plan import Axis, channel_plan, packed_taps, runs
+from .plan import Axis, channel_plan, is_linear, packed_taps, runs, three_axes
 
 refusal = linear.refusal
-_ONE = Axis(big=1, small=1, kernel=1, stride=1, padding=0, dilation=1)
 
 
 def conv(
@@ -28,12 +27,12 @@ def conv(
 ) -> torch.Tensor:
     x, values = x.contiguous(), values.contiguous()
     out_channels = layout.shape[1 if transpose else 0]
-    if _is_linear(axes):
+    if is_linear(axes):
         matrix = values.reshape(layout.values_shape)
         y = linear.linear(x.reshape(-1, x.shape[-1]), matrix, bias, layout, transpose, activation)
         return y.reshape(*x.shape[:-1], out_channels)
     bias = None if bias is None else bias.contiguous()
-    axes = _three(axes)
+    axes = three_axes(axes)
     big, small, kernel = ([getattr(axis, name) for axis in axes] for name in ("big", "small", "kernel"))
     plan = channel_plan(layout, transpose)
     y = torch.empty(x.shape[0], *(big if scatter else small)[5 - x.dim() :], out_channels, dtype=x.dtype)
@@ -67,10 +66,10 @@ def conv_wgrad(
 ) -> torch.Tensor:
     grad, x = grad.contiguous(), x.contiguous()
     kernel = [axis.kernel for axis in axes]
-    if _is_linear(axes):
+    if is_linear(axes):
         values = linear.linear_wgrad(grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]), layout)
         return values.reshape(*layout.values_shape, *kernel)
-    axes = _three(axes)
+    axes = three_axes(axes)
     big, small = ([getattr(axis, name) for axis in axes] for name in ("big", "small"))
     values = torch.empty(*layout.values_shape, *kernel, dtype=x.dtype)
     cpu_core.core().conv_wgrad(
@@ -91,12 +90,3 @@ def conv_wgrad(
         col=layout.col_of_block.astype(np.int32, copy=False),
     )
     return values
-
-
-def _is_linear(axes: Sequence[Axis]) -> bool:
-    # Every position by itself: the convolution is the linear product of all of them.
-    return all(axis.kernel == axis.stride == 1 and axis.padding == 0 and axis.big == axis.small for axis in axes)
-
-
-def _three(axes: Sequence[Axis]) -> list[Axis]:
-    return [_ONE] * (3 - len(axes)) + list(axes)

@@ -14,10 +14,10 @@ from torch import Tensor
 from ...errors import BlockSparseError
 from ..linear.op import layout_of
 from ..registry import choose
-from . import cpu, reference
+from . import cpu, reference, triton
 from .plan import axes_of
 
-IMPLEMENTATIONS = {"cpu": cpu, "reference": reference}
+IMPLEMENTATIONS = {"triton": triton, "cpu": cpu, "reference": reference}
 
 _library = torch.library.Library("blocksparse", "FRAGMENT")
 _library.define(

@@ -189,3 +189,14 @@ def axes_of(
         if min(axis.stride, axis.dilation, axis.kernel) < 1 or min(axis.big, axis.small) < 0:
             raise BlockSparseError.expected("stride, dilation and kernel", "positive ints, and sizes from 0 on", axis)
     return axes
+
+
+def is_linear(axes: Sequence[Axis]) -> bool:
+    """Whether every position stands by itself: the convolution is then the linear product of all of them."""
+    return all(axis.kernel == axis.stride == 1 and axis.padding == 0 and axis.big == axis.small for axis in axes)
+
+
+def three_axes(axes: Sequence[Axis]) -> list[Axis]:
+    """With axes of one position before them: kernels know three."""
+    one = Axis(big=1, small=1, kernel=1, stride=1, padding=0, dilation=1)
+    return [one] * (3 - len(axes)) + list(axes)

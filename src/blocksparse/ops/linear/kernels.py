@@ -9,9 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_device import DTYPES, dot, finish, lanes, load_inputs, load_weights
-
-__all__ = ["DTYPES", "linear_kernel", "linear_pair_kernel", "linear_reduce_kernel", "linear_wgrad_kernel"]
+from ..triton_device import dot, finish, lanes, load_inputs, load_weights
 
 
 @triton.jit

@@ -11,18 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from .. import triton_runtime
+from ..triton_runtime import Launch, cdiv, common, precision, programs, sums_of
 from .gpu_plan import LinearPlan, linear_plan, pair_plan, wgrad_tasks
 from .tiles import Gpu, Tile, Work, bucket, forced, gpu_of, tile_for
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Kept per layout; who calls with ever new token counts starts over at so many.
 MOST_LAUNCHES = 64
-MOST_PROGRAMS = 2**31 - 1
 
 
 class Schedule(NamedTuple):
@@ -105,7 +104,7 @@ def _plan(layout: BlockLayout, transpose: bool, tile: Tile, tokens: int, gpu: Gp
     lengths = rows.row_start[1:] - rows.row_start[:-1]
     # Entries per multiprocessor. A row well above that would keep one busy alone: it is cut in parts of about half of
     # it, though not so short that a program does little but start and stop.
-    mean = layout.nnz * _cdiv(height, tile.outputs) * _cdiv(tokens, tile.tokens) / gpu.multiprocessors
+    mean = layout.nnz * cdiv(height, tile.outputs) * cdiv(tokens, tile.tokens) / gpu.multiprocessors
     least = 4 * max(tile.lanes // width, 1)
     longest = None if lengths.max() <= 1.5 * mean else max(int(mean / 2), least)
     return layout.derived(("tasks", transpose, longest), lambda: linear_plan(layout, transpose, longest))
@@ -141,7 +140,7 @@ def linear(
         launches[0](x, values, bias, y, None)
         return y
     product, reduction = launches
-    partial = torch.empty(product.slots, tokens, height, dtype=_sums(x.dtype), device=x.device)
+    partial = torch.empty(product.slots, tokens, height, dtype=sums_of(x.dtype), device=x.device)
     product(x, values, bias, y, partial)
     reduction(partial, bias, y)
     return y
@@ -158,55 +157,9 @@ def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) ->
         values = torch.empty(shape, dtype=x.dtype, device=x.device)
         launch(grad, x, values)
         return values
-    parts = torch.empty((launch.splits, *shape), dtype=_sums(x.dtype), device=x.device)
+    parts = torch.empty((launch.splits, *shape), dtype=sums_of(x.dtype), device=x.device)
     launch(grad, x, parts)
     return parts.sum(0).to(x.dtype)
-
-
-class _Launch:
-    """A kernel, its grid, and all of its arguments but the tensors of a call.
-
-    Triton looks a compiled kernel up anew in each launch, for the price of a small product: here it is kept.
-    """
-
-    def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        tensors: int,
-        arguments: dict[str, Any],
-        tile: Tile,
-        slots: int = 0,
-        splits: int = 1,
-    ) -> None:
-        self.kernel, self.grid, self.slots, self.splits = kernel, grid, slots, splits
-        self.arguments = tuple(arguments[name] for name in kernel.arg_names[tensors:])
-        self.options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        self.compiled: Any = None
-
-    def __call__(self, *tensors: Tensor | None) -> None:
-        x: Any = tensors[0]
-        if isinstance(x, FunctionalTensor):  # traced: the graph launches it
-            torch.library.wrap_triton(self.kernel)[self.grid](*tensors, *self.arguments, **self.options)
-        elif x.is_cuda and x.device.index != torch.cuda.current_device():
-            with torch.cuda.device(x.device):
-                self._launch(*tensors)
-        else:
-            self._launch(*tensors)
-
-    def _launch(self, *tensors: Tensor | None) -> None:
-        if self.compiled is not None:
-            self.compiled(*tensors, *self.arguments)
-            return
-        try:
-            compiled = self.kernel[self.grid](*tensors, *self.arguments, **self.options)
-        except Exception as error:
-            if type(error).__name__ == "OutOfResources":  # of Triton, which need not be there for an isinstance
-                expected = "enough shared memory and registers for its tile; `blocksparse tune` finds others"
-                raise BlockSparseError.expected("GPU", expected, error) from error
-            raise
-        if compiled is not None:  # the interpreter compiles nothing
-            self.compiled = compiled[self.grid]
 
 
 def _prepared(
@@ -215,14 +168,14 @@ def _prepared(
     x: Tensor,
     other: Tensor,
     bias: Tensor | None,
-    prepare: Callable[[], list[_Launch]],
-) -> list[_Launch]:
+    prepare: Callable[[], list[Launch]],
+) -> list[Launch]:
     """The launches of a call like this one. What Triton compiles depends on strides and on addresses modulo 16."""
     if isinstance(layout, TracedLayout):
         return prepare()
     address = x.data_ptr() | other.data_ptr() | (0 if bias is None else bias.data_ptr())
-    like = (kind, x.dtype, x.device, x.shape[0], x.stride(0), bias is None, address % 16, _precision(x.dtype), forced())
-    known: dict[Any, list[_Launch]] = layout.derived("triton launches", dict)
+    like = (kind, x.dtype, x.device, x.shape[0], x.stride(0), bias is None, address % 16, precision(x.dtype), forced())
+    known: dict[Any, list[Launch]] = layout.derived("triton launches", dict)
     launches = known.get(like)
     if launches is None:
         if len(known) >= MOST_LAUNCHES:
@@ -233,13 +186,13 @@ def _prepared(
 
 def _linear_launches(
     x: Tensor, layout: BlockLayout | TracedLayout, transpose: bool, activation: str | None
-) -> list[_Launch]:
+) -> list[Launch]:
     from . import kernels
 
     tasks, col, block, slots = _schedule_of(layout, x)[4:8] if transpose else _schedule_of(layout, x)[:4]
     tokens, height = x.shape[0], layout.block_shape[transpose]
     tile = tile_for(_work("dgrad" if transpose else "forward", x.dtype, layout, tokens), gpu_of(x.device))
-    token_tiles, slices = _cdiv(tokens, tile.tokens), _cdiv(height, tile.outputs)
+    token_tiles, slices = cdiv(tokens, tile.tokens), cdiv(height, tile.outputs)
     pairs = tasks.shape[1] == 6
     arguments = {
         "task_ptr": tasks,
@@ -258,58 +211,42 @@ def _linear_launches(
         "ACTIVATION": activation or "",
         "SPLIT": slots.shape[0] > 0,
         "GROUP": tile.group,
-        **_common(x, tile),
+        **common(x.dtype, tile),
     }
     kernel = kernels.linear_pair_kernel if pairs else kernels.linear_kernel
-    product = _Launch(kernel, _programs(token_tiles, tasks.shape[0], slices), 5, arguments, tile, slots=slots.shape[0])
+    product = Launch(kernel, programs(token_tiles, tasks.shape[0], slices), 5, arguments, tile, slots=slots.shape[0])
     if slots.shape[0] == 0:
         return [product]
-    reduction = _programs(token_tiles, slots.shape[0], slices)
-    return [product, _Launch(kernels.linear_reduce_kernel, reduction, 3, arguments, tile)]
+    reduction = programs(token_tiles, slots.shape[0], slices)
+    return [product, Launch(kernels.linear_reduce_kernel, reduction, 3, arguments, tile)]
 
 
-def _programs(token_tiles: int, tasks: int, slices: int) -> tuple[int, int, int]:
-    programs = token_tiles * tasks * slices
-    if programs > MOST_PROGRAMS:
-        raise BlockSparseError.expected("x", "fewer tokens in one call on a GPU", f"{programs} tiles of work")
-    return programs, 1, 1
-
-
-def _wgrad_launch(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) -> _Launch:
+def _wgrad_launch(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) -> Launch:
     from . import kernels
 
     tasks, col = _schedule_of(layout, x)[8:]
     tokens, gpu = x.shape[0], gpu_of(x.device)
     tile = tile_for(_work("wgrad", x.dtype, layout, tokens), gpu)
-    slices = _cdiv(layout.block_shape[0], tile.outputs)
-    # Few blocks and many tokens: several programs share the tokens of a block, or most of the GPU stands idle.
-    splits = max(1, min(2 * gpu.multiprocessors // (tasks.shape[0] * slices), bucket(tokens) // (8 * tile.tokens)))
+    slices = cdiv(layout.block_shape[0], tile.outputs)
+    splits = splits_of(tasks.shape[0] * slices, tokens, tile, gpu)
     arguments = {
         "task_ptr": tasks,
         "col_ptr": col,
         "nnz": layout.nnz,
         "tokens": tokens,
-        "tokens_per_split": _cdiv(_cdiv(tokens, splits), tile.tokens) * tile.tokens,
+        "tokens_per_split": cdiv(cdiv(tokens, splits), tile.tokens) * tile.tokens,
         "grad_stride": grad.stride(0),
         "x_stride": x.stride(0),
         "block_out": layout.block_shape[0],
         "block_in": layout.block_shape[1],
-        **_common(x, tile),
+        **common(x.dtype, tile),
     }
-    return _Launch(kernels.linear_wgrad_kernel, (tasks.shape[0], slices, splits), 3, arguments, tile, splits=splits)
+    return Launch(kernels.linear_wgrad_kernel, (tasks.shape[0], slices, splits), 3, arguments, tile, splits=splits)
 
 
-def _common(x: Tensor, tile: Tile) -> dict[str, Any]:
-    from . import kernels
-
-    return {
-        "PRECISION": _precision(x.dtype),
-        "SUM": kernels.DTYPES[_sums(x.dtype)],
-        "WIDEN": triton_runtime.interpreting(),
-        "TOKENS": tile.tokens,
-        "OUTPUTS": tile.outputs,
-        "LANES": tile.lanes,
-    }
+def splits_of(programs: int, tokens: int, tile: Tile, gpu: Gpu) -> int:
+    """Among how many programs the tokens of a block are shared: few blocks would leave most of the GPU idle."""
+    return max(1, min(2 * gpu.multiprocessors // programs, bucket(tokens) // (8 * tile.tokens)))
 
 
 def _schedule_of(layout: BlockLayout | TracedLayout, x: Tensor) -> Sequence[Tensor]:
@@ -318,18 +255,6 @@ def _schedule_of(layout: BlockLayout | TracedLayout, x: Tensor) -> Sequence[Tens
     return schedule(layout, x.device, x.dtype, x.shape[0])
 
 
-def _sums(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _precision(dtype: torch.dtype) -> str:
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
 def _features_contiguous(x: Tensor) -> Tensor:
     # The kernels take any distance between tokens, but the features of one token side by side.
     return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)

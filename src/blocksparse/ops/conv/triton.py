@@ -1,0 +1,158 @@
+"""The convolutions on a GPU: tensors, tasks and geometry to a launch; those that are linear products go there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layout import BlockLayout
+from ..linear import triton as linear
+from ..linear.gpu_plan import linear_plan, wgrad_tasks
+from ..linear.tiles import Tile, Work, bucket, gpu_of, tile_for
+from ..triton_runtime import Launch, cdiv, common, programs, sums_of
+from .gpu_plan import phase_table
+from .plan import Axis, is_linear, three_axes
+
+refusal = linear.refusal
+
+
+def conv(
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    layout: BlockLayout,
+    transpose: bool,
+    scatter: bool,
+    axes: Sequence[Axis],
+    activation: str | None,
+) -> Tensor:
+    from . import kernels
+
+    x = x.contiguous()
+    out_channels = layout.shape[transpose]
+    if is_linear(axes):
+        matrix = values.reshape(layout.values_shape)
+        y = linear.linear(x.reshape(-1, x.shape[-1]), matrix, bias, layout, transpose, activation)
+        return y.reshape(*x.shape[:-1], out_channels)
+    out_space = [axis.big if scatter else axis.small for axis in axes]
+    y = torch.empty(x.shape[0], *out_space, out_channels, dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    axes = three_axes(axes)
+    big, small, kernel, stride = (
+        [getattr(axis, name) for axis in axes] for name in ("big", "small", "kernel", "stride")
+    )
+    table = phase_table(tuple(axes), scatter)
+    tokens = x.shape[0] * int(table[:, :, 1].astype("int64").prod(1).max())
+    tile, width = _tile("dgrad" if transpose else "forward", x, layout, tokens), layout.block_shape[not transpose]
+    tasks, col, block = _tasks(layout, transpose, x.device)
+    height = layout.block_shape[transpose]
+    arguments = {
+        "phase_ptr": _on(layout, ("conv phases", tuple(axes), scatter), x.device, lambda: table),
+        "task_ptr": tasks,
+        "col_ptr": col,
+        "block_ptr": block,
+        "tasks": tasks.shape[0],
+        "images": x.shape[0],
+        "nnz": layout.nnz,
+        **_each("in_size", small if scatter else big),
+        **_each("out_size", big if scatter else small),
+        "in_channels": x.shape[-1],
+        "out_channels": out_channels,
+        **_each("kernel", kernel),
+        **_each("out_step", stride if scatter else (1, 1, 1)),
+        **_each("in_step", (1, 1, 1) if scatter else stride),
+        "block_out": layout.block_shape[0],
+        "block_in": layout.block_shape[1],
+        "TRANSPOSE": transpose,
+        "ACTIVATION": activation or "",
+        **common(x.dtype, tile),
+        "LANES": min(tile.lanes, max(1 << (width - 1).bit_length(), 32)),  # a step stays within one tap
+    }
+    (count, _, _) = programs(cdiv(tokens, tile.tokens), tasks.shape[0], cdiv(height, tile.outputs))
+    launch = Launch(kernels.conv_kernel, (count, len(table), 1), 4, arguments, tile)
+    launch(x, _taps_first(values, layout), bias, y)
+    return y
+
+
+def conv_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, scatter: bool, axes: Sequence[Axis]) -> Tensor:
+    from . import kernels
+
+    grad, x = grad.contiguous(), x.contiguous()
+    kernel = [axis.kernel for axis in axes]
+    if is_linear(axes):
+        values = linear.linear_wgrad(grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]), layout)
+        return values.reshape(*layout.values_shape, *kernel)
+    small_image = x if scatter else grad
+    tokens = small_image[..., 0].numel()
+    if layout.nnz == 0 or tokens == 0:
+        return torch.zeros(*layout.values_shape, *kernel, dtype=x.dtype, device=x.device)
+    tile, gpu = _tile("wgrad", x, layout, tokens), gpu_of(x.device)
+    tasks = _on(layout, ("conv wgrad tasks", tile.lanes), x.device, lambda: wgrad_tasks(layout, tile.lanes))
+    col = _on(layout, ("conv col",), x.device, lambda: layout.col_of_block.astype("int32"))
+    taps, slices = int(torch.Size(kernel).numel()), cdiv(layout.block_shape[0], tile.outputs)
+    splits = linear.splits_of(tasks.shape[0] * slices * taps, tokens, tile, gpu)
+    axes = three_axes(axes)
+    names = {
+        "big": "big_size",
+        "small": "small_size",
+        **{name: name for name in ("kernel", "stride", "padding", "dilation")},
+    }
+    arguments = {
+        "task_ptr": tasks,
+        "col_ptr": col,
+        "nnz": layout.nnz,
+        "images": x.shape[0],
+        "tokens_per_split": cdiv(cdiv(tokens, splits), tile.tokens) * tile.tokens,
+        "in_channels": x.shape[-1],
+        "out_channels": grad.shape[-1],
+        "block_out": layout.block_shape[0],
+        "block_in": layout.block_shape[1],
+        "BIG_GRAD": scatter,
+        **common(x.dtype, tile),
+    }
+    for attribute, name in names.items():
+        arguments |= _each(name, [getattr(axis, attribute) for axis in axes])
+    dtype = x.dtype if splits == 1 else sums_of(x.dtype)
+    parts = torch.empty(splits, taps, *layout.values_shape, dtype=dtype, device=x.device)
+    launch = Launch(kernels.conv_wgrad_kernel, (tasks.shape[0] * taps * slices, splits, 1), 3, arguments, tile)
+    launch(grad, x, parts)
+    values = parts[0] if splits == 1 else parts.sum(0).to(x.dtype)
+    return values.permute(1, 2, 3, 0).reshape(*layout.values_shape, *kernel)
+
+
+def _taps_first(values: Tensor, layout: BlockLayout) -> Tensor:
+    # The taps of one weight lie side by side; the kernels want the weights of one tap side by side. The weights are
+    # few beside the images.
+    return values.reshape(*layout.values_shape, -1).permute(3, 0, 1, 2).contiguous()
+
+
+def _tile(pass_: str, x: Tensor, layout: BlockLayout, tokens: int) -> Tile:
+    tile = tile_for(Work(pass_, x.dtype, layout.block_shape, bucket(tokens), layout.density), gpu_of(x.device))
+    return replace(tile, pairs=False)
+
+
+def _tasks(layout: BlockLayout, transpose: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    plan = layout.derived(("tasks", transpose, None), lambda: linear_plan(layout, transpose))
+    tasks = _on(layout, ("conv tasks", transpose), device, lambda: plan.tasks)
+    col = _on(layout, ("conv cols", transpose), device, lambda: plan.col)
+    block = plan.block
+    return tasks, col, None if block is None else _on(layout, ("conv blocks", transpose), device, lambda: block)
+
+
+def _on(layout: BlockLayout, key: tuple[Any, ...], device: torch.device, array: Any) -> Tensor:
+    """The array on the device, kept with the layout."""
+
+    def build() -> Tensor:
+        with torch.inference_mode(False):
+            return torch.from_numpy(array().copy()).to(device)
+
+    return layout.derived((*key, device), build)
+
+
+def _each(name: str, numbers: Sequence[int]) -> dict[str, int]:
+    return {f"{name}{axis}": number for axis, number in enumerate(numbers)}
