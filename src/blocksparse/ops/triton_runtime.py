@@ -156,3 +156,8 @@ def sums_of(dtype: torch.dtype) -> torch.dtype:
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two from `size` on."""
+    return 1 << (max(size, 1) - 1).bit_length()

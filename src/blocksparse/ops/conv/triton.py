@@ -13,7 +13,7 @@ from ...layout import BlockLayout
 from ..linear import triton as linear
 from ..linear.gpu_plan import linear_plan, wgrad_tasks
 from ..linear.tiles import Tile, Work, bucket, gpu_of, tile_for
-from ..triton_runtime import Launch, cdiv, common, programs, sums_of
+from ..triton_runtime import Launch, cdiv, common, power_of_two, programs, sums_of
 from .gpu_plan import phase_table
 from .plan import Axis, is_linear, three_axes
 
@@ -48,7 +48,7 @@ def conv(
     )
     table = phase_table(tuple(axes), scatter)
     tokens = x.shape[0] * int(table[:, :, 1].astype("int64").prod(1).max())
-    tile, width = _tile("dgrad" if transpose else "forward", x, layout, tokens), layout.block_shape[not transpose]
+    tile = _tile("dgrad" if transpose else "forward", x, layout, tokens)
     tasks, col, block = _tasks(layout, transpose, x.device)
     height = layout.block_shape[transpose]
     arguments = {
@@ -71,7 +71,6 @@ def conv(
         "TRANSPOSE": transpose,
         "ACTIVATION": activation or "",
         **common(x.dtype, tile),
-        "LANES": min(tile.lanes, max(1 << (width - 1).bit_length(), 32)),  # a step stays within one tap
     }
     (count, _, _) = programs(cdiv(tokens, tile.tokens), tasks.shape[0], cdiv(height, tile.outputs))
     launch = Launch(kernels.conv_kernel, (count, len(table), 1), 4, arguments, tile)
@@ -132,8 +131,16 @@ def _taps_first(values: Tensor, layout: BlockLayout) -> Tensor:
 
 
 def _tile(pass_: str, x: Tensor, layout: BlockLayout, tokens: int) -> Tile:
+    """The tile of the linear product of as many tokens, its lanes no more than a row of a few channel blocks has."""
     tile = tile_for(Work(pass_, x.dtype, layout.block_shape, bucket(tokens), layout.density), gpu_of(x.device))
-    return replace(tile, pairs=False)
+    rows = layout.T if pass_ == "dgrad" else layout
+    if pass_ == "wgrad":
+        lanes = rows.nnz // rows.grid[0] * rows.block_shape[1]
+        # Each position's address is reckoned anew: wide tiles spill the registers of four warps.
+        lanes = min(tile.lanes, max(power_of_two(lanes), 64))
+        return replace(tile, lanes=lanes, warps=8 if lanes > 64 else 4)
+    # A step stays within one tap.
+    return replace(tile, lanes=min(tile.lanes, max(power_of_two(rows.block_shape[1]), 32)), pairs=False)
 
 
 def _tasks(layout: BlockLayout, transpose: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
