@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from test_data_idx import write
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -23,6 +25,12 @@ def test_matmul_2017():
 def test_linear_layer():
     before, after = re.search(r"loss (\S+) -> (\S+) in 60 steps", run("linear_layer.py", "60")).groups()
     assert float(after) < float(before)
+
+
+def test_fashion_mnist(tmp_path):
+    write(tmp_path, n=96)
+    out = run("fashion_mnist.py", tmp_path, "--epochs", "2", "--width", "16", "--batch", "32")
+    assert re.search(r"loss \S+ -> \S+ in 6 steps.*test accuracy 0\.\d+", out)
 
 
 def test_readme_quick_start():

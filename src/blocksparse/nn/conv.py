@@ -127,7 +127,7 @@ class _Conv(_Convolution):
         if padding == "same" and any(step != 1 for step in self.stride):
             raise BlockSparseError.expected("stride", 'only ones with padding "same"', self.stride)
         named = padding in ("same", "valid") if isinstance(padding, str) else False
-        self.padding = padding if named else tuple(per_axis("padding", padding, self.axes, least=0, names=True))
+        self.padding: Any = padding if named else tuple(per_axis("padding", padding, self.axes, least=0, names=True))
         self.padding_mode = padding_mode
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class _Conv(_Convolution):
                 total = self.dilation[axis] * (self.kernel_size[axis] - 1)
                 around += [total // 2, total - total // 2]
             else:
-                around += [int(self.padding[axis])] * 2
+                around += [self.padding[axis]] * 2
         return around
 
     def _settings(self) -> dict[str, Any]:

@@ -1,0 +1,176 @@
+"""What only the CPU backend promises of convolutions: determinism, threads, no copies; and the plans."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import blocksparse as bs
+from blocksparse.ops.conv import cpu
+from blocksparse.ops.conv.plan import Axis, axes_of, channel_plan, runs
+from conv_backends import BACKENDS, conv, running, wgrad
+from strategies import layouts
+
+CPU_BACKENDS = [backend for backend in BACKENDS if backend.startswith("cpu")]
+on_every_isa = pytest.mark.parametrize("backend", CPU_BACKENDS)
+STEPS = (1, 1), (1, 1), (1, 1)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@on_every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("density", [0.05, 0.5])
+def test_bit_identical_over_runs_and_thread_counts(backend, dtype, density, threads):
+    layout = bs.patterns.random((128, 128), 16, density=density, seed=0)
+    x, grad = torch.randn(5, 9, 30, 128, dtype=dtype), torch.randn(5, 9, 30, 128, dtype=dtype)
+    values = torch.randn(*layout.values_shape, 3, 3, dtype=dtype)
+    results = []
+    with running(backend):
+        for count in (1, 2, 3, 7, 2):
+            threads(count)
+            results.append(
+                (
+                    conv(x, values, layout, (9, 30), *STEPS),
+                    conv(grad, values, layout, (9, 30), *STEPS, transpose=True, scatter=True),
+                    wgrad(grad, x, layout, (3, 3), *STEPS),
+                )
+            )
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+@on_every_isa
+def test_an_image_alone_gives_the_same_bits_as_among_others(backend):
+    layout = bs.patterns.random((64, 64), 16, density=0.4, seed=0)
+    x, values = torch.randn(20, 8, 9, 64), torch.randn(*layout.values_shape, 3, 3)
+    with running(backend):
+        together = conv(x, values, layout, (8, 9), *STEPS)
+        alone = torch.cat([conv(x[i : i + 1], values, layout, (8, 9), *STEPS) for i in range(20)])
+    assert torch.equal(alone, together)
+
+
+def test_from_many_python_threads_at_once():
+    layout = bs.patterns.random((64, 64), 16, density=0.4, seed=0)
+    values = torch.randn(*layout.values_shape, 3, 3)
+    inputs = [torch.randn(n, 64, 7, 8) for n in (1, 3, 8)]
+    expected = [bs.conv2d(x, values, layout, padding=1) for x in inputs]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(10):
+            got = pool.map(lambda x: bs.conv2d(x, values, layout, padding=1), inputs)
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_a_kernel_of_one_is_the_linear_op(monkeypatch):
+    layout = bs.patterns.random((64, 32), 16, density=0.5, seed=0)
+    x, values = torch.randn(2, 32, 5, 6), torch.randn(*layout.values_shape, 1, 1)
+    y = bs.conv2d(x, values, layout)
+    flat = bs.linear(x.movedim(1, -1).reshape(-1, 32), values.reshape(layout.values_shape), layout)
+    assert torch.equal(y, flat.reshape(2, 5, 6, 64).movedim(-1, 1))
+    called = []
+    monkeypatch.setattr(cpu.linear, "linear", lambda *a: called.append(a) or torch.zeros(60, 64))
+    bs.conv2d(x, values, layout)
+    assert called
+
+
+MEMORY = """
+import torch, blocksparse as bs
+from pathlib import Path
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+layout = bs.patterns.random((64, 64), 16, density=0.5, seed=0)
+values = torch.randn(*layout.values_shape, 7, 7)
+bs.conv2d(torch.randn(1, 64, 9, 9), values, layout, padding=3)
+x = torch.randn(1, 64, 512, 512).to(memory_format=torch.channels_last)
+y = torch.empty_like(x)
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+with torch.no_grad():
+    bs.conv2d(x, values, layout, padding=3)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_image_is_never_unfolded():
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # The output takes 64 MiB; unfolded, the image would take 3136.
+    assert float(done.stdout) < 64 + 24
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+axes = st.builds(
+    Axis,
+    big=st.integers(1, 12),
+    small=st.integers(1, 12),
+    kernel=st.integers(1, 5),
+    stride=st.integers(1, 4),
+    padding=st.integers(-3, 6),
+    dilation=st.integers(1, 3),
+)
+
+
+@given(axis=axes, scatter=st.booleans(), cut=st.booleans())
+def test_runs_hold_each_meeting_once(axis, scatter, cut):
+    """Against the definition: small position j meets big position j * stride - padding + tap * dilation."""
+    meetings = {
+        (j, b, t)
+        for j in range(axis.small)
+        for t in range(axis.kernel)
+        if 0 <= (b := j * axis.stride - axis.padding + t * axis.dilation) < axis.big
+    }
+    found = runs(axis, scatter, cut)
+    outputs, seen = [], []
+    for i, (first, count) in enumerate(zip(found.first, found.count, strict=True)):
+        outputs += [first + found.out_step * n for n in range(count)]
+        for k in range(found.tap_start[i], found.tap_start[i + 1]):
+            assert 0 <= found.begin[k] < found.end[k] <= count
+            assert not cut or (found.begin[k], found.end[k]) == (0, count)
+            for n in range(found.begin[k], found.end[k]):
+                pair = first + found.out_step * n, found.at[k] + found.in_step * n
+                seen.append((*(pair[::-1] if scatter else pair), found.tap[k]))
+    assert sorted(outputs) == list(range(axis.big if scatter else axis.small))
+    assert len(seen) == len(set(seen))
+    assert set(seen) == meetings
+
+
+@given(axis=axes)
+def test_taps_hold_each_meeting(axis):
+    for t in range(axis.kernel):
+        count, small, big = axis.tap(t)
+        inside = [j for j in range(axis.small) if 0 <= j * axis.stride - axis.padding + t * axis.dilation < axis.big]
+        assert list(range(small, small + count)) == inside
+        if inside:
+            assert big == inside[0] * axis.stride - axis.padding + t * axis.dilation
+
+
+@given(layout=layouts(), transpose=st.booleans())
+def test_channel_plans_hold_each_block_once(layout, transpose):
+    plan = channel_plan(layout, transpose)
+    rows = np.repeat(np.arange(len(plan.start) - 1), np.diff(plan.start))
+    pairs = (plan.col, rows) if transpose else (rows, plan.col)
+    assert np.array_equal(pairs[0], layout.row_of_block[plan.block])
+    assert np.array_equal(pairs[1], layout.col_of_block[plan.block])
+    assert sorted(plan.order) == list(range(len(plan.start) - 1))
+    assert (np.diff(np.diff(plan.start)[plan.order]) <= 0).all()
+
+
+def test_lists_of_unequal_length_are_refused():
+    with pytest.raises(bs.BlockSparseError, match="one number per axis each"):
+        axes_of((5, 5), (5,), (3, 3), (1, 1), (0, 0), (1, 1))
