@@ -19,7 +19,7 @@ from ..errors import BlockSparseError
 from ..ops.conv import conv2d
 from ..ops.conv.op import conv_op, conv_wgrad_op
 from ..ops.conv.specs import ConvSpec
-from .linear import BOUNDS, LinearBench
+from .linear import BOUNDS, OURS, CaseResult, LinearBench
 from .timing import Call
 
 PEERS = ("dense", "grouped")
@@ -40,9 +40,16 @@ class ConvBench(LinearBench):
                 raise BlockSparseError.expected("against", f"some of {', '.join(PEERS)}", repr(name))
         self.against = tuple(dict.fromkeys(against))
 
+    def run(self, spec: ConvSpec, against: Sequence[str] | None = None) -> CaseResult:  # type: ignore[override]
+        return super().run(spec, against)  # type: ignore[arg-type]
+
     def problem(self, spec: ConvSpec) -> ConvProblem:  # type: ignore[override]
         """The tensors of `spec`, and the calls on them."""
         return ConvProblem(spec, self.seed)
+
+    def ready(self, problem: ConvProblem, name: str, counts: dict[str, int]) -> Call:  # type: ignore[override]
+        counts[name] = 1
+        return problem.ours() if name == OURS else problem.peer(name)
 
 
 class ConvProblem:
@@ -111,6 +118,12 @@ class ConvProblem:
             return forward
         x, weight = self.x.detach().requires_grad_(), weight.detach().requires_grad_()
         return lambda: torch.autograd.grad(product(x, weight), (x, weight), self.grad)
+
+    def facts(self) -> dict[str, str]:
+        return {}
+
+    def wrong(self, name: str, call: Call) -> None:
+        """Nothing: the peers are PyTorch's own convolutions."""
 
     # -- the check -------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from ..ops import cpu_core
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
-def machine() -> dict[str, Any]:
-    """CPU, instruction set in use, threads, load, versions, commit and date, ready for JSON."""
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """CPU, instruction set in use, threads, load, versions, commit and date, ready for JSON; of "cuda", the GPU too."""
     usable = cpu_core.unavailable() is None
     commit, dirty = checkout()
     return {
@@ -30,6 +31,7 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "features": list(cpu_core.core().features()) if usable else None,
         "isa": cpu_core.isa() if usable else None,
+        "gpu": gpu() if device == "cuda" else None,
         "threads": torch.get_num_threads(),
         "load": [round(load, 2) for load in os.getloadavg()],
         "python": platform.python_version(),
@@ -42,6 +44,32 @@ def machine() -> dict[str, Any]:
         "dirty": dirty,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def gpu() -> dict[str, Any]:
+    """The GPU that PyTorch uses, its driver, and the versions between."""
+    device = torch.cuda.current_device()
+    facts = torch.cuda.get_device_properties(device)
+    drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "name": facts.name,
+        "capability": list(torch.cuda.get_device_capability(device)),
+        "multiprocessors": facts.multi_processor_count,
+        "memory": facts.total_memory,
+        "l2_cache": facts.L2_cache_size,
+        "driver": drivers.splitlines()[0] if drivers else None,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "triton": _version("triton"),
+        "fp32_precision": torch.backends.cuda.matmul.fp32_precision,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def cpu_model() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..errors import BlockSparseError
-from .linear import BOUNDS, CaseResult
+from .linear import CaseResult
 from .machine import machine
 from .timing import Spread
 
@@ -20,6 +20,8 @@ _STYLES = {
     "dense": ("#0072b2", "o"),
     "torch-bsr": ("#d55e00", "s"),
     "bsr-matmul": ("#009e73", "^"),
+    "csr-matmul": ("#e69f00", "v"),
+    "stk": ("#56b4e9", "P"),
     "grouped": ("#cc79a7", "D"),
 }
 
@@ -28,7 +30,7 @@ def table(results: Sequence[CaseResult], title: str = "") -> Table:
     """One row per result: our time and useful arithmetic, and the speed-up over each peer with its quartiles."""
     peers = list(dict.fromkeys(name for result in results for name in (*result.peers, *result.refused)))
     errors = [error for result in results for error in result.errors.values()]
-    bound = max((BOUNDS[result.spec.dtype] for result in results), default=0)
+    bound = max((result.bound for result in results), default=0)
     caption = (
         f"speed-up: median of the rounds (quartiles)\nrelative error against float64: {max(errors, default=0):.1e}"
     )
@@ -95,7 +97,7 @@ def write_json(
     """The results with the machine they were measured on."""
     content = {
         "what": what,
-        "machine": machine(),
+        "machine": machine(_device(results)),
         "settings": settings,
         "results": [result.as_dict() for result in results],
     }
@@ -128,7 +130,7 @@ def write_chart(path: Path, results: Sequence[CaseResult], title: str) -> None:
                 axes.annotate(short(spread.median), (at, spread.median), color=color, size=8.5, **place)
     axes.set(xscale="log", yscale="log", xlabel="density (stored blocks / all blocks)", ylabel="speed-up")
     axes.set_title(title, loc="left", size=11)
-    figure.supxlabel(_where(), size=7.5, color="0.4", x=0.01, ha="left")
+    figure.supxlabel(where(machine(_device(results))), size=7.5, color="0.4", x=0.01, ha="left")
     for axis in (axes.xaxis, axes.yaxis):
         _plain_ticks(axis)
     if not densities:
@@ -138,13 +140,18 @@ def write_chart(path: Path, results: Sequence[CaseResult], title: str) -> None:
     figure.savefig(path, format="png", dpi=150)
 
 
-def _where() -> str:
-    facts = machine()
+def _device(results: Sequence[CaseResult]) -> str:
+    return next((result.facts["device"] for result in results), "cpu")
+
+
+def where(facts: Mapping[str, Any]) -> str:
+    """The machine in a line: its GPU, or its CPU where it has none; versions and commit."""
+    gpu = facts["gpu"]
+    chip = f"{facts['cpu']}, {facts['isa'] or 'no compiled core'}, {facts['threads']} threads"
+    if gpu is not None:
+        chip = f"{gpu['name']}, driver {gpu['driver'] or 'unknown'}, triton {gpu['triton']}"
     commit = f", commit {facts['commit'][:8]}{' with changes' if facts['dirty'] else ''}" if facts["commit"] else ""
-    return (
-        f"{facts['cpu']}, {facts['isa'] or 'no compiled core'}, {facts['threads']} threads, "
-        f"torch {facts['torch']}, blocksparse {facts['blocksparse']}{commit}"
-    )
+    return f"{chip}, torch {facts['torch']}, blocksparse {facts['blocksparse']}{commit}"
 
 
 def figure_and_axes(size: tuple[float, float]) -> tuple[Any, Any]:

@@ -64,6 +64,20 @@ class Samples:
         pairs = zip(self.seconds[name], self.seconds[base], strict=True)
         return Spread.of([a / b for a, b in pairs if not math.isnan(a / b)])
 
+    def per(self, counts: Mapping[str, int]) -> Samples:
+        """Of calls that each do their work so many times: seconds per time."""
+        seconds = {name: [value / counts[name] for value in values] for name, values in self.seconds.items()}
+        return Samples(seconds, self.repeat)
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """The mean of ratios in which 2 and 1/2 make 1.
+
+    >>> geometric_mean([2.0, 0.5, 8.0])
+    2.0
+    """
+    return math.exp(math.fsum(math.log(ratio) for ratio in ratios) / len(ratios))
+
 
 def alternate(
     calls: Mapping[str, Call], *, rounds: int = 21, budget: float = 4.0, clock: Clock = host_clock

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -30,18 +30,18 @@ def linear(
     ] = "1,0.5,0.25,0.1,0.05,0.03,0.01",
     dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
     pass_: Annotated[str, typer.Option("--pass", help="forward, dgrad, wgrad or train.")] = "forward",
-    against: Annotated[str, typer.Option(help="Peers, of dense, torch-bsr and bsr-matmul.")] = "dense",
+    against: Annotated[str, typer.Option(help="Peers, of dense, torch-bsr, bsr-matmul, csr-matmul and stk.")] = "dense",
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")] = Path("bench-out"),
     rounds: Annotated[int, typer.Option(help="Rounds of A B A B ... at most.")] = 21,
     budget: Annotated[float, typer.Option(help="Seconds of timing per density, about.")] = 4.0,
     seed: Annotated[int, typer.Option(help="Of patterns and numbers.")] = 0,
-    device: Annotated[str, typer.Option(help="Where to run.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, or cuda: CUDA graphs, copies of the weights in turn.")] = "cpu",
 ) -> None:
     """y = x W^T and its gradients: speed-up against density, as a table, JSON and a chart.
 
     Every result is checked against float64 first; a wrong one ends the run. Then all take turns in one process.
     """
-    from ..bench import report
+    from ..bench import machine, report
     from ..bench.linear import LinearBench
     from ..ops.linear.specs import LinearSpec
 
@@ -65,11 +65,19 @@ def linear(
             progress.advance(task)
 
     name = f"linear-{pass_}-{dtype}-h{hidden}-b{block_size}-t{batch}"
+    if gpu := machine.machine(device)["gpu"]:
+        name += f"-{machine.slug(gpu['name'])}"
     title = f"{pass_} {dtype}, hidden {hidden}, block {block_size}, {batch} tokens"
     console.print(report.table(results, title))
     for line in report.refusals(results):
         console.print(f"refused: {line}", style="yellow", markup=False, highlight=False)
-    settings = {"rounds": rounds, "budget": budget, "seed": seed, "device": device, "against": list(runner.against)}
+    settings: dict[str, Any] = {
+        "rounds": rounds,
+        "budget": budget,
+        "seed": seed,
+        "device": device,
+        "against": list(runner.against),
+    }
     report.write_json(out / f"{name}.json", results, **settings)
     report.write_chart(out / f"{name}.png", results, title)
     console.print(f"wrote {out / name}.json and .png", highlight=False, soft_wrap=True)

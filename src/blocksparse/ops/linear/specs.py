@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from ... import patterns
 from ...errors import BlockSparseError
+from ...layout import BlockLayout
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 PASSES = ("forward", "dgrad", "wgrad", "train")
+PATTERNS = ("random", "barabasi-albert")
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class LinearSpec:
     """One piece of work: the shape of a block-sparse linear product, and which of its passes.
 
     `pass_` is "forward" (x W^T), "dgrad" (grad W), "wgrad" (grad^T x on the layout) or "train" (all three through
-    autograd).
+    autograd). `pattern` is "random", or "barabasi-albert" (square, few rows and columns hold most of the blocks).
 
     >>> LinearSpec(4096, 4096, tokens=64, density=0.1)
     LinearSpec(4096x4096, 64 tokens, block 32, density 0.1, float32 forward)
@@ -35,6 +38,7 @@ class LinearSpec:
     density: float = 0.1
     dtype: str = "float32"
     pass_: str = "forward"
+    pattern: str = "random"
 
     def __post_init__(self) -> None:
         for name in ("out_features", "in_features", "tokens", "block"):
@@ -49,6 +53,25 @@ class LinearSpec:
             raise BlockSparseError.expected("dtype", f"one of {', '.join(DTYPES)}", repr(self.dtype))
         if self.pass_ not in PASSES:
             raise BlockSparseError.expected("pass", f"one of {', '.join(PASSES)}", repr(self.pass_))
+        if self.pattern not in PATTERNS:
+            raise BlockSparseError.expected("pattern", f"one of {', '.join(PATTERNS)}", repr(self.pattern))
+
+    def layout(self, seed: int = 0) -> BlockLayout:
+        """The layout of the pattern at this density, or at the nearest one that the pattern has."""
+        shape = (self.out_features, self.in_features)
+        if self.density == 1:
+            return patterns.dense(shape, self.block)
+        if self.pattern == "random":
+            return patterns.random(shape, self.block, density=self.density, seed=seed)
+        # Every m has its number of blocks: see `patterns.barabasi_albert`.
+        blocks = self.in_features // self.block
+        wanted = self.density * blocks**2
+        m = min(range(1, blocks), key=lambda m: abs(2 * m * (blocks - m) + blocks + m * (m - 1) - wanted))
+        return patterns.barabasi_albert(self.in_features, self.block, m=m, seed=seed)
+
+    def shrunk(self, by: int) -> LinearSpec:
+        """The same with `by` times fewer features, to see that something runs."""
+        return replace(self, out_features=self.out_features // by, in_features=self.in_features // by)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -65,19 +88,26 @@ class LinearSpec:
         return {name.rstrip("_"): value for name, value in fields.items()}
 
     def __repr__(self) -> str:
+        pattern = "" if self.pattern == "random" else f", {self.pattern}"
         return (
             f"LinearSpec({self.out_features}x{self.in_features}, {self.tokens} tokens, block {self.block}, "
-            f"density {self.density:g}, {self.dtype} {self.pass_})"
+            f"density {self.density:g}, {self.dtype} {self.pass_}{pattern})"
         )
 
 
 @dataclass(frozen=True)
 class Target:
-    """A spec and the speed-ups over its peers that we want at least; `needs` is a CPU feature it presumes."""
+    """A spec and the speed-ups over its peers that we want at least.
+
+    `needs` is a CPU feature it presumes, `bandwidth` the part of a copy's bytes per second that values, inputs and
+    outputs should come to, and `others` are peers to measure without a target.
+    """
 
     spec: LinearSpec
     ratios: tuple[tuple[str, float], ...]
     needs: str | None = None
+    bandwidth: float | None = None
+    others: tuple[str, ...] = ()
 
 
 # The two shapes all of it turns on: the layer of a language model in training, and the wide one of the 2017 paper.
@@ -108,3 +138,58 @@ SMALL_BLOCKS: dict[int, float] = {16: 0.75, 8: 0.5}
 # Time against nnz at fixed tokens is a line through nearly nothing: its intercept as a part of the dense time.
 LINE_DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 LINE_INTERCEPT = 0.05
+
+# On a GPU. Few tokens: the wide layer again, where the bytes of the weights are the bound. Many tokens: training.
+GPU_FEW = LinearSpec(12288, 12288, tokens=32, dtype="bfloat16")
+GPU_MANY = LinearSpec(8192, 8192, tokens=8192, dtype="bfloat16")
+GPU_BLOCKS = (32, 64, 128)
+
+_few = ((0.5, 1.8), (0.25, 3.5), (0.1, 8), (0.05, 14), (0.03, 18))
+
+GPU_REACH: dict[str, Target] = {
+    **{
+        f"few tokens, bf16, density {density:g}": Target(
+            replace(GPU_FEW, density=density),
+            (("dense", ratio),),
+            bandwidth=0.75 if density >= 0.1 else None,
+            others=("torch-bsr", "csr-matmul") if density == 0.1 else ("torch-bsr",),
+        )
+        for density, ratio in _few
+    },
+    **{
+        f"many tokens, block {block}": Target(
+            replace(GPU_MANY, block=block),
+            (("dense", ratio), ("stk", 1.1)) if block == 128 else (("dense", ratio),),
+            others=("torch-bsr", "csr-matmul") if block == 32 else ("torch-bsr",),
+        )
+        for block, ratio in zip(GPU_BLOCKS, (3, 5, 7.5), strict=True)
+    },
+    **{
+        f"break-even, block {block}": Target(replace(GPU_MANY, block=block, density=density), (("dense", 1.0),))
+        for block, density in zip(GPU_BLOCKS, (0.35, 0.5, 0.75), strict=True)
+    },
+    **{
+        f"few tokens, fp32, density {density:g}": Target(
+            replace(GPU_FEW, density=density, dtype="float32"),
+            (("dense", ratio),),
+            others=("bsr-matmul", "csr-matmul") if density == 0.1 else (),
+        )
+        for density, ratio in _few
+    },
+}
+
+# A training step keeps so much of the forward pass' speed-up over dense, at many tokens.
+GPU_TRAINING_PART = 0.85
+# The geometric mean of the speed-ups over this peer, over all of GPU_REACH that it is measured in.
+GPU_MEAN: dict[str, float] = {"torch-bsr": 1.5}
+# A layout with hubs takes at most so many times as long as a random one with as many blocks.
+GPU_HUBS: dict[str, LinearSpec] = {
+    "few tokens": replace(GPU_FEW, pattern="barabasi-albert"),
+    "many tokens": replace(GPU_MANY, pattern="barabasi-albert"),
+}
+GPU_HUB_TIME = 1.15
+# Seconds of the host per call, of a product that is nothing to the GPU.
+GPU_TINY = LinearSpec(256, 256, tokens=16, density=0.5, dtype="bfloat16")
+GPU_HOST_TIME = 15e-6
+# Training steps whose memory is looked at.
+GPU_MEMORY = (replace(GPU_MANY, tokens=2048), LinearSpec(131072, 131072, tokens=64, density=0.001, dtype="bfloat16"))
