@@ -13,38 +13,24 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 import blocksparse as bs
-from blocksparse.bench import machine
+from blocksparse.bench import machine, rows
 from blocksparse.bench.linear import LinearBench
-from blocksparse.bench.report import ratio, short
+from blocksparse.bench.rows import Row, not_measured, times
 from blocksparse.bench.timing import Spread, alternate
 from blocksparse.ops import cpu_core
 from blocksparse.ops.linear.specs import LINE_DENSITIES, LINE_INTERCEPT, REACH, SMALL_BLOCKS, TRAINING, LinearSpec
 
 RESULTS = Path(__file__).parent / "results"
 BUDGET = 5.0  # seconds of timing per row
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table. `met` is None where there is no target, or where it could not be measured."""
-
-    work: str
-    target: str
-    measured: str
-    met: bool | None
-    details: dict[str, Any]
 
 
 def speedup_rows(bench: LinearBench, name: str, spec: LinearSpec, targets: dict[str, float]) -> Iterator[Row]:
@@ -65,15 +51,15 @@ def speedup_rows(bench: LinearBench, name: str, spec: LinearSpec, targets: dict[
 def target_rows(bench: LinearBench, shrink: int) -> Iterator[Row]:
     """The rows of speed-ups over peers. Where the CPU lacks what a target presumes, it is measured without one."""
     amx = cpu_core.isa() == "amx"
-    lacking = "not measured: " + ("another instruction set was asked for" if cpu_core.isas()["amx"] else "no AMX here")
+    lacking = "another instruction set was asked for" if cpu_core.isas()["amx"] else "no AMX here"
     for name, target in REACH.items():
-        spec, ratios = shrunk(target.spec, shrink), dict(target.ratios)
+        spec, ratios = target.spec.shrunk(shrink), dict(target.ratios)
         title = f"{name}, hidden {spec.out_features}, {spec.tokens} tokens"
         if not name.startswith("break-even"):
             title += f", density {spec.density:g}"
         if target.needs == "amx" and not amx:
             for peer, wanted in ratios.items():
-                yield Row(f"{title}, AMX", f">= {wanted:g}x {peer}", lacking, None, {})
+                yield not_measured(f"{title}, AMX", f">= {wanted:g}x {peer}", lacking)
             title, ratios = f"{title}, {cpu_core.isa()}", {}
         yield from speedup_rows(bench, title, spec, ratios)
 
@@ -81,7 +67,7 @@ def target_rows(bench: LinearBench, shrink: int) -> Iterator[Row]:
 def small_block_rows(bench: LinearBench, shrink: int) -> Iterator[Row]:
     """Small blocks against blocks of 32 at the same shape and density: how much of their speed is left."""
     for pass_ in ("forward", "dgrad", "wgrad"):
-        specs = {block: replace(shrunk(TRAINING, shrink), block=block, pass_=pass_) for block in (32, *SMALL_BLOCKS)}
+        specs = {block: replace(TRAINING.shrunk(shrink), block=block, pass_=pass_) for block in (32, *SMALL_BLOCKS)}
         problems = {block: bench.problem(spec) for block, spec in specs.items()}
         for problem in problems.values():
             problem.check(bench.seed)
@@ -101,7 +87,7 @@ def small_block_rows(bench: LinearBench, shrink: int) -> Iterator[Row]:
 
 def line_row(bench: LinearBench, shrink: int) -> Row:
     """The line through time against nnz at fixed tokens; its intercept as a part of the dense time."""
-    specs = [replace(shrunk(TRAINING, shrink), density=density) for density in LINE_DENSITIES]
+    specs = [replace(TRAINING.shrunk(shrink), density=density) for density in LINE_DENSITIES]
     problems = [bench.problem(spec) for spec in specs]
     for problem in problems:
         problem.check(bench.seed)
@@ -124,26 +110,12 @@ def line_row(bench: LinearBench, shrink: int) -> Row:
 
 
 def memory_row(hidden: int, tokens: int, density: float) -> Row:
-    """The peak of a forward and backward beyond values, inputs and output gradient, which are there before.
-
-    What it must take: the gradient of the values, the output and the gradient of the input. The rest (plans, panels,
-    threads' stacks, the allocator) has to be a working copy of the activations at most, O(nnz) indices (128 bytes per
-    block) and 16 MiB of small change: nothing that grows as in x out.
-    """
     command = [sys.executable, __file__, "--peak", json.dumps([hidden, tokens, density])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     work = f"fp32 memory of forward + backward, hidden {hidden}, {tokens} tokens, density {density:g}"
-    target = "gradient + activations + O(nnz) indices"
     if done.returncode:
-        return Row(work, target, f"not measured: {done.stderr.strip().splitlines()[-1]}", None, {})
-    facts = json.loads(done.stdout)
-    rest = facts["peak"] - facts["gradient"] - facts["activations"]
-    dense = 4 * hidden**2
-    limit = facts["activations"] + 128 * facts["nnz"] + 2**24
-    measured = (
-        f"{mib(facts['gradient'])} + {mib(facts['activations'])} + {mib(rest)} MiB; a dense weight is {mib(dense)} MiB"
-    )
-    return Row(work, target, measured, rest <= limit, {**facts, "rest": rest, "dense": dense})
+        return not_measured(work, "gradient + activations + O(nnz) indices", done.stderr.strip().splitlines()[-1])
+    return rows.memory_row(work, json.loads(done.stdout), dense=4 * hidden**2)
 
 
 def peak(hidden: int, tokens: int, density: float) -> dict[str, int]:
@@ -179,19 +151,6 @@ def _status(field: str) -> int:
     raise bs.BlockSparseError.expected("/proc/self/status", f"a line {field}", "none")
 
 
-def shrunk(spec: LinearSpec, by: int) -> LinearSpec:
-    """The spec with `by` times fewer features."""
-    return replace(spec, out_features=spec.out_features // by, in_features=spec.in_features // by)
-
-
-def times(speedup: Spread) -> str:
-    return ratio(speedup).replace(" ", "x ", 1)
-
-
-def mib(size: float) -> str:
-    return short(size / 2**20) if size >= 2**20 / 100 else "0"
-
-
 def measure(shrink: int) -> Iterator[Row]:
     bench = LinearBench(budget=BUDGET) if shrink == 1 else LinearBench(budget=0.1, rounds=3)
     yield from target_rows(bench, shrink)
@@ -199,41 +158,6 @@ def measure(shrink: int) -> Iterator[Row]:
     yield line_row(bench, shrink)
     yield memory_row(12288 // shrink, 64, 0.1)
     yield memory_row(131072 // shrink, 64, 0.001)
-
-
-def verdict(row: Row) -> str:
-    return "-" if row.met is None else "yes" if row.met else "NO"
-
-
-def show(console: Console, rows: list[Row], facts: dict[str, Any]) -> None:
-    table = Table(
-        box=SIMPLE_HEAD,
-        title=f"{facts['cpu']}, {facts['isa']}, {facts['threads']} threads, load {facts['load'][0]:g} before",
-    )
-    for name in ("work", "target", "measured"):
-        table.add_column(name)
-    table.add_column("met", justify="right")
-    for row in rows:
-        colour = {None: "dim", True: "green", False: "bold red"}[row.met]
-        table.add_row(row.work, row.target, row.measured, f"[{colour}]{verdict(row)}[/]")
-    console.print(table)
-
-
-def write(rows: list[Row], facts: dict[str, Any], folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"linear-{machine.slug(facts['cpu'])}-{facts['isa']}.json"
-    content = {"what": "targets of the linear op", "machine": facts, "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    lines = ["| work | target | measured | met |", "|---|---|---|---|"]
-    lines += [f"| {row.work} | {row.target} | {row.measured} | {verdict(row)} |" for row in rows]
-    commit = f"{facts['commit'][:12]}{' with changes' if facts['dirty'] else ''}" if facts["commit"] else "unknown"
-    lines += [
-        "",
-        f"{facts['cpu']}, {facts['isa']}, {facts['threads']} threads, torch {facts['torch']}, commit {commit}, "
-        f"{facts['date'][:10]}. Ratios: median of the rounds of one run (quartiles).",
-    ]
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    return path
 
 
 def main() -> None:
@@ -247,17 +171,20 @@ def main() -> None:
         return
     cpu_core.core()  # says how to build it where it is missing
     facts = machine.machine()
-    rows: list[Row] = []
+    chip = f"{facts['cpu']}, {facts['isa']}, {facts['threads']} threads"
+    found: list[Row] = []
     console = Console()
     stderr = Console(stderr=True)
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task("starting", total=None)
         for row in measure(16 if arguments.quick else 1):
-            rows.append(row)
+            found.append(row)
             progress.update(task, description=f"{row.work}: {row.measured}")
-    show(console, rows, facts)
+    console.print(rows.table(found, f"{chip}, load {facts['load'][0]:g} before"))
     if not arguments.quick:
-        console.print(f"wrote {write(rows, facts, arguments.out)} and .md", soft_wrap=True)
+        path = arguments.out / f"linear-{machine.slug(facts['cpu'])}-{facts['isa']}.json"
+        rows.write(path, found, "targets of the linear op", facts, chip)
+        console.print(f"wrote {path} and .md", soft_wrap=True)
 
 
 if __name__ == "__main__":
