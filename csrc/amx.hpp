@@ -201,7 +201,7 @@ static bool multiply_row_on_tiles(const RowPiece& piece, float* sums, Prepare pr
 }
 
 // The sums of a strip of sampled blocks; false where its sizes do not fill tiles.
-static bool sample_on_tiles(const SampledStrip& strip, float* sums, int64_t sums_row) {
+[[maybe_unused]] static bool sample_on_tiles(const SampledStrip& strip, float* sums, int64_t sums_row) {
   const int64_t rows = strip.block_out, width = smaller(kTile, strip.padded_in);
   if (!fills_tiles(rows)) return false;
   uint32_t* turned = static_cast<uint32_t*>(scratch(Scratch::kTurned, rows * strip.steps * 4));

@@ -18,7 +18,9 @@ constexpr int64_t kRun = 64, kJob = 96;
 constexpr int64_t kGoodRun = 6;
 // Positions of the sampled product taken together, and the most lines of them.
 constexpr int64_t kSampled = 128, kSampledLines = 64;
-constexpr int64_t kManyJobs = 64, kManyTasks = 16, kLine = 64;
+// From so many positions on, a job stays within one image.
+constexpr int64_t kLargeImage = 4 * kJob;
+constexpr int64_t kTasksPerThread = 16, kManyTasks = 16, kLine = 64;
 constexpr int64_t kConvertedNumbers = 1 << 14;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -37,7 +39,16 @@ struct Region {
   int64_t first_output = 0;
   std::vector<Tap> taps;
 
-  int64_t work() const { return count[0] * count[1] * count[2] * count[3] * std::max<int64_t>(taps.size(), 1); }
+  // Where the line begins that is the `line`-th across the axis.
+  int64_t at(int64_t line, int axis, const int64_t* distance) const {
+    int64_t offset = 0;
+    for (int a = 3; a >= 0; --a) {
+      if (a == axis) continue;
+      offset += line % count[a] * distance[a];
+      line /= count[a];
+    }
+    return offset;
+  }
 };
 
 // A piece of the run axis: its taps by class, those that meet the most positions first.
@@ -71,6 +82,7 @@ struct Piece {
 struct Job {
   int piece;
   int64_t first, lines;  // lines side by side
+  int64_t output;        // of the first one
 };
 
 // The axis along which runs are longest: the last one if they are long enough there, else maybe that of the images.
@@ -124,27 +136,33 @@ std::vector<Region> regions_of(const AxisRuns* const* axes, int axis, const int6
   return regions;
 }
 
-// The most work first, so that no thread is left alone with it at the end.
+// In the order of the outputs, so that jobs after each other share their inputs.
 void cut(std::vector<Region>& regions, int axis, int64_t images, std::vector<Piece>& pieces, std::vector<Job>& jobs) {
   pieces.clear(), jobs.clear();
-  for (Region& region : regions) region.count[0] = images;
-  std::stable_sort(regions.begin(), regions.end(),
-                   [](const Region& a, const Region& b) { return a.work() > b.work(); });
   for (size_t i = 0; i < regions.size(); ++i) {
-    const Region& region = regions[i];
+    Region& region = regions[i];
+    region.count[0] = images;
     const int64_t length = region.count[axis], count = ceil_div(length, kRun), first = int64_t(pieces.size());
-    if (region.work() == 0) continue;
     for (int64_t p = 0; p < count; ++p) {
       const int64_t begin = length * p / count;
       pieces.emplace_back(int(i), begin, length * (p + 1) / count - begin, region.taps);
     }
-    int64_t lines = 1;
-    for (int a = 0; a < 4; ++a)
-      if (a != axis) lines *= region.count[a];
-    const int64_t at_once = std::max<int64_t>(kJob / ceil_div(length, count), 1);
+    int64_t lines = 1, near = 1;  // near: in one image, if it is large
+    for (int a = 0; a < 4; ++a) {
+      if (a == axis) continue;
+      lines *= region.count[a];
+      if (a > 0 || axis == 0 || region.output[0] / region.output[3] < kLargeImage) near *= region.count[a];
+    }
+    if (lines == 0) continue;
+    const int64_t at_once =
+        std::clamp<int64_t>(kJob / std::max<int64_t>(ceil_div(length, std::max<int64_t>(count, 1)), 1), 1, near);
     for (int64_t line = 0; line < lines; line += at_once)
-      for (int64_t p = first; p < first + count; ++p) jobs.push_back({int(p), line, std::min(at_once, lines - line)});
+      for (int64_t p = first; p < first + count; ++p)
+        jobs.push_back(
+            {int(p), line, std::min(at_once, lines - line),
+             region.first_output + region.at(line, axis, region.output) + pieces[p].begin * region.output[axis]});
   }
+  std::stable_sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) { return a.output < b.output; });
 }
 
 // Brings what a piece reads and writes into the cache: the inputs of all taps at its first run, and at the others of
@@ -205,25 +223,18 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
       input = converted;
     }
     cut(regions, axis, images, pieces, jobs);
-    // One thread takes all rows of a job, whose inputs stay in its L2 cache, unless jobs are few.
-    const int64_t shares = int64_t(jobs.size()) < kManyJobs ? rows.rows : 1;
-    parallel_tasks(int64_t(jobs.size()) * shares, [&](int64_t i) {
-      const Job& job = jobs[i / shares];
+    // A thread takes all rows of some jobs, whose inputs stay in its L2 cache; or one row of one, where jobs are few.
+    const int64_t count = int64_t(jobs.size()), wanted = kTasksPerThread * thread_count();
+    const int64_t shares = count < wanted ? rows.rows : 1, bunch = std::max<int64_t>(count / wanted, 1);
+    const auto run = [&](const Job& job, int64_t first_row, int64_t last_row) {
       const Piece& piece = pieces[job.piece];
       const Region& region = regions[piece.region];
       int64_t in[kJob], out[kJob];
       for (int64_t r = 0; r < job.lines; ++r) {
-        int64_t line = job.first + r;
-        in[r] = piece.begin * region.input[axis];
-        out[r] = piece.begin * region.output[axis] + region.first_output;
-        for (int a = 3; a >= 0; --a) {
-          if (a == axis) continue;
-          in[r] += line % region.count[a] * region.input[a];
-          out[r] += line % region.count[a] * region.output[a];
-          line /= region.count[a];
-        }
+        in[r] = piece.begin * region.input[axis] + region.at(job.first + r, axis, region.input);
+        out[r] =
+            piece.begin * region.output[axis] + region.first_output + region.at(job.first + r, axis, region.output);
       }
-      const int64_t first_row = shares > 1 ? i % shares : 0, last_row = shares > 1 ? first_row + 1 : rows.rows;
       const auto piece_of = [&](int64_t r) {
         const int64_t row = rows.order[r], output = row * block_out, start = rows.start[row];
         return ConvPiece{rows.start[row + 1] - start,
@@ -256,6 +267,10 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
         if (r + 1 < last_row) fetch(piece_of(r + 1), unit, size);
         kernels.piece(piece_of(r));
       }
+    };
+    parallel_tasks(ceil_div(count, bunch) * shares, [&](int64_t i) {
+      if (shares > 1) return run(jobs[i / shares], i % shares, i % shares + 1);
+      for (int64_t j = i * bunch; j < std::min((i + 1) * bunch, count); ++j) run(jobs[j], 0, rows.rows);
     });
   }
 }

@@ -53,10 +53,15 @@ void share_threads(uintptr_t parallel_for, uintptr_t get_num_threads) {
   torch_get_num_threads = reinterpret_cast<GetNumThreads>(get_num_threads);
 }
 
-void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task) {
-  if (!torch_parallel_for) throw std::logic_error("share_threads comes before the first loop");
+int64_t thread_count() {
+  if (!torch_get_num_threads) throw std::logic_error("share_threads comes before the first loop");
   uint32_t threads = 1;
   torch_get_num_threads(&threads);
+  return threads;
+}
+
+void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task) {
+  const int64_t threads = thread_count();
   Loop loop{task, count};
   const int64_t workers = count < threads ? count : threads;
   if (workers <= 1) return loop.work();
