@@ -63,13 +63,16 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
   const int64_t w_row = terms.w_row, tile = row / kTileRows;
   for (int t = 0; t < terms.count; ++t) {
     const Unit* w = terms.w[t] + row * w_row;
+    // Tall tiles in two halves, whose rows share the registers that hold their distances.
+    constexpr int kHalf = kRows > 8 ? (kRows + 1) / 2 : kRows;
+    const Unit* below = w + kHalf * w_row;
     const Unit* x = terms.x[t] + x_offset;
     const bool fetch = t < terms.next_count;
     const int64_t next_w_bytes = fetch ? terms.next_w_bytes : 0, next_x_bytes = fetch ? terms.next_x_bytes : 0;
     const char* next_w = fetch ? terms.next_w[t] + tile * terms.steps * next_w_bytes : nullptr;
     const char* next_x = fetch ? terms.next_x[t] + tile * terms.steps * next_x_bytes : nullptr;
     int64_t at = 0;
-    for (int64_t k = 0; k < terms.steps; ++k, w += terms.w_step, at += terms.x_step) {
+    for (int64_t k = 0; k < terms.steps; ++k, w += terms.w_step, below += terms.w_step, at += terms.x_step) {
       Vector<Unit> in[kVectors];
       if constexpr (kGather == Gather::kTerm || kGather == Gather::kStream) {
         if constexpr (kGather == Gather::kTerm) {
@@ -85,9 +88,9 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
         for (int v = 0; v < kVectors; ++v)
           in[v] = load_pieces<Unit, kWide / kPieces, kPieces>(terms.x + v * kPieces, x_offset + at);
       }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        const Unit weight = w[r * w_row];
+        const Unit weight = r < kHalf ? w[r * w_row] : below[(r - kHalf) * w_row];
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) sum[r][v] = E::multiply_add(weight, in[v], sum[r][v]);
       }
@@ -95,7 +98,7 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
   }
 
   // Added at the end, not carried through: sums of sums lose less to rounding than one long sum.
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
@@ -131,13 +134,14 @@ static void column_of_tiles(const Terms<E>& terms, int64_t vectors, int64_t x_of
 template <class E, int kVectors>
 static void column_of_even_tiles(const Terms<E>& terms, int64_t x_offset, int64_t rows, bool add, typename E::Sum* sums,
                                  int64_t sums_row) {
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  constexpr int kMost = kVectors == 3 ? kTileRows : kTileRows == 8 ? 14 : kVectors == 2 ? 6 : 8;
+  const int64_t tiles = (rows + kMost - 1) / kMost;
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t r = rows * t / tiles;
     switch (rows * (t + 1) / tiles - r) {
 #define BLOCKSPARSE_ROWS(count)                                                                                   \
   case count:                                                                                                     \
-    if constexpr (count <= kTileRows)                                                                             \
+    if constexpr (count <= kMost)                                                                                 \
       register_tile<E, count, kVectors, Gather::kStream>(terms, r, x_offset, add, sums + r * sums_row, sums_row); \
     break;
       BLOCKSPARSE_ROWS(1)
@@ -148,6 +152,12 @@ static void column_of_even_tiles(const Terms<E>& terms, int64_t x_offset, int64_
       BLOCKSPARSE_ROWS(6)
       BLOCKSPARSE_ROWS(7)
       BLOCKSPARSE_ROWS(8)
+      BLOCKSPARSE_ROWS(9)
+      BLOCKSPARSE_ROWS(10)
+      BLOCKSPARSE_ROWS(11)
+      BLOCKSPARSE_ROWS(12)
+      BLOCKSPARSE_ROWS(13)
+      BLOCKSPARSE_ROWS(14)
 #undef BLOCKSPARSE_ROWS
     }
   }
