@@ -35,6 +35,9 @@ class Device(Protocol):
     def settle(self) -> None:
         """Brings the device to the speed that it keeps under load."""
 
+    def wait(self) -> None:
+        """Returns when all that was asked of the device is done."""
+
 
 class Host:
     """The CPU. It has one copy unless told otherwise: inputs and outputs sweep its caches, and peers have no less."""
@@ -51,6 +54,9 @@ class Host:
         return calls[0] if len(calls) * laps == 1 else Rotation(calls, laps)
 
     def settle(self) -> None:
+        pass
+
+    def wait(self) -> None:
         pass
 
 
@@ -104,6 +110,9 @@ class Cuda:
         spent = 0.0
         while spent < 0.1:
             spent += 20 * self.clock(lambda: torch.mm(a, a, out=out), 20)
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
 
 
 class Replay(Rotation):

@@ -131,8 +131,7 @@ def write_chart(path: Path, results: Sequence[CaseResult], title: str) -> None:
     axes.set(xscale="log", yscale="log", xlabel="density (stored blocks / all blocks)", ylabel="speed-up")
     axes.set_title(title, loc="left", size=11)
     figure.supxlabel(where(machine(_device(results))), size=7.5, color="0.4", x=0.01, ha="left")
-    for axis in (axes.xaxis, axes.yaxis):
-        _plain_ticks(axis)
+    plain_ticks(axes)
     if not densities:
         axes.set_xlim(0.01, 1)  # without a single block there is no point to draw, and a logarithmic axis needs a range
     axes.grid(which="major", color="0.9", lw=0.8)
@@ -154,8 +153,8 @@ def where(facts: Mapping[str, Any]) -> str:
     return f"{chip}, torch {facts['torch']}, blocksparse {facts['blocksparse']}{commit}"
 
 
-def figure_and_axes(size: tuple[float, float]) -> tuple[Any, Any]:
-    """A matplotlib figure that needs no display, with one pair of axes.
+def figure_and_axes(size: tuple[float, float], columns: int = 1) -> tuple[Any, Any]:
+    """A matplotlib figure that needs no display, with one pair of axes, or an array of them side by side.
 
     Raises:
         BlockSparseError: matplotlib is not installed.
@@ -165,14 +164,17 @@ def figure_and_axes(size: tuple[float, float]) -> tuple[Any, Any]:
     except ImportError as error:
         raise BlockSparseError(f"pictures need matplotlib ({error}): pip install 'blocksparse-torch[plots]'") from error
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
+    axes = figure.subplots(1, columns)
+    for one in [axes] if columns == 1 else axes:
+        one.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
-def _plain_ticks(axis: Any) -> None:
+def plain_ticks(axes: Any) -> None:
+    """Numbers at 1, 2 and 5 on logarithmic axes."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())

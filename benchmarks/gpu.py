@@ -1,0 +1,129 @@
+"""Every target of the linear op on a GPU in one run, inside ten minutes: a table, JSON, Markdown and a chart.
+
+    python benchmarks/gpu.py                          all of it
+    python benchmarks/gpu.py --list                   the rows and their targets; needs no GPU
+    python benchmarks/gpu.py --only "few,hubs"        some of them
+    python benchmarks/gpu.py --quick                  small shapes, to see that it runs
+    python benchmarks/gpu.py --quick --device cpu     the same without a GPU; its numbers mean nothing
+
+Each case is checked against float64 before it is timed. Copies of the weights, more than the L2 cache holds, take turns
+in one CUDA graph per contender; the replays alternate. Peers that refuse are recorded with their reason. Files are
+written after every row, to benchmarks/results/linear-<GPU>.json, .md and, at the end, .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from time import monotonic
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from blocksparse import BlockSparseError
+from blocksparse.bench import machine, report, rows
+from blocksparse.bench.device import Cuda, Device, Host
+from blocksparse.bench.gpu import GpuReach, Job, write_chart
+from blocksparse.bench.linear import LinearBench
+from blocksparse.bench.rows import Row
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Every target of the linear op on a GPU.")
+    parser.add_argument("--list", action="store_true", help="the rows and their targets, and stop")
+    parser.add_argument("--only", default="", help="rows whose names have one of these words, with commas between")
+    parser.add_argument("--quick", action="store_true", help="small shapes; writes nothing unless --out is given")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, with --quick")
+    parser.add_argument("--out", type=Path, help="folder for the files")
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds of timing per row")
+    parser.add_argument("--tuning", type=float, default=15.0, help="seconds for PyTorch's tuner per shape")
+    parser.add_argument("--minutes", type=float, default=9.0, help="rows that have not begun by then are left out")
+    arguments = parser.parse_args()
+    try:
+        failed = run(arguments)
+    except BlockSparseError as error:
+        Console(stderr=True).print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        failed = True
+    sys.exit(int(failed))
+
+
+def run(arguments: argparse.Namespace) -> bool:
+    """Whether a row failed, which is more than a target that is not met."""
+    console = Console()
+    if arguments.list:
+        jobs = chosen(GpuReach(None).jobs(), arguments.only)
+        console.print(rows.table([Row(job.work, job.target, "", None) for job in jobs], "linear op on a GPU"))
+        return False
+    quick = arguments.quick
+    if arguments.device == "cpu" and not quick:
+        raise BlockSparseError.expected("--device cpu", "--quick with it", "the full sizes")
+    device: Device = Cuda() if arguments.device == "cuda" else Host(copies=4)
+    bench = LinearBench(
+        rounds=3 if quick else 51,
+        budget=0.1 if quick else arguments.budget,
+        tuning=2.0 if quick else arguments.tuning,
+        device=device,
+    )
+    reach = GpuReach(bench, shrink=16 if quick else 1)
+    jobs = chosen(reach.jobs(), arguments.only)
+    facts = machine.machine(arguments.device)
+    chip = facts["gpu"] and facts["gpu"]["name"]
+    folder = arguments.out or (None if quick else RESULTS)
+    path = folder and folder / f"linear-{machine.slug(chip or facts['cpu'])}.json"
+
+    found: list[Row] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what there is gets drawn and shown
+    try:
+        for row in measured(jobs, 60 * arguments.minutes):
+            found.append(row)
+            if path:
+                rows.write(path, found, "targets of the linear op on a GPU", facts, report.where(facts))
+    finally:
+        console.print(rows.table(found, report.where(facts)))
+        if path:
+            drawn = draw(path.with_suffix(".png"), reach, report.where(facts))
+            console.print(f"wrote {path}, .md{drawn}", highlight=False, soft_wrap=True)
+    return any(row.measured.startswith("FAILED") for row in found)
+
+
+def chosen(jobs: list[Job], only: str) -> list[Job]:
+    words = [word.strip().lower() for word in only.split(",") if word.strip()]
+    some = [job for job in jobs if not words or any(word in job.work.lower() for word in words)]
+    if not some:
+        raise BlockSparseError.expected("--only", "words of the rows that --list shows", repr(only))
+    return some
+
+
+def measured(jobs: list[Job], seconds: float):
+    """The rows as they come; on a terminal with a bar, elsewhere with a line for each."""
+    stderr, start = Console(stderr=True), monotonic()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        task = progress.add_task("", total=len(jobs))
+        for job in jobs:
+            progress.update(task, description=job.work)
+            late = monotonic() - start > seconds
+            some = [rows.not_measured(job.work, job.target, "out of time")] if late else job.run()
+            for row in some:
+                if not stderr.is_terminal:
+                    print(f"[{monotonic() - start:4.0f} s] {row.work}: {row.measured}", file=sys.stderr, flush=True)
+                yield row
+            progress.advance(task)
+
+
+def draw(path: Path, reach: GpuReach, where: str) -> str:
+    if not reach.cases:
+        return ""
+    try:
+        write_chart(path, reach.cases, reach.ceilings, where)
+    except Exception as error:  # the numbers are there all the same
+        return f"; no chart: {error}"
+    return " and .png"
+
+
+if __name__ == "__main__":
+    main()
