@@ -71,9 +71,10 @@ def run(arguments: argparse.Namespace) -> bool:
     reach = GpuReach(bench, shrink=16 if quick else 1)
     jobs = chosen(reach.jobs(), arguments.only)
     facts = machine.machine(arguments.device)
-    chip = facts["gpu"] and facts["gpu"]["name"]
+    settings = {"rounds": bench.rounds, "budget": bench.budget, "seed": bench.seed, "tuning": bench.tuning}
+    chip = facts["gpu"]["name"] if facts["gpu"] else facts["cpu"]
     folder = arguments.out or (None if quick else RESULTS)
-    path = folder and folder / f"linear-{machine.slug(chip or facts['cpu'])}.json"
+    path = folder and folder / f"linear-{machine.slug(chip)}.json"
 
     found: list[Row] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what there is gets drawn and shown
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> bool:
         for row in measured(jobs, 60 * arguments.minutes):
             found.append(row)
             if path:
-                rows.write(path, found, "targets of the linear op on a GPU", facts, report.where(facts))
+                rows.write(path, found, "targets of the linear op on a GPU", facts, **settings)
     finally:
         console.print(rows.table(found, report.where(facts)))
         if path:

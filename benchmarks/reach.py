@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import blocksparse as bs
-from blocksparse.bench import machine, rows
+from blocksparse.bench import machine, report, rows
 from blocksparse.bench.linear import LinearBench
 from blocksparse.bench.rows import Row, not_measured, times
 from blocksparse.bench.timing import Spread, alternate
@@ -171,7 +171,6 @@ def main() -> None:
         return
     cpu_core.core()  # says how to build it where it is missing
     facts = machine.machine()
-    chip = f"{facts['cpu']}, {facts['isa']}, {facts['threads']} threads"
     found: list[Row] = []
     console = Console()
     stderr = Console(stderr=True)
@@ -180,10 +179,10 @@ def main() -> None:
         for row in measure(16 if arguments.quick else 1):
             found.append(row)
             progress.update(task, description=f"{row.work}: {row.measured}")
-    console.print(rows.table(found, f"{chip}, load {facts['load'][0]:g} before"))
+    console.print(rows.table(found, f"{report.chip(facts)}, load {facts['load'][0]:g} before"))
     if not arguments.quick:
         path = arguments.out / f"linear-{machine.slug(facts['cpu'])}-{facts['isa']}.json"
-        rows.write(path, found, "targets of the linear op", facts, chip)
+        rows.write(path, found, "targets of the linear op", facts, budget=BUDGET)
         console.print(f"wrote {path} and .md", soft_wrap=True)
 
 

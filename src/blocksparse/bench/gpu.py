@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,6 +33,7 @@ from ..ops.linear.specs import (
     LinearSpec,
     Target,
 )
+from ..ops.linear.tiles import FEW_TOKENS
 from .device import Device
 from .linear import OURS, CaseResult, LinearBench
 from .report import figure_and_axes, plain_ticks, short
@@ -120,27 +122,23 @@ class GpuReach:
     def jobs(self) -> list[Job]:
         """In the order of what we want to know first."""
         out = [Job("bandwidth of a copy, dense peak", "-", self._ceiling_rows)]
-        later = []
+        later: list[Job] = []
         for name, target in GPU_REACH.items():
-            job = Job(self._title(name, target.spec), wanted(target), lambda name=name: self._target_rows(name))
+            job = Job(self._title(name, target.spec), wanted(target), partial(self._target_rows, name))
             (later if "fp32" in name else out).append(job)
         for block in GPU_BLOCKS:
             work = f"training step, many tokens, block {block}"
-            out.append(
-                Job(work, f">= {GPU_TRAINING_PART:.0%} of forward", lambda b=block, w=work: self._training(b, w))
-            )
+            out.append(Job(work, _PART, partial(self._training, block, work)))
         for name, spec in GPU_HUBS.items():
             work = self._title(f"layout with hubs, {name}", spec)
-            out.append(Job(work, f"<= {GPU_HUB_TIME:g}x random", lambda s=spec, w=work: self._hubs(s, w)))
+            out.append(Job(work, f"<= {GPU_HUB_TIME:g}x random", partial(self._hubs, spec, work)))
         out.append(Job(_HOST, f"< {1e6 * GPU_HOST_TIME:g} us eager", self._host))
         for spec in map(self._sized, GPU_MEMORY):
-            work = (
-                f"memory of a training step, hidden {spec.out_features}, {spec.tokens} tokens, density {spec.density:g}"
-            )
-            out.append(Job(work, "gradient + activations + O(nnz) indices", lambda s=spec, w=work: self._memory(s, w)))
+            work = f"training memory, hidden {spec.out_features}, {spec.tokens} tokens, density {spec.density:g}"
+            out.append(Job(work, "gradient + activations + O(nnz) indices", partial(self._memory, spec, work)))
         for peer, ratio in GPU_MEAN.items():
             work = f"geometric mean over {peer}"
-            out.append(Job(work, f">= {ratio:g}x {peer}", lambda p=peer, r=ratio, w=work: self._mean(p, r, w)))
+            out.append(Job(work, f">= {ratio:g}x {peer}", partial(self._mean, peer, ratio, work)))
         return out + later
 
     def case(self, name: str) -> CaseResult:
@@ -221,6 +219,7 @@ class GpuReach:
 
 
 _HOST = "host time per call, nothing to compute"
+_PART = f">= {GPU_TRAINING_PART:.0%} of forward"
 
 
 def _has(target: Target, peer: str) -> bool:
@@ -252,7 +251,7 @@ def judged(work: str, target: Target, result: CaseResult, ceilings: Ceilings) ->
         return [not_measured(work, wanted(target), result.refused[first])]
     speedup, part = result.speedup(first), result.bandwidth / ceilings.copy
     met = speedup.median >= ratio and (target.bandwidth is None or part >= target.bandwidth)
-    rate = f"{result.bandwidth / 1e12:.2f} TB/s = {part:.0%} of a copy" if target.spec.tokens <= 64 else ""
+    rate = f"{result.bandwidth / 1e12:.2f} TB/s = {part:.0%} of a copy" if target.spec.tokens <= FEW_TOKENS else ""
     rate = rate or f"{result.gflops / 1e3:.3g} TFLOP/s"
     measured = ", ".join([f"{times(speedup)} {first}", rate, *others])
     rows = [Row(work, wanted(replace(target, ratios=((first, ratio),))), measured, met, details)]
@@ -272,13 +271,12 @@ def _against(result: CaseResult, peer: str) -> str:
 
 def training_row(work: str, forward: Spread, step: CaseResult) -> Row:
     """The speed-up of a training step over dense, as a part of the forward pass' one."""
-    text = f">= {GPU_TRAINING_PART:.0%} of forward"
     if "dense" in step.refused:
-        return not_measured(work, text, step.refused["dense"])
+        return not_measured(work, _PART, step.refused["dense"])
     found = step.speedup("dense")
     part = found.median / forward.median
     measured = f"{times(found)} dense, {part:.0%} of forward's {short(forward.median)}x"
-    return Row(work, text, measured, part >= GPU_TRAINING_PART, {**step.as_dict(), "part_of_forward": part})
+    return Row(work, _PART, measured, part >= GPU_TRAINING_PART, {**step.as_dict(), "part_of_forward": part})
 
 
 def mean_row(work: str, peer: str, ratio: float, cases: Iterable[CaseResult]) -> Row:
@@ -314,13 +312,6 @@ def host_times(device: Device, spec: LinearSpec, budget: float) -> dict[str, Spr
     weight = torch.randn(spec.out_features, spec.in_features, **kind)
     trained = values.clone().requires_grad_()
 
-    def without_gradients(call: Call) -> Call:
-        def inside() -> None:
-            with torch.no_grad():
-                call()
-
-        return inside
-
     def issue(call: Call, repeat: int) -> float:
         device.wait()
         start = perf_counter()
@@ -329,17 +320,16 @@ def host_times(device: Device, spec: LinearSpec, budget: float) -> dict[str, Spr
         return (perf_counter() - start) / repeat
 
     calls: dict[str, Call] = {
-        "eager": without_gradients(lambda: linear(x, values, layout)),
+        "eager": lambda: linear(x, values, layout),
         "eager with gradients": lambda: linear(x, trained, layout),
-        "F.linear": without_gradients(lambda: F.linear(x, weight)),
+        "F.linear": lambda: F.linear(x, weight),
     }
     refused: dict[str, Spread | str] = {}
     if device.torch.type == "cuda":
         try:
             compiled = torch.compile(lambda x, values: linear(x, values, layout), fullgraph=True)
-            call = without_gradients(lambda: compiled(x, values))
-            call()
-            calls["compiled"] = call
+            compiled(x, values)
+            calls["compiled"] = lambda: compiled(x, values)
         except Exception as error:  # of the compiler: the others are measured all the same
             refused["compiled"] = f"{type(error).__name__}: {error}"
     samples = alternate(calls, rounds=21, budget=budget, clock=issue)
@@ -402,20 +392,16 @@ def write_chart(path: Path, cases: Mapping[str, CaseResult], ceilings: Ceilings,
             axes.plot(case.density, dict(GPU_REACH[name].ratios)["dense"], marker="_", ms=14, color="0.2", ls="")
         shapes = dict.fromkeys(f"hidden {c.spec.out_features}, {c.spec.tokens} tokens" for c in chosen.values())
         axes.axhline(1, color="0.2", lw=1)
-        axes.set(
-            xscale="log", yscale="log", xlabel="density (stored blocks / all blocks)", ylabel="speed-up over dense"
-        )
+        axes.set(xscale="log", yscale="log", xlabel="density (stored blocks / all blocks)", ylabel="speed-up")
         axes.set_title(f"{title}: {'; '.join(shapes)}" if shapes else f"{title}: not measured", loc="left", size=11)
         if not chosen:
             axes.set(xlim=(0.01, 1), ylim=(1, 100))
         else:
-            axes.legend(frameon=False, size=8.5)
+            axes.legend(frameon=False, fontsize=8.5)
         plain_ticks(axes)
         axes.grid(which="major", color="0.9", lw=0.8)
-    rates = f"copy {ceilings.copy / 1e12:.2f} TB/s, dense bf16 {ceilings.dense['bfloat16'] / 1e12:.0f} TFLOP/s"
-    figure.supxlabel(
-        f"dashed: bytes or arithmetic at {rates}; bars: targets. {where}", size=7.5, color="0.4", ha="center"
-    )
+    rates = f"a copy's {ceilings.copy / 1e12:.2f} TB/s, dense bf16 {ceilings.dense['bfloat16'] / 1e12:.0f} TFLOP/s"
+    figure.supxlabel(f"over dense; dashed: the bound by {rates}; bars: targets. {where}", size=7.5, color="0.4")
     figure.savefig(path, format="png", dpi=150)
 
 

@@ -143,14 +143,17 @@ def _device(results: Sequence[CaseResult]) -> str:
     return next((result.facts["device"] for result in results), "cpu")
 
 
+def chip(facts: Mapping[str, Any]) -> str:
+    """The GPU of these facts, or the CPU where they tell of none."""
+    if gpu := facts["gpu"]:
+        return f"{gpu['name']}, driver {gpu['driver'] or 'unknown'}, triton {gpu['triton']}"
+    return f"{facts['cpu']}, {facts['isa'] or 'no compiled core'}, {facts['threads']} threads"
+
+
 def where(facts: Mapping[str, Any]) -> str:
-    """The machine in a line: its GPU, or its CPU where it has none; versions and commit."""
-    gpu = facts["gpu"]
-    chip = f"{facts['cpu']}, {facts['isa'] or 'no compiled core'}, {facts['threads']} threads"
-    if gpu is not None:
-        chip = f"{gpu['name']}, driver {gpu['driver'] or 'unknown'}, triton {gpu['triton']}"
+    """The machine in a line, with versions and commit."""
     commit = f", commit {facts['commit'][:8]}{' with changes' if facts['dirty'] else ''}" if facts["commit"] else ""
-    return f"{chip}, torch {facts['torch']}, blocksparse {facts['blocksparse']}{commit}"
+    return f"{chip(facts)}, torch {facts['torch']}, blocksparse {facts['blocksparse']}{commit}"
 
 
 def figure_and_axes(size: tuple[float, float], columns: int = 1) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from .report import ratio, short
+from .report import chip, ratio, short
 from .timing import Spread
 
 
@@ -80,23 +80,17 @@ def table(rows: Sequence[Row], title: str) -> Table:
     return out
 
 
-def write(path: Path, rows: Sequence[Row], what: str, facts: Mapping[str, Any], where: str) -> None:
-    """The rows as JSON, and a table of them in Markdown beside it.
-
-    Args:
-        path: of the JSON file.
-        facts: what they were measured on, for the JSON file.
-        where: the same in a line, for the table.
-    """
+def write(path: Path, rows: Sequence[Row], what: str, facts: Mapping[str, Any], **settings: Any) -> None:
+    """The rows as JSON, and a table of them in Markdown beside it; `facts` are those of the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"what": what, "machine": facts, "rows": [asdict(row) for row in rows]}
+    content = {"what": what, "machine": facts, "settings": settings, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=1) + "\n")
     commit = f"{facts['commit'][:12]}{' with changes' if facts['dirty'] else ''}" if facts["commit"] else "unknown"
     lines = ["| work | target | measured | met |", "|---|---|---|---|"]
     lines += [f"| {row.work} | {row.target} | {row.measured} | {row.verdict} |" for row in rows]
     lines += [
         "",
-        f"{where}, torch {facts['torch']}, commit {commit}, {facts['date'][:10]}. "
+        f"{chip(facts)}, torch {facts['torch']}, commit {commit}, {facts['date'][:10]}. "
         "Ratios: median of the rounds of one run (quartiles).",
     ]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")
