@@ -165,26 +165,32 @@ void cut(std::vector<Region>& regions, int axis, int64_t images, std::vector<Pie
   std::stable_sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) { return a.output < b.output; });
 }
 
-// Brings what a piece reads and writes into the cache: the inputs of all taps at its first run, and at the others of
-// the tap that goes farthest. Channels of a position lie side by side, positions far apart, which hardware does not
-// foresee.
-void fetch(const ConvPiece& piece, int64_t unit, int64_t size) {
-  if (piece.classes == 0) return;
-  const int64_t last = std::max_element(piece.at, piece.at + piece.class_start[1]) - piece.at;
-  for (int64_t b = 0; b < piece.blocks; ++b)
+// The cache lines that a piece reads and writes: the inputs of all taps at its first run, and at the others of the tap
+// that goes farthest. Channels of a position lie side by side, positions far apart, which hardware does not foresee.
+struct CacheLines {
+  std::vector<const char*> at;
+  int64_t read = 0;
+
+  void of(const ConvPiece& piece, int64_t unit, int64_t size) {
+    at.clear();
+    const int64_t taps = piece.classes ? piece.class_start[1] : 0;
+    const int64_t last = std::max_element(piece.at, piece.at + taps) - piece.at;
+    for (int64_t b = 0; b < piece.blocks; ++b)
+      for (int64_t r = 0; r < piece.runs; ++r)
+        for (int64_t t = r == 0 ? 0 : last; t < (r == 0 ? taps : std::min(last + 1, taps)); ++t)
+          for (int64_t p = piece.class_begin[0]; p < piece.class_end[0]; ++p) {
+            const int64_t position = piece.input[r] + piece.at[t] + p * piece.input_step;
+            const char* x = advance(piece.x, (position + piece.col[b] * piece.steps) * unit);
+            for (int64_t byte = 0; byte < piece.steps * unit; byte += kLine) at.push_back(x + byte);
+          }
+    read = int64_t(at.size());
     for (int64_t r = 0; r < piece.runs; ++r)
-      for (int64_t t = r == 0 ? 0 : last; t < (r == 0 ? piece.class_start[1] : last + 1); ++t)
-        for (int64_t p = piece.class_begin[0]; p < piece.class_end[0]; ++p) {
-          const char* x = advance(
-              piece.x, (piece.input[r] + piece.at[t] + piece.col[b] * piece.steps + p * piece.input_step) * unit);
-          for (int64_t byte = 0; byte < piece.steps * unit; byte += kLine) __builtin_prefetch(x + byte);
-        }
-  for (int64_t r = 0; r < piece.runs; ++r)
-    for (int64_t p = 0; p < piece.length; ++p) {
-      const char* y = advance(piece.y, (piece.output[r] + p * piece.output_step) * size);
-      for (int64_t byte = 0; byte < piece.outputs * size; byte += kLine) __builtin_prefetch(y + byte, 1);
-    }
-}
+      for (int64_t p = 0; p < piece.length; ++p) {
+        const char* y = advance(piece.y, (piece.output[r] + p * piece.output_step) * size);
+        for (int64_t byte = 0; byte < piece.outputs * size; byte += kLine) at.push_back(y + byte);
+      }
+  }
+};
 
 }  // namespace
 
@@ -260,12 +266,19 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
                          activation,
                          const_cast<char*>(advance(y.data, (first * image_out + output) * size)),
                          out,
-                         region.output[axis]};
+                         region.output[axis],
+                         nullptr,
+                         0,
+                         0};
       };
+      CacheLines next;
       for (int64_t r = first_row; r < last_row; ++r) {
-        if (r == first_row) fetch(piece_of(r), unit, size);
-        if (r + 1 < last_row) fetch(piece_of(r + 1), unit, size);
-        kernels.piece(piece_of(r));
+        ConvPiece now = piece_of(r);
+        if (r + 1 < last_row) {
+          next.of(piece_of(r + 1), unit, size);
+          now.next = next.at.data(), now.next_read = next.read, now.next_count = int64_t(next.at.size());
+        }
+        kernels.piece(now);
       }
     };
     parallel_tasks(ceil_div(count, bunch) * shares, [&](int64_t i) {
@@ -388,14 +401,21 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
           pack(big_side, big_lines[j], used);
           slots[big_lines[j] - lowest] = used++;
         }
-        for (int64_t l = line + bunch; l < std::min(line + 2 * bunch, end_line); ++l) {
-          fetch_line(small_side, l);
-          const int64_t big = big_line(l, axes[1].taps - 1);
-          if (big >= 0) fetch_line(big_side, big);
-        }
+        // A line of the next bunch beside each tap: too many at once would wait for each other.
+        int64_t next = line + bunch;
+        const int64_t next_end = std::min(line + 2 * bunch, end_line);
+        const int64_t at_once = ceil_div(bunch, axes[1].taps * across.taps);
+        const auto fetch_some = [&] {
+          for (int64_t l = 0; l < at_once && next < next_end; ++l, ++next) {
+            fetch_line(small_side, next);
+            const int64_t big = big_line(next, axes[1].taps - 1);
+            if (big >= 0) fetch_line(big_side, big);
+          }
+        };
         for (int64_t t1 = 0; t1 < axes[1].taps; ++t1)
           for (int64_t t2 = 0; t2 < across.taps; ++t2) {
             const auto [begin, end] = met(t2);
+            fetch_some();
             if (begin >= end) continue;
             const void* rows[2][kSampledLines];
             int64_t count = 0;

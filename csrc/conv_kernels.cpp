@@ -84,12 +84,27 @@ struct ClassTerms {
   }
 };
 
+// Brings in what comes next, the lines from `part` to `part + 1` of `parts`: too many at once would wait for each
+// other.
+void fetch_next(const ConvPiece& piece, int64_t part, int64_t parts) {
+  const int64_t end = piece.next_count * (part + 1) / parts;
+  for (int64_t i = piece.next_count * part / parts; i < end; ++i) {
+    if (i < piece.next_read) {
+      __builtin_prefetch(piece.next[i]);
+    } else {
+      __builtin_prefetch(piece.next[i], 1);
+    }
+  }
+}
+
 template <class E>
-void multiply_runs(const ConvPiece& piece, const ClassTerms<E>& terms, bool add, typename E::Sum* sums) {
+void multiply_runs(const ConvPiece& piece, const ClassTerms<E>& terms, int64_t part, int64_t parts, bool add,
+                   typename E::Sum* sums) {
   using Unit = typename E::Unit;
   const Unit* x = static_cast<const Unit*>(piece.x) + terms.begin * piece.input_step;
   const Unit* in[kConvGroup];
   for (int64_t r = 0; r < piece.runs; ++r) {
+    fetch_next(piece, part * piece.runs + r, parts * piece.runs);
     for (int64_t i = 0; i < terms.count; ++i) in[i] = x + piece.input[r] + terms.offset[i];
     const Terms<E> run = {
         in, terms.w, int(terms.count), piece.input_step, 1, piece.padded, piece.steps, nullptr, nullptr, 0, 0, 0};
@@ -144,12 +159,13 @@ void multiply_piece(const ConvPiece& piece, typename E::Sum* sums) {
 #if defined(BLOCKSPARSE_TILES)
       if constexpr (E::kFold == 2) {
         if (fills_tiles(piece.steps)) {
+          fetch_next(piece, c * groups + g, piece.classes * groups);
           multiply_runs_on_tiles<E>(piece, some, add, sums);
           continue;
         }
       }
 #endif
-      multiply_runs<E>(piece, some, add, sums);
+      multiply_runs<E>(piece, some, c * groups + g, piece.classes * groups, add, sums);
     }
   }
 }
@@ -188,7 +204,11 @@ void conv_piece(const ConvPiece& piece) {
   const int64_t size = piece.runs * piece.length * piece.padded * int64_t(sizeof(Sum));
   Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, size));
   if (piece.blocks == 0 || !piece.covered) memset(sums, 0, size);
-  if (piece.blocks > 0) multiply_piece<E>(piece, sums);
+  if (piece.blocks > 0 && piece.classes > 0) {
+    multiply_piece<E>(piece, sums);
+  } else {
+    fetch_next(piece, 0, 1);
+  }
   write_piece<E>(piece, sums);
 }
 
@@ -211,8 +231,13 @@ void sample(const SampledRows& rows) {
                             0,
                             0,
                             0};
-    even_tiles<E>(terms, rows.padded / kLanes<Unit>, rows.rows, true, static_cast<typename E::Sum*>(rows.sums),
-                  rows.padded);
+    constexpr int n = kLanes<Unit>;
+    typename E::Sum* sums = static_cast<typename E::Sum*>(rows.sums);
+    const int64_t vectors = rows.padded / n, columns = (vectors + kTileVectors - 1) / kTileVectors;
+    for (int64_t c = 0; c < columns; ++c) {
+      const int64_t first = vectors * c / columns, here = vectors * (c + 1) / columns - first;
+      column_of_tiles<E, Gather::kStream>(terms, here, first * n, rows.rows, true, sums + first * n, rows.padded);
+    }
   }
 }
 
