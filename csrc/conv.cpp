@@ -13,13 +13,13 @@ namespace {
 // Working copies of images: so much at a time, yet at least one image.
 constexpr int64_t kImageBytes = 8 << 20;
 // Positions that a run and a job have at most: their sums stay in the L1 cache.
-constexpr int64_t kRun = 64, kJob = 96;
+constexpr int64_t kRun = 64, kJob = 144;
 // A run shorter than this leaves sums waiting for each other: better along another axis.
 constexpr int64_t kGoodRun = 6;
 // Positions of the sampled product taken together, and the most lines of them.
 constexpr int64_t kSampled = 128, kSampledLines = 64;
 // From so many positions on, a job stays within one image.
-constexpr int64_t kLargeImage = 4 * kJob;
+constexpr int64_t kLargeImage = 384;
 constexpr int64_t kTasksPerThread = 16, kManyTasks = 16, kLine = 64;
 constexpr int64_t kConvertedNumbers = 1 << 14;
 
@@ -165,13 +165,12 @@ void cut(std::vector<Region>& regions, int axis, int64_t images, std::vector<Pie
   std::stable_sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) { return a.output < b.output; });
 }
 
-// The cache lines that a piece reads and writes: the inputs of all taps at its first run, and at the others of the tap
+// The cache lines that a piece reads: the inputs of all taps at its first run, and at the others of the tap
 // that goes farthest. Channels of a position lie side by side, positions far apart, which hardware does not foresee.
 struct CacheLines {
   std::vector<const char*> at;
-  int64_t read = 0;
 
-  void of(const ConvPiece& piece, int64_t unit, int64_t size) {
+  void of(const ConvPiece& piece, int64_t unit) {
     at.clear();
     const int64_t taps = piece.classes ? piece.class_start[1] : 0;
     const int64_t last = std::max_element(piece.at, piece.at + taps) - piece.at;
@@ -183,12 +182,6 @@ struct CacheLines {
             const char* x = advance(piece.x, (position + piece.col[b] * piece.steps) * unit);
             for (int64_t byte = 0; byte < piece.steps * unit; byte += kLine) at.push_back(x + byte);
           }
-    read = int64_t(at.size());
-    for (int64_t r = 0; r < piece.runs; ++r)
-      for (int64_t p = 0; p < piece.length; ++p) {
-        const char* y = advance(piece.y, (piece.output[r] + p * piece.output_step) * size);
-        for (int64_t byte = 0; byte < piece.outputs * size; byte += kLine) at.push_back(y + byte);
-      }
   }
 };
 
@@ -268,15 +261,14 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
                          out,
                          region.output[axis],
                          nullptr,
-                         0,
                          0};
       };
       CacheLines next;
       for (int64_t r = first_row; r < last_row; ++r) {
         ConvPiece now = piece_of(r);
         if (r + 1 < last_row) {
-          next.of(piece_of(r + 1), unit, size);
-          now.next = next.at.data(), now.next_read = next.read, now.next_count = int64_t(next.at.size());
+          next.of(piece_of(r + 1), unit);
+          now.next = next.at.data(), now.next_count = int64_t(next.at.size());
         }
         kernels.piece(now);
       }

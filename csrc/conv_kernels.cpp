@@ -88,13 +88,7 @@ struct ClassTerms {
 // other.
 void fetch_next(const ConvPiece& piece, int64_t part, int64_t parts) {
   const int64_t end = piece.next_count * (part + 1) / parts;
-  for (int64_t i = piece.next_count * part / parts; i < end; ++i) {
-    if (i < piece.next_read) {
-      __builtin_prefetch(piece.next[i]);
-    } else {
-      __builtin_prefetch(piece.next[i], 1);
-    }
-  }
+  for (int64_t i = piece.next_count * part / parts; i < end; ++i) __builtin_prefetch(piece.next[i]);
 }
 
 template <class E>

@@ -98,9 +98,8 @@ struct ConvPiece {
   void* y;                // of the first output
   const int64_t* output;  // [runs], numbers from y to the run's first position
   int64_t output_step;
-  // Cache lines of what comes next, to be brought in meanwhile: first those to read, then those to write.
-  const char* const* next;
-  int64_t next_read, next_count;
+  const char* const* next;  // [next_count], cache lines of what comes next, to be brought in meanwhile
+  int64_t next_count;
 };
 
 // Rows of positions of two images, multiplied: sums[row, lane] += sum over positions of left[row] right[lane].
