@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, with --quick")
     parser.add_argument("--out", type=Path, help="folder for the files")
     parser.add_argument("--budget", type=float, default=2.0, help="seconds of timing per row")
-    parser.add_argument("--tuning", type=float, default=15.0, help="seconds for PyTorch's tuner per shape")
+    parser.add_argument("--tuning", type=float, default=20.0, help="seconds for PyTorch's tuner per shape")
     parser.add_argument("--minutes", type=float, default=9.0, help="rows that have not begun by then are left out")
     arguments = parser.parse_args()
     try:

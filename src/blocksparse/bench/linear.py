@@ -309,7 +309,7 @@ class Problem:
             product = elsewhere.stk(self.layout, values)
             return self._autograd(lambda x, _: product(x), self.x, values)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Sparse .* tensor support is in beta", UserWarning)
+            warnings.filterwarnings("ignore", "Sparse ", UserWarning)
             weight = elsewhere.csr(self.layout, values) if name == "csr-matmul" else self.layout.to_torch_bsr(values)
         if name == "torch-bsr" and values.is_cuda and forward:
             if self._tuned is None:

@@ -57,7 +57,7 @@ def torch_bsr(weight: Tensor, meta: dict[str, int]) -> Product:
 
     def product(x: Tensor) -> Tensor:
         nothing = x.new_empty(()).expand(weight.shape[0], x.shape[0])  # not read where beta is 0
-        return bsr_dense_addmm(nothing, weight, x.t(), beta=0, meta=meta).t()
+        return bsr_dense_addmm(nothing, weight, x.t(), beta=0, meta=meta or None).t()
 
     return product
 

@@ -1,0 +1,354 @@
+"""The GPU benchmark, as far as it goes without a GPU: targets, verdicts, copies in turn, peers, the whole program."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import blocksparse as bs
+from blocksparse.bench import gpu, peers, report, rows
+from blocksparse.bench.device import Host, Rotation, device_of
+from blocksparse.bench.linear import OURS, PEERS, CaseResult, LinearBench, Problem
+from blocksparse.bench.timing import Samples, Spread
+from blocksparse.cli import app
+from blocksparse.ops.linear.specs import GPU_HUBS, GPU_MEAN, GPU_REACH, LinearSpec, Target
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+SPEC = LinearSpec(64, 96, tokens=10, block=8, density=0.25)
+CEILINGS = gpu.Ceilings(copy=1e9, dense={"bfloat16": 1e12, "float32": 1e11})
+
+
+def case(spec=SPEC, refused=(), **seconds):
+    """A case whose contenders took these seconds."""
+    seconds = {name.replace("_", "-"): value for name, value in seconds.items()}
+    samples = Samples({name: [value] * 3 for name, value in seconds.items()}, dict.fromkeys(seconds, 1))
+    layout = spec.layout()
+    return CaseResult(spec, layout.nnz, layout.density, {"y": 1e-7}, samples, dict(refused), 1e-5)
+
+
+def program(*arguments, **environment):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": "250", **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.fixture(autouse=True)
+def backend():
+    name = "cpu" if bs.backends()["cpu"] else "reference"
+    with bs.use_backend(name):
+        yield name
+
+
+# -- targets -------------------------------------------------------------------------------------------------------
+
+
+def test_targets_are_those_we_set_ourselves():
+    ratio = {name: dict(target.ratios)["dense"] for name, target in GPU_REACH.items()}
+    for dtype in ("bf16", "fp32"):
+        few = [ratio[f"few tokens, {dtype}, density {density}"] for density in (0.5, 0.25, 0.1, 0.05, 0.03)]
+        assert few == [1.8, 3.5, 8, 14, 18]
+    assert [ratio[f"many tokens, block {block}"] for block in (32, 64, 128)] == [3, 5, 7.5]
+    even = [GPU_REACH[f"break-even, block {block}"].spec.density for block in (32, 64, 128)]
+    assert even == [0.35, 0.5, 0.75]
+    assert {t.spec.density for t in GPU_REACH.values() if t.bandwidth == 0.75} == {0.5, 0.25, 0.1}
+    assert dict(GPU_REACH["many tokens, block 128"].ratios)["stk"] == 1.1
+    assert sum(gpu._has(target, "torch-bsr") for target in GPU_REACH.values()) == 8
+    assert all({peer for peer, _ in t.ratios} | set(t.others) <= set(PEERS) for t in GPU_REACH.values())
+    assert set(GPU_MEAN) <= set(PEERS)
+
+
+def test_hubs_meet_a_random_layout_of_as_many_blocks():
+    for spec in GPU_HUBS.values():
+        hubs = spec.layout(seed=3)
+        even = replace(spec, pattern="random", density=hubs.density).layout(seed=3)
+        assert hubs.nnz == even.nnz
+        assert hubs.density == pytest.approx(spec.density, rel=0.05)
+        assert "barabasi-albert" in repr(spec)
+        assert max(hubs.crow_indices().diff()) > 3 * max(even.crow_indices().diff()) / 2
+    with pytest.raises(bs.BlockSparseError, match="pattern: expected one of random, barabasi-albert, got 'star'"):
+        replace(SPEC, pattern="star")
+
+
+# -- verdicts ------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_and_operations_are_those_that_must_be():
+    result = case(blocksparse=1e-3, dense=2e-3)
+    assert result.nnz == 24
+    assert result.moved == 4 * (24 * 64 + 10 * (64 + 96))
+    assert result.bandwidth == pytest.approx(result.moved / 1e-3)
+    assert result.operations == 2 * 24 * 64 * 10
+    train = replace(result, spec=replace(SPEC, pass_="train"))
+    assert train.operations == 3 * result.operations
+    assert CEILINGS.least_time(result) == pytest.approx(result.moved / 1e9)
+    assert gpu.Ceilings(1e15, {"float32": 1e6}).least_time(result) == pytest.approx(result.operations / 1e6)
+
+
+@pytest.mark.parametrize(("ratio", "bandwidth", "met"), [(2, 0.9, True), (2.1, 0.9, False), (2, 1.1, False)])
+def test_a_target_wants_its_ratio_and_its_bandwidth(ratio, bandwidth, met):
+    result = case(blocksparse=1e-3, dense=2e-3)
+    part = result.moved / 1e-3 / 1e9
+    target = Target(SPEC, (("dense", ratio),), bandwidth=part * bandwidth)
+    (row,) = gpu.judged("work", target, result, CEILINGS)
+    assert row.met is met
+    assert f"= {part:.0%} of a copy" in row.measured
+    assert row.details["part_of_copy"] == pytest.approx(part)
+
+
+def test_each_further_target_has_its_row_and_a_refusal_its_reason():
+    target = Target(SPEC, (("dense", 3), ("stk", 1.1)), others=("torch-bsr", "csr-matmul"))
+    result = case(blocksparse=1.0, dense=4.0, torch_bsr=5.0, refused={"stk": "not here", "csr-matmul": "no bf16"})
+    first, second = gpu.judged("work", target, result, CEILINGS)
+    assert first.met is True
+    assert "4.00x" in first.measured
+    assert first.measured.endswith("5.00x torch-bsr, csr-matmul refused")
+    assert first.details["refused"]["csr-matmul"] == "no bf16"
+    assert (second.work, second.met, second.measured) == ("work, stk", None, "not measured: not here")
+    _, second = gpu.judged(
+        "work", target, case(blocksparse=1.0, dense=4.0, stk=1.0, torch_bsr=1.0, csr_matmul=1.0), CEILINGS
+    )
+    assert second.met is False
+    (row,) = gpu.judged(
+        "work", Target(SPEC, (("dense", 3),)), case(blocksparse=1.0, refused={"dense": "oom"}), CEILINGS
+    )
+    assert (row.met, row.measured) == (None, "not measured: oom")
+
+
+def test_training_keeps_a_part_of_forward():
+    step = case(replace(SPEC, pass_="train"), blocksparse=1.0, dense=4.0)
+    assert gpu.training_row("work", Spread(4.7, 4.7, 4.7, 9), step).met is True
+    row = gpu.training_row("work", Spread(4.8, 4.8, 4.8, 9), step)
+    assert row.met is False
+    assert "83% of forward's 4.80x" in row.measured
+
+
+def test_the_mean_is_geometric_over_those_that_ran():
+    cases = [case(blocksparse=1.0, torch_bsr=1.0), case(blocksparse=1.0, torch_bsr=4.0)]
+    row = gpu.mean_row("work", "torch-bsr", 1.9, [*cases, case(blocksparse=1.0, refused={"torch-bsr": "no"})])
+    assert row.met is True
+    assert row.details["mean"] == pytest.approx(2)
+    assert "2 of 3 cases" in row.measured
+    row = gpu.mean_row("work", "torch-bsr", 1.9, [case(blocksparse=1.0, refused={"torch-bsr": "no"})])
+    assert (row.met, row.measured) == (None, "not measured: no")
+
+
+def test_host_time_is_that_of_the_eager_call():
+    slow, fast = (Spread(seconds, seconds, seconds, 9) for seconds in (16e-6, 14e-6))
+    assert gpu.host_row({"eager": fast, "compiled": slow}).met is True
+    row = gpu.host_row({"eager": slow, "compiled": "it broke"})
+    assert row.met is False
+    assert row.measured == "16.0 us eager, compiled not measured"
+    json.dumps(row.details)
+
+
+# -- running -------------------------------------------------------------------------------------------------------
+
+
+def test_copies_take_turns_and_differ():
+    problem = LinearBench(device=Host(copies=3)).problem(SPEC)
+    results = [problem.ours(copy)() for copy in range(3)]
+    assert not any(torch.equal(results[i], results[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+    assert all((problem.copy_of_values(copy) != 0).all() for copy in range(3))
+    rotation = Rotation([lambda copy=copy: copy for copy in range(3)], laps=2)
+    rotation()
+    assert len(rotation.calls) == 6
+    assert rotation.result == 2
+
+
+def test_seconds_are_per_product():
+    counts = {}
+    bench = LinearBench(device=Host(copies=3))
+    bench.ready(bench.problem(SPEC), OURS, counts)
+    assert counts == {OURS: 33}  # eleven laps: few tokens are timed in 32 products or more
+    assert Samples({"a": [6.0, math.nan]}, {}).per({"a": 3}).time("a") == Spread(2.0, 2.0, 2.0, 1)
+    result = LinearBench(("dense",), rounds=3, budget=0.05, device=Host(copies=3)).run(SPEC)
+    assert result.as_dict()["calls_per_sample"] == {OURS: 33, "dense": 33}
+
+
+def test_a_replay_with_other_bits_stops_the_run(monkeypatch):
+    def drifting(problem, copy=0):
+        return lambda: torch.randn(3)
+
+    monkeypatch.setattr(Problem, "ours", drifting)
+    bench = LinearBench(device=Host(copies=2))
+    with pytest.raises(bs.BlockSparseError, match=r"a replay of .* expected the bits of the call, got others"):
+        bench.ready(bench.problem(SPEC), OURS, {})
+
+
+def test_a_failing_or_wrong_peer_is_recorded_and_the_others_are_timed(monkeypatch):
+    right = Problem.peer
+
+    def peer(problem, name, copy=0):
+        if name == "torch-bsr":
+            raise AssertionError("its kernel\nfails")
+        call = right(problem, name, copy)
+        return (lambda: call() + 1) if name == "bsr-matmul" else call
+
+    monkeypatch.setattr(Problem, "peer", peer)
+    result = LinearBench(PEERS, rounds=1, budget=0.01).run(SPEC)
+    assert result.refused["torch-bsr"] == "its kernel fails"
+    assert "wrong: bsr-matmul's y has a relative L2 error of" in result.refused["bsr-matmul"]
+    assert result.peers == ["dense", "csr-matmul"]
+
+
+def test_a_job_that_fails_is_a_row():
+    def fail():
+        raise RuntimeError("out of\nmemory")
+
+    def refuse():
+        raise NotImplementedError("not here")
+
+    (row,) = gpu.Job("work", "-", fail).run()
+    assert (row.met, row.measured) == (False, "FAILED: RuntimeError: out of memory")
+    (row,) = gpu.Job("work", "-", refuse).run()
+    assert (row.met, row.measured) == (None, "not measured: not here")
+
+
+@NO_GPU
+def test_without_a_gpu_it_says_so():
+    with pytest.raises(bs.BlockSparseError, match="device: expected a GPU that PyTorch sees, got none"):
+        device_of("cuda")
+    done = program()
+    assert done.returncode == 1
+    assert done.stderr == "error: device: expected a GPU that PyTorch sees, got none\n"
+    done = CliRunner().invoke(app, ["bench", "linear", "--device", "cuda"])
+    assert done.exit_code == 1
+    assert "expected a GPU that PyTorch sees, got none" in done.output
+
+
+def test_the_rows_are_listed_with_their_targets():
+    done = program("--list")
+    assert done.returncode == 0, done.stderr
+    for text in ("few tokens, bf16, density 0.03", ">= 18x dense", "layout with hubs", "< 15 us eager", ">= 1.1x stk"):
+        assert text in done.stdout
+    assert "fp32" not in program("--list", "--only", "hubs,break-even").stdout
+    assert (
+        "--only: expected words of the rows that --list shows, got 'hub caps'"
+        in program("--only=hub caps", "--list").stderr
+    )
+
+
+def test_the_program_runs_from_end_to_end(tmp_path, backend):
+    if backend != "cpu":
+        pytest.skip("slow without the compiled core")
+    done = program("--quick", "--device", "cpu", "--out", tmp_path, BLOCKSPARSE_COMMIT="0123456789abcdef+")
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("linear-*.json")
+    content = json.loads(path.read_text())
+    jobs = gpu.GpuReach(None).jobs()
+    assert len(content["rows"]) == len(jobs) + 1  # STK has a row of its own
+    assert not any(row["measured"].startswith("FAILED") for row in content["rows"])
+    assert content["machine"]["commit"] == "0123456789abcdef"
+    assert content["machine"]["dirty"] is True
+    assert content["settings"]["rounds"] == 3
+    case = content["rows"][1]["details"]
+    assert case["errors"]["y"] <= case["error_bound"]
+    assert case["calls_per_sample"] == {"blocksparse": 32, "dense": 32}
+    assert "0123456789ab with changes" in path.with_suffix(".md").read_text()
+
+
+def test_rows_are_written_as_they_come_and_late_ones_left_out(tmp_path):
+    arguments = "--quick", "--device", "cpu", "--only", "host,break-even", "--out", tmp_path
+    done = program(*arguments, "--minutes", "-1")
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("linear-*.json")
+    assert {row["measured"] for row in json.loads(path.read_text())["rows"]} == {"not measured: out of time"}
+
+
+def test_the_cpu_is_for_dry_runs_only():
+    done = program("--device", "cpu")
+    assert done.returncode == 1
+    assert "--device cpu: expected --quick with it" in done.stderr
+
+
+def test_the_chart_is_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    cases = {
+        "few tokens, bf16, density 0.5": case(
+            replace(SPEC, dtype="bfloat16"), blocksparse=1e-3, dense=2e-3, torch_bsr=1e-2
+        ),
+        "many tokens, block 32": case(blocksparse=1e-3, dense=3e-3),
+        "training step": case(blocksparse=1e-3, dense=3e-3),
+    }
+    facts = {"gpu": None, "cpu": "x", "isa": None, "threads": 1, "torch": "2", "blocksparse": "0", "commit": None}
+    for some in (cases, {}, {"many tokens, block 32": case(blocksparse=1e-3, refused={"dense": "oom"})}):
+        gpu.write_chart(tmp_path / "r.png", some, CEILINGS, report.where(facts))
+        assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_gpu_is_named_with_its_driver():
+    facts = {"gpu": {"name": "NVIDIA H200", "driver": "580.1", "triton": "3.6.0"}}
+    assert report.chip(facts) == "NVIDIA H200, driver 580.1, triton 3.6.0"
+
+
+def test_memory_beyond_what_a_step_needs_is_not_met():
+    facts = {"nnz": 100, "gradient": 2**20, "activations": 2**20}
+    assert rows.memory_row("work", {**facts, "peak": 3 * 2**20}, dense=2**30).met is True
+    assert rows.memory_row("work", {**facts, "peak": 2**25}, dense=2**30).met is False
+
+
+# -- peers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [(2, 2), (3, 5), (1, 4)], ids=str)
+def test_csr_holds_the_same_weight(block):
+    grid = torch.rand(7, 9) < 0.4
+    grid[3] = False
+    layout = bs.BlockLayout(grid, block_size=block)
+    values = torch.randn(layout.values_shape)
+    csr = peers.csr(layout, values)
+    assert csr.col_indices().dtype == torch.int32
+    torch.testing.assert_close(csr.to_dense(), bs.to_dense(values, layout))
+    torch.sparse_csr_tensor(csr.crow_indices(), csr.col_indices(), csr.values(), csr.shape, check_invariants=True)
+
+
+def test_stk_says_what_it_lacks():
+    layout = bs.patterns.dense((64, 64), block_size=32)
+    with pytest.raises(NotImplementedError, match=r"STK is not installed here|its blocks are 128 x 128"):
+        peers.stk(layout, torch.randn(layout.values_shape))
+
+
+@pytest.fixture
+def tuner(monkeypatch):
+    """PyTorch's tuner with a kernel that is fastest with 5 stages and 8 warps; gives the parameters it tried."""
+    testing = pytest.importorskip("triton.testing")
+    from torch.sparse import _triton_ops
+
+    tried = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_triton_ops, "bsr_dense_addmm", lambda *_, meta, **options: tried.append(dict(meta)))
+
+    def do_bench(call, **options):
+        call()
+        return 1.0 + abs(tried[-1]["num_stages"] - 5) + abs(tried[-1]["num_warps"] - 8)
+
+    monkeypatch.setattr(testing, "do_bench", do_bench)
+    yield tried
+    assert testing.do_bench is do_bench  # put back as it was
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(("tokens", "split"), [(32, 1), (512, 4), (200, 12)])
+def test_pytorchs_tuner_starts_from_our_parameters(tuner, tokens, split):
+    layout = bs.patterns.random((64, 96), 16, density=0.4)
+    weight = layout.to_torch_bsr(torch.randn(layout.values_shape))
+    best = peers.tuned(weight, torch.randn(tokens, 96), seconds=60)
+    assert {"GROUP_SIZE_ROW": 4, "SPLIT_N": split, "num_stages": 3, "num_warps": 4} in tuner[:2]
+    assert (best["num_stages"], best["num_warps"]) == (5, 8)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pytorchs_tuner_ends_in_time(tuner):
+    layout = bs.patterns.random((64, 96), 16, density=0.4)
+    weight = layout.to_torch_bsr(torch.randn(layout.values_shape))
+    assert peers.tuned(weight, torch.randn(32, 96), seconds=-1) == {}
+    assert not tuner
