@@ -11,7 +11,8 @@ from blocksparse.data import idx
 
 
 def idx_bytes(tensor: torch.Tensor) -> bytes:
-    return struct.pack(f">BBBB{tensor.dim()}I", 0, 0, 8, tensor.dim(), *tensor.shape) + bytes(tensor.byte().flatten().tolist())
+    head = struct.pack(f">BBBB{tensor.dim()}I", 0, 0, 8, tensor.dim(), *tensor.shape)
+    return head + bytes(tensor.byte().flatten().tolist())
 
 
 def write(folder, packed=True, n=30):
