@@ -19,6 +19,7 @@ from blocksparse.bench.linear import OURS, PEERS, CaseResult, LinearBench, Probl
 from blocksparse.bench.timing import Samples, Spread
 from blocksparse.cli import app
 from blocksparse.ops.linear.specs import GPU_HUBS, GPU_MEAN, GPU_REACH, LinearSpec, Target
+from blocksparse.ops.linear.tiles import INTERPRETED
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -171,6 +172,14 @@ def test_seconds_are_per_product():
     assert Samples({"a": [6.0, math.nan]}, {}).per({"a": 3}).time("a") == Spread(2.0, 2.0, 2.0, 1)
     result = LinearBench(("dense",), rounds=3, budget=0.05, device=Host(copies=3)).run(SPEC)
     assert result.as_dict()["calls_per_sample"] == {OURS: 33, "dense": 33}
+
+
+def test_the_tiles_of_a_case_are_recorded():
+    problem = LinearBench().problem(replace(SPEC, pass_="train", dtype="bfloat16"))
+    tiles = problem.tiles(INTERPRETED)
+    assert set(tiles) == {"forward", "dgrad", "wgrad"}
+    assert tiles["forward"]["outputs"] >= 8
+    json.dumps(tiles)
 
 
 def test_a_replay_with_other_bits_stops_the_run(monkeypatch):

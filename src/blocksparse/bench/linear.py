@@ -33,7 +33,7 @@ from ..layout import BlockLayout
 from ..ops.linear import linear
 from ..ops.linear.op import indices_of, linear_op, linear_wgrad_op
 from ..ops.linear.specs import LinearSpec
-from ..ops.linear.tiles import FEW_TOKENS, PASSES, Work, bucket, gpu_of, tile_for
+from ..ops.linear.tiles import FEW_TOKENS, PASSES, Gpu, Work, bucket, gpu_of, tile_for
 from . import peers as elsewhere
 from .device import LEAST_CALLS, Device, device_of, same_bits
 from .timing import Call, Samples, Spread, alternate
@@ -277,12 +277,16 @@ class Problem:
         """How it was computed, for the record: on a GPU, our tiles and a tuned peer's parameters."""
         if self.x.device.type != "cuda":
             return {}
-        spec, gpu = self.spec, gpu_of(self.x.device)
-        tiles = {}
+        peer = {} if self._tuned is None else {"torch_bsr": self._tuned}
+        return {"tiles": self.tiles(gpu_of(self.x.device)), **peer}
+
+    def tiles(self, gpu: Gpu) -> dict[str, dict[str, Any]]:
+        """Our tile on this GPU, by pass."""
+        spec, tiles = self.spec, {}
         for pass_ in PASSES if spec.pass_ == "train" else (spec.pass_,):
             work = Work(pass_, spec.torch_dtype, self.layout.block_shape, bucket(spec.tokens), self.layout.density)
             tiles[pass_] = asdict(tile_for(work, gpu))
-        return {"tiles": tiles, **({"torch_bsr": self._tuned} if self._tuned is not None else {})}
+        return tiles
 
     # -- the calls -------------------------------------------------------------------------------------------------
 
