@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ PASSES = ("forward", "dgrad", "wgrad")
 FEW_TOKENS = 64
 # Tiles, splits and schedules change with the token count at powers of two between these.
 LEAST_TOKENS, MOST_TOKENS = 16, 8192
+# Bytes of shared memory for what waits for copies and tensor cores.
+BARRIERS = 64
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,15 @@ class Tile:
     group: int = 1  # tiles of tokens that come to one task side by side, to share its weights in the cache
     pairs: bool = False  # two rows per task, inputs that both need loaded once
 
+    def __post_init__(self) -> None:
+        for name in ("tokens", "outputs", "lanes", "warps"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1 or size & (size - 1):
+                raise BlockSparseError.expected(f"{name} of a tile", "a power of two", repr(size))
+        for name in ("stages", "group"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise BlockSparseError.expected(f"{name} of a tile", "a positive int", repr(getattr(self, name)))
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -54,6 +65,15 @@ class Gpu:
     shared_memory: int  # bytes a program may use
 
 
+def tf32() -> bool:
+    """Whether PyTorch's own switch allows TF32 in products of float32."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# Dynamo cannot trace it; graphs are guarded by the switch anyway.
+tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class Work:
     """One product, as far as the choice of its tile goes."""
@@ -63,6 +83,16 @@ class Work:
     block: tuple[int, int]
     tokens: int  # of a bucket
     density: float
+    tf32: bool = field(default_factory=tf32)
+
+    def __post_init__(self) -> None:
+        if self.dtype != torch.float32:
+            object.__setattr__(self, "tf32", False)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as a name, "tf32" where that is what products of float32 are rounded to."""
+        return "tf32" if self.tf32 else str(self.dtype).removeprefix("torch.")
 
 
 def bucket(tokens: int) -> int:
@@ -102,34 +132,47 @@ def use_tiles(**tiles: Tile) -> Iterator[None]:
         _forced.update(before)
 
 
-def forced() -> tuple[tuple[str, Tile], ...]:
-    """The tiles that are forced now: schedules made for them are not those of other calls."""
-    return tuple(_forced.items())
+def forced() -> tuple[Any, ...]:
+    """The tiles that are forced now and the switch of TF32: schedules made under them are not those of other calls."""
+    return tf32(), *_forced.items()
 
 
 def rule(work: Work, gpu: Gpu) -> Tile:
     """A tile from the bounds alone (bytes of the weights, L2 traffic of the inputs, registers), for any GPU."""
-    height, width = work.block[::-1] if work.pass_ == "dgrad" else work.block
+    height = work.block[1] if work.pass_ == "dgrad" else work.block[0]
     outputs = min(max(_power_of_two(height), 16), 128)
-    inputs = max(_power_of_two(width), 16)
-    wide = work.dtype in (torch.float32, torch.float64)
-    amd = gpu.kind.startswith("gfx")
-    if work.dtype == torch.float64 or (wide and torch.backends.cuda.matmul.fp32_precision != "tf32"):
-        # No tensor cores: sums and operands share the registers of plain multiply-adds.
-        tile = Tile(tokens=min(work.tokens, 32), outputs=min(outputs, 32), lanes=32, warps=4, stages=5)
-        if work.pass_ == "wgrad":
-            tile = replace(tile, lanes=min(max(inputs, 32), 64), tokens=16, stages=3)
+    if work.dtype == torch.float64 or (work.dtype == torch.float32 and not work.tf32):
+        tile = _rule_of_exact_products(work, min(outputs, 64))
     elif work.pass_ == "wgrad":
-        lanes = max(128, min(inputs, 128))
-        tile = Tile(tokens=32 if wide else 64, outputs=outputs, lanes=lanes, warps=8 if outputs > 64 else 4, stages=4)
+        tokens = min(work.tokens, 32 if work.tf32 else 64)
+        tile = Tile(tokens, outputs, lanes=128, warps=8 if outputs > 64 else 4, stages=4)
     elif work.tokens <= FEW_TOKENS:
-        lanes = 64 if wide else 128
-        tile = Tile(tokens=work.tokens, outputs=min(outputs, 64), lanes=lanes, warps=4, stages=7)
-    elif gpu.kind >= "sm90" and not amd:
-        tile = Tile(tokens=min(work.tokens, 256), outputs=outputs, lanes=32 if wide else 64, warps=8, stages=5)
+        tile = Tile(work.tokens, min(outputs, 64), lanes=64 if work.tf32 else 128, warps=4, stages=7)
+    elif _reads_shared_memory(gpu):
+        tokens = 256 if gpu.kind == "sm90" or not work.tf32 else 128
+        tile = Tile(min(work.tokens, tokens), outputs, lanes=32 if work.tf32 else 64, warps=8, stages=5)
     else:
-        tile = Tile(tokens=min(work.tokens, 128), outputs=outputs, lanes=32, warps=4, stages=5)
-    return replace(tile, stages=min(tile.stages, 2)) if amd else tile
+        large = outputs > 64
+        lanes = 16 if large and work.tf32 else 32
+        tile = Tile(min(work.tokens, 128), outputs, lanes, warps=8 if large else 4, stages=5)
+    # Triton's pipeline for AMD keeps one step in registers and one in shared memory.
+    return replace(tile, stages=2) if gpu.kind.startswith("gfx") else tile
+
+
+def _rule_of_exact_products(work: Work, outputs: int) -> Tile:
+    # Plain multiply-adds, or products of 16 x 8 in float64: sums and operands share the registers.
+    double = work.dtype == torch.float64
+    if work.pass_ == "wgrad":
+        return Tile(tokens=16, outputs=outputs, lanes=64 if double or outputs > 32 else 128, warps=4, stages=4)
+    if work.tokens <= FEW_TOKENS:
+        outputs = min(outputs, 32)
+    lanes = 16 if double else 32 if work.tokens <= 32 else max(outputs // 2, 16)
+    return Tile(min(work.tokens, 64), outputs, lanes, warps=4, stages=5)
+
+
+def _reads_shared_memory(gpu: Gpu) -> bool:
+    """Whether tensor cores take operands from there (wgmma, tcgen05), which leaves the registers to large tiles."""
+    return gpu.kind.startswith("sm") and 90 <= int(gpu.kind[2:]) < 120
 
 
 def fit(tile: Tile, work: Work, gpu: Gpu) -> Tile:
@@ -155,10 +198,10 @@ def shared_memory(tile: Tile, work: Work) -> int:
     """An upper estimate of the bytes of shared memory that the pipeline's buffers take."""
     itemsize = work.dtype.itemsize
     if work.pass_ == "wgrad":
-        return max(tile.stages, 1) * (tile.lanes + tile.outputs) * tile.tokens * itemsize
+        return max(tile.stages, 1) * (tile.lanes + tile.outputs) * tile.tokens * itemsize + BARRIERS
     buffers = tile.stages // 2 + 1
     rows = tile.tokens + tile.outputs * (2 if tile.pairs else 1)
-    return buffers * (rows * itemsize + 12) * tile.lanes
+    return buffers * (rows * itemsize + 12) * tile.lanes + BARRIERS
 
 
 @lru_cache
@@ -200,11 +243,12 @@ def shipped_folder() -> Path:
 
 @lru_cache
 def _tuned(name: str) -> dict[Work, Tile]:
-    for folder in (user_folder(), shipped_folder()):
+    found: dict[Work, Tile] = {}
+    for folder in (shipped_folder(), user_folder()):  # the user's own come before the shipped ones
         path = folder / f"{slug(name)}.json"
         if path.exists():
-            return read(path)
-    return {}
+            found |= read(path)
+    return found
 
 
 def forget_tuned() -> None:
@@ -233,7 +277,7 @@ def write(path: Path, gpu: Gpu, tiles: Mapping[Work, Tile], facts: Mapping[str, 
     entries = [
         {
             "pass": work.pass_,
-            "dtype": str(work.dtype).removeprefix("torch."),
+            "dtype": work.dtype_name,
             "block": list(work.block),
             "tokens": work.tokens,
             "density": work.density,
@@ -246,15 +290,16 @@ def write(path: Path, gpu: Gpu, tiles: Mapping[Work, Tile], facts: Mapping[str, 
 
 
 def _work(entry: Mapping[str, Any]) -> Work:
-    block = entry["block"]
-    return Work(entry["pass"], getattr(torch, entry["dtype"]), (block[0], block[1]), entry["tokens"], entry["density"])
+    block, name = entry["block"], entry["dtype"]
+    dtype = torch.float32 if name == "tf32" else getattr(torch, name)
+    return Work(entry["pass"], dtype, (block[0], block[1]), entry["tokens"], entry["density"], name == "tf32")
 
 
 def _nearest(work: Work, tuned: Mapping[Work, Tile]) -> Tile | None:
     """The tile of the tuned work of the same pass, dtype and block that is nearest in tokens, then density."""
 
     def same(other: Work) -> bool:
-        return (other.pass_, other.dtype, other.block) == (work.pass_, work.dtype, work.block)
+        return (other.pass_, other.dtype_name, other.block) == (work.pass_, work.dtype_name, work.block)
 
     def few(other: Work) -> bool:
         return (other.tokens <= FEW_TOKENS) == (work.tokens <= FEW_TOKENS)

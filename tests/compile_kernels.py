@@ -1,0 +1,257 @@
+"""Compiles the kernels for GPUs that are not here, every launch as it would be there; prints what came of it as JSON.
+
+    python tests/compile_kernels.py sm90          a set that covers the rule, and all tuned tiles shipped for sm90
+    python tests/compile_kernels.py sm90 --all    every dtype, block and bucket of tokens
+
+A script and not a test: where kernels are interpreted, none is compiled in the same process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import blocksparse as bs
+from blocksparse.ops.linear import tiles
+from blocksparse.ops.linear.tiles import Gpu, Tile, Work
+
+GPUS = {
+    "sm80": Gpu("A100", "sm80", 108, 163 * 1024),
+    "sm89": Gpu("RTX 4090", "sm89", 128, 99 * 1024),
+    "sm90": Gpu("H200", "sm90", 132, 227 * 1024),
+    "sm100": Gpu("B200", "sm100", 148, 227 * 1024),
+    "gfx942": Gpu("MI300X", "gfx942", 304, 64 * 1024),
+}
+DTYPES = ("float32", "tf32", "float64", "float16", "bfloat16")
+BLOCKS = ((8, 8), (16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (24, 40))
+TOKENS = (16, 64, 8192)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product to compile all kernels of."""
+
+    pass_: str
+    dtype: str  # "tf32" is float32 with that switch on
+    block: tuple[int, int]
+    tokens: int
+    split: bool = False  # with rows so long that they are cut
+    activation: str | None = None  # with it, and a bias
+    tile: Tile | None = None  # not the rule's
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float32 if self.dtype == "tf32" else getattr(torch, self.dtype)
+
+    @property
+    def work(self) -> Work:
+        return Work(self.pass_, self.torch_dtype, self.block, self.tokens, 0.1)
+
+
+def cases(gpu: Gpu, everything: bool) -> list[Case]:
+    """What to compile for this GPU."""
+    if everything:
+        grid = itertools.product(tiles.PASSES, DTYPES, BLOCKS, TOKENS)
+        found = [Case(*point, activation="gelu" if point[0] == "forward" else None) for point in grid]
+        found += [replace(case, split=True) for case in found if case.pass_ != "wgrad" and case.block == (32, 32)]
+    else:
+        grid = itertools.product(tiles.PASSES, ("tf32", "bfloat16"), BLOCKS[:5], (16, 8192))
+        found = [Case(*point) for point in grid]
+        found += [Case(pass_, dtype, (32, 32), n) for pass_ in tiles.PASSES for dtype in DTYPES for n in (64, 8192)]
+        found += [Case(pass_, "bfloat16", block, 8192) for pass_ in tiles.PASSES for block in BLOCKS[5:]]
+        found += [
+            Case("forward", dtype, (32, 32), 16, split=True, activation="gelu") for dtype in ("bfloat16", "float64")
+        ]
+    found += [Case("forward", "bfloat16", (128, 128), 8192, activation=name) for name in ("relu", "gelu", "silu")]
+    for dtype, block in itertools.product(("bfloat16", "tf32"), ((16, 16), (32, 32))):
+        case = Case("forward", dtype, block, 8192)
+        with chosen(case):
+            found.append(replace(case, tile=tiles.fit(replace(tiles.rule(case.work, gpu), pairs=True), case.work, gpu)))
+    for work, tile in shipped(gpu):
+        found.append(Case(work.pass_, str(work.dtype).removeprefix("torch."), work.block, work.tokens, tile=tile))
+    return list(dict.fromkeys(found))
+
+
+def shipped(gpu: Gpu) -> Iterator[tuple[Work, Tile]]:
+    """The tuned tiles in the package for GPUs of this kind."""
+    for path in sorted(tiles.shipped_folder().glob("*.json")):
+        if json.loads(path.read_text())["gpu"]["kind"] == gpu.kind:
+            yield from tiles.read(path).items()
+
+
+@contextmanager
+def chosen(case: Case) -> Iterator[None]:
+    """Within it the case's tile is the one, and PyTorch's own switch allows TF32 where the case wants it."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if case.dtype == "tf32" else "ieee"
+    try:
+        with tiles.use_tiles(**{case.pass_: case.tile} if case.tile else {}):
+            yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+# -- compiling ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with what it was launched with."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def key(self) -> str:
+        """What Triton compiles once for."""
+        *_, bind = self.kernel.device_caches[0]
+        _, specialization, options = bind(*self.arguments, **self.options, debug=False)
+        return f"{self.kernel.__name__} {specialization} {options}"
+
+
+class Device:
+    """A GPU that is not here: what is launched on it is kept, to be compiled."""
+
+    def __init__(self, gpu: Gpu):
+        from triton.backends.compiler import GPUTarget
+        from triton.runtime.driver import driver
+        from triton.runtime.jit import JITFunction
+
+        from blocksparse.ops.linear import triton as products
+
+        amd = gpu.kind.startswith("gfx")
+        self.gpu, self.products, self.launches = gpu, products, []
+        self.target = GPUTarget("hip", gpu.kind, 64) if amd else GPUTarget("cuda", int(gpu.kind[2:]), 32)
+        self.compile = JITFunction.run
+        driver.set_active(self)  # type: ignore[arg-type]
+        products.gpu_of = lambda device: gpu
+        JITFunction.run = lambda *args, **options: self.launch(*args, **options)
+
+    # What Triton asks of a driver before it compiles.
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        self.launches.append(Launch(kernel, args, options))
+
+    def run(self, case: Case) -> list[Launch]:
+        """All that the products of this case launch."""
+        # Features are multiples of 128, as nearly all are; rows of 64 blocks against 8 ask for a cut.
+        rows, cols = (1, 256) if case.split else (8 * self.gpu.multiprocessors, 16)
+        if case.pass_ == "dgrad":
+            rows, cols = cols, rows
+        layout = bs.patterns.dense((rows * case.block[0], cols * case.block[1]), case.block)
+        x, grad = (torch.empty(case.tokens, size, dtype=case.torch_dtype, device="meta") for size in layout.shape[::-1])
+        values = torch.empty(layout.values_shape, dtype=case.torch_dtype, device="meta")
+        bias = torch.empty(layout.shape[0], dtype=case.torch_dtype, device="meta") if case.activation else None
+        self.launches.clear()
+        with chosen(case):
+            if case.pass_ == "wgrad":
+                self.products.linear_wgrad(grad, x, layout)
+            elif case.pass_ == "dgrad":
+                self.products.linear(grad, values, None, layout, True, None)
+            else:
+                self.products.linear(x, values, bias, layout, False, case.activation)
+        return list(self.launches)
+
+    def compiled(self, launch: Launch) -> dict[str, Any]:
+        """What the compiler made of it."""
+        kernel = self.compile(launch.kernel, *launch.arguments, grid=(1,), warmup=True, **launch.options)
+        facts = {"shared": kernel.metadata.shared}
+        return facts | (_amd(kernel.asm) if self.target.backend == "hip" else _nvidia(kernel.asm))
+
+
+def _nvidia(asm: Any) -> dict[str, Any]:
+    ptx = asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", usage)
+    registers, stack, local = map(int, found.groups())
+    return {
+        "registers": registers,
+        "spilled": stack + local,  # bytes
+        "products": _distinct(r"((?:wgmma|mma|tcgen05)\.(?:mma_async|sync|mma)\.[\w.:]*)", ptx),
+        "copies": _distinct(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (\w+),", ptx),
+        "loads": _distinct(r"ld\.global[\w.:]*", ptx),
+        "bulk": "cp.async.bulk" in ptx,
+    }
+
+
+def _amd(asm: Any) -> dict[str, Any]:
+    code = asm["amdgcn"]
+    spills = re.findall(r"\.[sv]gpr_spill_count: *(\d+)", code)
+    registers = re.search(r"\.vgpr_count: *(\d+)", code)
+    return {
+        "registers": int(registers.group(1)),
+        "spilled": sum(map(int, spills)),  # registers
+        "products": _distinct(r"v_mfma_\w+", code),
+        "loads": _distinct(r"(?:global|buffer)_load_\w+", code),
+    }
+
+
+def _distinct(pattern: str, text: str) -> dict[str, int]:
+    """How often each occurs."""
+    return dict(sorted(Counter(re.findall(pattern, text)).items()))
+
+
+# -- all of them ----------------------------------------------------------------------------------------------------
+
+
+def main(kind: str, everything: bool) -> list[dict[str, Any]]:
+    gpu = GPUS[kind]
+    device = Device(gpu)
+    records, unique = [], {}
+    for case in cases(gpu, everything):
+        with chosen(case):
+            tile = tiles.tile_for(case.work, gpu)
+        for launch in device.run(case):
+            unique[launch.key()] = launch
+            estimate = tiles.shared_memory(tile, case.work)
+            record = {"case": str(case), "kernel": launch.kernel.__name__, "tile": asdict(tile), "estimate": estimate}
+            records.append((asdict(case) | record, launch.key()))
+    _todo[:] = [(device, launch) for launch in unique.values()]
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        found = dict(zip(unique, pool.map(_compiled, range(len(_todo)), chunksize=1), strict=True))
+    return [record | found[key] for record, key in records]
+
+
+_todo: list[tuple[Device, Launch]] = []  # inherited by the forks: launches cannot be sent to them
+
+
+def _compiled(nth: int) -> dict[str, Any]:
+    device, launch = _todo[nth]
+    try:
+        return device.compiled(launch)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ.setdefault("TRITON_CACHE_DIR", cache)
+        import triton
+
+        json.dump(main(sys.argv[1], "--all" in sys.argv), sys.stdout, default=str)

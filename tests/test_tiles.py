@@ -1,0 +1,126 @@
+"""The choice of tiles: the rule, tuned ones read from files, and what the choice depends on."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+import blocksparse as bs
+from blocksparse.ops.linear import tiles
+from blocksparse.ops.linear.tiles import Gpu, Tile, Work
+from compile_kernels import GPUS
+
+H200 = Gpu("NVIDIA H200", "sm90", 132, 227 * 1024)
+WORK = Work("forward", torch.bfloat16, (32, 32), 8192, 0.1)
+ODD = Tile(tokens=64, outputs=32, lanes=64, warps=4, stages=3)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Tuned tiles are looked for here, and nowhere else."""
+    monkeypatch.setenv("BLOCKSPARSE_TILES", str(tmp_path / "tuned"))
+    monkeypatch.setattr(tiles, "shipped_folder", lambda: tmp_path / "shipped")
+    tiles.forget_tuned()
+    yield tmp_path
+    tiles.forget_tuned()
+
+
+@contextmanager
+def tf32():
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize("pass_", tiles.PASSES)
+def test_the_rule_fits_every_gpu(gpu, pass_):
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        for block in ((1, 1), (8, 8), (24, 40), (128, 128), (256, 512)):
+            for tokens in (16, 64, 128, 8192):
+                work = Work(pass_, dtype, block, tokens, 0.1)
+                tile = tiles.tile_for(work, gpu)
+                assert tiles.shared_memory(tile, work) <= gpu.shared_memory
+                sizes = (tile.tokens, tile.outputs, tile.lanes, tile.warps)
+                assert all(size & (size - 1) == 0 for size in sizes)
+                assert min(sizes[:3]) >= 16
+
+
+def test_a_gpu_with_too_little_memory_is_refused():
+    with pytest.raises(bs.BlockSparseError, match=r"GPU: expected at least .* bytes of shared memory.*Tiny"):
+        tiles.tile_for(WORK, Gpu("Tiny", "sm80", 1, 1000))
+
+
+def test_the_switch_of_tf32_counts_at_once():
+    def now() -> tuple[Tile, object]:
+        return tiles.tile_for(Work("forward", torch.float32, (32, 32), 8192, 0.1), H200), tiles.forced()
+
+    exact = now()
+    with tf32():
+        assert now()[0] != exact[0]
+        assert now()[1] != exact[1]
+        assert Work("forward", torch.bfloat16, (32, 32), 8192, 0.1) == WORK
+    assert now() == exact
+
+
+def test_tuned_tiles_are_read_back_and_chosen_for_that_gpu_alone(folder):
+    exact = Work("wgrad", torch.float32, (16, 16), 1024, 0.5, tf32=False)
+    rounded = replace(exact, tf32=True)
+    tuned = {WORK: ODD, exact: replace(ODD, warps=8), rounded: replace(ODD, stages=2)}
+    path = folder / "tuned" / "nvidia-h200.json"
+    tiles.write(path, H200, tuned, {"torch": "2.99"})
+    assert tiles.read(path) == tuned
+    assert json.loads(path.read_text())["torch"] == "2.99"
+    tiles.forget_tuned()
+    for work, tile in tuned.items():
+        assert tiles.tile_for(work, H200) == tile
+    other = replace(H200, name="NVIDIA A100")
+    assert tiles.tile_for(WORK, other) == tiles.rule(WORK, other)
+
+
+def test_the_nearest_tuned_work_is_chosen_and_none_of_another_kind(folder):
+    far = replace(WORK, tokens=128, density=0.9)
+    tiles.write(folder / "shipped" / "nvidia-h200.json", H200, {WORK: ODD, far: replace(ODD, warps=8)}, {})
+    assert tiles.tile_for(replace(WORK, tokens=4096), H200).warps == 4
+    assert tiles.tile_for(replace(WORK, tokens=256, density=0.8), H200).warps == 8
+    for other in (replace(WORK, tokens=16), replace(WORK, block=(16, 16)), replace(WORK, dtype=torch.float16)):
+        assert tiles.tile_for(other, H200) == tiles.fit(tiles.rule(other, H200), other, H200)
+
+
+def test_the_users_tiles_come_before_the_shipped_ones(folder):
+    other = replace(WORK, block=(64, 64))
+    tiles.write(folder / "shipped" / "nvidia-h200.json", H200, {WORK: ODD, other: replace(ODD, warps=2)}, {})
+    tiles.write(folder / "tuned" / "nvidia-h200.json", H200, {WORK: replace(ODD, warps=8)}, {})
+    assert tiles.tile_for(WORK, H200).warps == 8
+    assert tiles.tile_for(other, H200).warps == 2
+
+
+@pytest.mark.parametrize("tile", [{"tokens": 48}, {"warps": "4"}, {"stages": 0}, {"lanes": -16}], ids=str)
+def test_tiles_that_cannot_be_are_refused(folder, tile):
+    with pytest.raises(bs.BlockSparseError, match=f"{next(iter(tile))} of a tile: expected"):
+        replace(ODD, **tile)
+    path = folder / "tuned" / "nvidia-h200.json"
+    tiles.write(path, H200, {WORK: ODD}, {})
+    entries = json.loads(path.read_text())
+    entries["tiles"][0]["tile"] |= tile
+    path.write_text(json.dumps(entries))
+    with pytest.raises(bs.BlockSparseError, match=r"tuned tiles: expected .*nvidia-h200\.json"):
+        tiles.tile_for(WORK, H200)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"tiles": 3}', '{"tiles": [{}]}', '{"tiles": [{"pass": "forward", "dtype": "float31"}]}'],
+)
+def test_a_broken_file_is_named(folder, content):
+    path = folder / "tuned" / "nvidia-h200.json"
+    path.parent.mkdir()
+    path.write_text(content)
+    with pytest.raises(bs.BlockSparseError, match=r"tuned tiles: expected .*nvidia-h200\.json"):
+        tiles.tile_for(WORK, H200)
