@@ -16,6 +16,7 @@ from .bench import bench
 from .demo import demo
 from .info import info
 from .layout import layout
+from .tune import tune
 
 
 class _Group(TyperGroup):
@@ -47,3 +48,4 @@ app.command()(info)
 app.add_typer(bench)
 app.command()(demo)
 app.command()(layout)
+app.command()(tune)

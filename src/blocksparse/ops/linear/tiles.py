@@ -114,7 +114,7 @@ def tile_for(work: Work, gpu: Gpu) -> Tile:
 
 @lru_cache(maxsize=4096)
 def _tile_for(work: Work, gpu: Gpu, forced: Tile | None) -> Tile:
-    return fit(forced or _nearest(work, _tuned(gpu.name)) or rule(work, gpu), work, gpu)
+    return fit(forced or nearest(work, _tuned(gpu.name)) or rule(work, gpu), work, gpu)
 
 
 _forced: dict[str, Tile] = {}
@@ -140,7 +140,7 @@ def forced() -> tuple[Any, ...]:
 def rule(work: Work, gpu: Gpu) -> Tile:
     """A tile from the bounds alone (bytes of the weights, L2 traffic of the inputs, registers), for any GPU."""
     height = work.block[1] if work.pass_ == "dgrad" else work.block[0]
-    outputs = min(max(_power_of_two(height), 16), 128)
+    outputs = min(max(power_of_two(height), 16), 128)
     if work.dtype == torch.float64 or (work.dtype == torch.float32 and not work.tf32):
         tile = _rule_of_exact_products(work, min(outputs, 64))
     elif work.pass_ == "wgrad":
@@ -286,7 +286,10 @@ def write(path: Path, gpu: Gpu, tiles: Mapping[Work, Tile], facts: Mapping[str, 
         for work, tile in tiles.items()
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"gpu": asdict(gpu), **facts, "tiles": entries}, indent=1) + "\n")
+    # First beside it: a run that is killed while it writes leaves the file as it was.
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps({"gpu": asdict(gpu), **facts, "tiles": entries}, indent=1) + "\n")
+    beside.replace(path)
 
 
 def _work(entry: Mapping[str, Any]) -> Work:
@@ -295,7 +298,7 @@ def _work(entry: Mapping[str, Any]) -> Work:
     return Work(entry["pass"], dtype, (block[0], block[1]), entry["tokens"], entry["density"], name == "tf32")
 
 
-def _nearest(work: Work, tuned: Mapping[Work, Tile]) -> Tile | None:
+def nearest(work: Work, tuned: Mapping[Work, Tile]) -> Tile | None:
     """The tile of the tuned work of the same pass, dtype and block that is nearest in tokens, then density."""
 
     def same(other: Work) -> bool:
@@ -314,5 +317,5 @@ def _nearest(work: Work, tuned: Mapping[Work, Tile]) -> Tile | None:
     return None if nearest is None else tuned[nearest]
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
