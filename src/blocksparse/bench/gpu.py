@@ -1,4 +1,4 @@
-"""The targets of the linear op on a GPU: what is measured for each, and when it is met.
+"""The targets of the linear op and the convolutions on a GPU: what is measured for each, and when it is met.
 
 A job gives the rows of one piece of work. It needs no GPU to be listed, and runs on any `bench.device.Device`: on the
 CPU to see that it runs.
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
+from ..ops.conv.specs import GPU_REACH as CONV_REACH
+from ..ops.conv.specs import ConvSpec
 from ..ops.linear import linear
 from ..ops.linear.specs import (
     GPU_BLOCKS,
@@ -34,6 +36,7 @@ from ..ops.linear.specs import (
     Target,
 )
 from ..ops.linear.tiles import FEW_TOKENS
+from .conv import ConvBench
 from .device import Device
 from .linear import OURS, CaseResult, LinearBench
 from .report import figure_and_axes, plain_ticks, short
@@ -136,6 +139,11 @@ class GpuReach:
         for spec in map(self._sized, GPU_MEMORY):
             work = f"training memory, hidden {spec.out_features}, {spec.tokens} tokens, density {spec.density:g}"
             out.append(Job(work, "gradient + activations + O(nnz) indices", partial(self._memory, spec, work)))
+        for conv_target in CONV_REACH:
+            for pass_ in ("forward", "dgrad", "wgrad"):
+                image = self._sized_conv(replace(conv_target.spec, pass_=pass_))
+                wants = f">= {conv_target.ratio:g}x {conv_target.peer}"
+                out.append(Job(f"{image!r}", wants, partial(self._conv, image, conv_target.peer, conv_target.ratio)))
         for peer, ratio in GPU_MEAN.items():
             work = f"geometric mean over {peer}"
             out.append(Job(work, f">= {ratio:g}x {peer}", partial(self._mean, peer, ratio, work)))
@@ -193,6 +201,15 @@ class GpuReach:
         measured = f"{times(slower)} random, {hubs.layout.nnz} blocks each"
         return [Row(work, f"<= {GPU_HUB_TIME:g}x random", measured, slower.median <= GPU_HUB_TIME, details)]
 
+    def _conv(self, spec: ConvSpec, peer: str, ratio: float) -> list[Row]:
+        bench = ConvBench(rounds=self.bench.rounds, budget=self.bench.budget, device=self.bench.device)
+        result, wants = bench.run(spec, [peer]), f">= {ratio:g}x {peer}"
+        if peer in result.refused:
+            return [not_measured(f"{spec!r}", wants, result.refused[peer])]
+        found = result.speedup(peer)
+        measured = f"{times(found)} {peer}, {result.gflops / 1e3:.3g} TFLOP/s"
+        return [Row(f"{spec!r}", wants, measured, found.median >= ratio, result.as_dict())]
+
     def _host(self) -> list[Row]:
         device = self.bench.device
         return [host_row(host_times(device, GPU_TINY, self.bench.budget))]
@@ -211,6 +228,11 @@ class GpuReach:
 
     def _sized(self, spec: LinearSpec) -> LinearSpec:
         return spec if self.shrink == 1 else replace(spec.shrunk(self.shrink), tokens=min(spec.tokens, 256))
+
+    def _sized_conv(self, spec: ConvSpec) -> ConvSpec:
+        if self.shrink == 1:
+            return spec
+        return replace(spec, out_channels=64, in_channels=64, size=8, images=2)
 
     def _title(self, name: str, spec: LinearSpec) -> str:
         spec = self._sized(spec)

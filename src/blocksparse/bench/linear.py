@@ -141,6 +141,8 @@ class LinearBench:
     (['dense'], 8)
     """
 
+    known_peers: Sequence[str] = PEERS
+
     def __init__(
         self,
         against: Sequence[str] = ("dense",),
@@ -158,9 +160,15 @@ class LinearBench:
         if not 0 <= seed < 2**63:
             raise BlockSparseError.expected("seed", "an int from 0 to 2^63 - 1", seed)
         self.device = device_of(device)
-        self.against = _peers(against)
+        self.against = self._peers(against)
         self.rounds, self.budget, self.seed, self.tuning = rounds, budget, seed, tuning
         self._drawn: tuple[Any, _Inputs] | None = None
+
+    def _peers(self, names: Sequence[str]) -> tuple[str, ...]:
+        for name in names:
+            if name not in self.known_peers:
+                raise BlockSparseError.expected("against", f"some of {', '.join(self.known_peers)}", repr(name))
+        return tuple(dict.fromkeys(names))
 
     def run(self, spec: LinearSpec, against: Sequence[str] | None = None) -> CaseResult:
         """Checks the product of `spec` against float64, then times it and its peers (other ones, if given here).
@@ -174,7 +182,7 @@ class LinearBench:
         counts: dict[str, int] = {}
         calls = {OURS: self.ready(problem, OURS, counts)}
         refused: dict[str, str] = {}
-        for name in self.against if against is None else _peers(against):
+        for name in self.against if against is None else self._peers(against):
             try:
                 call = problem.peer(name)
                 call()
@@ -217,13 +225,6 @@ class LinearBench:
             self._drawn = None  # lets go of the old ones before the new ones are made
             self._drawn = key, _Inputs(spec, self.seed, self.device.torch)
         return Problem(spec, self._drawn[1], self.seed, self.tuning)
-
-
-def _peers(names: Sequence[str]) -> tuple[str, ...]:
-    for name in names:
-        if name not in PEERS:
-            raise BlockSparseError.expected("against", f"some of {', '.join(PEERS)}", repr(name))
-    return tuple(dict.fromkeys(names))
 
 
 class _Inputs:

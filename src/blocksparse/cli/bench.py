@@ -97,6 +97,7 @@ def conv2d(
     rounds: Annotated[int, typer.Option(help="Rounds of A B A B ... at most.")] = 21,
     budget: Annotated[float, typer.Option(help="Seconds of timing per density and pass, about.")] = 4.0,
     seed: Annotated[int, typer.Option(help="Of patterns and numbers.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """A block-sparse 2-D convolution and its gradients: speed-up against density, as tables, JSON and charts.
 
@@ -104,7 +105,7 @@ def conv2d(
     """
     from dataclasses import replace
 
-    from ..bench import report
+    from ..bench import machine, report
     from ..bench.conv import ConvBench
     from ..ops.conv.specs import LAYERS
 
@@ -119,10 +120,12 @@ def conv2d(
         for name in passes
     }
     peers = _list(against) if against is not None else ["dense"] if random else ["dense", "grouped"]
-    runner = ConvBench(peers, rounds=rounds, budget=budget, seed=seed)
+    runner = ConvBench(peers, rounds=rounds, budget=budget, seed=seed, device=device)
     _folder(out)
     console = Console()
     base = f"conv2d-{layer}-{pattern}-{dtype}-b{block_size}-n{shape.images}"
+    if gpu := machine.machine(device)["gpu"]:
+        base += f"-{machine.slug(gpu['name'])}"
     everything = []
     for name in passes:
         results = [runner.run(spec) for spec in specs[name]]
@@ -134,7 +137,14 @@ def conv2d(
             console.print(f"refused: {line}", style="yellow", markup=False, highlight=False)
         if random:
             report.write_chart(out / f"{base}-{name}.png", results, title)
-    settings = {"rounds": rounds, "budget": budget, "seed": seed, "against": list(runner.against), "layer": layer}
+    settings: dict[str, Any] = {
+        "rounds": rounds,
+        "budget": budget,
+        "seed": seed,
+        "device": device,
+        "against": list(runner.against),
+        "layer": layer,
+    }
     report.write_json(out / f"{base}.json", everything, "block-sparse 2-D convolutions", **settings)
     console.print(f"wrote {out / base}.json" + (" and .png" if random else ""), highlight=False, soft_wrap=True)
 

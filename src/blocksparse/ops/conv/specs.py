@@ -121,3 +121,9 @@ REACH = (
     ConvTarget(replace(LAYER, density=0.25), "dense", 2.8),
     ConvTarget(replace(LAYER, pattern="block-diagonal"), "grouped", 1.0),
 )
+
+# On an H200, against cuDNN; each pass.
+GPU_REACH = (
+    ConvTarget(replace(LAYER, images=64, dtype="bfloat16"), "dense", 3.0),
+    ConvTarget(replace(LAYER, images=64, dtype="bfloat16", pattern="block-diagonal"), "grouped", 1.0),
+)
