@@ -14,8 +14,8 @@ import torch
 import blocksparse as bs
 from blocksparse.ops import triton_runtime
 from blocksparse.ops.linear import triton as backend
-from blocksparse.ops.linear.tiles import Tile, bucket, use_tiles
-from linear_backends import forward, running, wgrad
+from blocksparse.ops.linear.tiles import Tile, Work, bucket, forget_tuned, gpu_of, slug, use_tiles, write
+from linear_backends import assert_close, forward, running, wgrad
 
 pytestmark = pytest.mark.skipif(triton_runtime.unavailable() is not None, reason=str(triton_runtime.unavailable()))
 
@@ -39,6 +39,22 @@ def test_forced_tiles_have_schedules_of_their_own():
     assert plain.forward_tasks.shape[1] == 4
     assert paired.forward_tasks.shape[1] == 6
     assert backend.schedule(layout, DEVICE, torch.float32, 40) is plain
+
+
+def test_no_schedule_outlives_the_tiles_it_was_made_for(tmp_path, monkeypatch):
+    # A schedule for lanes that a kernel does not have would leave outputs unwritten.
+    monkeypatch.setenv("BLOCKSPARSE_TILES", str(tmp_path))
+    layout = bs.patterns.random((64, 256), block_size=16, density=0.9, seed=0)
+    gpu, work = gpu_of(DEVICE), Work("wgrad", torch.float32, (16, 16), bucket(40), layout.density)
+    with running("triton-tuned"):
+        grad, x = torch.randn(40, 64), torch.randn(40, 256)
+        expected = bs.from_dense(grad.double().T @ x.double(), layout)
+        for lanes in (16, 64, 32):
+            write(tmp_path / f"{slug(gpu.name)}.json", gpu, {work: Tile(16, 16, lanes, 1, 2)}, {})
+            forget_tuned()
+            assert_close(wgrad(grad, x, layout), expected, 1e-5)
+    monkeypatch.undo()
+    forget_tuned()
 
 
 @pytest.mark.parametrize("backend_name", ["triton-tuned", "triton-small", "triton-pairs"])

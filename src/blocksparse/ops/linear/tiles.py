@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ...errors import BlockSparseError
+from ..triton_runtime import power_of_two
 
 PASSES = ("forward", "dgrad", "wgrad")
 # Up to so many tokens the weights' bytes are the bound, above it the tensor cores and the L2 cache.
@@ -133,8 +134,8 @@ def use_tiles(**tiles: Tile) -> Iterator[None]:
 
 
 def forced() -> tuple[Any, ...]:
-    """The tiles that are forced now and the switch of TF32: schedules made under them are not those of other calls."""
-    return tf32(), *_forced.items()
+    """What a tile depends on beside the work: a schedule or launch made under one of these serves no other."""
+    return tf32(), _readings, *_forced.items()
 
 
 def rule(work: Work, gpu: Gpu) -> Tile:
@@ -253,8 +254,13 @@ def _tuned(name: str) -> dict[Work, Tile]:
 
 def forget_tuned() -> None:
     """Reads the files anew at the next call."""
+    global _readings
+    _readings += 1
     _tuned.cache_clear()
     _tile_for.cache_clear()
+
+
+_readings = 0
 
 
 def read(path: Path) -> dict[Work, Tile]:
@@ -315,7 +321,3 @@ def nearest(work: Work, tuned: Mapping[Work, Tile]) -> Tile | None:
     known: Iterable[Work] = [other for other in tuned if same(other) and few(other)]
     nearest = min(known, key=distance, default=None)
     return None if nearest is None else tuned[nearest]
-
-
-def power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
