@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint bench bench-gpu clean
 
 setup: .venv/installed
 
@@ -29,6 +29,9 @@ lint: setup
 
 bench: setup
 	$(BIN)/python benchmarks/reach.py
+
+bench-gpu: setup
+	$(BIN)/python benchmarks/gpu.py
 
 clean:
 	rm -rf .venv build dist

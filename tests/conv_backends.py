@@ -6,12 +6,15 @@ import torch.nn.functional as F
 
 import blocksparse as bs
 from blocksparse.ops.conv.op import conv_op, conv_wgrad_op
-from linear_backends import BACKENDS as LINEAR_BACKENDS
-from linear_backends import BOUNDS, DTYPES, assert_close, running
+from linear_backends import DTYPES, assert_close, bound, running
+from linear_backends import FAST as LINEAR_FAST
+from linear_backends import SLOW as LINEAR_SLOW
 
-BACKENDS = [backend for backend in LINEAR_BACKENDS if not backend.startswith("triton")]  # none of conv yet
+__all__ = ["BACKENDS", "CONV", "CONV_TRANSPOSE", "DTYPES", "FAST", "SLOW", "assert_close", "bound", "dense", "indices",
+           "running"]  # fmt: skip
 
-__all__ = ["BACKENDS", "BOUNDS", "CONV", "CONV_TRANSPOSE", "DTYPES", "assert_close", "dense", "indices", "running"]
+FAST, SLOW = ([name for name in names if name != "triton-pairs"] for names in (LINEAR_FAST, LINEAR_SLOW))
+BACKENDS = FAST + SLOW
 
 CONV = {1: bs.conv1d, 2: bs.conv2d, 3: bs.conv3d}
 CONV_TRANSPOSE = {1: bs.conv_transpose1d, 2: bs.conv_transpose2d, 3: bs.conv_transpose3d}

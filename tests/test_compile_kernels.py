@@ -109,7 +109,6 @@ def test_loads_are_wide(kind):
     none_of(products(kind), lambda record: record["pass_"] != "wgrad" and not wide(record))
 
 
-@pytest.mark.xfail(strict=True, reason="inputs come by 2 bytes: nothing says that a task's first lane is a multiple")
 @pytest.mark.parametrize("kind", GPUS)
 def test_wgrad_does_not_spill_and_its_loads_are_wide(kind):
     def wrong(record: dict) -> bool:

@@ -149,12 +149,12 @@ def conv_wgrad_kernel(
     row = tl.load(task_ptr + 4 * task)
     first = tl.load(task_ptr + 4 * task + 1)
     last = tl.load(task_ptr + 4 * task + 2)
-    lane0 = tl.load(task_ptr + 4 * task + 3)
+    lane0 = tl.multiple_of(tl.load(task_ptr + 4 * task + 3), LANES)
     WIDTH: tl.constexpr = triton.next_power_of_2(block_in)
     entry, i, there = lanes(first, last, lane0, block_in, WIDTH, LANES)
     o = tl.program_id(0) % slices * OUTPUTS + tl.arange(0, OUTPUTS)
     col = tl.load(col_ptr + entry, mask=there, other=0)
-    x_lane = col * block_in + i
+    x_lane = x_ptr + col * block_in + i
     grad_lane = row * block_out + o
     shift0 = tap // (kernel1 * kernel2) * dilation0 - padding0
     shift1 = tap // kernel2 % kernel1 * dilation1 - padding1
@@ -172,13 +172,13 @@ def conv_wgrad_kernel(
         inside = inside & (token < end)
         big = ((image * big_size0 + b0) * big_size1 + b1) * big_size2 + b2
         small = token.to(tl.int64)
-        x_rows = x_ptr + (small if BIG_GRAD else big) * in_channels
+        x_rows = (small if BIG_GRAD else big) * in_channels
         grad_rows = grad_ptr + (big if BIG_GRAD else small) * out_channels
-        x = tl.load(x_rows[:, None] + x_lane[None, :], mask=inside[:, None] & there[None, :], other=0)
+        x = tl.load(x_lane[:, None] + x_rows[None, :], mask=inside[None, :] & there[:, None], other=0)
         grad = tl.load(
             grad_rows[:, None] + grad_lane[None, :], mask=inside[:, None] & (o < block_out)[None, :], other=0
         )
-        sums = dot(tl.trans(x), grad, sums, PRECISION, WIDEN)
+        sums = dot(x, grad, sums, PRECISION, WIDEN)
     block = (split * taps + tap).to(tl.int64) * nnz + entry
     offset = (block[:, None] * block_out + o[None, :]) * block_in + i[:, None]
     tl.store(values_ptr + offset, sums, mask=there[:, None] & (o < block_out)[None, :])

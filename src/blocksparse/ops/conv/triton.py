@@ -74,7 +74,7 @@ def conv(
     }
     (count, _, _) = programs(cdiv(tokens, tile.tokens), tasks.shape[0], cdiv(height, tile.outputs))
     launch = Launch(kernels.conv_kernel, (count, len(table), 1), 4, arguments, tile)
-    launch(x, _taps_first(values, layout), bias, y)
+    launch(x, _taps_first(values), bias, y)
     return y
 
 
@@ -124,10 +124,10 @@ def conv_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, scatter: bool, axes
     return values.permute(1, 2, 3, 0).reshape(*layout.values_shape, *kernel)
 
 
-def _taps_first(values: Tensor, layout: BlockLayout) -> Tensor:
+def _taps_first(values: Tensor) -> Tensor:
     # The taps of one weight lie side by side; the kernels want the weights of one tap side by side. The weights are
     # few beside the images.
-    return values.reshape(*layout.values_shape, -1).permute(3, 0, 1, 2).contiguous()
+    return values.flatten(3).permute(3, 0, 1, 2).contiguous()
 
 
 def _tile(pass_: str, x: Tensor, layout: BlockLayout, tokens: int) -> Tile:

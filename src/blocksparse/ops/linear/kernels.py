@@ -196,7 +196,7 @@ def linear_wgrad_kernel(
     row = tl.load(task_ptr + 4 * task)
     first = tl.load(task_ptr + 4 * task + 1)
     last = tl.load(task_ptr + 4 * task + 2)
-    lane0 = tl.load(task_ptr + 4 * task + 3)
+    lane0 = tl.multiple_of(tl.load(task_ptr + 4 * task + 3), LANES)  # said, so that loads are 16 bytes wide
     WIDTH: tl.constexpr = triton.next_power_of_2(block_in)
     entry, i, there = lanes(first, last, lane0, block_in, WIDTH, LANES)
     o = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -210,14 +210,14 @@ def linear_wgrad_kernel(
         token = token0 + tl.arange(0, TOKENS)
         known = token < end
         x = tl.load(
-            x_lane[None, :] + token.to(tl.int64)[:, None] * x_stride, mask=known[:, None] & there[None, :], other=0
+            x_lane[:, None] + token.to(tl.int64)[None, :] * x_stride, mask=known[None, :] & there[:, None], other=0
         )
         grad = tl.load(
             grad_lane[None, :] + token.to(tl.int64)[:, None] * grad_stride,
             mask=known[:, None] & (o < block_out)[None, :],
             other=0,
         )
-        sums = dot(tl.trans(x), grad, sums, PRECISION, WIDEN)
+        sums = dot(x, grad, sums, PRECISION, WIDEN)
     block = split.to(tl.int64) * nnz + entry
     offset = (block[:, None] * block_out + o[None, :]) * block_in + i[:, None]
     tl.store(values_ptr + offset, sums, mask=there[:, None] & (o < block_out)[None, :])
