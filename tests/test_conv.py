@@ -32,8 +32,7 @@ from strategies import layouts
 ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
-# The interpreter takes seconds for what others do at once: large tests with large tiles, and with these alone.
-on_every_backend_once = pytest.mark.parametrize("backend", [*FAST, *SLOW[:1]])
+# The interpreter takes seconds for what others do at once, fewer with few and large tiles.
 WIDE = Tile(tokens=512, outputs=32, lanes=64, warps=8, stages=2)
 
 
@@ -105,7 +104,7 @@ CONFIGURATIONS = {
 }
 
 
-@on_every_backend_once
+@on_every_backend
 @pytest.mark.parametrize("n", [1, 2, 28])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_configurations_of_2017(backend, name, n):
@@ -125,7 +124,7 @@ def test_every_dtype(backend, dtype, name):
         check(backend, layout, space, kernel, dtype, **steps)
 
 
-@pytest.mark.parametrize("backend", SLOW[:1])
+@pytest.mark.parametrize("backend", SLOW)
 @in_every_dtype
 def test_every_dtype_interpreted(backend, dtype):
     torch.manual_seed(0)
@@ -173,7 +172,7 @@ PRODUCTS = {
 def check_drawn(backend, dtype, layout, geometry, n, activation, with_bias, channels_last, seed):
     torch.manual_seed(seed)
     space, kernel, steps = geometry
-    with running(backend):
+    with running_wide(backend):
         check(backend, layout, space, kernel, dtype, n, **steps, activation=activation, with_bias=with_bias,
               channels_last=channels_last)  # fmt: skip
 
@@ -187,9 +186,8 @@ def test_agrees_with_float64(backend, dtype, **drawn):
 
 
 @pytest.mark.parametrize("backend", SLOW)
-@in_every_dtype
-@settings(max_examples=4, phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
-@given(**PRODUCTS)
+@settings(max_examples=6, phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
+@given(dtype=st.sampled_from(DTYPES), **PRODUCTS)
 def test_agrees_with_float64_interpreted(backend, dtype, **drawn):
     check_drawn(backend, dtype, **drawn)
 
@@ -213,13 +211,13 @@ def test_every_block_size(backend, dtype, block):
     check_block_size(backend, dtype, block, (7, 11))
 
 
-@pytest.mark.parametrize("backend", SLOW[:1])
+@pytest.mark.parametrize("backend", SLOW)
 @pytest.mark.parametrize("block", [8, 64, (32, 4), (12, 20)], ids=lambda b: f"block {b}")
 def test_block_sizes_interpreted(backend, block):
     check_block_size(backend, torch.bfloat16, block, (4, 5))
 
 
-@on_every_backend_once
+@on_every_backend
 @in_every_dtype
 def test_a_kernel_of_one(backend, dtype):
     torch.manual_seed(0)
@@ -231,7 +229,7 @@ def test_a_kernel_of_one(backend, dtype):
             check(backend, layout, (5, 6), (1, 1), dtype, transposed=transposed, padding=(1, 0))
 
 
-@on_every_backend_once
+@on_every_backend
 @pytest.mark.parametrize("space", [(1, 1), (1, 7), (300, 2), (2, 300), (40, 41)], ids=str)
 def test_images_of_every_size(backend, space):
     torch.manual_seed(0)
@@ -242,7 +240,7 @@ def test_images_of_every_size(backend, space):
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
-@on_every_backend_once
+@on_every_backend
 @pytest.mark.parametrize("kernel", [(3, 3), (2, 4), (1, 6)], ids=str)
 @pytest.mark.parametrize("dilation", [1, 2])
 @pytest.mark.parametrize("padding", ["same", "valid"])
@@ -255,7 +253,7 @@ def test_named_paddings(backend, kernel, dilation, padding):
         torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=1e-5)
 
 
-@on_every_backend_once
+@on_every_backend
 def test_long_sums_lose_little(backend):
     torch.manual_seed(0)
     layout = bs.patterns.dense((16, 2048), 16)
