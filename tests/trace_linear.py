@@ -1,21 +1,18 @@
-"""Traces a training step for a GPU that need not be there, and prints what the graph calls, one node per line.
+"""Compiles training steps and inference for a GPU that need not be there, and prints what the graphs call.
 
-A script of its own: Triton must not interpret, and its driver is replaced for the whole process.
+A script of its own: Triton must not interpret, and its driver is replaced for the whole process. The tensors are on the
+CPU; the graphs are those of a GPU, and are not run.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 import triton
-from torch._functorch.aot_autograd import aot_export_joint_simple
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._dynamo.backends.common import aot_autograd
 from triton.backends.compiler import GPUTarget
 
 import blocksparse as bs
 from blocksparse.ops.linear import op
-from blocksparse.ops.linear import triton as backend
 
 
 class Driver:
@@ -28,22 +25,37 @@ class Driver:
         return 0
 
 
+class NotRun(Exception):
+    pass
+
+
+def show(graph, inputs):
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            print(node.target)
+
+    def run(*_):
+        raise NotRun
+
+    return run
+
+
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
+    op.SEEN_THROUGH = "cpu"
     layout = bs.patterns.random((256, 256), block_size=32, density=0.5, seed=0)
-    indices = [layout.crow_indices(), layout.col_indices()]
-    indices += backend.schedule(layout, torch.device("cpu"), torch.bfloat16, tokens=512)
-
-    def step(x, values, *indices):
-        return (op.linear_op(x, values, None, list(indices), layout.grid[1], False, "relu"),)
-
-    with FakeTensorMode() as mode:
-        inputs = [torch.empty(512, 256, dtype=torch.bfloat16), torch.empty(layout.values_shape, dtype=torch.bfloat16)]
-        inputs = [tensor.requires_grad_() for tensor in inputs]
-        fakes = [mode.from_tensor(index) for index in indices]
-        graph = aot_export_joint_simple(step, (*inputs, *fakes), trace_joint=True)
-    for name, count in Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function").items():
-        print(count, name)
+    layer = bs.nn.Linear(256, 256, layout=layout, activation="relu").bfloat16()
+    compiled = torch.compile(
+        lambda x: layer(x).float().square().mean(),
+        fullgraph=True,
+        dynamic=True,
+        backend=aot_autograd(fw_compiler=show, bw_compiler=show),
+    )
+    for tokens in (512, 500):  # one graph for both
+        try:
+            compiled(torch.randn(tokens, 256, dtype=torch.bfloat16, requires_grad=True))
+        except NotRun:
+            print("compiled", tokens)
 
 
 if __name__ == "__main__":

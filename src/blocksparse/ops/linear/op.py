@@ -22,6 +22,8 @@ from ..registry import choose
 from . import cpu, reference, triton
 
 IMPLEMENTATIONS = {"triton": triton, "cpu": cpu, "reference": reference}
+# Graphs compiled for devices of this type hold the launches of kernels in place of the ops.
+SEEN_THROUGH = "cuda"
 
 _library = torch.library.Library("blocksparse", "DEF")
 _library.define(
@@ -76,9 +78,8 @@ def _check_op(dtype: torch.dtype, device: torch.device, **tensors: tuple[Tensor 
 def indices_of(layout: BlockLayout, x: Tensor) -> list[Tensor]:
     """The index tensors that stand for the layout in a call with x."""
     indices = [layout.crow_indices(x.device), layout.col_indices(x.device)]
-    compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    if compiling and x.device.type == "cuda":
-        indices += triton.schedule(layout, x.device, x.dtype, x.shape[0])
+    if torch.compiler.is_dynamo_compiling() and x.device.type == SEEN_THROUGH:
+        indices = [*indices, *triton.schedule(layout, x.device, x.dtype, x.shape[0])]
     return indices
 
 
@@ -161,16 +162,20 @@ def _linear_wgrad_backward(ctx, grad_values):
 
 
 def _linear_traced(x, values, bias, indices, in_blocks, transpose, activation):
-    crow, col, *schedule = indices
-    layout = triton.TracedLayout((crow.shape[0] - 1, in_blocks), tuple(values.shape[1:]), col.shape[0], schedule)
+    layout = _traced_layout(indices, in_blocks, values.shape[1:])
     return triton.linear(x, values, bias, layout, transpose, activation)
 
 
 def _linear_wgrad_traced(grad, x, indices, in_blocks):
+    block = grad.shape[1] // (indices[0].shape[0] - 1), x.shape[1] // in_blocks
+    return triton.linear_wgrad(grad, x, _traced_layout(indices, in_blocks, block))
+
+
+def _traced_layout(indices, in_blocks, block) -> triton.TracedLayout:
     crow, col, *schedule = indices
-    grid = (crow.shape[0] - 1, in_blocks)
-    block = (grad.shape[1] // grid[0], x.shape[1] // grid[1])
-    return triton.linear_wgrad(grad, x, triton.TracedLayout(grid, block, col.shape[0], schedule))
+    # Sizes of a layout are its own, whatever of x and the tracer holds for dynamic.
+    grid = int(crow.shape[0]) - 1, int(in_blocks)
+    return triton.TracedLayout(grid, (int(block[0]), int(block[1])), int(col.shape[0]), schedule)
 
 
 def _see_through(traced):
@@ -178,7 +183,8 @@ def _see_through(traced):
 
     def rule(mode, op, types, args, kwargs):
         scheduled = any(isinstance(argument, list | tuple) and len(argument) > 2 for argument in args)
-        if not scheduled:
+        # Exported graphs keep the op: they stand alone.
+        if not scheduled or not torch._functorch.config.decompose_custom_triton_ops:
             return mode.__torch_dispatch__(op, types, args, kwargs)
         with mode:
             return traced(*args, **kwargs)

@@ -64,7 +64,7 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 def schedule(layout: BlockLayout, device: torch.device, dtype: torch.dtype, tokens: int) -> Schedule:
     """The schedule of this layout on this device for about so many tokens, made at the first call and kept with it."""
     key = ("triton schedule", device, dtype, bucket(tokens), forced())
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         _schedule_while_tracing(layout, key)
     found = layout._derived.get(key)
     if found is None:
@@ -78,7 +78,9 @@ def _schedule_while_tracing(layout: BlockLayout, key: Any) -> bool:
 
 
 # Dynamo runs it as it is, instead of tracing into numpy, and then finds the tensors in place. This is what
-# `torch.compiler.assume_constant_result` does, which would import all of Dynamo now.
+# `torch.compiler.assume_constant_result` does, which would import all of Dynamo now. Before PyTorch 2.13 the layout
+# that it is called with has to be a constant to Dynamo, too.
+torch.utils._pytree.register_constant(BlockLayout)
 _schedule_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -193,15 +195,15 @@ def _linear_launches(
     tokens, height = x.shape[0], layout.block_shape[transpose]
     tile = tile_for(_work("dgrad" if transpose else "forward", x.dtype, layout, tokens), gpu_of(x.device))
     token_tiles, slices = cdiv(tokens, tile.tokens), cdiv(height, tile.outputs)
-    pairs = tasks.shape[1] == 6
+    pairs, count, parts = int(tasks.shape[1]) == 6, int(tasks.shape[0]), int(slots.shape[0])
     arguments = {
         "task_ptr": tasks,
         "col_ptr": col,
         "block_ptr": block if transpose or pairs else None,
         "slot_ptr": slots,
-        "entries": col.shape[0],
+        "entries": int(col.shape[0]),
         "tokens": tokens,
-        "tasks": tasks.shape[0],
+        "tasks": count,
         "x_stride": x.stride(0),
         "y_stride": layout.grid[transpose] * height,
         "block_out": layout.block_shape[0],
@@ -209,15 +211,15 @@ def _linear_launches(
         "height": height,
         "TRANSPOSE": transpose,
         "ACTIVATION": activation or "",
-        "SPLIT": slots.shape[0] > 0,
+        "SPLIT": parts > 0,
         "GROUP": tile.group,
         **common(x.dtype, tile),
     }
     kernel = kernels.linear_pair_kernel if pairs else kernels.linear_kernel
-    product = Launch(kernel, programs(token_tiles, tasks.shape[0], slices), 5, arguments, tile, slots=slots.shape[0])
-    if slots.shape[0] == 0:
+    product = Launch(kernel, programs(token_tiles, count, slices), 5, arguments, tile, slots=parts)
+    if parts == 0:
         return [product]
-    reduction = programs(token_tiles, slots.shape[0], slices)
+    reduction = programs(token_tiles, parts, slices)
     return [product, Launch(kernels.linear_reduce_kernel, reduction, 3, arguments, tile)]
 
 
@@ -228,7 +230,8 @@ def _wgrad_launch(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) -
     tokens, gpu = x.shape[0], gpu_of(x.device)
     tile = tile_for(_work("wgrad", x.dtype, layout, tokens), gpu)
     slices = cdiv(layout.block_shape[0], tile.outputs)
-    splits = splits_of(tasks.shape[0] * slices, tokens, tile, gpu)
+    count = int(tasks.shape[0])
+    splits = splits_of(count * slices, tokens, tile, gpu)
     arguments = {
         "task_ptr": tasks,
         "col_ptr": col,
@@ -241,7 +244,7 @@ def _wgrad_launch(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) -
         "block_in": layout.block_shape[1],
         **common(x.dtype, tile),
     }
-    return Launch(kernels.linear_wgrad_kernel, (tasks.shape[0], slices, splits), 3, arguments, tile, splits=splits)
+    return Launch(kernels.linear_wgrad_kernel, (count, slices, splits), 3, arguments, tile, splits=splits)
 
 
 def splits_of(programs: int, tokens: int, tile: Tile, gpu: Gpu) -> int:
