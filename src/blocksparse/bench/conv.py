@@ -20,7 +20,7 @@ from ..errors import BlockSparseError
 from ..ops.conv import conv2d
 from ..ops.conv.op import conv_op, conv_wgrad_op
 from ..ops.conv.specs import ConvSpec
-from ..ops.linear.tiles import tf32
+from ..ops.triton_runtime import tf32
 from .linear import OURS, CaseResult, LinearBench, bound_of
 from .timing import Call
 

@@ -40,6 +40,17 @@ def check_alike(x: Tensor, values: Tensor, bias: Tensor | None) -> None:
             raise BlockSparseError.expected(name, f"the device of x, {x.device}", tensor.device)
 
 
+def check_operands(dtype: torch.dtype, device: torch.device, **tensors: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Raises a BlockSparseError unless each tensor has its shape, and all this dtype and device.
+
+    The public functions have checked and said more; this keeps who calls an op itself inside of the memory.
+    """
+    for name, (tensor, shape) in tensors.items():
+        if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device):
+            got = f"{list(tensor.shape)}, {tensor.dtype}, {tensor.device}"
+            raise BlockSparseError.expected(name, f"{list(shape)}, {dtype}, {device}", got)
+
+
 def check_activation(activation: Any, known: Any) -> None:
     """Raises a BlockSparseError unless the activation is one of those known."""
     if not isinstance(activation, str | None) or activation not in known:

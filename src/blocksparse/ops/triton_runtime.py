@@ -146,7 +146,16 @@ def common(dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
 
 def precision(dtype: torch.dtype) -> str:
     """TF32 for float32 where PyTorch's own switch allows it."""
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    return "tf32" if dtype == torch.float32 and tf32() else "ieee"
+
+
+def tf32() -> bool:
+    """Whether PyTorch's own switch allows TF32 in products of float32."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# Dynamo cannot trace it; graphs are guarded by the switch anyway.
+tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def sums_of(dtype: torch.dtype) -> torch.dtype:

@@ -9,9 +9,9 @@ product sampled on the layout. Each one's gradients are calls of these two again
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ...errors import BlockSparseError
+from ..checks import check_operands
 from ..linear.op import layout_of
 from ..registry import choose
 from . import cpu, reference, triton
@@ -41,7 +41,7 @@ def _conv(x, values, bias, indices, in_blocks, transpose, scatter, size, stride,
     layout = layout_of(indices, in_blocks, (values.shape[1], values.shape[2]))
     out_channels, in_channels = layout.shape[::-1] if transpose else layout.shape
     space = x.shape[1:-1]
-    _check_op(
+    check_operands(
         x.dtype,
         x.device,
         x=(x, (x.shape[0], *space, in_channels)),
@@ -60,7 +60,7 @@ def _conv_wgrad(grad, x, indices, in_blocks, scatter, kernel, stride, padding, d
         raise BlockSparseError.expected("grad, x, in_blocks", "two [n, *space, channels], a positive int", shapes)
     layout = layout_of(indices, in_blocks, (grad.shape[-1] // (indices[0].shape[0] - 1), x.shape[-1] // in_blocks))
     out_channels, in_channels = layout.shape
-    _check_op(
+    check_operands(
         x.dtype,
         x.device,
         x=(x, (*x.shape[:-1], in_channels)),
@@ -69,14 +69,6 @@ def _conv_wgrad(grad, x, indices, in_blocks, scatter, kernel, stride, padding, d
     big, small = (grad, x) if scatter else (x, grad)
     axes = axes_of(big.shape[1:-1], small.shape[1:-1], kernel, stride, padding, dilation)
     return choose("conv_wgrad", IMPLEMENTATIONS, x.device, x.dtype).conv_wgrad(grad, x, layout, scatter, axes)
-
-
-def _check_op(dtype: torch.dtype, device: torch.device, **tensors: tuple[Tensor | None, tuple[int, ...]]) -> None:
-    # The public functions have checked and said more; this keeps who calls the op itself inside of the memory.
-    for name, (tensor, shape) in tensors.items():
-        if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device):
-            got = f"{list(tensor.shape)}, {tensor.dtype}, {tensor.device}"
-            raise BlockSparseError.expected(name, f"{list(shape)}, {dtype}, {device}", got)
 
 
 # -- meta kernels ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
+from ..checks import check_operands
 from ..registry import choose
 from . import cpu, reference, triton
 
@@ -41,7 +42,7 @@ def _linear(x, values, bias, indices, in_blocks, transpose, activation):
         raise BlockSparseError.expected("values, activation", expected, f"{values.dim()}-D, {activation!r}")
     layout = layout_of(indices, in_blocks, (values.shape[1], values.shape[2]))
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
-    _check_op(
+    check_operands(
         x.dtype,
         x.device,
         x=(x, (*x.shape[:1], in_features)),
@@ -58,21 +59,13 @@ def _linear_wgrad(grad, x, indices, in_blocks):
     block = (grad.shape[1] // (indices[0].shape[0] - 1), x.shape[1] // in_blocks)
     layout = layout_of(indices, in_blocks, block)
     out_features, in_features = layout.shape
-    _check_op(x.dtype, x.device, x=(x, (len(x), in_features)), grad=(grad, (len(x), out_features)))
+    check_operands(x.dtype, x.device, x=(x, (len(x), in_features)), grad=(grad, (len(x), out_features)))
     return backend_of(x).linear_wgrad(grad, x, layout)
 
 
 def backend_of(x: Tensor) -> ModuleType:
     """The module that serves products with x."""
     return choose("linear", IMPLEMENTATIONS, x.device, x.dtype)
-
-
-def _check_op(dtype: torch.dtype, device: torch.device, **tensors: tuple[Tensor | None, tuple[int, ...]]) -> None:
-    # The public functions have checked and said more; this keeps who calls the op itself inside of the memory.
-    for name, (tensor, shape) in tensors.items():
-        if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device):
-            got = f"{list(tensor.shape)}, {tensor.dtype}, {tensor.device}"
-            raise BlockSparseError.expected(name, f"{list(shape)}, {dtype}, {device}", got)
 
 
 def indices_of(layout: BlockLayout, x: Tensor) -> list[Tensor]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...errors import BlockSparseError
-from ..triton_runtime import power_of_two
+from ..triton_runtime import power_of_two, tf32
 
 PASSES = ("forward", "dgrad", "wgrad")
 # Up to so many tokens the weights' bytes are the bound, above it the tensor cores and the L2 cache.
@@ -64,15 +64,6 @@ class Gpu:
     kind: str  # "sm80", "sm90", "gfx942": instruction set
     multiprocessors: int
     shared_memory: int  # bytes a program may use
-
-
-def tf32() -> bool:
-    """Whether PyTorch's own switch allows TF32 in products of float32."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-# Dynamo cannot trace it; graphs are guarded by the switch anyway.
-tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
