@@ -1,1 +1,1 @@
-"""Loaders: text as bytes, images in the idx format."""
+"""Loaders: text as bytes, labelled texts, images in the idx format; downloads."""
