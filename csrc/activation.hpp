@@ -30,6 +30,21 @@ BLOCKSPARSE_INLINE Vector<float> exponential(Vector<float> x) {
 
 BLOCKSPARSE_INLINE Vector<float> sigmoid(Vector<float> x) { return 1.0f / (1.0f + exponential(-x)); }
 
+// The sigmoid of a gate: 0 where it would be subnormal, at -infinity too.
+BLOCKSPARSE_INLINE Vector<float> logistic(Vector<float> x) { return x < -87.0f ? Vector<float>{} : sigmoid(x); }
+
+// Cephes' tanhf, within 2 ulp: a polynomial where 1 - 2 / (e^2x + 1) would cancel; NaN stays NaN.
+BLOCKSPARSE_INLINE Vector<float> tangent(Vector<float> x) {
+  using V = Vector<float>;
+  const V size = x < 0.0f ? -x : x, square = x * x;
+  V p = square * -5.70498872745e-3f + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  const V near = p * square * x + x, far = 1.0f - 2.0f / (1.0f + exponential(size + size));
+  return size < 0.625f ? near : x < 0.0f ? -far : far;
+}
+
 // Abramowitz and Stegun 7.1.26, within 1.5e-7.
 BLOCKSPARSE_INLINE Vector<float> error_function(Vector<float> x) {
   using V = Vector<float>;
@@ -66,6 +81,16 @@ BLOCKSPARSE_INLINE Vector<double> activated(Vector<double> x, Activation activat
     if (activation == Activation::kGelu) x[i] = 0.5 * v * (1 + ::erf(v * 0.70710678118654752440));
     if (activation == Activation::kSilu) x[i] = v / (1 + ::exp(-v));
   }
+  return x;
+}
+
+BLOCKSPARSE_INLINE Vector<double> logistic(Vector<double> x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = 1 / (1 + ::exp(-x[i]));
+  return x;
+}
+
+BLOCKSPARSE_INLINE Vector<double> tangent(Vector<double> x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = ::tanh(x[i]);
   return x;
 }
 

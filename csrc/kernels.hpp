@@ -133,11 +133,50 @@ struct ConvKernels {
 };
 using SelectConv = const ConvKernels& (*)(DType dtype, int64_t block_sum);
 
+// Rows of features that lie side by side, the rows `stride` numbers apart; null where there is none.
+struct InputRows {
+  const void* data;
+  int64_t stride;
+};
+struct OutputRows {
+  void* data;
+  int64_t stride;
+};
+
+// One step of an LSTM: c_out = f c + i g, h = o tanh(c_out), with the gates i, f, g, o of gain z + add. z, add, gain
+// and gates have 4 `hidden` features, the states c are in the type of sums.
+struct GatesForward {
+  int64_t hidden;
+  InputRows z, add;  // add may be null
+  const void* gain;  // or null
+  InputRows c;
+  OutputRows h, c_out, gates;  // gates may be null
+};
+
+// Its gradients at gain z + add and at the state before, from those at h (grad_h + grad_y) and at c. Each of these may
+// be null.
+struct GatesBackward {
+  int64_t hidden;
+  InputRows gates, c_before, c, grad_h, grad_y, grad_c;
+  OutputRows grad_pre, grad_c_before;
+};
+
+struct GatesPart {
+  int64_t first_row, last_row, begin, end;  // features [begin, end) of each gate
+};
+
+struct GatesKernels {
+  void (*forward)(const GatesForward&, const GatesPart&);
+  void (*backward)(const GatesBackward&, const GatesPart&);
+};
+using SelectGates = const GatesKernels& (*)(DType dtype);
+
 struct InstructionSet {
   const char* name;
   bool (*present)();
   SelectLinear linear;
   SelectConv conv;
+  SelectGates gates;
 };
 
 }  // namespace blocksparse

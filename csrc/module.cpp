@@ -12,6 +12,7 @@
 
 #include "conv.hpp"
 #include "cpu_features.hpp"
+#include "gates.hpp"
 #include "linear.hpp"
 #include "parallel.hpp"
 
@@ -24,6 +25,7 @@ namespace blocksparse {
   namespace isa {                                                     \
   const LinearKernels& select_linear(DType dtype, int64_t block_sum); \
   const ConvKernels& select_conv(DType dtype, int64_t block_sum);     \
+  const GatesKernels& select_gates(DType dtype);                      \
   }
 BLOCKSPARSE_DECLARE(portable)
 BLOCKSPARSE_DECLARE(avx2)
@@ -37,15 +39,17 @@ namespace {
 
 // Slowest first: the last one present is the default.
 const InstructionSet kInstructionSets[] = {
-    {"portable", [] { return true; }, portable::select_linear, portable::select_conv},
+    {"portable", [] { return true; }, portable::select_linear, portable::select_conv, portable::select_gates},
 #if defined(BLOCKSPARSE_HAS_avx2)
-    {"avx2", [] { return cpu_features().avx2; }, avx2::select_linear, avx2::select_conv},
-    {"avx512", [] { return cpu_features().avx512; }, avx512::select_linear, avx512::select_conv},
-    {"avx512_bf16", [] { return cpu_features().avx512_bf16; }, avx512_bf16::select_linear, avx512_bf16::select_conv},
-    {"amx", [] { return cpu_features().amx_bf16; }, amx::select_linear, amx::select_conv},
+    {"avx2", [] { return cpu_features().avx2; }, avx2::select_linear, avx2::select_conv, avx2::select_gates},
+    {"avx512", [] { return cpu_features().avx512; }, avx512::select_linear, avx512::select_conv, avx512::select_gates},
+    {"avx512_bf16", [] { return cpu_features().avx512_bf16; }, avx512_bf16::select_linear, avx512_bf16::select_conv,
+     avx512_bf16::select_gates},
+    {"amx", [] { return cpu_features().amx_bf16; }, amx::select_linear, amx::select_conv, amx::select_gates},
 #endif
 #if defined(BLOCKSPARSE_HAS_amx_emulated)
-    {"amx_emulated", [] { return cpu_features().avx512_bf16; }, amx_emulated::select_linear, amx_emulated::select_conv},
+    {"amx_emulated", [] { return cpu_features().avx512_bf16; }, amx_emulated::select_linear, amx_emulated::select_conv,
+     amx_emulated::select_gates},
 #endif
 };
 
@@ -161,6 +165,33 @@ void py_conv_wgrad(const std::string& isa, const std::string& dtype, std::pair<i
   trim_scratch();
 }
 
+// The address of row 0, or 0, and the distance between rows.
+using PyRows = std::pair<uintptr_t, int64_t>;
+InputRows input(const PyRows& rows) { return {pointer(rows.first), rows.second}; }
+OutputRows output(const PyRows& rows) { return {reinterpret_cast<void*>(rows.first), rows.second}; }
+
+void py_gates_forward(const std::string& isa, const std::string& dtype, int64_t rows, int64_t hidden, const PyRows& z,
+                      const PyRows& add, uintptr_t gain, const PyRows& c, const PyRows& h, const PyRows& c_out,
+                      const PyRows& gates) {
+  const InstructionSet& set = isa_named(isa);
+  const DType type = dtype_named(dtype);
+  nb::gil_scoped_release release;
+  gates_forward(set, type, rows,
+                {hidden, input(z), input(add), pointer(gain), input(c), output(h), output(c_out), output(gates)});
+}
+
+void py_gates_backward(const std::string& isa, const std::string& dtype, int64_t rows, int64_t hidden,
+                       const PyRows& gates, const PyRows& c_before, const PyRows& c, const PyRows& grad_h,
+                       const PyRows& grad_y, const PyRows& grad_c, const PyRows& grad_pre,
+                       const PyRows& grad_c_before) {
+  const InstructionSet& set = isa_named(isa);
+  const DType type = dtype_named(dtype);
+  nb::gil_scoped_release release;
+  gates_backward(set, type, rows,
+                 {hidden, input(gates), input(c_before), input(c), input(grad_h), input(grad_y), input(grad_c),
+                  output(grad_pre), output(grad_c_before)});
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -187,6 +218,9 @@ NB_MODULE(_core, m) {
         "axes"_a, "start"_a, "col"_a, "position"_a, "order"_a);
   m.def("conv_wgrad", &py_conv_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "block"_a, "images"_a, "grad"_a, "grad_size"_a,
         "out_channels"_a, "x"_a, "x_size"_a, "in_channels"_a, "big_grad"_a, "values"_a, "axes"_a, "row"_a, "col"_a);
+  // By position: called at each step of a sequence, where names would take longer than small steps.
+  m.def("gates_forward", &py_gates_forward);
+  m.def("gates_backward", &py_gates_backward);
 }
 
 }  // namespace blocksparse
