@@ -16,6 +16,7 @@ from .bench import bench
 from .demo import demo
 from .info import info
 from .layout import layout
+from .sentiment import sentiment
 from .tune import tune
 
 
@@ -48,4 +49,5 @@ app.command()(info)
 app.add_typer(bench)
 app.command()(demo)
 app.command()(layout)
+app.command()(sentiment)
 app.command()(tune)
