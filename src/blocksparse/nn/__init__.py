@@ -3,9 +3,13 @@
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .edge_bias import EdgeBias
 from .linear import Linear
+from .lstm import LSTM
+from .multiplicative_lstm import MultiplicativeLSTM
+from .small_world_lstm import SmallWorldLSTM
 from .weight_norm import WeightNorm, l2_normalize
 
 __all__ = [
+    "LSTM",
     "Conv1d",
     "Conv2d",
     "Conv3d",
@@ -14,6 +18,8 @@ __all__ = [
     "ConvTranspose3d",
     "EdgeBias",
     "Linear",
+    "MultiplicativeLSTM",
+    "SmallWorldLSTM",
     "WeightNorm",
     "l2_normalize",
 ]

@@ -82,6 +82,17 @@ class BlockSparseModule(nn.Module):
         self.reset_layout_buffers()
 
 
+class Weight(BlockSparseModule):
+    """A block-sparse weight without a call of its own: one of several that a module has."""
+
+    def __init__(self, layout: BlockLayout, device: Any = None, dtype: torch.dtype | None = None):
+        super().__init__(layout, (), device, dtype)
+
+    def extra_repr(self) -> str:
+        layout = self.layout
+        return f"{layout.shape}, block_size={layout.block_shape}, nnz={layout.nnz}, density={layout.density:.4g}"
+
+
 def layout_for(
     shape: tuple[int, int],
     layout: BlockLayout | None,
@@ -117,22 +128,38 @@ def draw_parameters(module: BlockSparseModule, shape: tuple[int, int], bias: Ten
 
     `shape` is (out, in) without the padding. The fan-in counts the stored inputs, each with all taps of a kernel.
     """
+    used = tuple(
+        torch.arange(padded, device="cpu") < size for padded, size in zip(module.layout.shape, shape, strict=True)
+    )
+    bound = draw_values(module, *used)
+    if bias is not None:
+        with torch.no_grad():
+            bias.uniform_(-1, 1).mul_(bound[: shape[0]])
+
+
+def draw_values(module: BlockSparseModule, used_out: Tensor, used_in: Tensor) -> Tensor:
+    """Values anew, uniform within the bound of each output, 1 / sqrt(fan_in), which is returned: `[out_features]`.
+
+    `used_out` and `used_in` are bool on the CPU, of the layout's shape: the others are padding.
+    """
     module.reset_layout_buffers()
     layout, values = module.layout, module.values
     height, width = layout.block_shape
     rows, cols = block_coordinates(layout, torch.device("cpu"))
-    used = (shape[1] - cols * width).clamp(max=width)  # of each block's inputs, without the padding
-    fan_in = np.bincount(rows, weights=used, minlength=layout.grid[0]) * math.prod(values.shape[3:])
+    inputs = used_in.view(-1, width)
+    fan_in = np.bincount(rows, weights=inputs.sum(1)[cols], minlength=layout.grid[0]) * math.prod(values.shape[3:])
     bound = torch.from_numpy(np.where(fan_in > 0, 1 / np.sqrt(np.maximum(fan_in, 1)), 0)).to(values)
     device = bound.device
     with torch.no_grad():
         values.uniform_(-1, 1).mul_(bound[rows.to(device)].reshape(-1, *[1] * (values.dim() - 1)))
         # The padding is 0 and stays so: it gets no gradient.
-        last_row, last_col = layout.grid[0] - 1, layout.grid[1] - 1
-        values[(rows == last_row).nonzero().to(device), shape[0] - last_row * height :] = 0
-        values[(cols == last_col).nonzero().to(device), :, shape[1] - last_col * width :] = 0
-        if bias is not None:
-            bias.uniform_(-1, 1).mul_(bound.repeat_interleave(height)[: shape[0]])
+        for padding, lines in ((~used_out.view(-1, height), rows), (~inputs, cols)):
+            partly = padding.any(1)[lines].nonzero().squeeze(1)
+            mask = padding[lines[partly]].to(device)
+            mask = mask.unsqueeze(1) if lines is cols else mask.unsqueeze(2)
+            partly = partly.to(device)
+            values[partly] = values[partly].masked_fill(mask.reshape(*mask.shape, *[1] * (values.dim() - 3)), 0)
+    return bound.repeat_interleave(height)
 
 
 def _padded(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:

@@ -88,7 +88,7 @@ def unobserved(*tensors: Tensor | None) -> bool:
     return (
         not needs_grad(*tensors)
         and not torch.compiler.is_compiling()
-        and all(tensor is None or type(tensor) in _PLAIN for tensor in tensors)
+        and all(tensor is None or (type(tensor) in _PLAIN and not tensor.is_meta) for tensor in tensors)
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.maybe_current_level() is None
         and torch._C._get_tracing_state() is None

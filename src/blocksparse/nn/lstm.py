@@ -1,0 +1,114 @@
+"""The LSTM, dense or block-sparse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import BlockLayout
+from ..ops import recurrent
+from ..ops.recurrent import Steps, scan
+from .recurrent import Recurrent, cast, fitting
+
+
+class LSTM(Recurrent):
+    """`torch.nn.LSTM` with weights that are dense or block-sparse.
+
+        i, f, g, o = x W_ih^T + b_ih + h W_hh^T + b_hh;  c = sig(f) c + sig(i) tanh(g);  h = sig(o) tanh(c)
+
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size: as torch.nn.LSTM.
+        layout: the blocks of each recurrent weight: `[hidden, hidden]` for each of the four gates, or
+            `[4 hidden, hidden]`, with `proj_size` in place of the last hidden. Weights of upper layers whose shape it
+            fits have it too.
+        input_layout: the blocks of the first layer's weight, `[hidden, input]` or `[4 hidden, input]`, and of upper
+            layers where it fits and `layout` does not.
+        proj_layout: the blocks of the projection, `[proj_size, hidden]`.
+        density: instead of layouts, the part of the blocks that random patterns store in every weight.
+        block_size: of these patterns.
+        device, dtype: of the parameters.
+
+    What no layout fits is dense. Without a layout and a density the parameters and their names are torch.nn.LSTM's,
+    and so are the results. Of a block-sparse weight, `weight_hh_l0` say, the parameter is `weight_hh_l0.values`. The
+    weight gradient of all time steps is one product. Under autocast, and with 16-bit parameters, c is carried in
+    float32.
+
+    Shapes: as torch.nn.LSTM's: `[steps, batch, input_size]` (or batch first, or without a batch, or packed) to
+    `[steps, batch, hidden_size]` and the final h and c `[layers * directions, batch, hidden_size]`.
+
+    Raises:
+        BlockSparseError: sizes or layouts that do not fit, inputs of another shape.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> layout = bs.patterns.barabasi_albert(1024, block_size=32, m=2, seed=0)
+        >>> lstm = bs.nn.LSTM(64, 1024, layout=layout)
+        >>> y, (h, c) = lstm(torch.randn(10, 3, 64))
+        >>> y.shape, c.shape
+        (torch.Size([10, 3, 1024]), torch.Size([1, 3, 1024]))
+
+    Source: Hochreiter, Schmidhuber, Long short-term memory (1997); Gray, Radford, Kingma, GPU Kernels for
+    Block-Sparse Weights (2017).
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        *,
+        layout: BlockLayout | None = None,
+        input_layout: BlockLayout | None = None,
+        proj_layout: BlockLayout | None = None,
+        density: float | None = None,
+        block_size: int | tuple[int, int] = 32,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        self.bias, self._proj_layout = bool(bias), proj_layout
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            batch_first,
+            dropout,
+            bidirectional,
+            proj_size,
+            layout,
+            input_layout,
+            density,
+            block_size,
+            device,
+            dtype,
+        )
+
+    def _build(self, suffix, inputs, layout, input_layout):
+        hidden, first = self._hidden, suffix.startswith("_l0")
+        chosen = input_layout if first else fitting(layout, hidden, inputs) or fitting(input_layout, hidden, inputs)
+        if first and input_layout is None and inputs == self.hidden_size:
+            chosen = fitting(layout, hidden, inputs)
+        self._add_weight(f"weight_ih{suffix}", 4, hidden, inputs, chosen)
+        self._add_weight(f"weight_hh{suffix}", 4, hidden, self._output, layout)
+        if self.bias:
+            for name in (f"bias_ih{suffix}", f"bias_hh{suffix}"):
+                setattr(self, name, nn.Parameter(torch.empty(4 * hidden, **self._options)))
+        if self.proj_size:
+            self._add_weight(f"weight_hr{suffix}", 1, self._output, hidden, self._proj_layout)
+
+    def _run(self, suffix: str, x: Tensor, h: Tensor, c: Tensor, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
+        bias = getattr(self, f"bias_ih{suffix}") + getattr(self, f"bias_hh{suffix}") if self.bias else None
+        inputs = self._product(x, f"weight_ih{suffix}", bias)
+        weight, layout = self._weight(f"weight_hh{suffix}")
+        weights, projection = [weight], None
+        if self.proj_size:
+            projected, projection = self._weight(f"weight_hr{suffix}")
+            weights.append(projected)
+        h, *weights = cast(inputs, h, *weights)
+        return scan(recurrent.LSTM(steps, layout, projection), inputs, h, c, *weights)

@@ -1,0 +1,124 @@
+"""The multiplicative LSTM, dense or block-sparse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import BlockLayout
+from ..ops import recurrent
+from ..ops.recurrent import Steps, scan
+from .recurrent import Recurrent, cast, fitting
+from .weight_norm import l2_normalize, norms
+
+
+class MultiplicativeLSTM(Recurrent):
+    """An LSTM whose state is multiplied, unit by unit, with factors of the input before it goes into the gates.
+
+        m = (x W_im^T) * (h W_hm^T);  i, f, g, o = x W_ih^T + m W_mh^T + b
+        c = sig(f) c + sig(i) tanh(g);  h = sig(o) tanh(c)
+
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as torch.nn.LSTM.
+        weight_norm: whether each output's weights are trained as direction and length, gain * w / |w|.
+        layout: the blocks of W_hm and of each gate in W_mh, `[hidden, hidden]`, and of those weights of upper layers
+            that it fits.
+        input_layout: the blocks of the first layer's W_im and of each gate in W_ih, `[hidden, input]`.
+        density: instead of layouts, the part of the blocks that random patterns store in every weight.
+        block_size: of these patterns.
+        device, dtype: of the parameters.
+
+    What no layout fits is dense. Shapes are those of `nn.LSTM`.
+
+    Raises:
+        BlockSparseError: sizes or layouts that do not fit, inputs of another shape.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> mlstm = bs.nn.MultiplicativeLSTM(64, 256, density=0.25)
+        >>> y, (h, c) = mlstm(torch.randn(10, 3, 64))
+        >>> y.shape, c.shape
+        (torch.Size([10, 3, 256]), torch.Size([1, 3, 256]))
+
+    Source: Krause, Lu, Murray, Renals, Multiplicative LSTM for sequence modelling (2016); Radford, Jozefowicz,
+    Sutskever, Learning to generate reviews and discovering sentiment (2017), with weight norm.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        weight_norm: bool = True,
+        layout: BlockLayout | None = None,
+        input_layout: BlockLayout | None = None,
+        density: float | None = None,
+        block_size: int | tuple[int, int] = 32,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        self.bias, self.weight_norm = bool(bias), bool(weight_norm)
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            batch_first,
+            dropout,
+            bidirectional,
+            0,
+            layout,
+            input_layout,
+            density,
+            block_size,
+            device,
+            dtype,
+        )
+
+    def _build(self, suffix, inputs, layout, input_layout):
+        hidden = self._hidden
+        chosen = input_layout if suffix.startswith("_l0") else None
+        chosen = chosen or fitting(layout, hidden, inputs)
+        self._add_weight(f"weight_ih{suffix}", 4, hidden, inputs, chosen)
+        self._add_weight(f"weight_im{suffix}", 1, hidden, inputs, chosen)
+        self._add_weight(f"weight_mh{suffix}", 4, hidden, hidden, layout)
+        self._add_weight(f"weight_hm{suffix}", 1, hidden, hidden, layout)
+        if self.bias:
+            setattr(self, f"bias{suffix}", nn.Parameter(torch.empty(4 * hidden, **self._options)))
+        if self.weight_norm:
+            for name, gates in (("ih", 4), ("im", 1), ("mh", 4), ("hm", 1)):
+                setattr(self, f"gain_{name}{suffix}", nn.Parameter(torch.empty(gates * hidden, **self._options)))
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew; the gains are the weights' norms, so that nothing is scaled at first."""
+        super().reset_parameters()
+        with torch.no_grad():
+            for name, parameter in self.named_parameters(recurse=False):
+                if name.startswith("gain_"):
+                    weight, layout = super()._weight(name.replace("gain", "weight"))
+                    parameter.copy_(weight.norm(dim=1) if layout is None else norms(weight, layout))
+
+    def _weight(self, name: str) -> tuple[Tensor, BlockLayout | None]:
+        weight, layout = super()._weight(name)
+        if not self.weight_norm:
+            return weight, layout
+        gain = getattr(self, name.replace("weight", "gain"))
+        if layout is not None:
+            return l2_normalize(weight, layout, gain), layout
+        return torch._weight_norm(weight, gain.unsqueeze(1), 0), None
+
+    def _run(self, suffix: str, x: Tensor, h: Tensor, c: Tensor, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
+        bias = getattr(self, f"bias{suffix}") if self.bias else None
+        inputs = self._product(x, f"weight_ih{suffix}", bias)
+        factors = self._product(x, f"weight_im{suffix}")
+        weight, layout = self._weight(f"weight_mh{suffix}")
+        factor_weight, factor_layout = self._weight(f"weight_hm{suffix}")
+        h, weight, factor_weight = cast(inputs, h, weight, factor_weight)
+        cell = recurrent.MultiplicativeLSTM(steps, layout, factor_layout)
+        return scan(cell, inputs, factors, h, c, weight, factor_weight)

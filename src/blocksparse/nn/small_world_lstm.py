@@ -1,0 +1,137 @@
+"""The deep-transition LSTM of 2017 for small-world layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import BlockSparseError
+from ..layout import BlockLayout, is_int
+from ..ops import recurrent
+from ..ops.recurrent import Steps, scan
+from ..ops.recurrent.small_world_lstm import EPSILON
+from .recurrent import Recurrent, cast, fitting
+
+
+class SmallWorldLSTM(Recurrent):
+    """An LSTM that takes `depth` steps through its graph of units within each time step; all products are normed.
+
+        s = norm(x U1^T) * norm(h W1^T)
+        s = relu(norm(x U2^T) + norm(s W2^T))
+        s = relu(norm(s Wk^T))                                    for k = 3 to depth
+        i, f, g, o = norm of each gate (s W^T);  c = sig(f) c + sig(i) tanh(g);  h = sig(o) tanh(c)
+
+    Args:
+        input_size, hidden_size, num_layers, batch_first, dropout, bidirectional: as torch.nn.LSTM.
+        depth: steps within a time step: so far an input reaches in the graph at once.
+        layout: the blocks of the W1 to Wdepth and of each gate in W, `[hidden, hidden]`.
+        input_layout: the blocks of the first layer's U1 and U2, `[hidden, input]`.
+        density: instead of layouts, the part of the blocks that random patterns store in every weight.
+        block_size: of these patterns.
+        device, dtype: of the parameters.
+
+    What no layout fits is dense. Shapes are those of `nn.LSTM`. The hidden size is a multiple of the block, since the
+    norms would count a padding. Norms have gains of 1 and biases of 0 at first; the forget gate's bias is 1.
+
+    Raises:
+        BlockSparseError: sizes or layouts that do not fit, inputs of another shape.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> layout = bs.patterns.watts_strogatz(512, block_size=32, neighbors=4, seed=0)
+        >>> lstm = bs.nn.SmallWorldLSTM(64, 512, depth=4, layout=layout)
+        >>> y, (h, c) = lstm(torch.randn(10, 3, 64))
+        >>> y.shape, c.shape
+        (torch.Size([10, 3, 512]), torch.Size([1, 3, 512]))
+
+    Source: Gray, Radford, Kingma, GPU Kernels for Block-Sparse Weights (2017).
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        depth: int = 4,
+        layout: BlockLayout | None = None,
+        input_layout: BlockLayout | None = None,
+        density: float | None = None,
+        block_size: int | tuple[int, int] = 32,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        if not is_int(depth) or depth < 1:
+            raise BlockSparseError.expected("depth", "a positive int", repr(depth))
+        self.depth = int(depth)
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            batch_first,
+            dropout,
+            bidirectional,
+            0,
+            layout,
+            input_layout,
+            density,
+            block_size,
+            device,
+            dtype,
+        )
+
+    def _build(self, suffix, inputs, layout, input_layout):
+        hidden = self._hidden
+        if hidden != self.hidden_size:
+            raise BlockSparseError.expected("hidden_size", "a multiple of the block", self.hidden_size)
+        chosen = input_layout if suffix.startswith("_l0") else None
+        chosen = chosen or fitting(layout, hidden, inputs)
+        for name in self._input_names:
+            self._add_weight(f"weight_{name}{suffix}", 1, hidden, inputs, chosen)
+        for name in self._step_names:
+            self._add_weight(f"weight_{name}{suffix}", 1, hidden, hidden, layout)
+        self._add_weight(f"weight_gates{suffix}", 4, hidden, hidden, layout)
+        for name in (*self._input_names, *self._step_names, "gates"):
+            size = 4 * hidden if name == "gates" else hidden
+            for kind in ("gain", "bias"):
+                setattr(self, f"{kind}_{name}{suffix}", nn.Parameter(torch.empty(size, **self._options)))
+
+    @property
+    def _input_names(self) -> list[str]:
+        return [f"input{k}" for k in range(1, min(self.depth, 2) + 1)]
+
+    @property
+    def _step_names(self) -> list[str]:
+        return [f"step{k}" for k in range(1, self.depth + 1)]
+
+    def _reset(self, name: str, parameter: Tensor, bound: float) -> None:
+        if name.startswith("gain_"):
+            parameter.fill_(1)
+        elif name.startswith("bias_"):
+            parameter.fill_(0)
+            if name.startswith("bias_gates"):
+                parameter[self._hidden : 2 * self._hidden] = 1
+        else:
+            super()._reset(name, parameter, bound)
+
+    def _run(self, suffix: str, x: Tensor, h: Tensor, c: Tensor, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = []
+        for name in self._input_names:
+            gain, bias = getattr(self, f"gain_{name}{suffix}"), getattr(self, f"bias_{name}{suffix}")
+            y = self._product(x, f"weight_{name}{suffix}")
+            inputs.append(F.layer_norm(y, (self._hidden,), gain.to(y.dtype), bias.to(y.dtype), EPSILON).to(y.dtype))
+        factors, terms = inputs[0], inputs[-1]
+        names = [*self._step_names, "gates"]
+        weights, layouts = zip(*(self._weight(f"weight_{name}{suffix}") for name in names), strict=True)
+        norms = [getattr(self, f"{kind}_{name}{suffix}") for kind in ("gain", "bias") for name in names]
+        h, *parameters = cast(factors, h, *weights, *norms)
+        return scan(recurrent.SmallWorldLSTM(steps, layouts), factors, terms, h, c, *parameters)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, depth={self.depth}"

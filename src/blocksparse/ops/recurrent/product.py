@@ -1,0 +1,75 @@
+"""A weight, block-sparse or dense, as a recurrence uses it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import patterns
+from ...layout import BlockLayout
+from .. import cpu_core
+from ..linear import linear
+from ..linear.op import backend_of
+
+
+class Product:
+    """The products with one weight, without autograd: x W^T and grad W at each step, the weight's gradient at the end.
+
+    Args:
+        weight: `[nnz, block_out, block_in]` with a layout, `[out, in]` without.
+        layout: the stored blocks, or None for a dense weight.
+        tokens: rows of each x.
+    """
+
+    def __init__(self, weight: Tensor, layout: BlockLayout | None, tokens: int):
+        self.shape = weight.shape
+        self.layout = as_blocks(weight, tokens) if layout is None else layout
+        self.weight = weight.contiguous()
+        if self.layout is not None:
+            self.weight = self.weight.view(self.layout.values_shape)
+            self.backend = backend_of(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, in] -> [tokens, out]`."""
+        if self.layout is None:
+            return x @ self.weight.T
+        return self.backend.linear(x, self.weight, None, self.layout, False, None)
+
+    def dgrad(self, grad: Tensor) -> Tensor:
+        """`[tokens, out] -> [tokens, in]`."""
+        if self.layout is None:
+            return grad @ self.weight
+        return self.backend.linear(grad, self.weight, None, self.layout, True, None)
+
+    def wgrad(self, grad: Tensor, x: Tensor) -> Tensor:
+        """`[tokens, out], [tokens, in] ->` the gradient of the weight."""
+        if self.layout is None:
+            return grad.T @ x
+        return self.backend.linear_wgrad(grad, x, self.layout).view(self.shape)
+
+
+def linear_of(x: Tensor, weight: Tensor, layout: BlockLayout | None, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias, differentiable, of a weight that is block-sparse with a layout, dense without."""
+    if layout is None and not torch.is_autocast_enabled(x.device.type):
+        layout = as_blocks(weight, len(x))
+        weight = weight if layout is None else weight.view(layout.values_shape)
+    return F.linear(x, weight, bias) if layout is None else linear(x, weight, layout, bias)
+
+
+def as_blocks(weight: Tensor, tokens: int) -> BlockLayout | None:
+    """A layout of which the dense `weight`, as it lies in memory, is the values: blocks as wide as it is.
+
+    None where PyTorch's dense product is the better one: our kernels are faster than a BLAS that does not use all of
+    the CPU, but not at a few tokens, nor in 16 bits.
+    """
+    if tokens < 8 or weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():
+        return None
+    return _rows_of(*weight.shape)
+
+
+@lru_cache(maxsize=64)
+def _rows_of(out: int, in_: int) -> BlockLayout | None:
+    return None if out % 32 or cpu_core.unavailable() else patterns.dense((out, in_), (32, in_))

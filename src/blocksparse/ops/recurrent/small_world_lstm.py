@@ -1,0 +1,187 @@
+"""The recurrence of the deep-transition LSTM of 2017, made for small-world layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...layout import BlockLayout
+from .. import lstm_gates
+from .lstm import gates, unrolled
+from .product import Product, linear_of
+from .steps import Returning, Steps, Trajectory
+
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class SmallWorldLSTM:
+    """A few steps through the graph within each time step, then the gates; a layer norm after each product.
+
+        s = factors * norm(h W1^T)
+        s = relu(terms + norm(s W2^T))
+        s = relu(norm(s Wk^T))                  for k = 3 to depth
+        i, f, g, o = norm of each (s W^T);  c = sig(f) c + sig(i) tanh(g);  h = sig(o) tanh(c)
+
+    Args:
+        steps: of the sequences.
+        layouts: of the weights W1 to Wdepth `[hidden, hidden]`, then of W `[4 hidden, hidden]`; None where one is
+            dense.
+
+    The tensors: factors and terms `[rows, hidden]`, those of the inputs; h and c `[batch, hidden]`; the weights as
+    the layouts; the norms' gains and biases, `[hidden]` of each weight but `[4 hidden]` of W, gains first. With a
+    depth of 1 there are no terms: what is given is not read. The outputs: y `[rows, hidden]`; the final h and c.
+
+    Source: Gray, Radford, Kingma, GPU Kernels for Block-Sparse Weights (2017).
+    """
+
+    steps: Steps
+    layouts: tuple[BlockLayout | None, ...]
+
+    @property
+    def depth(self) -> int:
+        return len(self.layouts) - 1
+
+    def definition(self, factors: Tensor, terms: Tensor, h: Tensor, c: Tensor, *parameters: Tensor):
+        weights, gains, biases = self._split(parameters)
+
+        def product(k: int, x: Tensor) -> Tensor:
+            return linear_of(x, weights[k], self.layouts[k])
+
+        def norm(k: int, y: Tensor) -> Tensor:
+            return F.layer_norm(y, y.shape[-1:], gains[k], biases[k], EPSILON)
+
+        def step(factor: Tensor, term: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+            s = factor * norm(0, product(0, h))
+            for k in range(1, self.depth):
+                y = norm(k, product(k, s))
+                s = torch.relu(y + term if k == 1 else y)
+            z = product(self.depth, s).unflatten(-1, (4, -1))
+            z = F.layer_norm(z, z.shape[-1:], eps=EPSILON).flatten(-2)
+            return gates(z * gains[-1] + biases[-1], c)
+
+        return unrolled(self.steps, step, (factors, terms), h, c)
+
+    def forward(self, factors, terms, h, c, *parameters, keep):
+        steps, depth, hidden = self.steps, self.depth, c.shape[1]
+        weights, gains, biases = self._split(parameters)
+        products = [
+            Product(weight, layout, self.steps.batch) for weight, layout in zip(weights, self.layouts, strict=True)
+        ]
+        hs, cs = Trajectory(steps, h), Trajectory(steps, c)
+        # Of each norm but the last: what it takes, and mean and 1 / deviation; what the following product takes.
+        taken = [torch.empty_like(factors) for _ in range(depth)] if keep else []
+        given = [torch.empty_like(factors) for _ in range(depth)] if keep else []
+        moments = [factors.new_empty(steps.rows, 2, dtype=c.dtype) for _ in range(depth)] if keep else []
+        z_normed = factors.new_empty(steps.rows, 4 * hidden) if keep else None
+        z_scale = factors.new_empty(steps.rows, 4, dtype=c.dtype) if keep else None
+        activated = factors.new_empty(steps.rows, 4 * hidden) if keep else None
+        factor, term = steps.cut(factors), steps.cut(terms)
+        run = lstm_gates.backend_for(factors.device, factors.dtype).forward
+        for t in steps.order:
+            rows = slice(steps.start[t], steps.start[t + 1])
+            s = hs.before[t]
+            for k in range(depth):
+                y = products[k].forward(s)
+                s, mean, scale = torch.native_layer_norm(y, (hidden,), gains[k], biases[k], EPSILON)
+                if keep:
+                    taken[k][rows] = y
+                    moments[k][rows, :1], moments[k][rows, 1:] = mean, scale
+                s = s.mul_(factor[t]) if k == 0 else (s.add_(term[t]) if k == 1 else s).relu_()
+                if keep:
+                    given[k][rows] = s
+            z = products[depth].forward(s)
+            normed, _, scale = torch.native_layer_norm(z.view(-1, 4, hidden), (hidden,), None, None, EPSILON)
+            normed = normed.view(-1, 4 * hidden)
+            if keep:
+                z_normed[rows], z_scale[rows] = normed, scale.view(-1, 4)
+            run(
+                normed,
+                biases[-1],
+                gains[-1],
+                cs.before[t],
+                h_out=hs.after[t],
+                c_out=cs.after[t],
+                gates_out=activated[rows] if keep else None,
+            )
+            hs.advance(t)
+            cs.advance(t)
+        outputs = hs.all_after, hs.final.clone(), cs.final.clone()
+        if not keep:
+            return outputs, ()
+        kept = (activated, z_normed, z_scale, hs.all_before, cs.all_before, cs.all_after, *taken, *given, *moments)
+        return outputs, kept
+
+    def backward(self, tensors, kept, grads):
+        steps, depth = self.steps, self.depth
+        factors, terms, _, c, *parameters = tensors
+        hidden = c.shape[1]
+        weights, gains, biases = self._split(tuple(parameters))
+        activated, z_normed, z_scale, h_before, c_before, c_after, *rest = kept
+        taken, given, moments = rest[:depth], rest[depth : 2 * depth], rest[2 * depth :]
+        products = [
+            Product(weight, layout, self.steps.batch) for weight, layout in zip(weights, self.layouts, strict=True)
+        ]
+        grad_y, grad_h, grad_c = grads
+        grad_y = grad_y.contiguous()
+        grad_pre = torch.empty_like(activated)
+        grad_z = torch.empty_like(activated)
+        grad_taken = [torch.empty_like(factors) for _ in range(depth)]
+        grad_normed = [torch.empty_like(factors) for _ in range(depth)]
+        grad_factors = torch.empty_like(factors)
+        dh, dc = Returning(steps, grad_h), grad_c.clone()
+        run = lstm_gates.backend_for(factors.device, factors.dtype).backward
+        for t in reversed(steps.order):
+            rows = slice(steps.start[t], steps.start[t + 1])
+            carried = dc[: steps.sizes[t]]
+            run(
+                activated[rows],
+                c_before[rows],
+                c_after[rows],
+                dh.at(t),
+                grad_y[rows],
+                carried,
+                grad_pre_out=grad_pre[rows],
+                grad_c_out=carried,
+            )
+            scaled = grad_pre[rows] * gains[-1]
+            grad_z[rows] = _norm_backward(scaled, z_normed[rows], z_scale[rows], hidden)
+            grad = products[depth].dgrad(grad_z[rows])
+            for k in reversed(range(depth)):
+                y, mean, scale = taken[k][rows], moments[k][rows, :1], moments[k][rows, 1:]
+                if k == 0:
+                    normed = torch.addcmul(biases[0], (y - mean) * scale, gains[0])
+                    torch.mul(grad, normed, out=grad_factors[rows])
+                    torch.mul(grad, factors[rows], out=grad_normed[0][rows])
+                else:
+                    grad_normed[k][rows] = torch.ops.aten.threshold_backward(grad, given[k][rows], 0)
+                into = grad_normed[k][rows]
+                grad_taken[k][rows] = torch.ops.aten.native_layer_norm_backward(
+                    into, y, (hidden,), mean, scale, gains[k], biases[k], (True, False, False)
+                )[0]
+                grad = products[k].dgrad(grad_taken[k][rows])
+            dh.set(t, grad)
+        inputs = [h_before, *given]
+        grad_outputs = [*grad_taken, grad_z]
+        grad_weights = [p.wgrad(grad, x) for p, grad, x in zip(products, grad_outputs, inputs, strict=True)]
+        normed = [(y - m[:, :1]).mul_(m[:, 1:]) for y, m in zip(taken, moments, strict=True)]
+        grad_gains = [grad.mul(n).sum(0) for grad, n in zip([*grad_normed, grad_pre], [*normed, z_normed], strict=True)]
+        grad_biases = [grad.sum(0) for grad in (*grad_normed, grad_pre)]
+        grad_terms = grad_normed[1] if depth > 1 else torch.zeros_like(terms)
+        return grad_factors, grad_terms, dh.initial, dc, *grad_weights, *grad_gains, *grad_biases
+
+    def _split(self, parameters: tuple[Tensor, ...]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        count = len(self.layouts)
+        return parameters[:count], parameters[count : 2 * count], parameters[2 * count :]
+
+
+def _norm_backward(grad: Tensor, normed: Tensor, scale: Tensor, hidden: int) -> Tensor:
+    """The gradient at what each of the four norms without gain takes."""
+    grad, normed = grad.view(-1, 4, hidden), normed.view(-1, 4, hidden)
+    mean = grad.mean(-1, keepdim=True)
+    along = (grad * normed).mean(-1, keepdim=True)
+    return ((grad - mean - normed * along) * scale.unsqueeze(-1)).view(len(grad), -1).to(normed.dtype)

@@ -1,0 +1,136 @@
+"""The time steps of a batch of sequences, and the states that pass through them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How the rows of `[rows, features]` data are time steps: step t is the next `sizes[t]` rows.
+
+    Args:
+        sizes: rows of each step, never more than of the step before, as in a PackedSequence: shorter sequences end
+            earlier, and row r of a step belongs to row r of the step before.
+        reverse: whether time runs from the last step to the first.
+    """
+
+    sizes: tuple[int, ...]
+    reverse: bool = False
+
+    @classmethod
+    def equal(cls, steps: int, batch: int, reverse: bool = False) -> Steps:
+        """Steps of sequences that all have the same length."""
+        return cls((batch,) * steps, reverse)
+
+    @property
+    def rows(self) -> int:
+        """Of all steps."""
+        return self.start[-1]
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return self.sizes[0] if self.sizes else 0
+
+    @property
+    def aligned(self) -> bool:
+        """Whether all sequences have the same length."""
+        return not self.sizes or self.sizes[-1] == self.sizes[0]
+
+    @cached_property
+    def start(self) -> tuple[int, ...]:
+        """The first row of each step, and the number of rows."""
+        starts = [0]
+        for size in self.sizes:
+            starts.append(starts[-1] + size)
+        return tuple(starts)
+
+    @property
+    def order(self) -> Sequence[int]:
+        """The steps as time runs."""
+        steps = range(len(self.sizes))
+        return steps[::-1] if self.reverse else steps
+
+    def cut(self, data: Tensor) -> Sequence[Tensor]:
+        """`[rows, features]` as one view per step."""
+        return data.split(self.sizes)
+
+
+class Trajectory:
+    """A state on its way through the steps: what each step takes (`before`) and what it leaves (`after`).
+
+    The step itself writes `after[t]`, and then calls `advance(t)`. Where all sequences have the same length, what one
+    step leaves is what the next one takes, in the same memory.
+
+    Args:
+        steps: which.
+        initial: `[batch, features]`, what the first step of each sequence takes.
+    """
+
+    def __init__(self, steps: Steps, initial: Tensor):
+        self.steps = steps
+        rows, batch = steps.rows, len(initial)
+        if steps.aligned:
+            memory = initial.new_empty(rows + batch, initial.shape[1])
+            first, last = memory[:rows], memory[batch:]
+            self.all_before, self.all_after = (last, first) if steps.reverse else (first, last)
+            self._initial = memory[rows:] if steps.reverse else memory[:batch]
+            self._initial.copy_(initial)
+            self._final = memory[:batch] if steps.reverse else memory[rows:]
+        else:
+            self.all_before, self.all_after = (initial.new_empty(rows, initial.shape[1]) for _ in range(2))
+            self._final = initial.clone()
+            size = steps.sizes[steps.order[0]]
+            self.all_before[steps.start[steps.order[0]] :][:size] = initial[:size]
+        self.before, self.after = steps.cut(self.all_before), steps.cut(self.all_after)
+
+    def advance(self, t: int) -> None:
+        """What step t has left is handed on."""
+        if self.steps.aligned:
+            return
+        size = self.steps.sizes[t]
+        # Of sequences that are over the final state stays; of those to come, the initial one waits there.
+        self._final[:size] = self.after[t]
+        following = t - 1 if self.steps.reverse else t + 1
+        if 0 <= following < len(self.steps.sizes):
+            self.before[following].copy_(self._final[: self.steps.sizes[following]])
+
+    @property
+    def final(self) -> Tensor:
+        """`[batch, features]`, what the last step of each sequence left."""
+        return self._final
+
+
+class Returning:
+    """The gradient at a state on its way back through the steps.
+
+    Args:
+        steps: which.
+        final: `[batch, features]`, the gradient at the final state.
+    """
+
+    def __init__(self, steps: Steps, final: Tensor):
+        self._aligned = steps.aligned
+        self._sizes = steps.sizes
+        self._grad = final.contiguous() if steps.aligned else final.clone()
+
+    def at(self, t: int) -> Tensor:
+        """The gradient at what step t left."""
+        return self._grad if self._aligned else self._grad[: self._sizes[t]]
+
+    def set(self, t: int, grad: Tensor) -> None:
+        """The gradient at what step t took."""
+        if self._aligned:
+            self._grad = grad
+        else:
+            self._grad[: self._sizes[t]] = grad
+
+    @property
+    def initial(self) -> Tensor:
+        """`[batch, features]`, the gradient at the initial state."""
+        return self._grad
