@@ -79,10 +79,10 @@ def sentiment(
     if splits != whole:
         full = len(whole.train) + len(whole.validation) + len(whole.test)
         said = f"a quick look: {sum(sizes):,} of {full:,} texts, by --limit; not to be compared with published results"
-        console.print(said, style="yellow", highlight=False)
+        console.print(said, style="yellow", highlight=False, soft_wrap=True)
     console.print(_table(result))
     for line in _remarks(result):
-        console.print(line, style="yellow", highlight=False)
+        console.print(line, style="yellow", highlight=False, soft_wrap=True)
     if cache.note:
         console.print(cache.note, style="yellow", markup=False, highlight=False, soft_wrap=True)
 

@@ -10,6 +10,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -195,7 +196,8 @@ class CachedFeatures:
             part.replace(path)
         except (OSError, SafetensorError) as error:
             self.note = f"the features could not be kept in {self.folder}: {error}"
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
 
 
 # -- the probe -----------------------------------------------------------------------------------------------------
