@@ -28,6 +28,7 @@ import torch
 import blocksparse as bs
 from blocksparse.ops.linear import tiles
 from blocksparse.ops.linear.tiles import Gpu, Tile, Work
+from blocksparse.ops.lstm_gates.operands import STATES
 
 GPUS = {
     "sm80": Gpu("A100", "sm80", 108, 163 * 1024),
@@ -39,6 +40,8 @@ GPUS = {
 DTYPES = ("float32", "tf32", "float64", "float16", "bfloat16")
 BLOCKS = ((8, 8), (16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (24, 40))
 TOKENS = (16, 64, 8192)
+# Rows and features of the gates: of a recurrence, and odd.
+GATES = ((1, 2048), (32, 2048), (128, 512), (7, 13))
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,21 @@ def cases(gpu: Gpu, everything: bool) -> list[Case]:
     for work, tile in shipped(gpu):
         found.append(Case(work.pass_, str(work.dtype).removeprefix("torch."), work.block, work.tokens, tile=tile))
     return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class GatesCase:
+    """One step of an LSTM to compile the gates of, with or without what may be left out."""
+
+    dtype: str
+    rows: int
+    hidden: int
+    everything: bool
+
+
+def gates_cases() -> list[GatesCase]:
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in STATES]
+    return [GatesCase(*point[:1], *point[1], point[2]) for point in itertools.product(dtypes, GATES, (True, False))]
 
 
 def shipped(gpu: Gpu) -> Iterator[tuple[Work, Tile]]:
@@ -174,6 +192,22 @@ class Device:
                 self.products.linear(x, values, bias, layout, False, case.activation)
         return list(self.launches)
 
+    def run_gates(self, case: GatesCase) -> list[Launch]:
+        """The forward and the backward step of this case."""
+        from blocksparse.ops.lstm_gates import triton as gates
+
+        dtype = getattr(torch, case.dtype)
+
+        def made(features: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(case.rows, features, dtype=dtype, device="meta")
+
+        one, all_four, c = made(case.hidden), made(4 * case.hidden), made(case.hidden, STATES[dtype])
+        add, gain, grad, grad_c = (all_four, all_four[0], one, c) if case.everything else (None, None, None, None)
+        self.launches.clear()
+        gates.forward(all_four, add, gain, c, h_out=one, c_out=c, gates_out=add)
+        gates.backward(all_four, c, c, grad, one, grad_c, grad_pre_out=all_four, grad_c_out=c)
+        return list(self.launches)
+
     def compiled(self, launch: Launch) -> dict[str, Any]:
         """What the compiler made of it."""
         kernel = self.compile(launch.kernel, *launch.arguments, grid=(1,), warmup=True, **launch.options)
@@ -220,10 +254,12 @@ def _distinct(pattern: str, text: str) -> dict[str, int]:
 # -- all of them ----------------------------------------------------------------------------------------------------
 
 
-def main(kind: str, everything: bool) -> list[dict[str, Any]]:
+def main(kind: str, everything: bool) -> dict[str, list[dict[str, Any]]]:
+    """What came of all kernels, by op."""
     gpu = GPUS[kind]
     device = Device(gpu)
-    records, unique = [], {}
+    records: dict[str, list[tuple[dict[str, Any], str]]] = {"linear": [], "lstm_gates": []}
+    unique = {}
     for case in cases(gpu, everything):
         with chosen(case):
             tile = tiles.tile_for(case.work, gpu)
@@ -231,11 +267,15 @@ def main(kind: str, everything: bool) -> list[dict[str, Any]]:
             unique[launch.key()] = launch
             estimate = tiles.shared_memory(tile, case.work)
             record = {"case": str(case), "kernel": launch.kernel.__name__, "tile": asdict(tile), "estimate": estimate}
-            records.append((asdict(case) | record, launch.key()))
+            records["linear"].append((asdict(case) | record, launch.key()))
+    for case in gates_cases():
+        for launch in device.run_gates(case):
+            unique[launch.key()] = launch
+            records["lstm_gates"].append((asdict(case) | {"kernel": launch.kernel.__name__}, launch.key()))
     _todo[:] = [(device, launch) for launch in unique.values()]
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         found = dict(zip(unique, pool.map(_compiled, range(len(_todo)), chunksize=1), strict=True))
-    return [record | found[key] for record, key in records]
+    return {op: [record | found[key] for record, key in of_op] for op, of_op in records.items()}
 
 
 _todo: list[tuple[Device, Launch]] = []  # inherited by the forks: launches cannot be sent to them

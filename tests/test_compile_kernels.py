@@ -32,8 +32,8 @@ FEW, IN_ACTIVATION = 8, 192
 
 
 @lru_cache
-def compiled(kind: str) -> list[dict]:
-    """All kernels for this kind of GPU."""
+def all_compiled(kind: str) -> dict[str, list[dict]]:
+    """All kernels for this kind of GPU, by op."""
     command = [sys.executable, str(Path(__file__).parent / "compile_kernels.py"), kind]
     if os.environ.get("BLOCKSPARSE_COMPILE") == "all":
         command.append("--all")
@@ -43,6 +43,15 @@ def compiled(kind: str) -> list[dict]:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def compiled(kind: str) -> list[dict]:
+    """The linear products."""
+    return all_compiled(kind)["linear"]
+
+
+def gates(kind: str) -> list[dict]:
+    return all_compiled(kind)["lstm_gates"]
 
 
 def products(kind: str) -> list[dict]:
@@ -117,6 +126,33 @@ def test_wgrad_does_not_spill_and_its_loads_are_wide(kind):
         return spills(record) or not (record["copies"] if gathered else wide(record))
 
     none_of([record for record in products(kind) if record["pass_"] == "wgrad"], wrong)
+
+
+# -- the gates of an LSTM ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_gates_compile_without_spills(kind):
+    none_of(gates(kind), lambda record: "error" in record or record["spilled"] > FEW)
+    kernels = {f"lstm_gates_{pass_}_kernel" for pass_ in ("forward", "backward")}
+    assert {record["kernel"] for record in gates(kind)} == kernels
+
+
+# What loads of so many bytes per thread are called, and wider ones.
+LOADS = {16: ("v4.b32", "v2.b64", "dwordx4")}
+LOADS[8] = (*LOADS[16], "v2.b32", ".b64", "dwordx2")
+LOADS[4] = (*LOADS[8], "global.b32", "dword")
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_gates_load_all_that_is_a_threads_at_once(kind):
+    numbers = 2 if kind.startswith("gfx") else 4  # of 512 among 4 warps
+
+    def wrong(record: dict) -> bool:
+        wide = LOADS[min(numbers * SIZES[record["dtype"]], 16)]
+        return not all(name.endswith(wide) for name in record["loads"])
+
+    none_of([record for record in gates(kind) if record["hidden"] % 16 == 0], wrong)
 
 
 def test_the_rule_knows_blackwell_from_ampere():

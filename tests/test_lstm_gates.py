@@ -13,11 +13,12 @@ from blocksparse.ops.lstm_gates.operands import STATES
 from blocksparse.ops.lstm_gates.specs import SPECS, TEST_SHAPES
 
 CPU = [f"cpu-{isa}" for isa, present in cpu_core.isas().items() if present] if cpu_core.unavailable() is None else []
-TRITON = ["triton"] if "triton" in lstm_gates.IMPLEMENTATIONS and triton_runtime.unavailable() is None else []
+TRITON = ["triton"] if triton_runtime.unavailable() is None else []
 BACKENDS = ["reference", *CPU, *TRITON]
 # Relative L2 error against float64 on the same (rounded) inputs.
 BOUNDS = {torch.float32: 3e-7, torch.float64: 1e-15, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-GPU_BOUNDS = BOUNDS | {torch.float32: 1e-6, torch.float64: 1e-14}
+# Divisions and exponentials of a GPU are approximate; its interpreter truncates to bfloat16.
+GPU_BOUNDS = BOUNDS | {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 8e-3}
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 on_every_cpu = pytest.mark.parametrize("backend", CPU)
@@ -231,6 +232,21 @@ def test_bit_identical_for_any_number_of_threads_and_rows(backend, dtype):
         torch.set_num_threads(threads)
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+@pytest.mark.skipif(not TRITON, reason="no Triton here")
+def test_launches_are_kept_for_rows_that_begin_alike():
+    from blocksparse.ops.lstm_gates.triton import _launch
+
+    def run(first):
+        part = steps[first : first + 64].view(4, 16)
+        lstm_gates.forward(part, None, None, c, h_out=h, c_out=c)
+        return _launch.cache_info().misses
+
+    with running("triton"):
+        steps, c, h = torch.zeros(256), torch.zeros(4, 4), torch.empty(4, 4)
+        _launch.cache_clear()
+        assert [run(first) for first in (0, 64, 1, 5, 128)] == [1, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize("backend", CPU[-1:] + TRITON)

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ..registry import choose
-from . import cpu, reference
+from . import cpu, reference, triton
 
-IMPLEMENTATIONS = {"cpu": cpu, "reference": reference}
+IMPLEMENTATIONS = {"triton": triton, "cpu": cpu, "reference": reference}
 
 
 def backend_for(device: torch.device, dtype: torch.dtype) -> ModuleType:

@@ -32,4 +32,4 @@ SPECS: dict[str, GatesSpec] = {
 }
 
 # Rows and features for tests: none, one, odd ones, fewer features than a vector, more than a part of the CPU's work.
-TEST_SHAPES: tuple[tuple[int, int], ...] = ((0, 8), (1, 1), (1, 9001), (7, 13), (7, 64), (33, 129))
+TEST_SHAPES: tuple[tuple[int, int], ...] = ((0, 8), (1, 1), (1, 4101), (7, 13), (7, 64), (33, 65))

@@ -1,0 +1,138 @@
+"""The Triton kernels of the gates: one pass over memory, a tile of rows and features per program."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _sigmoid(x):
+    small = tl.exp(-tl.abs(x))  # never overflows
+    return tl.where(x < 0, small, 1) / (1 + small)
+
+
+@triton.jit
+def _tanh(x):
+    """Cephes' tanh: a polynomial, or in float64 a rational function, where (1 - e^-2x) / (1 + e^-2x) would cancel."""
+    size = tl.abs(x)
+    near = size < 0.625
+    z = tl.where(near, x, 0)
+    square = z * z
+    if x.dtype == tl.float64:
+        above = (-9.64399179425052238628e-1 * square - 9.92877231001918586564e1) * square - 1.61468768441708447952e3
+        below = (square + 1.12811678491632931402e2) * square + 2.23548839060100448583e3
+        polynomial = above / (below * square + 4.84406305325125486048e3)
+    else:
+        polynomial = (-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2
+        polynomial = (polynomial * square + 1.33314422036e-1) * square - 3.33332819422e-1
+    small = tl.exp(-2 * size)
+    far = (1 - small) / (1 + small)
+    return tl.where(near, z + z * square * polynomial, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _tile(n, hidden, ROWS: tl.constexpr, FEATURES: tl.constexpr):
+    """[ROWS, 1], [1, FEATURES]: the rows and features of this program; which of them there are."""
+    slices = tl.cdiv(hidden, FEATURES)
+    row = (tl.program_id(0) // slices).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    feature = tl.program_id(0) % slices * FEATURES + tl.arange(0, FEATURES)
+    return row[:, None], feature[None, :], (row < n)[:, None] & (feature < hidden)[None, :]
+
+
+@triton.jit
+def _before_gate(z_row, add_row, gain_ptr, feature, last, here, SUM: tl.constexpr):
+    """gain z + add, from pointers of which the last two may be None."""
+    v = tl.load(z_row + feature, mask=here, other=0).to(SUM)
+    if gain_ptr is not None:
+        v *= tl.load(gain_ptr + feature, mask=feature < last, other=0).to(SUM)
+    if add_row is not None:
+        v += tl.load(add_row + feature, mask=here, other=0).to(SUM)
+    return v
+
+
+@triton.jit
+def lstm_gates_forward_kernel(
+    z_ptr,  # [n, 4 hidden]
+    add_ptr,  # [n, 4 hidden], or [4 hidden] with stride 0, or None
+    gain_ptr,  # [4 hidden] or None
+    c_ptr,  # [n, hidden]
+    h_ptr,  # [n, hidden]
+    c_out_ptr,  # [n, hidden]
+    gates_ptr,  # [n, 4 hidden] or None
+    n,
+    hidden,
+    z_stride,
+    add_stride,
+    c_stride,
+    h_stride,
+    c_out_stride,
+    gates_stride,
+    SUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    row, j, here = _tile(n, hidden, ROWS, FEATURES)
+    z = z_ptr + row * z_stride
+    add = None if add_ptr is None else add_ptr + row * add_stride
+    i = _sigmoid(_before_gate(z, add, gain_ptr, j, hidden, here, SUM))
+    f = _sigmoid(_before_gate(z, add, gain_ptr, hidden + j, 2 * hidden, here, SUM))
+    g = _tanh(_before_gate(z, add, gain_ptr, 2 * hidden + j, 3 * hidden, here, SUM))
+    o = _sigmoid(_before_gate(z, add, gain_ptr, 3 * hidden + j, 4 * hidden, here, SUM))
+    c = f * tl.load(c_ptr + row * c_stride + j, mask=here, other=0) + i * g
+    tl.store(c_out_ptr + row * c_out_stride + j, c, mask=here)
+    tl.store(h_ptr + row * h_stride + j, o * _tanh(c), mask=here)
+    if gates_ptr is not None:
+        gates = gates_ptr + row * gates_stride + j
+        tl.store(gates, i, mask=here)
+        tl.store(gates + hidden, f, mask=here)
+        tl.store(gates + 2 * hidden, g, mask=here)
+        tl.store(gates + 3 * hidden, o, mask=here)
+
+
+@triton.jit
+def lstm_gates_backward_kernel(
+    gates_ptr,  # [n, 4 hidden]
+    c_before_ptr,  # [n, hidden], as all without another shape
+    c_ptr,
+    grad_h_ptr,  # or None
+    grad_y_ptr,  # or None
+    grad_c_ptr,  # or None
+    grad_pre_ptr,  # [n, 4 hidden]
+    grad_c_before_ptr,
+    n,
+    hidden,
+    gates_stride,
+    c_before_stride,
+    c_stride,
+    grad_h_stride,
+    grad_y_stride,
+    grad_c_stride,
+    grad_pre_stride,
+    grad_c_before_stride,
+    SUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    row, j, here = _tile(n, hidden, ROWS, FEATURES)
+    gates = gates_ptr + row * gates_stride + j
+    i = tl.load(gates, mask=here, other=0).to(SUM)
+    f = tl.load(gates + hidden, mask=here, other=0).to(SUM)
+    g = tl.load(gates + 2 * hidden, mask=here, other=0).to(SUM)
+    o = tl.load(gates + 3 * hidden, mask=here, other=0).to(SUM)
+    c_before = tl.load(c_before_ptr + row * c_before_stride + j, mask=here, other=0)
+    t = _tanh(tl.load(c_ptr + row * c_stride + j, mask=here, other=0))
+    at_h = tl.zeros((ROWS, FEATURES), SUM)
+    if grad_h_ptr is not None:
+        at_h += tl.load(grad_h_ptr + row * grad_h_stride + j, mask=here, other=0).to(SUM)
+    if grad_y_ptr is not None:
+        at_h += tl.load(grad_y_ptr + row * grad_y_stride + j, mask=here, other=0).to(SUM)
+    at_c = at_h * o * (1 - t * t)
+    if grad_c_ptr is not None:
+        at_c += tl.load(grad_c_ptr + row * grad_c_stride + j, mask=here, other=0)
+    tl.store(grad_c_before_ptr + row * grad_c_before_stride + j, at_c * f, mask=here)
+    grad_pre = grad_pre_ptr + row * grad_pre_stride + j
+    tl.store(grad_pre, at_c * g * (i * (1 - i)), mask=here)
+    tl.store(grad_pre + hidden, at_c * c_before * (f * (1 - f)), mask=here)
+    tl.store(grad_pre + 2 * hidden, at_c * i * (1 - g * g), mask=here)
+    tl.store(grad_pre + 3 * hidden, at_h * t * (o * (1 - o)), mask=here)
