@@ -1,5 +1,7 @@
 """Corpora and labelled texts of files at hand: what is read, in which order, and what is refused where."""
 
+import os
+
 import pytest
 
 from blocksparse import BlockSparseError
@@ -108,6 +110,19 @@ def test_imdb_holds_out_a_stratified_part_of_train(tmp_path):
     }
     assert reviews.load("imdb", tmp_path / "aclImdb") == splits
     assert reviews.load("imdb", tmp_path, seed=1).validation != splits.validation
+
+
+@pytest.mark.skipif("BLOCKSPARSE_TEST_DATA" not in os.environ, reason="BLOCKSPARSE_TEST_DATA, the real files, not set")
+def test_the_published_files():
+    folder = os.environ["BLOCKSPARSE_TEST_DATA"]
+    splits = reviews.load("sst", folder)
+    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [6920, 872, 1821]
+    assert splits.validation.texts[0] == "One long string of cliches."
+    splits = reviews.load("imdb", folder)
+    assert [sum(part.labels) for part in (splits.train, splits.validation, splits.test)] == [11250, 1250, 12500]
+    data = corpora.load("imdb", folder)
+    assert data.count(b"\n") == 50_000
+    assert data.endswith(b" ")
 
 
 def test_missing_and_broken_files(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -98,12 +99,14 @@ def sentiment(
         "settings": settings,
         "result": result.as_dict(),
     }
-    written = f"wrote {base}.json"
-    base.with_name(f"{base.name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if result.unit is not None:
-        recipe.picture(base.with_name(f"{base.name}.png"), result, report.where(facts))
-        written += " and .png"
-    console.print(written, highlight=False, soft_wrap=True)
+    try:
+        base.with_name(f"{base.name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        if result.unit is not None:
+            recipe.picture(base.with_name(f"{base.name}.png"), result, report.where(facts))
+    except OSError as error:
+        raise BlockSparseError.expected("out", "a folder with room to write to", f"{base}: {error.strerror}") from error
+    picture = " and .png" if result.unit is not None else ""
+    console.print(f"wrote {base}.json{picture}", highlight=False, soft_wrap=True)
 
 
 _COLUMNS = (
@@ -136,17 +139,21 @@ def _table(result: Result) -> Table:
     for name in ("train", "validation", "test", "test error"):
         table.add_column(name, justify="right", no_wrap=True)
     probe, unit, words = result.probe, result.unit, result.baseline
-    title = f"probe, {probe.used:,} of {result.width:,} features, C {probe.strength:g}"
+    title = f"probe, {probe.used:,} of {result.width:,} features, C {_power(probe.strength)}"
     rows: list[tuple[str, Any, str | None]] = [(title, probe, "bold")]
     if unit is not None:
         rows.append((f"unit {unit.index} alone", unit, None))
     if words is not None:
-        rows.append((f"TF-IDF, {words.terms:,} terms, C {words.strength:g}", words, None))
+        rows.append((f"TF-IDF, {words.terms:,} terms, C {_power(words.strength)}", words, None))
     for title, of, style in rows:
         table.add_row(
             title, *(f"{100 * part:.1f} %" for part in (of.train, of.validation, of.test, 1 - of.test)), style=style
         )
     return table
+
+
+def _power(strength: float) -> str:
+    return f"2^{math.log2(strength):g}"
 
 
 def _remarks(result: Result) -> list[str]:
@@ -157,5 +164,5 @@ def _remarks(result: Result) -> list[str]:
         remarks.append("the solver stopped at its limit of iterations: the coefficients are not quite the best")
     strengths = list(result.probe.tried)
     if result.unit is not None and result.probe.strength == strengths[-1]:
-        remarks.append(f"C {strengths[-1]:g} is the largest that was tried")
+        remarks.append(f"C {_power(strengths[-1])} is the largest that was tried")
     return remarks

@@ -60,7 +60,7 @@ def features(
         float32 `[texts, width]`, of the cell state's last layer.
 
     Raises:
-        BlockSparseError: a model whose state is not finite.
+        BlockSparseError: no texts, a model whose state is not finite.
 
     >>> import torch
     >>> from blocksparse.recipes.sentiment import features
@@ -99,6 +99,8 @@ def features(
                     now = int(np.searchsorted(lengths[rows], end, side="right"))
                     if now > ended:
                         done = state[-1][-1, : now - ended].float().cpu().numpy()
+                        if not np.isfinite(done).all():
+                            raise BlockSparseError.expected("model", "a finite state after a text", "infinity or NaN")
                         if out is None:
                             out = np.empty((len(texts), done.shape[1]), dtype=np.float32)
                         out[rows[ended:now]] = done
@@ -111,8 +113,6 @@ def features(
         model.train(training)
     if out is None:
         raise BlockSparseError.expected("texts", "one or more", "none")
-    if not np.isfinite(out).all():
-        raise BlockSparseError.expected("model", "a finite state after every text", "infinite or NaN features")
     return out
 
 
