@@ -13,6 +13,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout, is_int
 from ..nn import LSTM, MultiplicativeLSTM, SmallWorldLSTM
 from ..nn.recurrent import State
+from ..ops.recurrent import linear_of
 
 CELLS = ("lstm", "mlstm", "smallworld")
 PATTERNS = ("dense", "barabasi_albert", "watts_strogatz", "random")
@@ -125,13 +126,14 @@ class CharLM(nn.Module):
 
     def forward(self, text: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         y, state = self._hidden(text, state)
-        return self.outlet(y), state
+        return linear_of(y.flatten(0, 1), self.outlet.weight, None, self.outlet.bias).unflatten(0, y.shape[:2]), state
 
     def _hidden(self, text: Tensor, state: State | None) -> tuple[Tensor, State]:
         if not isinstance(text, Tensor) or text.dim() != 2 or text.is_floating_point() or text.is_complex():
             got = f"{list(text.shape)}, {text.dtype}" if isinstance(text, Tensor) else type(text).__name__
             raise BlockSparseError.expected("text", "integer bytes [steps, batch]", got)
-        return self.recurrent(self.embedding(text.int()), state or self.initial_state(text.shape[1]))
+        state = state or self.initial_state(text.shape[1])
+        return self.recurrent(text.long(), state, table=self.embedding.weight)
 
 
 def parameter_count(config: CharLMConfig) -> int:

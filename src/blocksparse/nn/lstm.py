@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ..layout import BlockLayout
 from ..ops import recurrent
+from ..ops.checks import needs_grad
 from ..ops.recurrent import Steps, scan
-from .recurrent import Recurrent, cast, fitting
+from .module import Weight
+from .recurrent import Recurrent, State, cast, fitting, pad
 
 
 class LSTM(Recurrent):
@@ -102,13 +105,44 @@ class LSTM(Recurrent):
         if self.proj_size:
             self._add_weight(f"weight_hr{suffix}", 1, self._output, hidden, self._proj_layout)
 
-    def _run(self, suffix: str, x: Tensor, h: Tensor, c: Tensor, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, input: Tensor | PackedSequence, hx: State | None = None, *, table: Tensor | None = None
+    ) -> tuple[Any, State]:
+        x = input.data if isinstance(input, PackedSequence) else input
+        if table is not None or not isinstance(x, Tensor) or not self._is_torchs(x, hx):
+            return super().forward(input, hx, table=table)
+        rows, sizes, restore = self._rows(input, None)
+        h, c = self._initial(hx, sizes[0], rows, input)
+        options = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional
+        state = [h, c.to(h.dtype)]
+        if isinstance(input, PackedSequence):
+            y, h, c = torch._VF.lstm(rows, input.batch_sizes, state, self._flat_weights(), *options)
+        else:
+            y, h, c = torch._VF.lstm(rows.view(len(sizes), sizes[0], -1), state, self._flat_weights(), *options, False)
+        return restore(y.flatten(0, -2), h, c if hx is None else c.to(hx[1].dtype))
+
+    def _is_torchs(self, x: Tensor, hx: State | None) -> bool:
+        """Whether PyTorch's own kernels are better: cuDNN's on a GPU, oneDNN's where nothing is trained."""
+        if any(isinstance(weight, Weight) for weight in self.children()):
+            return False
+        return x.device.type == "cuda" or not needs_grad(x, *(hx or ()), *self.parameters())
+
+    def _flat_weights(self) -> list[Tensor]:
+        names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else [])]
+        names += ["weight_hr"] if self.proj_size else []
+        cells = [(layer, direction) for layer in range(self.num_layers) for direction in range(self.directions)]
+        return [getattr(self, name + self._suffix(*cell)) for cell in cells for name in names]
+
+    def _run(
+        self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
+    ) -> tuple[Tensor, ...]:
         bias = getattr(self, f"bias_ih{suffix}") + getattr(self, f"bias_hh{suffix}") if self.bias else None
-        inputs = self._product(x, f"weight_ih{suffix}", bias)
+        input_weight, input_layout = self._weight(f"weight_ih{suffix}")
         weight, layout = self._weight(f"weight_hh{suffix}")
         weights, projection = [weight], None
         if self.proj_size:
             projected, projection = self._weight(f"weight_hr{suffix}")
             weights.append(projected)
-        h, *weights = cast(inputs, h, *weights)
-        return scan(recurrent.LSTM(steps, layout, projection), inputs, h, c, *weights)
+        x, h, input_weight, bias, *weights = cast(x, h, input_weight, bias, *weights)
+        cell = recurrent.LSTM(steps, input_layout, layout, projection)
+        return scan(cell, pad(x, input_layout), index, h, c, input_weight, bias, *weights)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..layout import BlockLayout
 from ..ops import recurrent
 from ..ops.recurrent import Steps, scan
-from .recurrent import Recurrent, cast, fitting
+from .recurrent import Recurrent, cast, fitting, pad
 from .weight_norm import l2_normalize, norms
 
 
@@ -113,12 +113,12 @@ class MultiplicativeLSTM(Recurrent):
             return l2_normalize(weight, layout, gain), layout
         return torch._weight_norm(weight, gain.unsqueeze(1), 0), None
 
-    def _run(self, suffix: str, x: Tensor, h: Tensor, c: Tensor, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
+    def _run(
+        self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
+    ) -> tuple[Tensor, ...]:
         bias = getattr(self, f"bias{suffix}") if self.bias else None
-        inputs = self._product(x, f"weight_ih{suffix}", bias)
-        factors = self._product(x, f"weight_im{suffix}")
-        weight, layout = self._weight(f"weight_mh{suffix}")
-        factor_weight, factor_layout = self._weight(f"weight_hm{suffix}")
-        h, weight, factor_weight = cast(inputs, h, weight, factor_weight)
-        cell = recurrent.MultiplicativeLSTM(steps, layout, factor_layout)
-        return scan(cell, inputs, factors, h, c, weight, factor_weight)
+        pairs = [self._weight(f"weight_{name}{suffix}") for name in ("ih", "im", "mh", "hm")]
+        weights, layouts = zip(*pairs, strict=True)
+        x, h, bias, input_weight, *rest = cast(x, h, bias, *weights)
+        cell = recurrent.MultiplicativeLSTM(steps, *layouts)
+        return scan(cell, pad(x, layouts[0]), index, h, c, input_weight, bias, *rest)

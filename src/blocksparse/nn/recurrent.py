@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,8 +84,10 @@ class Recurrent(nn.Module):
         """Makes the parameters of one cell."""
         raise NotImplementedError
 
-    def _run(self, suffix: str, x: Tensor, h: Tensor, c: Tensor, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
-        """One cell over the rows x of all steps: outputs `[rows, output]`, final h and c."""
+    def _run(
+        self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
+    ) -> tuple[Tensor, ...]:
+        """One cell over all steps, whose inputs are the rows of x, or those of x by index: y `[rows, output]`, h, c."""
         raise NotImplementedError
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -118,9 +122,7 @@ class Recurrent(nn.Module):
     def _product(self, x: Tensor, name: str, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for all steps at once."""
         weight, layout = self._weight(name)
-        if layout is not None and layout.shape[1] != x.shape[1]:
-            x = F.pad(x, (0, layout.shape[1] - x.shape[1]))
-        return linear_of(x, weight, layout, bias)
+        return linear_of(pad(x, layout), weight, layout, bias)
 
     def reset_parameters(self) -> None:
         """Draws all parameters anew: uniform within 1 / sqrt(fan_in), for dense weights 1 / sqrt(hidden_size)."""
@@ -162,12 +164,18 @@ class Recurrent(nn.Module):
     def _inputs_of(self, layer: int) -> int:
         return (self.proj_size or self.hidden_size) * self.directions if layer else self.input_size
 
-    def forward(self, input: Tensor | PackedSequence, hx: State | None = None) -> tuple[Tensor | PackedSequence, State]:
-        data, sizes, unbatch = self._rows(input)
-        order = input.sorted_indices if isinstance(input, PackedSequence) else None
-        batch = sizes[0]
-        hs, cs = self._initial(hx, batch, data, order, unbatched=isinstance(input, Tensor) and input.dim() == 2)
-        finals: list[tuple[Tensor, Tensor]] = []
+    def forward(
+        self, input: Tensor | PackedSequence, hx: State | None = None, *, table: Tensor | None = None
+    ) -> tuple[Any, State]:
+        """The outputs and the final h and c, as of torch.nn.LSTM.
+
+        With a `table` `[n, input_size]` the inputs are rows of it, and `input` holds their numbers: int64
+        `[steps, batch]`, or batch first, or packed. The product of the inputs is then made for the table, once.
+        """
+        rows, sizes, restore = self._rows(input, table)
+        data, index = (rows, None) if table is None else (table, rows.squeeze(1))
+        hs, cs = self._initial(hx, sizes[0], data, input)
+        real, finals = self.proj_size or self.hidden_size, []
         for layer in range(self.num_layers):
             if layer and self.dropout:
                 data = F.dropout(data, self.dropout, self.training)
@@ -175,70 +183,66 @@ class Recurrent(nn.Module):
             for direction in range(self.directions):
                 cell = layer * self.directions + direction
                 steps = Steps(sizes, reverse=bool(direction))
-                y, h, c = self._run(self._suffix(layer, direction), data, hs[cell], cs[cell], steps)
-                outputs.append(y[:, : self.proj_size or self.hidden_size])
-                finals.append((h[:, : self.proj_size or self.hidden_size], c[:, : self.hidden_size]))
-            data = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
-        h = torch.stack([h for h, _ in finals])
-        c = torch.stack([c for _, c in finals])
-        c = c.to(hx[1].dtype if hx is not None else data.dtype)
-        return unbatch(data, h, c)
+                y, h, c = self._run(self._suffix(layer, direction), data, index, hs[cell], cs[cell], steps)
+                outputs.append(y if y.shape[1] == real else y[:, :real])
+                finals.append((h[:, :real], c[:, : self.hidden_size]))
+            data, index = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0], None
+        h, c = (torch.stack(states) for states in zip(*finals, strict=True))
+        return restore(data, h, c.to(data.dtype if hx is None else hx[1].dtype))
 
-    def _rows(self, input: Tensor | PackedSequence):
-        """The input as rows in time order, the rows of each step, and how the results get the input's form."""
+    def _rows(self, input: Any, table: Tensor | None) -> tuple[Tensor, tuple[int, ...], Callable[..., Any]]:
+        """The input as rows in time order, the rows of each step, and what gives the results the input's form."""
+        data = input.data if isinstance(input, PackedSequence) else input
+        if not isinstance(data, Tensor):
+            raise BlockSparseError.expected("input", "a tensor or a PackedSequence", type(data).__name__)
+        dims: tuple[int, ...] = (2,) if isinstance(input, PackedSequence) else (2, 3)
+        size = self.input_size
+        if table is not None:
+            if table.dim() != 2 or table.shape[1] != self.input_size:
+                raise BlockSparseError.expected("table", f"[n, {self.input_size}]", list(table.shape))
+            if data.dtype != torch.int64:
+                raise BlockSparseError.expected("input", "int64 rows of the table", data.dtype)
+            data, size = data.unsqueeze(-1), 1
+        if data.dim() not in dims or data.shape[-1] != size or 0 in data.shape[:-1]:
+            form = (
+                "rows" if isinstance(input, PackedSequence) else "batch, steps" if self.batch_first else "steps, batch"
+            )
+            form += "" if table is not None else f", {self.input_size}"
+            raise BlockSparseError.expected("input", f"[{form}], none of them 0", list(data.shape))
         if isinstance(input, PackedSequence):
-            self._check_input(input.data, (2,))
-            sizes = tuple(int(size) for size in input.batch_sizes)
-            back = input.unsorted_indices
+            return data, tuple(input.batch_sizes.tolist()), partial(_packed, input)
+        unbatched = data.dim() == 2
+        data = data.unsqueeze(1) if unbatched else data.transpose(0, 1) if self.batch_first else data
+        steps, batch = data.shape[:2]
 
-            def packed(y: Tensor, h: Tensor, c: Tensor):
-                if back is not None:
-                    h, c = h.index_select(1, back), c.index_select(1, back)
-                return PackedSequence(y, input.batch_sizes, input.sorted_indices, back), (h, c)
-
-            return input.data, sizes, packed
-        self._check_input(input, (2, 3))
-        x = input.unsqueeze(1) if input.dim() == 2 else input.transpose(0, 1) if self.batch_first else input
-        steps, batch = x.shape[:2]
-        if steps == 0 or batch == 0:
-            raise BlockSparseError.expected("input", "at least one step and one sequence", list(input.shape))
-
-        def plain(y: Tensor, h: Tensor, c: Tensor):
+        def restore(y: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, State]:
             y = y.unflatten(0, (steps, batch))
-            if input.dim() == 2:
+            if unbatched:
                 return y.squeeze(1), (h.squeeze(1), c.squeeze(1))
             return y.transpose(0, 1) if self.batch_first else y, (h, c)
 
-        return x.reshape(steps * batch, -1), (batch,) * steps, plain
+        return data.reshape(steps * batch, size), (batch,) * steps, restore
 
-    def _check_input(self, x: Any, dims: tuple[int, ...]) -> None:
-        if not isinstance(x, Tensor):
-            raise BlockSparseError.expected("input", "a tensor or a PackedSequence", type(x).__name__)
-        if x.dim() not in dims or x.shape[-1] != self.input_size:
-            form = "[batch, steps" if self.batch_first else "[steps, batch"
-            form = "[rows" if dims == (2,) else form
-            raise BlockSparseError.expected("input", f"{form}, {self.input_size}]", list(x.shape))
-
-    def _initial(
-        self, hx: State | None, batch: int, like: Tensor, order: Tensor | None, unbatched: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _initial(self, hx: State | None, batch: int, like: Tensor, input: Any) -> tuple[Tensor, Tensor]:
         """The initial states of all cells, padded; c in float32 or float64."""
         cells = self.num_layers * self.directions
-        (x,) = autocast(like, like, None)[:1]
-        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+        narrow = autocast(like, like, None)[0].dtype
+        wide = torch.float64 if narrow == torch.float64 else torch.float32
         if hx is None:
-            return x.new_zeros(cells, batch, self._output), x.new_zeros(cells, batch, self._hidden, dtype=wide)
+            h = like.new_zeros(cells, batch, self._output, dtype=narrow)
+            return h, like.new_zeros(cells, batch, self._hidden, dtype=wide)
         states = []
         for name, state, real, padded, dtype in (
-            ("h", hx[0], self.proj_size or self.hidden_size, self._output, x.dtype),
+            ("h", hx[0], self.proj_size or self.hidden_size, self._output, narrow),
             ("c", hx[1], self.hidden_size, self._hidden, wide),
         ):
-            shape = (cells, real) if unbatched else (cells, batch, real)
-            if tuple(state.shape) != shape:
-                raise BlockSparseError.expected(f"the initial {name}", list(shape), list(state.shape))
-            state = state.unsqueeze(1) if unbatched else state
-            state = state if order is None else state.index_select(1, order)
-            states.append(F.pad(state, (0, padded - real)).to(dtype) if padded != real else state.to(dtype))
+            # Of one sequence without a batch the states have none either.
+            state = state.unsqueeze(1) if state.dim() == 2 and batch == 1 else state
+            if tuple(state.shape) != (cells, batch, real):
+                raise BlockSparseError.expected(f"the initial {name}", [cells, batch, real], list(state.shape))
+            if isinstance(input, PackedSequence) and input.sorted_indices is not None:
+                state = state.index_select(1, input.sorted_indices)
+            states.append((F.pad(state, (0, padded - real)) if padded != real else state).to(dtype))
         return states[0], states[1]
 
     def extra_repr(self) -> str:
@@ -263,10 +267,22 @@ def fitting(layout: BlockLayout | None, out: int, in_: int) -> BlockLayout | Non
     return layout if layout.shape[1] == padded[1] and layout.shape[0] in (padded[0], 4 * padded[0]) else None
 
 
-def cast(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype that products with x have: under autocast another one than x's."""
+def cast(x: Tensor, *tensors: Tensor | None) -> list[Any]:
+    """x and the tensors in the dtype that products with x have: under autocast another one than x's."""
     dtype = autocast(x, x, None)[0].dtype
-    return tuple(tensor.to(dtype) for tensor in tensors)
+    return [None if tensor is None else tensor.to(dtype) for tensor in (x, *tensors)]
+
+
+def pad(x: Tensor, layout: BlockLayout | None) -> Tensor:
+    """x with as many features as the layout of its weight has inputs."""
+    return x if layout is None or layout.shape[1] == x.shape[1] else F.pad(x, (0, layout.shape[1] - x.shape[1]))
+
+
+def _packed(input: PackedSequence, y: Tensor, h: Tensor, c: Tensor) -> tuple[PackedSequence, State]:
+    back = input.unsorted_indices
+    if back is not None:
+        h, c = h.index_select(1, back), c.index_select(1, back)
+    return PackedSequence(y, input.batch_sizes, input.sorted_indices, back), (h, c)
 
 
 def _stacked(layout: BlockLayout, times: int) -> BlockLayout:

@@ -120,7 +120,9 @@ class SmallWorldLSTM(Recurrent):
         else:
             super()._reset(name, parameter, bound)
 
-    def _run(self, suffix: str, x: Tensor, h: Tensor, c: Tensor, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
+    def _run(
+        self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
+    ) -> tuple[Tensor, ...]:
         inputs = []
         for name in self._input_names:
             gain, bias = getattr(self, f"gain_{name}{suffix}"), getattr(self, f"bias_{name}{suffix}")
@@ -130,8 +132,8 @@ class SmallWorldLSTM(Recurrent):
         names = [*self._step_names, "gates"]
         weights, layouts = zip(*(self._weight(f"weight_{name}{suffix}") for name in names), strict=True)
         norms = [getattr(self, f"{kind}_{name}{suffix}") for kind in ("gain", "bias") for name in names]
-        h, *parameters = cast(factors, h, *weights, *norms)
-        return scan(recurrent.SmallWorldLSTM(steps, layouts), factors, terms, h, c, *parameters)
+        _, h, *parameters = cast(factors, h, *weights, *norms)
+        return scan(recurrent.SmallWorldLSTM(steps, layouts), factors, terms, index, h, c, *parameters)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, depth={self.depth}"

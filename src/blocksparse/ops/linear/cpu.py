@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...layout import BlockLayout
-from .. import cpu_core
+from .. import cpu_core, workspace
 from .plan import block_plan, row_plan
 
 DTYPES = {
@@ -31,11 +31,14 @@ def linear(
     layout: BlockLayout,
     transpose: bool,
     activation: str | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     x, values = _features_contiguous(x), values.contiguous()
     bias = None if bias is None else bias.contiguous()
     plan = row_plan(layout, transpose)
-    y = torch.empty(x.shape[0], layout.shape[1 if transpose else 0], dtype=x.dtype)
+    y = out
+    if y is None:
+        y = workspace.empty((x.shape[0], layout.shape[1 if transpose else 0]), x.dtype, x.device)
     cpu_core.core().linear(
         isa=cpu_core.isa(),
         dtype=DTYPES[x.dtype],

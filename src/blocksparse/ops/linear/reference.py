@@ -22,8 +22,9 @@ def linear(
     layout: BlockLayout,
     transpose: bool,
     activation: str | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`[tokens, in] -> [tokens, out]`: activation(x W^T + bias), or x W with `transpose`."""
+    """`[tokens, in] -> [tokens, out]`: activation(x W^T + bias), or x W with `transpose`; into `out`, if given."""
     rows, cols = block_coordinates(layout, x.device)
     grid, block = layout.grid, layout.block_shape
     if transpose:
@@ -35,7 +36,8 @@ def linear(
     y = y.reshape(-1, grid[0] * block[0])
     if bias is not None:
         y = y + bias.to(wide)
-    return ACTIVATIONS[activation](y).to(x.dtype)
+    y = ACTIVATIONS[activation](y).to(x.dtype)
+    return y if out is None else out.copy_(y)
 
 
 def linear_wgrad(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout) -> torch.Tensor:

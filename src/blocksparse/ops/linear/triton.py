@@ -130,9 +130,10 @@ def linear(
     layout: BlockLayout | TracedLayout,
     transpose: bool,
     activation: str | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     tokens, out_blocks, height = x.shape[0], layout.grid[transpose], layout.block_shape[transpose]
-    y = torch.empty(tokens, out_blocks * height, dtype=x.dtype, device=x.device)
+    y = torch.empty(tokens, out_blocks * height, dtype=x.dtype, device=x.device) if out is None else out
     if tokens == 0:
         return y
     x, values = _features_contiguous(x), values.contiguous()

@@ -2,92 +2,111 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
-from .. import lstm_gates
+from .. import lstm_gates, workspace
 from .product import Product, linear_of
+from .rows import Rows, collected, gathered
 from .steps import Returning, Steps, Trajectory
 
 
 @dataclass(frozen=True)
 class LSTM:
-    """i, f, g, o = inputs + h W^T;  c = sig(f) c + sig(i) tanh(g);  h = sig(o) tanh(c), or its projection.
+    """i, f, g, o = x V^T + b + h W^T;  c = sig(f) c + sig(i) tanh(g);  h = sig(o) tanh(c), or its projection.
 
     Args:
         steps: of the sequences.
-        layout: of the recurrent weight `[4 hidden, output]`; None if it is dense.
-        projection: of the weight `[output, hidden]` that h is projected with; None if it is dense.
+        input_layout: of V `[4 hidden, input]`; None if it is dense, and so the others.
+        layout: of W `[4 hidden, output]`.
+        projection: of the weight `[output, hidden]` that h is projected with.
 
-    The tensors: inputs `[rows, 4 hidden]` with their bias; h `[batch, output]`, c `[batch, hidden]`; the recurrent
-    weight; the projection's, if there is one. The outputs: y `[rows, output]`; the final h and c.
+    The tensors: x `[rows, input]`, index None, or a table x `[n, input]` and the index `[rows]` of each row in it, so
+    that the inputs' product is that of the table only; h `[batch, output]`, c `[batch, hidden]`; V; b `[4 hidden]` or
+    None; W; the projection's weight, if there is one. The outputs: y `[rows, output]`; the final h and c.
     """
 
     steps: Steps
-    layout: BlockLayout | None
+    input_layout: BlockLayout | None = None
+    layout: BlockLayout | None = None
     projection: BlockLayout | None = None
 
-    def definition(self, inputs: Tensor, h: Tensor, c: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def definition(self, x, index, h, c, input_weight, bias, *weights):
         def step(z: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
             h, c = gates(z + linear_of(h, weights[0], self.layout), c)
             return (linear_of(h, weights[1], self.projection) if len(weights) == 2 else h), c
 
-        return unrolled(self.steps, step, (inputs,), h, c)
+        inputs = linear_of(x, input_weight, self.input_layout, bias)
+        return unrolled(self.steps, step, (gathered(inputs, index),), h, c)
 
-    def forward(self, inputs: Tensor, h: Tensor, c: Tensor, *weights: Tensor, keep: bool):
-        steps, hidden = self.steps, c.shape[1]
+    def forward(self, x, index, h, c, input_weight, bias, *weights, keep):
+        steps = self.steps
         recurrent, *projection = self._products(weights)
         hs, cs = Trajectory(steps, h), Trajectory(steps, c)
-        gates = inputs.new_empty(inputs.shape) if keep else None
-        raw = inputs.new_empty(steps.rows, hidden) if projection else hs.all_after
-        add, left = steps.cut(inputs), steps.cut(raw)
-        activated = steps.cut(gates) if keep else [None] * len(steps.sizes)
-        run = lstm_gates.backend_for(inputs.device, inputs.dtype).forward
+        pre = workspace.empty((len(x), 4 * c.shape[1]), x.dtype, x.device)
+        Product(input_weight, self.input_layout, len(x)).forward(x, bias, out=pre)
+        inputs = Rows(steps, pre, index)
+        # The activated gates take the place of the inputs' product where there is one of each row.
+        gates = pre if index is None else workspace.empty((steps.rows, pre.shape[1]), x.dtype, x.device)
+        raw = workspace.empty((steps.rows, c.shape[1]), x.dtype, x.device) if projection else hs.all_after
+        activated, left = steps.cut(gates), steps.cut(raw)
+        run = lstm_gates.backend_for(x.device, x.dtype).forward
         for t in steps.order:
             z = recurrent.forward(hs.before[t])
-            run(z, add[t], None, cs.before[t], h_out=left[t], c_out=cs.after[t], gates_out=activated[t])
-            cs.advance(t)
+            into = activated[t] if keep else None
+            run(z, inputs[t], None, cs.before[t], h_out=left[t], c_out=cs.after[t], gates_out=into)
             if projection:
-                hs.after[t].copy_(projection[0].forward(left[t]))
+                projection[0].forward(left[t], out=hs.after[t])
             hs.advance(t)
-        outputs = hs.all_after, hs.final.clone(), cs.final.clone()
-        if not keep:
-            return outputs, ()
-        return outputs, (gates, hs.all_before, cs.all_before, cs.all_after, *([raw] if projection else ()))
+            cs.advance(t)
+        kept = (gates, hs.all_before, cs.all_before, cs.all_after, *([raw] if projection else ()))
+        return outputs(hs, cs), kept if keep else ()
 
-    def backward(self, tensors, kept, grads):
-        steps, weights = self.steps, tensors[3:]
+    def backward(self, tensors, kept, grads, needed):
+        steps, (x, index, _, _, input_weight, _, *weights) = self.steps, tensors
         gates, h_before, c_before, c_after, *raw = kept
         grad_y, grad_h, grad_c = grads
         recurrent, *projection = self._products(weights)
-        grad_inputs = torch.empty_like(gates)
-        grad_projected = torch.empty_like(grad_y) if projection else None
+        grad_pre = workspace.empty_like(gates)
         dh, dc = Returning(steps, grad_h), grad_c.clone()
-        views = [steps.cut(each) for each in (gates, c_before, c_after, grad_y.contiguous(), grad_inputs)]
+        views = [steps.cut(each) for each in (gates, c_before, c_after, grad_y.contiguous(), grad_pre)]
+        if projection:
+            grad_projected = torch.empty_like(grad_y)
+            projected = steps.cut(grad_projected)
         run = lstm_gates.backend_for(gates.device, gates.dtype).backward
         for t in reversed(steps.order):
-            activated, before, after, grad_output, grad_z = (view[t] for view in views)
-            grad, size = dh.at(t), steps.sizes[t]
+            activated, before, after, from_y, grad_z = (view[t] for view in views)
+            from_h, grad_state = dh.at(t), dc[: steps.sizes[t]]
             if projection:
-                into = steps.cut(grad_projected)[t]
-                torch.add(grad, grad_output, out=into)
-                grad, grad_output = projection[0].dgrad(into), None
-            carried = dc[:size]
-            run(activated, before, after, grad, grad_output, carried, grad_pre_out=grad_z, grad_c_out=carried)
+                torch.add(from_h, from_y, out=projected[t])
+                from_h = projection[0].dgrad(projected[t])
+            run(
+                activated,
+                before,
+                after,
+                from_h,
+                None if projection else from_y,
+                grad_state,
+                grad_pre_out=grad_z,
+                grad_c_out=grad_state,
+            )
             dh.set(t, recurrent.dgrad(grad_z))
-        grad_weights = [recurrent.wgrad(grad_inputs, h_before)]
+        of_inputs = Product(input_weight, self.input_layout, len(x)).backward(
+            collected(grad_pre, x, index), x, needed[0], needed[5]
+        )
+        grad_x, grad_input_weight, grad_bias = of_inputs
+        grad_weights = [recurrent.wgrad(grad_pre, h_before)]
         if projection:
             grad_weights.append(projection[0].wgrad(grad_projected, raw[0]))
-        return grad_inputs, dh.initial, dc, *grad_weights
+        return grad_x, None, dh.initial, dc, grad_input_weight, grad_bias, *grad_weights
 
-    def _products(self, weights: tuple[Tensor, ...]) -> list[Product]:
-        return [
-            Product(weight, layout, self.steps.batch)
-            for weight, layout in zip(weights, (self.layout, self.projection), strict=False)
-        ]
+    def _products(self, weights: Sequence[Tensor]) -> list[Product]:
+        layouts = (self.layout, self.projection)[: len(weights)]
+        return [Product(weight, layout, self.steps.batch) for weight, layout in zip(weights, layouts, strict=True)]
 
 
 def gates(pre: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +116,15 @@ def gates(pre: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     return (torch.sigmoid(o) * torch.tanh(c)).to(pre.dtype), c
 
 
-def unrolled(steps: Steps, step, inputs: tuple[Tensor, ...], h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def outputs(hs: Trajectory, cs: Trajectory) -> tuple[Tensor, Tensor, Tensor]:
+    """y and the final states, in memory of their own: users write into what they are given."""
+    y = workspace.empty_like(hs.all_after).copy_(hs.all_after)
+    return y, hs.final.clone(), cs.final.clone()
+
+
+def unrolled(
+    steps: Steps, step: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor], h: Tensor, c: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The outputs of `step(*inputs of t, h, c) -> h, c`, called for one step after the other."""
     cut = [steps.cut(each) for each in inputs]
     ys: dict[int, Tensor] = {}

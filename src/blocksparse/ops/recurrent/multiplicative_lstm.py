@@ -8,87 +8,95 @@ import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
-from .. import lstm_gates
-from .lstm import gates, unrolled
+from .. import lstm_gates, workspace
+from .lstm import gates, outputs, unrolled
 from .product import Product, linear_of
+from .rows import Rows, collected, gathered
 from .steps import Returning, Steps, Trajectory
 
 
 @dataclass(frozen=True)
 class MultiplicativeLSTM:
-    """m = factors * (h Wm^T);  i, f, g, o = inputs + m W^T;  c = sig(f) c + sig(i) tanh(g);  h = sig(o) tanh(c).
+    """m = x U^T * h M^T;  i, f, g, o = x V^T + b + m W^T;  c = sig(f) c + sig(i) tanh(g);  h = sig(o) tanh(c).
 
     Args:
         steps: of the sequences.
-        layout: of W `[4 hidden, hidden]`; None if it is dense.
-        factor_layout: of Wm `[hidden, hidden]`; None if it is dense.
+        input_layout: of V `[4 hidden, input]`; None if it is dense, and so the others.
+        factor_layout: of U `[hidden, input]`.
+        layout: of W `[4 hidden, hidden]`.
+        state_layout: of M `[hidden, hidden]`.
 
-    The tensors: inputs `[rows, 4 hidden]` with their bias; factors `[rows, hidden]`, those of the inputs; h and c
-    `[batch, hidden]`; W; Wm. The outputs: y `[rows, hidden]`; the final h and c.
+    The tensors: x `[rows, input]`, index None, or a table x `[n, input]` and the index `[rows]` of each row in it; h
+    and c `[batch, hidden]`; V; b `[4 hidden]` or None; U; W; M. The outputs: y `[rows, hidden]`; the final h and c.
     """
 
     steps: Steps
-    layout: BlockLayout | None
-    factor_layout: BlockLayout | None
+    input_layout: BlockLayout | None = None
+    factor_layout: BlockLayout | None = None
+    layout: BlockLayout | None = None
+    state_layout: BlockLayout | None = None
 
-    def definition(self, inputs: Tensor, factors: Tensor, h: Tensor, c: Tensor, weight: Tensor, factor_weight: Tensor):
+    def definition(self, x, index, h, c, input_weight, bias, *weights):
+        factor_weight, weight, state_weight = weights
+
         def step(z: Tensor, factor: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-            m = factor * linear_of(h, factor_weight, self.factor_layout)
+            m = factor * linear_of(h, state_weight, self.state_layout)
             return gates(z + linear_of(m, weight, self.layout), c)
 
-        return unrolled(self.steps, step, (inputs, factors), h, c)
+        inputs = linear_of(x, input_weight, self.input_layout, bias), linear_of(x, factor_weight, self.factor_layout)
+        return unrolled(self.steps, step, [gathered(each, index) for each in inputs], h, c)
 
-    def forward(self, inputs, factors, h, c, weight, factor_weight, *, keep):
-        steps = self.steps
-        product, factor_product = (
-            Product(weight, self.layout, steps.batch),
-            Product(factor_weight, self.factor_layout, steps.batch),
-        )
+    def forward(self, x, index, h, c, input_weight, bias, factor_weight, weight, state_weight, *, keep):
+        steps, hidden = self.steps, c.shape[1]
+        product = Product(weight, self.layout, steps.batch)
+        state_product = Product(state_weight, self.state_layout, steps.batch)
         hs, cs = Trajectory(steps, h), Trajectory(steps, c)
-        # Of the state, times the inputs' factors.
-        of_state, multiplied = torch.empty_like(factors), torch.empty_like(factors)
-        activated = torch.empty_like(inputs) if keep else None
-        views = [steps.cut(each) for each in (inputs, factors, of_state, multiplied)]
-        activated_views = steps.cut(activated) if keep else [None] * len(steps.sizes)
-        run = lstm_gates.backend_for(inputs.device, inputs.dtype).forward
+        pre, of_x = (workspace.empty((len(x), size), x.dtype, x.device) for size in (4 * hidden, hidden))
+        Product(input_weight, self.input_layout, len(x)).forward(x, bias, out=pre)
+        Product(factor_weight, self.factor_layout, len(x)).forward(x, out=of_x)
+        inputs, factors = Rows(steps, pre, index), Rows(steps, of_x, index)
+        # The activated gates take the place of the inputs' product where there is one of each row.
+        gates = pre if index is None else workspace.empty((steps.rows, 4 * hidden), x.dtype, x.device)
+        of_h, m = (workspace.empty((steps.rows, hidden), x.dtype, x.device) for _ in range(2))
+        views = [steps.cut(each) for each in (gates, of_h, m)]
+        run = lstm_gates.backend_for(x.device, x.dtype).forward
         for t in steps.order:
-            add, factor, s, m = (view[t] for view in views)
-            s.copy_(factor_product.forward(hs.before[t]))
-            torch.mul(factor, s, out=m)
-            z = product.forward(m)
-            run(z, add, None, cs.before[t], h_out=hs.after[t], c_out=cs.after[t], gates_out=activated_views[t])
+            activated, state, multiplied = (view[t] for view in views)
+            state_product.forward(hs.before[t], out=state)
+            torch.mul(factors[t], state, out=multiplied)
+            z = product.forward(multiplied)
+            into = activated if keep else None
+            run(z, inputs[t], None, cs.before[t], h_out=hs.after[t], c_out=cs.after[t], gates_out=into)
             hs.advance(t)
             cs.advance(t)
-        outputs = hs.all_after, hs.final.clone(), cs.final.clone()
-        if not keep:
-            return outputs, ()
-        return outputs, (activated, of_state, multiplied, hs.all_before, cs.all_before, cs.all_after)
+        kept = gates, of_x, of_h, m, hs.all_before, cs.all_before, cs.all_after
+        return outputs(hs, cs), kept if keep else ()
 
-    def backward(self, tensors, kept, grads):
-        steps = self.steps
-        _, factors, _, _, weight, factor_weight = tensors
-        activated, of_state, multiplied, h_before, c_before, c_after = kept
+    def backward(self, tensors, kept, grads, needed):
+        steps, (x, index, _, _, input_weight, _, factor_weight, weight, state_weight) = self.steps, tensors
+        gates, of_x, of_h, m, h_before, c_before, c_after = kept
         grad_y, grad_h, grad_c = grads
-        product, factor_product = (
-            Product(weight, self.layout, steps.batch),
-            Product(factor_weight, self.factor_layout, steps.batch),
-        )
-        grad_inputs = torch.empty_like(activated)
-        grad_factors, grad_of_state = torch.empty_like(factors), torch.empty_like(factors)
+        product = Product(weight, self.layout, steps.batch)
+        state_product = Product(state_weight, self.state_layout, steps.batch)
+        grad_pre = workspace.empty_like(gates)
+        grad_of_x, grad_of_h = workspace.empty_like(of_h), workspace.empty_like(of_h)
         dh, dc = Returning(steps, grad_h), grad_c.clone()
-        everything = activated, c_before, c_after, grad_y.contiguous(), grad_inputs
-        views = [steps.cut(each) for each in everything]
-        factor_views = [steps.cut(each) for each in (factors, of_state, grad_factors, grad_of_state)]
-        run = lstm_gates.backend_for(activated.device, activated.dtype).backward
+        views = [steps.cut(each) for each in (gates, c_before, c_after, grad_y.contiguous(), grad_pre)]
+        factor_views = [steps.cut(each) for each in (of_h, grad_of_x, grad_of_h)]
+        factors = Rows(steps, of_x, index)
+        run = lstm_gates.backend_for(gates.device, gates.dtype).backward
         for t in reversed(steps.order):
-            active, before, after, grad_output, grad_z = (view[t] for view in views)
-            factor, s, grad_factor, grad_s = (view[t] for view in factor_views)
-            carried = dc[: steps.sizes[t]]
-            run(active, before, after, dh.at(t), grad_output, carried, grad_pre_out=grad_z, grad_c_out=carried)
+            activated, before, after, from_y, grad_z = (view[t] for view in views)
+            state, grad_factor, grad_of_state = (view[t] for view in factor_views)
+            grad_state = dc[: steps.sizes[t]]
+            run(activated, before, after, dh.at(t), from_y, grad_state, grad_pre_out=grad_z, grad_c_out=grad_state)
             grad_m = product.dgrad(grad_z)
-            torch.mul(grad_m, s, out=grad_factor)
-            torch.mul(grad_m, factor, out=grad_s)
-            dh.set(t, factor_product.dgrad(grad_s))
-        grad_weight = product.wgrad(grad_inputs, multiplied)
-        grad_factor_weight = factor_product.wgrad(grad_of_state, h_before)
-        return grad_inputs, grad_factors, dh.initial, dc, grad_weight, grad_factor_weight
+            torch.mul(grad_m, state, out=grad_factor)
+            torch.mul(grad_m, factors[t], out=grad_of_state)
+            dh.set(t, state_product.dgrad(grad_of_state))
+        grad_inputs, grad_factors = collected(grad_pre, x, index), collected(grad_of_x, x, index)
+        of_inputs = Product(input_weight, self.input_layout, len(x)).backward(grad_inputs, x, needed[0], needed[5])
+        of_factors = Product(factor_weight, self.factor_layout, len(x)).backward(grad_factors, x, needed[0], False)
+        grad_x = None if of_inputs[0] is None or of_factors[0] is None else of_inputs[0] + of_factors[0]
+        grad_weights = product.wgrad(grad_pre, m), state_product.wgrad(grad_of_h, h_before)
+        return grad_x, None, dh.initial, dc, *of_inputs[1:], of_factors[1], *grad_weights

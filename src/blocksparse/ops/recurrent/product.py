@@ -32,11 +32,19 @@ class Product:
             self.weight = self.weight.view(self.layout.values_shape)
             self.backend = backend_of(weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, in] -> [tokens, out]`."""
-        if self.layout is None:
-            return x @ self.weight.T
-        return self.backend.linear(x, self.weight, None, self.layout, False, None)
+    def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """`[tokens, in] -> [tokens, out]`, x W^T + bias, into `out` if given."""
+        if self.layout is not None:
+            return self.backend.linear(x, self.weight, bias, self.layout, False, None, out)
+        if bias is None:
+            return torch.mm(x, self.weight.T, out=out)
+        return torch.addmm(bias, x, self.weight.T, out=out)
+
+    def backward(
+        self, grad: Tensor, x: Tensor, needs_x: bool, needs_bias: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """The gradients of x, of the weight and of the bias."""
+        return self.dgrad(grad) if needs_x else None, self.wgrad(grad, x), grad.sum(0) if needs_bias else None
 
     def dgrad(self, grad: Tensor) -> Tensor:
         """`[tokens, out] -> [tokens, in]`."""

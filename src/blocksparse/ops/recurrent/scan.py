@@ -7,16 +7,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+Tensors = tuple[Tensor | None, ...]
+
 
 class Recurrence(Protocol):
     """A recurrence over a whole sequence, written twice: as a definition, and by hand.
 
-    `tensors` are its inputs, initial states and weights in an order of its own, and so are their gradients.
+    `tensors` are its inputs, initial states and weights in an order of its own, some may be None; so are the gradients.
 
-        definition(*tensors)                the outputs, in operations that autograd differentiates as often as one
-                                            likes; slow
-        forward(*tensors, keep)             the outputs, and what backward needs besides the tensors if it is to be kept
-        backward(tensors, kept, grads)      the gradients of the tensors from those of the outputs
+        definition(*tensors)                    the outputs, in operations that autograd differentiates as often as one
+                                                likes; slow
+        forward(*tensors, keep)                 the outputs, and what backward needs besides the tensors if it is to be
+                                                kept
+        backward(tensors, kept, grads, needed)  the gradients of the tensors from those of the outputs; None at will
+                                                for what is not needed
     """
 
     def definition(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]: ...
@@ -24,11 +28,11 @@ class Recurrence(Protocol):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]: ...
 
     def backward(
-        self, tensors: tuple[Tensor, ...], kept: tuple[Tensor, ...], grads: tuple[Tensor, ...]
-    ) -> tuple[Tensor | None, ...]: ...
+        self, tensors: Tensors, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: tuple[bool, ...]
+    ) -> Tensors: ...
 
 
-def scan(recurrence: Recurrence, *tensors: Tensor) -> tuple[Tensor, ...]:
+def scan(recurrence: Recurrence, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """The outputs of a recurrence, differentiable as often as one likes."""
     if torch.compiler.is_compiling():
         return recurrence.definition(*tensors)
@@ -37,26 +41,26 @@ def scan(recurrence: Recurrence, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, recurrence: Recurrence, grad_enabled: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        keep = grad_enabled and any(tensor.requires_grad for tensor in tensors)
+    def forward(ctx: Any, recurrence: Recurrence, grad_enabled: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        keep = grad_enabled and any(tensor is not None and tensor.requires_grad for tensor in tensors)
         outputs, kept = recurrence.forward(*tensors, keep=keep)
         ctx.recurrence, ctx.count = recurrence, len(tensors)
         ctx.save_for_backward(*tensors, *kept)
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+    def backward(ctx: Any, *grads: Tensor) -> Tensors:
+        tensors, kept, needed = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :], ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
-            return None, None, *_differentiable(ctx.recurrence, tensors, grads, ctx.needs_input_grad[2:])
-        return None, None, *ctx.recurrence.backward(tensors, kept, grads)
+            return None, None, *_differentiable(ctx.recurrence, tensors, grads, needed)
+        return None, None, *ctx.recurrence.backward(tensors, kept, grads, needed)
 
 
 def _differentiable(
-    recurrence: Recurrence, tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: tuple[bool, ...]
+    recurrence: Recurrence, tensors: Tensors, grads: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """The gradients as a function that autograd can differentiate again: those of the definition."""
     outputs = recurrence.definition(*tensors)
-    wanted = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
+    wanted = [tensor for tensor, need in zip(tensors, needed, strict=True) if tensor is not None and need]
     found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True))
     return [next(found) if need else None for need in needed]

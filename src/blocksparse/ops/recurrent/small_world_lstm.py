@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...layout import BlockLayout
-from .. import lstm_gates
-from .lstm import gates, unrolled
+from .. import lstm_gates, workspace
+from .lstm import gates, outputs, unrolled
 from .product import Product, linear_of
+from .rows import Rows, collected, gathered
 from .steps import Returning, Steps, Trajectory
 
 EPSILON = 1e-5
@@ -32,9 +33,10 @@ class SmallWorldLSTM:
         layouts: of the weights W1 to Wdepth `[hidden, hidden]`, then of W `[4 hidden, hidden]`; None where one is
             dense.
 
-    The tensors: factors and terms `[rows, hidden]`, those of the inputs; h and c `[batch, hidden]`; the weights as
-    the layouts; the norms' gains and biases, `[hidden]` of each weight but `[4 hidden]` of W, gains first. With a
-    depth of 1 there are no terms: what is given is not read. The outputs: y `[rows, hidden]`; the final h and c.
+    The tensors: factors and terms `[rows, hidden]`, those of the inputs, index None, or tables of them `[n, hidden]`
+    and the index `[rows]` of each row in them; h and c `[batch, hidden]`; the weights as the layouts; the norms' gains
+    and biases, `[hidden]` of each weight but `[4 hidden]` of W, gains first. With a depth of 1 there are no terms: what
+    is given is not read. The outputs: y `[rows, hidden]`; the final h and c.
 
     Source: Gray, Radford, Kingma, GPU Kernels for Block-Sparse Weights (2017).
     """
@@ -46,7 +48,7 @@ class SmallWorldLSTM:
     def depth(self) -> int:
         return len(self.layouts) - 1
 
-    def definition(self, factors: Tensor, terms: Tensor, h: Tensor, c: Tensor, *parameters: Tensor):
+    def definition(self, factors, terms, index, h, c, *parameters):
         weights, gains, biases = self._split(parameters)
 
         def product(k: int, x: Tensor) -> Tensor:
@@ -64,9 +66,9 @@ class SmallWorldLSTM:
             z = F.layer_norm(z, z.shape[-1:], eps=EPSILON).flatten(-2)
             return gates(z * gains[-1] + biases[-1], c)
 
-        return unrolled(self.steps, step, (factors, terms), h, c)
+        return unrolled(self.steps, step, (gathered(factors, index), gathered(terms, index)), h, c)
 
-    def forward(self, factors, terms, h, c, *parameters, keep):
+    def forward(self, factors, terms, index, h, c, *parameters, keep):
         steps, depth, hidden = self.steps, self.depth, c.shape[1]
         weights, gains, biases = self._split(parameters)
         products = [
@@ -74,13 +76,12 @@ class SmallWorldLSTM:
         ]
         hs, cs = Trajectory(steps, h), Trajectory(steps, c)
         # Of each norm but the last: what it takes, and mean and 1 / deviation; what the following product takes.
-        taken = [torch.empty_like(factors) for _ in range(depth)] if keep else []
-        given = [torch.empty_like(factors) for _ in range(depth)] if keep else []
-        moments = [factors.new_empty(steps.rows, 2, dtype=c.dtype) for _ in range(depth)] if keep else []
-        z_normed = factors.new_empty(steps.rows, 4 * hidden) if keep else None
-        z_scale = factors.new_empty(steps.rows, 4, dtype=c.dtype) if keep else None
-        activated = factors.new_empty(steps.rows, 4 * hidden) if keep else None
-        factor, term = steps.cut(factors), steps.cut(terms)
+        rows_kept = steps.rows if keep else 0
+        taken, given = ([_empty(rows_kept, hidden, factors) for _ in range(depth)] for _ in range(2))
+        moments = [c.new_empty(rows_kept, 2) for _ in range(depth)]
+        z_normed, activated = (_empty(rows_kept, 4 * hidden, factors) for _ in range(2))
+        z_scale = c.new_empty(rows_kept, 4)
+        factor, term = Rows(steps, factors, index), Rows(steps, terms, index)
         run = lstm_gates.backend_for(factors.device, factors.dtype).forward
         for t in steps.order:
             rows = slice(steps.start[t], steps.start[t + 1])
@@ -110,15 +111,12 @@ class SmallWorldLSTM:
             )
             hs.advance(t)
             cs.advance(t)
-        outputs = hs.all_after, hs.final.clone(), cs.final.clone()
-        if not keep:
-            return outputs, ()
         kept = (activated, z_normed, z_scale, hs.all_before, cs.all_before, cs.all_after, *taken, *given, *moments)
-        return outputs, kept
+        return outputs(hs, cs), kept if keep else ()
 
-    def backward(self, tensors, kept, grads):
+    def backward(self, tensors, kept, grads, needed):
         steps, depth = self.steps, self.depth
-        factors, terms, _, c, *parameters = tensors
+        factors, terms, index, _, c, *parameters = tensors
         hidden = c.shape[1]
         weights, gains, biases = self._split(tuple(parameters))
         activated, z_normed, z_scale, h_before, c_before, c_after, *rest = kept
@@ -128,11 +126,10 @@ class SmallWorldLSTM:
         ]
         grad_y, grad_h, grad_c = grads
         grad_y = grad_y.contiguous()
-        grad_pre = torch.empty_like(activated)
-        grad_z = torch.empty_like(activated)
-        grad_taken = [torch.empty_like(factors) for _ in range(depth)]
-        grad_normed = [torch.empty_like(factors) for _ in range(depth)]
-        grad_factors = torch.empty_like(factors)
+        grad_pre, grad_z = (workspace.empty_like(activated) for _ in range(2))
+        grad_taken, grad_normed = ([workspace.empty_like(each) for each in given] for _ in range(2))
+        grad_factors = workspace.empty_like(given[0])
+        factor = Rows(steps, factors, index)
         dh, dc = Returning(steps, grad_h), grad_c.clone()
         run = lstm_gates.backend_for(factors.device, factors.dtype).backward
         for t in reversed(steps.order):
@@ -156,7 +153,7 @@ class SmallWorldLSTM:
                 if k == 0:
                     normed = torch.addcmul(biases[0], (y - mean) * scale, gains[0])
                     torch.mul(grad, normed, out=grad_factors[rows])
-                    torch.mul(grad, factors[rows], out=grad_normed[0][rows])
+                    torch.mul(grad, factor[t], out=grad_normed[0][rows])
                 else:
                     grad_normed[k][rows] = torch.ops.aten.threshold_backward(grad, given[k][rows], 0)
                 into = grad_normed[k][rows]
@@ -168,15 +165,30 @@ class SmallWorldLSTM:
         inputs = [h_before, *given]
         grad_outputs = [*grad_taken, grad_z]
         grad_weights = [p.wgrad(grad, x) for p, grad, x in zip(products, grad_outputs, inputs, strict=True)]
-        normed = [(y - m[:, :1]).mul_(m[:, 1:]) for y, m in zip(taken, moments, strict=True)]
-        grad_gains = [grad.mul(n).sum(0) for grad, n in zip([*grad_normed, grad_pre], [*normed, z_normed], strict=True)]
+        all_normed = [(y - m[:, :1]).mul_(m[:, 1:]) for y, m in zip(taken, moments, strict=True)]
+        grad_gains = [
+            grad.mul(n).sum(0) for grad, n in zip([*grad_normed, grad_pre], [*all_normed, z_normed], strict=True)
+        ]
         grad_biases = [grad.sum(0) for grad in (*grad_normed, grad_pre)]
-        grad_terms = grad_normed[1] if depth > 1 else torch.zeros_like(terms)
-        return grad_factors, grad_terms, dh.initial, dc, *grad_weights, *grad_gains, *grad_biases
+        grad_terms = collected(grad_normed[1], terms, index) if depth > 1 else None
+        return (
+            collected(grad_factors, factors, index),
+            grad_terms,
+            None,
+            dh.initial,
+            dc,
+            *grad_weights,
+            *grad_gains,
+            *grad_biases,
+        )
 
     def _split(self, parameters: tuple[Tensor, ...]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
         count = len(self.layouts)
         return parameters[:count], parameters[count : 2 * count], parameters[2 * count :]
+
+
+def _empty(rows: int, features: int, like: Tensor) -> Tensor:
+    return workspace.empty((rows, features), like.dtype, like.device)
 
 
 def _norm_backward(grad: Tensor, normed: Tensor, scale: Tensor, hidden: int) -> Tensor:

@@ -8,6 +8,8 @@ from functools import cached_property
 
 from torch import Tensor
 
+from .. import workspace
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -76,18 +78,22 @@ class Trajectory:
         self.steps = steps
         rows, batch = steps.rows, len(initial)
         if steps.aligned:
-            memory = initial.new_empty(rows + batch, initial.shape[1])
+            memory = self._empty(rows + batch, initial)
             first, last = memory[:rows], memory[batch:]
             self.all_before, self.all_after = (last, first) if steps.reverse else (first, last)
             self._initial = memory[rows:] if steps.reverse else memory[:batch]
             self._initial.copy_(initial)
             self._final = memory[:batch] if steps.reverse else memory[rows:]
         else:
-            self.all_before, self.all_after = (initial.new_empty(rows, initial.shape[1]) for _ in range(2))
+            self.all_before, self.all_after = (self._empty(rows, initial) for _ in range(2))
             self._final = initial.clone()
             size = steps.sizes[steps.order[0]]
             self.all_before[steps.start[steps.order[0]] :][:size] = initial[:size]
         self.before, self.after = steps.cut(self.all_before), steps.cut(self.all_after)
+
+    @staticmethod
+    def _empty(rows: int, like: Tensor) -> Tensor:
+        return workspace.empty((rows, like.shape[1]), like.dtype, like.device)
 
     def advance(self, t: int) -> None:
         """What step t has left is handed on."""

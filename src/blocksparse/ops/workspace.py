@@ -1,0 +1,91 @@
+"""Large buffers on the CPU that are used again, where the system would bring every page anew.
+
+The C library hands allocations above 32 MiB back to the system when they are freed. The next one of the size then costs
+a page fault for every 4 KiB, which takes several times as long as writing it. (On a GPU PyTorch keeps its own.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Smaller ones the C library keeps.
+LEAST = 1 << 20
+# Larger ones, and more than this in all, are not kept.
+MOST = 2 << 30
+# A buffer that so many requests did not take is given back.
+PATIENCE = 64
+
+
+@dataclass(eq=False)
+class _Buffer:
+    storage: torch.UntypedStorage
+    request: int = 0  # that took it last
+
+    @property
+    def is_free(self) -> bool:
+        # What was moved to shared memory may be in use in another process.
+        return torch._C._storage_Use_Count(self.storage._cdata) == 1 and not self.storage.is_shared()
+
+
+_lock = threading.Lock()
+_requests = itertools.count()
+_kept: list[_Buffer] = []
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.empty`, on the CPU in memory that is used again once no tensor refers to it.
+
+    Plain memory for who gets it: it is not used again while a tensor, a view or an array refers to it.
+    `clear` gives back what is not in use.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not LEAST <= size <= MOST:
+        return torch.empty(shape, dtype=dtype, device=device)
+    with _lock:
+        # The tensor refers to the storage before another thread can look.
+        return torch.empty(0, dtype=dtype).set_(_take(size), 0, tuple(shape), _strides(shape))
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+def empty_like(tensor: Tensor) -> Tensor:
+    """`torch.empty_like`, contiguous, as `empty`."""
+    return empty(tensor.shape, tensor.dtype, tensor.device)
+
+
+def clear() -> None:
+    """Gives the memory that is not in use back to the system."""
+    with _lock:
+        _kept[:] = [buffer for buffer in _kept if not buffer.is_free]
+
+
+def _take(size: int) -> torch.UntypedStorage:
+    request = next(_requests)
+    fitting = [buffer for buffer in _kept if size <= buffer.storage.nbytes() <= 2 * size and buffer.is_free]
+    if fitting:
+        buffer = min(fitting, key=lambda buffer: buffer.storage.nbytes())
+    else:
+        _give_back(request, MOST - size)
+        buffer = _Buffer(torch.UntypedStorage(size))
+        _kept.append(buffer)
+    buffer.request = request
+    return buffer.storage
+
+
+def _give_back(request: int, most: int) -> None:
+    """Buffers that have not been of use for long, and the oldest until those that lie idle are `most` bytes."""
+    idle = sorted((buffer for buffer in _kept if buffer.is_free), key=lambda buffer: buffer.request)
+    size = sum(buffer.storage.nbytes() for buffer in idle)
+    for buffer in idle:
+        if size > most or request - buffer.request > PATIENCE:
+            size -= buffer.storage.nbytes()
+            _kept.remove(buffer)
