@@ -41,7 +41,7 @@ DTYPES = ("float32", "tf32", "float64", "float16", "bfloat16")
 BLOCKS = ((8, 8), (16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (24, 40))
 TOKENS = (16, 64, 8192)
 # Rows and features of the gates: of a recurrence, and odd.
-GATES = ((1, 2048), (32, 2048), (128, 512), (7, 13))
+GATES = ((32, 2048), (7, 13))
 
 
 @dataclass(frozen=True)
