@@ -16,7 +16,9 @@ from .bench import bench
 from .demo import demo
 from .info import info
 from .layout import layout
+from .sample import sample
 from .sentiment import sentiment
+from .train import train
 from .tune import tune
 
 
@@ -49,5 +51,7 @@ app.command()(info)
 app.add_typer(bench)
 app.command()(demo)
 app.command()(layout)
+app.command()(sample)
 app.command()(sentiment)
+app.add_typer(train)
 app.command()(tune)

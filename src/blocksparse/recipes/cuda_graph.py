@@ -1,0 +1,54 @@
+"""A whole training step as one CUDA graph: one launch from the host instead of hundreds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class GraphedStep:
+    """Calls `work(*inputs)`: the first times as it is, then as a graph captured from it.
+
+    Args:
+        work: reads its inputs, always of the same shapes, and tensors that stay; changes only such tensors. It does
+            not wait for the GPU. The first calls are steps like all others: they fill what is made only once.
+        note: told if the capture fails; then it goes on without.
+        warmup: calls before the capture.
+    """
+
+    def __init__(self, work: Callable[..., None], note: Callable[[str], None], warmup: int = 3):
+        self._work, self._note, self._left = work, note, warmup
+        self._stream = torch.cuda.Stream()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: tuple[Tensor, ...] = ()
+        self._failed = False
+
+    def __call__(self, *inputs: Tensor) -> None:
+        if self._graph is None and self._left == 0 and not self._failed:
+            self._capture(inputs)
+        if self._graph is None:
+            self._left = max(0, self._left - 1)
+            # What a capture finds ready must not have been made on the main stream.
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._work(*inputs)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            return
+        for static, given in zip(self._inputs, inputs, strict=True):
+            static.copy_(given)
+        self._graph.replay()
+
+    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self._inputs = tuple(tensor.clone() for tensor in inputs)
+        try:
+            with torch.cuda.graph(graph, stream=self._stream):
+                self._work(*self._inputs)
+        except Exception as error:
+            self._failed = True
+            lines = str(error).splitlines() or [type(error).__name__]
+            self._note(f"no CUDA graph: {lines[0]}. It goes on without, slower")
+            return
+        self._graph = graph

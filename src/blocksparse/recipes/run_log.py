@@ -1,0 +1,115 @@
+"""What a run says of itself while it goes on: lines of JSON, and curves for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..errors import BlockSparseError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+class RunLog:
+    """RUN/log.jsonl, and beside it TensorBoard's events where that is installed. Open, it is locked.
+
+    Args:
+        run: the folder of the run.
+
+    Raises:
+        BlockSparseError: a folder that cannot be written, or another process that trains there.
+
+    >>> import tempfile
+    >>> from blocksparse.recipes.run_log import RunLog, read
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     with RunLog(run) as log:
+    ...         for step in (1, 2, 3):
+    ...             log.write({"step": step})
+    ...         log.cut(2)
+    ...     read(run)
+    [{'step': 1}, {'step': 2}]
+    """
+
+    def __init__(self, run: str | Path):
+        self.path = Path(run) / "log.jsonl"
+        self._events: Any = None
+        try:
+            self._file = open(self.path, "a+b")  # noqa: SIM115
+        except OSError as error:
+            raise BlockSparseError.expected("run", "a folder to write to", f"{run} ({error.strerror})") from error
+        if fcntl is not None:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                self._file.close()
+                raise BlockSparseError.expected(str(run), "a run to itself", "one that trains already") from error
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # of a full disk the checkpoint has told already
+            if self._events is not None:
+                self._events.close()
+            self._file.close()
+
+    def is_empty(self) -> bool:
+        return self.path.stat().st_size == 0
+
+    def cut(self, step: int) -> None:
+        """Drops what was logged after `step`, and a last line that was not written to its end."""
+        self._file.seek(0)
+        kept = 0
+        for line in self._file:
+            if _step(line) > step:
+                break
+            kept += len(line)
+        self._file.truncate(kept)
+
+    def draw(self, after: int) -> bool:
+        """Sends what follows to TensorBoard too, which forgets what it had after that step; False without it."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return False
+        self._events = SummaryWriter(str(self.path.parent), purge_step=after + 1)
+        return True
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends a line, and a point to each of TensorBoard's curves."""
+        try:
+            self._file.write(json.dumps(record).encode() + b"\n")
+            self._file.flush()
+            for name, value in record.items():
+                if self._events is not None and name not in ("step", "seconds"):
+                    self._events.add_scalar(name, value, record["step"])
+        except OSError as error:
+            raise BlockSparseError.expected(
+                str(self.path), "room to write", f"{error.strerror}; run again to go on from the checkpoint"
+            ) from error
+
+    def sync(self) -> None:
+        """Returns when all lines are on the disk."""
+        os.fsync(self._file.fileno())
+
+
+def read(run: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run's log, [] where it has none; one that is being written is left out."""
+    path = Path(run) / "log.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if _step(line) < float("inf")]
+
+
+def _step(line: bytes) -> float:
+    try:
+        return json.loads(line)["step"] if line.endswith(b"\n") else float("inf")
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
