@@ -30,8 +30,7 @@ class _Buffer:
 
     @property
     def is_free(self) -> bool:
-        # What was moved to shared memory may be in use in another process.
-        return torch._C._storage_Use_Count(self.storage._cdata) == 1 and not self.storage.is_shared()
+        return torch._C._storage_Use_Count(self.storage._cdata) == 1
 
 
 _lock = threading.Lock()
@@ -70,6 +69,8 @@ def clear() -> None:
 
 def _take(size: int) -> torch.UntypedStorage:
     request = next(_requests)
+    # What was moved to shared memory may be in use in another process: it is not ours any more.
+    _kept[:] = [buffer for buffer in _kept if not buffer.storage.is_shared()]
     fitting = [buffer for buffer in _kept if size <= buffer.storage.nbytes() <= 2 * size and buffer.is_free]
     if fitting:
         buffer = min(fitting, key=lambda buffer: buffer.storage.nbytes())

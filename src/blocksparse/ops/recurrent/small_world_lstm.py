@@ -55,7 +55,8 @@ class SmallWorldLSTM:
             return linear_of(x, weights[k], self.layouts[k])
 
         def norm(k: int, y: Tensor) -> Tensor:
-            return F.layer_norm(y, y.shape[-1:], gains[k], biases[k], EPSILON)
+            wide = F.layer_norm(y.to(c.dtype), y.shape[-1:], gains[k].to(c.dtype), biases[k].to(c.dtype), EPSILON)
+            return wide.to(y.dtype)
 
         def step(factor: Tensor, term: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
             s = factor * norm(0, product(0, h))
@@ -63,7 +64,7 @@ class SmallWorldLSTM:
                 y = norm(k, product(k, s))
                 s = torch.relu(y + term if k == 1 else y)
             z = product(self.depth, s).unflatten(-1, (4, -1))
-            z = F.layer_norm(z, z.shape[-1:], eps=EPSILON).flatten(-2)
+            z = F.layer_norm(z.to(c.dtype), z.shape[-1:], eps=EPSILON).to(z.dtype).flatten(-2)
             return gates(z * gains[-1] + biases[-1], c)
 
         return unrolled(self.steps, step, (gathered(factors, index), gathered(terms, index)), h, c)
@@ -78,26 +79,30 @@ class SmallWorldLSTM:
         # Of each norm but the last: what it takes, and mean and 1 / deviation; what the following product takes.
         rows_kept = steps.rows if keep else 0
         taken, given = ([_empty(rows_kept, hidden, factors) for _ in range(depth)] for _ in range(2))
-        moments = [c.new_empty(rows_kept, 2) for _ in range(depth)]
+        moments = [c.new_empty(2, rows_kept, 1) for _ in range(depth)]
         z_normed, activated = (_empty(rows_kept, 4 * hidden, factors) for _ in range(2))
         z_scale = c.new_empty(rows_kept, 4)
         factor, term = Rows(steps, factors, index), Rows(steps, terms, index)
+        # Norms of 16-bit numbers are computed in those of the state.
+        wide = c.dtype
+        wide_norms = [(gains[k].to(wide), biases[k].to(wide)) for k in range(depth)]
         run = lstm_gates.backend_for(factors.device, factors.dtype).forward
         for t in steps.order:
             rows = slice(steps.start[t], steps.start[t + 1])
             s = hs.before[t]
             for k in range(depth):
                 y = products[k].forward(s)
-                s, mean, scale = torch.native_layer_norm(y, (hidden,), gains[k], biases[k], EPSILON)
+                s, mean, scale = torch.native_layer_norm(y.to(wide), (hidden,), *wide_norms[k], EPSILON)
                 if keep:
                     taken[k][rows] = y
-                    moments[k][rows, :1], moments[k][rows, 1:] = mean, scale
+                    moments[k][0, rows], moments[k][1, rows] = mean, scale
                 s = s.mul_(factor[t]) if k == 0 else (s.add_(term[t]) if k == 1 else s).relu_()
+                s = s.to(y.dtype)
                 if keep:
                     given[k][rows] = s
             z = products[depth].forward(s)
-            normed, _, scale = torch.native_layer_norm(z.view(-1, 4, hidden), (hidden,), None, None, EPSILON)
-            normed = normed.view(-1, 4 * hidden)
+            normed, _, scale = torch.native_layer_norm(z.view(-1, 4, hidden).to(wide), (hidden,), None, None, EPSILON)
+            normed = normed.view(-1, 4 * hidden).to(z.dtype)
             if keep:
                 z_normed[rows], z_scale[rows] = normed, scale.view(-1, 4)
             run(
@@ -131,6 +136,8 @@ class SmallWorldLSTM:
         grad_factors = workspace.empty_like(given[0])
         factor = Rows(steps, factors, index)
         dh, dc = Returning(steps, grad_h), grad_c.clone()
+        wide = c.dtype
+        wide_norms = [(gains[k].to(wide), biases[k].to(wide)) for k in range(depth)]
         run = lstm_gates.backend_for(factors.device, factors.dtype).backward
         for t in reversed(steps.order):
             rows = slice(steps.start[t], steps.start[t + 1])
@@ -149,25 +156,26 @@ class SmallWorldLSTM:
             grad_z[rows] = _norm_backward(scaled, z_normed[rows], z_scale[rows], hidden)
             grad = products[depth].dgrad(grad_z[rows])
             for k in reversed(range(depth)):
-                y, mean, scale = taken[k][rows], moments[k][rows, :1], moments[k][rows, 1:]
+                y, mean, scale = taken[k][rows], moments[k][0, rows], moments[k][1, rows]
                 if k == 0:
-                    normed = torch.addcmul(biases[0], (y - mean) * scale, gains[0])
-                    torch.mul(grad, normed, out=grad_factors[rows])
+                    normed = torch.addcmul(wide_norms[0][1], (y - mean) * scale, wide_norms[0][0])
+                    grad_factors[rows] = grad * normed
                     torch.mul(grad, factor[t], out=grad_normed[0][rows])
                 else:
                     grad_normed[k][rows] = torch.ops.aten.threshold_backward(grad, given[k][rows], 0)
                 into = grad_normed[k][rows]
                 grad_taken[k][rows] = torch.ops.aten.native_layer_norm_backward(
-                    into, y, (hidden,), mean, scale, gains[k], biases[k], (True, False, False)
+                    into.to(wide), y.to(wide), (hidden,), mean, scale, *wide_norms[k], (True, False, False)
                 )[0]
                 grad = products[k].dgrad(grad_taken[k][rows])
             dh.set(t, grad)
         inputs = [h_before, *given]
         grad_outputs = [*grad_taken, grad_z]
         grad_weights = [p.wgrad(grad, x) for p, grad, x in zip(products, grad_outputs, inputs, strict=True)]
-        all_normed = [(y - m[:, :1]).mul_(m[:, 1:]) for y, m in zip(taken, moments, strict=True)]
+        all_normed = [(y - mean).mul_(scale) for y, (mean, scale) in zip(taken, moments, strict=True)]
         grad_gains = [
-            grad.mul(n).sum(0) for grad, n in zip([*grad_normed, grad_pre], [*all_normed, z_normed], strict=True)
+            grad.mul(n).sum(0).to(grad.dtype)
+            for grad, n in zip([*grad_normed, grad_pre], [*all_normed, z_normed], strict=True)
         ]
         grad_biases = [grad.sum(0) for grad in (*grad_normed, grad_pre)]
         grad_terms = collected(grad_normed[1], terms, index) if depth > 1 else None

@@ -1,0 +1,95 @@
+"""Large buffers that are used again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blocksparse.ops import workspace
+
+CPU = torch.device("cpu")
+SHAPE = (1024, 1024)
+
+
+@pytest.fixture(autouse=True)
+def empty_workspace():
+    workspace.clear()
+    yield
+    workspace.clear()
+
+
+def kept():
+    return sum(buffer.storage.nbytes() for buffer in workspace._kept)
+
+
+def test_memory_is_used_again_once_nothing_refers_to_it():
+    first = workspace.empty(SHAPE, torch.float32, CPU)
+    address = first.data_ptr()
+    view = first[5:7].numpy()
+    del first
+    assert workspace.empty(SHAPE, torch.float32, CPU).data_ptr() != address  # the array refers to it
+    del view
+    again = [workspace.empty(SHAPE, torch.float32, CPU) for _ in range(2)]
+    assert address in [tensor.data_ptr() for tensor in again]
+    assert again[0].data_ptr() != again[1].data_ptr()
+
+
+def test_shape_dtype_and_strides():
+    tensor = workspace.empty((3, 512, 700), torch.bfloat16, CPU)
+    assert tensor.shape == (3, 512, 700)
+    assert tensor.dtype == torch.bfloat16
+    assert tensor.is_contiguous()
+    assert not tensor._is_view()
+
+
+def test_what_autograd_keeps_is_in_use():
+    x = workspace.empty(SHAPE, torch.float32, CPU).fill_(2)
+    weight = torch.ones(SHAPE, requires_grad=True)
+    y = x * weight
+    address = x.data_ptr()
+    del x
+    assert workspace.empty(SHAPE, torch.float32, CPU).data_ptr() != address
+    y.sum().backward()
+    assert torch.equal(weight.grad, torch.full(SHAPE, 2.0))
+
+
+def test_what_is_in_shared_memory_is_left_alone():
+    tensor = workspace.empty(SHAPE, torch.float32, CPU).fill_(1)
+    tensor.share_memory_()
+    address = tensor.data_ptr()
+    del tensor
+    assert workspace.empty(SHAPE, torch.float32, CPU).data_ptr() != address
+
+
+def test_small_ones_are_not_kept():
+    workspace.empty((10, 10), torch.float32, CPU)
+    assert kept() == 0
+
+
+def test_what_is_of_no_use_is_given_back(monkeypatch):
+    workspace.empty(SHAPE, torch.float32, CPU)
+    for i in range(workspace.PATIENCE + 2):
+        workspace.empty((4096 + i, 1024), torch.float32, CPU)
+    workspace.empty((9999, 1024), torch.float32, CPU)
+    assert all(buffer.storage.nbytes() > 4 * 1024 * 1024 for buffer in workspace._kept)
+    monkeypatch.setattr(workspace, "MOST", 40 << 20)
+    for size in (1, 3, 9):
+        workspace.empty((size * 1024, 1024), torch.float32, CPU)
+    assert kept() <= 40 << 20
+    workspace.clear()
+    assert kept() == 0
+
+
+def test_many_threads(recwarn):
+    from concurrent.futures import ThreadPoolExecutor
+
+    def work(i):
+        for _ in range(50):
+            tensor = workspace.empty(SHAPE, torch.float32, CPU)
+            tensor[0, :8] = i
+            if not bool((tensor[0, :8] == i).all()):
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
