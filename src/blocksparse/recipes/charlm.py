@@ -219,7 +219,7 @@ def _sample(
     for _ in range(length):
         with torch.no_grad():
             logits, state = model(text, state)
-            scores = logits[-1, 0].float().cpu()
+            scores = logits[-1, 0].double().cpu()
             if not bool(scores.isfinite().all()):
                 raise BlockSparseError.expected("model", "finite scores", scores[~scores.isfinite()][0].item())
             if top_k is not None:
@@ -238,5 +238,5 @@ def _digest(text: Text) -> dict[str, Any]:
     """Which text it is, cut where."""
     sha = hashlib.sha256()
     for data in (text.train, text.held_out):
-        sha.update(memoryview(data.numpy()))
+        sha.update(data.numpy().data)
     return {"sha256": sha.hexdigest()[:16], "train": len(text.train), "held_out": len(text.held_out)}

@@ -41,12 +41,13 @@ def save(path: str | Path, tensors: Mapping[str, Tensor], about: Mapping[str, An
     metadata = {"format": FORMAT, "version": str(VERSION), "about": json.dumps(about)}
     try:
         _replace(path, to_bytes(_apart(tensors), metadata))
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         left = "the checkpoint before it is whole" if path.exists() else "there is none before it"
         raise BlockSparseError.expected(
             str(path),
             "a place to write a checkpoint to",
-            f"{error.strerror or error}; {left}. Free some space or correct the folder, then run again",
+            f"{reason}; {left}. Free some space or correct the folder, then run again",
         ) from error
 
 

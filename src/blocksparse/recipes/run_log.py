@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,25 +79,31 @@ class RunLog:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             return False
-        self._events = SummaryWriter(str(self.path.parent), purge_step=after + 1)
+        with self._room():
+            self._events = SummaryWriter(str(self.path.parent), purge_step=after + 1)
         return True
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends a line, and a point to each of TensorBoard's curves."""
-        try:
+        with self._room():
             self._file.write(json.dumps(record).encode() + b"\n")
             self._file.flush()
             for name, value in record.items():
                 if self._events is not None and name not in ("step", "seconds"):
                     self._events.add_scalar(name, value, record["step"])
-        except OSError as error:
-            raise BlockSparseError.expected(
-                str(self.path), "room to write", f"{error.strerror}; run again to go on from the checkpoint"
-            ) from error
 
     def sync(self) -> None:
         """Returns when all lines are on the disk."""
-        os.fsync(self._file.fileno())
+        with self._room():
+            os.fsync(self._file.fileno())
+
+    @contextmanager
+    def _room(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            got = f"{error.strerror or error}; run again to go on from the checkpoint"
+            raise BlockSparseError.expected(str(self.path), "room to write", got) from error
 
 
 def read(run: str | Path) -> list[dict[str, Any]]:

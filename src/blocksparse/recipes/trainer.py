@@ -407,7 +407,7 @@ class Trainer:
             self._stop_clock()
         for name, tensor in (*self.parameters.items(), *self.ema.items()):
             if not bool(tensor.isfinite().all()):
-                raise self._diverged(f"step {self.step}", "finite parameters", f"{name} with others")
+                raise self._diverged(f"step {self.step}", "finite parameters", f"others in {name}")
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         tensors |= {f"ema.{name}": tensor for name, tensor in self.ema.items()}
         for name, parameter in self.parameters.items():

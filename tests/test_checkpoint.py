@@ -1,0 +1,140 @@
+"""Checkpoints: what is stored comes back, and whatever happens while one is written, a whole one is there."""
+
+import os
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from blocksparse import BlockSparseError
+from blocksparse.recipes import checkpoint
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "last.safetensors"
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def test_all_that_is_stored_comes_back(path):
+    shared = torch.randn(4, 6)
+    tensors = {
+        "float": torch.randn(3, 5),
+        "bfloat16": torch.randn(7).bfloat16(),
+        "int64": torch.tensor([-1, 2**40]),
+        "bytes": torch.get_rng_state(),
+        "number": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+        "empty too": torch.zeros(0),
+        "shared": shared,
+        "the same": shared,
+        "a part of it": shared[1:3],
+        "transposed": shared.T,
+        "parameter": torch.nn.Parameter(torch.randn(2)),
+    }
+    about = {"step": 3, "name": "\u00e9", "nested": {"list": [1, 2.5, None]}}
+    checkpoint.save(path, tensors, about)
+    found, said = checkpoint.load(path)
+    same(found, {name: tensor.detach() for name, tensor in tensors.items()})
+    assert said == about
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_is_loaded_does_not_depend_on_the_file(path):
+    checkpoint.save(path, {"x": torch.ones(1000)}, {})
+    found, _ = checkpoint.load(path)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert torch.equal(found["x"], torch.ones(1000))
+
+
+def no_space(*_):
+    raise OSError(28, "No space left on device")
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+@pytest.mark.parametrize(("fails", "kind"), [(no_space, BlockSparseError), (interrupted, KeyboardInterrupt)])
+def test_a_save_that_fails_leaves_the_checkpoint_before_it(moment, fails, kind, path, monkeypatch):
+    checkpoint.save(path, {"x": torch.ones(3)}, {"step": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, moment, fails)
+        with pytest.raises(kind) as error:
+            checkpoint.save(path, {"x": torch.zeros(3)}, {"step": 2})
+    if kind is BlockSparseError:
+        assert "No space left on device; the checkpoint before it is whole. Free some space" in str(error.value)
+    same(checkpoint.load(path)[0], {"x": torch.ones(3)})
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no limits of files")
+def test_a_file_that_cannot_be_written_to_its_end(path):
+    import resource
+
+    checkpoint.save(path, {"x": torch.ones(3)}, {"step": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(BlockSparseError, match="the checkpoint before it is whole"):
+            checkpoint.save(path, {"x": torch.zeros(100_000)}, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert checkpoint.load(path)[1] == {"step": 1}
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_that_is_not_there(path):
+    with pytest.raises(BlockSparseError, match="No such file or directory; there is none before it"):
+        checkpoint.save(path.parent / "no" / path.name, {}, {})
+
+
+def test_a_remnant_of_a_killed_process_is_replaced(path):
+    path.with_name("last.safetensors.part").write_bytes(b"half a checkp")
+    checkpoint.save(path, {}, {"step": 1})
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("part", [0, 4, 50, -1])
+def test_a_file_cut_short(part, path):
+    checkpoint.save(path, {"x": torch.ones(3)}, {})
+    path.write_bytes(path.read_bytes()[:part])
+    with pytest.raises(BlockSparseError, match=r"last\.safetensors: expected a whole checkpoint, got \d+ bytes"):
+        checkpoint.load(path)
+
+
+def test_files_of_others(path):
+    with pytest.raises(BlockSparseError, match=r"expected a file, got .* which is not there"):
+        checkpoint.load(path)
+    with pytest.raises(BlockSparseError, match="which is a folder"):
+        checkpoint.load(path.parent)
+    path.write_text("A novel.\n" * 100)
+    with pytest.raises(BlockSparseError, match="expected a whole checkpoint"):
+        checkpoint.load(path)
+    save_file({"x": torch.ones(3)}, path)
+    with pytest.raises(BlockSparseError, match="'blocksparse checkpoint', got a safetensors file with format None"):
+        checkpoint.load(path)
+    save_file({"x": torch.ones(3)}, path, {"format": "pt"})
+    with pytest.raises(BlockSparseError, match="format 'pt'"):
+        checkpoint.load(path)
+    save_file({"x": torch.ones(3)}, path, {"format": checkpoint.FORMAT, "version": "99", "about": "{}"})
+    with pytest.raises(BlockSparseError, match="version 1 of the format, got 99"):
+        checkpoint.load(path)
+
+
+def test_a_text_is_written_whole_too(tmp_path, monkeypatch):
+    checkpoint.write_text(tmp_path / "a.json", "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", no_space)
+        with pytest.raises(BlockSparseError, match="No space left"):
+            checkpoint.write_text(tmp_path / "a.json", "new")
+    assert (tmp_path / "a.json").read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1

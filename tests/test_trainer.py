@@ -1,0 +1,438 @@
+"""The trainer: it goes on bit-exactly, stops cleanly, and never keeps what is broken."""
+
+import json
+import os
+import signal
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+import blocksparse as bs
+from blocksparse import BlockSparseError
+from blocksparse.recipes import checkpoint, run_log
+from blocksparse.recipes.trainer import Interrupted, Settings, Trainer, Watcher, learning_rate, part
+
+SETTINGS = Settings(
+    steps=24, learning_rate=0.02, warmup=4, ema=0.9, clip=0.5, weight_decay=0.1, log_every=5, eval_every=8, save_every=7
+)
+TIMES = {"seconds", "bytes_per_second"}
+
+
+@pytest.fixture(autouse=True)
+def _backend():
+    with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
+        yield
+
+
+class Killed(BaseException):
+    """Ends a training as SIGKILL would: nothing is done about it."""
+
+
+class Walk:
+    """A task with all that may be carried over: a state, numbers drawn, a layout, and a gain with one dimension."""
+
+    unit, per_nat, bytes_per_step = "nats", 1.0, 8
+
+    def __init__(self, density=0.5, name="walk"):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            self.model = torch.nn.Sequential(
+                bs.nn.Linear(16, 16, density=density, block_size=4), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1)
+            )
+        self.name = name
+        self.state = torch.zeros(8, 16)
+        self.at = {}
+
+    def loss(self, step):
+        if step in self.at:
+            self.at[step]()
+        self.state = 0.9 * self.state + torch.randn(8, 16)
+        target = self.state[:, :3].sum(1, keepdim=True)
+        return (self.model(self.state) - target).square().mean() * (1 if step != self.at.get("nan") else float("nan"))
+
+    def evaluate(self, model):
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        torch.randn(3)  # what an evaluation draws must not change the training
+        x = torch.linspace(-1, 1, 64).view(4, 16)
+        return (model(x) - x[:, :3].sum(1, keepdim=True)).square().mean().item()
+
+    def state_dict(self):
+        return {"state": self.state}
+
+    def load_state_dict(self, state):
+        self.state = state["state"]
+
+    def about(self):
+        return {"kind": "walk", "data": {"name": self.name}}
+
+
+def fail(error):
+    def raises(*_):
+        raise error
+
+    return raises
+
+
+def tensors(run):
+    return checkpoint.load(run / "last.safetensors")[0]
+
+
+def lines(run):
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in run_log.read(run)]
+
+
+def assert_same(run, other):
+    ours, theirs = tensors(run), tensors(other)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert lines(run) == lines(other)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing happened to."""
+    run = tmp_path_factory.mktemp("whole")
+    with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
+        Trainer(Walk(), run, SETTINGS).train()
+    return run
+
+
+# -- a run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_tells_what_it_did(whole):
+    log = run_log.read(whole)
+    assert [line["step"] for line in log if "loss" in line] == [5, 10, 15, 20, 24]
+    assert [line["step"] for line in log if "held_out" in line] == [8, 16, 24]
+    assert log[0].keys() == {"step", "loss", "lr", "grad_norm", "seconds", "bytes_per_second"}
+    assert log[0]["lr"] == SETTINGS.learning_rate
+    result = json.loads((whole / "result.json").read_text())
+    assert result["held_out"] == log[-1]["held_out"]
+    assert (result["unit"], result["steps"], result["bytes"]) == ("nats", 24, 192)
+    assert result["parameters"] == 8 * 16 + 16 + 17
+    assert result["machine"]["torch"] == torch.__version__
+    assert json.loads((whole / "config.json").read_text())["settings"]["warmup"] == 4
+    assert not list(whole.glob("*.part"))
+
+
+def test_the_logged_loss_is_the_mean_since_the_last_line(tmp_path):
+    Trainer(Walk(), tmp_path / "1", replace(SETTINGS, steps=6, log_every=1)).train()
+    Trainer(Walk(), tmp_path / "3", replace(SETTINGS, steps=6, log_every=3)).train()
+    each = [line["loss"] for line in lines(tmp_path / "1") if "loss" in line]
+    assert [line["loss"] for line in lines(tmp_path / "3") if "loss" in line] == pytest.approx(
+        [sum(each[:3]) / 3, sum(each[3:]) / 3]
+    )
+
+
+def test_how_often_it_logs_evaluates_and_saves_changes_no_bit(whole, tmp_path):
+    Trainer(Walk(), tmp_path, replace(SETTINGS, log_every=24, eval_every=3, save_every=5)).train()
+    ours, theirs = tensors(tmp_path), tensors(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours if name != "trainer.total")
+
+
+def test_training_leaves_the_global_generator_alone(tmp_path):
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    Trainer(Walk(), tmp_path, replace(SETTINGS, steps=2)).train()
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_finished_run_shows_its_result_again(whole):
+    before = {path.name: path.read_bytes() for path in whole.iterdir()}
+    task = Walk()
+    task.loss = fail(AssertionError("it trains"))
+    assert Trainer(task, whole, SETTINGS).train() == json.loads((whole / "result.json").read_text())
+    assert {path.name: path.read_bytes() for path in whole.iterdir()} == before
+
+
+def test_curves_for_tensorboard(whole):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(whole))
+    events.Reload()
+    assert {"loss", "held_out", "lr", "grad_norm"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("held_out")] == [8, 16, 24]
+
+
+def test_without_tensorboard_a_note_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    notes = []
+    watch = Watcher()
+    watch.note = notes.append
+    Trainer(Walk(), tmp_path, replace(SETTINGS, steps=2)).train(watch)
+    assert len(notes) == 1
+    assert "TensorBoard" in notes[0]
+    assert not list(tmp_path.glob("events*"))
+
+
+# -- going on ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("step", [3, 7, 8, 17, 23])
+def test_killed_in_a_step_it_ends_with_the_same_bits(step, dtype, whole, tmp_path):
+    settings = replace(SETTINGS, dtype=dtype)
+    task = Walk()
+    task.at[step] = fail(Killed())
+    with pytest.raises(Killed):
+        Trainer(task, tmp_path, settings).train()
+    assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == step // 7 * 7
+    Trainer(Walk(), tmp_path, settings).train()
+    if dtype == "bfloat16":
+        whole = tmp_path / "whole"
+        Trainer(Walk(), whole, settings).train()
+    assert_same(tmp_path, whole)
+
+
+@pytest.mark.parametrize("nth", range(5))
+@pytest.mark.parametrize("moment", ["before", "in", "after"])
+def test_killed_while_it_saves_it_ends_with_the_same_bits(moment, nth, whole, tmp_path, monkeypatch):
+    own, calls = checkpoint.save, []
+
+    def save(path, *arguments):
+        calls.append(path)
+        if len(calls) <= nth:
+            return own(path, *arguments)
+        if moment == "in":
+            path.with_name(f"{path.name}.part").write_bytes(b"half a checkp")
+        if moment == "after":
+            own(path, *arguments)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", save)
+        with pytest.raises(Killed):
+            Trainer(Walk(), tmp_path, SETTINGS).train()
+    # The last line may have been cut, too.
+    log = tmp_path / "log.jsonl"
+    if log.read_bytes():
+        log.write_bytes(log.read_bytes() + b'{"step": 24, "los')
+    Trainer(Walk(), tmp_path, SETTINGS).train()
+    assert_same(tmp_path, whole)
+    assert (tmp_path / "result.json").exists()
+
+
+def test_killed_before_the_result_it_writes_the_result(whole, tmp_path):
+    (tmp_path / "last.safetensors").write_bytes((whole / "last.safetensors").read_bytes())
+    result = Trainer(Walk(), tmp_path, SETTINGS).train()
+    assert result["held_out"] == json.loads((whole / "result.json").read_text())["held_out"]
+
+
+def test_a_layout_that_changed_while_training_comes_back(tmp_path):
+    task, other = Walk(), Walk(density=0.25)
+    task.at[15] = fail(Killed())
+    sparser = other.model[0]
+
+    def prune():
+        # As a method of sparse training does: layout, values, and what Adam and the mean know of them.
+        weight = trainer.parameters["0.values"]
+        weight.grad = None
+        task.model[0].load_state_dict(sparser.state_dict())
+        trainer.optimizer.state[weight] |= {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
+        trainer.ema["0.values"] = weight.detach().clone()
+
+    task.at[10] = prune
+    trainer = Trainer(task, tmp_path, SETTINGS)
+    with pytest.raises(Killed):
+        trainer.train()
+    resumed = Walk()
+    trainer = Trainer(resumed, tmp_path, SETTINGS)
+    trainer.train()
+    assert resumed.model[0].layout == sparser.layout
+    assert trainer.ema["0.values"].shape == sparser.values.shape
+    assert trainer.step == 24
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        ({"name": "talk"}, {}, "begun with: data.name walk, got data.name talk; take a new folder"),
+        ({}, {"learning_rate": 0.1, "clip": 1.0}, "learning_rate 0.02, clip 0.5, got learning_rate 0.1, clip 1.0"),
+        ({}, {"steps": 30}, "steps 24, got steps 30"),
+    ],
+)
+def test_another_task_or_other_settings_are_refused(task, changes, message, whole):
+    before = {path.name: path.read_bytes() for path in whole.iterdir()}
+    with pytest.raises(BlockSparseError) as error:
+        Trainer(Walk(**task), whole, replace(SETTINGS, **changes)).train()
+    assert message in str(error.value)
+    assert {path.name: path.read_bytes() for path in whole.iterdir()} == before
+
+
+def test_a_broken_checkpoint_and_a_log_without_one_are_refused(tmp_path):
+    Trainer(Walk(), tmp_path, replace(SETTINGS, steps=2)).train()
+    path = tmp_path / "last.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(BlockSparseError, match="expected a whole checkpoint"):
+        Trainer(Walk(), tmp_path, replace(SETTINGS, steps=2)).train()
+    path.unlink()
+    with pytest.raises(BlockSparseError, match=r"expected last\.safetensors beside log\.jsonl"):
+        Trainer(Walk(), tmp_path, replace(SETTINGS, steps=2)).train()
+    assert lines(tmp_path)
+
+
+@pytest.mark.skipif(run_log.fcntl is None, reason="has no locks")
+def test_a_run_that_trains_already_is_refused(tmp_path):
+    with run_log.RunLog(tmp_path), pytest.raises(BlockSparseError, match="expected a run to itself"):
+        Trainer(Walk(), tmp_path, SETTINGS).train()
+
+
+# -- stopping ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_saves_and_stops(number, whole, tmp_path):
+    task = Walk()
+    task.at[9] = lambda: os.kill(os.getpid(), number)
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted) as stop:
+        Trainer(task, tmp_path, SETTINGS).train()
+    assert (stop.value.number, stop.value.step) == (number, 10)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == 10
+    assert not (tmp_path / "result.json").exists()
+    Trainer(Walk(), tmp_path, SETTINGS).train()
+    assert_same(tmp_path, whole)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
+def test_a_second_signal_stops_at_once(tmp_path):
+    task = Walk()
+    task.at[9] = lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(task, tmp_path, SETTINGS).train()
+    assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == 7
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path):
+    task = Walk()
+    task.at["nan"] = 9
+    trainer = Trainer(task, tmp_path, SETTINGS)
+    with pytest.raises(BlockSparseError) as error:
+        trainer.train()
+    said = str(error.value)
+    assert said.startswith("step 10: expected a finite loss and gradient, got loss nan, gradient of norm nan.")
+    assert "last.safetensors is whole" in said
+    assert "a lower learning rate than 0.02" in said
+    assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == 7
+    assert all(p.isfinite().all() for p in trainer.parameters.values())
+
+
+def test_a_gradient_that_is_not_finite_stops_too(tmp_path):
+    task = Walk()
+    task.at[3] = lambda: task.model[2].weight.register_hook(lambda grad: grad * float("inf"))
+    with pytest.raises(BlockSparseError, match=r"step 4: expected a finite loss and gradient, got loss [0-9.]+, grad"):
+        Trainer(task, tmp_path, SETTINGS).train()
+
+
+def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
+    task, watch = Walk(), Watcher()
+    watch.stepped = lambda step: step == 7 and torch.nn.init.constant_(task.model[0].bias, float("inf"))
+    with pytest.raises(BlockSparseError, match=r"step 7: expected finite parameters, got others in 0\.bias"):
+        Trainer(task, tmp_path, SETTINGS).train(watch)
+    assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == 0
+
+
+def test_a_disk_that_is_full_before_it_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", fail(OSError(28, "No space left on device")))
+    task = Walk()
+    task.loss = fail(AssertionError("it trains"))
+    with pytest.raises(BlockSparseError, match="No space left on device"):
+        Trainer(task, tmp_path, SETTINGS).train()
+    monkeypatch.undo()
+    Trainer(Walk(), tmp_path, SETTINGS).train()
+
+
+def test_a_disk_that_is_full_later(whole, tmp_path, monkeypatch):
+    task = Walk()
+    task.at[10] = lambda: monkeypatch.setattr(checkpoint.os, "replace", fail(OSError(28, "No space left on device")))
+    with pytest.raises(BlockSparseError, match="the checkpoint before it is whole"):
+        Trainer(task, tmp_path, SETTINGS).train()
+    monkeypatch.undo()
+    assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == 7
+    Trainer(Walk(), tmp_path, SETTINGS).train()
+    assert_same(tmp_path, whole)
+
+
+# -- the pieces ----------------------------------------------------------------------------------------------------
+
+
+def test_the_learning_rate():
+    def rates(decay, warmup=2):
+        settings = Settings(steps=6, warmup=warmup, learning_rate=2.0, decay=decay)
+        return [learning_rate(settings, step) for step in range(6)]
+
+    assert rates("none") == [1, 2, 2, 2, 2, 2]
+    assert rates("none", warmup=0) == [2] * 6
+    assert rates("linear") == [1, 2, 2, 1.5, 1, 0.5]
+    assert rates("cosine") == pytest.approx([1, 2, 2, 1 + 0.5**0.5, 1, 1 - 0.5**0.5])
+    assert rates("linear", warmup=9) == pytest.approx([2 * step / 9 for step in range(1, 7)])
+
+
+def test_the_mean_of_the_parameters_is_what_is_evaluated(tmp_path):
+    seen = []
+
+    class Seen(Walk):
+        def evaluate(self, model):
+            seen.append(model[2].weight.clone())
+            return super().evaluate(model)
+
+    task = Seen()
+    expected, history = task.model[2].weight.detach().clone(), []
+    watch = Watcher()
+    watch.stepped = lambda step: history.append(task.model[2].weight.detach().clone())
+    Trainer(task, tmp_path, replace(SETTINGS, steps=12, ema=0.7, eval_every=0)).train(watch)
+    for step, weight in enumerate(history):
+        decay = min(0.7, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * weight
+    assert torch.allclose(seen[0], expected, atol=1e-6)
+    assert not torch.allclose(seen[0], history[-1], atol=1e-6)
+    assert torch.equal(task.model[2].weight, history[-1])
+    assert torch.equal(part(tensors(tmp_path), "ema.")["2.weight"], seen[0])
+
+
+def test_the_update_is_that_of_adamw(tmp_path):
+    class Square(Walk):
+        def loss(self, step):
+            return (self.model[2].weight - 3).square().sum() * 100
+
+    task, plain = Square(), Square().model[2].weight
+    settings = Settings(steps=8, learning_rate=0.1, warmup=3, weight_decay=0.2, clip=2.0)
+    optimizer = torch.optim.AdamW([plain], weight_decay=0.2, fused=False)
+    for step in range(8):
+        optimizer.zero_grad()
+        ((plain - 3).square().sum() * 100).backward()
+        torch.nn.utils.clip_grad_norm_([plain], 2.0)
+        optimizer.param_groups[0]["lr"] = learning_rate(settings, step)
+        optimizer.step()
+    Trainer(task, tmp_path, settings).train()
+    assert torch.allclose(task.model[2].weight, plain, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decay": "sharp"}, "decay: expected one of linear, cosine, none, got 'sharp'"),
+        ({"dtype": "float16"}, "dtype: expected one of float32, bfloat16"),
+        ({"steps": 0}, "steps: expected an int of 1 or more, got 0"),
+        ({"learning_rate": float("nan")}, "learning_rate: expected a number, not negative, got nan"),
+        ({"ema": 1.0}, "ema: expected a number from 0 to below 1"),
+        ({"seed": -1}, "seed: expected"),
+    ],
+)
+def test_settings_that_will_not_do(changes, message):
+    with pytest.raises(BlockSparseError) as error:
+        replace(SETTINGS, **changes)
+    assert message in str(error.value)
+
+
+def test_an_unknown_device(tmp_path):
+    with pytest.raises(BlockSparseError, match="device: expected cpu, or cuda where there is a GPU, got 'abacus'"):
+        Trainer(Walk(), tmp_path, replace(SETTINGS, device="abacus"))
