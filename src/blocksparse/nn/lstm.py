@@ -24,10 +24,9 @@ class LSTM(Recurrent):
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size: as torch.nn.LSTM.
         layout: the blocks of each recurrent weight: `[hidden, hidden]` for each of the four gates, or
-            `[4 hidden, hidden]`, with `proj_size` in place of the last hidden. Weights of upper layers whose shape it
-            fits have it too.
-        input_layout: the blocks of the first layer's weight, `[hidden, input]` or `[4 hidden, input]`, and of upper
-            layers where it fits and `layout` does not.
+            `[4 hidden, hidden]`, with `proj_size` in place of the last hidden. Input weights of the same shape have it
+            too.
+        input_layout: the blocks of the first layer's input weight, `[hidden, input]` or `[4 hidden, input]`.
         proj_layout: the blocks of the projection, `[proj_size, hidden]`.
         density: instead of layouts, the part of the blocks that random patterns store in every weight.
         block_size: of these patterns.
@@ -93,17 +92,16 @@ class LSTM(Recurrent):
         )
 
     def _build(self, suffix, inputs, layout, input_layout):
-        hidden, first = self._hidden, suffix.startswith("_l0")
-        chosen = input_layout if first else fitting(layout, hidden, inputs) or fitting(input_layout, hidden, inputs)
-        if first and input_layout is None and inputs == self.hidden_size:
-            chosen = fitting(layout, hidden, inputs)
+        hidden = self._h
+        chosen = input_layout if suffix.startswith("_l0") else None
+        chosen = chosen or fitting(layout, hidden, inputs)
         self._add_weight(f"weight_ih{suffix}", 4, hidden, inputs, chosen)
-        self._add_weight(f"weight_hh{suffix}", 4, hidden, self._output, layout)
+        self._add_weight(f"weight_hh{suffix}", 4, hidden, self._o, layout)
         if self.bias:
             for name in (f"bias_ih{suffix}", f"bias_hh{suffix}"):
-                setattr(self, name, nn.Parameter(torch.empty(4 * hidden, **self._options)))
+                setattr(self, name, nn.Parameter(torch.empty(4 * hidden.padded, **self._options)))
         if self.proj_size:
-            self._add_weight(f"weight_hr{suffix}", 1, self._output, hidden, self._proj_layout)
+            self._add_weight(f"weight_hr{suffix}", 1, self._o, hidden, self._proj_layout)
 
     def forward(
         self, input: Tensor | PackedSequence, hx: State | None = None, *, table: Tensor | None = None

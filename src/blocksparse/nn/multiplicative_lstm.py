@@ -23,8 +23,8 @@ class MultiplicativeLSTM(Recurrent):
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as torch.nn.LSTM.
         weight_norm: whether each output's weights are trained as direction and length, gain * w / |w|.
-        layout: the blocks of W_hm and of each gate in W_mh, `[hidden, hidden]`, and of those weights of upper layers
-            that it fits.
+        layout: the blocks of W_hm and of each gate in W_mh, `[hidden, hidden]`, and of input weights of the same
+            shape.
         input_layout: the blocks of the first layer's W_im and of each gate in W_ih, `[hidden, input]`.
         density: instead of layouts, the part of the blocks that random patterns store in every weight.
         block_size: of these patterns.
@@ -82,7 +82,7 @@ class MultiplicativeLSTM(Recurrent):
         )
 
     def _build(self, suffix, inputs, layout, input_layout):
-        hidden = self._hidden
+        hidden = self._h
         chosen = input_layout if suffix.startswith("_l0") else None
         chosen = chosen or fitting(layout, hidden, inputs)
         self._add_weight(f"weight_ih{suffix}", 4, hidden, inputs, chosen)
@@ -90,10 +90,10 @@ class MultiplicativeLSTM(Recurrent):
         self._add_weight(f"weight_mh{suffix}", 4, hidden, hidden, layout)
         self._add_weight(f"weight_hm{suffix}", 1, hidden, hidden, layout)
         if self.bias:
-            setattr(self, f"bias{suffix}", nn.Parameter(torch.empty(4 * hidden, **self._options)))
+            setattr(self, f"bias{suffix}", nn.Parameter(torch.empty(4 * hidden.padded, **self._options)))
         if self.weight_norm:
             for name, gates in (("ih", 4), ("im", 1), ("mh", 4), ("hm", 1)):
-                setattr(self, f"gain_{name}{suffix}", nn.Parameter(torch.empty(gates * hidden, **self._options)))
+                setattr(self, f"gain_{name}{suffix}", nn.Parameter(torch.empty(gates * hidden.padded, **self._options)))
 
     def reset_parameters(self) -> None:
         """Draws all weights anew; the gains are the weights' norms, so that nothing is scaled at first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,18 @@ from ..ops.recurrent import Steps, linear_of
 from .module import Weight, draw_values
 
 State = tuple[Tensor, Tensor]
+
+
+class Size(NamedTuple):
+    """A number of features, without and with padding."""
+
+    real: int
+    padded: int
+
+    def used(self, size: int, parts: bool = True) -> Tensor:
+        """Which of so many features are no padding: bool on the CPU. With `parts` these are several times `padded`."""
+        index = torch.arange(size, device="cpu")
+        return (index % self.padded if parts else index) < self.real
 
 
 class Recurrent(nn.Module):
@@ -73,14 +85,18 @@ class Recurrent(nn.Module):
             block = math.lcm(*BlockLayout([[True]], block_size).block_shape)
         self._hidden = _up(self.hidden_size, block)
         self._output = _up(self.proj_size, block) if self.proj_size else self._hidden
+        self._h = Size(self.hidden_size, self._hidden)
+        self._o = Size(self.proj_size or self.hidden_size, self._output)
+        self._sizes: dict[str, tuple[Size, Size]] = {}
         for layer in range(self.num_layers):
             for direction in range(self.directions):
-                self._build(self._suffix(layer, direction), self._inputs_of(layer), layout, input_layout)
+                inputs = self._inputs_of(layer)
+                self._build(self._suffix(layer, direction), Size(inputs, inputs), layout, input_layout)
         self.reset_parameters()
 
     # -- what subclasses say -------------------------------------------------------------------------------------
 
-    def _build(self, suffix: str, inputs: int, layout: BlockLayout | None, input_layout: BlockLayout | None) -> None:
+    def _build(self, suffix: str, inputs: Size, layout: BlockLayout | None, input_layout: BlockLayout | None) -> None:
         """Makes the parameters of one cell."""
         raise NotImplementedError
 
@@ -92,13 +108,13 @@ class Recurrent(nn.Module):
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def _add_weight(self, name: str, gates: int, out: int, in_: int, layout: BlockLayout | None) -> None:
+    def _add_weight(self, name: str, gates: int, out: Size, in_: Size, layout: BlockLayout | None) -> None:
         """A weight of `gates` parts `[out, in_]`, one above the other: block-sparse by a layout or the density.
 
         The layout is that of one part, then of each, or that of all.
         """
         if layout is not None:
-            padded = (_up(out, layout.block_shape[0]), _up(in_, layout.block_shape[1]))
+            padded = (_up(out.padded, layout.block_shape[0]), _up(in_.padded, layout.block_shape[1]))
             shapes = padded, (gates * padded[0], padded[1])
             if layout.shape not in shapes:
                 either = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
@@ -107,10 +123,11 @@ class Recurrent(nn.Module):
         elif self._density is not None:
             block = BlockLayout([[True]], self._block_size).block_shape
             seed = int(torch.randint(2**31, (), device="cpu"))
-            shape = (gates * _up(out, block[0]), _up(in_, block[1]))
+            shape = (gates * out.padded, _up(in_.padded, block[1]))
             layout = patterns.random(shape, block, density=self._density, seed=seed)
+        self._sizes[name] = (out, in_)
         if layout is None:
-            setattr(self, name, nn.Parameter(torch.empty(gates * out, in_, **self._options)))
+            setattr(self, name, nn.Parameter(torch.empty(gates * out.padded, in_.padded, **self._options)))
         else:
             setattr(self, name, Weight(layout, **self._options))
 
@@ -130,27 +147,19 @@ class Recurrent(nn.Module):
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
                 self._reset(name, parameter, bound)
-            for weight in self.children():
+            for name, weight in self.named_children():
                 if isinstance(weight, Weight):
-                    out, in_ = weight.layout.shape
-                    draw_values(weight, self._used(out, rows=True), self._used(in_, rows=False))
+                    out, in_ = self._sizes[name]
+                    draw_values(weight, out.used(weight.layout.shape[0]), in_.used(weight.layout.shape[1], parts=False))
 
     def _reset(self, name: str, parameter: Tensor, bound: float) -> None:
+        out, in_ = self._sizes.get(name, (self._h, None))
+        used = out.used(len(parameter)).to(parameter.device)
         parameter.uniform_(-bound, bound)
-        self._clear_padding(parameter)
-
-    def _clear_padding(self, parameter: Tensor) -> None:
-        used = self._used(parameter.shape[0], rows=True)
-        if not bool(used.all()):
-            parameter[(~used).to(parameter.device)] = 0
-
-    def _used(self, size: int, rows: bool) -> Tensor:
-        """Which of so many features, of gates one above the other or of inputs, are no padding."""
-        index = torch.arange(size, device="cpu")
-        for padded, real in ((self._hidden, self.hidden_size), (self._output, self.proj_size or self.hidden_size)):
-            if size == padded or (rows and size % padded == 0 and padded != real):
-                return index % padded < real
-        return index >= 0
+        if out.padded != out.real:
+            parameter[~used] = 0
+        if in_ is not None:
+            parameter[:, in_.real :] = 0
 
     # -- sequences -----------------------------------------------------------------------------------------------
 
@@ -259,11 +268,11 @@ class Recurrent(nn.Module):
         return ", ".join(shown)
 
 
-def fitting(layout: BlockLayout | None, out: int, in_: int) -> BlockLayout | None:
-    """The layout if it is one of `[out, in_]`, padded, or of several such, one above the other."""
+def fitting(layout: BlockLayout | None, out: Size, in_: Size) -> BlockLayout | None:
+    """The layout if it is one of `[out, in_]` or of four such, one above the other."""
     if layout is None:
         return None
-    padded = (_up(out, layout.block_shape[0]), _up(in_, layout.block_shape[1]))
+    padded = (_up(out.padded, layout.block_shape[0]), _up(in_.padded, layout.block_shape[1]))
     return layout if layout.shape[1] == padded[1] and layout.shape[0] in (padded[0], 4 * padded[0]) else None
 
 

@@ -87,8 +87,8 @@ class SmallWorldLSTM(Recurrent):
         )
 
     def _build(self, suffix, inputs, layout, input_layout):
-        hidden = self._hidden
-        if hidden != self.hidden_size:
+        hidden = self._h
+        if hidden.padded != hidden.real:
             raise BlockSparseError.expected("hidden_size", "a multiple of the block", self.hidden_size)
         chosen = input_layout if suffix.startswith("_l0") else None
         chosen = chosen or fitting(layout, hidden, inputs)
@@ -98,7 +98,7 @@ class SmallWorldLSTM(Recurrent):
             self._add_weight(f"weight_{name}{suffix}", 1, hidden, hidden, layout)
         self._add_weight(f"weight_gates{suffix}", 4, hidden, hidden, layout)
         for name in (*self._input_names, *self._step_names, "gates"):
-            size = 4 * hidden if name == "gates" else hidden
+            size = 4 * hidden.real if name == "gates" else hidden.real
             for kind in ("gain", "bias"):
                 setattr(self, f"{kind}_{name}{suffix}", nn.Parameter(torch.empty(size, **self._options)))
 

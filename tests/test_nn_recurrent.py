@@ -1,0 +1,393 @@
+"""Recurrent modules: as torch.nn.LSTM where both exist; block-sparse as dense with zeros; padding, packing, states."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+
+import blocksparse as bs
+from blocksparse.nn.module import Weight
+
+MODULES = {"lstm": bs.nn.LSTM, "mlstm": bs.nn.MultiplicativeLSTM, "smallworld": bs.nn.SmallWorldLSTM}
+HIDDEN = 32
+
+
+def close(a, b, bound=1e-6):
+    assert a.shape == b.shape
+    assert (a.double() - b.double()).norm() <= bound * max(float(b.double().norm()), 1e-30)
+
+
+def results(module, x, hx, generator_seed=0):
+    """Outputs and all gradients: of the input, the states, the parameters."""
+    leaf = x.data.clone().requires_grad_() if isinstance(x, PackedSequence) else x.clone().requires_grad_()
+    fed = PackedSequence(leaf, *x[1:]) if isinstance(x, PackedSequence) else leaf
+    hx = None if hx is None else tuple(state.clone().requires_grad_() for state in hx)
+    y, (h, c) = module(fed, hx)
+    y = y.data if isinstance(y, PackedSequence) else y
+    generator = torch.Generator().manual_seed(generator_seed)
+    loss = sum((each * torch.randn(each.shape, generator=generator).to(each)).sum() for each in (y, h, c))
+    wanted = [leaf, *(hx or ()), *module.parameters()]
+    return [each.detach() for each in (y, h, c)], list(torch.autograd.grad(loss, wanted))
+
+
+def states(module, batch):
+    cells = module.num_layers * (2 if module.bidirectional else 1)
+    return torch.randn(cells, batch, module.proj_size or module.hidden_size), torch.randn(
+        cells, batch, module.hidden_size
+    )
+
+
+# -- as torch.nn.LSTM ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "bias", "bidirectional", "proj_size"),
+    list(itertools.product((1, 2), (True, False), (False, True), (0, 12))),
+)
+def test_dense_is_torchs(layers, bias, bidirectional, proj_size):
+    torch.manual_seed(0)
+    options = {"bias": bias, "bidirectional": bidirectional, "proj_size": proj_size}
+    ours = bs.nn.LSTM(20, HIDDEN, layers, **options)
+    theirs = nn.LSTM(20, HIDDEN, layers, **options, dtype=torch.float64)
+    theirs.load_state_dict(ours.state_dict())
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    x = torch.randn(7, 5, 20)
+    for hx in (None, states(ours, 5)):
+        double = None if hx is None else tuple(state.double() for state in hx)
+        got, expected = results(ours, x, hx), results(theirs, x.double(), double)
+        for a, b in zip(itertools.chain(*got), itertools.chain(*expected), strict=True):
+            close(a, b)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "LSTM with projections is not supported with oneDNN")
+            y, (h, c) = ours(x, hx)
+        for a, b in zip((y, h, c), expected[0], strict=True):
+            close(a, b)
+
+
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_packed_sequences(bidirectional, enforce_sorted):
+    torch.manual_seed(0)
+    ours = bs.nn.LSTM(20, HIDDEN, 2, bidirectional=bidirectional)
+    theirs = nn.LSTM(20, HIDDEN, 2, bidirectional=bidirectional)
+    theirs.load_state_dict(ours.state_dict())
+    lengths = [6, 4, 4, 1] if enforce_sorted else [4, 1, 6, 4]
+    packed = pack_padded_sequence(torch.randn(6, 4, 20), lengths, enforce_sorted=enforce_sorted)
+    for hx in (None, states(ours, 4)):
+        got, expected = results(ours, packed, hx), results(theirs, packed, hx)
+        for a, b in zip(itertools.chain(*got), itertools.chain(*expected), strict=True):
+            close(a, b)
+        with torch.no_grad():
+            y, _ = ours(packed, hx)
+            assert torch.equal(pad_packed_sequence(y)[1], torch.tensor(lengths))
+            close(y.data, expected[0][0])
+
+
+def test_batch_first_and_no_batch():
+    torch.manual_seed(0)
+    ours, theirs = bs.nn.LSTM(20, HIDDEN, batch_first=True), nn.LSTM(20, HIDDEN, batch_first=True)
+    theirs.load_state_dict(ours.state_dict())
+    x, (h, c) = torch.randn(5, 7, 20), states(ours, 5)
+    for given, hx in ((x, (h, c)), (x, None), (x[0], (h[:, 0], c[:, 0])), (x[0], None)):
+        for training in (True, False):
+            with torch.set_grad_enabled(training):
+                (y, (h1, c1)), (y2, (h2, c2)) = ours(given, hx), theirs(given, hx)
+            for a, b in ((y, y2), (h1, h2), (c1, c2)):
+                close(a.detach(), b.detach())
+
+
+def test_dropout_between_layers_in_training_only():
+    torch.manual_seed(0)
+    module = bs.nn.LSTM(20, HIDDEN, 2, dropout=1.0)
+    x = torch.randn(3, 2, 20)
+    upper = bs.nn.LSTM(HIDDEN, HIDDEN)
+    upper.load_state_dict({k.replace("l1", "l0"): v for k, v in module.state_dict().items() if "l1" in k})
+    close(module(x)[0].detach(), upper(torch.zeros(3, 2, HIDDEN))[0].detach())
+    module.eval()
+    assert torch.equal(module(x)[0], module(x)[0])
+
+
+# -- block-sparse as dense with zeros ------------------------------------------------------------------------------
+
+
+def densified(sparse):
+    """The dense module whose weights are those of the block-sparse one, zeros where there is no block."""
+    options = {"bidirectional": sparse.bidirectional}
+    if isinstance(sparse, bs.nn.LSTM):
+        options |= {"proj_size": sparse.proj_size, "bias": sparse.bias}
+    if isinstance(sparse, bs.nn.MultiplicativeLSTM):
+        options |= {"weight_norm": sparse.weight_norm}
+    if isinstance(sparse, bs.nn.SmallWorldLSTM):
+        options |= {"depth": sparse.depth}
+    dense = type(sparse)(sparse.input_size, sparse.hidden_size, sparse.num_layers, **options)
+    hidden, padded = sparse.hidden_size, sparse._hidden
+    for name, parameter in dense.named_parameters():
+        given = getattr(sparse, name)
+        given = bs.to_dense(given.values, given.layout) if isinstance(given, Weight) else given
+        for axis, size in enumerate(parameter.shape):
+            if given.shape[axis] == size:
+                continue
+            parts = given.shape[axis] // padded if given.shape[axis] % padded == 0 and size % hidden == 0 else 1
+            given = given.unflatten(axis, (parts, -1)).narrow(axis + 1, 0, size // parts).flatten(axis, axis + 1)
+        parameter.data = given.detach().clone()
+    return dense
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("hidden", [HIDDEN, 27])
+@pytest.mark.parametrize("cell", MODULES)
+def test_block_sparse_is_dense_with_zeros(cell, hidden, layers, bidirectional):
+    if cell == "smallworld" and hidden % 8:
+        pytest.skip("refused, see below")
+    torch.manual_seed(0)
+    sparse = MODULES[cell](20, hidden, layers, bidirectional=bidirectional, density=0.5, block_size=8)
+    dense = densified(sparse)
+    x, hx = torch.randn(7, 5, 20), states(sparse, 5)
+    got, expected = results(sparse, x, hx), results(dense, x, hx)
+    for a, b in zip(got[0] + got[1][:3], expected[0] + expected[1][:3], strict=True):
+        close(a, b, 2e-6)
+
+
+def test_projection_of_odd_size():
+    torch.manual_seed(0)
+    sparse = bs.nn.LSTM(20, 27, 2, proj_size=10, density=0.5, block_size=8)
+    dense = densified_projection(sparse)
+    x, hx = torch.randn(7, 5, 20), states(sparse, 5)
+    got, expected = results(sparse, x, hx), results(dense, x, hx)
+    for a, b in zip(got[0] + got[1][:3], expected[0] + expected[1][:3], strict=True):
+        close(a, b, 2e-6)
+
+
+def densified_projection(sparse):
+    dense = bs.nn.LSTM(20, 27, 2, proj_size=10)
+    for name, parameter in dense.named_parameters():
+        given = getattr(sparse, name)
+        given = bs.to_dense(given.values, given.layout) if isinstance(given, Weight) else given
+        if parameter.shape[0] == 4 * 27:
+            given = given.unflatten(0, (4, -1))[:, :27].flatten(0, 1)
+        else:
+            given = given[: parameter.shape[0]]
+        parameter.data = (given if given.dim() == 1 else given[:, : parameter.shape[1]]).detach().clone()
+    return dense
+
+
+@pytest.mark.parametrize("cell", MODULES)
+def test_padding_stays_zero(cell):
+    if cell == "smallworld":
+        pytest.skip("it has none")
+    torch.manual_seed(0)
+    module = MODULES[cell](20, 27, density=0.5, block_size=8)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    before = [module(torch.randn(3, 2, 20))[0].square().sum().backward() or optimizer.step() for _ in range(3)]
+    assert len(before) == 3
+    used = torch.arange(4 * 32) % 32 < 27
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.shape[0] == 128 and name.startswith("bias"):
+            assert not parameter[~used].any()
+    for weight in module.children():
+        dense = bs.to_dense(weight.values, weight.layout)
+        assert not dense[~used[: len(dense)]].any()
+
+
+@pytest.mark.parametrize("cell", MODULES)
+def test_one_layout_for_all_weights_that_it_fits(cell):
+    layout = bs.patterns.barabasi_albert(HIDDEN * 8, block_size=32, m=2, seed=0)
+    module = MODULES[cell](20, HIDDEN * 8, 2, layout=layout)
+    for name, parameter in module.named_parameters():
+        sparse = name.endswith(".values")
+        square = parameter.dim() == 2 and parameter.shape[1] == HIDDEN * 8
+        assert sparse or not square, name
+    weights = [weight for weight in module.children() if isinstance(weight, Weight)]
+    assert {weight.layout.nnz for weight in weights} <= {layout.nnz, 4 * layout.nnz}
+    # The pattern is that of each gate.
+    for weight in weights:
+        mask = weight.layout.mask()
+        assert all(torch.equal(part, layout.mask()) for part in mask.split(layout.grid[0]))
+    y, _ = module(torch.randn(3, 2, 20))
+    y.sum().backward()
+
+
+def test_layouts_of_inputs_and_projections():
+    inputs = bs.patterns.random((64, 32), 8, density=0.5, seed=0)
+    projection = bs.patterns.random((16, 64), 8, density=0.5, seed=0)
+    recurrent = bs.patterns.random((256, 16), 8, density=0.5, seed=0)
+    module = bs.nn.LSTM(32, 64, proj_size=16, layout=recurrent, input_layout=inputs, proj_layout=projection)
+    assert module.weight_ih_l0.layout.shape == (256, 32)
+    assert module.weight_hh_l0.layout == recurrent
+    assert module.weight_hr_l0.layout == projection
+    assert module(torch.randn(3, 2, 32))[0].shape == (3, 2, 16)
+
+
+# -- the other cells, written down once more -----------------------------------------------------------------------
+
+
+def test_multiplicative_lstm_by_its_formulas():
+    torch.manual_seed(0)
+    module = bs.nn.MultiplicativeLSTM(20, HIDDEN).double()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.startswith("gain"):
+                parameter.mul_(torch.rand_like(parameter) + 0.5)
+
+    def normed(name):
+        weight, gain = getattr(module, f"weight_{name}_l0"), getattr(module, f"gain_{name}_l0")
+        return F.normalize(weight, dim=1) * gain[:, None]
+
+    x, h, c = torch.randn(4, 3, 20).double(), torch.zeros(3, HIDDEN).double(), torch.zeros(3, HIDDEN).double()
+    ys = []
+    for step in x:
+        m = (step @ normed("im").T) * (h @ normed("hm").T)
+        i, f, g, o = (step @ normed("ih").T + m @ normed("mh").T + module.bias_l0).chunk(4, 1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        ys.append(h)
+    y, (last, cell) = module(x)
+    close(y.detach(), torch.stack(ys).detach(), 1e-12)
+    close(last[0].detach(), h.detach(), 1e-12)
+    close(cell[0].detach(), c.detach(), 1e-12)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_small_world_lstm_by_its_formulas(depth):
+    torch.manual_seed(0)
+    module = bs.nn.SmallWorldLSTM(20, HIDDEN, depth=depth).double()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.startswith(("gain", "bias")):
+                parameter.add_(torch.randn_like(parameter) / 3)
+
+    def lin(x, name):
+        y = x @ getattr(module, f"weight_{name}_l0").T
+        gain, bias = getattr(module, f"gain_{name}_l0"), getattr(module, f"bias_{name}_l0")
+        parts = [F.layer_norm(part, (HIDDEN,)) for part in y.split(HIDDEN, 1)]
+        return torch.cat(parts, 1) * gain + bias
+
+    x, h, c = torch.randn(4, 3, 20).double(), torch.zeros(3, HIDDEN).double(), torch.zeros(3, HIDDEN).double()
+    ys = []
+    for step in x:
+        s = lin(step, "input1") * lin(h, "step1")
+        for k in range(2, depth + 1):
+            s = lin(s, f"step{k}") + (lin(step, "input2") if k == 2 else 0)
+            s = s.relu()
+        i, f, g, o = lin(s, "gates").chunk(4, 1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        ys.append(h)
+    y, (_, cell) = module(x)
+    close(y.detach(), torch.stack(ys).detach(), 1e-12)
+    close(cell[0].detach(), c.detach(), 1e-12)
+
+
+# -- use -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", MODULES)
+def test_inputs_from_a_table(cell):
+    torch.manual_seed(0)
+    module = MODULES[cell](20, HIDDEN, 2, density=0.5, block_size=8)
+    table, numbers = torch.randn(10, 20), torch.randint(10, (7, 5))
+    y, (h, c) = module(numbers, table=table)
+    for a, b in zip((y, h, c), (lambda y, s: (y, *s))(*module(table[numbers])), strict=True):
+        close(a.detach(), b.detach())
+    packed = pack_sequence([numbers[:4, 0], numbers[:2, 1]])
+    y, _ = module(packed, table=table)
+    rows = PackedSequence(table[packed.data], *packed[1:])
+    close(y.data.detach(), module(rows)[0].data.detach())
+
+
+@pytest.mark.parametrize("cell", MODULES)
+def test_autocast_and_sixteen_bits(cell):
+    torch.manual_seed(0)
+    module = MODULES[cell](20, HIDDEN, density=0.5, block_size=8)
+    x = torch.randn(7, 5, 20)
+    expected = module(x)[0].detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, (h, c) = module(x)
+        assert y.dtype == torch.bfloat16
+        # A c that is carried on in float32 stays so.
+        _, (_, c) = module(x, (h, c.float()))
+        assert c.dtype == torch.float32
+    y.float().sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in module.parameters())
+    close(y.detach(), expected, 3e-2)
+    y, (h, c) = module.bfloat16()(x.bfloat16())
+    assert y.dtype == h.dtype == c.dtype == torch.bfloat16
+    close(y.detach(), expected, 3e-2)
+
+
+@pytest.mark.parametrize("cell", MODULES)
+def test_copies_pickles_and_state_dicts(cell):
+    torch.manual_seed(0)
+    module = MODULES[cell](20, HIDDEN, density=0.5, block_size=8)
+    x = torch.randn(3, 2, 20)
+    expected = module(x)[0]
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(x)[0], expected)
+    other = MODULES[cell](20, HIDDEN, density=0.5, block_size=8)  # of other random layouts
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other(x)[0], expected)
+
+
+@pytest.mark.parametrize("cell", MODULES)
+def test_compiled(cell):
+    torch.manual_seed(0)
+    module = MODULES[cell](8, 16, density=0.5, block_size=8)
+    x = torch.randn(2, 3, 8)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    got, expected = compiled(x), module(x)
+    close(got[0].detach(), expected[0].detach())
+    (grad,) = torch.autograd.grad(got[0].sum(), [next(module.parameters())])
+    (again,) = torch.autograd.grad(expected[0].sum(), [next(module.parameters())])
+    close(grad, again, 2e-6)
+
+
+@pytest.mark.parametrize("cell", MODULES)
+def test_meta_device_and_initial_size_of_weights(cell):
+    module = MODULES[cell](20, HIDDEN * 4, density=0.25, block_size=8, device="meta")
+    module.to_empty(device="cpu").reset_parameters()
+    for name, weight in module.named_children():
+        fan_in = weight.layout.crow_indices().diff() * 8
+        assert weight.values.abs().max() <= fan_in.min() ** -0.5, name
+    y, _ = module(torch.randn(20, 4, 20))
+    assert torch.isfinite(y).all()
+    assert 0.01 < y.std() < 1
+
+
+BAD = {
+    "hidden_size: expected a positive int": lambda: bs.nn.LSTM(8, 0),
+    "proj_size: expected an int from 0 to 15": lambda: bs.nn.LSTM(8, 16, proj_size=16),
+    "dropout: expected a probability": lambda: bs.nn.LSTM(8, 16, dropout=2),
+    "density: expected None where a layout is given": lambda: bs.nn.LSTM(
+        8, 16, density=0.5, layout=bs.patterns.dense((16, 16), 8)
+    ),
+    r"the layout of weight_hh_l0: expected shape \[16, 16\] or \[64, 16\]": lambda: bs.nn.LSTM(
+        8, 16, layout=bs.patterns.dense((32, 32), 8)
+    ),
+    "depth: expected a positive int": lambda: bs.nn.SmallWorldLSTM(8, 16, depth=0),
+    "hidden_size: expected a multiple of the block": lambda: bs.nn.SmallWorldLSTM(8, 15, density=0.5, block_size=8),
+    r"input: expected \[steps, batch, 8\], none of them 0, got \[3, 2, 9\]": lambda: bs.nn.LSTM(8, 16)(
+        torch.randn(3, 2, 9)
+    ),
+    r"input: expected \[batch, steps, 8\]": lambda: bs.nn.LSTM(8, 16, batch_first=True)(torch.randn(0, 2, 8)),
+    "input: expected a tensor or a PackedSequence": lambda: bs.nn.LSTM(8, 16)([1, 2]),
+    r"the initial c: expected \[1, 2, 16\], got \[1, 2, 15\]": lambda: bs.nn.LSTM(8, 16)(
+        torch.randn(3, 2, 8), (torch.randn(1, 2, 16), torch.randn(1, 2, 15))
+    ),
+    r"table: expected \[n, 8\]": lambda: bs.nn.LSTM(8, 16)(torch.zeros(3, 2).long(), table=torch.randn(3, 9)),
+    "input: expected int64 rows of the table": lambda: bs.nn.LSTM(8, 16)(torch.zeros(3, 2), table=torch.randn(3, 8)),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(message):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        BAD[message]()
