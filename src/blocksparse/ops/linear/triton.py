@@ -138,7 +138,7 @@ def linear(
         return y
     x, values = _features_contiguous(x), values.contiguous()
     kind = ("linear", transpose, activation)
-    launches = _prepared(layout, kind, x, values, bias, lambda: _linear_launches(x, layout, transpose, activation))
+    launches = _prepared(layout, kind, x, (values, bias, y), lambda: _linear_launches(x, layout, transpose, activation))
     if len(launches) == 1:
         launches[0](x, values, bias, y, None)
         return y
@@ -155,7 +155,7 @@ def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) ->
         return torch.zeros(shape, dtype=x.dtype, device=x.device)
     grad, x = _features_contiguous(grad), _features_contiguous(x)
     kind = ("wgrad", grad.stride(0))
-    (launch,) = _prepared(layout, kind, x, grad, None, lambda: [_wgrad_launch(grad, x, layout)])
+    (launch,) = _prepared(layout, kind, x, (grad,), lambda: [_wgrad_launch(grad, x, layout)])
     if launch.splits == 1:
         values = torch.empty(shape, dtype=x.dtype, device=x.device)
         launch(grad, x, values)
@@ -169,15 +169,14 @@ def _prepared(
     layout: BlockLayout | TracedLayout,
     kind: tuple[Any, ...],
     x: Tensor,
-    other: Tensor,
-    bias: Tensor | None,
+    others: tuple[Tensor | None, ...],
     prepare: Callable[[], list[Launch]],
 ) -> list[Launch]:
-    """The launches of a call like this one. What Triton compiles depends on strides and on addresses modulo 16."""
+    """The launches of a call like this one. Triton compiles for strides, and for addresses in whole 16 bytes or not."""
     if isinstance(layout, TracedLayout):
         return prepare()
-    address = x.data_ptr() | other.data_ptr() | (0 if bias is None else bias.data_ptr())
-    like = (kind, x.dtype, x.device, x.shape[0], x.stride(0), bias is None, address % 16, precision(x.dtype), forced())
+    aligned = tuple([None if tensor is None else tensor.data_ptr() % 16 == 0 for tensor in (x, *others)])
+    like = (kind, x.dtype, x.device, x.shape[0], x.stride(0), aligned, precision(x.dtype), forced())
     known: dict[Any, list[Launch]] = layout.derived("triton launches", dict)
     launches = known.get(like)
     if launches is None:
