@@ -85,7 +85,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_next_byte():
 def test_no_gradient_flows_from_step_to_step():
     task = CharLMTask(CharLM(CONFIG), corpus(), batch=4, seq=16)
     task.loss(0)
-    task.loss(1).backward()  # a graph of both would have been freed by nobody, but it would hold the first step's
+    task.loss(1).backward()
     assert not any(state.requires_grad for state in task.state_dict().values())
 
 
@@ -98,10 +98,8 @@ def test_two_short_steps_see_what_one_long_step_sees():
 
 
 def test_a_text_that_is_too_short():
-    with pytest.raises(
-        BlockSparseError,
-        match="counting: expected 65 bytes or more to train on, for 4 streams with 16 bytes a step, got 64",
-    ):
+    expected = "counting: expected 65 bytes or more to train on, for 4 streams with 16 bytes a step, got 64"
+    with pytest.raises(BlockSparseError, match=expected):
         CharLMTask(Echo(), counting(64), batch=4, seq=16)
     CharLMTask(Echo(), counting(65), batch=4, seq=16)
     with pytest.raises(BlockSparseError, match="2 held-out bytes or more, got 1"):

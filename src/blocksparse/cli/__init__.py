@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from ..errors import BlockSparseError
 from .bench import bench
+from .compare import compare
 from .demo import demo
 from .info import info
 from .layout import layout
@@ -49,6 +50,7 @@ app = typer.Typer(
 
 app.command()(info)
 app.add_typer(bench)
+app.command()(compare)
 app.command()(demo)
 app.command()(layout)
 app.command()(sample)

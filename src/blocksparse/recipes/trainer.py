@@ -259,7 +259,13 @@ class Trainer:
             torch.manual_seed(self.settings.seed)
             # A disk without room for it is better found now than after an hour.
             self._save(log)
-        config = {"task": self.task.about(), "settings": asdict(self.settings), "facts": self.facts}
+        config = {
+            "unit": self.task.unit,
+            "bytes_per_step": self.task.bytes_per_step,
+            "task": self.task.about(),
+            "settings": asdict(self.settings),
+            "facts": self.facts,
+        }
         checkpoint.write_text(self.run / "config.json", json.dumps(config, indent=1) + "\n")
 
     def _finish(self) -> dict[str, Any]:
