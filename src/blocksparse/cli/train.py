@@ -78,7 +78,7 @@ def charlm(
     from ..data import text as texts
     from ..models.char_lm import CharLM, CharLMConfig, multiply_adds, parameter_count, width_for
     from ..recipes.charlm import CharLMTask
-    from ..recipes.trainer import Settings, Trainer
+    from ..recipes.trainer import Settings, Trainer, device_of
 
     if (text is None) == (data is None):
         raise BlockSparseError.expected("text", "--text FILE or --data NAME", "neither" if text is None else "both")
@@ -107,7 +107,7 @@ def charlm(
         "multiply_adds_per_byte": multiply_adds(config),
         "density": 1.0 if config.layout is None else config.layout.density,
     }
-    task = CharLMTask(CharLM(config), parts, batch, seq, eval_bytes, device)
+    task = CharLMTask(CharLM(config), parts, batch, seq, eval_bytes, device_of(device))
     said = f"{name}: {len(parts.train):,} bytes to train on, {len(parts.held_out):,} held out"
     console.print(f"[bold]{_named(config)}[/], width {config.width:,}", highlight=False)
     console.print(

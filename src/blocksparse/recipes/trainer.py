@@ -180,7 +180,7 @@ class Trainer:
 
     def __init__(self, task: Task, run: str | Path, settings: Settings, facts: Mapping[str, Any] | None = None):
         self.task, self.run, self.settings, self.facts = task, Path(run), settings, dict(facts or {})
-        self.device = _device(settings.device)
+        self.device = device_of(settings.device)
         self.model = task.model.to(self.device)
         self.step, self.seconds = 0, 0.0
         self.held_out: float | None = None  # at the newest evaluation
@@ -486,17 +486,22 @@ def learning_rate(settings: Settings, step: int) -> float:
     return s.learning_rate * falls[s.decay]
 
 
-def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Those whose name begins with the prefix, by the rest of it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+def device_of(name: str) -> torch.device:
+    """The device "cpu" or "cuda".
 
-
-def _device(name: str) -> torch.device:
+    Raises:
+        BlockSparseError: another one, or "cuda" without a GPU.
+    """
     if name == "cpu":
         return torch.device("cpu")
     if name != "cuda" or not torch.cuda.is_available():
         raise BlockSparseError.expected("device", "cpu, or cuda where there is a GPU", repr(name))
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Those whose name begins with the prefix, by the rest of it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _adam(parameters: list[nn.Parameter], s: Settings, device: torch.device) -> torch.optim.AdamW:
