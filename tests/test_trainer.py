@@ -190,6 +190,29 @@ def test_killed_in_a_step_it_ends_with_the_same_bits(step, dtype, whole, tmp_pat
     assert_same(tmp_path, whole)
 
 
+def test_a_checkpoint_by_the_clock(tmp_path):
+    task = Walk()
+    task.at[5] = fail(Killed())
+    with pytest.raises(Killed):
+        Trainer(task, tmp_path, replace(SETTINGS, save_every=0, save_minutes=1e-9)).train()
+    assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == 5
+
+
+def test_tensorboard_forgets_what_was_trained_twice(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    task = Walk()
+    task.at[12] = fail(Killed())
+    with pytest.raises(Killed):
+        Trainer(task, tmp_path, SETTINGS).train()
+    Trainer(Walk(), tmp_path, SETTINGS).train()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.step for event in events.Scalars("held_out")] == [8, 16, 24]
+    assert [event.step for event in events.Scalars("loss")] == [5, 10, 15, 20, 24]
+
+
 @pytest.mark.parametrize("nth", range(5))
 @pytest.mark.parametrize("moment", ["before", "in", "after"])
 def test_killed_while_it_saves_it_ends_with_the_same_bits(moment, nth, whole, tmp_path, monkeypatch):
