@@ -263,8 +263,8 @@ def _markdown(
         "",
         f"Mean and standard deviation over the seeds. {run.settings['steps']:,} steps of "
         f"{run.config['bytes_per_step']:,} bytes, {run.as_dict()['bytes'] / 1e6:.1f} MB of the text, which all read "
-        f"once and in the same order; Adam with {run.settings['warmup']} steps of warm-up and a linear decay, gradients "
-        f"clipped at {run.settings['clip']:g}.",
+        f"once and in the same order; Adam with {run.settings['warmup']} steps of warm-up and a linear decay, "
+        f"gradients clipped at {run.settings['clip']:g}.",
         "",
         f"![Bits per character against steps and seconds]({name}.png)",
         "",
