@@ -1,6 +1,7 @@
 #include "conv.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -21,6 +22,8 @@ constexpr int64_t kSampled = 128, kSampledLines = 64;
 // From so many positions on, a job stays within one image.
 constexpr int64_t kLargeImage = 384;
 constexpr int64_t kTasksPerThread = 16, kManyTasks = 16, kLine = 64;
+// Larger outputs than this would not stay in the caches for who reads them next.
+constexpr int64_t kStreamed = 8 << 20;
 constexpr int64_t kConvertedNumbers = 1 << 14;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -156,32 +159,43 @@ void cut(std::vector<Region>& regions, int axis, int64_t images, std::vector<Pie
     if (lines == 0) continue;
     const int64_t at_once =
         std::clamp<int64_t>(kJob / std::max<int64_t>(ceil_div(length, std::max<int64_t>(count, 1)), 1), 1, near);
-    for (int64_t line = 0; line < lines; line += at_once)
+    const int64_t parts = ceil_div(near, at_once);
+    for (int64_t part = 0; part < lines / near * parts; ++part) {
+      const int64_t start = part / parts * near, line = start + part % parts * near / parts;
+      const int64_t end = start + (part % parts + 1) * near / parts;
       for (int64_t p = first; p < first + count; ++p)
         jobs.push_back(
-            {int(p), line, std::min(at_once, lines - line),
+            {int(p), line, end - line,
              region.first_output + region.at(line, axis, region.output) + pieces[p].begin * region.output[axis]});
+    }
   }
   std::stable_sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) { return a.output < b.output; });
 }
 
-// The cache lines that a piece reads: the inputs of all taps at its first run, and at the others of the tap
-// that goes farthest. Channels of a position lie side by side, positions far apart, which hardware does not foresee.
-struct CacheLines {
-  std::vector<const char*> at;
+// A job in both images, and the cache lines it reads of a block of inputs: those of all taps at its first run, and at
+// the others of the tap that goes farthest. Channels of a position lie side by side, positions far apart, which
+// hardware does not foresee.
+struct Place {
+  int64_t input[kJob], output[kJob];  // [lines]
+  std::vector<int64_t> lines;         // in bytes, of the first block of inputs
 
-  void of(const ConvPiece& piece, int64_t unit) {
-    at.clear();
-    const int64_t taps = piece.classes ? piece.class_start[1] : 0;
-    const int64_t last = std::max_element(piece.at, piece.at + taps) - piece.at;
-    for (int64_t b = 0; b < piece.blocks; ++b)
-      for (int64_t r = 0; r < piece.runs; ++r)
-        for (int64_t t = r == 0 ? 0 : last; t < (r == 0 ? taps : std::min(last + 1, taps)); ++t)
-          for (int64_t p = piece.class_begin[0]; p < piece.class_end[0]; ++p) {
-            const int64_t position = piece.input[r] + piece.at[t] + p * piece.input_step;
-            const char* x = advance(piece.x, (position + piece.col[b] * piece.steps) * unit);
-            for (int64_t byte = 0; byte < piece.steps * unit; byte += kLine) at.push_back(x + byte);
-          }
+  Place(const Job& job, const Piece& piece, const Region& region, int axis) {
+    for (int64_t r = 0; r < job.lines; ++r) {
+      input[r] = piece.begin * region.input[axis] + region.at(job.first + r, axis, region.input);
+      output[r] =
+          piece.begin * region.output[axis] + region.first_output + region.at(job.first + r, axis, region.output);
+    }
+  }
+
+  void find_lines(const Job& job, const Piece& piece, const Region& region, int axis, int64_t steps, int64_t unit) {
+    if (piece.class_begin.empty()) return;
+    const int64_t taps = piece.class_start[1];
+    const int64_t last = std::max_element(piece.at.begin(), piece.at.begin() + taps) - piece.at.begin();
+    for (int64_t r = 0; r < job.lines; ++r)
+      for (int64_t t = r == 0 ? 0 : last; t < (r == 0 ? taps : last + 1); ++t)
+        for (int64_t p = piece.class_begin[0]; p < piece.class_end[0]; ++p)
+          for (int64_t byte = 0; byte < steps * unit; byte += kLine)
+            lines.push_back((input[r] + piece.at[t] + p * region.input[axis]) * unit + byte);
   }
 };
 
@@ -201,13 +215,16 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
                         taps, padded, transposed, advance(weights, i * block_units * unit)});
   });
 
+  const int64_t image = positions(x) * x.channels, image_out = positions(y) * y.channels;
+  // Outputs that outgrow the caches go past them: each line is written as a whole, none has to be read first.
+  const bool streams = n * image_out * size > kStreamed && block_out * size % kLine == 0 &&
+                       reinterpret_cast<uintptr_t>(y.data) % kLine == 0;
   const int axis = run_axis(whole, n);
   const AxisRuns* axes[3];
   for (int a = 0; a < 3; ++a) axes[a] = a + 1 == axis ? &whole[a] : &cut_axes[a];
   std::vector<Region> regions = regions_of(axes, axis, kernel, kernels.fold, x, y);
   std::vector<Piece> pieces;
   std::vector<Job> jobs;
-  const int64_t image = positions(x) * x.channels, image_out = positions(y) * y.channels;
   const int64_t at_once = kernels.converts ? std::max<int64_t>(kImageBytes / std::max<int64_t>(image * unit, 1), 1) : n;
   for (int64_t first = 0; first < n; first += at_once) {
     const int64_t images = std::min(at_once, n - first);
@@ -225,57 +242,68 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
     // A thread takes all rows of some jobs, whose inputs stay in its L2 cache; or one row of one, where jobs are few.
     const int64_t count = int64_t(jobs.size()), wanted = kTasksPerThread * thread_count();
     const int64_t shares = count < wanted ? rows.rows : 1, bunch = std::max<int64_t>(count / wanted, 1);
-    const auto run = [&](const Job& job, int64_t first_row, int64_t last_row) {
+    const auto place_of = [&](const Job& job, bool with_lines) {
+      const Piece& piece = pieces[job.piece];
+      Place place(job, piece, regions[piece.region], axis);
+      if (with_lines) place.find_lines(job, piece, regions[piece.region], axis, steps, unit);
+      return place;
+    };
+    // Rows without blocks come last: the last one that has some brings in the next place.
+    const auto run = [&](const Job& job, const Place& here, const Place* next, int64_t first_row, int64_t last_row) {
       const Piece& piece = pieces[job.piece];
       const Region& region = regions[piece.region];
-      int64_t in[kJob], out[kJob];
-      for (int64_t r = 0; r < job.lines; ++r) {
-        in[r] = piece.begin * region.input[axis] + region.at(job.first + r, axis, region.input);
-        out[r] =
-            piece.begin * region.output[axis] + region.first_output + region.at(job.first + r, axis, region.output);
-      }
-      const auto piece_of = [&](int64_t r) {
-        const int64_t row = rows.order[r], output = row * block_out, start = rows.start[row];
-        return ConvPiece{rows.start[row + 1] - start,
-                         rows.col + start,
-                         advance(weights, start * block_units * unit),
-                         taps,
-                         steps,
-                         padded,
-                         block_out,
-                         int64_t(piece.class_begin.size()),
-                         piece.class_start.data(),
-                         piece.class_begin.data(),
-                         piece.class_end.data(),
-                         piece.covered(),
-                         piece.tap.data(),
-                         piece.at.data(),
-                         input,
-                         job.lines,
-                         piece.length,
-                         in,
-                         region.input[axis],
-                         bias ? advance(bias, output * size) : nullptr,
-                         activation,
-                         const_cast<char*>(advance(y.data, (first * image_out + output) * size)),
-                         out,
-                         region.output[axis],
-                         nullptr,
-                         0};
-      };
-      CacheLines next;
+      const auto blocks = [&](int64_t r) { return rows.start[rows.order[r] + 1] - rows.start[rows.order[r]]; };
       for (int64_t r = first_row; r < last_row; ++r) {
-        ConvPiece now = piece_of(r);
-        if (r + 1 < last_row) {
-          next.of(piece_of(r + 1), unit);
-          now.next = next.at.data(), now.next_count = int64_t(next.at.size());
-        }
-        kernels.piece(now);
+        const int64_t row = rows.order[r], output = row * block_out, start = rows.start[row];
+        const bool stays = r + 1 < last_row && blocks(r + 1) > 0;
+        const Place* then = blocks(r) == 0 ? nullptr : stays ? &here : next;
+        const int64_t next_row = rows.order[stays ? r + 1 : first_row];
+        kernels.piece({blocks(r),
+                       rows.col + start,
+                       advance(weights, start * block_units * unit),
+                       taps,
+                       steps,
+                       padded,
+                       block_out,
+                       int64_t(piece.class_begin.size()),
+                       piece.class_start.data(),
+                       piece.class_begin.data(),
+                       piece.class_end.data(),
+                       piece.covered(),
+                       piece.tap.data(),
+                       piece.at.data(),
+                       input,
+                       job.lines,
+                       piece.length,
+                       here.input,
+                       region.input[axis],
+                       bias ? advance(bias, output * size) : nullptr,
+                       activation,
+                       const_cast<char*>(advance(y.data, (first * image_out + output) * size)),
+                       here.output,
+                       region.output[axis],
+                       streams,
+                       then ? rows.start[next_row + 1] - rows.start[next_row] : 0,
+                       rows.col + rows.start[next_row],
+                       then ? int64_t(then->lines.size()) : 0,
+                       then ? then->lines.data() : nullptr});
       }
     };
     parallel_tasks(ceil_div(count, bunch) * shares, [&](int64_t i) {
-      if (shares > 1) return run(jobs[i / shares], i % shares, i % shares + 1);
-      for (int64_t j = i * bunch; j < std::min((i + 1) * bunch, count); ++j) run(jobs[j], 0, rows.rows);
+      if (shares > 1) {
+        run(jobs[i / shares], place_of(jobs[i / shares], false), nullptr, i % shares, i % shares + 1);
+      } else {
+        const int64_t end = std::min((i + 1) * bunch, count);
+        Place here = place_of(jobs[i * bunch], true);
+        for (int64_t j = i * bunch; j + 1 < end; ++j) {
+          Place next = place_of(jobs[j + 1], true);
+          run(jobs[j], here, &next, 0, rows.rows);
+          here = std::move(next);
+        }
+        run(jobs[end - 1], here, nullptr, 0, rows.rows);
+      }
+      // Streamed stores are not ordered by what lets others know that a loop has ended.
+      if (streams) std::atomic_thread_fence(std::memory_order_seq_cst);
     });
   }
 }

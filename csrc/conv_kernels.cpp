@@ -86,9 +86,52 @@ struct ClassTerms {
 
 // Brings in what comes next, the lines from `part` to `part + 1` of `parts`: too many at once would wait for each
 // other.
+template <class E>
 void fetch_next(const ConvPiece& piece, int64_t part, int64_t parts) {
-  const int64_t end = piece.next_count * (part + 1) / parts;
-  for (int64_t i = piece.next_count * part / parts; i < end; ++i) __builtin_prefetch(piece.next[i]);
+  const int64_t lines = piece.next_lines, count = piece.next_blocks * lines, end = count * (part + 1) / parts;
+  for (int64_t i = count * part / parts; i < end;) {
+    const int64_t block = i / lines, last = smaller(end, (block + 1) * lines);
+    const char* x = static_cast<const char*>(piece.x) + piece.next_col[block] * piece.steps * sizeof(typename E::Unit);
+    for (; i < last; ++i) __builtin_prefetch(x + piece.next[i - block * lines]);
+  }
+}
+
+// Past the caches where a vector is a cache line: in parts, lines would be written more than once.
+template <class E>
+BLOCKSPARSE_INLINE void stream_sums(typename E::Storage* to, Vector<typename E::Sum> v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof *to == sizeof v[0]) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits<__m512i>(v));
+#endif
+  E::store_sums(to, v);
+}
+
+// As soon as its sums are there: the stores of one run leave while the next one multiplies.
+template <class E>
+void write_run(const ConvPiece& piece, int64_t run, const typename E::Sum* sums) {
+  using Sum = typename E::Sum;
+  using Storage = typename E::Storage;
+  constexpr int n = kLanes<Sum>;
+  const Storage* bias = static_cast<const Storage*>(piece.bias);
+  for (int64_t o = 0; o < piece.outputs; o += n) {
+    const int64_t wide = smaller<int64_t>(n, piece.outputs - o);
+    Vector<Sum> shift = {};
+    if (bias)
+      for (int64_t i = 0; i < wide; ++i) shift[i] = E::to_sum(bias[o + i]);
+    const Sum* from = sums + o;
+    Storage* to = static_cast<Storage*>(piece.y) + piece.output[run] + o;
+    for (int64_t p = 0; p < piece.length; ++p, from += piece.padded, to += piece.output_step) {
+      Vector<Sum> v = load(from);
+      if (bias) v = v + shift;
+      if (piece.activation != Activation::kNone) v = activated(v, piece.activation);
+      if (wide == n && piece.streams) {
+        stream_sums<E>(to, v);
+      } else if (wide == n) {
+        E::store_sums(to, v);
+      } else {
+        write_sums<E>(to, v, wide, false);
+      }
+    }
+  }
 }
 
 template <class E>
@@ -98,12 +141,13 @@ void multiply_runs(const ConvPiece& piece, const ClassTerms<E>& terms, int64_t p
   const Unit* x = static_cast<const Unit*>(piece.x) + terms.begin * piece.input_step;
   const Unit* in[kConvGroup];
   for (int64_t r = 0; r < piece.runs; ++r) {
-    fetch_next(piece, part * piece.runs + r, parts * piece.runs);
+    fetch_next<E>(piece, part * piece.runs + r, parts * piece.runs);
     for (int64_t i = 0; i < terms.count; ++i) in[i] = x + piece.input[r] + terms.offset[i];
     const Terms<E> run = {
         in, terms.w, int(terms.count), piece.input_step, 1, piece.padded, piece.steps, nullptr, nullptr, 0, 0, 0};
     even_tiles<E>(run, piece.padded / kLanes<Unit>, terms.end - terms.begin, add,
                   sums + (r * piece.length + terms.begin) * piece.padded, piece.padded);
+    if (part + 1 == parts) write_run<E>(piece, r, sums + r * piece.length * piece.padded);
   }
 }
 
@@ -153,8 +197,10 @@ void multiply_piece(const ConvPiece& piece, typename E::Sum* sums) {
 #if defined(BLOCKSPARSE_TILES)
       if constexpr (E::kFold == 2) {
         if (fills_tiles(piece.steps)) {
-          fetch_next(piece, c * groups + g, piece.classes * groups);
+          fetch_next<E>(piece, c * groups + g, piece.classes * groups);
           multiply_runs_on_tiles<E>(piece, some, add, sums);
+          if (c + 1 == piece.classes && g + 1 == groups)
+            for (int64_t r = 0; r < piece.runs; ++r) write_run<E>(piece, r, sums + r * piece.length * piece.padded);
           continue;
         }
       }
@@ -165,45 +211,15 @@ void multiply_piece(const ConvPiece& piece, typename E::Sum* sums) {
 }
 
 template <class E>
-void write_piece(const ConvPiece& piece, const typename E::Sum* sums) {
-  using Sum = typename E::Sum;
-  using Storage = typename E::Storage;
-  constexpr int n = kLanes<Sum>;
-  const Storage* bias = static_cast<const Storage*>(piece.bias);
-  for (int64_t o = 0; o < piece.outputs; o += n) {
-    const int64_t wide = smaller<int64_t>(n, piece.outputs - o);
-    Vector<Sum> shift = {};
-    if (bias)
-      for (int64_t i = 0; i < wide; ++i) shift[i] = E::to_sum(bias[o + i]);
-    for (int64_t r = 0; r < piece.runs; ++r) {
-      const Sum* from = sums + r * piece.length * piece.padded + o;
-      Storage* to = static_cast<Storage*>(piece.y) + piece.output[r] + o;
-      for (int64_t p = 0; p < piece.length; ++p, from += piece.padded, to += piece.output_step) {
-        Vector<Sum> v = load(from);
-        if (bias) v = v + shift;
-        if (piece.activation != Activation::kNone) v = activated(v, piece.activation);
-        if (wide == n) {
-          E::store_sums(to, v);
-        } else {
-          write_sums<E>(to, v, wide, false);
-        }
-      }
-    }
-  }
-}
-
-template <class E>
 void conv_piece(const ConvPiece& piece) {
   using Sum = typename E::Sum;
-  const int64_t size = piece.runs * piece.length * piece.padded * int64_t(sizeof(Sum));
+  const bool multiplies = piece.blocks > 0 && piece.classes > 0;
+  const int64_t size = (multiplies ? piece.runs : 1) * piece.length * piece.padded * int64_t(sizeof(Sum));
   Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, size));
-  if (piece.blocks == 0 || !piece.covered) memset(sums, 0, size);
-  if (piece.blocks > 0 && piece.classes > 0) {
-    multiply_piece<E>(piece, sums);
-  } else {
-    fetch_next(piece, 0, 1);
-  }
-  write_piece<E>(piece, sums);
+  if (!multiplies || !piece.covered) memset(sums, 0, size);
+  if (multiplies) return multiply_piece<E>(piece, sums);
+  fetch_next<E>(piece, 0, 1);
+  for (int64_t r = 0; r < piece.runs; ++r) write_run<E>(piece, r, sums);
 }
 
 // -- the gradient of the values

@@ -98,8 +98,12 @@ struct ConvPiece {
   void* y;                // of the first output
   const int64_t* output;  // [runs], numbers from y to the run's first position
   int64_t output_step;
-  const char* const* next;  // [next_count], cache lines of what comes next, to be brought in meanwhile
-  int64_t next_count;
+  bool streams;  // y goes past the caches; it and the blocks of outputs begin where cache lines do
+  // What comes next, to be brought in meanwhile: so many blocks of inputs, and the same cache lines of each.
+  int64_t next_blocks;
+  const int32_t* next_col;  // [next_blocks]
+  int64_t next_lines;
+  const int64_t* next;  // [next_lines], bytes from x for the first block of inputs
 };
 
 // Rows of positions of two images, multiplied: sums[row, lane] += sum over positions of left[row] right[lane].

@@ -61,6 +61,19 @@ def test_an_image_alone_gives_the_same_bits_as_among_others(backend):
     assert torch.equal(alone, together)
 
 
+@on_every_isa
+@pytest.mark.parametrize("block", [8, 32])
+def test_outputs_that_go_past_the_caches_are_as_the_others(backend, block, threads):
+    layout = bs.patterns.random((128, 64), block, density=0.3, seed=0)  # some rows have no block
+    x, values = torch.randn(6, 53, 61, 64), torch.randn(*layout.values_shape, 3, 3)
+    with running(backend):
+        one_by_one = torch.cat([conv(x[i : i + 1], values, layout, (53, 61), *STEPS) for i in range(6)])
+        for count in (1, 2, 5):
+            threads(count)
+            together = conv(x, values, layout, (53, 61), *STEPS)  # 10 MB
+            assert torch.equal(together, one_by_one)
+
+
 def test_from_many_python_threads_at_once():
     layout = bs.patterns.random((64, 64), 16, density=0.4, seed=0)
     values = torch.randn(*layout.values_shape, 3, 3)
