@@ -21,7 +21,7 @@ STEPS = {
     "one": Steps.equal(1, 1),
 }
 CELLS = ["lstm", "lstm-projected", "mlstm", "smallworld-1", "smallworld-2", "smallworld-4"]
-BOUNDS = {torch.float32: 1e-6, torch.float64: 1e-13, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+BOUNDS = {torch.float32: 1e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 BLOCK, HIDDEN, INPUT, OUTPUT = 8, 32, 16, 16
 
 
@@ -61,7 +61,7 @@ def case(cell, steps, sparse, indexed=False, hidden=HIDDEN):
     depth = int(cell.rpartition("-")[2])
     sizes = [hidden] * depth + [4 * hidden]
     products, layouts = weights([(size, hidden) for size in sizes], sparse, generator)
-    norms = [randn(size) for _ in range(2) for size in sizes]
+    norms = [mean + randn(size) / 3 for mean in (1, 0) for size in sizes]
     tensors = [randn(rows, hidden), randn(rows, hidden), index, h, c, *products, *norms]
     return recurrent.SmallWorldLSTM(steps, tuple(layouts)), tensors
 
@@ -107,7 +107,9 @@ def check(cell, steps, sparse, dtype, backend=None, indexed=False, hidden=HIDDEN
         tensors = [None if t is None else t.to(device) for t in tensors]
         got = outputs_and_gradients(lambda *leaves: scan(recurrence, *leaves), tensors)
     for i, (g, e) in enumerate(zip(got, expected, strict=True)):
-        assert_close(g.cpu(), e, BOUNDS[dtype], f"{cell} {i}")
+        # Norms divide by small deviations, through which gradients go several times.
+        bound = BOUNDS[dtype] * (3 if cell.startswith("smallworld") and i >= 3 else 1)
+        assert_close(g.cpu(), e, bound, f"{cell} {i}")
 
 
 @pytest.mark.parametrize("steps", STEPS)

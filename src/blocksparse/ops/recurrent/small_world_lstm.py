@@ -132,8 +132,10 @@ class SmallWorldLSTM:
         grad_y, grad_h, grad_c = grads
         grad_y = grad_y.contiguous()
         grad_pre, grad_z = (workspace.empty_like(activated) for _ in range(2))
-        grad_taken, grad_normed = ([workspace.empty_like(each) for each in given] for _ in range(2))
-        grad_factors = workspace.empty_like(given[0])
+        grad_taken = [workspace.empty_like(each) for each in given]
+        grad_factors, grad_terms = (workspace.empty_like(given[0]) for _ in range(2))
+        grad_normed = factors.new_empty(steps.batch, hidden)
+        grad_gains, grad_biases = ([torch.zeros_like(each, dtype=c.dtype) for each in of] for of in (gains, biases))
         factor = Rows(steps, factors, index)
         dh, dc = Returning(steps, grad_h), grad_c.clone()
         wide = c.dtype
@@ -152,18 +154,25 @@ class SmallWorldLSTM:
                 grad_pre_out=grad_pre[rows],
                 grad_c_out=carried,
             )
+            # Sums while what is summed is in the cache.
+            grad_gains[-1] += (grad_pre[rows] * z_normed[rows]).sum(0)
+            grad_biases[-1] += grad_pre[rows].sum(0)
             scaled = grad_pre[rows] * gains[-1]
             grad_z[rows] = _norm_backward(scaled, z_normed[rows], z_scale[rows], hidden)
             grad = products[depth].dgrad(grad_z[rows])
             for k in reversed(range(depth)):
                 y, mean, scale = taken[k][rows], moments[k][0, rows], moments[k][1, rows]
+                normed = (y - mean) * scale
+                into = grad_normed[: len(y)]
                 if k == 0:
-                    normed = torch.addcmul(wide_norms[0][1], (y - mean) * scale, wide_norms[0][0])
-                    grad_factors[rows] = grad * normed
-                    torch.mul(grad, factor[t], out=grad_normed[0][rows])
+                    grad_factors[rows] = grad * torch.addcmul(wide_norms[0][1], normed, wide_norms[0][0])
+                    torch.mul(grad, factor[t], out=into)
                 else:
-                    grad_normed[k][rows] = torch.ops.aten.threshold_backward(grad, given[k][rows], 0)
-                into = grad_normed[k][rows]
+                    into.copy_(torch.ops.aten.threshold_backward(grad, given[k][rows], 0))
+                if k == 1:
+                    grad_terms[rows] = into
+                grad_gains[k] += (into * normed).sum(0)
+                grad_biases[k] += into.sum(0)
                 grad_taken[k][rows] = torch.ops.aten.native_layer_norm_backward(
                     into.to(wide), y.to(wide), (hidden,), mean, scale, *wide_norms[k], (True, False, False)
                 )[0]
@@ -172,22 +181,14 @@ class SmallWorldLSTM:
         inputs = [h_before, *given]
         grad_outputs = [*grad_taken, grad_z]
         grad_weights = [p.wgrad(grad, x) for p, grad, x in zip(products, grad_outputs, inputs, strict=True)]
-        all_normed = [(y - mean).mul_(scale) for y, (mean, scale) in zip(taken, moments, strict=True)]
-        grad_gains = [
-            grad.mul(n).sum(0).to(grad.dtype)
-            for grad, n in zip([*grad_normed, grad_pre], [*all_normed, z_normed], strict=True)
-        ]
-        grad_biases = [grad.sum(0) for grad in (*grad_normed, grad_pre)]
-        grad_terms = collected(grad_normed[1], terms, index) if depth > 1 else None
         return (
             collected(grad_factors, factors, index),
-            grad_terms,
+            collected(grad_terms, terms, index) if depth > 1 else None,
             None,
             dh.initial,
             dc,
             *grad_weights,
-            *grad_gains,
-            *grad_biases,
+            *(grad.to(factors.dtype) for grad in (*grad_gains, *grad_biases)),
         )
 
     def _split(self, parameters: tuple[Tensor, ...]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
@@ -201,7 +202,11 @@ def _empty(rows: int, features: int, like: Tensor) -> Tensor:
 
 def _norm_backward(grad: Tensor, normed: Tensor, scale: Tensor, hidden: int) -> Tensor:
     """The gradient at what each of the four norms without gain takes."""
-    grad, normed = grad.view(-1, 4, hidden), normed.view(-1, 4, hidden)
-    mean = grad.mean(-1, keepdim=True)
-    along = (grad * normed).mean(-1, keepdim=True)
-    return ((grad - mean - normed * along) * scale.unsqueeze(-1)).view(len(grad), -1).to(normed.dtype)
+    shape = (len(grad), 4, hidden)
+    zeros, ones = scale.new_zeros(len(grad), 4, 1), scale.new_ones(len(grad), 4, 1)
+    # What is normed already has the mean 0 and the deviation 1.
+    wide = torch.ops.aten.native_layer_norm_backward(
+        grad.view(shape).to(scale.dtype), normed.view(shape).to(scale.dtype), (hidden,), zeros, ones, None, None,
+        (True, False, False),
+    )[0]  # fmt: skip
+    return wide.mul_(scale.unsqueeze(-1)).view(len(grad), -1).to(normed.dtype)
