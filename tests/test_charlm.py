@@ -20,6 +20,15 @@ CONFIG = CharLMConfig(width=32, embedding=8, pattern="barabasi_albert", m=1, blo
 SETTINGS = Settings(steps=6, learning_rate=0.01, warmup=2, eval_every=3, save_every=3, ema=0.5)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    # Steps are so small that more threads only wait for each other.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def _backend():
     with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
