@@ -1,9 +1,11 @@
-"""Every target of the linear op in one run: correctness first, all in alternation, a table and a JSON file at the end.
+"""Every target of the linear op and of the convolutions in one run: correctness first, all in alternation.
 
-    python benchmarks/reach.py            about five minutes on two cores, which it wants for itself
-    python benchmarks/reach.py --quick    the same on small shapes, to see that it runs
+    python benchmarks/reach.py                  some minutes on two cores, which it wants for itself
+    python benchmarks/reach.py --only conv2d    those of one op
+    python benchmarks/reach.py --quick          the same on small shapes, to see that it runs
 
-Writes benchmarks/results/linear-<machine>-<instruction set>.json and a Markdown table beside it.
+Prints a table per op, and writes it to benchmarks/results/<op>-<machine>-<instruction set>.md, with a JSON file beside
+it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,17 +25,23 @@ from rich.progress import Progress
 
 import blocksparse as bs
 from blocksparse.bench import machine, report, rows
+from blocksparse.bench.conv import ConvBench
 from blocksparse.bench.linear import LinearBench
 from blocksparse.bench.rows import Row, not_measured, times
 from blocksparse.bench.timing import Spread, alternate
 from blocksparse.ops import cpu_core
+from blocksparse.ops.conv import specs as conv_specs
+from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.linear.specs import LINE_DENSITIES, LINE_INTERCEPT, REACH, SMALL_BLOCKS, TRAINING, LinearSpec
 
 RESULTS = Path(__file__).parent / "results"
 BUDGET = 5.0  # seconds of timing per row
+PASSES = ("forward", "dgrad", "wgrad")
 
 
-def speedup_rows(bench: LinearBench, name: str, spec: LinearSpec, targets: dict[str, float]) -> Iterator[Row]:
+def speedup_rows(
+    bench: LinearBench, name: str, spec: LinearSpec | ConvSpec, targets: dict[str, float]
+) -> Iterator[Row]:
     """One row per peer: a median ratio at least as large as its target."""
     peers = tuple(targets) or ("dense",)
     result = bench.run(spec, peers)
@@ -66,7 +74,7 @@ def target_rows(bench: LinearBench, shrink: int) -> Iterator[Row]:
 
 def small_block_rows(bench: LinearBench, shrink: int) -> Iterator[Row]:
     """Small blocks against blocks of 32 at the same shape and density: how much of their speed is left."""
-    for pass_ in ("forward", "dgrad", "wgrad"):
+    for pass_ in PASSES:
         specs = {block: replace(TRAINING.shrunk(shrink), block=block, pass_=pass_) for block in (32, *SMALL_BLOCKS)}
         problems = {block: bench.problem(spec) for block, spec in specs.items()}
         for problem in problems.values():
@@ -85,9 +93,8 @@ def small_block_rows(bench: LinearBench, shrink: int) -> Iterator[Row]:
             )
 
 
-def line_row(bench: LinearBench, shrink: int) -> Row:
-    """The line through time against nnz at fixed tokens; its intercept as a part of the dense time."""
-    specs = [replace(TRAINING.shrunk(shrink), density=density) for density in LINE_DENSITIES]
+def line_row(bench: LinearBench, specs: Sequence[LinearSpec] | Sequence[ConvSpec], most: float) -> Row:
+    """The line through time against nnz of specs that differ in density; its intercept as a part of the dense time."""
     problems = [bench.problem(spec) for spec in specs]
     for problem in problems:
         problem.check(bench.seed)
@@ -101,10 +108,10 @@ def line_row(bench: LinearBench, shrink: int) -> Row:
     part = intercept / samples.time("dense").median
     off = np.abs((slope * nnz + intercept) / times - 1).max()
     return Row(
-        f"fp32 forward, time against nnz, density {LINE_DENSITIES[0]:g} to {LINE_DENSITIES[-1]:g}",
-        f"a line, intercept < {LINE_INTERCEPT:.0%} of dense",
+        f"fp32 {specs[0].pass_}, time against nnz, density {specs[0].density:g} to {specs[-1].density:g}",
+        f"a line, intercept < {most:.0%} of dense",
         f"intercept {part:+.1%} of dense, points within {off:.0%} of the line",
-        bool(abs(part) < LINE_INTERCEPT),
+        bool(abs(part) < most),
         {"nnz": nnz.tolist(), "seconds": times.tolist(), "dense": vars(samples.time("dense"))},
     )
 
@@ -151,17 +158,39 @@ def _status(field: str) -> int:
     raise bs.BlockSparseError.expected("/proc/self/status", f"a line {field}", "none")
 
 
-def measure(shrink: int) -> Iterator[Row]:
+def linear_rows(shrink: int) -> Iterator[Row]:
     bench = LinearBench(budget=BUDGET) if shrink == 1 else LinearBench(budget=0.1, rounds=3)
     yield from target_rows(bench, shrink)
     yield from small_block_rows(bench, shrink)
-    yield line_row(bench, shrink)
+    yield line_row(bench, [replace(TRAINING.shrunk(shrink), density=d) for d in LINE_DENSITIES], LINE_INTERCEPT)
     yield memory_row(12288 // shrink, 64, 0.1)
     yield memory_row(131072 // shrink, 64, 0.001)
 
 
+def conv_rows(shrink: int) -> Iterator[Row]:
+    bench = ConvBench(budget=BUDGET) if shrink == 1 else ConvBench(budget=0.1, rounds=3)
+    for target in conv_specs.REACH:
+        for pass_ in PASSES:
+            spec = replace(target.spec.shrunk(shrink), pass_=pass_)
+            pattern = spec.pattern if spec.pattern != "random" else f"density {spec.density:g}"
+            shape = f"{spec.in_channels} -> {spec.out_channels}, {spec.kernel}x{spec.kernel}, {spec.size}x{spec.size}"
+            title = f"fp32 {pass_}, {shape}, {spec.images} images, {pattern}"
+            yield from speedup_rows(bench, title, spec, {target.peer: target.ratio})
+    for pass_ in PASSES:
+        layer = replace(conv_specs.LAYER.shrunk(shrink), pass_=pass_)
+        specs = [replace(layer, density=density) for density in conv_specs.LINE_DENSITIES]
+        yield line_row(bench, specs, conv_specs.LINE_INTERCEPT)
+
+
+OPS: dict[str, tuple[str, Callable[[int], Iterator[Row]]]] = {
+    "linear": ("targets of the linear op", linear_rows),
+    "conv2d": ("targets of the convolutions", conv_rows),
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Every target of the linear op in one run.")
+    parser = argparse.ArgumentParser(description="Every target of the linear op and of the convolutions in one run.")
+    parser.add_argument("--only", choices=tuple(OPS), help="the rows of one op")
     parser.add_argument("--quick", action="store_true", help="small shapes; writes nothing")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--peak", type=json.loads, help=argparse.SUPPRESS)
@@ -170,20 +199,21 @@ def main() -> None:
         print(json.dumps(peak(*arguments.peak)))
         return
     cpu_core.core()  # says how to build it where it is missing
-    facts = machine.machine()
-    found: list[Row] = []
-    console = Console()
-    stderr = Console(stderr=True)
-    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        task = progress.add_task("starting", total=None)
-        for row in measure(16 if arguments.quick else 1):
-            found.append(row)
-            progress.update(task, description=f"{row.work}: {row.measured}")
-    console.print(rows.table(found, f"{report.chip(facts)}, load {facts['load'][0]:g} before"))
-    if not arguments.quick:
-        path = arguments.out / f"linear-{machine.slug(facts['cpu'])}-{facts['isa']}.json"
-        rows.write(path, found, "targets of the linear op", facts, budget=BUDGET)
-        console.print(f"wrote {path} and .md", soft_wrap=True)
+    console, stderr = Console(), Console(stderr=True)
+    for op in [arguments.only] if arguments.only else OPS:
+        what, measure = OPS[op]
+        facts = machine.machine()
+        found: list[Row] = []
+        with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+            task = progress.add_task("starting", total=None)
+            for row in measure(16 if arguments.quick else 1):
+                found.append(row)
+                progress.update(task, description=f"{row.work}: {row.measured}")
+        console.print(rows.table(found, f"{op}: {report.chip(facts)}, load {facts['load'][0]:g} before"))
+        if not arguments.quick:
+            path = arguments.out / f"{op}-{machine.slug(facts['cpu'])}-{facts['isa']}.json"
+            rows.write(path, found, what, facts, budget=BUDGET)
+            console.print(f"wrote {path} and .md", soft_wrap=True)
 
 
 if __name__ == "__main__":

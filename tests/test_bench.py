@@ -256,4 +256,5 @@ def test_the_targets_run_on_small_shapes(backend):
         [sys.executable, str(script), "--quick"], capture_output=True, text=True, check=False, env=WIDE
     )
     assert done.returncode == 0, done.stderr
-    assert "a dense weight is" in done.stdout
+    assert "a dense weight is" in done.stdout  # the last row of the linear op
+    assert "block-diagonal" in done.stdout

@@ -56,6 +56,10 @@ class ConvSpec:
                     name.rstrip("_"), f"one of {', '.join(known)}", repr(getattr(self, name))
                 )
 
+    def shrunk(self, by: int) -> ConvSpec:
+        """The same with `by` times fewer images, and `by` times smaller ones, to see that something runs."""
+        return replace(self, images=max(self.images // by, 1), size=max(self.size // by, self.kernel))
+
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
@@ -121,6 +125,10 @@ REACH = (
     ConvTarget(replace(LAYER, density=0.25), "dense", 2.8),
     ConvTarget(replace(LAYER, pattern="block-diagonal"), "grouped", 1.0),
 )
+
+# Time against nnz is a line in each pass, as in the linear op: its intercept is at most this part of the dense time.
+LINE_DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.5)
+LINE_INTERCEPT = 0.05
 
 # On an H200, against cuDNN; each pass.
 GPU_REACH = (
