@@ -80,6 +80,14 @@ def test_what_is_of_no_use_is_given_back(monkeypatch):
     assert kept() == 0
 
 
+def test_many_small_requests_drive_out_no_large_buffer():
+    large = workspace.empty((64, 1024, 1024), torch.float32, CPU).data_ptr()
+    for _ in range(2 * workspace.PATIENCE):
+        workspace.empty(SHAPE, torch.float32, CPU)
+    workspace.empty((9999, 1024), torch.float32, CPU)  # a new one, for which there has to be room
+    assert workspace.empty((64, 1024, 1024), torch.float32, CPU).data_ptr() == large
+
+
 def test_many_threads(recwarn):
     from concurrent.futures import ThreadPoolExecutor
 

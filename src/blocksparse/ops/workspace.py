@@ -6,7 +6,6 @@ a page fault for every 4 KiB, which takes several times as long as writing it. (
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Sequence
@@ -19,14 +18,15 @@ from torch import Tensor
 LEAST = 1 << 20
 # Larger ones, and more than this in all, are not kept.
 MOST = 2 << 30
-# A buffer that so many requests did not take is given back.
+# A buffer is given back when so many times its size was asked for since it was taken last: of the many small
+# buffers of a sequence's steps, none drives out a large one.
 PATIENCE = 64
 
 
 @dataclass(eq=False)
 class _Buffer:
     storage: torch.UntypedStorage
-    request: int = 0  # that took it last
+    taken: int = 0  # last, by the bytes that all requests had asked for by then
 
     @property
     def is_free(self) -> bool:
@@ -34,7 +34,7 @@ class _Buffer:
 
 
 _lock = threading.Lock()
-_requests = itertools.count()
+_asked = 0
 _kept: list[_Buffer] = []
 
 
@@ -68,25 +68,27 @@ def clear() -> None:
 
 
 def _take(size: int) -> torch.UntypedStorage:
-    request = next(_requests)
+    global _asked
+    _asked += size
     # What was moved to shared memory may be in use in another process: it is not ours any more.
     _kept[:] = [buffer for buffer in _kept if not buffer.storage.is_shared()]
     fitting = [buffer for buffer in _kept if size <= buffer.storage.nbytes() <= 2 * size and buffer.is_free]
     if fitting:
         buffer = min(fitting, key=lambda buffer: buffer.storage.nbytes())
     else:
-        _give_back(request, MOST - size)
+        _give_back(MOST - size)
         buffer = _Buffer(torch.UntypedStorage(size))
         _kept.append(buffer)
-    buffer.request = request
+    buffer.taken = _asked
     return buffer.storage
 
 
-def _give_back(request: int, most: int) -> None:
+def _give_back(most: int) -> None:
     """Buffers that have not been of use for long, and the oldest until those that lie idle are `most` bytes."""
-    idle = sorted((buffer for buffer in _kept if buffer.is_free), key=lambda buffer: buffer.request)
+    idle = sorted((buffer for buffer in _kept if buffer.is_free), key=lambda buffer: buffer.taken)
     size = sum(buffer.storage.nbytes() for buffer in idle)
     for buffer in idle:
-        if size > most or request - buffer.request > PATIENCE:
-            size -= buffer.storage.nbytes()
+        own = buffer.storage.nbytes()
+        if size > most or _asked - buffer.taken > PATIENCE * own:
+            size -= own
             _kept.remove(buffer)
