@@ -128,7 +128,7 @@ def densified(sparse):
     if isinstance(sparse, bs.nn.SmallWorldLSTM):
         options |= {"depth": sparse.depth}
     dense = type(sparse)(sparse.input_size, sparse.hidden_size, sparse.num_layers, **options)
-    hidden, padded = sparse.hidden_size, sparse._hidden
+    hidden, padded = sparse._hidden
     for name, parameter in dense.named_parameters():
         given = getattr(sparse, name)
         given = bs.to_dense(given.values, given.layout) if isinstance(given, Weight) else given

@@ -92,16 +92,16 @@ class LSTM(Recurrent):
         )
 
     def _build(self, suffix, inputs, layout, input_layout):
-        hidden = self._h
+        hidden = self._hidden
         chosen = input_layout if suffix.startswith("_l0") else None
         chosen = chosen or fitting(layout, hidden, inputs)
         self._add_weight(f"weight_ih{suffix}", 4, hidden, inputs, chosen)
-        self._add_weight(f"weight_hh{suffix}", 4, hidden, self._o, layout)
+        self._add_weight(f"weight_hh{suffix}", 4, hidden, self._output, layout)
         if self.bias:
             for name in (f"bias_ih{suffix}", f"bias_hh{suffix}"):
                 setattr(self, name, nn.Parameter(torch.empty(4 * hidden.padded, **self._options)))
         if self.proj_size:
-            self._add_weight(f"weight_hr{suffix}", 1, self._o, hidden, self._proj_layout)
+            self._add_weight(f"weight_hr{suffix}", 1, self._output, hidden, self._proj_layout)
 
     def forward(
         self, input: Tensor | PackedSequence, hx: State | None = None, *, table: Tensor | None = None

@@ -82,7 +82,7 @@ class MultiplicativeLSTM(Recurrent):
         )
 
     def _build(self, suffix, inputs, layout, input_layout):
-        hidden = self._h
+        hidden = self._hidden
         chosen = input_layout if suffix.startswith("_l0") else None
         chosen = chosen or fitting(layout, hidden, inputs)
         self._add_weight(f"weight_ih{suffix}", 4, hidden, inputs, chosen)

@@ -83,10 +83,8 @@ class Recurrent(nn.Module):
             block = math.lcm(*layout.block_shape)
         elif density is not None:
             block = math.lcm(*BlockLayout([[True]], block_size).block_shape)
-        self._hidden = _up(self.hidden_size, block)
-        self._output = _up(self.proj_size, block) if self.proj_size else self._hidden
-        self._h = Size(self.hidden_size, self._hidden)
-        self._o = Size(self.proj_size or self.hidden_size, self._output)
+        self._hidden = Size(self.hidden_size, _up(self.hidden_size, block))
+        self._output = Size(self.proj_size, _up(self.proj_size, block)) if self.proj_size else self._hidden
         self._sizes: dict[str, tuple[Size, Size]] = {}
         for layer in range(self.num_layers):
             for direction in range(self.directions):
@@ -153,7 +151,7 @@ class Recurrent(nn.Module):
                     draw_values(weight, out.used(weight.layout.shape[0]), in_.used(weight.layout.shape[1], parts=False))
 
     def _reset(self, name: str, parameter: Tensor, bound: float) -> None:
-        out, in_ = self._sizes.get(name, (self._h, None))
+        out, in_ = self._sizes.get(name, (self._hidden, None))
         used = out.used(len(parameter)).to(parameter.device)
         parameter.uniform_(-bound, bound)
         if out.padded != out.real:
@@ -171,7 +169,7 @@ class Recurrent(nn.Module):
         return f"_l{layer}" + ("_reverse" if direction else "")
 
     def _inputs_of(self, layer: int) -> int:
-        return (self.proj_size or self.hidden_size) * self.directions if layer else self.input_size
+        return self._output.real * self.directions if layer else self.input_size
 
     def forward(
         self, input: Tensor | PackedSequence, hx: State | None = None, *, table: Tensor | None = None
@@ -184,7 +182,7 @@ class Recurrent(nn.Module):
         rows, sizes, restore = self._rows(input, table)
         data, index = (rows, None) if table is None else (table, rows.squeeze(1))
         hs, cs = self._initial(hx, sizes[0], data, input)
-        real, finals = self.proj_size or self.hidden_size, []
+        real, finals = self._output.real, []
         for layer in range(self.num_layers):
             if layer and self.dropout:
                 data = F.dropout(data, self.dropout, self.training)
@@ -238,12 +236,12 @@ class Recurrent(nn.Module):
         narrow = autocast(like, like, None)[0].dtype
         wide = torch.float64 if narrow == torch.float64 else torch.float32
         if hx is None:
-            h = like.new_zeros(cells, batch, self._output, dtype=narrow)
-            return h, like.new_zeros(cells, batch, self._hidden, dtype=wide)
+            h = like.new_zeros(cells, batch, self._output.padded, dtype=narrow)
+            return h, like.new_zeros(cells, batch, self._hidden.padded, dtype=wide)
         states = []
-        for name, state, real, padded, dtype in (
-            ("h", hx[0], self.proj_size or self.hidden_size, self._output, narrow),
-            ("c", hx[1], self.hidden_size, self._hidden, wide),
+        for name, state, (real, padded), dtype in (
+            ("h", hx[0], self._output, narrow),
+            ("c", hx[1], self._hidden, wide),
         ):
             # Of one sequence without a batch the states have none either.
             state = state.unsqueeze(1) if state.dim() == 2 and batch == 1 else state

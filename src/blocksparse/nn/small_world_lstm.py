@@ -87,7 +87,7 @@ class SmallWorldLSTM(Recurrent):
         )
 
     def _build(self, suffix, inputs, layout, input_layout):
-        hidden = self._h
+        hidden = self._hidden
         if hidden.padded != hidden.real:
             raise BlockSparseError.expected("hidden_size", "a multiple of the block", self.hidden_size)
         chosen = input_layout if suffix.startswith("_l0") else None
@@ -116,7 +116,7 @@ class SmallWorldLSTM(Recurrent):
         elif name.startswith("bias_"):
             parameter.fill_(0)
             if name.startswith("bias_gates"):
-                parameter[self._hidden : 2 * self._hidden] = 1
+                parameter[self.hidden_size : 2 * self.hidden_size] = 1
         else:
             super()._reset(name, parameter, bound)
 
@@ -127,7 +127,7 @@ class SmallWorldLSTM(Recurrent):
         for name in self._input_names:
             gain, bias = getattr(self, f"gain_{name}{suffix}"), getattr(self, f"bias_{name}{suffix}")
             y = self._product(x, f"weight_{name}{suffix}")
-            inputs.append(F.layer_norm(y, (self._hidden,), gain.to(y.dtype), bias.to(y.dtype), EPSILON).to(y.dtype))
+            inputs.append(F.layer_norm(y, (self.hidden_size,), gain.to(y.dtype), bias.to(y.dtype), EPSILON).to(y.dtype))
         factors, terms = inputs[0], inputs[-1]
         names = [*self._step_names, "gates"]
         weights, layouts = zip(*(self._weight(f"weight_{name}{suffix}") for name in names), strict=True)
