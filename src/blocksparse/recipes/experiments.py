@@ -63,8 +63,8 @@ class Experiment:
 
 def _small(text: str, **other: Any) -> Experiment:
     """1.5 million parameters: ten minutes a run on one core of a CPU."""
-    # The learning rates are near the best of 0.003, 0.006, 0.012, 0.024 and 0.048 in runs of 800 steps on Wikipedia; long
-    # runs want less.
+    # The learning rates are near the best of 0.003, 0.006, 0.012, 0.024 and 0.048 in runs of 800 steps on Wikipedia;
+    # longer runs want less.
     wide = CharLMConfig(width=1536, embedding=32, pattern="barabasi_albert", m=2)
     return Experiment(
         about=f"An LSTM of 1.5 million parameters, dense or block-sparse and 2.7 times as wide, on {text}",
