@@ -1,4 +1,4 @@
-"""Every target of the linear op and of the convolutions in one run: correctness first, all in alternation.
+"""Every target of linear op, convolutions and recurrent networks in one run: correctness first, all in alternation.
 
     python benchmarks/reach.py                  some minutes on two cores, which it wants for itself
     python benchmarks/reach.py --only conv2d    those of one op
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import blocksparse as bs
-from blocksparse.bench import machine, report, rows
+from blocksparse.bench import lstm_reach, machine, report, rows
 from blocksparse.bench.conv import ConvBench
 from blocksparse.bench.linear import LinearBench
 from blocksparse.bench.rows import Row, not_measured, times
@@ -185,11 +185,12 @@ def conv_rows(shrink: int) -> Iterator[Row]:
 OPS: dict[str, tuple[str, Callable[[int], Iterator[Row]]]] = {
     "linear": ("targets of the linear op", linear_rows),
     "conv2d": ("targets of the convolutions", conv_rows),
+    "lstm": ("targets of the recurrent networks", lambda shrink: lstm_reach.rows(BUDGET, quick=shrink != 1)),
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Every target of the linear op and of the convolutions in one run.")
+    parser = argparse.ArgumentParser(description="Every target of a CPU in one run.")
     parser.add_argument("--only", choices=tuple(OPS), help="the rows of one op")
     parser.add_argument("--quick", action="store_true", help="small shapes; writes nothing")
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -1,4 +1,4 @@
-"""The targets of the linear op and the convolutions on a GPU: what is measured for each, and when it is met.
+"""The targets of linear op, convolutions and recurrent networks on a GPU: what is measured, and when they are met.
 
 A job gives the rows of one piece of work. It needs no GPU to be listed, and runs on any `bench.device.Device`: on the
 CPU to see that it runs.
@@ -39,6 +39,9 @@ from ..ops.linear.tiles import FEW_TOKENS
 from .conv import ConvBench
 from .device import Device
 from .linear import OURS, CaseResult, LinearBench
+from .lstm import LstmBench
+from .lstm_reach import GPU_REACH as LSTM_REACH
+from .lstm_reach import LstmTarget, described, sized
 from .report import figure_and_axes, plain_ticks, short
 from .rows import Row, memory_row, not_measured, times
 from .timing import Call, Spread, alternate, geometric_mean
@@ -144,6 +147,11 @@ class GpuReach:
                 image = self._sized_conv(replace(conv_target.spec, pass_=pass_))
                 wants = f">= {conv_target.ratio:g}x {conv_target.peer}"
                 out.append(Job(f"{image!r}", wants, partial(self._conv, image, conv_target.peer, conv_target.ratio)))
+        for lstm_target in LSTM_REACH:
+            step = sized(lstm_target.spec, self.shrink)
+            work = f"a step, {described(step)}, {lstm_target.peer}"
+            wants = f">= {lstm_target.ratio:g}x {lstm_target.peer}"
+            out.append(Job(work, wants, partial(self._lstm, replace(lstm_target, spec=step), work, wants)))
         for peer, ratio in GPU_MEAN.items():
             work = f"geometric mean over {peer}"
             out.append(Job(work, f">= {ratio:g}x {peer}", partial(self._mean, peer, ratio, work)))
@@ -209,6 +217,18 @@ class GpuReach:
         found = result.speedup(peer)
         measured = f"{times(found)} {peer}, {result.gflops / 1e3:.3g} TFLOP/s"
         return [Row(f"{spec!r}", wants, measured, found.median >= ratio, result.as_dict())]
+
+    def _lstm(self, target: LstmTarget, work: str, wants: str) -> list[Row]:
+        bench = LstmBench(rounds=self.bench.rounds, budget=self.bench.budget, device=self.bench.device)
+        result, peer = bench.run(target.spec, [target.peer]), target.peer
+        if peer in result.refused:
+            return [not_measured(work, wants, result.refused[peer])]
+        found = result.speedup(peer)
+        measured = (
+            f"{times(found)} {peer} of width {result.facts['widths'][peer]}, "
+            f"{result.bytes_per_second() / 1e3:.3g} against {result.bytes_per_second(peer) / 1e3:.3g} kB/s"
+        )
+        return [Row(work, wants, measured, found.median >= target.ratio, result.as_dict())]
 
     def _host(self) -> list[Row]:
         device = self.bench.device

@@ -149,14 +149,90 @@ def conv2d(
     console.print(f"wrote {out / base}.json" + (" and .png" if random else ""), highlight=False, soft_wrap=True)
 
 
+@bench.command("lstm")
+def lstm(
+    cell: Annotated[str, typer.Option(help="lstm, mlstm or smallworld.")] = "lstm",
+    width: Annotated[int, typer.Option(help="Units.")] = 2048,
+    pattern: Annotated[str, typer.Option(help="barabasi_albert, watts_strogatz, random or dense.")] = "barabasi_albert",
+    m: Annotated[str, typer.Option(help="Ties of barabasi_albert, or neighbors of watts_strogatz.")] = "8,4,2",
+    densities: Annotated[str, typer.Option(help="Of random: parts of the blocks that are stored.")] = "0.25,0.1,0.03",
+    batch: Annotated[int, typer.Option(help="Texts at once.")] = 64,
+    seq: Annotated[int, typer.Option(help="Bytes of each.")] = 64,
+    block_size: Annotated[int, typer.Option(help="Rows and columns of a block.")] = 32,
+    embedding: Annotated[int, typer.Option(help="Features of a byte.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 by autocast.")] = "float32",
+    pass_: Annotated[str, typer.Option("--pass", help="Of train (whole steps) and inference.")] = "train,inference",
+    against: Annotated[
+        str, typer.Option(help="Peers: dense and torch (torch.nn.LSTM) of equal parameters, dense-wide, torch-wide.")
+    ] = "dense",
+    out: Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")] = Path("bench-out"),
+    rounds: Annotated[int, typer.Option(help="Rounds of A B A B ... at most.")] = 21,
+    budget: Annotated[float, typer.Option(help="Seconds of timing per pattern and pass, about.")] = 4.0,
+    seed: Annotated[int, typer.Option(help="Of patterns and numbers.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: a step as one CUDA graph.")] = "cpu",
+) -> None:
+    """Language models over bytes with recurrent layers: speed-up of steps and of inference, as tables, JSON and charts.
+
+    Every model is checked in small against float64 first; a wrong one ends the run. Then all take turns in one process.
+    """
+    from dataclasses import replace
+
+    from ..bench import lstm, machine, report
+    from ..models.char_lm import CharLMConfig
+
+    base = CharLMConfig(cell=cell, width=width, embedding=embedding, pattern=pattern, block_size=block_size, seed=seed)
+    variants: dict[str, list[dict[str, Any]]] = {
+        "barabasi_albert": [{"m": ties} for ties in _ints("m", m)],
+        "watts_strogatz": [{"neighbors": ties} for ties in _ints("m", m)],
+        "random": [{"density": density} for density in _densities(densities)],
+        "dense": [{}],
+    }
+    configs = [replace(base, **changes) for changes in variants[pattern]]
+    passes = _list(pass_)
+    specs = {name: [lstm.LstmSpec(config, batch, seq, dtype, name) for config in configs] for name in passes}
+    runner = lstm.LstmBench(_list(against), rounds=rounds, budget=budget, seed=seed, device=device)
+    _folder(out)
+    console = Console()
+    file = f"lstm-{cell}-{pattern}-{dtype}-w{width}-b{block_size}-n{batch}x{seq}"
+    if gpu := machine.machine(device)["gpu"]:
+        file += f"-{machine.slug(gpu['name'])}"
+    everything = []
+    for name in passes:
+        results = [runner.run(spec) for spec in specs[name]]
+        everything += results
+        title = f"{name} {dtype}, {cell} language model, width {width}, {pattern}, block {block_size}"
+        title += f", batch {batch}, seq {seq}"
+        console.print(lstm.table(results, title))
+        for line in report.refusals(results):
+            console.print(f"refused: {line}", style="yellow", markup=False, highlight=False)
+        lstm.write_chart(out / f"{file}-{name}.png", results, title)
+    settings: dict[str, Any] = {
+        "rounds": rounds,
+        "budget": budget,
+        "seed": seed,
+        "device": device,
+        "against": list(runner.against),
+    }
+    report.write_json(out / f"{file}.json", everything, "block-sparse recurrent language models", **settings)
+    console.print(f"wrote {out / file}.json and .png", highlight=False, soft_wrap=True)
+
+
 def _densities(text: str) -> list[float]:
+    return _numbers("densities", text, float, "numbers with commas between, as in 1,0.5,0.1")
+
+
+def _ints(name: str, text: str) -> list[int]:
+    return _numbers(name, text, int, "ints with commas between, as in 8,4,2")
+
+
+def _numbers(name: str, text: str, kind: Any, expected: str) -> list[Any]:
     try:
-        densities = [float(part) for part in _list(text)]
+        numbers = [kind(part) for part in _list(text)]
     except ValueError:
-        densities = []
-    if not densities:
-        raise BlockSparseError.expected("densities", "numbers with commas between, as in 1,0.5,0.1", repr(text))
-    return list(dict.fromkeys(densities))
+        numbers = []
+    if not numbers:
+        raise BlockSparseError.expected(name, expected, repr(text))
+    return list(dict.fromkeys(numbers))
 
 
 def _list(text: str) -> list[str]:
