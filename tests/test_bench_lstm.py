@@ -122,7 +122,7 @@ def test_all_rows_come_in_small(monkeypatch):
     assert targets == [
         "<= 1.15x dense of equal parameters",
         *[">= 20x torch.nn.LSTM of the same width"] * 2,
-        *["<= 1x torch.nn.LSTM, by the quartiles"] * 2,
+        *["<= 1x torch.nn.LSTM, give or take 1%"] * 2,
         "a process below 8 GiB",
     ]
     assert len(rows) == 11

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 import blocksparse as bs
 from blocksparse import BlockLayout, BlockSparseError
@@ -117,6 +118,46 @@ def test_index_tensors_can_be_saved():
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=False), col)
     assert torch.equal(copy.deepcopy(col), col)
+
+
+@given(layout=layouts(max_grid=8), data=st.data())
+def test_replaced_merges_what_stays_with_what_comes(layout, data):
+    mask = layout.mask().numpy()
+    drop = data.draw(st.lists(st.integers(0, max(layout.nnz - 1, 0)), unique=True, max_size=layout.nnz))
+    gone = mask.copy()
+    gone[layout.row_of_block[drop], layout.col_of_block[drop]] = False
+    free = np.argwhere(~gone)
+    chosen = data.draw(st.lists(st.integers(0, max(len(free) - 1, 0)), unique=True, max_size=len(free)))
+    rows, cols = free[chosen].T
+    new, source = layout.replaced(torch.tensor(drop, dtype=torch.int64), rows, torch.from_numpy(cols))
+    expected = gone.copy()
+    expected[rows, cols] = True
+    assert new == BlockLayout(expected, layout.block_shape)
+    assert new.nnz == layout.nnz - len(drop) + len(chosen)
+    assert source.dtype == torch.int64
+    positions = np.full(layout.grid, -1)
+    positions[gone] = np.flatnonzero(~np.isin(np.arange(layout.nnz), drop))
+    assert np.array_equal(source, positions[expected])
+
+
+@pytest.mark.parametrize(
+    ("drop", "rows", "cols", "said"),
+    [
+        ([3], [], [], "drop: expected indices from 0 to 2, got 3 to 3"),
+        ([-1], [], [], "drop: expected indices"),
+        ([0.0], [], [], "drop: expected a vector of ints"),
+        ([1, 1], [], [], "drop: expected each position once"),
+        ([], [0, 0], [1, 1], r"each block once, got block \(0, 1\) more than once"),
+        ([0], [1], [1], r"blocks that are not here, got block \(1, 1\)"),
+        ([], [1], [], "vectors of equal length"),
+        ([], [2], [0], "rows: expected indices"),
+        ([], [0], [2], "cols: expected indices"),
+    ],
+)
+def test_replaced_refuses(drop, rows, cols, said):
+    layout = BlockLayout([[True, False], [True, True]], block_size=2)
+    with pytest.raises(BlockSparseError, match=said):
+        layout.replaced(drop, rows, cols)
 
 
 @pytest.mark.parametrize("size", [250_000, 2**31 + 2], ids=["250000", "beyond int32"])

@@ -84,10 +84,7 @@ class BlockLayout:
         keys = rows * grid[1] + cols
         if np.any(keys[1:] <= keys[:-1]):
             keys = np.sort(keys)
-            twice = np.flatnonzero(keys[1:] == keys[:-1])
-            if twice.size:
-                block = divmod(int(keys[twice[0]]), grid[1])
-                raise BlockSparseError.expected("rows and cols", "each block once", f"block {block} more than once")
+            _refuse_twice(keys, grid)
             rows, cols = np.divmod(keys, grid[1])
         layout = cls.__new__(cls)
         layout._fill(rows, cols, grid, checked_block(block_size))
@@ -210,6 +207,57 @@ class BlockLayout:
         back[order] = np.arange(order.size)
         other.__dict__["_transposed"] = (self, back)
         return other, order
+
+    def replaced(self, drop: Any, rows: Any, cols: Any) -> tuple[BlockLayout, torch.Tensor]:
+        """The layout without some of its blocks and with others in their place, and where each block comes from.
+
+        Args:
+            drop: integer vector, the positions of blocks of this layout that go.
+            rows, cols: integer vectors of equal length, the row and column of each block that comes, in any order:
+                blocks that are not here, or are dropped in the same call.
+
+        Returns:
+            The new layout, and int64 `[nnz]` on the CPU: for each of its blocks the position in this layout, or -1
+            for those that came, a block that was dropped and came back among them.
+
+        Raises:
+            BlockSparseError: positions or indices out of range, a position or a block given twice, a block that is
+                here and stays.
+
+        >>> import blocksparse as bs
+        >>> layout = bs.BlockLayout([[True, False], [True, True]], block_size=1)
+        >>> layout.replaced(drop=[1], rows=[0], cols=[1])
+        (BlockLayout(shape=(2, 2), block_size=(1, 1), nnz=3, density=0.75), tensor([ 0, -1,  2]))
+        """
+        drop = _checked_index("drop", drop, self.nnz)
+        rows, cols = _checked_index("rows", rows, self.grid[0]), _checked_index("cols", cols, self.grid[1])
+        if rows.shape != cols.shape:
+            raise BlockSparseError.expected(
+                "rows and cols", "vectors of equal length", f"{rows.size} rows and {cols.size} columns"
+            )
+        stays = np.ones(self.nnz, dtype=bool)
+        stays[drop] = False
+        source = np.flatnonzero(stays)
+        if source.size != self.nnz - drop.size:
+            raise BlockSparseError.expected("drop", "each position once", "a position more than once")
+        came = np.sort(rows * self.grid[1] + cols)
+        _refuse_twice(came, self.grid)
+        kept = self._keys()[source]
+        at = np.searchsorted(kept, came)
+        here = kept[np.minimum(at, kept.size - 1)] == came if kept.size else np.zeros(0, dtype=bool)
+        if here.any():
+            block = divmod(int(came[np.argmax(here)]), self.grid[1])
+            raise BlockSparseError.expected("rows and cols", "blocks that are not here", f"block {block}")
+        # Both lists are sorted: the i-th block that comes stands behind i others and those kept before it.
+        new = BlockLayout.__new__(BlockLayout)
+        new._fill(*np.divmod(np.insert(kept, at, came), self.grid[1]), self.grid, self.block_shape)
+        return new, torch.from_numpy(np.insert(source, at, -1))
+
+    def _keys(self) -> np.ndarray:
+        """The number of each stored block in the whole grid, int64 `[nnz]`, rising."""
+        keys = np.repeat(np.arange(self.grid[0], dtype=np.int64) * self.grid[1], np.diff(self._crow))
+        keys += self._col
+        return keys
 
     def derived(self, key: Hashable, build: Callable[[], Made]) -> Made:
         """What `build` makes of this layout (a plan, say), made once and kept with it."""
@@ -443,6 +491,14 @@ def _checked_index(name: str, index: Any, bound: int) -> np.ndarray:
     if array.size and (array.min() < 0 or array.max() >= bound):
         raise BlockSparseError.expected(name, f"indices from 0 to {bound - 1}", f"{array.min()} to {array.max()}")
     return array.astype(np.int64)
+
+
+def _refuse_twice(keys: np.ndarray, grid: tuple[int, int]) -> None:
+    """Raises a BlockSparseError where sorted block numbers are not all different."""
+    same = keys[1:] == keys[:-1]
+    if same.any():
+        block = divmod(int(keys[np.argmax(same)]), grid[1])
+        raise BlockSparseError.expected("rows and cols", "each block once", f"block {block} more than once")
 
 
 def _array(name: str, expected: str, given: Any) -> np.ndarray:

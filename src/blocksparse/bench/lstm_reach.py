@@ -32,8 +32,8 @@ EQUAL_TIME = 1.15
 # Layers of this density are so many times faster than torch.nn.LSTM of the same width.
 WIDE_DENSITY, WIDE_SPEEDUP = 0.03, 20.0
 WIDTHS = (2048, 4096)
-# Dense layers of this width are no slower than torch.nn.LSTM: the quartiles of the ratio reach 1.
-DENSE_WIDTH = 512
+# Dense layers of this width are no slower than torch.nn.LSTM, as far as can be told: inference is the same kernel.
+DENSE_WIDTH, DENSE_TIME = 512, 1.01
 # So wide a net is trained within so much memory.
 WIDEST = replace(EQUAL, config=replace(EQUAL.config, width=18432), batch=8, seq=16)
 MEMORY = 8 * 2**30
@@ -127,7 +127,8 @@ def dense_row(bench: LstmBench, spec: LstmSpec, width: int) -> Row:
     what = "a step" if spec.pass_ == "train" else "inference"
     work = f"{what}, one dense LSTM layer, {width} inputs, width {width}"
     details["ratio"] = vars(slower)
-    return Row(work, "<= 1x torch.nn.LSTM, by the quartiles", times(slower), slower.low <= 1, details)
+    wanted = f"<= 1x torch.nn.LSTM, give or take {DENSE_TIME - 1:.0%}"
+    return Row(work, wanted, f"{times(slower)} torch.nn.LSTM", slower.median <= DENSE_TIME, details)
 
 
 def _layers(bench: LstmBench, spec: LstmSpec, ours: LSTM) -> tuple[Any, dict[str, Any]]:

@@ -90,6 +90,7 @@ class LSTM(Recurrent):
             device,
             dtype,
         )
+        self._flatten()
 
     def _build(self, suffix, inputs, layout, input_layout):
         hidden = self._hidden
@@ -124,6 +125,26 @@ class LSTM(Recurrent):
         if any(isinstance(weight, Weight) for weight in self.children()):
             return False
         return x.device.type == "cuda" or not needs_grad(x, *(hx or ()), *self.parameters())
+
+    def _apply(self, *args: Any, **kwargs: Any) -> LSTM:
+        super()._apply(*args, **kwargs)
+        self._flatten()
+        return self
+
+    def _flatten(self) -> None:
+        """Dense weights on a GPU side by side in memory, as cuDNN wants them: else it copies them in every call."""
+        weights = self._flat_weights()
+        if any(isinstance(weight, Weight) or not weight.is_cuda for weight in weights):
+            return
+        first, addresses = weights[0], {weight.data_ptr() for weight in weights}
+        if not torch.backends.cudnn.is_acceptable(first) or len(addresses) < len(weights):
+            return
+        mode = torch.backends.cudnn.rnn.get_cudnn_mode("LSTM")
+        per_cell = len(weights) // (self.num_layers * self.directions)
+        sizes = self.input_size, mode, self.hidden_size, self.proj_size, self.num_layers
+        with torch.cuda.device_of(first), torch.no_grad():
+            if torch._use_cudnn_rnn_flatten_weight():
+                torch._cudnn_rnn_flatten_weight(weights, per_cell, *sizes, self.batch_first, self.bidirectional)
 
     def _flat_weights(self) -> list[Tensor]:
         names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else [])]
