@@ -186,7 +186,7 @@ def test_the_command_writes_what_it_says(tmp_path, pattern):
     tiny = ["--width", 96, "--block-size", 8, "--batch", 2, "--seq", 3, "--rounds", 1, "--budget", 0.01]
     tiny += ["--m", "4,2", "--densities", "0.5,0.1", "--pattern", pattern, "--against", "dense,dense-wide,torch"]
     out = run(*tiny, "--out", tmp_path).stdout
-    assert "train float32, lstm language model, width 96" in out
+    assert "train float32, lstm of width 96" in out
     assert "inference float32" in out
     (path,) = tmp_path.glob("*.json")
     content = json.loads(path.read_text())

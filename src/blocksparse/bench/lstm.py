@@ -308,7 +308,7 @@ def train_step(model: nn.Module, gradients: Call) -> Call:
 
 
 def table(results: Sequence[LstmResult], title: str = "") -> Table:
-    """One row per result: our step, bytes per second, and the speed-up over each peer with its quartiles."""
+    """One row per result: our time, bytes per second, and the speed-up over each peer with its quartiles."""
     peers = list(dict.fromkeys(name for result in results for name in (*result.peers, *result.refused)))
     worst = max((error for result in results for error in result.errors.values()), default=0)
     bound = max((result.bound for result in results), default=0)
@@ -319,20 +319,19 @@ def table(results: Sequence[LstmResult], title: str = "") -> Table:
         title=title,
         caption=f"{caption}, bound {bound:g}",
         box=SIMPLE_HEAD,
+        collapse_padding=True,
         title_style="bold",
         title_justify="left",
         caption_justify="left",
     )
-    out.add_column("pattern")
-    for name in ("density", "parameters", "our step", "bytes/s"):
+    for name in ("", "density", "time", "bytes/s"):
         out.add_column(name, justify="right", no_wrap=True)
     for name in peers:
-        out.add_column(f"over {name}", justify="right", min_width=13)
+        out.add_column(f"over\n{name}", justify="right", min_width=11)
     for result in results:
         cells = [
-            result.spec.pattern,
+            result.spec.pattern.partition(" ")[2],
             f"{result.density:.3g}",
-            f"{result.facts['parameters'][OURS] / 1e6:.3g} M",
             duration(result.time().median),
             f"{result.bytes_per_second():.0f}",
         ]
@@ -366,19 +365,20 @@ def write_chart(path: Path, results: Sequence[LstmResult], title: str) -> None:
         axes.plot(densities, [1 / density for density in densities], "--", color="0.45", lw=1.2, label="1 / density")
     axes.axhline(1, color="0.2", lw=1)
     for peer, (color, marker) in _STYLES.items():
-        points = [(result.density, result.speedup(peer)) for result in ordered if peer in result.peers]
+        points = [result for result in ordered if peer in result.peers]
         if not points:
             continue
-        x, spreads = zip(*points, strict=True)
+        x, spreads = [result.density for result in points], [result.speedup(peer) for result in points]
         axes.plot(x, [s.median for s in spreads], color=color, marker=marker, ms=5, lw=1.8, label=f"over {peer}")
         axes.fill_between(x, [s.low for s in spreads], [s.high for s in spreads], color=color, alpha=0.18, lw=0)
-        for at, spread in points:
-            # One label above and one below, where two peers are close to each other.
-            place: dict[str, Any] = {"xytext": (0, -13 if peer.startswith("dense") else 7)}
-            place |= {"textcoords": "offset points", "ha": "center"}
-            axes.annotate(short(spread.median), (at, spread.median), color=color, size=8.5, **place)
+        for result, spread in zip(points, spreads, strict=True):
+            # Of the peers of one width, which are close to each other, the slower has its number above.
+            alike = [p for p in result.peers if p.endswith("-wide") == peer.endswith("-wide")]
+            above = spread.median == max(result.speedup(p).median for p in alike)
+            place: dict[str, Any] = {"xytext": (0, 6 if above else -13), "textcoords": "offset points", "ha": "center"}
+            axes.annotate(short(spread.median), (result.density, spread.median), color=color, size=8.5, **place)
     axes.set(xscale="log", yscale="log", xlabel="density of the recurrent weights", ylabel="speed-up of a step")
-    axes.set_title(title, loc="left", size=11)
+    axes.set_title(title, loc="left", size=10)
     plain_ticks(axes)
     axes.minorticks_off()
     axes.set_xticks(densities, [f"{r.density:.3g}\n{r.spec.pattern.partition(' ')[2]}" for r in ordered])

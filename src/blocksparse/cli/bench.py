@@ -200,8 +200,7 @@ def lstm(
     for name in passes:
         results = [runner.run(spec) for spec in specs[name]]
         everything += results
-        title = f"{name} {dtype}, {cell} language model, width {width}, {pattern}, block {block_size}"
-        title += f", batch {batch}, seq {seq}"
+        title = f"{name} {dtype}, {cell} of width {width}, {pattern}, block {block_size}, batch {batch}, seq {seq}"
         console.print(lstm.table(results, title))
         for line in report.refusals(results):
             console.print(f"refused: {line}", style="yellow", markup=False, highlight=False)
