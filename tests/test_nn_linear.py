@@ -452,3 +452,38 @@ def test_sizes_may_be_numpy_ints():
 def test_padded_size_is_not_the_size():
     with pytest.raises(bs.BlockSparseError, match=r"x: expected a tensor \[..., 47\], got \[5, 48\]"):
         linear(47)(torch.randn(5, 48))
+
+
+# -- another pattern in place ------------------------------------------------------------------------------------
+
+
+def test_set_layout_keeps_the_parameter():
+    layer = linear(47, 64, density=0.5)
+    parameter, x = layer.values, torch.randn(5, 47)
+    layer(x).sum().backward()
+    layout = bs.patterns.random((64, 48), 16, density=0.25, seed=1)
+    values = torch.randn(layout.values_shape)
+    layer.set_layout(layout, values)
+    assert layer.values is parameter
+    assert parameter.grad is None
+    assert torch.equal(layer.col_indices, layout.col_indices())
+    assert layer.used[1].sum() == 47, "the padding is where it was"
+    weight = bs.to_dense(values, layout)[:, :47]
+    torch.testing.assert_close(layer(x), x @ weight.T + layer.bias)
+
+
+@pytest.mark.parametrize(
+    ("layout", "values", "message"),
+    [
+        (LAYOUT.mask(), torch.ones(2, 16, 16), "layout: expected a BlockLayout, got Tensor"),
+        (bs.patterns.dense((64, 48), 8), torch.ones(48, 8, 8), r"layout: expected blocks of \(16, 16\)"),
+        (bs.patterns.dense((64, 48), 16), torch.ones(2, 16, 16), r"values: expected \[12, 16, 16\]"),
+        (bs.patterns.dense((64, 48), 16), torch.ones(12, 16, 16).double(), "got .*float64"),
+    ],
+)
+def test_a_layout_that_does_not_fit_changes_nothing(layout, values, message):
+    layer = linear()
+    before = layer.layout
+    with pytest.raises(bs.BlockSparseError, match=message):
+        layer.set_layout(layout, values)
+    assert layer.layout is before

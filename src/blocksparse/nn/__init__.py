@@ -1,5 +1,6 @@
 """Modules named as in torch.nn, with block-sparse weights."""
 
+from .all_relu import AllReLU
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .edge_bias import EdgeBias
 from .linear import Linear
@@ -10,6 +11,7 @@ from .weight_norm import WeightNorm, l2_normalize
 
 __all__ = [
     "LSTM",
+    "AllReLU",
     "Conv1d",
     "Conv2d",
     "Conv3d",

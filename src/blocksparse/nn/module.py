@@ -29,6 +29,7 @@ class BlockSparseModule(nn.Module):
     def __init__(self, layout: BlockLayout, kernel: tuple[int, ...], device: Any, dtype: torch.dtype | None):
         super().__init__()
         self._layout = layout
+        self._used: tuple[Tensor, Tensor] | None = None
         self.values = nn.Parameter(torch.empty(*layout.values_shape, *kernel, device=device, dtype=dtype))
         self.register_buffer("crow_indices", torch.empty(0, device=device))
         self.register_buffer("col_indices", torch.empty(0, device=device))
@@ -44,6 +45,43 @@ class BlockSparseModule(nn.Module):
     def layout(self) -> BlockLayout:
         """The blocks of the weight that `values` holds."""
         return self._layout
+
+    @property
+    def used(self) -> tuple[Tensor, Tensor] | None:
+        """Which outputs and which inputs of the layout's shape are no padding, bool on the CPU; None where all are."""
+        return self._used
+
+    def set_layout(self, layout: BlockLayout, values: Tensor, used: tuple[Tensor, Tensor] | None = None) -> None:
+        """Another pattern and its values, in place: the parameter stays the same object; its gradient is cleared.
+
+        Args:
+            layout: of the same block; of another grid only where the module's sizes are changed with it.
+            values: `[nnz, block_out, block_in]`, with a convolution's `*kernel` behind. It is not copied.
+            used: as the property, for another grid.
+
+        Raises:
+            BlockSparseError: a layout of another block, values of another shape, dtype or device.
+
+        >>> import torch, blocksparse as bs
+        >>> layer = bs.nn.Linear(4, 2, block_size=2, density=1)
+        >>> layer.set_layout(bs.BlockLayout([[False, True]], block_size=2), torch.ones(1, 2, 2))
+        >>> layer.layout.nnz, layer.values.shape
+        (1, torch.Size([1, 2, 2]))
+        """
+        check_layout(layout)
+        mine = self.values
+        if layout.block_shape != self._layout.block_shape:
+            raise BlockSparseError.expected("layout", f"blocks of {self._layout.block_shape}", repr(layout))
+        shape = [layout.nnz, *mine.shape[1:]]
+        if list(values.shape) != shape or values.dtype != mine.dtype or values.device != mine.device:
+            got = f"{list(values.shape)}, {values.dtype}, {values.device}"
+            raise BlockSparseError.expected("values", f"{shape}, {mine.dtype}, {mine.device}", got)
+        if layout.grid != self._layout.grid:
+            self._used = used
+        self._layout = layout
+        mine.grad = None
+        mine.data = values.detach()
+        self.reset_layout_buffers()
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         try:
@@ -76,10 +114,7 @@ class BlockSparseModule(nn.Module):
             raise BlockSparseError.expected(
                 "values", f"{shape} for {layout!r}", None if values is None else list(values.shape)
             )
-        self._layout = layout
-        self.values.grad = None
-        self.values.data = self.values.new_empty(shape)
-        self.reset_layout_buffers()
+        self.set_layout(layout, self.values.new_empty(shape))
 
 
 class Weight(BlockSparseModule):
@@ -143,6 +178,7 @@ def draw_values(module: BlockSparseModule, used_out: Tensor, used_in: Tensor) ->
     `used_out` and `used_in` are bool on the CPU, of the layout's shape: the others are padding.
     """
     module.reset_layout_buffers()
+    module._used = None if used_out.all() and used_in.all() else (used_out, used_in)
     layout, values = module.layout, module.values
     height, width = layout.block_shape
     rows, cols = block_coordinates(layout, torch.device("cpu"))

@@ -1,0 +1,52 @@
+"""The alternated left ReLU."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import BlockSparseError
+from ..layout import is_int
+
+
+class AllReLU(nn.Module):
+    """All-ReLU: x where x > 0, else -alpha x in even layers and alpha x in odd ones.
+
+    Args:
+        alpha: the slope of the negative side, 0 or more.
+        layer: the number of the layer whose outputs these are, counted from 1, which is the input: the first hidden
+            layer is 2, so that hidden layers have the slopes -alpha, alpha, -alpha, ...
+
+    Shapes: any; elementwise.
+
+    Raises:
+        BlockSparseError: an alpha that is negative or no number, a layer that is no int from 1 on.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> bs.nn.AllReLU(0.5, layer=2)(torch.tensor([-2.0, 3.0]))
+        tensor([1., 3.])
+        >>> bs.nn.AllReLU(0.5, layer=3)(torch.tensor([-2.0, 3.0]))
+        tensor([-1.,  3.])
+
+    Source: Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021).
+    """
+
+    def __init__(self, alpha: float, layer: int):
+        super().__init__()
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha < float("inf"):
+            raise BlockSparseError.expected("alpha", "a number, 0 or more", repr(alpha))
+        if not is_int(layer) or layer < 1:
+            raise BlockSparseError.expected("layer", "an int, 1 or more", repr(layer))
+        self.alpha, self.layer = float(alpha), int(layer)
+
+    @property
+    def slope(self) -> float:
+        """Of the negative side."""
+        return self.alpha if self.layer % 2 else -self.alpha
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(x, self.slope)
+
+    def extra_repr(self) -> str:
+        return f"{self.alpha:g}, layer={self.layer}"
