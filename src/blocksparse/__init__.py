@@ -1,6 +1,6 @@
 """Block-sparse neural networks for PyTorch: stored sparse, trained sparse, run sparse."""
 
-from . import nn, patterns, topology
+from . import nn, patterns, sparsity, topology
 from .convert import from_dense, to_dense
 from .errors import BlockSparseError
 from .layout import BlockLayout
@@ -32,6 +32,7 @@ __all__ = [
     "linear",
     "nn",
     "patterns",
+    "sparsity",
     "to_dense",
     "topology",
     "use_backend",

@@ -1,0 +1,123 @@
+"""Another pattern in place: values, gradient and the optimizer's state follow each connection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import BlockSparseError
+from ..nn.module import BlockSparseModule
+
+Follow = Callable[[BlockSparseModule, Tensor], None]
+
+
+def rewire(
+    module: BlockSparseModule,
+    drop: Any,
+    rows: Any,
+    cols: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    new: Tensor | None = None,
+    follow: Follow | None = None,
+) -> Tensor:
+    """Drops some blocks of a module's weight and grows others.
+
+    The parameter stays the same object, so that optimizers go on with it. Of what they keep for each weight (momentum,
+    say), survivors have theirs untouched and new blocks have zeros; counts of steps stay. The gradient is cleared.
+
+    Args:
+        module: any block-sparse module: a layer, or one of the weights of a recurrent one.
+        drop: ints, the positions in `values` of the blocks that go.
+        rows, cols: ints, the place of each new block in the grid; places that are dropped in the same call too.
+        optimizer: the one that trains `module.values`, or None.
+        new: the values of the new blocks, `[len(rows), *values.shape[1:]]`; zeros by default.
+        follow: called with the module and the returned source, to take along what else is kept for each weight, such
+            as a running mean: `mean = carried(mean, source)`.
+
+    Returns:
+        int64 `[new nnz]` on the values' device: where each block was before, -1 for the new ones.
+
+    Raises:
+        BlockSparseError: a module that is not block-sparse, an optimizer that does not have its parameter or keeps
+            what cannot follow, positions or places that are out of range, given twice, or taken. Nothing is changed
+            then.
+
+    >>> import torch, blocksparse as bs
+    >>> layer = bs.nn.Linear(3, 2, layout=bs.BlockLayout([[1, 1, 0], [0, 0, 1]], block_size=1))
+    >>> bs.sparsity.rewire(layer, drop=[1], rows=[1], cols=[0])
+    tensor([ 0, -1,  2])
+    >>> layer.layout.mask().int(), layer.values[1].item()
+    (tensor([[1, 0, 0],
+            [1, 0, 1]], dtype=torch.int32), 0.0)
+    """
+    check_module(module)
+    values = module.values
+    check_optimizer(optimizer, values, "module.values")
+    layout, source = module.layout.replaced(drop, rows, cols)
+    source = source.to(values.device)
+    if new is not None:
+        if list(new.shape) != [len(rows), *values.shape[1:]]:
+            raise BlockSparseError.expected("new", [len(rows), *values.shape[1:]], list(new.shape))
+        # Blocks are kept sorted by row, then by column.
+        order = torch.from_numpy(np.lexsort((np.asarray(cols), np.asarray(rows))))
+        new = new.detach()[order.to(new.device)].to(values)
+    carry_state(optimizer, values, source)
+    module.set_layout(layout, carried(values.detach(), source, new))
+    if follow is not None:
+        follow(module, source)
+    return source
+
+
+def carried(tensor: Tensor, source: Tensor, new: Tensor | None = None) -> Tensor:
+    """What is kept for each block, in the order of another pattern.
+
+    Args:
+        tensor: `[nnz, ...]`.
+        source: int64 `[new nnz]`, as `rewire` returns it.
+        new: for the blocks that were not there, in their order; zeros by default.
+
+    >>> import torch, blocksparse as bs
+    >>> bs.sparsity.carried(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([0, -1, 2]))
+    tensor([5., 0., 7.])
+    """
+    kept = source >= 0
+    there = tensor.new_zeros(source.numel(), *tensor.shape[1:])
+    there[kept] = tensor[source[kept]]
+    if new is not None:
+        there[~kept] = new
+    return there
+
+
+def carry_state(optimizer: torch.optim.Optimizer | None, parameter: Tensor, source: Tensor) -> None:
+    """Takes the optimizer's state of a parameter along its first axis, before the parameter itself changes."""
+    state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+    for name, kept in state.items():
+        if isinstance(kept, Tensor) and kept.shape == parameter.shape:
+            state[name] = carried(kept, source)
+
+
+def check_module(module: Any) -> None:
+    """Raises a BlockSparseError unless the module is block-sparse."""
+    if not isinstance(module, BlockSparseModule):
+        raise BlockSparseError.expected("module", "one with a block-sparse weight", type(module).__name__)
+
+
+def check_optimizer(optimizer: Any, parameter: Tensor, name: str) -> None:
+    """Raises a BlockSparseError unless the optimizer, if any, has the parameter, and a state that can follow it."""
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise BlockSparseError.expected("optimizer", "a torch.optim.Optimizer", type(optimizer).__name__)
+    if not any(given is parameter for group in optimizer.param_groups for given in group["params"]):
+        raise BlockSparseError.expected("optimizer", f"one that has the parameter {name}", type(optimizer).__name__)
+    for key, kept in optimizer.state.get(parameter, {}).items():
+        numbers = kept.numel() if isinstance(kept, Tensor) else len(kept) if isinstance(kept, list | tuple) else 1
+        if numbers != 1 and not (isinstance(kept, Tensor) and kept.shape == parameter.shape):
+            shape = list(kept.shape) if isinstance(kept, Tensor) else type(kept).__name__
+            what = f"{key!r} of {name} of the parameter's shape {list(parameter.shape)}, or one number"
+            raise BlockSparseError.expected(f"the state of {type(optimizer).__name__}", what, shape)

@@ -1,0 +1,251 @@
+"""Evolve (SET): the published drop rule, what is grown, and a resumed run."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import blocksparse as bs
+from blocksparse.models.mlp import SparseMLP
+from blocksparse.sparsity.evolve import nearest_zero
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small products on few busy cores: waiting for other threads takes longer than they do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def layer_with(values):
+    """One row of single connections with these values, and as many unused places."""
+    layer = bs.nn.Linear(2 * len(values), 1, layout=bs.BlockLayout([[1] * len(values) + [0] * len(values)], 1))
+    layer.values.data = torch.tensor(values).reshape(-1, 1, 1)
+    return layer
+
+
+def test_the_published_rule():
+    # Ten positives and five negatives, zeta 0.4: the four smallest positives and the two negatives nearest zero.
+    positives = [0.9, 0.1, 0.3, 0.8, 0.2, 0.7, 0.05, 0.6, 0.5, 0.4]
+    negatives = [-0.02, -0.5, -0.01, -0.3, -0.4]
+    layer = layer_with(positives + negatives)
+    layer.weight_before = layer.values.detach().flatten()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0, momentum=0.9)
+    layer(torch.randn(3, 30)).sum().backward()
+    optimizer.step()
+    momentum = optimizer.state[layer.values]["momentum_buffer"].flatten().clone()
+    sources = []
+    method = bs.sparsity.Evolve(layer, optimizer, 0.4, init="zeros", follow=lambda _, source: sources.append(source))
+    assert method.step()
+    assert layer.layout.nnz == 15
+    source = sources[0]
+    gone = set(range(15)) - set(source.tolist())
+    assert {(positives + negatives)[i] for i in gone} == {0.1, 0.2, 0.05, 0.3, -0.01, -0.02}
+    survivors = source >= 0
+    assert torch.equal(layer.values.flatten()[survivors], layer.weight_before[source[survivors]])
+    assert (layer.values.flatten()[~survivors] == 0).all()
+    after = optimizer.state[layer.values]["momentum_buffer"].flatten()
+    assert torch.equal(after[survivors], momentum[source[survivors]])
+    assert (after[~survivors] == 0).all()
+
+
+def test_zeros_go_and_nothing_goes_at_zeta_0():
+    layer = layer_with([0.5, 0.0, -0.5, 0.0])
+    assert nearest_zero(layer, 0.1).tolist() == [False, True, False, True]
+    assert not nearest_zero(layer, 0).any()
+    assert nearest_zero(layer, 1).all()
+
+
+@pytest.mark.parametrize("norm", ["l2", "mean"])
+def test_blocks_go_by_magnitude(norm):
+    layer = bs.nn.Linear(64, 64, density=0.5, block_size=8)
+    blocks = layer.values.detach().flatten(1)
+    size = blocks.norm(dim=1) if norm == "l2" else blocks.abs().mean(1)
+    expected = torch.zeros(32, dtype=torch.bool)
+    expected[size.argsort()[:10]] = True
+    assert nearest_zero(layer, 0.3, norm).tolist() == expected.tolist()
+
+
+CASES = {
+    "linear-1": lambda: (bs.nn.Linear(40, 50, density=0.1, block_size=1), torch.randn(4, 40)),
+    "linear-8": lambda: (bs.nn.Linear(61, 37, density=0.3, block_size=8), torch.randn(4, 61)),
+    "linear-32": lambda: (bs.nn.Linear(128, 190, density=0.5, block_size=32), torch.randn(4, 128)),
+    "conv": lambda: (bs.nn.Conv2d(61, 50, 3, density=0.2, block_size=8), torch.randn(2, 61, 4, 4)),
+    "lstm": lambda: (bs.nn.LSTM(12, 29, density=0.3, block_size=(8, 4)), torch.randn(3, 2, 12)),
+}
+
+
+@pytest.mark.parametrize("init", ["he", "xavier", "zeros", lambda m, shape, g: torch.randn(shape, generator=g)])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_nnz_and_padding_are_kept(case, init):
+    model, x = case()
+    optimizer = torch.optim.Adam(model.parameters())
+    method = bs.sparsity.Evolve(model, optimizer, zeta=0.5, init=init)
+    before = {name: module.layout for name, module in method.modules.items()}
+    model.eval()
+    for _ in range(3):
+        y = model(x)
+        (y[0] if isinstance(y, tuple) else y).square().sum().backward()
+        optimizer.step()
+        assert method.step()
+    for name, module in method.modules.items():
+        assert module.layout.nnz == before[name].nnz
+        assert module.layout != before[name]
+        assert torch.equal(module.col_indices, module.layout.col_indices()), "what a checkpoint has"
+        dense = bs.to_dense(module.values.detach(), module.layout)
+        if module.used is not None:
+            out, in_ = module.used
+            assert (dense[~out] == 0).all()
+            assert (dense[:, ~in_] == 0).all()
+            # Nothing grows where all is padding.
+            height, width = module.layout.block_shape
+            useful = out.view(-1, height).any(1)[:, None] & in_.view(-1, width).any(1)
+            assert not (module.layout.mask() & ~useful & ~before[name].mask()).any()
+
+
+@pytest.mark.parametrize(("init", "bound"), [("he", math.sqrt(6 / 400)), ("xavier", math.sqrt(6 / 1000))])
+def test_new_weights_are_uniform(init, bound):
+    layer = bs.nn.Linear(400, 600, density=0.1, block_size=1)
+    sources = []
+    method = bs.sparsity.Evolve(layer, zeta=1.0, init=init, follow=lambda _, source: sources.append(source))
+    method.step()
+    new = layer.values.detach().flatten()
+    assert (sources[0] == -1).all()
+    assert new.abs().max() <= bound
+    # 24,000 of them: five standard errors of the mean square of uniform numbers.
+    assert abs(new.square().mean() - bound**2 / 3) < 5 * bound**2 * math.sqrt((1 / 5 - 1 / 9) / 24_000)
+
+
+def test_every_stop_and_full_layers():
+    full = bs.nn.Linear(8, 8, density=1.0, block_size=4)
+    model = nn.Sequential(bs.nn.Linear(32, 32, density=0.2, block_size=4), full)
+    values = full.values.detach().clone()
+    method = bs.sparsity.Evolve(model, every=2, stop=6)
+    assert [method.step() for _ in range(8)] == [False, True, False, True, False, False, False, False]
+    assert torch.equal(full.values, values)
+
+
+def test_skip():
+    model = SparseMLP([30, 40, 40, 10], epsilon=4)
+    layouts = [layer.layout for layer in model.layers]
+    for skip in (model.output, "layers.2", [model.layers[2]]):
+        assert list(bs.sparsity.Evolve(model, skip=skip).modules) == ["layers.0", "layers.1"]
+    bs.sparsity.Evolve(list(model.layers[:2])).step()
+    assert [layer.layout == before for layer, before in zip(model.layers, layouts, strict=True)] == [False, False, True]
+
+
+def data(samples=256):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 20, generator=generator)
+    return x, (x[:, :5].sum(1) > 0).long()
+
+
+def epochs(model, optimizer, method, first, last):
+    x, target = data()
+    losses = []
+    for epoch in range(first, last):
+        for batch in torch.arange(256).split(64):
+            torch.manual_seed(epoch)  # of dropout
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x[batch]), target[batch])
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+        method.step()
+    return losses
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_training_goes_on_and_a_resumed_run_has_the_same_bits(block_size, tmp_path):
+    def start():
+        sizes = [20, 64, 64, 2]
+        model = SparseMLP(sizes, density=0.3, block_size=block_size, activation="relu", dropout=0.1, init="fan_in")
+        optimizer = bs.sparsity.SGD(model.parameters(), lr=0.2)
+        return model, optimizer, bs.sparsity.Evolve(model, optimizer, zeta=0.1, skip=model.output, seed=3)
+
+    whole = start()
+    losses = epochs(*whole, 0, 12)
+    assert losses[-1] < 0.7 * losses[0]
+    parts = start()
+    epochs(*parts, 0, 5)
+    torch.save([part.state_dict() for part in parts], tmp_path / "saved")
+    again = start()
+    bs.sparsity.rewire(again[0].layers[0], [0], [], [])  # it need not be where the other began
+    for part, state in zip(again, torch.load(tmp_path / "saved", weights_only=True), strict=True):
+        part.load_state_dict(state)
+    epochs(*again, 5, 12)
+    for name, tensor in whole[0].state_dict().items():
+        assert torch.equal(again[0].state_dict()[name], tensor), name
+    # Another seed is another run.
+    other = start()
+    other[2].seed = 4
+    epochs(*other, 0, 2)
+    assert other[0].layers[0].layout != whole[0].layers[0].layout
+
+
+def test_a_copy_evolves_alike():
+    model = SparseMLP([20, 64, 64, 2], epsilon=6)
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        bs.sparsity.Evolve(one, zeta=0.4, seed=7).step()
+    for layer, other in zip(model.layers, twin.layers, strict=True):
+        assert layer.layout == other.layout
+        assert torch.equal(layer.values, other.values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"zeta": -0.1}, "zeta: expected a number from 0 to 1, got -0.1"),
+        ({"zeta": 1.1}, "zeta: expected a number from 0 to 1, got 1.1"),
+        ({"zeta": math.nan}, "zeta: expected"),
+        ({"zeta": True}, "zeta: expected"),
+        ({"every": 0}, "every: expected an int, 1 or more, got 0"),
+        ({"stop": 0.5}, "stop: expected an int"),
+        ({"seed": -1}, "seed: expected"),
+        ({"init": "ones"}, "init: expected one of zeros, he, xavier"),
+        ({"norm": "max"}, "norm: expected one of l2, mean"),
+        ({"skip": "layers.7"}, "skip: expected modules of the model, or their names, got 'layers.7'"),
+        ({"skip": nn.ReLU()}, "skip: expected modules of the model, or their names, got ReLU"),
+        ({"skip": ["layers.0", "layers.1"]}, "skip: expected something but it"),
+        ({"modules": nn.Linear(2, 2)}, "modules: expected one with block-sparse weights, got Linear"),
+        ({"modules": [bs.nn.Linear(2, 2), nn.Linear(2, 2)]}, "modules: expected one with block-sparse weights"),
+        ({"modules": SparseMLP([4, 4, 2], density=None)}, "modules: expected one with block-sparse weights"),
+        ({"modules": 3}, "modules: expected a model"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "expected one that has the parameter layers.0"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        bs.sparsity.Evolve(**{"modules": SparseMLP([8, 8, 2], density=0.5)} | arguments)
+
+
+def test_shared_parameters_are_refused():
+    one, other = (bs.nn.Linear(8, 8, layout=bs.patterns.banded((8, 8), 1)) for _ in range(2))
+    other.values = one.values
+    with pytest.raises(bs.BlockSparseError, match="expected a parameter of one module"):
+        bs.sparsity.Evolve([one, other])
+
+
+def test_what_init_returns_is_checked_and_so_is_a_state():
+    method = bs.sparsity.Evolve(bs.nn.Linear(8, 8, density=0.5, block_size=1), init=lambda *_: torch.ones(1))
+    with pytest.raises(bs.BlockSparseError, match="what init returns: expected a tensor"):
+        method.step()
+    with pytest.raises(bs.BlockSparseError, match="state: expected calls and seed"):
+        method.load_state_dict({"epoch": torch.tensor(3)})
+
+
+def test_nothing_dense_is_made():
+    # The dense mask alone would have 10^10 entries.
+    layout = bs.patterns.random((100_000, 100_000), 1, density=2e-5, seed=0)
+    layer = bs.nn.Linear(100_000, 100_000, layout=layout)
+    bs.sparsity.Evolve(layer).step()
+    assert layer.layout.nnz == layout.nnz == 200_000
+    before, after = (np.stack([one.row_of_block, one.col_of_block]).T for one in (layout, layer.layout))
+    same = len(set(map(tuple, before)) & set(map(tuple, after)))
+    assert same == pytest.approx(0.7 * 200_000, abs=20)

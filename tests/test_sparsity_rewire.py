@@ -1,0 +1,192 @@
+"""What follows a connection when a pattern changes in place: its value and the optimizer's state."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import blocksparse as bs
+from blocksparse.sparsity.magnitude import smallest
+from blocksparse.sparsity.places import draw_unused
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small products on few busy cores: waiting for other threads takes longer than they do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adam": lambda params: torch.optim.Adam(params, amsgrad=True),
+    "adamw": torch.optim.AdamW,
+    "rmsprop": lambda params: torch.optim.RMSprop(params, momentum=0.9),
+    "published": lambda params: bs.sparsity.SGD(params),
+}
+
+
+def layers():
+    torch.manual_seed(0)
+    yield "linear-1", bs.nn.Linear(20, 30, density=0.2, block_size=1), torch.randn(4, 20)
+    yield "linear-8", bs.nn.Linear(61, 37, density=0.3, block_size=8), torch.randn(4, 61)
+    yield "linear-32", bs.nn.Linear(96, 128, density=0.5, block_size=32), torch.randn(4, 96)
+    yield "conv", bs.nn.Conv2d(16, 24, 3, density=0.5, block_size=8), torch.randn(2, 16, 5, 5)
+    yield "transposed", bs.nn.ConvTranspose1d(16, 24, 3, density=0.5, block_size=8), torch.randn(2, 16, 5)
+    yield "lstm", bs.nn.LSTM(12, 16, density=0.5, block_size=4), torch.randn(3, 2, 12)
+
+
+def trained(model, x, optimizer, steps=2):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        y = model(x)
+        (y[0] if isinstance(y, tuple) else y).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(("model", "x"), [pytest.param(m, x, id=name) for name, m, x in layers()])
+def test_survivors_keep_all_and_new_ones_begin_at_zero(model, x, make):
+    module = next(m for m in model.modules() if hasattr(m, "values"))
+    optimizer = make(model.parameters())
+    trained(model, x, optimizer)
+    parameter, layout = module.values, module.layout
+    free = (~layout.mask()).nonzero()
+    drop, (rows, cols) = [1, 0], free[[2, 0]].T
+    values = bs.to_dense(parameter.detach(), layout)
+    state = {name: kept.clone() for name, kept in optimizer.state[parameter].items() if isinstance(kept, torch.Tensor)}
+    seen = []
+    source = bs.sparsity.rewire(module, drop, rows, cols, optimizer, follow=lambda *given: seen.append(given))
+    assert module.values is parameter
+    assert parameter.grad is None
+    assert seen[0][0] is module
+    assert torch.equal(seen[0][1], source)
+    # The dense weights say it without positions: the two dropped are 0 now, and so are the two new ones.
+    mask = layout.mask()
+    mask[tuple(mask.nonzero()[:2].T)] = False
+    kept = mask.clone()
+    mask[rows, cols] = True
+    assert torch.equal(module.layout.mask(), mask)
+    on = kept.repeat_interleave(layout.block_shape[0], 0).repeat_interleave(layout.block_shape[1], 1)
+    on = on.reshape(*on.shape, *[1] * (values.dim() - 2))
+    assert torch.equal(bs.to_dense(parameter.detach(), module.layout), values * on)
+    after = optimizer.state[parameter]
+    per_weight = [name for name in state if state[name].shape == parameter.shape]
+    assert per_weight
+    for name, before in state.items():
+        if name in per_weight:
+            assert torch.equal(bs.to_dense(after[name], module.layout), bs.to_dense(before, layout) * on), name
+        else:
+            assert torch.equal(after[name], before), name
+    trained(model, x, optimizer)
+    assert torch.isfinite(parameter).all()
+
+
+def test_fewer_blocks_and_new_values():
+    layer = bs.nn.Linear(3, 2, layout=bs.BlockLayout([[1, 1, 0], [0, 1, 1]], block_size=1))
+    layer.values.data = torch.tensor([1.0, 2.0, 3.0, 4.0]).reshape(4, 1, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    trained(layer, torch.randn(4, 3), optimizer)
+    before = layer.values.detach().flatten()
+    # Given in another order than they are kept in; position 0 goes and comes back.
+    new = torch.tensor([7.0, 5.0]).reshape(2, 1, 1)
+    source = bs.sparsity.rewire(layer, [0, 1, 3], [1, 0], [0, 0], optimizer, new=new)
+    assert source.tolist() == [-1, -1, 2]
+    assert layer.values.flatten().tolist() == [5, 7, before[2].item()]
+    assert optimizer.state[layer.values]["momentum_buffer"].flatten()[:2].tolist() == [0, 0]
+    trained(layer, torch.randn(4, 3), optimizer)
+
+
+def test_a_compiled_forward_follows():
+    layer = bs.nn.Linear(16, 16, layout=bs.patterns.block_diagonal((16, 16), 4))
+    compiled = torch.compile(layer, backend="aot_eager")
+    x = torch.randn(3, 16)
+    compiled(x)
+    bs.sparsity.rewire(layer, [0], [0], [3], new=torch.ones(1, 4, 4))
+    torch.testing.assert_close(compiled(x), layer(x))
+    torch._dynamo.reset()
+
+
+class Odd(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for w in self.param_groups[0]["params"]:
+            self.state[w]["rows"] = torch.zeros(7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"module": nn.Linear(2, 2)}, "module: expected one with a block-sparse weight, got Linear"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "optimizer: expected one that has the param"),
+        ({"optimizer": "sgd"}, "optimizer: expected a torch.optim.Optimizer, got str"),
+        ({"new": torch.ones(2, 1, 1)}, r"new: expected \[1, 1, 1\], got \[2, 1, 1\]"),
+        ({"drop": [9]}, "drop: expected"),
+        ({"rows": [0], "cols": [1]}, "rows and cols: expected blocks that are not here"),
+        ({"rows": [0, 1], "cols": [2, 2]}, None),
+    ],
+)
+def test_refusals_change_nothing(change, message):
+    layer = bs.nn.Linear(3, 2, layout=bs.BlockLayout([[1, 1, 0], [0, 1, 0]], block_size=1))
+    layout, values = layer.layout, layer.values.detach().clone()
+    arguments = {"module": layer, "drop": [0], "rows": [0], "cols": [2]} | change
+    if message is None:
+        bs.sparsity.rewire(**arguments)
+        assert layer.layout.nnz == 4
+        return
+    with pytest.raises(bs.BlockSparseError, match=message):
+        bs.sparsity.rewire(**arguments)
+    assert layer.layout is layout
+    assert torch.equal(layer.values, values)
+
+
+def test_a_state_that_cannot_follow_is_refused():
+    layer = bs.nn.Linear(3, 2, layout=bs.BlockLayout([[1, 1, 0], [0, 1, 0]], block_size=1))
+    optimizer = Odd(layer.parameters(), lr=0.1)
+    trained(layer, torch.randn(4, 3), optimizer)
+    with pytest.raises(bs.BlockSparseError, match=r"the state of Odd: expected 'rows' of module.values .* got \[7\]"):
+        bs.sparsity.rewire(layer, [0], [], [], optimizer)
+
+
+# -- the parts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 40])
+def test_smallest(count):
+    magnitudes = np.random.default_rng().integers(0, 6, 40).astype(float)
+    expected = np.zeros(40, dtype=bool)
+    expected[np.argsort(magnitudes, kind="stable")[:count]] = True
+    assert (smallest(magnitudes, count) == expected).all()
+
+
+def test_unused_places_are_uniform():
+    rng = np.random.default_rng(0)
+    taken = np.array([1, 4, 5, 11])
+    counts = np.zeros(12)
+    for _ in range(4000):
+        rows, cols = draw_unused(taken, (3, 4), 3, rng)
+        keys = rows * 4 + cols
+        assert (np.diff(keys) > 0).all()
+        counts[keys] += 1
+    assert (counts[taken] == 0).all()
+    # 3 of 8 each time: 1500 expected, standard deviation sqrt(4000 * 3/8 * 5/8) = 31; five of them.
+    assert (abs(np.delete(counts, taken) - 1500) < 155).all()
+
+
+def test_unused_places_of_some_lines_while_they_suffice():
+    rng = np.random.default_rng(0)
+    lines = np.array([0, 2]), np.array([1, 3])
+    rows, cols = draw_unused(np.array([1, 4]), (3, 4), 3, rng, lines)
+    assert list(zip(rows.tolist(), cols.tolist(), strict=True)) == [(0, 3), (2, 1), (2, 3)]
+    rows, cols = draw_unused(np.array([1, 4]), (3, 4), 10, rng, lines)
+    assert len(set(zip(rows, cols, strict=True))) == 10
+
+
+def test_unused_places_of_a_grid_too_large_to_list():
+    taken = np.arange(0, 10**12, 10**7)
+    rows, cols = draw_unused(taken, (10**6, 10**6), 50_000, np.random.default_rng(0))
+    keys = rows * 10**6 + cols
+    assert len(np.unique(keys)) == 50_000
+    assert not np.isin(keys, taken).any()

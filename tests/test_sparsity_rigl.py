@@ -1,0 +1,208 @@
+"""RigL: its schedule, its choice against that of the dense gradient, and that this gradient never exists."""
+
+import math
+import tracemalloc
+
+import pytest
+import torch
+from torch import nn
+
+import blocksparse as bs
+from blocksparse.sparsity.dense_gradient import gradient_norms, largest
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small products on few busy cores: waiting for other threads takes longer than they do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+ACTIVATIONS = [None, "relu", "gelu", "silu"]
+
+
+def dense_gradient(layer, passes):
+    """Of the whole (padded) weight, by autograd."""
+    layout = layer.layout
+    weight = bs.to_dense(layer.values.detach(), layout).requires_grad_()
+    act = {None: lambda y: y, "relu": torch.relu, "gelu": nn.functional.gelu, "silu": nn.functional.silu}
+    for x, target in passes:
+        y = nn.functional.linear(x, weight[: layer.out_features, : layer.in_features], layer.bias.detach())
+        (act[layer.activation](y) - target).square().sum().backward()
+    return weight.grad
+
+
+def block_norms(weight, block, norm):
+    blocks = weight.reshape(weight.shape[0] // block[0], block[0], -1, block[1])
+    return blocks.square().sum((1, 3)).sqrt() if norm == "l2" else blocks.abs().mean((1, 3))
+
+
+@pytest.mark.parametrize("norm", ["l2", "mean"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("sizes", "block"), [((20, 30), 1), ((61, 45), 8), ((96, 128), 32), ((24, 40), (4, 8))], ids=str
+)
+def test_the_choice_is_that_of_the_dense_gradient(sizes, block, activation, norm):
+    torch.manual_seed(0)
+    layer = bs.nn.Linear(*sizes, density=0.5, block_size=block, activation=activation, dtype=torch.float64)
+    layout, block_shape = layer.layout, layer.layout.block_shape
+    optimizer = torch.optim.Adam(layer.parameters())
+    method = bs.sparsity.RigL(layer, optimizer, t_end=10, every=2, alpha=1.0, norm=norm)
+    passes = [(torch.randn(3, 2, sizes[0]).double(), torch.randn(3, 2, sizes[1]).double()) for _ in range(4)]
+
+    def backward(passes):
+        optimizer.zero_grad()
+        for x, target in passes:
+            (layer(x) - target).square().sum().backward()
+
+    backward(passes[:1])
+    assert not method.step()
+    optimizer.step()
+    backward(passes[1:])  # of three passes the gradients add up
+    grads = block_norms(dense_gradient(layer, passes[1:]), block_shape, norm)
+    before = layer.values.detach().clone()
+    magnitudes = block_norms(bs.to_dense(before, layout), block_shape, norm)
+    with torch.no_grad():
+        layer(torch.randn(2, sizes[0]).double())  # an evaluation does not count
+    bias = layer.bias.detach().clone()
+    assert method.step()
+    optimizer.step()
+    assert torch.equal(layer.bias, bias), "no weight moves in that iteration"
+
+    count = int((1 + math.cos(math.pi * 2 / 10)) / 2 * layout.nnz)
+    mask = layout.mask()
+    dropped = magnitudes.where(mask, math.inf).flatten().argsort()[:count]
+    kept = mask.clone()
+    kept.view(-1)[dropped] = False
+    grown = grads.where(~kept, -math.inf).flatten().argsort(descending=True)[:count]
+    expected = kept.clone()
+    expected.view(-1)[grown] = True
+    assert torch.equal(layer.layout.mask(), expected)
+    assert layer.layout.nnz == layout.nnz
+    # New ones are 0, in what Adam keeps too; what was there, and is, has not changed.
+    was = bs.to_dense(before, layout)
+    stayed = (mask & expected).repeat_interleave(block_shape[0], 0).repeat_interleave(block_shape[1], 1)
+    assert torch.equal(bs.to_dense(layer.values.detach(), layer.layout), was * stayed)
+    average = bs.to_dense(optimizer.state[layer.values]["exp_avg_sq"], layer.layout)
+    assert (average[~stayed] == 0).all()
+    assert average[stayed].any()
+    assert not layer._forward_hooks, "hooks are there in one iteration of so many"
+
+
+def test_schedule():
+    layer = bs.nn.Linear(8, 8, density=0.5, block_size=1)
+    method = bs.sparsity.RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), t_end=30, every=10, alpha=0.3)
+    assert method.fraction(0) == pytest.approx(0.3)
+    assert method.fraction(10) == pytest.approx(0.15 * 1.5)
+    assert method.fraction(15) == pytest.approx(0.15)
+    assert method.fraction(30) == pytest.approx(0)
+    due = []
+    for t in range(1, 51):
+        layer(torch.randn(2, 8)).sum().backward()
+        if method.step():
+            due.append(t)
+    assert due == [10, 20]
+
+
+def test_training_and_resuming(tmp_path):
+    def start():
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            bs.nn.Linear(20, 64, density=0.2, block_size=4, activation="relu"), bs.nn.Linear(64, 2, density=None)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, bs.sparsity.RigL(model, optimizer, t_end=60, every=5, skip="1")
+
+    def train(model, optimizer, method, first, last):
+        losses = []
+        for t in range(first, last):
+            x = torch.randn(64, 20, generator=torch.Generator().manual_seed(t))
+            loss = nn.functional.cross_entropy(model(x), (x[:, :3].sum(1) > 0).long())
+            optimizer.zero_grad()
+            loss.backward()
+            method.step()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    whole, parts, again = start(), start(), start()
+    layout = whole[0][0].layout
+    losses = train(*whole, 0, 80)
+    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+    assert whole[0][0].layout != layout
+    train(*parts, 0, 34)  # the next iteration is one of the topology
+    torch.save([part.state_dict() for part in parts], tmp_path / "saved")
+    for part, state in zip(again, torch.load(tmp_path / "saved", weights_only=True), strict=True):
+        part.load_state_dict(state)
+    train(*again, 34, 80)
+    for name, tensor in whole[0].state_dict().items():
+        assert torch.equal(again[0].state_dict()[name], tensor), name
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most numbers that any tensor made meanwhile has."""
+
+    most = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        made = op(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.most = max(self.most, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return made
+
+
+def test_the_dense_gradient_is_never_more_than_a_tile():
+    features, tile = 2048, 1 << 16
+    layout = bs.patterns.random((features, features), 8, density=0.01, seed=0)
+    x, grad = torch.randn(4, features), torch.randn(4, features)
+    tracemalloc.start()
+    with Largest() as seen:
+        keys = largest(gradient_norms([(x, grad)], layout, tile=tile), torch.empty(0).long().numpy(), 256, 655)
+    assert seen.most == tile
+    assert features * features == 64 * tile
+    # What numpy held at once: less than the norms of all blocks, 256 x 256, with their places would take.
+    assert tracemalloc.get_traced_memory()[1] < 256 * 256 * 16
+    tracemalloc.stop()
+    expected = block_norms(grad.T @ x, (8, 8), "l2").flatten().argsort(descending=True)[:655].sort().values
+    assert keys.tolist() == expected.tolist()
+
+
+def test_a_whole_step_stays_within_a_tile(monkeypatch):
+    features, tile = 2048, 1 << 16
+    monkeypatch.setattr(gradient_norms, "__defaults__", ("l2", tile))
+    layer = bs.nn.Linear(features, features, layout=bs.patterns.random((features, features), 8, 0.01, seed=0))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    method = bs.sparsity.RigL(layer, optimizer, t_end=10, every=1)
+    layer(torch.randn(4, features)).square().sum().backward()
+    with Largest() as seen:
+        method.step()
+    assert seen.most <= tile
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"t_end": 0}, "t_end: expected an int, 1 or more"),
+        ({"every": 0}, "every: expected an int, 1 or more"),
+        ({"alpha": 1.5}, "alpha: expected a number from 0 to 1"),
+        ({"norm": "max"}, "norm: expected one of"),
+        ({"modules": nn.Linear(4, 4)}, "modules: expected one with block-sparse weights, got Linear"),
+        ({"modules": bs.nn.Conv2d(8, 8, 3, block_size=4)}, "modules: expected a bs.nn.Linear"),
+        ({"modules": bs.nn.LSTM(8, 8, density=1.0, block_size=4)}, "weight_ih_l0: expected a bs.nn.Linear"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    modules = arguments.get("modules", bs.nn.Linear(8, 8, density=0.5, block_size=1))
+    optimizer = torch.optim.SGD(modules.parameters(), lr=0.1)
+    with pytest.raises(bs.BlockSparseError, match=message):
+        bs.sparsity.RigL(**{"modules": modules, "optimizer": optimizer, "t_end": 100} | arguments)
+
+
+def test_a_step_without_a_gradient():
+    layer = bs.nn.Linear(8, 8, density=0.5, block_size=1)
+    method = bs.sparsity.RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), t_end=10, every=1)
+    with pytest.raises(bs.BlockSparseError, match="expected a backward pass before it, got none"):
+        method.step()
