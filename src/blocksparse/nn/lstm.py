@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..layout import BlockLayout
 from ..ops import recurrent
 from ..ops.checks import needs_grad
-from ..ops.recurrent import Steps, scan
+from ..ops.recurrent import Steps, can_join, scan
 from .module import Weight
 from .recurrent import Recurrent, State, cast, fitting, pad
 
@@ -163,5 +163,6 @@ class LSTM(Recurrent):
             projected, projection = self._weight(f"weight_hr{suffix}")
             weights.append(projected)
         x, h, input_weight, bias, *weights = cast(x, h, input_weight, bias, *weights)
-        cell = recurrent.LSTM(steps, input_layout, layout, projection)
+        joined = index is None and not self.proj_size and can_join(input_layout, layout)
+        cell = (recurrent.JoinedLSTM if joined else recurrent.LSTM)(steps, input_layout, layout, projection)
         return scan(cell, pad(x, input_layout), index, h, c, input_weight, bias, *weights)

@@ -72,28 +72,33 @@ class Trajectory:
     Args:
         steps: which.
         initial: `[batch, features]`, what the first step of each sequence takes.
+        x: `[rows, input]`, or None. With it `rows_before` are the rows [x, what the step takes], one after the other in
+            memory.
     """
 
-    def __init__(self, steps: Steps, initial: Tensor):
+    def __init__(self, steps: Steps, initial: Tensor, x: Tensor | None = None):
         self.steps = steps
         rows, batch = steps.rows, len(initial)
+        at = 0 if x is None else x.shape[1]
         if steps.aligned:
-            memory = self._empty(rows + batch, initial)
+            memory = self._empty(rows + batch, at, initial)
             first, last = memory[:rows], memory[batch:]
-            self.all_before, self.all_after = (last, first) if steps.reverse else (first, last)
-            self._initial = memory[rows:] if steps.reverse else memory[:batch]
-            self._initial.copy_(initial)
-            self._final = memory[:batch] if steps.reverse else memory[rows:]
+            self.rows_before, after = (last, first) if steps.reverse else (first, last)
+            (memory[rows:] if steps.reverse else memory[:batch])[:, at:] = initial
+            self._final = (memory[:batch] if steps.reverse else memory[rows:])[:, at:]
         else:
-            self.all_before, self.all_after = (self._empty(rows, initial) for _ in range(2))
+            self.rows_before, after = self._empty(rows, at, initial), self._empty(rows, at, initial)
             self._final = initial.clone()
             size = steps.sizes[steps.order[0]]
-            self.all_before[steps.start[steps.order[0]] :][:size] = initial[:size]
+            self.rows_before[steps.start[steps.order[0]] :][:size, at:] = initial[:size]
+        if x is not None:
+            self.rows_before[:, :at] = x
+        self.all_before, self.all_after = self.rows_before[:, at:], after[:, at:]
         self.before, self.after = steps.cut(self.all_before), steps.cut(self.all_after)
 
     @staticmethod
-    def _empty(rows: int, like: Tensor) -> Tensor:
-        return workspace.empty((rows, like.shape[1]), like.dtype, like.device)
+    def _empty(rows: int, more: int, like: Tensor) -> Tensor:
+        return workspace.empty((rows, more + like.shape[1]), like.dtype, like.device)
 
     def advance(self, t: int) -> None:
         """What step t has left is handed on."""
