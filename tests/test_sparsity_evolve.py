@@ -217,6 +217,10 @@ def test_a_copy_evolves_alike():
         ({"modules": [bs.nn.Linear(2, 2), nn.Linear(2, 2)]}, "modules: expected one with block-sparse weights"),
         ({"modules": SparseMLP([4, 4, 2], density=None)}, "modules: expected one with block-sparse weights"),
         ({"modules": 3}, "modules: expected a model"),
+        (
+            {"modules": bs.nn.Linear(2, 2, layout=bs.BlockLayout([[0, 0], [0, 0]], 1))},
+            r"modules: expected a layer with connections, got BlockLayout\(.*nnz=0",
+        ),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "expected one that has the parameter layers.0"),
     ],
 )

@@ -141,6 +141,20 @@ def test_training_and_resuming(tmp_path):
         assert torch.equal(again[0].state_dict()[name], tensor), name
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_under_autocast(activation):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(bs.nn.Linear(32, 32, density=0.5, block_size=8, activation=activation) for _ in range(2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = bs.sparsity.RigL(model, optimizer, t_end=10, every=1, alpha=1.0)
+    layouts = [layer.layout for layer in model]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(8, 32)).float().square().sum()
+    loss.backward()
+    assert method.step()
+    assert all(layer.layout != layout for layer, layout in zip(model, layouts, strict=True))
+
+
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):
     """The most numbers that any tensor made meanwhile has."""
 

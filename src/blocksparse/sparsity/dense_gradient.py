@@ -46,7 +46,7 @@ class Watch:
             linear = copy.copy(self.layer)  # with the same parameters
             linear.activation = None
             with torch.no_grad():
-                before = linear(x)
+                before = linear(x.to(linear.values.dtype))  # which autocast may have changed
             backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[activation]
             grad = backward(grad, before.to(grad.dtype))
         self.seen.append((x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])))

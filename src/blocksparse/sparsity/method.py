@@ -34,8 +34,8 @@ class Method:
     besides the model's and the optimizer's.
 
     Raises:
-        BlockSparseError: a model without block-sparse weights, nothing left after `skip`, a name that the model does
-            not have, an optimizer without the parameter of one of them, numbers out of range.
+        BlockSparseError: a model without block-sparse weights, or with one that is empty; nothing left after `skip`; a
+            name that the model does not have; an optimizer without the parameter of one of them; numbers out of range.
     """
 
     def __init__(
@@ -52,6 +52,8 @@ class Method:
         parameters: set[Tensor] = set()
         for name, module in self.modules.items():
             check_optimizer(optimizer, module.values, f"{name}.values" if name else "values")
+            if module.layout.nnz == 0:
+                raise BlockSparseError.expected(name or "modules", "a layer with connections", repr(module.layout))
             if module.values in parameters:
                 raise BlockSparseError.expected(f"{name}.values", "a parameter of one module", "one that others share")
             parameters.add(module.values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,9 +62,12 @@ def rewire(
     if new is not None:
         if list(new.shape) != [len(rows), *values.shape[1:]]:
             raise BlockSparseError.expected("new", [len(rows), *values.shape[1:]], list(new.shape))
+        new = new.detach().to(values)
         # Blocks are kept sorted by row, then by column.
-        order = torch.from_numpy(np.lexsort((np.asarray(cols), np.asarray(rows))))
-        new = new.detach()[order.to(new.device)].to(values)
+        rows, cols = (torch.as_tensor(lines, device="cpu").long() for lines in (rows, cols))
+        keys = rows * layout.grid[1] + cols
+        if (keys.diff() < 0).any():
+            new = new[keys.argsort().to(new.device)]
     carry_state(optimizer, values, source)
     module.set_layout(layout, carried(values.detach(), source, new))
     if follow is not None:
@@ -85,6 +87,7 @@ def carried(tensor: Tensor, source: Tensor, new: Tensor | None = None) -> Tensor
     >>> bs.sparsity.carried(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([0, -1, 2]))
     tensor([5., 0., 7.])
     """
+    source = source.to(tensor.device)
     kept = source >= 0
     there = tensor.new_zeros(source.numel(), *tensor.shape[1:])
     there[kept] = tensor[source[kept]]
