@@ -76,6 +76,9 @@ CASES = {
     "linear-8": lambda: (bs.nn.Linear(61, 37, density=0.3, block_size=8), torch.randn(4, 61)),
     "linear-32": lambda: (bs.nn.Linear(128, 190, density=0.5, block_size=32), torch.randn(4, 128)),
     "conv": lambda: (bs.nn.Conv2d(61, 50, 3, density=0.2, block_size=8), torch.randn(2, 61, 4, 4)),
+    "weight-norm": lambda: (bs.nn.WeightNorm(bs.nn.Linear(40, 50, density=0.2, block_size=2)), torch.randn(4, 40)),
+    "mlstm": lambda: (bs.nn.MultiplicativeLSTM(12, 64, density=0.3, block_size=4), torch.randn(3, 2, 12)),
+    "small-world": lambda: (bs.nn.SmallWorldLSTM(12, 64, density=0.3, block_size=4), torch.randn(3, 2, 12)),
     "lstm": lambda: (bs.nn.LSTM(12, 29, density=0.3, block_size=(8, 4)), torch.randn(3, 2, 12)),
 }
 
@@ -83,6 +86,7 @@ CASES = {
 @pytest.mark.parametrize("init", ["he", "xavier", "zeros", lambda m, shape, g: torch.randn(shape, generator=g)])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_nnz_and_padding_are_kept(case, init):
+    torch.manual_seed(0)
     model, x = case()
     optimizer = torch.optim.Adam(model.parameters())
     method = bs.sparsity.Evolve(model, optimizer, zeta=0.5, init=init)
