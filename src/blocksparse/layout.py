@@ -14,6 +14,9 @@ from .errors import BlockSparseError
 
 Made = TypeVar("Made")
 
+# Blocks, or rows, from which memory is saved where it would be spent on comfort; and those worked on at a time.
+LARGE = 1 << 20
+
 
 class BlockLayout:
     """The blocks that a weight of shape `[out_features, in_features]` stores.
@@ -54,8 +57,7 @@ class BlockLayout:
 
     def __init__(self, mask: Any, block_size: int | tuple[int, int] = 32):
         mask = _checked_mask(mask)
-        rows, cols = np.nonzero(mask)
-        self._fill(rows, cols, mask.shape, checked_block(block_size))
+        self._fill(*_compressed(np.flatnonzero(mask), mask.shape), mask.shape, checked_block(block_size))
 
     @classmethod
     def from_indices(
@@ -81,34 +83,35 @@ class BlockLayout:
             raise BlockSparseError.expected(
                 "rows and cols", "vectors of equal length", f"{rows.size} rows and {cols.size} columns"
             )
-        keys = rows * grid[1] + cols
+        keys = rows * grid[1]
+        keys += cols
         if np.any(keys[1:] <= keys[:-1]):
-            keys = np.sort(keys)
+            keys.sort()
             _refuse_twice(keys, grid)
-            rows, cols = np.divmod(keys, grid[1])
+        return cls._from_keys(keys, grid, checked_block(block_size))
+
+    @classmethod
+    def _from_keys(cls, keys: np.ndarray, grid: tuple[int, int], block: tuple[int, int]) -> BlockLayout:
+        """The layout of these rising block numbers, int64 `[nnz]`."""
         layout = cls.__new__(cls)
-        layout._fill(rows, cols, grid, checked_block(block_size))
+        layout._fill(*_compressed(keys, grid), grid, block)
         return layout
 
-    def _fill(self, rows: np.ndarray, cols: np.ndarray, grid: tuple[int, int], block: tuple[int, int]) -> None:
+    def _fill(self, crow: np.ndarray, col: np.ndarray, grid: tuple[int, int], block: tuple[int, int]) -> None:
         if max(grid[0] * block[0], grid[1] * block[1]) >= 2**63:
             raise BlockSparseError.expected("shape", "fewer than 2^63 features", f"{grid} blocks of {block}")
-        crow = np.zeros(grid[0] + 1, dtype=np.int64)
-        np.cumsum(np.bincount(rows, minlength=grid[0]), out=crow[1:])
-        index = np.int32 if max(len(cols), grid[1]) < 2**31 else np.int64
-        col = np.array(cols, dtype=index)
-        crow = crow.astype(index)
+        tensors = self._tag(_tensor(crow), _tensor(col))
         for array in (crow, col):
             array.setflags(write=False)
         # Past __setattr__, which keeps a layout from being changed.
         self.__dict__.update(
             grid=(int(grid[0]), int(grid[1])),
             block_shape=block,
-            nnz=len(cols),  # not read off _col: torch.compile makes a tensor of any array that it meets
+            nnz=len(col),  # not read off _col: torch.compile makes a tensor of any array that it meets
             _crow=crow,
             _col=col,
             _derived={},
-            _indices={torch.device("cpu"): self._tag(_tensor(crow), _tensor(col))},
+            _indices={torch.device("cpu"): tensors},
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -176,11 +179,15 @@ class BlockLayout:
         """The block column of each stored block, `[nnz]`, read-only."""
         return self._col
 
-    @cached_property
+    @property
     def row_of_block(self) -> np.ndarray:
-        """The block row of each stored block, int64 `[nnz]`, read-only."""
-        rows = np.repeat(np.arange(self.grid[0], dtype=np.int64), np.diff(self._crow))
-        rows.setflags(write=False)
+        """The block row of each stored block, int64 `[nnz]`, read-only; of a large layout newly made."""
+        rows = self.__dict__.get("_rows")
+        if rows is None:
+            rows = np.repeat(np.arange(self.grid[0], dtype=np.int64), np.diff(self._crow))
+            rows.setflags(write=False)
+            if self.nnz < LARGE:
+                self.__dict__["_rows"] = rows
         return rows
 
     @property
@@ -195,14 +202,16 @@ class BlockLayout:
 
     @cached_property
     def _transposed(self) -> tuple[BlockLayout, np.ndarray]:
-        order = np.argsort(self._col, kind="stable")
+        if self.grid[1] * self.nnz < 2**63:  # sorting numbers takes a tenth of finding their stable order
+            keys = self._col * np.int64(self.nnz) + np.arange(self.nnz)
+            keys.sort()
+            order = keys % max(self.nnz, 1)
+        else:
+            order = np.argsort(self._col, kind="stable")
+        crow = np.zeros(self.grid[1] + 1, dtype=_index_type(self.nnz, self.grid[0]))
+        np.cumsum(np.bincount(self._col, minlength=self.grid[1]), out=crow[1:])
         other = BlockLayout.__new__(BlockLayout)
-        other._fill(
-            self._col[order].astype(np.int64),
-            self.row_of_block[order],
-            self.grid[::-1],
-            self.block_shape[::-1],
-        )
+        other._fill(crow, self.row_of_block[order].astype(crow.dtype), self.grid[::-1], self.block_shape[::-1])
         back = np.empty_like(order)
         back[order] = np.arange(order.size)
         other.__dict__["_transposed"] = (self, back)
@@ -249,8 +258,7 @@ class BlockLayout:
             block = divmod(int(came[np.argmax(here)]), self.grid[1])
             raise BlockSparseError.expected("rows and cols", "blocks that are not here", f"block {block}")
         # Both lists are sorted: the i-th block that comes stands behind i others and those kept before it.
-        new = BlockLayout.__new__(BlockLayout)
-        new._fill(*np.divmod(np.insert(kept, at, came), self.grid[1]), self.grid, self.block_shape)
+        new = BlockLayout._from_keys(np.insert(kept, at, came), self.grid, self.block_shape)
         return new, torch.from_numpy(np.insert(source, at, -1))
 
     def _keys(self) -> np.ndarray:
@@ -269,7 +277,10 @@ class BlockLayout:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.grid, self.block_shape, self._crow.tobytes(), self._col.tobytes()))
+        # Of a large layout some of the columns say enough: equality looks at all.
+        some = self._col[:: self.nnz // LARGE + 1]
+        rows = self._crow[:: self.grid[0] // LARGE + 1]
+        return hash((self.grid, self.block_shape, self.nnz, rows.tobytes(), some.tobytes()))
 
     def __hash__(self) -> int:
         return self._hash
@@ -427,11 +438,25 @@ def _no_layout() -> None:
 # -- checks of what a user hands in ------------------------------------------------------------------------------
 
 
+def _index_type(nnz: int, cols: int) -> type[np.signedinteger]:
+    return np.int32 if max(nnz, cols) < 2**31 else np.int64
+
+
+def _compressed(keys: np.ndarray, grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Where each row starts, and the column of each block, of rising block numbers; little memory beside these."""
+    index = _index_type(len(keys), grid[1])
+    crow, col = np.zeros(grid[0] + 1, dtype=index), np.empty(len(keys), dtype=index)
+    for first in range(0, len(keys), LARGE):
+        rows, col[first : first + LARGE] = np.divmod(keys[first : first + LARGE], grid[1])
+        crow[rows[0] + 1 : rows[-1] + 2] += np.bincount(rows - rows[0]).astype(index)
+    return np.cumsum(crow, dtype=index, out=crow), col
+
+
 def _tensor(array: np.ndarray) -> torch.Tensor:
-    # torch warns about read-only arrays, and ours are: it gets a writeable view that only we hold.
+    # A copy, so that who writes to it leads no kernel astray; where it is large the memory is worth more.
     # No inference tensor, wherever the layout is made: these could not be saved for a backward pass.
     with torch.inference_mode(False):
-        return torch.from_numpy(array.copy())
+        return torch.from_numpy(array if array.size >= LARGE else array.copy())
 
 
 def _checked_mask(mask: Any) -> np.ndarray:

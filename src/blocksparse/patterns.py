@@ -188,8 +188,8 @@ def random(shape: Shape, block_size: Block = 32, density: float = 0.1, seed: int
         # The k-th block outside of the cover: as many places further on as there are blocks of the cover before it.
         rest = _draw(rng, grid[0] * grid[1] - cover.size, n - cover.size)
         rest += np.searchsorted(cover - np.arange(cover.size), rest, side="right")
-        keys = np.concatenate([cover, rest])
-    return BlockLayout.from_indices(*np.divmod(keys, grid[1]), grid, block)
+        keys = np.sort(np.concatenate([cover, rest]))
+    return BlockLayout._from_keys(keys, grid, block)
 
 
 def erdos_renyi(shape: Shape, block_size: Block = 32, epsilon: float = 4.0, seed: int = 0) -> BlockLayout:
@@ -220,8 +220,7 @@ def erdos_renyi(shape: Shape, block_size: Block = 32, epsilon: float = 4.0, seed
     total = grid[0] * grid[1]
     probability = min(1.0, _number("epsilon", epsilon, 0) * (grid[0] + grid[1]) / total)
     # Independent blocks: their number is binomial, and given the number every choice is equally likely.
-    keys = _draw(rng, total, int(rng.binomial(total, probability)))
-    return BlockLayout.from_indices(*np.divmod(keys, grid[1]), grid, block)
+    return BlockLayout._from_keys(_draw(rng, total, int(rng.binomial(total, probability))), grid, block)
 
 
 # -- small-world graphs of a square layout -----------------------------------------------------------------------
@@ -361,11 +360,14 @@ def _stretched(i: np.ndarray, j: np.ndarray, grid: tuple[int, int]) -> tuple[np.
 
 def _draw(rng: np.random.Generator, population: int, n: int) -> np.ndarray:
     """n different ints below `population`, every choice equally likely, sorted."""
-    if population > 64 * n:
+    if population > 64 * n or population > 2**30:
+        few = min(n, population - n)
         keys = np.empty(0, dtype=np.int64)
-        while keys.size < n:
-            keys = np.unique(np.concatenate([keys, rng.integers(population, size=n - keys.size)]))
-        return keys
+        while keys.size < few:
+            keys = np.concatenate([keys, rng.integers(population, size=few - keys.size)])
+            keys.sort()  # np.unique takes many times as long on millions
+            keys = keys[np.diff(keys, prepend=-1) > 0]
+        return keys if few == n else np.delete(np.arange(population), keys)
     # One byte for each of the population is less than sorting takes; of two halves, the smaller one is drawn.
     few = min(n, population - n)
     drawn = np.zeros(population, dtype=bool)
