@@ -67,6 +67,48 @@ struct LinearKernels {
 // The table for a dtype and the length of the blocks' sums (pairs need an even one).
 using SelectLinear = const LinearKernels& (*)(DType dtype, int64_t block_sum);
 
+// A matrix of single numbers by its rows. Indices are int32, or all of them int64.
+struct Csr {
+  const void* start;     // [rows + 1]
+  const void* col;       // [connections]
+  const void* position;  // [connections], where each number is in `values`; null for their own order
+  int64_t rows, connections;
+};
+
+// y[tokens, out] = activation(x W^T + bias) for the outputs [first, last) and the tokens of one packed panel of x.
+struct CsrRows {
+  Csr matrix;
+  const void* values;
+  int64_t first, last;
+  const void* panel;      // [in_features, width] sums' type
+  int64_t width, tokens;  // of the panel: with padding, and of those the real ones
+  bool fetches;           // the panel is too large for the caches
+  const void* bias;       // of output 0, or null
+  Activation activation;
+  void* y;  // of the panel's first token, output 0
+  int64_t y_stride;
+};
+
+// values[k] = grad[row of k] . x[col of k], for the connections [first, last), over the tokens of a panel.
+struct CsrSamples {
+  Csr matrix;
+  int64_t first, last;
+  const void *grad, *x;  // [features, width] sums' type
+  int64_t width;
+  bool fetches, add;  // add: to what `values` holds
+  void* values;
+};
+
+struct CsrKernels {
+  int lanes, max_vectors;  // of tokens: in a vector; in a panel, whose width is a power of two below a vector, or whole
+                           // vectors
+  size_t unit_size;
+  void (*pack)(const void* x, int64_t stride, int64_t tokens, int64_t first, int64_t last, int64_t width, void* panel);
+  void (*rows[2])(const CsrRows&);  // with int32 and with int64 indices
+  void (*samples[2])(const CsrSamples&);
+};
+using SelectCsr = const CsrKernels& (*)(DType dtype);
+
 // The weights of one block of a convolution, [lane, sum, tap] or [sum, lane, tap] in memory, to [tap, sum / fold,
 // padded] units, zeros behind.
 struct PackedBlock {
@@ -179,6 +221,7 @@ struct InstructionSet {
   const char* name;
   bool (*present)();
   SelectLinear linear;
+  SelectCsr csr;
   SelectConv conv;
   SelectGates gates;
 };

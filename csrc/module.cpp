@@ -2,16 +2,19 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
 #include "conv.hpp"
 #include "cpu_features.hpp"
+#include "csr.hpp"
 #include "gates.hpp"
 #include "linear.hpp"
 #include "parallel.hpp"
@@ -24,6 +27,7 @@ namespace blocksparse {
 #define BLOCKSPARSE_DECLARE(isa)                                      \
   namespace isa {                                                     \
   const LinearKernels& select_linear(DType dtype, int64_t block_sum); \
+  const CsrKernels& select_csr(DType dtype);                          \
   const ConvKernels& select_conv(DType dtype, int64_t block_sum);     \
   const GatesKernels& select_gates(DType dtype);                      \
   }
@@ -39,17 +43,21 @@ namespace {
 
 // Slowest first: the last one present is the default.
 const InstructionSet kInstructionSets[] = {
-    {"portable", [] { return true; }, portable::select_linear, portable::select_conv, portable::select_gates},
+    {"portable", [] { return true; }, portable::select_linear, portable::select_csr, portable::select_conv,
+     portable::select_gates},
 #if defined(BLOCKSPARSE_HAS_avx2)
-    {"avx2", [] { return cpu_features().avx2; }, avx2::select_linear, avx2::select_conv, avx2::select_gates},
-    {"avx512", [] { return cpu_features().avx512; }, avx512::select_linear, avx512::select_conv, avx512::select_gates},
-    {"avx512_bf16", [] { return cpu_features().avx512_bf16; }, avx512_bf16::select_linear, avx512_bf16::select_conv,
-     avx512_bf16::select_gates},
-    {"amx", [] { return cpu_features().amx_bf16; }, amx::select_linear, amx::select_conv, amx::select_gates},
+    {"avx2", [] { return cpu_features().avx2; }, avx2::select_linear, avx2::select_csr, avx2::select_conv,
+     avx2::select_gates},
+    {"avx512", [] { return cpu_features().avx512; }, avx512::select_linear, avx512::select_csr, avx512::select_conv,
+     avx512::select_gates},
+    {"avx512_bf16", [] { return cpu_features().avx512_bf16; }, avx512_bf16::select_linear, avx512_bf16::select_csr,
+     avx512_bf16::select_conv, avx512_bf16::select_gates},
+    {"amx", [] { return cpu_features().amx_bf16; }, amx::select_linear, amx::select_csr, amx::select_conv,
+     amx::select_gates},
 #endif
 #if defined(BLOCKSPARSE_HAS_amx_emulated)
-    {"amx_emulated", [] { return cpu_features().avx512_bf16; }, amx_emulated::select_linear, amx_emulated::select_conv,
-     amx_emulated::select_gates},
+    {"amx_emulated", [] { return cpu_features().avx512_bf16; }, amx_emulated::select_linear, amx_emulated::select_csr,
+     amx_emulated::select_conv, amx_emulated::select_gates},
 #endif
 };
 
@@ -107,6 +115,72 @@ void py_linear_wgrad(const std::string& isa, const std::string& dtype, std::pair
   linear_wgrad(set, type, block.first, block.second, tokens, {pointer(grad), grad_stride, out_features},
                {pointer(x), x_stride, in_features}, reinterpret_cast<void*>(values), tasks);
   trim_scratch();
+}
+
+using AnyIndex = nb::ndarray<nb::numpy, nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <class Index>
+bool is_wide(const Index& index) {
+  return index.dtype() == nb::dtype<int64_t>();
+}
+
+// int32 throughout, or int64 throughout.
+template <class Index>
+Csr csr(const Index& start, const Index& col, const std::optional<Index>& position) {
+  const auto same = [&](const Index& index) { return index.dtype() == start.dtype(); };
+  if ((!is_wide(start) && start.dtype() != nb::dtype<int32_t>()) || !same(col) || (position && !same(*position)))
+    throw std::invalid_argument("indices are all int32 or all int64");
+  return {start.data(), col.data(), position ? position->data() : nullptr, int64_t(start.size()) - 1,
+          int64_t(col.size())};
+}
+
+int64_t py_csr_working_bytes(const std::string& isa, const std::string& dtype, int64_t tokens, int64_t in_features) {
+  return csr_working_bytes(isa_named(isa), dtype_named(dtype), tokens, in_features);
+}
+
+int64_t py_csr_wgrad_working_bytes(const std::string& isa, const std::string& dtype, int64_t tokens,
+                                   int64_t out_features, int64_t in_features) {
+  return csr_wgrad_working_bytes(isa_named(isa), dtype_named(dtype), tokens, out_features, in_features);
+}
+
+void py_csr_linear(const std::string& isa, const std::string& dtype, const std::string& activation, int64_t tokens,
+                   uintptr_t x, int64_t x_stride, int64_t in_features, uintptr_t values, uintptr_t bias, uintptr_t y,
+                   uintptr_t working, const AnyIndex& start, const AnyIndex& col,
+                   const std::optional<AnyIndex>& position) {
+  const Csr matrix = csr(start, col, position);
+  const bool wide = is_wide(start);
+  const InstructionSet& set = isa_named(isa);
+  const Activation act = activation_named(activation);
+  const DType type = dtype_named(dtype);
+  nb::gil_scoped_release release;
+  csr_linear(set, type, act, tokens, {pointer(x), x_stride, in_features}, pointer(values), pointer(bias),
+             reinterpret_cast<void*>(y), reinterpret_cast<void*>(working), matrix, wide);
+}
+
+void py_csr_wgrad(const std::string& isa, const std::string& dtype, int64_t tokens, uintptr_t grad, int64_t grad_stride,
+                  int64_t out_features, uintptr_t x, int64_t x_stride, int64_t in_features, uintptr_t values,
+                  uintptr_t working, const AnyIndex& start, const AnyIndex& col) {
+  const Csr matrix = csr<AnyIndex>(start, col, std::nullopt);
+  const bool wide = is_wide(start);
+  const InstructionSet& set = isa_named(isa);
+  const DType type = dtype_named(dtype);
+  nb::gil_scoped_release release;
+  csr_wgrad(set, type, tokens, {pointer(grad), grad_stride, out_features}, {pointer(x), x_stride, in_features},
+            reinterpret_cast<void*>(values), reinterpret_cast<void*>(working), matrix, wide);
+}
+
+using NewIndex = nb::ndarray<nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void py_csr_transposed(const AnyIndex& start, const AnyIndex& col, const NewIndex& to_start, const NewIndex& to_row,
+                       const NewIndex& to_position) {
+  const Csr matrix = csr<AnyIndex>(start, col, std::nullopt);
+  csr<NewIndex>(to_start, to_row, to_position);
+  const bool wide = is_wide(start), to_wide = is_wide(to_start);
+  if (to_row.size() != col.size() || to_position.size() != col.size())
+    throw std::invalid_argument("one row and one position for each connection");
+  nb::gil_scoped_release release;
+  csr_transposed(matrix, wide, int64_t(to_start.size()) - 1, to_start.data(), to_row.data(), to_position.data(),
+                 to_wide);
 }
 
 // The axes of a convolution as plan.py packs them, each in one array.
@@ -213,6 +287,16 @@ NB_MODULE(_core, m) {
   m.def("linear_wgrad", &py_linear_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "block"_a, "tokens"_a, "grad"_a,
         "grad_stride"_a, "out_features"_a, "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "row"_a, "col"_a,
         "task_start"_a);
+  m.def("csr_working_bytes", &py_csr_working_bytes, "isa"_a, "dtype"_a, "tokens"_a, "in_features"_a);
+  m.def("csr_wgrad_working_bytes", &py_csr_wgrad_working_bytes, "isa"_a, "dtype"_a, "tokens"_a, "out_features"_a,
+        "in_features"_a);
+  m.def("csr_linear", &py_csr_linear, nb::kw_only(), "isa"_a, "dtype"_a, "activation"_a, "tokens"_a, "x"_a,
+        "x_stride"_a, "in_features"_a, "values"_a, "bias"_a, "y"_a, "working"_a, "start"_a, "col"_a,
+        "position"_a.none());
+  m.def("csr_wgrad", &py_csr_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "tokens"_a, "grad"_a, "grad_stride"_a,
+        "out_features"_a, "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "working"_a, "start"_a, "col"_a);
+  m.def("csr_transposed", &py_csr_transposed, nb::kw_only(), "start"_a, "col"_a, "to_start"_a, "to_row"_a,
+        "to_position"_a);
   m.def("conv", &py_conv, nb::kw_only(), "isa"_a, "dtype"_a, "activation"_a, "transpose"_a, "block"_a, "kernel"_a,
         "images"_a, "x"_a, "x_size"_a, "in_channels"_a, "values"_a, "bias"_a, "y"_a, "y_size"_a, "out_channels"_a,
         "axes"_a, "start"_a, "col"_a, "position"_a, "order"_a);

@@ -87,7 +87,7 @@ def test_products_agree_with_float64_interpreted(backend, dtype, layout, tokens,
 @on_every_backend
 @in_every_dtype
 @pytest.mark.parametrize(
-    "block", [4, 8, 16, 32, 64, 128, (8, 32), (32, 8), (16, 64), (12, 20), (128, 4)], ids=lambda b: f"block {b}"
+    "block", [1, 4, 8, 16, 32, 64, 128, (8, 32), (32, 8), (16, 64), (12, 20), (128, 4)], ids=lambda b: f"block {b}"
 )
 def test_every_block_size(backend, dtype, block):
     torch.manual_seed(0)

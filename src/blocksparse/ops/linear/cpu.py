@@ -6,7 +6,7 @@ import torch
 
 from ...layout import BlockLayout
 from .. import cpu_core, workspace
-from .plan import block_plan, row_plan
+from .plan import block_plan, column_plan, row_plan
 
 DTYPES = {
     torch.float32: "float32",
@@ -35,10 +35,13 @@ def linear(
 ) -> torch.Tensor:
     x, values = _features_contiguous(x), values.contiguous()
     bias = None if bias is None else bias.contiguous()
-    plan = row_plan(layout, transpose)
     y = out
     if y is None:
         y = workspace.empty((x.shape[0], layout.shape[1 if transpose else 0]), x.dtype, x.device)
+    if layout.block_shape == (1, 1):
+        _csr_linear(x, values, bias, layout, transpose, activation, y)
+        return y
+    plan = row_plan(layout, transpose)
     cpu_core.core().linear(
         isa=cpu_core.isa(),
         dtype=DTYPES[x.dtype],
@@ -66,8 +69,11 @@ def linear(
 
 def linear_wgrad(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     grad, x = _features_contiguous(grad), _features_contiguous(x)
-    plan = block_plan(layout)
     values = torch.empty(layout.values_shape, dtype=x.dtype)
+    if layout.block_shape == (1, 1):
+        _csr_wgrad(grad, x, layout, values)
+        return values
+    plan = block_plan(layout)
     cpu_core.core().linear_wgrad(
         isa=cpu_core.isa(),
         dtype=DTYPES[x.dtype],
@@ -85,6 +91,63 @@ def linear_wgrad(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout) -> to
         task_start=plan.task_start,
     )
     return values
+
+
+def _csr_linear(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    layout: BlockLayout,
+    transpose: bool,
+    activation: str | None,
+    y: torch.Tensor,
+) -> None:
+    start, col, position = layout.row_start, layout.col_of_block, None
+    if transpose:
+        start, col, position = column_plan(layout)
+    core, isa, dtype = cpu_core.core(), cpu_core.isa(), DTYPES[x.dtype]
+    working = _working(core.csr_working_bytes(isa, dtype, *x.shape), x)
+    core.csr_linear(
+        isa=isa,
+        dtype=dtype,
+        activation=activation or "none",
+        tokens=x.shape[0],
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        in_features=x.shape[1],
+        values=values.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        y=y.data_ptr(),
+        working=working.data_ptr(),
+        start=start,
+        col=col,
+        position=position,
+    )
+
+
+def _csr_wgrad(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout, values: torch.Tensor) -> None:
+    core, isa, dtype = cpu_core.core(), cpu_core.isa(), DTYPES[x.dtype]
+    working = _working(core.csr_wgrad_working_bytes(isa, dtype, *grad.shape, x.shape[1]), x)
+    core.csr_wgrad(
+        isa=isa,
+        dtype=dtype,
+        tokens=x.shape[0],
+        grad=grad.data_ptr(),
+        grad_stride=grad.stride(0),
+        out_features=grad.shape[1],
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        in_features=x.shape[1],
+        values=values.data_ptr(),
+        working=working.data_ptr(),
+        start=layout.row_start,
+        col=layout.col_of_block,
+    )
+
+
+def _working(size: int, x: torch.Tensor) -> torch.Tensor:
+    # Used again from call to call where it is large; whole cache lines.
+    return workspace.empty((size // 4,), torch.float32, x.device)
 
 
 def _features_contiguous(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,195 @@
+#include "csr.hpp"
+
+#include <string.h>
+
+#include <algorithm>
+
+#include "parallel.hpp"
+
+namespace blocksparse {
+namespace {
+
+// Packed panels of one pass over the weights.
+constexpr int64_t kPanelBytes = 8 << 20;
+// Beyond it the rows of a panel that come next are fetched ahead: about the size of the caches of one core.
+constexpr int64_t kCachedBytes = 1 << 20;
+// What one task takes: features to pack; connections, of which an output counts for so many.
+constexpr int64_t kPackFeatures = 512, kTaskConnections = 2048, kOutputCost = 4;
+
+// Of tokens in a panel of the sampled product.
+constexpr int64_t kSampleVectors = 8;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+char* advance(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
+const char* advance(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
+
+// Tokens in panels of about equal width.
+struct Panels {
+  int64_t tokens, lanes, vectors, count, narrow = 0;
+
+  Panels(int64_t tokens, const CsrKernels& kernels, int64_t max_vectors)
+      : tokens(tokens), lanes(kernels.lanes), vectors(ceil_div(tokens, lanes)) {
+    count = ceil_div(vectors, max_vectors);
+    if (tokens <= lanes / 2)
+      for (narrow = 1; narrow < tokens;) narrow *= 2;
+  }
+  int64_t first_vector(int64_t p) const { return vectors * p / count; }
+  int64_t first(int64_t p) const { return first_vector(p) * lanes; }
+  int64_t width(int64_t p) const { return narrow ? narrow : (first_vector(p + 1) - first_vector(p)) * lanes; }
+  int64_t real(int64_t p) const { return std::min(tokens - first(p), width(p)); }
+  int64_t widest() const { return narrow ? narrow : count ? ceil_div(vectors, count) * lanes : 0; }
+};
+
+// Panels as wide as registers allow, or narrower ones where these then stay in the cache of one core.
+Panels row_panels(int64_t tokens, const CsrKernels& kernels, int64_t features) {
+  const int64_t vector_bytes = features * kernels.lanes * int64_t(kernels.unit_size);
+  int64_t vectors = kernels.max_vectors;
+  while (vectors > 2 && vectors * vector_bytes > kCachedBytes) vectors /= 2;
+  return Panels(tokens, kernels, vectors * vector_bytes > kCachedBytes ? kernels.max_vectors : vectors);
+}
+
+// Of the sampled product, where each panel costs a pass over the values; 16-bit types sum over all tokens at once, as
+// sums over parts would round.
+Panels sample_panels(int64_t tokens, const CsrKernels& kernels, DType dtype) {
+  return Panels(tokens, kernels, size_of(dtype) == 2 ? ceil_div(tokens, kernels.lanes) + 1 : kSampleVectors);
+}
+
+int64_t panel_bytes(const Panels& panels, const CsrKernels& kernels, int64_t features) {
+  return ceil_div(panels.widest() * features * int64_t(kernels.unit_size), 64) * 64;
+}
+
+int64_t panels_at_once(const Panels& panels, int64_t bytes) {
+  return std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(bytes, 1), 1, std::max<int64_t>(panels.count, 1));
+}
+
+void pack(const CsrKernels& kernels, int64_t size, const Matrix& x, const Panels& panels, int64_t first, int64_t count,
+          int64_t bytes, void* to) {
+  const int64_t cuts = ceil_div(x.features, kPackFeatures);
+  parallel_tasks(count * cuts, [&](int64_t i) {
+    const int64_t p = first + i / cuts, begin = i % cuts * kPackFeatures;
+    kernels.pack(advance(x.data, panels.first(p) * x.stride * size), x.stride, panels.real(p), begin,
+                 std::min(begin + kPackFeatures, x.features), panels.width(p), advance(to, i / cuts * bytes));
+  });
+}
+
+int64_t start_of(const Csr& matrix, bool wide, int64_t row) {
+  return wide ? static_cast<const int64_t*>(matrix.start)[row] : static_cast<const int32_t*>(matrix.start)[row];
+}
+
+// Rows cut by their cost at whole units of them, found by bisection: nothing is kept for it.
+struct RowCuts {
+  const Csr& matrix;
+  bool wide;
+  int64_t unit, units, tasks;
+
+  RowCuts(const Csr& matrix, bool wide) : matrix(matrix), wide(wide), unit(1) {
+    const int64_t rows = matrix.rows, most = kTaskConnections / std::max<int64_t>(matrix.connections / rows, 1);
+    while (unit < 64 && 2 * unit <= most && 2 * unit <= rows / 16) unit *= 2;
+    units = ceil_div(rows, unit);
+    tasks = ceil_div(cost(units), kTaskConnections);
+  }
+  int64_t row(int64_t u) const { return std::min(u * unit, matrix.rows); }
+  int64_t cost(int64_t u) const { return start_of(matrix, wide, row(u)) + row(u) * kOutputCost; }
+  // The first row of a task: of the first unit at its cost or beyond it.
+  int64_t first(int64_t task) const {
+    int64_t low = 0, high = units;
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      if (cost(middle) < task * kTaskConnections) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return row(low);
+  }
+};
+
+template <class From, class To>
+void transpose_indices(const Csr& matrix, int64_t cols, To* start, To* row, To* position) {
+  const From *from = static_cast<const From*>(matrix.start), *col = static_cast<const From*>(matrix.col);
+  // Counted two places ahead and then moved on while it is filled, a start ends up in its own place.
+  memset(start, 0, (cols + 1) * sizeof(To));
+  for (int64_t k = 0; k < matrix.connections; ++k)
+    if (col[k] + 2 <= cols) ++start[col[k] + 2];
+  for (int64_t c = 2; c <= cols; ++c) start[c] += start[c - 1];
+  for (int64_t r = 0; r < matrix.rows; ++r) {
+    for (int64_t k = from[r]; k < from[r + 1]; ++k) {
+      const To to = start[col[k] + 1]++;
+      row[to] = To(r);
+      position[to] = To(k);
+    }
+  }
+}
+
+}  // namespace
+
+int64_t csr_working_bytes(const InstructionSet& isa, DType dtype, int64_t tokens, int64_t in_features) {
+  const CsrKernels& kernels = isa.csr(dtype);
+  const Panels panels = row_panels(tokens, kernels, in_features);
+  const int64_t bytes = panel_bytes(panels, kernels, in_features);
+  return bytes * panels_at_once(panels, bytes);
+}
+
+int64_t csr_wgrad_working_bytes(const InstructionSet& isa, DType dtype, int64_t tokens, int64_t out_features,
+                                int64_t in_features) {
+  const CsrKernels& kernels = isa.csr(dtype);
+  const Panels panels = sample_panels(tokens, kernels, dtype);
+  return panel_bytes(panels, kernels, out_features) + panel_bytes(panels, kernels, in_features);
+}
+
+void csr_linear(const InstructionSet& isa, DType dtype, Activation activation, int64_t tokens, Matrix x,
+                const void* values, const void* bias, void* y, void* working, const Csr& matrix, bool wide) {
+  const CsrKernels& kernels = isa.csr(dtype);
+  const int64_t size = size_of(dtype);
+  const Panels panels = row_panels(tokens, kernels, x.features);
+  const int64_t bytes = panel_bytes(panels, kernels, x.features), at_once = panels_at_once(panels, bytes);
+  const bool in_place = tokens == 1 && size == int64_t(kernels.unit_size);  // x is its own panel
+  const RowCuts cuts(matrix, wide);
+
+  for (int64_t first = 0; first < panels.count; first += at_once) {
+    const int64_t here = std::min(at_once, panels.count - first);
+    if (!in_place) pack(kernels, size, x, panels, first, here, bytes, working);
+    parallel_tasks(here * cuts.tasks, [&](int64_t i) {
+      const int64_t p = first + i / cuts.tasks, task = i % cuts.tasks;
+      const int64_t begin = cuts.first(task), end = task + 1 < cuts.tasks ? cuts.first(task + 1) : matrix.rows;
+      if (begin == end) return;
+      kernels.rows[wide]({matrix, values, begin, end, in_place ? x.data : advance(working, (p - first) * bytes),
+                          panels.width(p), panels.real(p), bytes > kCachedBytes, bias, activation,
+                          advance(y, panels.first(p) * matrix.rows * size), matrix.rows});
+    });
+  }
+}
+
+void csr_wgrad(const InstructionSet& isa, DType dtype, int64_t tokens, Matrix grad, Matrix x, void* values,
+               void* working, const Csr& matrix, bool wide) {
+  const CsrKernels& kernels = isa.csr(dtype);
+  const int64_t size = size_of(dtype);
+  if (tokens == 0) memset(values, 0, matrix.connections * size);
+  const Panels panels = sample_panels(tokens, kernels, dtype);
+  void* packed_x = advance(working, panel_bytes(panels, kernels, grad.features));
+  const bool fetches = panel_bytes(panels, kernels, x.features) > kCachedBytes;
+  for (int64_t p = 0; p < panels.count; ++p) {
+    pack(kernels, size, grad, panels, p, 1, 0, working);
+    pack(kernels, size, x, panels, p, 1, 0, packed_x);
+    parallel_tasks(ceil_div(matrix.connections, kTaskConnections), [&](int64_t task) {
+      const int64_t begin = task * kTaskConnections, end = std::min(begin + kTaskConnections, matrix.connections);
+      kernels.samples[wide]({matrix, begin, end, working, packed_x, panels.width(p), fetches, p > 0, values});
+    });
+  }
+}
+
+void csr_transposed(const Csr& matrix, bool wide, int64_t cols, void* start, void* row, void* position, bool to_wide) {
+  const auto run = [&](auto from, auto to) {
+    using To = decltype(to);
+    transpose_indices<decltype(from)>(matrix, cols, static_cast<To*>(start), static_cast<To*>(row),
+                                      static_cast<To*>(position));
+  };
+  if (wide && to_wide) run(int64_t(), int64_t());
+  if (wide && !to_wide) run(int64_t(), int32_t());
+  if (!wide && to_wide) run(int32_t(), int64_t());
+  if (!wide && !to_wide) run(int32_t(), int32_t());
+}
+
+}  // namespace blocksparse

@@ -1,0 +1,395 @@
+// The linear products of unstructured weights for one instruction set: the lanes are tokens, and each connection
+// multiplies one number with a row of a packed panel. Sums are cut the same way for any number of tokens.
+#include "activation.hpp"
+#include "element.hpp"
+#include "kernels.hpp"
+#include "parallel.hpp"
+
+namespace blocksparse {
+namespace BLOCKSPARSE_ISA {
+namespace {
+
+// Of 32 registers or 16: two sums for each vector of tokens.
+constexpr int kMostVectors = kVectorBytes == 64 ? 8 : 4;
+// Connections summed in registers before they are added to what came before: sums of sums lose less to rounding.
+constexpr int64_t kSumGroup = 64;
+// Sums of outputs that wait to be turned, at most.
+constexpr int64_t kSumBytes = 32 << 10;
+
+template <class T, int kWide>
+struct PartOf {
+  typedef T type __attribute__((vector_size(kWide * sizeof(T))));
+};
+template <class T>
+struct PartOf<T, 1> {
+  using type = T;
+};
+template <class T, int kWide>
+using Part = typename PartOf<T, kWide>::type;
+
+template <class V, class T>
+BLOCKSPARSE_INLINE V read(const T* from) {
+  V v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+
+// Transposes kWide x kWide numbers, as `transpose` does whole vectors.
+template <class T, int kWide>
+BLOCKSPARSE_INLINE void transpose_part(Part<T, kWide>* v) {
+  if constexpr (kWide > 1) {
+    for (int round = 1; round < kWide; round *= 2) {
+      Part<T, kWide> w[kWide];
+      for (int i = 0; i < kWide / 2; ++i)
+        interleave(v[i], v[i + kWide / 2], w[2 * i], w[2 * i + 1], std::make_index_sequence<kWide>{});
+      for (int i = 0; i < kWide; ++i) v[i] = w[i];
+    }
+  }
+}
+
+// Calls `body` with the width as a constant, if it is a power of two below a vector.
+template <class T, int kWide, class Body>
+BLOCKSPARSE_INLINE bool with_part(int64_t width, Body body) {
+  if constexpr (kWide < kLanes<T>) {
+    if (width == kWide) return body(std::integral_constant<int, kWide>{}), true;
+    return with_part<T, 2 * kWide>(width, body);
+  }
+  return false;
+}
+
+// -- packing -------------------------------------------------------------------------------------------------------
+
+template <class E>
+BLOCKSPARSE_INLINE Vector<typename E::Sum> numbers_up_to(const typename E::Storage* from, int64_t count) {
+  constexpr int64_t n = kLanes<typename E::Sum>;
+  if (count >= n) return E::units(from);
+  typename E::Storage padded[n] = {};
+  if (count > 0) memcpy(padded, from, count * sizeof *from);
+  return E::units(padded);
+}
+
+template <class E, int kWide>
+void pack_part(const typename E::Storage* x, int64_t stride, int64_t tokens, int64_t first, int64_t last,
+               typename E::Sum* panel) {
+  using Sum = typename E::Sum;
+  constexpr int n = kLanes<Sum>;
+  for (int64_t k = first; k < last; k += n) {
+    const int64_t count = smaller<int64_t>(n, last - k);
+    Sum rows[kWide][n] = {};
+    for (int t = 0; t < kWide; ++t)
+      if (t < tokens) store(rows[t], numbers_up_to<E>(x + t * stride + k, count));
+    Sum turned[n * kWide];
+#pragma GCC unroll 16
+    for (int i = 0; i < n; i += kWide) {
+      Part<Sum, kWide> v[kWide];
+      for (int t = 0; t < kWide; ++t) v[t] = read<Part<Sum, kWide>>(rows[t] + i);
+      transpose_part<Sum, kWide>(v);
+      memcpy(turned + i * kWide, v, sizeof v);
+    }
+    memcpy(panel + k * kWide, turned, count * kWide * sizeof(Sum));
+  }
+}
+
+template <class E>
+void pack(const void* from, int64_t stride, int64_t tokens, int64_t first, int64_t last, int64_t width, void* to) {
+  using Sum = typename E::Sum;
+  constexpr int n = kLanes<Sum>;
+  const auto* x = static_cast<const typename E::Storage*>(from);
+  Sum* panel = static_cast<Sum*>(to);
+  if (with_part<Sum, 1>(width,
+                        [&](auto part) { pack_part<E, decltype(part)::value>(x, stride, tokens, first, last, panel); }))
+    return;
+  for (int64_t k = first; k < last; k += n) {
+    const int64_t count = smaller<int64_t>(n, last - k);
+    for (int64_t t = 0; t < width; t += n) {
+      Vector<Sum> v[n];
+      if (count == n && t + n <= tokens) {
+#pragma GCC unroll 16
+        for (int i = 0; i < n; ++i) v[i] = E::units(x + (t + i) * stride + k);
+      } else {
+        for (int i = 0; i < n; ++i)
+          v[i] = t + i < tokens ? numbers_up_to<E>(x + (t + i) * stride + k, count) : Vector<Sum>{};
+      }
+      transpose<Sum>(v);
+      if (count == n) {
+#pragma GCC unroll 16
+        for (int i = 0; i < n; ++i) store(panel + (k + i) * width + t, v[i]);
+      } else {
+        for (int i = 0; i < count; ++i) store(panel + (k + i) * width + t, v[i]);
+      }
+    }
+  }
+}
+
+// -- y = x W^T -----------------------------------------------------------------------------------------------------
+
+// How many connections ahead a row of the panel is fetched: more of them where they are short.
+constexpr int64_t fetch_ahead(int64_t row_bytes) { return row_bytes >= 256 ? 6 : 16; }
+
+template <class T>
+BLOCKSPARSE_INLINE void fetch(const T* from, int64_t count) {
+  for (int64_t b = 0; b < count * int64_t(sizeof(T)); b += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(from) + b);
+}
+
+template <class E, class Index, int kWide, int kVectors>
+void sum_rows(const CsrRows& p, int64_t first, int64_t last, typename E::Sum* sums) {
+  using Sum = typename E::Sum;
+  using V = Part<Sum, kWide>;
+  constexpr int64_t kWidth = kWide * kVectors, kAhead = fetch_ahead(kWidth * sizeof(Sum));
+  const auto *start = static_cast<const Index*>(p.matrix.start), *col = static_cast<const Index*>(p.matrix.col);
+  const auto* position = static_cast<const Index*>(p.matrix.position);
+  const auto* values = static_cast<const typename E::Storage*>(p.values);
+  const Sum* panel = static_cast<const Sum*>(p.panel);
+  const int64_t final = p.matrix.connections - 1;
+  const bool fetches = p.fetches;
+
+  const auto multiply = [&](int64_t k, V* sum) __attribute__((always_inline)) {
+    if (fetches) {
+      const int64_t next = smaller(k + kAhead, final);
+      fetch(panel + col[next] * kWidth, kWidth);
+      if (position) __builtin_prefetch(values + position[next]);
+    }
+    const Sum w = E::to_sum(values[position ? position[k] : k]);
+    const Sum* x = panel + col[k] * kWidth;
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) sum[v] = sum[v] + w * read<V>(x + v * kWide);
+  };
+  for (int64_t r = first; r < last; ++r, sums += kWidth) {
+    const int64_t end = start[r + 1];
+    int64_t k = start[r];
+    bool add = false;
+    do {
+      const int64_t stop = smaller(end, k + kSumGroup);
+      V even[kVectors] = {}, odd[kVectors] = {};
+      for (; k + 2 <= stop; k += 2) {
+        multiply(k, even);
+        multiply(k + 1, odd);
+      }
+      if (k < stop) multiply(k++, even);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        V sum = even[v] + odd[v];
+        if (add) sum = sum + read<V>(sums + v * kWide);
+        memcpy(sums + v * kWide, &sum, sizeof sum);
+      }
+      add = true;
+    } while (k < end);
+  }
+}
+
+template <class E>
+BLOCKSPARSE_INLINE Vector<typename E::Sum> finished(Vector<typename E::Sum> v, const CsrRows& p, int64_t output,
+                                                    int64_t count) {
+  if (p.bias) v = v + numbers_up_to<E>(static_cast<const typename E::Storage*>(p.bias) + output, count);
+  return p.activation == Activation::kNone ? v : activated(v, p.activation);
+}
+
+template <class E>
+BLOCKSPARSE_INLINE void put(typename E::Storage* to, Vector<typename E::Sum> v, int64_t count) {
+  if (count == kLanes<typename E::Sum>) {
+    E::store_sums(to, v);
+  } else {
+    write_sums<E>(to, v, count, false);
+  }
+}
+
+// The sums [outputs, width] of the outputs from `first` on to y [tokens, outputs]; a vector's rows of room behind.
+template <class E>
+void write_rows(const CsrRows& p, int64_t first, int64_t last, const typename E::Sum* sums) {
+  using Sum = typename E::Sum;
+  constexpr int n = kLanes<Sum>;
+  auto* y = static_cast<typename E::Storage*>(p.y);
+  if (with_part<Sum, 1>(p.width, [&](auto part) {
+        constexpr int kWide = decltype(part)::value;
+        for (int64_t o = first; o < last; o += n) {
+          const int64_t count = smaller<int64_t>(n, last - o);
+          Sum turned[kWide][n];
+#pragma GCC unroll 16
+          for (int i = 0; i < n; i += kWide) {
+            Part<Sum, kWide> v[kWide];
+            memcpy(v, sums + (o - first + i) * kWide, sizeof v);
+            transpose_part<Sum, kWide>(v);
+            for (int t = 0; t < kWide; ++t) memcpy(turned[t] + i, v + t, sizeof v[t]);
+          }
+          for (int t = 0; t < kWide; ++t)
+            if (t < p.tokens) put<E>(y + t * p.y_stride + o, finished<E>(load(turned[t]), p, o, count), count);
+        }
+      }))
+    return;
+  for (int64_t t = 0; t < p.tokens; t += n) {
+    const int64_t tokens = smaller<int64_t>(n, p.tokens - t);
+    for (int64_t o = first; o < last; o += n) {
+      const int64_t count = smaller<int64_t>(n, last - o);
+      Vector<Sum> v[n];
+#pragma GCC unroll 16
+      for (int i = 0; i < n; ++i) v[i] = load(sums + (o - first + i) * p.width + t);
+      transpose<Sum>(v);
+      if (tokens == n) {
+#pragma GCC unroll 16
+        for (int i = 0; i < n; ++i) put<E>(y + (t + i) * p.y_stride + o, finished<E>(v[i], p, o, count), count);
+      } else {
+        for (int i = 0; i < tokens; ++i) put<E>(y + (t + i) * p.y_stride + o, finished<E>(v[i], p, o, count), count);
+      }
+    }
+  }
+}
+
+template <class E, class Index>
+void rows(const CsrRows& p) {
+  using Sum = typename E::Sum;
+  constexpr int n = kLanes<Sum>;
+  auto sum = sum_rows<E, Index, n, 1>;
+  if (p.width > n) {
+    static constexpr decltype(sum) kSums[] = {sum_rows<E, Index, n, 1>,
+                                              sum_rows<E, Index, n, 2>,
+                                              sum_rows<E, Index, n, 3>,
+                                              sum_rows<E, Index, n, 4>,
+                                              sum_rows<E, Index, n, (kMostVectors < 5 ? kMostVectors : 5)>,
+                                              sum_rows<E, Index, n, (kMostVectors < 6 ? kMostVectors : 6)>,
+                                              sum_rows<E, Index, n, (kMostVectors < 7 ? kMostVectors : 7)>,
+                                              sum_rows<E, Index, n, kMostVectors>};
+    sum = kSums[p.width / n - 1];
+  }
+  with_part<Sum, 1>(p.width, [&](auto part) { sum = sum_rows<E, Index, decltype(part)::value, 1>; });
+
+  const int64_t row_bytes = p.width * int64_t(sizeof(Sum)), fitting = kSumBytes / row_bytes / n * n;
+  const int64_t at_once = fitting > n ? fitting : n;
+  Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, (at_once + n) * row_bytes));
+  for (int64_t first = p.first; first < p.last; first += at_once) {
+    const int64_t last = smaller(p.last, first + at_once);
+    sum(p, first, last, sums);
+    write_rows<E>(p, first, last, sums);
+  }
+}
+
+// -- grad^T x on the connections -----------------------------------------------------------------------------------
+
+// The row of a connection.
+template <class Index>
+int64_t row_of(const Csr& matrix, int64_t connection) {
+  const auto* start = static_cast<const Index*>(matrix.start);
+  int64_t low = 0, high = matrix.rows;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (start[middle + 1] <= connection) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// The sums of each of a vector's number of vectors, in one.
+template <class T>
+BLOCKSPARSE_INLINE Vector<T> totals(Vector<T>* v) {
+  constexpr int n = kLanes<T>;
+#pragma GCC unroll 4
+  for (int left = n / 2; left >= 1; left /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < left; ++i) {
+      Vector<T> low, high;
+      interleave(v[i], v[i + left], low, high, std::make_index_sequence<n>{});
+      v[i] = low + high;
+    }
+  }
+  return v[0];
+}
+
+// Each connection's products of a few tokens, summed by halves.
+template <class T, int kWide>
+BLOCKSPARSE_INLINE T total_of(const T* products) {
+  if constexpr (kWide == 1) {
+    return products[0];
+  } else {
+    return total_of<T, kWide / 2>(products) + total_of<T, kWide / 2>(products + kWide / 2);
+  }
+}
+
+// kVectors 0: any number of whole vectors.
+template <class E, class Index, int kWide, int kVectors>
+void sample(const CsrSamples& p) {
+  using Sum = typename E::Sum;
+  using V = Part<Sum, kWide>;
+  constexpr int n = kLanes<Sum>;
+  const auto *start = static_cast<const Index*>(p.matrix.start), *col = static_cast<const Index*>(p.matrix.col);
+  const Sum *grad = static_cast<const Sum*>(p.grad), *x = static_cast<const Sum*>(p.x);
+  auto* values = static_cast<typename E::Storage*>(p.values);
+  const int64_t vectors = kVectors ? kVectors : p.width / kWide, width = vectors * kWide;
+  const int64_t ahead = fetch_ahead(width * int64_t(sizeof(Sum))), final = p.matrix.connections - 1;
+  int64_t row = row_of<Index>(p.matrix, p.first);
+  for (int64_t k = p.first; k < p.last; k += n) {
+    const int64_t count = smaller<int64_t>(n, p.last - k);
+    Vector<Sum> sums[n] = {};
+    Sum each[n] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      while (start[row + 1] <= k + i) ++row;
+      if (p.fetches) fetch(x + col[smaller(k + i + ahead, final)] * width, width);
+      const Sum *left = grad + row * width, *right = x + col[k + i] * width;
+      V even = read<V>(left) * read<V>(right), odd = {};
+#pragma GCC unroll 8
+      for (int64_t v = 1; v < vectors; v += 2) {
+        odd = odd + read<V>(left + v * kWide) * read<V>(right + v * kWide);
+        if (v + 1 < vectors) even = even + read<V>(left + (v + 1) * kWide) * read<V>(right + (v + 1) * kWide);
+      }
+      if constexpr (kWide == n) {
+        sums[i] = even + odd;
+      } else {
+        Sum products[kWide];
+        memcpy(products, &even, sizeof products);
+        each[i] = total_of<Sum, kWide>(products);
+      }
+    }
+    write_sums<E>(values + k, kWide == n ? totals<Sum>(sums) : load(each), count, p.add);
+  }
+}
+
+template <class E, class Index>
+void samples(const CsrSamples& p) {
+  using Sum = typename E::Sum;
+  constexpr int n = kLanes<Sum>;
+  if (with_part<Sum, 1>(p.width, [&](auto part) { sample<E, Index, decltype(part)::value, 1>(p); })) return;
+  switch (p.width / n) {
+    case 1:
+      return sample<E, Index, n, 1>(p);
+    case 2:
+      return sample<E, Index, n, 2>(p);
+    case 4:
+      return sample<E, Index, n, 4>(p);
+    case 8:
+      return sample<E, Index, n, 8>(p);
+    default:
+      return sample<E, Index, n, 0>(p);
+  }
+}
+
+template <class E>
+constexpr CsrKernels table() {
+  return {kLanes<typename E::Sum>,
+          kMostVectors,
+          sizeof(typename E::Sum),
+          pack<E>,
+          {rows<E, int32_t>, rows<E, int64_t>},
+          {samples<E, int32_t>, samples<E, int64_t>}};
+}
+
+}  // namespace
+
+const CsrKernels& select_csr(DType dtype) {
+  static constexpr CsrKernels float32 = table<Float32>(), float64 = table<Float64>(), bfloat16 = table<BFloat16>(),
+                              float16 = table<Float16>();
+  switch (dtype) {
+    case DType::kFloat32:
+      return float32;
+    case DType::kFloat64:
+      return float64;
+    case DType::kBFloat16:
+      return bfloat16;
+    default:
+      return float16;
+  }
+}
+
+}  // namespace BLOCKSPARSE_ISA
+}  // namespace blocksparse

@@ -1,0 +1,160 @@
+"""Unstructured weights, blocks of one number, on the CPU: their own kernels, on every instruction set."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import blocksparse as bs
+from blocksparse.ops import cpu_core
+from blocksparse.ops.linear.plan import column_plan
+from linear_backends import BACKENDS, DTYPES, assert_close, bound, dgrad, forward, running, wgrad
+from strategies import layouts
+from test_linear import ACTIVATIONS, STRIDES, check_products, strided
+
+on_every_isa = pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend.startswith("cpu")])
+in_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+@on_every_isa
+@in_every_dtype
+@settings(max_examples=15)
+@given(
+    layout=layouts(max_grid=40, blocks=(1,)),
+    tokens=st.integers(0, 40) | st.sampled_from([63, 64, 65, 127, 128, 129, 200]),
+    activation=st.sampled_from([None, "relu"]),
+    strides=st.sampled_from(STRIDES),
+    seed=st.integers(0, 2**31),
+)
+def test_sums_of_small_integers_are_exact(backend, dtype, layout, tokens, activation, strides, seed):
+    torch.manual_seed(seed)
+    x, grad = ((2 * strided(tokens, size, dtype, strides)).round() for size in layout.shape[::-1])
+    values, bias = (2 * torch.randn(layout.values_shape)).round(), (2 * torch.randn(layout.shape[0])).round()
+    weight = bs.to_dense(values, layout).double()
+    values, bias = values.to(dtype), bias.to(dtype)
+    with running(backend):
+        y = forward(x, values, layout, bias, activation)
+        grad_x, grad_values = dgrad(grad, values, layout), wgrad(grad, x, layout)
+    assert torch.equal(y, ACTIVATIONS[activation](x.double() @ weight.T + bias.double()).to(dtype))
+    assert torch.equal(grad_x, (grad.double() @ weight).to(dtype))
+    assert torch.equal(grad_values, bs.from_dense(grad.double().T @ x.double(), layout).to(dtype))
+
+
+@on_every_isa
+@in_every_dtype
+def test_every_number_of_tokens(backend, dtype):
+    torch.manual_seed(0)
+    layout = bs.patterns.erdos_renyi((70, 90), block_size=1, epsilon=0.7, seed=0)
+    assert (np.diff(layout.row_start) == 0).any()
+    with running(backend):
+        for tokens in [*range(1, 35), 48, 63, 80, 100, 127, 128, 129, 257]:
+            check_products(backend, layout, tokens, dtype)
+
+
+@on_every_isa
+@pytest.mark.parametrize("tokens", [1, 6, 128])
+def test_large_layers_agree_with_scipy(backend, tokens):
+    sparse = pytest.importorskip("scipy.sparse")
+    torch.manual_seed(0)
+    shape = (30_000, 20_000)  # panels beyond the caches of a core
+    layout = bs.patterns.erdos_renyi(shape, block_size=1, epsilon=1, seed=0)
+    x, grad, values = torch.randn(tokens, shape[1]), torch.randn(tokens, shape[0]), torch.randn(layout.values_shape)
+    numbers = values.double().view(-1).numpy()
+    weight = sparse.csr_matrix((numbers, layout.col_of_block, layout.row_start), shape=shape)
+    with running(backend):
+        y, grad_x, grad_values = forward(x, values, layout), dgrad(grad, values, layout), wgrad(grad, x, layout)
+    most = bound(backend, torch.float32)
+    assert_close(y, torch.from_numpy((weight @ x.double().numpy().T).T), most, "forward")
+    assert_close(grad_x, torch.from_numpy((weight.T @ grad.double().numpy().T).T), most, "dgrad")
+    rows, cols = layout.row_of_block.copy(), layout.col_of_block.copy()
+    assert_close(grad_values.view(-1), (grad.double()[:, rows] * x.double()[:, cols]).sum(0), most, "wgrad")
+    assert (y[:, np.diff(layout.row_start) == 0] == 0).all()
+
+
+@on_every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_bits_for_any_number_of_threads_and_of_tokens(backend, dtype):
+    torch.manual_seed(0)
+    layout = bs.patterns.erdos_renyi((3000, 2000), block_size=1, epsilon=5, seed=0)
+    x, grad = torch.randn(150, 2000, dtype=dtype), torch.randn(150, 3000, dtype=dtype)
+    values = torch.randn(layout.values_shape, dtype=dtype)
+    threads, results = torch.get_num_threads(), []
+    with running(backend):
+        try:
+            for count in (1, 2, 5, 2):
+                torch.set_num_threads(count)
+                results.append((forward(x, values, layout), dgrad(grad, values, layout), wgrad(grad, x, layout)))
+        finally:
+            torch.set_num_threads(threads)
+        for result in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+        for tokens in (1, 3, 7, 16, 40, 100):
+            assert torch.equal(forward(x[:tokens], values, layout), results[0][0][:tokens])
+            assert torch.equal(dgrad(grad[:tokens], values, layout), results[0][1][:tokens])
+
+
+@on_every_isa
+def test_hubs_and_long_sums_lose_little(backend):
+    torch.manual_seed(0)
+    n = 50_000
+    row, col = np.arange(n), np.zeros(n, dtype=int)
+    layout = bs.BlockLayout.from_indices(np.r_[col, row[1:]], np.r_[row, col[1:]], (n, n), block_size=1)
+    x, grad, values = torch.randn(5, n), torch.randn(5, n), torch.randn(layout.values_shape)
+    first_row, first_col = values[:n].view(-1).double(), torch.cat([values[:1], values[n:]]).view(-1).double()
+    with running(backend):
+        assert_close(forward(x, values, layout)[:, 0], x.double() @ first_row, 6e-7, "forward")
+        assert_close(dgrad(grad, values, layout)[:, 0], grad.double() @ first_col, 6e-7, "dgrad")
+        few = bs.BlockLayout.from_indices([0, 1], [1, 0], (2, 2), block_size=1)
+        grad, x = torch.randn(12288, 2), torch.randn(12288, 2)
+        assert_close(wgrad(grad, x, few), bs.from_dense(grad.double().T @ x.double(), few), 6e-7, "wgrad")
+
+
+@on_every_isa
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_int64_indices_give_the_same_bits(backend, tokens, monkeypatch):
+    # As of layouts of 2^31 numbers and more, which are too large for a test.
+    torch.manual_seed(0)
+    layout = bs.patterns.erdos_renyi((300, 200), block_size=1, epsilon=3, seed=0)
+    x, grad, values = torch.randn(tokens, 200), torch.randn(tokens, 300), torch.randn(layout.values_shape)
+
+    def products(layout):
+        return forward(x, values, layout), dgrad(grad, values, layout), wgrad(grad, x, layout)
+
+    with running(backend):
+        expected = products(layout)
+        wide = bs.patterns.erdos_renyi((300, 200), block_size=1, epsilon=3, seed=0)
+        plan = tuple(index.astype(np.int64) for index in column_plan(layout))
+        wide.__dict__.update(_crow=layout.row_start.astype(np.int64), _col=layout.col_of_block.astype(np.int64))
+        wide.derived("linear columns", lambda: plan)
+        assert all(torch.equal(a, b) for a, b in zip(products(wide), expected, strict=True))
+
+
+@given(layout=layouts(max_grid=12, blocks=(1,)))
+def test_the_column_plan_is_the_transposed_layout_in_8_bytes_a_number(layout):
+    start, row, position = column_plan(layout)
+    assert np.array_equal(start, layout.T.row_start)
+    assert np.array_equal(row, layout.T.col_of_block)
+    assert np.array_equal(position, layout.transpose_order)
+    assert row.nbytes + position.nbytes == 8 * layout.nnz
+    assert column_plan(layout) is column_plan(layout)
+
+
+def test_the_core_refuses_indices_of_mixed_width():
+    index = np.zeros(2, dtype=np.int32)
+    with pytest.raises(ValueError, match="all int32 or all int64"):
+        cpu_core.core().csr_transposed(
+            start=index, col=index.astype(np.int64), to_start=index, to_row=index, to_position=index
+        )
+
+
+def test_training_keeps_two_indices_for_each_number():
+    layout = bs.patterns.erdos_renyi((500, 400), block_size=1, epsilon=5, seed=0)
+    values = torch.randn(layout.values_shape, requires_grad=True)
+    x = torch.randn(9, 400, requires_grad=True)
+    bs.linear(x, values, layout).sum().backward()
+    assert list(layout._derived) == ["linear columns"]
+    assert "_transposed" not in layout.__dict__
+    assert "_rows" not in layout.__dict__
