@@ -163,6 +163,9 @@ def test_a_whole_network():
     assert sizes == model.sizes == [30, 42, 35, 4]
     assert sum(layer.layout.nnz for layer in model.layers) < connections
     torch.testing.assert_close(model(x), expected)
+    again = SparseMLP(sizes).double().eval()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(x), model(x))
 
 
 def layer(in_features=4, out_features=4, block_size=1, rows=None):

@@ -119,7 +119,8 @@ class SparseMLP(nn.Module):
     def compact(self, optimizer: torch.optim.Optimizer | None = None) -> list[int]:
         """Takes neurons without incoming connections out of the network; returns the new sizes.
 
-        In evaluation nothing that it computes changes, but for rounding; see `bs.sparsity.compact`.
+        In evaluation nothing that it computes changes, but for rounding; see `bs.sparsity.compact`. The state dict then
+        fits a model of the new sizes.
 
         >>> import blocksparse as bs
         >>> from blocksparse.models.mlp import SparseMLP
