@@ -1,0 +1,153 @@
+"""What the workers' gradients, networks and rates become, as plain functions of tensors and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import BlockSparseError
+from ..layout import BlockLayout, check_layout
+from ..sparsity.magnitude import block_norms, smallest
+from ..sparsity.method import integer, number
+from ..sparsity.places import keys_of
+from ..sparsity.rewire import carried
+
+WARM_EPOCHS = 5
+
+
+def retain_valid(grad_values: Tensor, of_layout: BlockLayout, now_layout: BlockLayout) -> Tensor:
+    """A gradient for the layout of now, from one that was computed on an earlier layout (RetainValidUpdates).
+
+    Blocks that are in both keep their gradient; those that are gone are dropped; those that are new get 0.
+
+    Args:
+        grad_values: `[of_layout.nnz, block_out, block_in]`, a convolution's kernel behind.
+        of_layout: what it was computed on.
+        now_layout: of the same grid and block.
+
+    Returns:
+        `[now_layout.nnz, ...]`; where both layouts are the same, `grad_values` itself.
+
+    Raises:
+        BlockSparseError: a gradient of another shape, layouts of another grid or block.
+
+    >>> import torch, blocksparse as bs
+    >>> from blocksparse.distributed import retain_valid
+    >>> before, now = (bs.BlockLayout(mask, 1) for mask in ([[1, 1, 0, 1]], [[0, 1, 1, 1]]))
+    >>> retain_valid(torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1), before, now).flatten()
+    tensor([2., 0., 3.])
+
+    Source: Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021).
+    """
+    _check_alike([of_layout, now_layout])
+    of_layout.check_values(grad_values)
+    if of_layout == now_layout:
+        return grad_values
+    there, wanted = keys_of(of_layout), keys_of(now_layout)
+    if there.size == 0:
+        return grad_values.new_zeros(wanted.size, *grad_values.shape[1:])
+    at = np.minimum(np.searchsorted(there, wanted), there.size - 1)
+    return carried(grad_values, torch.from_numpy(np.where(there[at] == wanted, at, -1)))
+
+
+def union_average(layouts: Sequence[BlockLayout], values: Sequence[Tensor]) -> tuple[BlockLayout, Tensor]:
+    """The mean of several networks' weights, on the blocks that any of them has; one that is missing counts as 0.
+
+    Args:
+        layouts: of the same grid and block.
+        values: of each, `[nnz, block_out, block_in]`, a convolution's kernel behind.
+
+    Returns:
+        The union of the layouts, and the mean there, added up in the given order in float32, or float64.
+
+    Raises:
+        BlockSparseError: no layouts, as many values as there are not layouts, shapes that do not fit.
+
+    >>> import torch, blocksparse as bs
+    >>> from blocksparse.distributed import union_average
+    >>> layouts = [bs.BlockLayout(mask, 1) for mask in ([[1, 1, 0, 0]], [[0, 1, 0, 1]])]
+    >>> layout, mean = union_average(layouts, [torch.tensor([1.0, 2.0]).view(2, 1, 1), torch.ones(2, 1, 1)])
+    >>> layout.mask().int(), mean.flatten()
+    (tensor([[1, 1, 0, 1]], dtype=torch.int32), tensor([0.5000, 1.5000, 0.5000]))
+
+    Source: Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021).
+    """
+    if not layouts or len(layouts) != len(values):
+        got = f"{len(layouts)} layouts and {len(values)} values"
+        raise BlockSparseError.expected("layouts and values", "one of each for every worker", got)
+    _check_alike(layouts)
+    first = values[0]
+    for layout, one in zip(layouts, values, strict=True):
+        layout.check_values(one)
+        if one.shape[1:] != first.shape[1:] or one.dtype != first.dtype or one.device != first.device:
+            got = f"{list(one.shape)}, {one.dtype}, {one.device}"
+            raise BlockSparseError.expected("values", f"as the first ones, {list(first.shape)}, {first.dtype}", got)
+    keys = [keys_of(layout) for layout in layouts]
+    union = np.sort(np.concatenate(keys))
+    union = union[np.flatnonzero(np.diff(union, prepend=-1))]
+    wide = first.dtype if first.dtype == torch.float64 else torch.float32
+    total = torch.zeros(union.size, *first.shape[1:], dtype=wide, device=first.device)
+    for mine, one in zip(keys, values, strict=True):
+        total[torch.from_numpy(np.searchsorted(union, mine)).to(total.device)] += one.detach()
+    grid = layouts[0].grid
+    layout = BlockLayout.from_indices(*np.divmod(union, grid[1]), grid, layouts[0].block_shape)
+    return layout, total.div_(len(layouts)).to(first.dtype)
+
+
+def prune_to(layout: BlockLayout, values: Tensor, nnz: int) -> tuple[BlockLayout, Tensor]:
+    """The blocks of largest magnitude (l2), so many of them.
+
+    Args:
+        values: `[layout.nnz, block_out, block_in]`, a convolution's kernel behind.
+        nnz: how many stay; of equals those that come last.
+
+    Returns:
+        Their layout and their values `[nnz, ...]`.
+
+    Raises:
+        BlockSparseError: fewer blocks than are to stay, values of another shape.
+
+    >>> import torch, blocksparse as bs
+    >>> from blocksparse.distributed import prune_to
+    >>> layout, values = prune_to(bs.BlockLayout([[1, 1, 0, 1]], 1), torch.tensor([-3.0, 1.0, 2.0]).view(3, 1, 1), 2)
+    >>> layout.mask().int(), values.flatten()
+    (tensor([[1, 0, 0, 1]], dtype=torch.int32), tensor([-3.,  2.]))
+    """
+    check_layout(layout)
+    layout.check_values(values)
+    if integer("nnz", nnz, 0) > layout.nnz:
+        raise BlockSparseError.expected("nnz", f"at most the {layout.nnz} blocks of {layout!r}", nnz)
+    drop = np.flatnonzero(smallest(block_norms(values), layout.nnz - nnz))
+    pruned, source = layout.replaced(drop, [], [])
+    return pruned, carried(values.detach(), source)
+
+
+def warm_up(rate: float, workers: int, epoch: int) -> float:
+    """The learning rate of the synchronous variant: rate ((K - 1) e / 5 + 1) for e <= 5, and K rate after.
+
+    Args:
+        rate: of one worker.
+        workers: K.
+        epoch: e, how many are over.
+
+    >>> from blocksparse.distributed import warm_up
+    >>> [warm_up(0.5, 3, epoch) for epoch in (0, 1, 5, 9)]
+    [0.5, 0.7, 1.5, 1.5]
+    >>> warm_up(0.01, 1, 3)
+    0.01
+
+    Source: Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021).
+    """
+    rate = number("rate", rate, 0)
+    workers, epoch = integer("workers", workers, 1), min(integer("epoch", epoch, 0), WARM_EPOCHS)
+    return rate * ((workers - 1) * epoch / WARM_EPOCHS + 1)
+
+
+def _check_alike(layouts: Sequence[BlockLayout]) -> None:
+    for layout in layouts:
+        check_layout(layout)
+        if layout.grid != layouts[0].grid or layout.block_shape != layouts[0].block_shape:
+            raise BlockSparseError.expected("layouts", f"one grid and block, as {layouts[0]!r}", repr(layout))
