@@ -1,1 +1,1 @@
-"""Loaders: text as bytes, labelled texts, images in the idx format; downloads."""
+"""Loaders: text as bytes, labelled texts, images in the idx format, tables of numbers; downloads."""

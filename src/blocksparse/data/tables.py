@@ -1,0 +1,78 @@
+"""Tables by their name, or of a csv file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import BlockSparseError
+from . import cifar10, csv_table, higgs, idx, madelon
+from .download import Progress, fetch
+from .table import Table, split, standardised
+
+NAMES = ("fashion_mnist", "cifar10", "madelon", "higgs")
+
+FASHION_MNIST_URL = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
+FASHION_MNIST_HASHES = {
+    "train-images-idx3-ubyte.gz": "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+    "train-labels-idx1-ubyte.gz": "md5:25c81989df183df01b3e8a0aad5dffbe",
+    "t10k-images-idx3-ubyte.gz": "md5:bef4ecab320f06d8554ea6380940ec79",
+    "t10k-labels-idx1-ubyte.gz": "md5:bb300cfdad3c16e7a12a480ee83cd310",
+}
+FASHION_MNIST_CLASSES = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
+
+
+def load(
+    data: str | Path, data_dir: str | Path | None = None, seed: int = 0, progress: Progress | None = None
+) -> Table:
+    """A table by name, or of a csv file.
+
+    Args:
+        data: "fashion_mnist", "cifar10", "madelon", "higgs", or the path of a file for `csv_table.read`.
+        data_dir: a folder that has the files; without one fashion_mnist and cifar10 are downloaded, once.
+        seed: of the draw of the rows to test on, of higgs and a csv file: a fifth of each class.
+        progress: told of a download after each chunk: bytes there, and of how many.
+
+    Raises:
+        BlockSparseError: an unknown name, files that are missing or broken, a failed download.
+    """
+    if str(data) == "fashion_mnist":
+        return fashion_mnist(data_dir, progress)
+    if str(data) == "cifar10":
+        return cifar10.load(data_dir, progress)
+    if str(data) == "madelon":
+        return madelon.load(data_dir)
+    if str(data) == "higgs":
+        return higgs.load(data_dir, seed)
+    path = Path(data)
+    if not path.is_file():
+        raise BlockSparseError.expected("data", f"one of {', '.join(NAMES)}, or a csv file", data)
+    return split(path.name, *csv_table.read(path), seed=seed)
+
+
+def fashion_mnist(data_dir: str | Path | None = None, progress: Progress | None = None) -> Table:
+    """The 60,000 images to train on and 10,000 to test on, as rows of 28 x 28 pixels.
+
+    Each pixel is standardised over the training images, as in the codes of sparse evolutionary training.
+
+    Args:
+        data_dir: a folder with the four idx files, or with a `fashion_mnist` that has them.
+        progress: told of a download after each chunk: bytes there, and of how many.
+
+    Raises:
+        BlockSparseError: files that are missing or broken, a failed download.
+
+    Source: Xiao, Rasul, Vollgraf, Fashion-MNIST (2017).
+    """
+    if data_dir is None:
+        paths = [
+            fetch(FASHION_MNIST_URL + f, h, f"fashion_mnist/{f}", progress) for f, h in FASHION_MNIST_HASHES.items()
+        ]
+        folder = paths[0].parent
+    else:
+        inner = Path(data_dir) / "fashion_mnist"
+        folder = inner if inner.is_dir() else Path(data_dir)
+    images = idx.mnist(folder)
+    train, test = standardised(images.train.flatten(1).float(), images.test.flatten(1).float())
+    return Table("fashion_mnist", train, images.train_labels, test, images.test_labels, FASHION_MNIST_CLASSES)
