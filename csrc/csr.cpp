@@ -13,6 +13,8 @@ namespace {
 constexpr int64_t kPanelBytes = 8 << 20;
 // Beyond it the rows of a panel that come next are fetched ahead: about the size of the caches of one core.
 constexpr int64_t kCachedBytes = 1 << 20;
+// Beyond it outputs go past the caches: whoever reads them next would not find them there anyway.
+constexpr int64_t kStreamedBytes = 32 << 20;
 // What one task takes: features to pack; connections, of which an output counts for so many.
 constexpr int64_t kPackFeatures = 512, kTaskConnections = 2048, kOutputCost = 4;
 
@@ -146,6 +148,7 @@ void csr_linear(const InstructionSet& isa, DType dtype, Activation activation, i
   const Panels panels = row_panels(tokens, kernels, x.features);
   const int64_t bytes = panel_bytes(panels, kernels, x.features), at_once = panels_at_once(panels, bytes);
   const bool in_place = tokens == 1 && size == int64_t(kernels.unit_size);  // x is its own panel
+  const bool streams = tokens * matrix.rows * size > kStreamedBytes;
   const RowCuts cuts(matrix, wide);
 
   for (int64_t first = 0; first < panels.count; first += at_once) {
@@ -157,7 +160,7 @@ void csr_linear(const InstructionSet& isa, DType dtype, Activation activation, i
       if (begin == end) return;
       kernels.rows[wide]({matrix, values, begin, end, in_place ? x.data : advance(working, (p - first) * bytes),
                           panels.width(p), panels.real(p), bytes > kCachedBytes, bias, activation,
-                          advance(y, panels.first(p) * matrix.rows * size), matrix.rows});
+                          advance(y, panels.first(p) * matrix.rows * size), matrix.rows, streams});
     });
   }
 }

@@ -124,7 +124,7 @@ void pack(const void* from, int64_t stride, int64_t tokens, int64_t first, int64
 // -- y = x W^T -----------------------------------------------------------------------------------------------------
 
 // How many connections ahead a row of the panel is fetched: more of them where they are short.
-constexpr int64_t fetch_ahead(int64_t row_bytes) { return row_bytes >= 256 ? 6 : 16; }
+constexpr int64_t fetch_ahead(int64_t row_bytes) { return row_bytes >= 256 ? 12 : 16; }
 
 template <class T>
 BLOCKSPARSE_INLINE void fetch(const T* from, int64_t count) {
@@ -185,8 +185,16 @@ BLOCKSPARSE_INLINE Vector<typename E::Sum> finished(Vector<typename E::Sum> v, c
   return p.activation == Activation::kNone ? v : activated(v, p.activation);
 }
 
+// A vector's outputs, or fewer; whole cache lines past the caches if it `streams`.
 template <class E>
-BLOCKSPARSE_INLINE void put(typename E::Storage* to, Vector<typename E::Sum> v, int64_t count) {
+BLOCKSPARSE_INLINE void put(typename E::Storage* to, Vector<typename E::Sum> v, int64_t count, bool streams) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof *to == sizeof v[0]) {
+    if (streams && count == kLanes<typename E::Sum> && reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0)
+      return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits<__m512i>(v));
+  }
+#endif
+  (void)streams;
   if (count == kLanes<typename E::Sum>) {
     E::store_sums(to, v);
   } else {
@@ -213,7 +221,8 @@ void write_rows(const CsrRows& p, int64_t first, int64_t last, const typename E:
             for (int t = 0; t < kWide; ++t) memcpy(turned[t] + i, v + t, sizeof v[t]);
           }
           for (int t = 0; t < kWide; ++t)
-            if (t < p.tokens) put<E>(y + t * p.y_stride + o, finished<E>(load(turned[t]), p, o, count), count);
+            if (t < p.tokens)
+              put<E>(y + t * p.y_stride + o, finished<E>(load(turned[t]), p, o, count), count, p.streams);
         }
       }))
     return;
@@ -227,9 +236,11 @@ void write_rows(const CsrRows& p, int64_t first, int64_t last, const typename E:
       transpose<Sum>(v);
       if (tokens == n) {
 #pragma GCC unroll 16
-        for (int i = 0; i < n; ++i) put<E>(y + (t + i) * p.y_stride + o, finished<E>(v[i], p, o, count), count);
+        for (int i = 0; i < n; ++i)
+          put<E>(y + (t + i) * p.y_stride + o, finished<E>(v[i], p, o, count), count, p.streams);
       } else {
-        for (int i = 0; i < tokens; ++i) put<E>(y + (t + i) * p.y_stride + o, finished<E>(v[i], p, o, count), count);
+        for (int i = 0; i < tokens; ++i)
+          put<E>(y + (t + i) * p.y_stride + o, finished<E>(v[i], p, o, count), count, p.streams);
       }
     }
   }
@@ -261,6 +272,9 @@ void rows(const CsrRows& p) {
     sum(p, first, last, sums);
     write_rows<E>(p, first, last, sums);
   }
+#if defined(__AVX512F__)
+  if (p.streams) _mm_sfence();
+#endif
 }
 
 // -- grad^T x on the connections -----------------------------------------------------------------------------------

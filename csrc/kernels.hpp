@@ -87,6 +87,7 @@ struct CsrRows {
   Activation activation;
   void* y;  // of the panel's first token, output 0
   int64_t y_stride;
+  bool streams;  // y goes past the caches
 };
 
 // values[k] = grad[row of k] . x[col of k], for the connections [first, last), over the tokens of a panel.
