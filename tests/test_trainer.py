@@ -281,6 +281,68 @@ def test_a_layout_that_changed_while_training_comes_back(tmp_path):
     assert trainer.step == 24
 
 
+def test_a_task_that_changes_its_model_is_given_what_has_to_follow(tmp_path):
+    task, given = Walk(), []
+    task.attach = lambda optimizer, ema: given.append((optimizer, ema))
+    trainer = Trainer(task, tmp_path, replace(SETTINGS, steps=2))
+    assert given == [(trainer.optimizer, trainer.ema)]
+    trainer.train()
+    Trainer(task, tmp_path, replace(SETTINGS, steps=2)).train()
+    assert given[1][1].keys() == trainer.ema.keys()
+
+
+SGD = replace(SETTINGS, optimizer="sgd", momentum=0.8, clip=0, ema=0, weight_decay=0.01, warmup=0, decay="none")
+
+
+def test_momentum_sgd_by_its_rule(tmp_path):
+    task = Walk()
+    w = {name: p.detach().clone() for name, p in task.model.named_parameters()}
+    v = {name: torch.zeros_like(p) for name, p in w.items()}
+    gradients = []
+    loss = task.loss
+    task.loss = lambda step: note(loss(step))
+
+    def note(value):
+        named = dict(task.model.named_parameters())
+        gradients.append(dict(zip(named, torch.autograd.grad(value, named.values(), retain_graph=True), strict=True)))
+        return value
+
+    Trainer(task, tmp_path, replace(SGD, steps=3)).train()
+    for g in gradients:
+        for name in w:
+            v[name] = 0.8 * v[name] - 0.02 * g[name]
+            w[name] = w[name] + v[name] - 0.01 * w[name]
+    for name, p in task.model.named_parameters():
+        torch.testing.assert_close(p.detach(), w[name])
+
+
+@pytest.mark.parametrize("step", [3, 17])
+def test_killed_with_momentum_sgd_it_ends_with_the_same_bits(step, tmp_path):
+    Trainer(Walk(), tmp_path / "whole", SGD).train()
+    task = Walk()
+    task.at[step] = fail(Killed())
+    with pytest.raises(Killed):
+        Trainer(task, tmp_path / "killed", SGD).train()
+    Trainer(Walk(), tmp_path / "killed", SGD).train()
+    assert "optimizer.0.values.momentum_buffer" in tensors(tmp_path / "killed")
+    assert_same(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_a_run_from_before_there_were_optimizers_to_choose_from_goes_on(whole, tmp_path):
+    task = Walk()
+    task.at[16] = fail(Killed())
+    with pytest.raises(Killed):
+        Trainer(task, tmp_path, SETTINGS).train()
+    path = tmp_path / "last.safetensors"
+    content, about = checkpoint.load(path)
+    del about["settings"]["optimizer"], about["settings"]["momentum"]
+    checkpoint.save(path, content, about)
+    with pytest.raises(BlockSparseError, match="optimizer adam, got optimizer sgd; take a new folder"):
+        Trainer(Walk(), tmp_path, replace(SETTINGS, optimizer="sgd")).train()
+    Trainer(Walk(), tmp_path, SETTINGS).train()
+    assert_same(tmp_path, whole)
+
+
 @pytest.mark.parametrize(
     ("task", "changes", "message"),
     [
@@ -456,6 +518,8 @@ def test_the_update_is_that_of_adamw(tmp_path):
         ({"steps": 0}, "steps: expected an int of 1 or more, got 0"),
         ({"learning_rate": float("nan")}, "learning_rate: expected a number, not negative, got nan"),
         ({"ema": 1.0}, "ema: expected a number from 0 to below 1"),
+        ({"momentum": 1.0}, "momentum: expected a number from 0 to below 1"),
+        ({"optimizer": "lbfgs"}, "optimizer: expected one of adam, sgd, got 'lbfgs'"),
         ({"seed": -1}, "seed: expected"),
     ],
 )

@@ -6,12 +6,13 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import BlockSparseError
 from . import run_log
+from .settings import Settings
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES = ("-", "--", "-.", ":")
@@ -217,7 +218,8 @@ def _range(figures: Sequence[float]) -> tuple[float, float]:
 
 
 def _meant(run: Run) -> dict[str, Any]:
-    settings = {key: value for key, value in run.settings.items() if key not in _ASIDE}
+    # A setting that there was not yet when the run began was as by default.
+    settings = {key: value for key, value in (asdict(Settings()) | run.settings).items() if key not in _ASIDE}
     task = dict(run.task)
     if isinstance(model := task.get("model"), dict):
         unused = {key for of, keys in _ONLY_OF.items() if of not in model.values() for key in keys}

@@ -9,6 +9,7 @@ from ..errors import BlockSparseError
 
 DECAYS = ("linear", "cosine", "none")
 DTYPES = ("float32", "bfloat16")
+OPTIMIZERS = ("adam", "sgd")
 
 # What may differ when a run goes on: none of it changes what is learned. But on another device bits differ.
 FREE = ("log_every", "eval_every", "save_every", "save_minutes", "device", "cuda_graph")
@@ -24,7 +25,8 @@ class Settings:
         warmup: steps over which it rises.
         decay: how it falls after them: "linear" or "cosine", to 0 at the end, or "none".
         betas, eps: of Adam.
-        weight_decay: of the parameters with two dimensions or more, decoupled from the gradient.
+        weight_decay: of "adam", of the parameters with two dimensions or more, decoupled from the gradient; of "sgd",
+            of all, not multiplied by the learning rate.
         clip: the largest norm of the gradient of all parameters; 0 for any.
         ema: decay of the running mean of the parameters, which is what is evaluated; 0 for none.
         dtype: "float32", or "bfloat16" by autocast: parameters stay float32.
@@ -32,7 +34,9 @@ class Settings:
         save_minutes: a checkpoint is this old at most; 0 for any age.
         seed: of PyTorch's generators, of which a task may draw.
         device: "cpu", or "cuda".
-        cuda_graph: on "cuda", whether a step is captured as one graph, where the task allows it.
+        cuda_graph: on "cuda", whether a step is captured as one graph, where the task allows it; with "adam" only.
+        optimizer: "adam" (AdamW), or "sgd", `bs.sparsity.SGD`.
+        momentum: of "sgd".
     """
 
     steps: int = 10_000
@@ -52,9 +56,11 @@ class Settings:
     seed: int = 0
     device: str = "cpu"
     cuda_graph: bool = False
+    optimizer: str = "adam"
+    momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        for name, known in (("decay", DECAYS), ("dtype", DTYPES)):
+        for name, known in (("decay", DECAYS), ("dtype", DTYPES), ("optimizer", OPTIMIZERS)):
             if getattr(self, name) not in known:
                 raise BlockSparseError.expected(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
         for name, least in (("steps", 1), ("warmup", 0), ("log_every", 0), ("eval_every", 0), ("save_every", 0)):
@@ -63,7 +69,8 @@ class Settings:
         for name in ("learning_rate", "weight_decay", "clip", "save_minutes"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise BlockSparseError.expected(name, "a number, not negative", getattr(self, name))
-        if not 0 <= self.ema < 1:
-            raise BlockSparseError.expected("ema", "a number from 0 to below 1", self.ema)
+        for name in ("ema", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise BlockSparseError.expected(name, "a number from 0 to below 1", getattr(self, name))
         if not 0 <= self.seed < 2**32:
             raise BlockSparseError.expected("seed", "an int from 0 to 2^32 - 1", self.seed)

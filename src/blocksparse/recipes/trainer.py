@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..bench.machine import machine
 from ..errors import BlockSparseError
+from ..sparsity import SGD
 from . import checkpoint
 from .cuda_graph import GraphedStep
 from .run_log import RunLog
@@ -33,6 +34,10 @@ class Task(Protocol):
 
     A task whose step may be captured as a CUDA graph has `inputs(step)` too, tensors of the same shapes each time, and
     `loss_of(*inputs)`, which reads nothing else from the host and keeps its state in tensors that stay.
+
+    A task that changes its model while it is trained has `attach(optimizer, ema)` too: it is given once, before all
+    else, the optimizer and the running means by the parameters' names, which are to follow. One whose loss is in
+    another unit than the figure has `loss_unit`.
     """
 
     model: nn.Module
@@ -126,7 +131,9 @@ class Trainer:
         self.held_out: float | None = None  # at the newest evaluation
         self.parameters = dict(self.model.named_parameters())
         self.ema = {name: p.detach().clone() for name, p in self.parameters.items()} if settings.ema else {}
-        self.optimizer = _adam(list(self.parameters.values()), settings, self.device)
+        self.optimizer = _optimizer(list(self.parameters.values()), settings, self.device)
+        if hasattr(task, "attach"):
+            task.attach(self.optimizer, self.ema)
         # Of the steps since the last logged one; on the device, so that a GPU need not wait for us at each step.
         self._total = torch.zeros((), dtype=torch.float64, device=self.device)
         self._loss = torch.zeros((), device=self.device)
@@ -267,7 +274,7 @@ class Trainer:
 
     def _graphed(self, watch: Watcher) -> GraphedStep | None:
         able = hasattr(self.task, "inputs") and hasattr(self.task, "loss_of")
-        wanted = self.settings.cuda_graph and self.device.type == "cuda"
+        wanted = self.settings.cuda_graph and self.settings.optimizer == "adam" and self.device.type == "cuda"
         return GraphedStep(self._work, watch.note) if wanted and able else None
 
     def _autocast(self) -> torch.autocast:
@@ -395,7 +402,8 @@ class Trainer:
             torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
 
     def _check_same(self, about: Mapping[str, Any]) -> None:
-        theirs = _flat({"task": about.get("task", {}), "settings": about.get("settings", {})})
+        # A setting that there was not yet when the run began is as by default.
+        theirs = _flat({"task": about.get("task", {}), "settings": asdict(Settings()) | about.get("settings", {})})
         mine = _flat({"task": self.task.about(), "settings": asdict(self.settings)})
         free = {f"settings.{name}" for name in FREE}
         differ = [
@@ -444,7 +452,9 @@ def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _adam(parameters: list[nn.Parameter], s: Settings, device: torch.device) -> torch.optim.AdamW:
+def _optimizer(parameters: list[nn.Parameter], s: Settings, device: torch.device) -> torch.optim.Optimizer:
+    if s.optimizer == "sgd":
+        return SGD(parameters, s.learning_rate, s.momentum, s.weight_decay)
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": s.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},

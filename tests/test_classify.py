@@ -1,0 +1,260 @@
+"""Classifiers whose topology changes while they are trained: batches, figures, and runs that go on bit-exactly."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import blocksparse as bs
+from blocksparse import BlockSparseError
+from blocksparse.data.synthetic import Synthetic
+from blocksparse.data.table import Table
+from blocksparse.models.mlp import SparseMLP
+from blocksparse.recipes import checkpoint, run_log
+from blocksparse.recipes.classify import ClassifyTask, Topology
+from blocksparse.recipes.trainer import Settings, Trainer
+
+SGD = Settings(
+    learning_rate=0.02, warmup=0, decay="none", weight_decay=2e-4, clip=0, log_every=3, eval_every=4, save_every=5,
+    optimizer="sgd",
+)  # fmt: skip
+ADAM = replace(SGD, optimizer="adam", ema=0.9, learning_rate=0.005)
+TOPOLOGIES = {
+    "set": Topology("set"),
+    "fixed": Topology(),
+    "rigl": Topology("rigl", every=3),
+    "pruned": Topology("set", importance_from=1, importance_every=2),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    # Steps are so small that more threads only wait for each other.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _backend():
+    with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
+        yield
+
+
+class Killed(BaseException):
+    """Ends a training as SIGKILL would."""
+
+
+def table(n=70, classes=3):
+    """Rows around a point of each class."""
+    rng = np.random.default_rng(5)
+    points = rng.normal(size=(classes, 20))
+    labels = np.arange(n + 30) % classes
+    rows = torch.from_numpy((points[labels] + 0.7 * rng.normal(size=(n + 30, 20))).astype(np.float32))
+    labels = torch.from_numpy(labels)
+    return Table("points", rows[:n], labels[:n], rows[n:], labels[n:], tuple("abc"[:classes]))
+
+
+def task(topology="set", epochs=6, dense=False, **arguments):
+    model = SparseMLP([20, 30, 30, 3], epsilon=4, dropout=0.2, seed=1, **({"density": None} if dense else {}))
+    return ClassifyTask(model, table(), epochs, 16, TOPOLOGIES[topology], seed=2, **arguments)
+
+
+def train(run, made, settings):
+    trainer = Trainer(made, run, replace(settings, steps=made.steps))
+    return trainer, trainer.train()
+
+
+def assert_same(run, other):
+    ours, theirs = (checkpoint.load(path / "last.safetensors")[0] for path in (run, other))
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    logs = [[{k: v for k, v in line.items() if "second" not in k} for line in run_log.read(r)] for r in (run, other)]
+    assert logs[0] == logs[1]
+
+
+# -- batches and figures -----------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_has_each_row_once_in_another_order():
+    made = task()
+    assert (made.steps_per_epoch, made.steps, made.bytes_per_step) == (4, 24, 16 * 20 * 4)
+    epochs = [np.concatenate([made.rows_of(step) for step in range(4 * e, 4 * e + 4)]) for e in range(3)]
+    assert all(len(set(rows)) == 64 for rows in epochs)
+    assert not np.array_equal(epochs[0], epochs[1])
+    # What a step reads depends on nothing before it.
+    assert np.array_equal(task().rows_of(9), made.rows_of(9))
+    assert np.array_equal(made.rows_of(0), epochs[0][:16])
+
+
+def test_the_figure_is_the_error_in_percent():
+    class Constant(torch.nn.Module):
+        def forward(self, rows):
+            return torch.tensor([0.0, 1.0, 0.0]).expand(len(rows), 3)
+
+    made = task()
+    assert made.unit == "% test error"
+    assert made.evaluate(Constant()) == pytest.approx(100 * 20 / 30)
+    data = made.data
+    made.data = Table(
+        "v", data.train, data.train_labels, data.test, data.test_labels, data.classes,
+        validation=data.test[:2], validation_labels=torch.tensor([1, 1]),
+    )  # fmt: skip
+    assert made.evaluate(Constant()) == 0
+
+
+@pytest.mark.parametrize("topology", ["set", "fixed", "rigl"])
+def test_it_learns(topology, tmp_path):
+    made = task(topology, epochs=12)
+    before = made.evaluate(made.model)
+    _, result = train(tmp_path, made, SGD)
+    assert result["held_out"] < 15 < before
+    assert result["unit"] == "% test error"
+    assert result["task"]["topology"]["method"] == TOPOLOGIES[topology].method
+
+
+def test_a_dense_model_learns_too(tmp_path):
+    assert train(tmp_path, task("fixed", epochs=12, dense=True), SGD)[1]["held_out"] < 15
+
+
+def test_rows_made_when_they_are_asked_for(tmp_path):
+    data = Synthetic(features=400, rows=64, tested=32)
+    made = ClassifyTask(SparseMLP([400, 60, 2], epsilon=5), data, 3, 16, Topology("set"))
+    assert train(tmp_path, made, SGD)[1]["task"]["data"] == data.digest()
+
+
+# -- the topology ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("topology", "changes"), [("set", 5), ("fixed", 0), ("rigl", 6)])
+def test_when_the_topology_changes(topology, changes, tmp_path):
+    made = task(topology)
+    seen = []
+    loss = made.loss
+
+    def noting(step):
+        found = loss(step)
+        layouts = tuple(layer.layout for layer in made.model.layers)
+        if not seen or seen[-1][1] != layouts:
+            seen.append((step, layouts))
+        return found
+
+    made.loss = noting
+    train(tmp_path, made, SGD)
+    # SET between the epochs; RigL in every third of the first 18 steps but the last, seen in the step after it.
+    steps = {"set": [0, 4, 8, 12, 16, 20], "fixed": [0], "rigl": [0, 3, 6, 9, 12, 15]}[topology]
+    assert [step for step, _ in seen] == steps
+    assert len({tuple(layout.nnz for layout in layouts) for _, layouts in seen}) == 1
+    assert len({layouts[-1] for _, layouts in seen}) == 1
+
+
+def test_new_connections_have_no_momentum_and_survivors_keep_theirs():
+    made = task()
+    optimizer = bs.sparsity.SGD(made.model.parameters())
+    ema = {name: p.detach().clone() + 1 for name, p in made.model.named_parameters()}
+    made.attach(optimizer, ema)
+    made.loss(0).backward()
+    optimizer.step()
+    layer = made.model.layers[0]
+    before = {key: (v, m) for key, v, m in state(layer, optimizer, ema)}
+    made.loss(4)
+    after = state(layer, optimizer, ema)
+    # A place that was dropped may be drawn again.
+    grown = [(momentum, mean) for key, momentum, mean in after if (momentum, mean) != before.get(key)]
+    assert len(grown) == pytest.approx(0.3 * len(after), abs=2)
+    assert all(momentum == 0 and mean != 0 for momentum, mean in grown)
+
+
+def state(layer, optimizer, ema):
+    places = layer.layout.mask().nonzero().tolist()
+    momentum = optimizer.state[layer.values]["momentum_buffer"].flatten().tolist()
+    return list(zip(map(tuple, places), momentum, ema["layers.0.values"].flatten().tolist(), strict=True))
+
+
+def test_in_a_step_of_rigl_no_weight_moves(tmp_path):
+    made = task("rigl", epochs=1)
+    trainer, _ = train(tmp_path, made, replace(SGD, weight_decay=0))
+    made = task("rigl")
+    trainer = Trainer(made, tmp_path / "b", replace(SGD, steps=made.steps))
+    for _ in range(2):
+        trainer._step()
+    before = {name: p.detach().clone() for name, p in trainer.parameters.items()}
+    trainer._step()
+    assert torch.equal(trainer.parameters["layers.0.bias"], before["layers.0.bias"])
+    assert torch.equal(trainer.parameters["layers.2.values"], before["layers.2.values"])
+    kept = before["layers.0.values"][torch.isin(before["layers.0.values"], trainer.parameters["layers.0.values"])]
+    assert 0 < len(kept) < len(before["layers.0.values"])
+
+
+def test_importance_pruning_takes_connections_for_good(tmp_path):
+    made = task("pruned")
+    before = [layer.layout.nnz for layer in made.model.layers]
+    _, result = train(tmp_path, made, SGD)
+    after = [layer.layout.nnz for layer in made.model.layers]
+    assert all(now < then for now, then in zip(after[:2], before[:2], strict=True))
+    assert after[2] == before[2]
+    assert result["parameters"] < sum(p.numel() for p in task("pruned").model.parameters())
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [SGD, ADAM], ids=["sgd", "adam"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_killed_it_ends_with_the_same_bits(topology, settings, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(whole, task(topology), settings)
+    # In an epoch, at its first step, after a checkpoint that is the end of an epoch (20).
+    for step in (3, 8, 11, 21):
+        made = task(topology)
+        take = made.data.take
+
+        def kill(rows, step=step, made=made, take=take):
+            if np.array_equal(rows, made.rows_of(step)):
+                raise Killed
+            return take(rows)
+
+        made.data = type("Data", (), {"take": staticmethod(kill), "rows": 70, "held_out": made.data.held_out})
+        with pytest.raises(Killed):
+            train(killed, made, settings)
+    assert checkpoint.load(killed / "last.safetensors")[1]["step"] == 20
+    train(killed, task(topology), settings)
+    assert_same(killed, whole)
+
+
+def test_another_topology_order_or_data_is_refused(tmp_path):
+    train(tmp_path, task(), SGD)
+    with pytest.raises(
+        BlockSparseError, match=r"topology\.method set, topology\.zeta 0\.3, .* got topology\.method rigl"
+    ):
+        train(tmp_path, task("rigl"), SGD)
+    made = task()
+    other = made.data.train.clone()
+    other[0, 0] += 1
+    data = replace(made.data, train=other)
+    with pytest.raises(BlockSparseError, match=r"data\.sha256"):
+        train(tmp_path, ClassifyTask(made.model, data, 6, 16, Topology("set"), seed=2), SGD)
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch": 71}, "batch: expected an int from 1 to the rows to train on, 70, got 71"),
+        ({"batch": 0}, "batch: expected an int from 1"),
+        ({"epochs": 0}, "epochs: expected a positive int, got 0"),
+    ],
+)
+def test_mistakes(arguments, message):
+    with pytest.raises(BlockSparseError, match=message):
+        ClassifyTask(SparseMLP([20, 3], epsilon=4), table(), **({"epochs": 1, "batch": 16} | arguments))
+
+
+def test_an_unknown_method():
+    with pytest.raises(BlockSparseError, match="method: expected one of set, rigl, none, got 'best'"):
+        Topology("best")
