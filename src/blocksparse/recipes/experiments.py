@@ -266,7 +266,8 @@ def _markdown(
         f"Mean and standard deviation over the seeds. {run.settings['steps']:,} steps of "
         f"{run.config['bytes_per_step']:,} bytes, {run.as_dict()['bytes'] / 1e6:.1f} MB of the text, which all read "
         f"once and in the same order; Adam with {run.settings['warmup']} steps of warm-up and a linear decay, "
-        f"gradients clipped at {run.settings['clip']:g}.",
+        f"gradients clipped at {run.settings['clip']:g}. Bits per character of one text do not compare with those of "
+        "another, nor with published figures for enwik8.",
         "",
         f"![Bits per character against steps and seconds]({name}.png)",
         "",
