@@ -113,7 +113,7 @@ def test_it_learns(topology, tmp_path):
     _, result = train(tmp_path, made, SGD)
     assert result["held_out"] < 15 < before
     assert result["unit"] == "% test error"
-    assert result["task"]["topology"]["method"] == TOPOLOGIES[topology].method
+    assert result["task"]["topology"].get("method", "none") == TOPOLOGIES[topology].method
 
 
 def test_a_dense_model_learns_too(tmp_path):

@@ -56,6 +56,8 @@ def _table(runs: list[Run], narrow: bool) -> Table:
         rows.append(
             {
                 "run": run.name,
+                "method": model.get("method", ""),
+                "net": "-".join(map(str, model.get("sizes", []))),
                 "cell": model.get("cell", ""),
                 "pattern": model.get("pattern", "").replace("_", "_\n" if narrow else "_"),
                 "width": _count(model.get("width")),
@@ -70,7 +72,7 @@ def _table(runs: list[Run], narrow: bool) -> Table:
     table = Table(box=SIMPLE_HEAD, header_style="dim", padding=(0, 0 if narrow else 1), pad_edge=False, show_edge=False)
     for name in rows[0]:
         if any(row[name] for row in rows):
-            words = name in ("run", "cell", "pattern")
+            words = name in ("run", "method", "net", "cell", "pattern")
             table.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
     for row in rows:
         table.add_row(*(row[str(column.header)] for column in table.columns))

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,7 +120,88 @@ def charlm(
     show(console, Trainer(task, out, settings, facts))
 
 
-def parse_count(text: str) -> int:
+@train.command("mlp")
+def mlp(
+    out: Annotated[Path, typer.Option(help="The run's folder. A run that is there goes on.")],
+    data: Annotated[str | None, typer.Option(help="fashion_mnist, cifar10, madelon, higgs or a FILE.csv.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="A folder with its files; else they are downloaded.")] = None,
+    neurons: Annotated[str | None, typer.Option(help="Or so many, as 50M, with 65,536 inputs; synthetic rows.")] = None,
+    method: Annotated[str, typer.Option(help="set, rigl, fixed (sparse, never changed) or dense.")] = "set",
+    epochs: Annotated[int | None, typer.Option(help="Of the whole run; as others below, by the data's recipe.")] = None,
+    hidden: Annotated[str | None, typer.Option(help="Features of the hidden layers, as 1000,1000,1000.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="About epsilon (n_in + n_out) connections of a layer.")] = None,
+    zeta: Annotated[float | None, typer.Option(help="Of set: the part that is replaced after an epoch.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="The slope of All-ReLU.")] = None,
+    dropout: Annotated[float | None, typer.Option(help="Of the hidden layers' outputs.")] = None,
+    lr: Annotated[float | None, typer.Option(help="The learning rate, the same throughout.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Of SGD.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Of all weights, not multiplied by the rate.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows of a step.")] = None,
+    importance_from: Annotated[
+        int | None, typer.Option(help="Prune the least important neurons after so many epochs.")
+    ] = None,
+    importance_every: Annotated[int, typer.Option(help="Epochs from one such pruning to the next.")] = 10,
+    importance_percentile: Annotated[float, typer.Option(help="Of the neurons of a layer, each time.")] = 20,
+    rows: Annotated[int, typer.Option(help="Of --neurons: synthetic rows to train on.")] = 512,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of layouts, weights, order and whatever is drawn.")] = 0,
+) -> None:
+    """A truly sparse network on a table, by the recipe of the papers for it: nothing dense is ever stored.
+
+    Ctrl-C finishes the step and saves.
+    """
+    from ..data import tables
+    from ..data.synthetic import Synthetic
+    from ..recipes import mlp as recipes
+    from ..recipes.trainer import Trainer
+
+    if (data is None) == (neurons is None):
+        got = "neither" if data is None else "both"
+        raise BlockSparseError.expected("data", "--data NAME, --data FILE.csv or --neurons", got)
+    if neurons is not None and hidden is not None:
+        raise BlockSparseError.expected("size", "--neurons or --hidden", "both")
+    given: dict[str, Any] = {
+        "epochs": epochs, "epsilon": epsilon, "zeta": zeta, "alpha": alpha, "dropout": dropout, "learning_rate": lr,
+        "momentum": momentum, "weight_decay": weight_decay, "batch": batch,
+        "hidden": None if hidden is None else parse_sizes(hidden),
+    }  # fmt: skip
+    if neurons is not None:
+        recipe = replace(recipes.EXTREME, hidden=recipes.extreme_hidden(parse_count(neurons, "neurons")))
+        table: recipes.Data = Synthetic(recipes.EXTREME_FEATURES, rows, max(1, rows // 4))
+    else:
+        recipe, table = recipes.recipe_for(str(data)), tables.load(str(data), data_dir)
+    recipe = replace(recipe, **{key: value for key, value in given.items() if value is not None})
+    model = recipes.network(recipe, table, method, seed)
+    facts = recipes.facts(model)
+    pruning = (importance_from, importance_every, importance_percentile)
+    task = recipes.task(recipe, model, table, method, seed, device, *pruning)
+    settings = recipes.settings(recipe, task, seed, device)
+    console = Console()
+    sizes = "-".join(f"{size:,}" for size in model.sizes)
+    console.print(f"[bold]{method}, {sizes}[/], All-ReLU {recipe.alpha:g}", highlight=False)
+    console.print(
+        f"{facts.neurons:,} neurons, {facts.connections:,} connections, density {facts.density:.3g}, "
+        f"{facts.stored_bytes / 1e6:,.1f} MB",
+        highlight=False,
+    )
+    said = f"{table.name}: {table.rows:,} rows to train on, {len(table.classes)} classes; "
+    said += f"{recipe.epochs:,} epochs of {task.steps_per_epoch:,} steps"
+    console.print(said, style="dim", highlight=False)
+    show(console, Trainer(task, out, settings, {"data": table.name, "epochs": recipe.epochs, **asdict(facts)}))
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Features of hidden layers.
+
+    >>> parse_sizes("4000,1000,4000")
+    (4000, 1000, 4000)
+    """
+    if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", text):
+        raise BlockSparseError.expected("hidden", "positive ints with commas between, such as 1000,1000", repr(text))
+    return tuple(map(int, text.split(",")))
+
+
+def parse_count(text: str, name: str = "params") -> int:
     """A number with k, M or G behind it, or without.
 
     >>> [parse_count(text) for text in ("800k", "2.5M", "1_000")]
@@ -127,7 +209,7 @@ def parse_count(text: str) -> int:
     """
     found = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?)\s*([kmgb]?)", text.strip(), re.IGNORECASE)
     if not found:
-        raise BlockSparseError.expected("params", "a number such as 800k, 2.5M or 1000000", repr(text))
+        raise BlockSparseError.expected(name, "a number such as 800k, 2.5M or 1000000", repr(text))
     number = float(re.sub("[_,]", "", found.group(1)))
     return round(number * {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}[found.group(2).lower()])
 
@@ -201,6 +283,10 @@ def _began(console: Console, trainer: Trainer, step: int) -> None:
         console.print(f"goes on after step {step:,}", style="green", highlight=False)
 
 
+def _loss_unit(trainer: Trainer) -> str:
+    return getattr(trainer.task, "loss_unit", trainer.task.unit)
+
+
 def _short(unit: str) -> str:
     return {"bits per character": "bpc"}.get(unit, unit)
 
@@ -221,9 +307,8 @@ def _bar(progress: Progress, trainer: Trainer) -> Watcher:
             progress.update(self.task, completed=step)
 
         def logged(self, record: Mapping[str, Any]) -> None:
-            unit = _short(trainer.task.unit)
             if "loss" in record:
-                self.shown["loss"] = f"[bold]{record['loss']:.3f}[/] {unit}"
+                self.shown["loss"] = f"[bold]{record['loss']:.3f}[/] {_short(_loss_unit(trainer))}"
                 self.shown["speed"] = f"{record['bytes_per_second']:,.0f} bytes/s"
             else:
                 self.shown["held out"] = f"held out [bold]{record['held_out']:.3f}[/]"
@@ -265,7 +350,7 @@ def _line(record: Mapping[str, Any], trainer: Trainer) -> str:
         return said + f"held out {record['held_out']:.4f} {trainer.task.unit}"
     left = (trainer.settings.steps - record["step"]) * trainer.task.bytes_per_step / record["bytes_per_second"]
     return (
-        said + f"{record['loss']:.4f} {trainer.task.unit}, {record['bytes_per_second']:,.0f} bytes/s, "
+        said + f"{record['loss']:.4f} {_loss_unit(trainer)}, {record['bytes_per_second']:,.0f} bytes/s, "
         f"{_duration(left)} left"
     )
 

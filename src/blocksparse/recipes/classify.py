@@ -59,7 +59,7 @@ class Topology:
         method: "set", `bs.sparsity.Evolve` between epochs; "rigl", `bs.sparsity.RigL` every `every` steps, until three
             quarters of the steps; or "none".
         zeta: of "set".
-        alpha, every: of "rigl".
+        fraction, every: of "rigl", its alpha, and the steps from one change to the next.
         importance_from: epochs after which `bs.sparsity.ImportancePruning` begins; None for none of it.
         importance_every: epochs from one such pruning to the next.
         importance_percentile: of each.
@@ -70,7 +70,7 @@ class Topology:
 
     method: str = "none"
     zeta: float = 0.3
-    alpha: float = 0.3
+    fraction: float = 0.3
     every: int = 100
     importance_from: int | None = None
     importance_every: int = 10
@@ -82,10 +82,10 @@ class Topology:
 
     def about(self) -> dict[str, Any]:
         """What of it has an effect, ready for JSON."""
-        used = {"set": ("zeta",), "rigl": ("alpha", "every"), "none": ()}[self.method]
+        used = {"set": ("method", "zeta"), "rigl": ("method", "fraction", "every"), "none": ()}[self.method]
         pruning = tuple(key for key in asdict(self) if key.startswith("importance"))
         used += pruning if self.importance_from is not None else ()
-        return {key: value for key, value in asdict(self).items() if key in ("method", *used)}
+        return {key: value for key, value in asdict(self).items() if key in used}
 
 
 class ClassifyTask:
@@ -170,7 +170,7 @@ class ClassifyTask:
             self.methods["set"] = Evolve(self.model, optimizer, t.zeta, skip=skip, seed=self.seed, follow=follow)
         if t.method == "rigl":
             t_end = max(1, 3 * self.steps // 4)
-            rigl = RigL(self.model, optimizer, t_end, every=t.every, alpha=t.alpha, skip=skip, follow=follow)
+            rigl = RigL(self.model, optimizer, t_end, every=t.every, alpha=t.fraction, skip=skip, follow=follow)
             # Between the backward pass and the update, which moves no weight where the topology changes.
             optimizer.register_step_pre_hook(_before_update(rigl))
             self.methods["rigl"] = rigl

@@ -1,0 +1,202 @@
+"""Truly sparse MLPs on tables: the papers' recipes by the name of the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import BlockSparseError
+from ..models.mlp import SparseMLP
+from .classify import ClassifyTask, Data, Topology
+from .settings import Settings
+from .trainer import device_of
+
+METHODS = ("set", "fixed", "rigl", "dense")
+
+# Steps between checkpoints at least; epochs of a small table are a few steps.
+SAVE_EVERY = 500
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, and how.
+
+    Args:
+        hidden: features of the hidden layers.
+        epsilon: of the Erdos-Renyi layouts.
+        alpha: the slope of All-ReLU.
+        epochs: of the run.
+        zeta: the fraction that SET replaces between two epochs.
+        learning_rate, momentum, weight_decay: of `bs.sparsity.SGD`; the learning rate is the same throughout.
+        batch: rows of a step.
+        dropout: of the hidden layers' outputs.
+    """
+
+    hidden: tuple[int, ...] = (1000, 1000, 1000)
+    epsilon: float = 20
+    alpha: float = 0.6
+    epochs: int = 500
+    zeta: float = 0.3
+    learning_rate: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 2e-4
+    batch: int = 128
+    dropout: float = 0.3
+
+
+# Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021), and its code.
+RECIPES = {
+    "fashion_mnist": Recipe(),
+    "cifar10": Recipe(hidden=(4000, 1000, 4000), alpha=0.75, epochs=1000),
+    "madelon": Recipe(hidden=(400, 100, 400), epsilon=10, alpha=0.5),
+    "higgs": Recipe(epsilon=10, alpha=0.05),
+}
+# A row of it has megabytes of activations.
+EXTREME = Recipe(epsilon=1, epochs=1, batch=4)
+EXTREME_FEATURES, EXTREME_LAYERS = 65_536, 4
+
+
+def recipe_for(name: str) -> Recipe:
+    """The recipe of a table by name; that of Fashion-MNIST for any other.
+
+    >>> from blocksparse.recipes.mlp import recipe_for
+    >>> recipe_for("cifar10").hidden
+    (4000, 1000, 4000)
+    """
+    return RECIPES.get(name, Recipe())
+
+
+def extreme_hidden(neurons: int, classes: int = 2) -> tuple[int, ...]:
+    """The hidden layers of a net with 65,536 inputs and about so many neurons in all, inputs and outputs among them.
+
+    Raises:
+        BlockSparseError: fewer than one neuron in each hidden layer.
+
+    >>> from blocksparse.recipes.mlp import extreme_hidden
+    >>> extreme_hidden(1_065_538)       # as published
+    (250000, 250000, 250000, 250000)
+    """
+    least = EXTREME_FEATURES + classes + EXTREME_LAYERS
+    if neurons < least:
+        raise BlockSparseError.expected("neurons", f"{least:,} or more, with {EXTREME_FEATURES:,} inputs", neurons)
+    return (round((neurons - EXTREME_FEATURES - classes) / EXTREME_LAYERS),) * EXTREME_LAYERS
+
+
+def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> SparseMLP:
+    """The network of a recipe for some data, of which sizes, slope and dropout are the same for each method.
+
+    Args:
+        recipe: of the net.
+        data: whose features and classes it has.
+        method: "dense" for one of torch.nn.Linear; for the others it is sparse in the same places.
+        seed: of layouts and weights.
+
+    Raises:
+        BlockSparseError: an unknown method, sizes or numbers out of range, a layer without a connection.
+    """
+    if method not in METHODS:
+        raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(method))
+    sparse: dict[str, Any] = {"density": None} if method == "dense" else {"epsilon": recipe.epsilon}
+    sizes = (data.features, *recipe.hidden, len(data.classes))
+    return SparseMLP(sizes, alpha=recipe.alpha, dropout=recipe.dropout, seed=seed, **sparse)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a network has.
+
+    Args:
+        neurons: inputs, hidden ones and outputs.
+        connections: stored weights, without biases.
+        density: connections by those of the dense net.
+        parameters: connections and biases.
+        stored_bytes: of parameters and layouts.
+    """
+
+    neurons: int
+    connections: int
+    density: float
+    parameters: int
+    stored_bytes: int
+
+
+def facts(model: SparseMLP) -> Facts:
+    """Counts of a network.
+
+    >>> from blocksparse.models.mlp import SparseMLP
+    >>> from blocksparse.recipes.mlp import facts
+    >>> facts(SparseMLP([4, 3, 2], density=None))
+    Facts(neurons=9, connections=18, density=1.0, parameters=23, stored_bytes=92)
+    """
+    parameters = {name: p.numel() for name, p in model.named_parameters()}
+    connections = sum(count for name, count in parameters.items() if not name.endswith("bias"))
+    dense = sum(n_in * n_out for n_in, n_out in zip(model.sizes, model.sizes[1:], strict=False))
+    stored = sum(tensor.nbytes for tensor in model.state_dict().values())
+    return Facts(sum(model.sizes), connections, connections / dense, sum(parameters.values()), stored)
+
+
+def task(
+    recipe: Recipe,
+    model: SparseMLP,
+    data: Data,
+    method: str = "set",
+    seed: int = 0,
+    device: str = "cpu",
+    importance_from: int | None = None,
+    importance_every: int = 10,
+    importance_percentile: float = 20.0,
+) -> ClassifyTask:
+    """What the trainer is to train.
+
+    Args:
+        recipe: of the net and its training.
+        model: its `network`, made with the same method.
+        data: to train and to test on.
+        method: "set", "rigl", "fixed" (as sparse, and never changed), or "dense".
+        seed: of the order of the rows, and of new connections.
+        device: "cpu" or "cuda".
+        importance_from, importance_every, importance_percentile: of `Topology`.
+
+    Raises:
+        BlockSparseError: as `ClassifyTask` and the methods; importance pruning of a dense net.
+    """
+    if method == "dense" and importance_from is not None:
+        raise BlockSparseError.expected("importance pruning", "a sparse net", "method dense")
+    topology = Topology(
+        method=method if method in ("set", "rigl") else "none",
+        zeta=recipe.zeta,
+        importance_from=importance_from,
+        importance_every=importance_every,
+        importance_percentile=importance_percentile,
+    )
+    about: dict[str, Any] = {"method": method, "sizes": list(model.sizes)}
+    about |= {"alpha": recipe.alpha, "dropout": recipe.dropout}
+    if method != "dense":
+        about["epsilon"] = recipe.epsilon
+    return ClassifyTask(model, data, recipe.epochs, recipe.batch, topology, seed, device_of(device), about)
+
+
+def settings(recipe: Recipe, of: ClassifyTask, seed: int = 0, device: str = "cpu") -> Settings:
+    """How it is trained: momentum SGD at the same rate throughout, evaluated after each epoch.
+
+    Args:
+        recipe: of the training.
+        of: the task.
+        seed: of the dropout.
+        device: "cpu" or "cuda".
+    """
+    return Settings(
+        steps=of.steps,
+        learning_rate=recipe.learning_rate,
+        warmup=0,
+        decay="none",
+        weight_decay=recipe.weight_decay,
+        clip=0.0,
+        log_every=min(of.steps_per_epoch, 100),
+        eval_every=of.steps_per_epoch,
+        save_every=max(of.steps_per_epoch, SAVE_EVERY),
+        seed=seed,
+        device=device,
+        optimizer="sgd",
+        momentum=recipe.momentum,
+    )

@@ -1,0 +1,252 @@
+"""`blocksparse train mlp`, as users call it: what it says, where it stops, and how it goes on."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+import blocksparse as bs
+from blocksparse import BlockSparseError
+from blocksparse.cli.train import parse_sizes
+from blocksparse.data.synthetic import Synthetic
+from blocksparse.models.mlp import SparseMLP
+from blocksparse.recipes import checkpoint, mlp, run_log
+from test_cli_train import COMMAND, error, run, wait_for_step
+from test_data_tables import write_madelon
+
+SMALL = ["--hidden", "40,30", "--epsilon", "6", "--epochs", "4", "--batch", "16"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    # Steps are so small that more threads only wait for each other.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _backend():
+    with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def points(tmp_path_factory):
+    """A csv file with rows around a point of each of three classes."""
+    rng = np.random.default_rng(5)
+    middle = rng.normal(size=(3, 12))
+    rows = [[*(middle[i % 3] + 0.5 * rng.normal(size=12)), "abc"[i % 3]] for i in range(150)]
+    path = tmp_path_factory.mktemp("tables") / "points.csv"
+    header = ",".join([*(f"x{i}" for i in range(12)), "label"])
+    path.write_text("\n".join([header, *(",".join(map(str, row)) for row in rows)]) + "\n")
+    return path
+
+
+def train(points, out, *more, code=0):
+    return run("train", "mlp", "--data", points, "--out", out, *SMALL, *more, code=code)
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "features", "classes", "sizes", "epsilon", "alpha"),
+    [
+        ("fashion_mnist", 784, 10, [784, 1000, 1000, 1000, 10], 20, 0.6),
+        ("cifar10", 3072, 10, [3072, 4000, 1000, 4000, 10], 20, 0.75),
+        ("madelon", 500, 2, [500, 400, 100, 400, 2], 10, 0.5),
+        ("higgs", 28, 2, [28, 1000, 1000, 1000, 2], 10, 0.05),
+    ],
+)
+def test_the_papers_recipes(name, features, classes, sizes, epsilon, alpha):
+    recipe = mlp.recipe_for(name)
+    assert (recipe.epsilon, recipe.alpha, recipe.zeta, recipe.dropout) == (epsilon, alpha, 0.3, 0.3)
+    data = Synthetic(features, rows=300, tested=3, classes=tuple("abcdefghij"[:classes]))
+    nets = {method: mlp.network(recipe, data, method) for method in mlp.METHODS if method != "dense"}
+    assert nets["set"].sizes == sizes
+    # Fixed sparsity is that of SET's beginning.
+    layouts = [[layer.layout for layer in net.layers] for net in nets.values()]
+    assert layouts[0] == layouts[1] == layouts[2]
+    facts = mlp.facts(nets["set"])
+    expected = sum(min(epsilon * (m + n), m * n) for m, n in pairwise(sizes))
+    assert facts.connections == pytest.approx(expected, rel=0.02)
+    assert facts.neurons == sum(sizes)
+    made = mlp.task(recipe, nets["set"], data)
+    settings = mlp.settings(recipe, made)
+    assert (settings.optimizer, settings.momentum, settings.weight_decay) == ("sgd", 0.9, 2e-4)
+    assert (settings.learning_rate, settings.warmup, settings.decay, settings.clip) == (0.01, 0, "none", 0)
+    assert (made.batch, made.steps, made.topology.zeta) == (128, recipe.epochs * 2, 0.3)
+
+
+def test_a_dense_net_of_the_same_shape():
+    data = Synthetic(20, rows=16, tested=4)
+    facts = mlp.facts(mlp.network(mlp.Recipe(hidden=(30,)), data, "dense"))
+    assert (facts.density, facts.connections, facts.parameters) == (1, 660, 692)
+
+
+def test_sizes_of_the_extreme_net():
+    assert sum(mlp.extreme_hidden(50_000_000)) + 65_538 == pytest.approx(50_000_000, abs=4)
+    with pytest.raises(BlockSparseError, match="neurons: expected 65,542 or more, with 65,536 inputs, got 1000"):
+        mlp.extreme_hidden(1000)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_it_says_what_it_trains_and_what_came_out(points, tmp_path):
+    out = train(points, tmp_path / "run", "--lr", 0.05, "--epochs", 8).stdout
+    model = SparseMLP([12, 40, 30, 3], epsilon=6)
+    connections = sum(layer.layout.nnz for layer in model.layers)
+    assert "set, 12-40-30-3, All-ReLU 0.6" in out
+    assert f"85 neurons, {connections:,} connections, density {connections / 1770:.3g}, 0.0 MB" in out
+    assert "points.csv: 120 rows to train on, 3 classes; 8 epochs of 7 steps" in out
+    assert re.search(r"step 7 of 56: \d\.\d+ nats", out)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert f"held out {result['held_out']:.4f} % test error after 56 steps" in out
+    assert result["held_out"] < 20
+    assert result["unit"] == "% test error"
+    assert result["facts"]["connections"] == connections
+    assert result["parameters"] == result["facts"]["parameters"] == connections + 73
+    assert result["settings"]["optimizer"] == "sgd"
+    again = train(points, tmp_path / "run", "--lr", 0.05, "--epochs", 8).stdout
+    assert "this run is finished" in again
+
+
+def test_madelon_by_its_name(tmp_path):
+    write_madelon(tmp_path, train=40, valid=20)
+    arguments = ["--data-dir", tmp_path, "--epochs", 1, "--batch", 20, "--out", tmp_path / "run"]
+    out = run("train", "mlp", "--data", "madelon", *arguments).stdout
+    assert "set, 500-400-100-400-2, All-ReLU 0.5" in out
+
+
+def test_many_neurons(tmp_path):
+    arguments = ["--neurons", "70k", "--rows", 8, "--epochs", 2, "--out", tmp_path]
+    out = run("train", "mlp", *arguments).stdout
+    assert "set, 65,536-1,116-1,116-1,116-1,116-2" in out
+    assert "70,002 neurons" in out
+    assert "synthetic: 8 rows to train on, 2 classes; 2 epochs of 2 steps" in out
+    result = json.loads((tmp_path / "result.json").read_text())
+    # About epsilon (n_in + n_out) connections of each layer, and epsilon is 1.
+    assert result["facts"]["connections"] == pytest.approx(65_536 + 7 * 1116 + 1118, rel=0.02)
+
+
+def test_methods_and_seeds_side_by_side(points, tmp_path):
+    for method in mlp.METHODS:
+        train(points, tmp_path / method, "--method", method)
+    train(points, tmp_path / "set1", "--seed", 1)
+    train(points, tmp_path / "pruned", "--importance-from", 1, "--importance-every", 2, "--importance-percentile", 25)
+    runs = [tmp_path / name for name in (*mlp.METHODS, "set1", "pruned")]
+    out = run("compare", *runs, "--json", tmp_path / "c.json").stdout
+    for word in ("% test", "error", *mlp.METHODS, "set1", "12-40-30-3", "over seeds"):
+        assert word in out
+    content = {one["run"]: one for one in json.loads((tmp_path / "c.json").read_text())["runs"]}
+    assert {one["unit"] for one in content.values()} == {"% test error"}
+    assert len(content["set"]["curve"]) == 4
+    tensors = checkpoint.load(tmp_path / "pruned" / "last.safetensors")[0]
+    whole = checkpoint.load(tmp_path / "set" / "last.safetensors")[0]
+    assert len(tensors["model.layers.0.values"]) < len(whole["model.layers.0.values"])
+    # Two seeds of SET are one group.
+    shown = out[out.index("over seeds") :]
+    assert re.search(r"^set\b.* 2 +\d+\.\d+ ± \d", shown, re.MULTILINE)
+
+
+def start(points, out):
+    """The command in a process of its own."""
+    arguments = ["train", "mlp", "--data", points, "--out", out, *SMALL, "--epochs", "100"]
+    arguments += ["--importance-from", "60", "--importance-every", "15"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", COMMAND, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
+def test_a_run_killed_with_9_and_resumed_ends_with_the_same_bits(points, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    uninterrupted, process = start(points, whole), start(points, killed)
+    wait_for_step(killed, 550, process)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert 500 <= checkpoint.load(killed / "last.safetensors")[1]["step"] < 700
+    assert start(points, killed).wait() == 0
+    assert uninterrupted.wait() == 0
+    ours, theirs = (checkpoint.load(run / "last.safetensors")[0] for run in (killed, whole))
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    figures = [[line["held_out"] for line in run_log.read(run) if "held_out" in line] for run in (killed, whole)]
+    assert figures[0] == figures[1]
+    assert len(figures[0]) == 100
+
+
+def test_a_signal_saves_and_says_how_to_go_on(points, tmp_path, monkeypatch):
+    take = mlp.ClassifyTask.rows_of
+
+    def interrupting(self, step):
+        if step == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+        return take(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlp.ClassifyTask, "rows_of", interrupting)
+        out = train(points, tmp_path, code=130).stdout
+    assert "stopped after step 10 of 28" in out
+    assert "goes on after step 10" in train(points, tmp_path).stdout
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "data: expected --data NAME, --data FILE.csv or --neurons, got neither"),
+        (["--data", "CSV", "--neurons", "1M"], "got both"),
+        (["--neurons", "1M", "--hidden", "5"], "size: expected --neurons or --hidden, got both"),
+        (["--neurons", "many"], "neurons: expected a number such as 800k"),
+        (["--data", "mnist"], "data: expected one of fashion_mnist, cifar10, madelon, higgs, or a csv file, got mnist"),
+        (["--data", "madelon", "--data-dir", "HERE"], "madelon: expected HERE/madelon/madelon_train.data or"),
+        (["--data", "CSV", "--hidden", "5,,5"], "hidden: expected positive ints with commas between"),
+        (["--data", "CSV", "--hidden", "5,0"], "hidden: expected positive ints with commas between"),
+        (["--data", "CSV", "--method", "best"], "method: expected one of set, fixed, rigl, dense, got 'best'"),
+        (["--data", "CSV", "--batch", "121"], "batch: expected an int from 1 to the rows to train on, 120, got 121"),
+        (["--data", "CSV", "--batch", "60", "--epochs", "0"], "epochs: expected a positive int, got 0"),
+        (["--data", "CSV", "--batch", "60", "--epsilon", "0.0001"], "density: expected one that leaves a layer"),
+        (["--data", "CSV", "--batch", "60", "--zeta", "1.5"], "zeta: expected a number from 0 to 1, got 1.5"),
+        (["--data", "CSV", "--batch", "60", "--dropout", "1"], "dropout: expected a number from 0 to below 1"),
+        (["--data", "CSV", "--batch", "60", "--lr", "nan"], "learning_rate: expected a number, not negative"),
+        (["--data", "CSV", "--method", "dense", "--importance-from", "1"], "importance pruning: expected a sparse net"),
+        (["--data", "HOLES"], "holes.csv, line 3, column b: expected a finite number, got a hole"),
+        (["--data", "ONE"], "one.csv: expected labels of two classes or more, got only 1 down to line 2"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_ends_in_one_line(arguments, message, points, tmp_path):
+    (tmp_path / "holes.csv").write_text("a,b,label\n1,2,0\n1,,1\n")
+    (tmp_path / "one.csv").write_text("a,label\n1,1\n")
+    places = {"CSV": points, "HOLES": tmp_path / "holes.csv", "ONE": tmp_path / "one.csv", "HERE": tmp_path}
+    given = [places.get(argument, argument) for argument in arguments]
+    assert message.replace("HERE", str(tmp_path)) in error("train", "mlp", "--out", tmp_path / "run", *given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_method_is_refused(points, tmp_path):
+    train(points, tmp_path)
+    said = error("train", "mlp", "--data", points, "--out", tmp_path, *SMALL, "--method", "fixed")
+    assert "begun with: model.method set" in said
+    assert "take a new folder" in said
+
+
+def test_sizes_as_one_types_them():
+    assert parse_sizes("1000") == (1000,)
+    for wrong in ("", "a", "1,-2", "1.5", "1 000"):
+        with pytest.raises(BlockSparseError, match="hidden: expected positive ints"):
+            parse_sizes(wrong)
