@@ -18,7 +18,7 @@ from blocksparse import BlockSparseError
 from blocksparse.cli.train import parse_sizes
 from blocksparse.data.synthetic import Synthetic
 from blocksparse.models.mlp import SparseMLP
-from blocksparse.recipes import checkpoint, mlp, run_log
+from blocksparse.recipes import checkpoint, compare, mlp, run_log
 from test_cli_train import COMMAND, error, run, wait_for_step
 from test_data_tables import write_madelon
 
@@ -158,6 +158,15 @@ def test_methods_and_seeds_side_by_side(points, tmp_path):
     # Two seeds of SET are one group.
     shown = out[out.index("over seeds") :]
     assert re.search(r"^set\b.* 2 +\d+\.\d+ ± \d", shown, re.MULTILINE)
+
+
+def test_a_setting_that_there_was_not_yet_sets_no_runs_apart(points, tmp_path):
+    train(points, tmp_path / "now")
+    now, before = compare.read(tmp_path / "now"), compare.read(tmp_path / "now")
+    before.config["settings"] |= {"optimizer": "adam"}
+    now.config["settings"] |= {"optimizer": "adam"}
+    del before.config["settings"]["optimizer"], before.config["settings"]["momentum"]
+    assert [len(group.runs) for group in compare.groups([now, before])] == [2]
 
 
 def start(points, out):

@@ -185,7 +185,7 @@ def mlp(
         highlight=False,
     )
     said = f"{table.name}: {table.rows:,} rows to train on, {len(table.classes)} classes; "
-    said += f"{recipe.epochs:,} epochs of {task.steps_per_epoch:,} steps"
+    said += f"{recipe.epochs:,} epoch{'s' * (recipe.epochs != 1)} of {task.steps_per_epoch:,} steps"
     console.print(said, style="dim", highlight=False)
     show(console, Trainer(task, out, settings, {"data": table.name, "epochs": recipe.epochs, **asdict(facts)}))
 
