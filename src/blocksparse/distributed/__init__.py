@@ -1,5 +1,7 @@
 """Sparse training by several processes, over torch.distributed."""
 
 from .formulas import prune_to, retain_valid, union_average, warm_up
+from .settings import Epoch, Settings
+from .wasap import train
 
-__all__ = ["prune_to", "retain_valid", "union_average", "warm_up"]
+__all__ = ["Epoch", "Settings", "prune_to", "retain_valid", "train", "union_average", "warm_up"]

@@ -1,0 +1,104 @@
+"""A model's parameters, gradients, momentum and topology as flat tensors: what the messages hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import BlockLayout, rows_of
+from ..nn.module import BlockSparseModule
+
+
+class Flat:
+    """The numbers of a model in a fixed order, one tensor of each kind; their counts do not change as it evolves.
+
+    Args:
+        model: whose parameters, and the layouts of whose block-sparse modules, are meant.
+
+    >>> import torch, blocksparse as bs
+    >>> from blocksparse.distributed.flat import Flat
+    >>> layer = bs.nn.Linear(2, 2, layout=bs.BlockLayout([[1, 1], [0, 1]], 1))
+    >>> flat = Flat(layer)
+    >>> flat.load_values(torch.arange(5.0))
+    >>> layer.values.flatten().tolist(), layer.bias.tolist()
+    ([0.0, 1.0, 2.0], [3.0, 4.0])
+    >>> flat.topology()
+    tensor([0, 2, 3, 0, 1, 1], dtype=torch.int32)
+    """
+
+    def __init__(self, model: nn.Module):
+        self.names, self.parameters = zip(*model.named_parameters(), strict=True)
+        self.modules = [module for module in model.modules() if isinstance(module, BlockSparseModule)]
+        self.module_of = {module.values: i for i, module in enumerate(self.modules)}
+        self.numbers = sum(p.numel() for p in self.parameters)
+        self.dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters))
+
+    # -- parameters and what is of their shape -----------------------------------------------------------------
+
+    def values(self) -> Tensor:
+        """The parameters, a copy `[numbers]`."""
+        return self._joined(self.parameters)
+
+    def empty(self) -> Tensor:
+        """For what comes in a message: `[numbers]` on the CPU."""
+        return torch.empty(self.numbers, dtype=self.dtype)
+
+    def load_values(self, flat: Tensor) -> None:
+        """Writes the parameters."""
+        for parameter, values in zip(self.parameters, self.split(flat), strict=True):
+            parameter.data.copy_(values)
+
+    def gradients(self) -> Tensor:
+        """The gradients `[numbers]`; 0 where there are none."""
+        return self._joined([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+
+    def momentum(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """The momentum of each parameter `[numbers]`; 0 before the first step."""
+        state = optimizer.state
+        return self._joined([state.get(p, {}).get("momentum_buffer", torch.zeros_like(p)) for p in self.parameters])
+
+    def load_momentum(self, optimizer: torch.optim.Optimizer, flat: Tensor) -> None:
+        """Writes the momentum."""
+        for parameter, momentum in zip(self.parameters, self.split(flat), strict=True):
+            optimizer.state[parameter]["momentum_buffer"] = momentum.to(parameter).clone()
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """The parts of a flat tensor, in the parameters' shapes."""
+        parts = flat.split([p.numel() for p in self.parameters])
+        return [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def _joined(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+    # -- topology ----------------------------------------------------------------------------------------------
+
+    def layouts(self) -> list[BlockLayout]:
+        """Of each block-sparse weight."""
+        return [module.layout for module in self.modules]
+
+    def load_layouts(self, layouts: Sequence[BlockLayout]) -> None:
+        """Gives each weight its layout, of as many blocks as it has; the values in memory stay, for others to come."""
+        for module, layout in zip(self.modules, layouts, strict=True):
+            if module.layout != layout:
+                module.set_layout(layout, module.values.data)
+
+    def topology(self) -> Tensor:
+        """The crow and col indices of each block-sparse weight, on the CPU."""
+        return topology_of(self.layouts())
+
+    def layouts_of(self, topology: Tensor) -> list[BlockLayout]:
+        """The layouts that `topology` made such a tensor of."""
+        layouts = []
+        for layout in self.layouts():
+            crow, col, topology = topology.tensor_split([layout.grid[0] + 1, layout.grid[0] + 1 + layout.nnz])
+            rows = rows_of(crow.numpy(), layout.nnz, layout.grid[0])
+            layouts.append(BlockLayout.from_indices(rows, col.numpy(), layout.grid, layout.block_shape))
+        return layouts
+
+
+def topology_of(layouts: Sequence[BlockLayout]) -> Tensor:
+    """The crow and col indices of each layout, one after the other, on the CPU."""
+    return torch.cat([index for layout in layouts for index in (layout.crow_indices(), layout.col_indices())])

@@ -1,0 +1,419 @@
+"""WASAP-SGD and WASSP-SGD: truly sparse networks trained by several workers, with one topology or several."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import BlockSparseError
+from ..layout import BlockLayout
+from ..recipes import checkpoint as checkpoints
+from ..sparsity.evolve import Evolve
+from ..sparsity.method import Skip
+from ..sparsity.sgd import SGD
+from . import group
+from .flat import Flat
+from .formulas import prune_to, union_average, warm_up
+from .master import Finished, Master, push_to_master
+from .settings import Epoch, Settings
+
+Data = tuple[Tensor, Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def train(
+    model: nn.Module,
+    data: Data,
+    settings: Settings | None = None,
+    *,
+    test: Data | None = None,
+    skip: Skip = (),
+    loss: Loss = F.cross_entropy,
+    checkpoint: str | Path | None = None,
+    resume: bool = False,
+    report: Callable[[Epoch], None] | None = None,
+) -> list[Epoch]:
+    """Trains a block-sparse network by all processes of this run, alike on one machine and on many.
+
+    Call it in each process of `torchrun --nproc-per-node K script.py`; without torchrun the one process is all workers.
+
+    In the first phase (WASAP-SGD) each worker computes gradients on its own part of the data, as fast as it can, and
+    gives them to the master, which drops those of connections that are gone, takes a step with each, evolves the
+    topology after as many as an epoch has, and answers with the newest network. With `synchronous` (WASSP-SGD) all
+    workers take each step together, with the mean gradient over their samples and a learning rate that rises to K
+    times its value within five epochs. In the second phase each worker trains and evolves alone, on its own part. At
+    the end the networks are averaged on the union of their topologies, and pruned by magnitude to the connections that
+    there were before.
+
+    Process 0 is the master and a worker too. With one process this is sequential sparse evolutionary training, bit
+    for bit; with `synchronous` any number of processes gives the same bits each time, and the asynchronous phase does
+    not. Messages of the asynchronous phase are CPU tensors (gloo), wherever the model is; all others are where it is.
+
+    A process that dies stops the run: the others get a BlockSparseError as soon as the connection breaks or the timeout
+    is over, and torchrun ends them. The last checkpoint is whole; the same call with `resume` goes on from there, with
+    as many processes as there are then. The master writes it after each epoch of the first phase and at the end, so
+    that a second phase begins anew; alone, after each epoch.
+
+    Args:
+        model: alike in all processes; the master's is what training begins with. In the end all have the result.
+        data: inputs `[n, ...]` and targets `[n, ...]`, alike in all processes; worker k takes rows k, k + K, ...
+        test: inputs and class numbers `[m]`, on which the master measures the accuracy.
+        skip: as for `bs.sparsity.Evolve`: what does not evolve.
+        loss: of outputs and targets, a mean over samples.
+        checkpoint: the file for it.
+        resume: whether to go on from that file.
+        report: called on the master after each epoch.
+
+    Returns:
+        What came out of each epoch, and of the average, on the master; nothing elsewhere.
+
+    Raises:
+        BlockSparseError: more workers than data, inputs and targets that differ in number, a model without
+            block-sparse weights or with running statistics (batch norm), models that differ between the processes,
+            a checkpoint of other settings, a process that does not answer.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> from blocksparse.distributed import Settings, train
+        >>> from blocksparse.models.mlp import SparseMLP
+        >>> x = torch.randn(256, 20, generator=torch.Generator().manual_seed(0))
+        >>> model = SparseMLP([20, 64, 2], epsilon=5, activation="relu", dropout=0)
+        >>> epochs = train(model, (x, (x[:, 0] > 0).long()), Settings(epochs=3, batch=32), skip=model.output)
+        >>> [(epoch.epoch, epoch.phase) for epoch in epochs]
+        [(1, 'asynchronous'), (2, 'asynchronous'), (3, 'alone'), (3, 'average')]
+
+    Source: Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021).
+    """
+    settings = Settings() if settings is None else settings
+    _check(model, data, test)
+    if resume and checkpoint is None:
+        raise BlockSparseError.expected("resume", "a checkpoint to go on from", "None")
+    with group.joined(settings.timeout) as (rank, workers):
+        if workers > len(data[0]):
+            raise BlockSparseError.expected("data", f"a sample or more for each of {workers} workers", len(data[0]))
+        run = _Run(model, data, settings, test, skip, loss, rank, workers)
+        run.path, run.report = None if checkpoint is None else Path(checkpoint), report
+        was_training = model.training
+        devices = {p.device.index for p in model.parameters() if p.is_cuda}
+        with torch.random.fork_rng([device for device in devices if device is not None]):
+            run.all(resume)
+        model.train(was_training)
+        return run.epochs
+
+
+class _Run:
+    """One process of a run."""
+
+    path: Path | None
+    report: Callable[[Epoch], None] | None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Data,
+        settings: Settings,
+        test: Data | None,
+        skip: Skip,
+        loss: Loss,
+        rank: int,
+        workers: int,
+    ):
+        self.model, self.data, self.settings, self.test, self.loss = model, data, settings, test, loss
+        self.rank, self.workers = rank, workers
+        self.flat = Flat(model)
+        self.optimizer = SGD(model.parameters(), settings.learning_rate, settings.momentum, settings.weight_decay)
+        seed, stop = settings.seed, settings.epochs
+        self.method = Evolve(model, self.optimizer, settings.zeta, skip=skip, stop=stop, seed=seed)
+        self.device = self.flat.parameters[0].device
+        self.epochs: list[Epoch] = []
+        n = len(data[0])
+        self.shards = [len(range(k, n, workers)) for k in range(workers)]
+        self.rows = torch.arange(rank, n, workers)
+
+    def all(self, resume: bool) -> None:
+        self.check_alike()
+        start = self.resumed() if resume and self.rank == group.MASTER else 0
+        start = int(group.spread(torch.tensor(start)))
+        self.share()
+        together = self.settings.together
+        if start < together:
+            (self.synchronous if self.settings.synchronous else self.asynchronous)(start)
+        if start < self.settings.epochs:
+            self.alone(max(start, together))
+            self.average()
+
+    # -- data --------------------------------------------------------------------------------------------------
+
+    def batches(self, epoch: int) -> Iterator[Tensor]:
+        """The rows of each batch of this worker in an epoch; dropout is seeded for it."""
+        yield from batches(self.rows, self.settings, epoch, self.rank)
+
+    def gradient(self, model: nn.Module, rows: Tensor) -> float:
+        """Leaves the gradient in the parameters; returns the loss."""
+        model.zero_grad(set_to_none=True)
+        x, y = (part[rows.to(part.device)].to(self.device) for part in self.data)
+        loss = self.loss(model(x), y)
+        loss.backward()
+        return loss.item()
+
+    # -- first phase -------------------------------------------------------------------------------------------
+
+    def asynchronous(self, start: int) -> None:
+        steps = sum(-(-size // self.settings.batch) for size in self.shards)
+        if self.rank != group.MASTER:
+            self.model.train()
+            for rows in self.stream(start):
+                if not push_to_master(self.flat, len(rows), self.gradient(self.model, rows)):
+                    break
+        else:
+            self.lead(Master(self.flat, self.optimizer, self.method, start, self.settings.together, steps))
+        self.share()
+
+    def lead(self, master: Master) -> None:
+        """The master's own worker, beside the threads for the others, which change the model meanwhile: on a copy."""
+        threads = [threading.Thread(target=master.serve, args=(k,), daemon=True) for k in range(1, self.workers)]
+        model = copy.deepcopy(self.model) if threads else self.model
+        flat = Flat(model) if threads else self.flat
+        for thread in threads:
+            thread.start()
+        model.train()
+        goes_on, had = True, master.layouts
+        rows = self.stream(master.epoch)
+        while goes_on:
+            batch = next(rows)
+            loss = self.gradient(model, batch)
+            goes_on = master.push(flat.gradients(), had, len(batch), loss)
+            self.show(master, model, flat)
+            had, values = master.newest() if threads else (master.layouts, None)
+            if values is not None:
+                load(flat, had, values)
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.05)
+                master.check()
+        master.check()
+        self.show(master, model, flat)
+
+    def show(self, master: Master, model: nn.Module, flat: Flat) -> None:
+        """Evaluates and saves the epochs that are over by now; the copy becomes what they left."""
+        while master.finished:
+            done = master.finished.popleft()
+            if model is not self.model:
+                load(flat, done.layouts, done.values)
+            self.record(model, done, "asynchronous")
+            if model is self.model:
+                master.start = time.perf_counter()  # nobody trained meanwhile
+
+    def stream(self, epoch: int) -> Iterator[Tensor]:
+        """The worker's batches without end: a fast one sees its part more often."""
+        while True:
+            yield from self.batches(epoch)
+            epoch += 1
+
+    def synchronous(self, start: int) -> None:
+        settings, group_of = self.settings, self.optimizer.param_groups[0]
+        steps = -(-max(self.shards) // settings.batch)
+        for epoch in range(start, settings.together):
+            group_of["lr"] = warm_up(settings.learning_rate, self.workers, epoch)
+            clock, rows, loss = time.perf_counter(), self.batches(epoch), 0.0
+            self.model.train()
+            for step in range(steps):
+                batch = next(rows, self.rows[:0])
+                loss += self.together(batch, step)
+            self.end(epoch, clock, loss, "synchronous")
+            # Each process has taken the same steps; but other processors may round in other ways.
+            self.share()
+        group_of["lr"] = settings.learning_rate
+
+    def together(self, rows: Tensor, step: int) -> float:
+        """A step of all workers with the mean gradient over their samples; returns the sum of the losses here."""
+        loss = self.gradient(self.model, rows) if len(rows) else 0.0
+        if self.workers > 1:
+            batch = self.settings.batch
+            samples = sum(min(batch, max(0, size - step * batch)) for size in self.shards)
+            if not len(rows):
+                self.model.zero_grad(set_to_none=True)
+            mean = group.add_up(self.flat.gradients() * (len(rows) / samples))
+            for parameter, part in zip(self.flat.parameters, self.flat.split(mean), strict=True):
+                parameter.grad = part.to(parameter)
+        self.optimizer.step()
+        return loss * len(rows)
+
+    # -- second phase ------------------------------------------------------------------------------------------
+
+    def alone(self, start: int) -> None:
+        if self.rank != group.MASTER:
+            self.method.seed = number_of(self.settings.seed, 0, self.rank)
+        for epoch in range(start, self.settings.epochs):
+            clock, loss = time.perf_counter(), 0.0
+            self.model.train()
+            for rows in self.batches(epoch):
+                loss += self.gradient(self.model, rows) * len(rows)
+                self.optimizer.step()
+            self.end(epoch, clock, loss, "alone")
+
+    def average(self) -> None:
+        """The networks' mean on the union of their topologies, with the connections that each has."""
+        values, topologies = group.collect(self.flat.values()), group.collect(self.flat.topology())
+        if self.rank == group.MASTER:
+            layouts = [self.flat.layouts_of(topology) for topology in topologies]
+            parts = [self.flat.split(one) for one in values]
+            average_into(self.flat, layouts, parts)
+            self.optimizer.state.clear()
+            last = self.epochs[-1]
+            epoch = Epoch(last.epoch, "average", last.loss, self.accuracy(self.model), last.samples_per_second)
+            self.save(self.model, epoch.epoch, self.flat.momentum(self.optimizer), self.method.calls)
+            self.tell(epoch)
+        self.share()
+
+    # -- what the processes tell each other --------------------------------------------------------------------
+
+    def check_alike(self) -> None:
+        mine = torch.tensor([self.flat.numbers, self.flat.topology().numel(), len(self.data[0]), self.settings.epochs])
+        masters = group.spread(mine.clone())
+        differ = group.add_up((mine != masters).any().long().view(1))
+        if differ:
+            what = "parameters, indices, samples and epochs as on the master"
+            raise BlockSparseError.expected(f"process {self.rank}", f"{what}, {masters.tolist()}", mine.tolist())
+
+    def share(self) -> None:
+        """Gives all the master's network, momentum and count of evolutions."""
+        if self.workers == 1:
+            return
+        topology = group.spread(self.flat.topology())
+        values, momentum = group.spread(self.flat.values()), group.spread(self.flat.momentum(self.optimizer))
+        self.method.calls = int(group.spread(torch.tensor(self.method.calls)))
+        if self.rank != group.MASTER:
+            load(self.flat, self.flat.layouts_of(topology), values)
+            self.flat.load_momentum(self.optimizer, momentum)
+
+    def end(self, epoch: int, clock: float, loss: float, phase: str) -> None:
+        """Of an epoch in which all processes work in step, or each alone."""
+        self.method.step()
+        total, samples = group.add_up(torch.tensor([loss, len(self.rows)], dtype=torch.float64)).tolist()
+        if self.rank == group.MASTER:
+            seconds, flat = time.perf_counter() - clock, self.flat
+            momentum, calls = flat.momentum(self.optimizer), self.method.calls
+            mean = total / samples
+            done = Finished(epoch + 1, [], torch.empty(0), momentum, calls, mean, int(samples), seconds)
+            self.record(self.model, done, phase)
+
+    def record(self, model: nn.Module, done: Finished, phase: str) -> None:
+        accuracy = self.accuracy(model)
+        if phase != "alone" or self.workers == 1:
+            self.save(model, done.epoch, done.momentum, done.calls)
+        self.tell(Epoch(done.epoch, phase, done.loss, accuracy, done.samples / max(done.seconds, 1e-9)))
+
+    def tell(self, epoch: Epoch) -> None:
+        self.epochs.append(epoch)
+        if self.report is not None:
+            self.report(epoch)
+
+    @torch.no_grad()
+    def accuracy(self, model: nn.Module) -> float | None:
+        if self.test is None:
+            return None
+        model.eval()
+        right = 0
+        for x, y in zip(*(part.split(1000) for part in self.test), strict=True):
+            right += int((model(x.to(self.device)).argmax(-1) == y.to(self.device)).sum())
+        model.train()
+        return right / len(self.test[0])
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def about(self) -> dict[str, Any]:
+        said = asdict(self.settings)
+        del said["timeout"]
+        return {"kind": "wasap", "settings": said}
+
+    def save(self, model: nn.Module, epoch: int, momentum: Tensor, calls: int) -> None:
+        if self.path is None:
+            return
+        tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+        tensors["momentum"] = momentum
+        checkpoints.save(self.path, tensors, {**self.about(), "epoch": epoch, "calls": calls})
+
+    def resumed(self) -> int:
+        """Loads the checkpoint; returns how many epochs are over."""
+        if self.path is None:
+            return 0
+        tensors, about = checkpoints.load(self.path)
+        epoch, self.method.calls = about.pop("epoch", 0), about.pop("calls", 0)
+        if about != self.about():
+            raise BlockSparseError.expected(str(self.path), f"a checkpoint of {self.about()}", about)
+        momentum = tensors.pop("momentum")
+        try:
+            self.model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+        except RuntimeError as error:
+            raise BlockSparseError.expected(str(self.path), "a checkpoint of this model", error) from error
+        self.flat.load_momentum(self.optimizer, momentum)
+        return epoch
+
+
+def batches(rows: Tensor, settings: Settings, epoch: int, rank: int = 0) -> Iterator[Tensor]:
+    """The rows of each batch in an epoch, `[batch]` ints, shuffled; seeds PyTorch's generators, of which dropout draws.
+
+    >>> import torch
+    >>> from blocksparse.distributed import Settings
+    >>> from blocksparse.distributed.wasap import batches
+    >>> with torch.random.fork_rng():
+    ...     sorted(torch.cat(list(batches(torch.arange(5), Settings(batch=2), epoch=0))).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    seed = number_of(settings.seed, epoch + 1, rank)
+    torch.manual_seed(seed)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    yield from rows[order].split(settings.batch)
+
+
+def number_of(seed: int, epoch: int, rank: int) -> int:
+    """A seed for one epoch of one worker."""
+    return int(np.random.SeedSequence([seed, epoch, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def load(flat: Flat, layouts: list[BlockLayout], values: Tensor) -> None:
+    """Topology and parameters."""
+    flat.load_layouts(layouts)
+    flat.load_values(values)
+
+
+def average_into(flat: Flat, layouts: list[list[BlockLayout]], parts: list[list[Tensor]]) -> None:
+    """Leaves the average of several networks in a model, each weight pruned to the blocks that it has there.
+
+    Args:
+        layouts, parts: of each network, as `Flat.layouts` and `Flat.split` give them.
+    """
+    for i, parameter in enumerate(flat.parameters):
+        values = [one[i].to(parameter.dtype) for one in parts]
+        at = flat.module_of.get(parameter)
+        if at is None:
+            parameter.data.copy_(sum(v.double() for v in values) / len(values))
+        else:
+            module = flat.modules[at]
+            layout, mean = union_average([one[at] for one in layouts], values)
+            module.set_layout(*prune_to(layout, mean, module.layout.nnz))
+
+
+def _check(model: nn.Module, data: Data, test: Data | None) -> None:
+    for name, pair in (("data", data), ("test", test)):
+        if pair is None:
+            continue
+        if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
+            raise BlockSparseError.expected(name, "a pair of tensors, inputs and targets", type(pair).__name__)
+        if len(pair[0]) != len(pair[1]) or len(pair[0]) == 0:
+            got = f"{len(pair[0])} inputs and {len(pair[1])} targets"
+            raise BlockSparseError.expected(name, "as many targets as inputs, one or more", got)
+    for name, module in model.named_modules():
+        if getattr(module, "running_mean", None) is not None:
+            raise BlockSparseError.expected(name, "a module without running statistics", type(module).__name__)

@@ -1,0 +1,319 @@
+"""WASAP-SGD and WASSP-SGD: alone the sequential algorithm, with torchrun as good, and stopped by whoever dies."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import blocksparse as bs
+from blocksparse.distributed import Settings, train
+from blocksparse.distributed.wasap import batches
+from blocksparse.models.mlp import SparseMLP
+from blocksparse.recipes import checkpoint
+
+SCRIPT = """
+import os, signal, sys
+import torch
+from torch import nn
+from blocksparse import BlockSparseError
+from blocksparse.distributed import Settings, train
+from blocksparse.models.mlp import SparseMLP
+
+torch.set_num_threads(1)
+where, settings, options = sys.argv[1], Settings(**eval(sys.argv[2])), eval(sys.argv[3])
+rank = int(os.environ["RANK"])
+if "file" in options:  # without torchrun, which would end the others
+    torch.distributed.init_process_group(
+        "gloo", init_method=options["file"], rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+    )
+
+
+def toy(seed, n):
+    x = torch.randn(n, 20, generator=torch.Generator().manual_seed(seed))
+    return x, (x[:, :5].sum(1) > 0).long()
+
+
+steps = 0
+
+
+def loss(y, target):
+    global steps
+    steps += 1
+    if rank == options.get("killed") and steps == options["at"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return nn.functional.cross_entropy(y, target)
+
+
+
+def run():
+    # Each has drawn another: the master's counts.
+    model = SparseMLP([20, 64, 64, 2], density=0.3, activation="relu", dropout=0.1, init="fan_in", seed=rank)
+    nnz = [layer.layout.nnz for layer in model.layers]
+    epochs = train(
+        model, toy(1, 512), settings, test=toy(2, 500), skip=model.output, loss=loss,
+        checkpoint=f"{where}/last.safetensors", resume=options.get("resume", False),
+    )
+    assert [layer.layout.nnz for layer in model.layers] == nnz
+    assert bool(epochs) == (rank == 0)
+    assert all(e.samples_per_second > 0 for e in epochs)
+    return model.state_dict(), [(e.epoch, e.phase, e.accuracy) for e in epochs]
+
+
+if "again" in options:  # three runs of one group, the first refused
+    torch.distributed.init_process_group("gloo")
+    try:
+        train(SparseMLP([20, 8, 2], epsilon=3), toy(1, 1), settings)
+    except BlockSparseError as error:
+        assert str(error) == "data: expected a sample or more for each of 2 workers, got 1"
+    else:
+        raise AssertionError("more workers than data")
+    before = run()[0]
+    found = run()
+    for name, tensor in found[0].items():
+        assert torch.equal(before[name], tensor), name
+    torch.distributed.destroy_process_group()
+else:
+    found = run()
+torch.save(found, f"{where}/{rank}.pt")
+"""
+
+SETTINGS = {"epochs": 10, "batch": 16, "learning_rate": 0.05, "weight_decay": 0.0, "zeta": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def toy(seed, n):
+    x = torch.randn(n, 20, generator=torch.Generator().manual_seed(seed))
+    return x, (x[:, :5].sum(1) > 0).long()
+
+
+def network(seed=0, dropout=0.1):
+    return SparseMLP([20, 64, 64, 2], density=0.3, activation="relu", dropout=dropout, init="fan_in", seed=seed)
+
+
+def environment():
+    source = str(Path(__file__).parents[1] / "src")
+    return os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(tmp_path, workers, settings=None, **options):
+    """The process of `torchrun` as it ended."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), str(script)]
+    arguments = [str(tmp_path), repr(SETTINGS | (settings or {})), repr(options)]
+    return subprocess.run(
+        [sys.executable, *command, *arguments], env=environment(), capture_output=True, text=True, timeout=100
+    )
+
+
+def results(tmp_path, workers):
+    return [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(workers)]
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(other[name], tensor), name
+
+
+# -- alone -------------------------------------------------------------------------------------------------------
+
+
+def sequential(model, settings, data):
+    """Sparse evolutionary training as it is told: all epochs, evolution after each but the last."""
+    optimizer = bs.sparsity.SGD(model.parameters(), settings.learning_rate, settings.momentum, settings.weight_decay)
+    method = bs.sparsity.Evolve(
+        model, optimizer, settings.zeta, skip=model.output, stop=settings.epochs, seed=settings.seed
+    )
+    model.train()
+    for epoch in range(settings.epochs):
+        for rows in batches(torch.arange(len(data[0])), settings, epoch):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(data[0][rows]), data[1][rows]).backward()
+            optimizer.step()
+        method.step()
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_alone_it_is_the_sequential_algorithm_bit_for_bit(synchronous, tmp_path):
+    settings = Settings(**SETTINGS | {"epochs": 6, "synchronous": synchronous, "seed": 3})
+    data = toy(1, 200)
+    wanted = network()
+    with torch.random.fork_rng():
+        sequential(wanted, settings, data)
+    found, random, reports = network(), torch.get_rng_state(), []
+    epochs = train(found, data, settings, test=toy(2, 50), skip=found.output, report=reports.append)
+    same(found.state_dict(), wanted.state_dict())
+    assert torch.equal(torch.get_rng_state(), random)
+    first = "synchronous" if synchronous else "asynchronous"
+    phases = [(e, first) for e in (1, 2, 3, 4)] + [(5, "alone"), (6, "alone"), (6, "average")]
+    assert [(e.epoch, e.phase) for e in epochs] == phases
+    assert reports == epochs
+    # A run that was stopped goes on with the same bits: whatever it began with.
+    path = tmp_path / "last.safetensors"
+    for stop in (2, 5):
+
+        class StopError(Exception):
+            pass
+
+        def until(epoch, stop=stop, error=StopError):
+            if epoch.epoch == stop:
+                raise error
+
+        part, rest = network(), network(seed=7)
+        with pytest.raises(StopError):
+            train(part, data, settings, skip=part.output, checkpoint=path, report=until)
+        assert checkpoint.load(path)[1]["epoch"] == stop
+        train(rest, data, settings, skip=rest.output, checkpoint=path, resume=True)
+        same(rest.state_dict(), wanted.state_dict())
+    over = network(seed=8)
+    assert train(over, data, settings, skip=over.output, checkpoint=path, resume=True) == []
+    same(over.state_dict(), wanted.state_dict())
+
+
+# -- several -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sequential_accuracy():
+    model = network()
+    return train(model, toy(1, 512), Settings(**SETTINGS), test=toy(2, 500), skip=model.output)[-1].accuracy
+
+
+@pytest.mark.parametrize(("workers", "synchronous"), [(2, False), (4, False), (2, True)])
+def test_several_workers_are_as_good(workers, synchronous, tmp_path, sequential_accuracy):
+    # Synchronous runs have the same bits each time: the script sees to it.
+    again = {"again": True} if synchronous else {}
+    done = torchrun(tmp_path, workers, {"synchronous": synchronous}, **again)
+    assert done.returncode == 0, done.stderr
+    (state, epochs), *others = results(tmp_path, workers)
+    for other, none in others:
+        same(other, state)
+        assert none == []
+    first = "synchronous" if synchronous else "asynchronous"
+    assert [(e, phase) for e, phase, _ in epochs] == [(e, first) for e in range(1, 8)] + [
+        (e, "alone") for e in (8, 9, 10)
+    ] + [(10, "average")]
+    assert sequential_accuracy > 0.85
+    assert epochs[-1][2] > sequential_accuracy - 0.05
+    begun = network().layers
+    assert [state[f"layers.{i}.col_indices"].numel() for i in range(3)] == [layer.layout.nnz for layer in begun]
+    assert not torch.equal(state["layers.0.col_indices"], begun[0].layout.col_indices())
+    tensors, about = checkpoint.load(tmp_path / "last.safetensors")
+    same({name.removeprefix("model."): t for name, t in tensors.items() if name != "momentum"}, state)
+    assert about["epoch"] == 10
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------
+
+
+def test_one_that_is_killed_stops_the_run_and_it_goes_on_from_its_checkpoint(tmp_path):
+    begin = time.monotonic()
+    # 16 steps an epoch, of both together.
+    done = torchrun(tmp_path, 2, {"epochs": 5, "synchronous": True}, killed=1, at=40)
+    assert done.returncode != 0
+    assert "SIGKILL" in done.stderr
+    assert time.monotonic() - begin < 60, "and not after the time-out of minutes"
+    assert checkpoint.load(tmp_path / "last.safetensors")[1]["epoch"] == 2
+    assert not (tmp_path / "0.pt").exists()
+    again = torchrun(tmp_path, 2, {"epochs": 5, "synchronous": True}, resume=True)
+    assert again.returncode == 0, again.stderr
+    phases = [epoch[:2] for epoch in results(tmp_path, 2)[0][1]]
+    assert phases == [(3, "synchronous"), (4, "synchronous"), (5, "alone"), (5, "average")]
+
+
+@pytest.mark.parametrize(("workers", "killed", "synchronous"), [(3, 1, False), (2, 0, True)])
+def test_the_others_say_who_is_gone(workers, killed, synchronous, tmp_path):
+    # Without torchrun, which ends the others itself.
+    (tmp_path / "script.py").write_text(SCRIPT)
+    options = {"file": (tmp_path / "group").as_uri(), "killed": killed, "at": 5}
+    arguments = [str(tmp_path / "script.py"), str(tmp_path), repr(SETTINGS | {"synchronous": synchronous})]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *arguments, repr(options)],
+            env=environment() | {"RANK": str(rank), "WORLD_SIZE": str(workers)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(workers)
+    ]
+    try:
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert processes[killed].returncode == -9
+    for rank in set(range(workers)) - {killed}:
+        assert processes[rank].returncode != 0
+        gone = "the other processes" if synchronous else f"process {1 - min(rank, 1)}"
+        wanted = f"BlockSparseError: {gone}: expected an answer in time, got none: dead, or out of reach"
+        assert wanted in errors[rank], errors[rank]
+
+
+X, Y = toy(0, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"data": (X, Y[1:])}, "data: expected as many targets as inputs, one or more, got 8 inputs and 7 targets"),
+        ({"data": (X[:0], Y[:0])}, "data: expected as many targets as inputs, one or more, got 0"),
+        ({"data": X}, "data: expected a pair of tensors"),
+        ({"test": (X, 3)}, "test: expected a pair of tensors"),
+        ({"model": nn.Linear(20, 2)}, "modules: expected one with block-sparse weights"),
+        ({"model": nn.Sequential(network(), nn.BatchNorm1d(2))}, "1: expected a module without running statistics"),
+        ({"skip": "layers.9"}, "skip: expected"),
+        ({"resume": True}, "resume: expected a checkpoint to go on from"),
+        ({"resume": True, "checkpoint": "nowhere.safetensors"}, "checkpoint: expected a file"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        train(**{"model": network(), "data": (X, Y), "settings": Settings(epochs=1)} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epochs": 0}, "epochs: expected an int, 1 or more"),
+        ({"batch": 1.5}, "batch: expected an int"),
+        ({"first_phase": 1.1}, "first_phase: expected a number from 0 to 1"),
+        ({"learning_rate": -1.0}, "learning_rate: expected"),
+        ({"synchronous": 1}, "synchronous: expected True or False"),
+        ({"timeout": 0}, "timeout: expected a positive number"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        Settings(**settings)
+
+
+def test_a_checkpoint_of_another_run(tmp_path):
+    path = tmp_path / "last.safetensors"
+    train(network(), (X, Y), Settings(epochs=1), checkpoint=path)
+    with pytest.raises(bs.BlockSparseError, match="expected a checkpoint of"):
+        train(network(), (X, Y), Settings(epochs=2), checkpoint=path, resume=True)
+    with pytest.raises(bs.BlockSparseError, match="expected a checkpoint of this model"):
+        train(SparseMLP([20, 8, 2], epsilon=3), (X, Y), Settings(epochs=1), checkpoint=path, resume=True)
+
+
+def test_import_blocksparse_does_not_load_it():
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, blocksparse; print('blocksparse.distributed' in sys.modules)"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "False", done.stderr
