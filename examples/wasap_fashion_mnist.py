@@ -1,0 +1,63 @@
+"""A sparse network trained on Fashion-MNIST by several processes: WASAP-SGD, or WASSP-SGD with --synchronous.
+
+Run: torchrun --nproc-per-node 2 examples/wasap_fashion_mnist.py --data FOLDER [--epochs 10] [--synchronous]
+
+FOLDER holds the four idx files of https://github.com/zalandoresearch/fashion-mnist, as published. Each process takes
+the threads of OMP_NUM_THREADS, which torchrun sets to 1. With --checkpoint FILE the run can be stopped; the same
+command with --resume goes on.
+"""
+
+import argparse
+import os
+
+from blocksparse.data import idx
+from blocksparse.distributed import Epoch, Settings, train
+from blocksparse.models.mlp import SparseMLP
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--data", required=True, help="the folder")
+parser.add_argument("--epochs", type=int, default=10)
+parser.add_argument("--batch", type=int, default=128, help="of each process")
+parser.add_argument("--hidden", type=int, default=1000, help="neurons of each of three layers")
+parser.add_argument("--lr", type=float, default=0.01)
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--synchronous", action="store_true")
+parser.add_argument("--checkpoint")
+parser.add_argument("--resume", action="store_true")
+options = parser.parse_args()
+
+images = idx.mnist(options.data)
+
+
+def flat(pixels):
+    return (pixels.flatten(1).float() / 255 - 0.286) / 0.353
+
+
+def show(epoch: Epoch) -> None:
+    print(
+        f"epoch {epoch.epoch} {epoch.phase}: loss {epoch.loss:.4f}, accuracy {epoch.accuracy:.4f}, "
+        f"{epoch.samples_per_second:,.0f} samples/s",
+        flush=True,
+    )
+
+
+model = SparseMLP([784, *[options.hidden] * 3, 10], epsilon=20, alpha=0.6, seed=options.seed)
+if os.environ.get("RANK", "0") == "0":
+    weights = sum(layer.layout.nnz for layer in model.layers)
+    print(f"{weights:,} connections, {os.environ.get('WORLD_SIZE', 1)} processes", flush=True)
+train(
+    model,
+    (flat(images.train), images.train_labels),
+    Settings(
+        epochs=options.epochs,
+        batch=options.batch,
+        learning_rate=options.lr,
+        seed=options.seed,
+        synchronous=options.synchronous,
+    ),
+    test=(flat(images.test), images.test_labels),
+    skip=model.output,
+    checkpoint=options.checkpoint,
+    resume=options.resume,
+    report=show,
+)
