@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -103,8 +102,7 @@ def network(seed=0, dropout=0.1):
 
 
 def environment():
-    source = str(Path(__file__).parents[1] / "src")
-    return os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 def torchrun(tmp_path, workers, settings=None, **options):
