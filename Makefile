@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/blocksparse demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .
