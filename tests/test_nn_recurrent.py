@@ -157,6 +157,16 @@ def test_block_sparse_is_dense_with_zeros(cell, hidden, layers, bidirectional):
         close(a, b, 2e-6)
 
 
+def test_block_sparse_without_a_bias():
+    torch.manual_seed(0)
+    sparse = bs.nn.LSTM(20, HIDDEN, 2, bias=False, density=0.5, block_size=8)
+    dense = densified(sparse)
+    x, hx = torch.randn(7, 5, 20), states(sparse, 5)
+    got, expected = results(sparse, x, hx), results(dense, x, hx)
+    for a, b in zip(got[0] + got[1][:3], expected[0] + expected[1][:3], strict=True):
+        close(a, b, 2e-6)
+
+
 def test_projection_of_odd_size():
     torch.manual_seed(0)
     sparse = bs.nn.LSTM(20, 27, 2, proj_size=10, density=0.5, block_size=8)

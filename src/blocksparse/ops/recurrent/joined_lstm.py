@@ -49,7 +49,7 @@ class JoinedLSTM(LSTM):
         layout, order = _join(self.input_layout, self.layout)
         joined, inputs = Product(values, layout, steps.batch), x.shape[1]
         grad_pre, grad_x = workspace.empty_like(gates), workspace.empty_like(x)
-        grad_bias = c_after.new_zeros(gates.shape[1])
+        grad_bias = c_after.new_zeros(gates.shape[1]) if needed[5] else None
         dh, dc = Returning(steps, grad_h), grad_c.clone()
         views = [steps.cut(each) for each in (gates, c_before, c_after, grad_y.contiguous(), grad_pre, grad_x)]
         run = lstm_gates.backend_for(gates.device, gates.dtype).backward
@@ -60,12 +60,13 @@ class JoinedLSTM(LSTM):
             grad = joined.dgrad(grad_z)
             into.copy_(grad[:, :inputs])
             dh.set(t, grad[:, inputs:])
-            if needed[5]:  # while it is in the cache
+            if grad_bias is not None:  # while it is in the cache
                 grad_bias += grad_z.sum(0)
         grad_values = torch.empty_like(values)
         grad_values[order.to(values.device)] = joined.wgrad(grad_pre, rows)
         grad_weights = grad_values.split([len(input_weight), len(values) - len(input_weight)])
-        return grad_x, None, dh.initial, dc, grad_weights[0], grad_bias.to(x.dtype), grad_weights[1]
+        grad_bias = None if grad_bias is None else grad_bias.to(x.dtype)
+        return grad_x, None, dh.initial, dc, grad_weights[0], grad_bias, grad_weights[1]
 
     def _joined(self, input_weight: Tensor, weight: Tensor) -> tuple[Product, Tensor]:
         layout, order = _join(self.input_layout, self.layout)
