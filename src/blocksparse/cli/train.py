@@ -77,8 +77,9 @@ def charlm(
     """
     from ..data import corpora
     from ..data import text as texts
-    from ..models.char_lm import CharLM, CharLMConfig, multiply_adds, parameter_count, width_for
+    from ..models.char_lm import CharLM, CharLMConfig, width_for
     from ..recipes.charlm import CharLMTask
+    from ..recipes.charlm import facts as facts_of
     from ..recipes.trainer import Settings, Trainer, device_of
 
     if (text is None) == (data is None):
@@ -102,12 +103,7 @@ def charlm(
     else:
         content, name = corpora.load(str(data), data_dir), str(data)
     parts = texts.split(content, seq, name=name, held_out=held_out)
-    facts = {
-        "text": name,
-        "parameters": parameter_count(config),
-        "multiply_adds_per_byte": multiply_adds(config),
-        "density": 1.0 if config.layout is None else config.layout.density,
-    }
+    facts = facts_of(config, name)
     task = CharLMTask(CharLM(config), parts, batch, seq, eval_bytes, device_of(device))
     said = f"{name}: {len(parts.train):,} bytes to train on, {len(parts.held_out):,} held out"
     console.print(f"[bold]{_named(config)}[/], width {config.width:,}", highlight=False)

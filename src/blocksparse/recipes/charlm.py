@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..data.text import Text
 from ..errors import BlockSparseError
-from ..models.char_lm import CharLM, CharLMConfig
+from ..models.char_lm import CharLM, CharLMConfig, multiply_adds, parameter_count
 from . import checkpoint
 from .trainer import part
 
@@ -148,6 +148,16 @@ class CharLMTask:
             "seq": self.seq,
             "evaluated": len(self._held_out),
         }
+
+
+def facts(config: CharLMConfig, text: str) -> dict[str, Any]:
+    """What the folder of a run tells of its model and the name of its text."""
+    return {
+        "text": text,
+        "parameters": parameter_count(config),
+        "multiply_adds_per_byte": multiply_adds(config),
+        "density": 1.0 if config.layout is None else config.layout.density,
+    }
 
 
 def load(path: str | Path) -> CharLM:

@@ -17,7 +17,7 @@ from ..bench import report
 from ..data import corpora, reviews
 from ..data import text as texts
 from ..errors import BlockSparseError
-from ..models.char_lm import CharLM, CharLMConfig, multiply_adds, parameter_count
+from ..models.char_lm import CharLM, CharLMConfig
 from . import charlm, compare, sentiment
 from .trainer import Settings, Trainer, device_of
 
@@ -153,13 +153,7 @@ def trainers(
             task = charlm.CharLMTask(
                 CharLM(config), parts, experiment.batch, experiment.seq, experiment.evaluated, device
             )
-            facts = {
-                "text": experiment.text,
-                "parameters": parameter_count(config),
-                "multiply_adds_per_byte": multiply_adds(config),
-                "density": 1.0 if config.layout is None else config.layout.density,
-            }
-            yield Trainer(task, folder(runs, name, seed), settings, facts)
+            yield Trainer(task, folder(runs, name, seed), settings, charlm.facts(config, experiment.text))
 
 
 def folder(runs: Path, contender: str, seed: int) -> Path:
