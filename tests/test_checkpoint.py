@@ -1,11 +1,12 @@
 """Checkpoints: what is stored comes back, and whatever happens while one is written, a whole one is there."""
 
 import os
+import subprocess
 import sys
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from blocksparse import BlockSparseError
 from blocksparse.recipes import checkpoint
@@ -45,6 +46,54 @@ def test_all_that_is_stored_comes_back(path):
     same(found, {name: tensor.detach() for name, tensor in tensors.items()})
     assert said == about
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("dtype", checkpoint.DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_every_dtype_at_any_place_and_as_safetensors_reads_it(path, dtype):
+    tensors = {"odd": torch.zeros(3, dtype=torch.uint8), "x": (3 * torch.randn(5, 3)).to(dtype)}
+    tensors |= {"odd too": torch.ones(7, dtype=torch.bool), "last": torch.randn(2)}
+    checkpoint.save(path, tensors, {})
+    same(checkpoint.load(path)[0], tensors)
+    same(load_file(path), tensors)
+
+
+def test_a_dtype_that_the_format_has_not(path):
+    checkpoint.save(path, {}, {"step": 1})
+    with pytest.raises(BlockSparseError, match=r"z: expected one of torch.float64, .*, got torch.complex64"):
+        checkpoint.save(path, {"z": torch.zeros(2, dtype=torch.complex64)}, {"step": 2})
+    assert checkpoint.load(path)[1] == {"step": 1}
+
+
+MEMORY = """
+import sys, torch
+from pathlib import Path
+from blocksparse.recipes import checkpoint
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+tensors = {f"layer{i}": torch.ones(4 << 20) for i in range(8)}      # 16 MiB each
+checkpoint.save(sys.argv[1], {"x": torch.ones(3)}, {})
+checkpoint.load(sys.argv[1])
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+checkpoint.save(sys.argv[1], tensors, {})
+saved = status("VmHWM") - before
+before, most = status("RssAnon"), 0
+with checkpoint.opened(sys.argv[1]) as (found, about):
+    for name, tensor in found.items():
+        tensors[name].copy_(tensor)
+        most = max(most, status("RssAnon"))
+print(saved, most - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_neither_saving_nor_loading_takes_a_second_copy(path):
+    done = subprocess.run([sys.executable, "-c", MEMORY, path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    saving, loading = map(float, done.stdout.split())
+    assert saving < 16
+    assert loading < 16
 
 
 def test_what_is_loaded_does_not_depend_on_the_file(path):

@@ -383,23 +383,24 @@ class Trainer:
         checkpoint.save(self.path, tensors, about)
 
     def _load(self) -> None:
-        tensors, about = checkpoint.load(self.path)
-        self._check_same(about)
-        self.step, self.seconds, self._logged = about["step"], about["seconds"], tuple(about["logged"])
-        self.held_out = about["held_out"]
-        # First the model: it brings the layouts, and with them the shapes of all that follows.
-        self.model.load_state_dict(part(tensors, "model."))
-        for name, mean in part(tensors, "ema.").items():
-            self.ema[name] = mean.to(self.device)
-        states = part(tensors, "optimizer.")
-        for name, parameter in self.parameters.items():
-            for key, tensor in part(states, f"{name}.").items():
-                self.optimizer.state[parameter][key] = _like(tensor, parameter)
-        self.task.load_state_dict(part(tensors, "task."))
-        self._total.copy_(tensors["trainer.total"])
-        torch.set_rng_state(tensors["rng.cpu"])
-        if self.device.type == "cuda" and "rng.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
+        # Each tensor is copied to its place from the file: all of them at once would take the memory of two models.
+        with checkpoint.opened(self.path) as (tensors, about):
+            self._check_same(about)
+            self.step, self.seconds, self._logged = about["step"], about["seconds"], tuple(about["logged"])
+            self.held_out = about["held_out"]
+            # First the model: it brings the layouts, and with them the shapes of all that follows.
+            self.model.load_state_dict(part(tensors, "model."))
+            for name, mean in part(tensors, "ema.").items():
+                self.ema[name] = mean.to(self.device, copy=True)
+            states = part(tensors, "optimizer.")
+            for name, parameter in self.parameters.items():
+                for key, tensor in part(states, f"{name}.").items():
+                    self.optimizer.state[parameter][key] = _like(tensor, parameter)
+            self.task.load_state_dict({name: tensor.clone() for name, tensor in part(tensors, "task.").items()})
+            self._total.copy_(tensors["trainer.total"])
+            torch.set_rng_state(tensors["rng.cpu"])
+            if self.device.type == "cuda" and "rng.cuda" in tensors:
+                torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
 
     def _check_same(self, about: Mapping[str, Any]) -> None:
         # A setting that there was not yet when the run began is as by default.
@@ -467,9 +468,9 @@ def _optimizer(parameters: list[nn.Parameter], s: Settings, device: torch.device
 
 
 def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The tensor where the parameter is, in its memory format, as Adam had it."""
+    """A copy of the tensor where the parameter is, in its memory format, as Adam had it."""
     if tensor.shape != parameter.shape:
-        return tensor.to(parameter.device)
+        return tensor.to(parameter.device, copy=True)
     return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
 
 
