@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import patterns
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, checked_block, is_int
-from ..nn import AllReLU, Linear
+from ..nn import AllReLU, Dropout, Linear
 from ..sparsity.compact import compact
 from ..sparsity.densities import erdos_renyi_density
 from ..sparsity.places import places_of
@@ -104,7 +104,7 @@ class SparseMLP(nn.Module):
                 if init != "fan_in":
                     _draw(layer, init, seed + i)
         self.activations = nn.ModuleList(ACTIVATIONS[activation](alpha, i) for i in range(2, layers + 1))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     @property
     def output(self) -> nn.Module:

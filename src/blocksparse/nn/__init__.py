@@ -1,7 +1,9 @@
 """Modules named as in torch.nn, with block-sparse weights."""
 
 from .all_relu import AllReLU
+from .attention import attention
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from .dropout import Dropout
 from .edge_bias import EdgeBias
 from .linear import Linear
 from .lstm import LSTM
@@ -18,10 +20,12 @@ __all__ = [
     "ConvTranspose1d",
     "ConvTranspose2d",
     "ConvTranspose3d",
+    "Dropout",
     "EdgeBias",
     "Linear",
     "MultiplicativeLSTM",
     "SmallWorldLSTM",
     "WeightNorm",
+    "attention",
     "l2_normalize",
 ]

@@ -1,0 +1,79 @@
+"""Dropout: how many go, that no two calls and no two places go together, gradients, seeds."""
+
+import pytest
+import torch
+
+import blocksparse as bs
+from blocksparse.layout import LARGE
+from blocksparse.models.mlp import SparseMLP
+
+
+@pytest.mark.parametrize("p", [0.001, 0.3, 0.5, 0.9])
+def test_the_part_that_goes_and_the_gradient(p):
+    torch.manual_seed(3)
+    x = torch.randn(1001, 501, dtype=torch.float64, requires_grad=True)
+    y = bs.nn.Dropout(p)(x)
+    y.sum().backward()
+    kept = y != 0
+    deviation = (p * (1 - p) / x.numel()) ** 0.5
+    assert abs((~kept).double().mean() - p) < 5 * deviation
+    assert torch.allclose(y[kept], x[kept] / (1 - p), rtol=1e-15)
+    assert torch.equal(x.grad != 0, kept)
+    assert torch.allclose(x.grad[kept], torch.tensor(1 / (1 - p), dtype=torch.float64), rtol=1e-15)
+
+
+def test_places_and_calls_are_independent():
+    torch.manual_seed(0)
+    layer, x = bs.nn.Dropout(0.5), torch.ones(2, LARGE + 3)  # more than is drawn at once
+    first, second = ((layer(x) == 0).double() - 0.5 for _ in range(2))
+    for a, b in ((first, second), (first[:, 1:], first[:, :-1]), (first[0], first[1]), (first[:, 2:], first[:, :-2])):
+        assert abs((a * b).mean()) < 5 * 0.25 / a.numel() ** 0.5
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (3, 5, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_any_shape_and_dtype(shape, dtype):
+    x = torch.rand(shape).to(dtype) + 1
+    y = bs.nn.Dropout(0.4)(x)
+    assert (y.shape, y.dtype) == (x.shape, dtype)
+    assert ((y == 0) | (y >= x)).all()
+
+
+def test_a_seed_fixes_it_and_the_generator_moves_on():
+    layer, x = bs.nn.Dropout(0.3), torch.ones(100)
+    torch.manual_seed(1)
+    first, second = layer(x), layer(x)
+    torch.manual_seed(1)
+    assert torch.equal(layer(x), first)
+    assert torch.equal(layer(x), second)
+    assert not torch.equal(first, second)
+
+
+def test_nothing_goes_in_evaluation_and_at_0():
+    x = torch.randn(50)
+    assert bs.nn.Dropout(0.3).eval()(x) is x
+    assert bs.nn.Dropout(0)(x) is x
+
+
+def test_the_inputs_are_left_alone_and_a_byte_a_number_is_kept():
+    kept = []
+    x = torch.randn(100, requires_grad=True)
+    before = x.detach().clone()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        bs.nn.Dropout(0.3)(x)
+    assert torch.equal(x, before)
+    assert sum(size for size in kept if size > 8) == 100
+
+
+def test_compiled_and_on_no_device_it_is_pytorchs():
+    with torch.device("meta"):
+        assert bs.nn.Dropout(0.3)(torch.ones(5)).device.type == "meta"
+    model = SparseMLP([20, 30, 2], epsilon=3, dropout=0.5)
+    exported = torch.export.export(model, (torch.randn(4, 20),))
+    assert any("dropout" in str(node.target) for node in exported.graph.nodes)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1, 1.5, float("nan"), "0.5", True])
+def test_bad_p(p):
+    with pytest.raises(bs.BlockSparseError, match="p: expected a number from 0 to below 1"):
+        bs.nn.Dropout(p)
