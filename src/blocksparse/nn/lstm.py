@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class LSTM(Recurrent):
             too.
         input_layout: the blocks of the first layer's input weight, `[hidden, input]` or `[4 hidden, input]`.
         proj_layout: the blocks of the projection, `[proj_size, hidden]`.
+        layouts: those of single weights by their names, `{"weight_hh_l0": layout}`, in place of the ones above.
         density: instead of layouts, the part of the blocks that random patterns store in every weight.
         block_size: of these patterns.
         device, dtype: of the parameters.
@@ -69,6 +71,7 @@ class LSTM(Recurrent):
         layout: BlockLayout | None = None,
         input_layout: BlockLayout | None = None,
         proj_layout: BlockLayout | None = None,
+        layouts: Mapping[str, BlockLayout] | None = None,
         density: float | None = None,
         block_size: int | tuple[int, int] = 32,
         device: Any = None,
@@ -89,8 +92,9 @@ class LSTM(Recurrent):
             block_size,
             device,
             dtype,
+            layouts,
         )
-        self._flatten()
+        self.flatten_parameters()
 
     def _build(self, suffix, inputs, layout, input_layout):
         hidden = self._hidden
@@ -128,10 +132,10 @@ class LSTM(Recurrent):
 
     def _apply(self, *args: Any, **kwargs: Any) -> LSTM:
         super()._apply(*args, **kwargs)
-        self._flatten()
+        self.flatten_parameters()
         return self
 
-    def _flatten(self) -> None:
+    def flatten_parameters(self) -> None:
         """Dense weights on a GPU side by side in memory, as cuDNN wants them: else it copies them in every call."""
         weights = self._flat_weights()
         if any(isinstance(weight, Weight) or not weight.is_cuda for weight in weights):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -58,8 +58,10 @@ class Recurrent(nn.Module):
         block_size: int | tuple[int, int] = 32,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        layouts: Mapping[str, BlockLayout] | None = None,
     ):
         super().__init__()
+        self._layouts = dict(layouts or {})
         for name, size in (("input_size", input_size), ("hidden_size", hidden_size), ("num_layers", num_layers)):
             if not is_int(size) or size <= 0:
                 raise BlockSparseError.expected(name, "a positive int", repr(size))
@@ -67,10 +69,10 @@ class Recurrent(nn.Module):
             raise BlockSparseError.expected("proj_size", f"an int from 0 to {hidden_size - 1}", repr(proj_size))
         if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
             raise BlockSparseError.expected("dropout", "a probability", repr(dropout))
-        for given in (layout, input_layout):
-            if given is not None:
-                check_layout(given)
-        if density is not None and (layout is not None or input_layout is not None):
+        given = [each for each in (layout, input_layout, *self._layouts.values()) if each is not None]
+        for each in given:
+            check_layout(each)
+        if density is not None and given:
             raise BlockSparseError.expected("density", "None where a layout is given", density)
         self.input_size, self.hidden_size, self.num_layers = int(input_size), int(hidden_size), int(num_layers)
         self.batch_first, self.dropout, self.bidirectional = bool(batch_first), float(dropout), bool(bidirectional)
@@ -79,8 +81,8 @@ class Recurrent(nn.Module):
         self._options = {"device": device, "dtype": dtype}
         # Block-sparse gates are padded to whole blocks, and with them all that has to do with the hidden units.
         block = None
-        if layout is not None:
-            block = math.lcm(*layout.block_shape)
+        if layout is not None or self._layouts:
+            block = math.lcm(*(size for each in (layout, *self._layouts.values()) if each for size in each.block_shape))
         elif density is not None:
             block = math.lcm(*BlockLayout([[True]], block_size).block_shape)
         self._hidden = Size(self.hidden_size, _up(self.hidden_size, block))
@@ -90,6 +92,10 @@ class Recurrent(nn.Module):
             for direction in range(self.directions):
                 inputs = self._inputs_of(layer)
                 self._build(self._suffix(layer, direction), Size(inputs, inputs), layout, input_layout)
+        unknown = self._layouts.keys() - self._sizes.keys()
+        if unknown:
+            raise BlockSparseError.expected("layouts", f"names out of {list(self._sizes)}", sorted(unknown))
+        self._layouts.clear()  # from here on each weight has its own
         self.reset_parameters()
 
     # -- what subclasses say -------------------------------------------------------------------------------------
@@ -109,8 +115,9 @@ class Recurrent(nn.Module):
     def _add_weight(self, name: str, gates: int, out: Size, in_: Size, layout: BlockLayout | None) -> None:
         """A weight of `gates` parts `[out, in_]`, one above the other: block-sparse by a layout or the density.
 
-        The layout is that of one part, then of each, or that of all.
+        The layout is that of one part, then of each, or that of all; one in `layouts` by this name comes before it.
         """
+        layout = self._layouts.get(name, layout)
         if layout is not None:
             padded = (_up(out.padded, layout.block_shape[0]), _up(in_.padded, layout.block_shape[1]))
             shapes = padded, (gates * padded[0], padded[1])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule
+from ..nn.optimizer import check_state, has_parameter
 
 Follow = Callable[[BlockSparseModule, Tensor], None]
 
@@ -114,13 +115,6 @@ def check_optimizer(optimizer: Any, parameter: Tensor, name: str) -> None:
     """Raises a BlockSparseError unless the optimizer, if any, has the parameter, and a state that can follow it."""
     if optimizer is None:
         return
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise BlockSparseError.expected("optimizer", "a torch.optim.Optimizer", type(optimizer).__name__)
-    if not any(given is parameter for group in optimizer.param_groups for given in group["params"]):
+    if not has_parameter(optimizer, parameter):
         raise BlockSparseError.expected("optimizer", f"one that has the parameter {name}", type(optimizer).__name__)
-    for key, kept in optimizer.state.get(parameter, {}).items():
-        numbers = kept.numel() if isinstance(kept, Tensor) else len(kept) if isinstance(kept, list | tuple) else 1
-        if numbers != 1 and not (isinstance(kept, Tensor) and kept.shape == parameter.shape):
-            shape = list(kept.shape) if isinstance(kept, Tensor) else type(kept).__name__
-            what = f"{key!r} of {name} of the parameter's shape {list(parameter.shape)}, or one number"
-            raise BlockSparseError.expected(f"the state of {type(optimizer).__name__}", what, shape)
+    check_state(optimizer, parameter, name)
