@@ -1,0 +1,158 @@
+"""Block-sparse attention against PyTorch's own with a dense mask, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
+
+import blocksparse as bs
+from blocksparse.nn.attention import _check, _flex
+
+# FlexAttention as it is written, without a compiler, is what these tests want of it.
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+SHAPES = {
+    "square blocks": ((96, 96), 16),
+    "one query at a time": ((7, 24), (1, 8)),
+    "odd blocks": ((45, 30), (9, 5)),
+    "one block": ((8, 8), 8),
+}
+
+
+def dense_mask(layout: bs.BlockLayout, causal: bool) -> torch.Tensor:
+    mask = layout.mask().repeat_interleave(layout.block_shape[0], 0).repeat_interleave(layout.block_shape[1], 1)
+    return mask.tril() if causal else mask
+
+
+def dense_attention(q, k, v, mask, scale=None):
+    """The definition, with 0 where a query sees no key."""
+    none = ~mask.any(-1, keepdim=True)
+    scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)
+    weights = scores.masked_fill(~(mask | none), -torch.inf).softmax(-1)
+    return (weights @ v).masked_fill(none, 0)
+
+
+def draw(shape, heads=3, d=4, d_v=5, dtype=torch.float64):
+    queries, keys = shape
+    sizes = (queries, d), (keys, d), (keys, d_v)
+    return [torch.randn(2, heads, *size, dtype=dtype, requires_grad=True) for size in sizes]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("density", [0.1, 0.5, 1.0])
+def test_it_is_masked_attention(name, density, causal):
+    shape, block = SHAPES[name]
+    grid = bs.patterns.dense(shape, block).grid
+    layout = bs.BlockLayout(torch.rand(grid) < density, block)
+    q, k, v = draw(shape)
+    found = bs.nn.attention(q, k, v, layout, causal=causal)
+    mask = dense_mask(layout, causal)
+    expected = dense_attention(q, k, v, mask)
+    torch.testing.assert_close(found, expected)
+    assert not found[:, :, ~mask.any(1)].any()
+    upstream = torch.randn_like(expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, (q, k, v), upstream), torch.autograd.grad(expected, (q, k, v), upstream), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_each_head_has_its_own():
+    layouts = [bs.patterns.random((32, 32), block_size=8, density=p, seed=i) for i, p in enumerate((0.2, 0.5, 0.2))]
+    layouts[2] = layouts[0]
+    q, k, v = draw((32, 32))
+    found = bs.nn.attention(q, k, v, layouts, causal=True, scale=0.3)
+    mask = torch.stack([dense_mask(layout, True) for layout in layouts])
+    torch.testing.assert_close(found, dense_attention(q, k, v, mask, 0.3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_dtypes_and_strides(dtype):
+    layout = bs.patterns.random((64, 64), block_size=16, density=0.4, seed=1)
+    q, k, v = (torch.randn(2, 64, 3, 8, dtype=dtype).transpose(1, 2) for _ in range(3))
+    found = bs.nn.attention(q, k, v, layout)
+    expected = dense_attention(q.double(), k.double(), v.double(), dense_mask(layout, False))
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+
+
+def test_no_nan_from_queries_that_see_nothing():
+    layout = bs.BlockLayout([[False, True], [True, False]], block_size=4)  # causal: the first half sees no key
+    q, k, v = draw((8, 8))
+    found = bs.nn.attention(q, k, v, layout, causal=True)
+    found.sum().backward()
+    assert not found[:, :, :4].any()
+    assert all(tensor.grad.isfinite().all() for tensor in (q, k, v))
+
+
+def test_twice_differentiable():
+    layout = bs.patterns.random((12, 12), block_size=4, density=0.5, seed=0)
+    q, k, v = draw((12, 12), heads=1, d=2, d_v=2)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert torch.autograd.gradgradcheck(lambda *qkv: bs.nn.attention(*qkv, layout), (q, k, v))
+
+
+def test_memory_follows_the_blocks():
+    """A row in 64: no tensor on the way is as large as the scores of all."""
+    length = 2048
+    layout = bs.patterns.banded((length, length), block_size=32, bandwidth=0)
+    q, k, v = (torch.randn(1, 1, length, 8) for _ in range(3))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        bs.nn.attention(q, k, v, layout)
+    most = max(event.self_cpu_memory_usage for event in profile.events() or [])
+    assert 0 < most < length * length
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(("shape", "block"), [((256, 384), 32), ((320, 320), (64, 160)), ((96, 200), (48, 40))])
+def test_flex_attention_sees_the_same(shape, block, per_head, causal):
+    """Its kernel is for GPUs; uncompiled, it says on a CPU what it would compute."""
+    grid = bs.patterns.dense(shape, block).grid
+    layouts = [bs.BlockLayout(torch.rand(grid) < 0.5, block) for _ in range(2 if per_head else 1)]
+    q, k, v = (tensor.detach() for tensor in draw(shape, heads=2, d=16, d_v=16, dtype=torch.float32))
+    found = _flex(q, k, v, _check(q, k, v, layouts if per_head else layouts[0]), causal, 0.25, flex_attention)
+    mask = torch.stack([dense_mask(layout, causal) for layout in layouts])
+    torch.testing.assert_close(found, dense_attention(q, k, v, mask, 0.25), atol=1e-5, rtol=1e-5)
+
+
+def test_heads_with_different_blocks():
+    layouts = [bs.patterns.random((64, 64), block_size=b, density=0.5, seed=0) for b in (8, 32)]
+    q, k, v = (tensor.detach() for tensor in draw((64, 64), heads=2, d=16, d_v=16, dtype=torch.float32))
+    expected = dense_attention(q, k, v, torch.stack([dense_mask(layout, False) for layout in layouts]))
+    torch.testing.assert_close(bs.nn.attention(q, k, v, layouts), expected)
+    torch.testing.assert_close(_flex(q, k, v, layouts, False, 0.25, flex_attention), expected)
+
+
+def test_nothing_to_do():
+    layout = bs.BlockLayout(torch.zeros(2, 2, dtype=torch.bool), 4)
+    assert not bs.nn.attention(*draw((8, 8)), layout).any()
+    empty = [tensor[:0] for tensor in draw((8, 8))]
+    assert bs.nn.attention(*empty, bs.patterns.dense((8, 8), 4)).shape == (0, 3, 8, 5)
+
+
+def test_bad_input():
+    layout = bs.patterns.dense((8, 8), block_size=4)
+    q, k, v = draw((8, 8))
+    for args, message in [
+        ((q[0], k, v, layout), r"q: expected a tensor \[batch, heads, tokens, d\], got \[3, 8, 4\]"),
+        ((q, k.float(), v, layout), "k: expected floating point, the dtype and the device of q"),
+        ((q, k[..., :3], v, layout), r"k: expected \[2, 3, keys, 4\], as of q, got \[2, 3, 8, 3\]"),
+        ((q, k, v[:, :, :4], layout), r"v: expected \[2, 3, 8, d_v\], as of k, got \[2, 3, 4, 5\]"),
+        ((q[:, :, :4], k, v, layout), r"layout: expected the shape \(queries, keys\) = \(4, 8\)"),
+        ((q, k, v, [layout]), "layout: expected one for each of 3 heads, got 1 layouts"),
+        ((q, k, v, None), "layout: expected a BlockLayout, got NoneType"),
+    ]:
+        with pytest.raises(bs.BlockSparseError, match=message):
+            bs.nn.attention(*args)
+
+
+def test_the_reference_of_these_tests():
+    q, k, v = draw((6, 6))
+    torch.testing.assert_close(
+        dense_attention(q, k, v, torch.ones(6, 6).bool().tril()),
+        F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    )
