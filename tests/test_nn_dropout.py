@@ -65,6 +65,17 @@ def test_the_inputs_are_left_alone_and_a_byte_a_number_is_kept():
     assert sum(size for size in kept if size > 8) == 100
 
 
+def test_gradients_of_gradients():
+    x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    layer = bs.nn.Dropout(0.3)
+
+    def loss(x):
+        torch.manual_seed(1)
+        return layer(x.tanh()).square()
+
+    assert torch.autograd.gradgradcheck(loss, (x,))
+
+
 def test_compiled_and_on_no_device_it_is_pytorchs():
     with torch.device("meta"):
         assert bs.nn.Dropout(0.3)(torch.ones(5)).device.type == "meta"

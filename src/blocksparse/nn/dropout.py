@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import BlockSparseError
 from ..layout import LARGE
+from ..ops import workspace
 
 
 class Dropout(nn.Module):
@@ -44,11 +47,33 @@ class Dropout(nn.Module):
             return x
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return F.dropout(x, self.p)
-        # Multiplied in two steps, autograd keeps the mask only.
-        return (x * _kept(x.shape, self.p)).mul_(1 / (1 - self.p))
+        return _Masked.apply(x, _kept(x.shape, self.p), 1 / (1 - self.p))
 
     def extra_repr(self) -> str:
         return f"{self.p:g}"
+
+
+class _Masked(torch.autograd.Function):
+    """x * mask * scale, of which only the mask is kept, as it is."""
+
+    @staticmethod
+    def forward(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        if x.dtype not in (torch.float32, torch.float64):
+            return (x * mask).mul_(scale)
+        # PyTorch would first make a whole mask of x's dtype, numpy goes piece by piece.
+        y = workspace.empty_like(x)
+        np.multiply(x.detach().numpy(), mask.numpy(), out=y.numpy())
+        return y.mul_(scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.scale = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return _Masked.apply(grad, mask, ctx.scale), None, None
 
 
 def _kept(shape: torch.Size, p: float) -> Tensor:
