@@ -11,10 +11,9 @@ import time
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-import blocksparse as bs
 from blocksparse.data import idx
+from blocksparse.models.resnet import ResNet
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder")
@@ -27,42 +26,6 @@ options = parser.parse_args()
 torch.manual_seed(0)
 
 
-def conv(channels: int, out: int, kernel: int, stride: int = 1) -> nn.Module:
-    padding = kernel // 2
-    if options.density == 1:
-        return nn.Conv2d(channels, out, kernel, stride, padding, bias=False)
-    # At least one block of each row and column: a narrow layer is denser.
-    block = 16
-    density = max(options.density, block / min(channels, out))
-    return bs.nn.Conv2d(channels, out, kernel, stride, padding, density=density, block_size=block, bias=False)
-
-
-class Residual(nn.Module):
-    def __init__(self, channels: int, out: int, stride: int):
-        super().__init__()
-        self.conv1, self.norm1 = conv(channels, out, 3, stride), nn.BatchNorm2d(out)
-        self.conv2, self.norm2 = conv(out, out, 3), nn.BatchNorm2d(out)
-        self.shortcut = nn.Identity()
-        if stride > 1 or channels != out:
-            self.shortcut = nn.Sequential(conv(channels, out, 1, stride), nn.BatchNorm2d(out))
-
-    def forward(self, x):
-        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
-        return F.relu(y + self.shortcut(x))
-
-
-def resnet18(width: int) -> nn.Module:
-    stages = [width, width, 2 * width, 4 * width, 8 * width]
-    blocks = [
-        Residual(stages[i + (n > 0)], stages[i + 1], stride=2 if n == 0 and i > 0 else 1)
-        for i in range(4)
-        for n in range(2)
-    ]
-    stem = nn.Sequential(nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(stages[-1], 10))
-    return nn.Sequential(stem, *blocks, head).to(memory_format=torch.channels_last)
-
-
 data = idx.mnist(options.folder)
 
 
@@ -71,7 +34,8 @@ def batch(images, labels, rows):
     return x.unsqueeze(1).to(memory_format=torch.channels_last), labels[rows]
 
 
-model = resnet18(options.width)
+density = None if options.density == 1 else options.density
+model = ResNet(channels=1, width=options.width, density=density).to(memory_format=torch.channels_last)
 weights = sum(p.numel() for p in model.parameters())
 steps = max(1, int(options.epochs * len(data.train) / options.batch))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)

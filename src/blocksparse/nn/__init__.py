@@ -8,11 +8,14 @@ from .edge_bias import EdgeBias
 from .linear import Linear
 from .lstm import LSTM
 from .multiplicative_lstm import MultiplicativeLSTM
+from .polyphase import AdaptivePolyphaseDownsample, AdaptivePolyphaseUpsample
 from .small_world_lstm import SmallWorldLSTM
 from .weight_norm import WeightNorm, l2_normalize
 
 __all__ = [
     "LSTM",
+    "AdaptivePolyphaseDownsample",
+    "AdaptivePolyphaseUpsample",
     "AllReLU",
     "Conv1d",
     "Conv2d",

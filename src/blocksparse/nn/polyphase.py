@@ -1,0 +1,147 @@
+"""Down-sampling that follows an image when it is shifted, and its inverse."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import BlockSparseError
+from ..layout import is_int
+
+STEP = 2
+
+
+class AdaptivePolyphaseDownsample(nn.Module):
+    """Adaptive polyphase sampling: of the four images x[i::2, j::2] the one with the largest l2 norm, for each sample.
+
+    A shift of the image permutes the four and shifts them, so that the choice goes along with it: between convolutions
+    with circular padding, and before a mean over space, nothing of a circular shift is left in the output.
+
+    Args:
+        blur: the size of a binomial low-pass filter that is applied before; 1 for none. The choice is made on what
+            comes in, not on what is blurred.
+
+    Shapes: `[n, channels, height, width]`, both even, to `[n, channels, height / 2, width / 2]`. `forward(x, index)`
+    returns that and the index, int64 `[n]`, 2 i + j; given one, as to the shortcut around a layer that has chosen, it
+    takes that.
+
+    Raises:
+        BlockSparseError: an odd height or width, another number of axes, a blur that is no int from 1 on, an index of
+            another length.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> down = bs.nn.AdaptivePolyphaseDownsample()
+        >>> x = torch.randn(4, 3, 8, 8)
+        >>> y, index = down(x)
+        >>> shifted, _ = down(x.roll((1, 1), dims=(2, 3)))
+        >>> torch.equal(shifted.sum((2, 3)).argmax(1), y.sum((2, 3)).argmax(1)), y.shape
+        (True, torch.Size([4, 3, 4, 4]))
+        >>> shortcut, _ = down(x.square(), index)
+
+    Source: Chaman, Dokmanic, Truly shift-invariant convolutional neural networks (2021).
+    """
+
+    def __init__(self, blur: int = 1):
+        super().__init__()
+        self.blur = _checked_blur(blur)
+
+    def forward(self, x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        _check_images(x)
+        if x.shape[2] % STEP or x.shape[3] % STEP:
+            raise BlockSparseError.expected("x", "an even height and width", list(x.shape))
+        if index is None:
+            # In double: that the order of the sum changes with the shift shall not decide between the four.
+            index = _phases(x.detach().double()).square().sum((2, 3, 4)).argmax(1)
+        _check_index(index, x)
+        phases = _phases(_blurred(x, self.blur))
+        return phases[torch.arange(len(x), device=x.device), index], index
+
+    def extra_repr(self) -> str:
+        return f"blur={self.blur}"
+
+
+class AdaptivePolyphaseUpsample(nn.Module):
+    """The inverse of `AdaptivePolyphaseDownsample`: an image goes back to the places that it was taken from.
+
+    Args:
+        blur: the size of a binomial filter that fills the zeros between; 1 for none.
+
+    Shapes: `forward(y, index)` takes `[n, channels, height, width]` and the index, int64 `[n]`, of the down-sampling;
+    returns `[n, channels, 2 height, 2 width]`.
+
+    Raises:
+        BlockSparseError: another number of axes, a blur that is no int from 1 on, an index of another length.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> down, up = bs.nn.AdaptivePolyphaseDownsample(), bs.nn.AdaptivePolyphaseUpsample()
+        >>> y, index = down(torch.randn(2, 1, 6, 6))
+        >>> again, _ = down(up(y, index), index)
+        >>> torch.equal(again, y)
+        True
+
+    Source: Chaman, Dokmanic, Truly shift-equivariant convolutional neural networks with adaptive polyphase upsampling
+    (2021).
+    """
+
+    def __init__(self, blur: int = 1):
+        super().__init__()
+        self.blur = _checked_blur(blur)
+
+    def forward(self, y: Tensor, index: Tensor) -> Tensor:
+        _check_images(y)
+        _check_index(index, y)
+        n, channels, height, width = y.shape
+        phases = y.new_zeros(n, STEP * STEP, channels, height, width)
+        phases = phases.index_put((torch.arange(n, device=y.device), index), y)
+        x = (
+            phases.unflatten(1, (STEP, STEP))
+            .permute(0, 3, 4, 1, 5, 2)
+            .reshape(n, channels, STEP * height, STEP * width)
+        )
+        # The filter's weights sum to 1, of which a quarter meets what is no zero.
+        return x if self.blur == 1 else STEP * STEP * _blurred(x, self.blur)
+
+    def extra_repr(self) -> str:
+        return f"blur={self.blur}"
+
+
+def _phases(x: Tensor) -> Tensor:
+    """The images x[i::2, j::2]: `[n, 4, channels, height / 2, width / 2]`."""
+    return x.unflatten(3, (-1, STEP)).unflatten(2, (-1, STEP)).permute(0, 3, 5, 1, 2, 4).flatten(1, 2)
+
+
+def _blurred(x: Tensor, size: int) -> Tensor:
+    """x under a binomial filter, as if it were repeated all around."""
+    if size == 1:
+        return x
+    line = torch.ones(1, dtype=x.dtype, device=x.device)
+    for _ in range(size - 1):
+        line = (F.pad(line, (1, 0)) + F.pad(line, (0, 1))) / 2
+    before, after = (size - 1) // 2, size // 2
+    for axis in (2, 3):
+        margin = [before, after, 0, 0] if axis == 3 else [0, 0, before, after]
+        kernel = line.view(1, 1, -1, 1) if axis == 2 else line.view(1, 1, 1, -1)
+        kernel = kernel.expand(x.shape[1], -1, -1, -1)
+        x = F.conv2d(F.pad(x, margin, mode="circular"), kernel, groups=x.shape[1])
+    return x
+
+
+def _checked_blur(blur: int) -> int:
+    if not is_int(blur) or blur < 1:
+        raise BlockSparseError.expected("blur", "an int, 1 or more", repr(blur))
+    return int(blur)
+
+
+def _check_images(x: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.dim() != 4:
+        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise BlockSparseError.expected("x", "a tensor [n, channels, height, width]", got)
+
+
+def _check_index(index: Tensor, x: Tensor) -> None:
+    if not isinstance(index, Tensor) or index.dtype != torch.int64 or list(index.shape) != [len(x)]:
+        got = f"{index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
+        raise BlockSparseError.expected("index", f"int64 [{len(x)}], one for each image", got)
