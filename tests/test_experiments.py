@@ -12,7 +12,8 @@ import blocksparse as bs
 from blocksparse.cli import app
 from blocksparse.models.char_lm import CharLMConfig, multiply_adds, parameter_count
 from blocksparse.recipes import experiments
-from blocksparse.recipes.experiments import Contender, Experiment
+from blocksparse.recipes.experiments import language
+from blocksparse.recipes.experiments.language import Contender, LanguageExperiment
 from blocksparse.recipes.trainer import Settings
 
 
@@ -26,7 +27,7 @@ def reviews(tmp_path):
 
 @pytest.fixture
 def tiny(reviews, monkeypatch):
-    experiment = Experiment(
+    experiment = LanguageExperiment(
         about="Two tiny models",
         text="python",
         contenders={
@@ -66,13 +67,13 @@ def test_from_nothing_to_the_report(tiny, tmp_path):
 
 
 def test_all_read_the_same_text_in_the_same_order(tiny, tmp_path):
-    chunks = [trainer.task.inputs(2)[0] for trainer in experiments.trainers(tiny, tmp_path)]
+    chunks = [trainer.task.inputs(2)[0] for trainer in tiny.trainers(tmp_path)]
     assert len(chunks) == 4
     assert all((chunk == chunks[0]).all() for chunk in chunks)
 
 
 def test_some_of_the_runs(tiny, tmp_path):
-    chosen = experiments.trainers(tiny, tmp_path, only=["wide"], seeds=[1])
+    chosen = tiny.trainers(tmp_path, only=["wide"], seeds=[1])
     assert [trainer.run.name for trainer in chosen] == ["wide-1"]
 
 
@@ -80,15 +81,15 @@ def test_bad_input(tiny, tmp_path):
     with pytest.raises(bs.BlockSparseError, match="experiment: expected one of wikipedia-small"):
         experiments.find("nothing")
     with pytest.raises(bs.BlockSparseError, match="only: expected some of dense, wide, got narrow"):
-        list(experiments.trainers(tiny, tmp_path, only=["narrow"]))
+        list(tiny.trainers(tmp_path, only=["narrow"]))
     with pytest.raises(bs.BlockSparseError, match="runs: expected finished runs of the experiment"):
-        experiments.write_report("tiny", tiny, tmp_path, tmp_path)
+        experiments.write("tiny", tiny, tmp_path, tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(bs.BlockSparseError, match=r"text: expected|wikipedia"):
-        list(experiments.trainers(replace(tiny, text="wikipedia"), tmp_path))
+        list(replace(tiny, text="wikipedia").trainers(tmp_path))
 
 
-@pytest.mark.parametrize("name", experiments.EXPERIMENTS)
+@pytest.mark.parametrize("name", language.EXPERIMENTS)
 def test_contenders_are_of_equal_size(name):
     dense, *others = (contender.config for contender in experiments.find(name).contenders.values())
     for other in others:

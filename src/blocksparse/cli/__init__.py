@@ -15,7 +15,7 @@ from ..errors import BlockSparseError
 from .bench import bench
 from .compare import compare
 from .demo import demo
-from .experiment import experiment
+from .experiment import Experiments, experiment
 from .info import info
 from .layout import layout
 from .sample import sample
@@ -53,7 +53,7 @@ app.command()(info)
 app.add_typer(bench)
 app.command()(compare)
 app.command()(demo)
-app.command()(experiment)
+app.command(cls=Experiments)(experiment)
 app.command()(layout)
 app.command()(sample)
 app.command()(sentiment)

@@ -1,23 +1,36 @@
-"""`blocksparse experiment`: dense against block-sparse, whole comparisons with seeds, tables and curves."""
+"""`blocksparse experiment`: whole comparisons with seeds, tables and curves, dense against sparse."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from typer.core import TyperCommand
 
 from .sentiment import _COLUMNS, _teller
 from .train import show
 
 
+class Experiments(TyperCommand):
+    """Whose help ends with the experiments there are: looked up when it is shown, as that takes its time."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from ..recipes.experiments import EXPERIMENTS
+
+        self.epilog = "\n\n".join(f"[bold]{name}[/]: {of.about}." for name, of in EXPERIMENTS.items())
+        super().format_help(ctx, formatter)
+
+
 def experiment(
-    name: Annotated[str, typer.Argument(help="wikipedia-small, imdb-small, wikipedia-large or imdb-large.")],
+    name: Annotated[str, typer.Argument(help="One of those below.")],
     runs: Annotated[Path, typer.Option(help="A folder for the runs; those that are there go on.")] = Path("runs"),
     out: Annotated[Path, typer.Option(help="A folder for the report.")] = Path("docs/results"),
-    data_dir: Annotated[Path | None, typer.Option(help="A folder with the texts; else they are downloaded.")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="The folder of all data, or the data's own; else it is downloaded.")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Some of the models, by name.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Some of the seeds.")] = None,
 ) -> None:
@@ -31,10 +44,10 @@ def experiment(
     chosen = experiments.find(name)
     folder = runs / name
     console.print(f"[bold]{name}[/]: {chosen.about}", highlight=False)
-    for trainer in experiments.trainers(chosen, folder, data_dir, only or (), seed or ()):
+    for trainer in chosen.trainers(folder, data_dir, only or (), seed or ()):
         console.print(f"[bold]{trainer.run.name}[/]", highlight=False)
         show(console, trainer)
         with Progress(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as progress:
-            experiments.probe(chosen, trainer.run, data_dir, _teller(progress))
-    for path in experiments.write_report(name, chosen, folder, out):
+            chosen.probe(trainer.run, data_dir, _teller(progress))
+    for path in experiments.write(name, chosen, folder, out):
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)

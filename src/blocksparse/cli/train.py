@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -149,7 +149,6 @@ def mlp(
     from ..data import tables
     from ..data.synthetic import Synthetic
     from ..recipes import mlp as recipes
-    from ..recipes.trainer import Trainer
 
     if (data is None) == (neurons is None):
         got = "neither" if data is None else "both"
@@ -167,23 +166,23 @@ def mlp(
     else:
         recipe, table = recipes.recipe_for(str(data)), tables.load(str(data), data_dir)
     recipe = replace(recipe, **{key: value for key, value in given.items() if value is not None})
-    model = recipes.network(recipe, table, method, seed)
-    facts = recipes.facts(model)
-    pruning = (importance_from, importance_every, importance_percentile)
-    task = recipes.task(recipe, model, table, method, seed, device, *pruning)
-    settings = recipes.settings(recipe, task, seed, device)
+    trainer = recipes.trainer(
+        recipe, table, out, method, seed, device, importance_from=importance_from, importance_every=importance_every,
+        importance_percentile=importance_percentile,
+    )  # fmt: skip
+    facts, epochs = trainer.facts, recipe.epochs
     console = Console()
-    sizes = "-".join(f"{size:,}" for size in model.sizes)
+    sizes = "-".join(f"{size:,}" for size in trainer.task.about()["model"]["sizes"])
     console.print(f"[bold]{method}, {sizes}[/], All-ReLU {recipe.alpha:g}", highlight=False)
     console.print(
-        f"{facts.neurons:,} neurons, {facts.connections:,} connections, density {facts.density:.3g}, "
-        f"{facts.stored_bytes / 1e6:,.1f} MB",
+        f"{facts['neurons']:,} neurons, {facts['connections']:,} connections, density {facts['density']:.3g}, "
+        f"{facts['stored_bytes'] / 1e6:,.1f} MB",
         highlight=False,
     )
     said = f"{table.name}: {table.rows:,} rows to train on, {len(table.classes)} classes; "
-    said += f"{recipe.epochs:,} epoch{'s' * (recipe.epochs != 1)} of {task.steps_per_epoch:,} steps"
+    said += f"{epochs:,} epoch{'s' * (epochs != 1)} of {trainer.settings.steps // epochs:,} steps"
     console.print(said, style="dim", highlight=False)
-    show(console, Trainer(task, out, settings, {"data": table.name, "epochs": recipe.epochs, **asdict(facts)}))
+    show(console, trainer)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

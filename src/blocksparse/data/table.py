@@ -64,6 +64,11 @@ class Table:
         """To train on."""
         return len(self.train)
 
+    @property
+    def tested(self) -> int:
+        """Of `held_out`."""
+        return len(self._held_out()[0])
+
     def take(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         """Rows to train on, by their numbers, and their labels."""
         index = torch.from_numpy(rows)
@@ -71,9 +76,11 @@ class Table:
 
     def held_out(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The rows to choose with, or to test on where there are none, and their labels, so many at once."""
-        validation = self._parts().get("validation")
-        rows, labels = validation or (self.test, self.test_labels)
+        rows, labels = self._held_out()
         return zip(rows.split(batch), labels.split(batch), strict=True)
+
+    def _held_out(self) -> tuple[Tensor, Tensor]:
+        return self._parts().get("validation") or (self.test, self.test_labels)
 
     def digest(self) -> dict[str, Any]:
         """Which data it is, ready for JSON."""

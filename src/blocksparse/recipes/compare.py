@@ -16,6 +16,7 @@ from .settings import Settings
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES = ("-", "--", "-.", ":")
+_POINTS = 60  # of a curve, at most, for them to be told apart
 
 # What says nothing of how a run was meant: how often it was looked at, and where it ran.
 _ASIDE = ("seed", "log_every", "eval_every", "save_every", "save_minutes", "cuda_graph")
@@ -118,6 +119,12 @@ class Group:
         found = [run.held_out for run in self.runs if run.held_out is not None]
         return _spread(found) if found else None
 
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """Where the run tells of epochs."""
+        epochs = self.runs[0].config["facts"].get("epochs")
+        return self.runs[0].settings["steps"] / epochs if epochs else None
+
     def curve(self, of: str) -> tuple[list[float], list[float], list[float]]:
         """Where all runs were evaluated: the median of "step" or "seconds", and the figures' mean and deviation."""
         by_step = [{line["step"]: line for line in run.evaluations} for run in self.runs]
@@ -172,7 +179,9 @@ def groups(runs: Sequence[Run]) -> list[Group]:
 
 
 def picture(path: str | Path, of: Sequence[Group]) -> None:
-    """A PNG of the held-out figures against steps and against seconds: mean of the seeds, and their deviation.
+    """A PNG of the held-out figures against steps, or epochs where all runs have such, and against seconds.
+
+    The lines are the means of the seeds, the bands their deviation.
 
     Raises:
         BlockSparseError: matplotlib is not installed, nothing was evaluated, or the file cannot be written.
@@ -182,18 +191,22 @@ def picture(path: str | Path, of: Sequence[Group]) -> None:
     if not any(group.curve("step")[0] for group in of):
         raise BlockSparseError.expected("runs", "one that was evaluated", "none yet")
     figure, axes = figure_and_axes((11, 4.6), columns=2)
+    epochs = all(group.steps_per_epoch for group in of)
     for nth, group in enumerate(of):
         style = {"color": _COLORS[nth % len(_COLORS)], "ls": _DASHES[nth // len(_COLORS) % len(_DASHES)]}
         for one, by in zip(axes, ("step", "seconds"), strict=True):
             x, mean, deviation = group.curve(by)
             if not x:
                 continue
+            if by == "step" and epochs:
+                x = [step / (group.steps_per_epoch or 1) for step in x]
             count = f", {len(group.runs)} seeds" if len(group.runs) > 1 else ""
-            one.plot(x, mean, label=f"{group.label}{count}: {mean[-1]:.3f}", lw=1.8, marker="o", ms=3, **style)
+            points = {"marker": "o", "ms": 3} if len(x) <= _POINTS else {}
+            one.plot(x, mean, label=f"{group.label}{count}: {mean[-1]:.3f}", lw=1.8, **points, **style)
             low, high = ([m + sign * d for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
             one.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
     limits = _range([mean for group in of for mean in group.curve("step")[1]])
-    for one, name in zip(axes, ("steps", "seconds of training"), strict=True):
+    for one, name in zip(axes, ("epochs" if epochs else "steps", "seconds of training"), strict=True):
         one.set(xlabel=name, ylim=limits)
         one.set_xlim(left=0)
         one.grid(color="0.9", lw=0.8)

@@ -1,0 +1,171 @@
+"""Sparse classifiers of tables: dense, sparse in fixed places, and sparse with an evolving topology, of one shape."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ...data import tables
+from ...data.table import Table
+from .. import mlp
+from ..compare import Run
+from ..trainer import Trainer
+from .experiment import Experiment, Row, Runs
+from .report import spread
+
+TOPOLOGIES = {
+    "dense": "dense",
+    "fixed": "sparse, never changed",
+    "set": "sparse, evolved (SET)",
+    "rigl": "sparse, evolved (RigL)",
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """How a net comes by its topology, a name of `mlp.METHODS`, and what else is said of it and of its training."""
+
+    method: str
+    recipe: mlp.Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierExperiment(Experiment):
+    """Nets of one shape on a table, which differ in their topology.
+
+    Args:
+        data: a name of `data.tables`.
+        tested_on: which of its rows.
+
+    The seeds are of topology, weights, the order of the rows and dropout. The rows to test on are the same for all.
+    """
+
+    contenders: Mapping[str, Contender]
+    data: str
+    tested_on: str
+
+    def load(self, data_dir: str | Path | None) -> Table:
+        return tables.load(self.data, data_dir)
+
+    def trainer(self, contender: str, seed: int, run: Path, data: Table) -> Trainer:
+        of = self.contenders[contender]
+        return mlp.trainer(of.recipe, data, run, of.method, seed)
+
+    def found(self, run: Run) -> dict[str, Any]:
+        return {"lowest": lowest(run), "seconds_per_epoch": seconds_per_epoch(run)}
+
+    def rows(self, of: Runs) -> Iterator[Row]:
+        def figure(title: str, value: Callable[[Run], float], digits: int | None = None) -> Row:
+            return title, [spread([value(run) for run in runs], digits) for runs in of.values()]
+
+        facts = [runs[0].config["facts"] for runs in of.values()]
+        yield "topology", [TOPOLOGIES[runs[0].task["model"]["method"]] for runs in of.values()]
+        yield "weights, and multiply-adds of a row forward", [f"{one['connections']:,}" for one in facts]
+        yield "density", [f"{100 * one['density']:.3g} %" for one in facts]
+        yield "epochs", [f"{one['epochs']:,}" for one in facts]
+        yield "seeds", [str(len(runs)) for runs in of.values()]
+        yield figure("test error after the last epoch, %", last, 2)
+        fewest = min(one["epochs"] for one in facts)
+        if fewest < max(one["epochs"] for one in facts):
+            yield figure(f"test error after epoch {fewest:,}, %", lambda run: errors(run)[fewest - 1], 2)
+        yield figure("lowest test error after any epoch, %", lowest, 2)
+        yield figure("seconds of training per epoch", seconds_per_epoch)
+        yield figure("seconds of training in all", lambda run: run.seconds)
+
+    def notes(self, of: Runs) -> list[str]:
+        run = next(iter(of.values()))[0]
+        recipe, data = next(iter(self.contenders.values())).recipe, run.task["data"]
+        sizes = "-".join(f"{size:,}" for size in run.task["model"]["sizes"])
+        return [
+            *_verdict(of),
+            f"Nets of {sizes} neurons with All-ReLU of slope {recipe.alpha:g} and dropout {recipe.dropout:g}; "
+            f"sparse ones begin as Erdos-Renyi graphs with epsilon {recipe.epsilon:g}, of which SET replaces "
+            f"{100 * recipe.zeta:g} % after each epoch. SGD with learning rate {recipe.learning_rate:g} throughout, "
+            f"momentum {recipe.momentum:g}, weight decay {recipe.weight_decay:g}, batches of {recipe.batch}. "
+            f"{data['rows']:,} rows of {data['features']:,} features to train on, {run.config['facts']['tested']:,} to test on, "
+            f"{self.tested_on}.",
+            "Mean and standard deviation over the seeds. The lowest error is chosen by the rows that it is measured "
+            "on, and so flatters them all. Seconds are those of training alone; of an epoch, the median over a run.",
+        ]
+
+    @property
+    def curves(self) -> str:
+        return "Test error against epochs and seconds"
+
+
+def errors(run: Run) -> list[float]:
+    """The test error after each epoch, in %."""
+    return [line["held_out"] for line in run.evaluations]
+
+
+def last(run: Run) -> float:
+    """The test error after the last epoch, in %."""
+    return errors(run)[-1]
+
+
+def lowest(run: Run) -> float:
+    """The lowest test error after any epoch, in %."""
+    return min(errors(run))
+
+
+def seconds_per_epoch(run: Run) -> float:
+    """The median time of training in an epoch."""
+    return statistics.median(now - before for before, now in pairwise([0.0, *(e["seconds"] for e in run.evaluations)]))
+
+
+def _verdict(of: Runs) -> list[str]:
+    """How SET stands against the others, in a sentence; none where it is alone or not there."""
+    others = [name for name in of if name != "set"]
+    if "set" not in of or not others:
+        return []
+
+    def against(figure: Callable[[Run], float]) -> str:
+        return " and ".join(f"{_points(of['set'], of[name], figure)} {name}" for name in others)
+
+    epochs = {name: runs[0].config["facts"]["epochs"] for name, runs in of.items()}
+    told = [f"{epochs[name]:,} of {name}" for name in others if epochs[name] != epochs["set"]]
+    had = f" ({epochs['set']:,} epochs of set, {', '.join(told)})" if told else ""
+    return [
+        f"**After the last epoch{had} the test error of set is {against(last)}**; at the lowest of each run, "
+        f"{against(lowest)}. Differences of runs with the same seed, in percentage points."
+    ]
+
+
+def _points(one: Sequence[Run], other: Sequence[Run], figure: Callable[[Run], float]) -> str:
+    by_seed = {run.settings["seed"]: figure(run) for run in other}
+    found = [figure(run) - by_seed[run.settings["seed"]] for run in one if run.settings["seed"] in by_seed]
+    if not found:
+        return "not to be compared, for want of a seed in common, with that of"
+    lower = statistics.fmean(found) < 0
+    return f"{spread([-x if lower else x for x in found], 2)} {'below' if lower else 'above'} that of"
+
+
+def _methods(data: str, called: str, epochs: int, tested_on: str, dense: int | None = None) -> ClassifierExperiment:
+    """The papers' recipe for so many epochs, `dense` of the dense net."""
+    recipe = mlp.recipe_for(data)
+    return ClassifierExperiment(
+        about=f"One shape of net on {called}: dense, sparse in fixed places, and sparse with an evolving topology",
+        data=data,
+        contenders={
+            method: Contender(method, replace(recipe, epochs=dense or epochs if method == "dense" else epochs))
+            for method in ("dense", "fixed", "set")
+        },
+        tested_on=tested_on,
+    )
+
+
+_PUBLISHED = "split as published"
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "sparse-fashion_mnist": _methods("fashion_mnist", "Fashion-MNIST", 100, _PUBLISHED),
+    "sparse-madelon": _methods(
+        "madelon", "Madelon", 500, "its validation part, as no labels of its test part are known"
+    ),
+    "sparse-higgs": _methods("higgs", "Higgs", 50, "a fifth of each class, drawn once for all runs"),
+    # A dense epoch takes several times as long.
+    "sparse-cifar10": _methods("cifar10", "CIFAR-10", 60, _PUBLISHED, dense=20),
+}
