@@ -10,7 +10,7 @@ from hypothesis import given
 
 from blocksparse import BlockLayout, BlockSparseError
 from blocksparse.patterns import banded, barabasi_albert, block_diagonal, dense, watts_strogatz, watts_strogatz_2d
-from blocksparse.topology import average_path_length, connected_components, degrees
+from blocksparse.topology import average_path_length, connected_components, degrees, path_lengths
 from strategies import layouts
 
 
@@ -63,7 +63,10 @@ def test_published_path_lengths(layout, length):
 
 
 def test_ten_thousand_nodes():
-    assert average_path_length(watts_strogatz_2d(10_000, 1)) == pytest.approx(4.97, rel=0.02)
+    # All 10,000 searches take some seconds: a sample tells as much.
+    found = path_lengths(watts_strogatz_2d(10_000, 1), sources=500)
+    assert found.mean == pytest.approx(4.97, abs=0.03)
+    assert found.mean + 3 * found.standard_error < 5
 
 
 @pytest.mark.parametrize(

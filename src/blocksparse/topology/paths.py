@@ -1,29 +1,95 @@
-"""How far apart the blocks of a layout are, read as an undirected graph.
+"""How far apart the nodes of a layout's graph are.
 
 A layout on a square grid has one node per block of features, and an edge between i and j where block (i, j) or (j, i)
-is stored; the diagonal is ignored. Any other layout is a bipartite graph of its output blocks and its input blocks.
+is stored; the diagonal is ignored. Any other layout is a bipartite graph of its output blocks and its input blocks. On
+neuron level every feature is a node, a block ties all of its outputs to all of its inputs, and a stored diagonal block
+ties the neurons of that block to each other.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, check_layout, import_scipy_sparse
+from ..layout import BlockLayout, is_int
+from .graph import Graph, graph_of
+
+# With no number of sources given: a search from every node up to so many, and beyond from a sample of them.
+EXACT = 20_000
+SAMPLED = 1_000
 
 
-def average_path_length(layout: BlockLayout) -> float:
+@dataclass(frozen=True)
+class PathLengths:
+    """Shortest paths over the ordered pairs of distinct nodes, in edges; see `path_lengths`."""
+
+    mean: float | None
+    """Over the pairs that are connected; None where there are none."""
+    standard_error: float
+    """Of the mean, from the sources that were drawn; 0 where all were searched."""
+    diameter: int | None
+    """The longest of the shortest paths that were found; where sources were drawn it may be longer."""
+    pairs: tuple[int, ...]
+    """How many pairs there are at distance 1, 2, ..., among those that were searched."""
+    components: int
+    """Connected components of the whole graph; a node without edges is one."""
+    nodes: int
+    exact: bool
+    """Whether all nodes were searched."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same, ready for JSON."""
+        return asdict(self)
+
+
+def path_lengths(layout: BlockLayout, level: str = "block", sources: int | None = None, seed: int = 0) -> PathLengths:
+    """Mean, standard error, longest and distribution of the shortest paths, by breadth-first searches.
+
+    Args:
+        layout: of any shape, connected or not.
+        level: "block", or "neuron", which is as fast, as neurons of one block of features are searched together.
+        sources: search from so many nodes (blocks of features), drawn with `seed`; None for all, or for a sample of
+            1,000 where there are more than 20,000.
+        seed: of the sample.
+
+    Raises:
+        BlockSparseError: fewer than two sources, an unknown level, a graph of a single node; scipy is missing
+            (`pip install blocksparse-torch[scipy]`).
+
+    >>> import blocksparse as bs
+    >>> found = bs.topology.path_lengths(bs.patterns.banded((5, 5), block_size=1))
+    >>> found.mean, found.diameter, found.pairs, found.components
+    (2.0, 4, (8, 6, 4, 2), 1)
+    """
+    graph = graph_of(layout, level)
+    if graph.nodes < 2:
+        raise BlockSparseError.expected("layout", "two nodes or more", repr(layout))
+    chosen = chosen_sources(graph.weights.size, sources, seed)
+    return layout.derived(
+        ("path lengths", level, chosen.size, seed if chosen.size < graph.weights.size else 0),
+        lambda: paths_in(graph, chosen),
+    )
+
+
+def average_path_length(
+    layout: BlockLayout, sources: int | None = None, *, level: str = "block", seed: int = 0
+) -> float:
     """The mean length of the shortest paths over all ordered pairs of distinct nodes, in edges.
 
     On a square grid the nodes are the blocks of features; otherwise they are the input and the output blocks of a
-    bipartite graph, and pairs on the same side count too. Exact: one breadth-first search per node.
+    bipartite graph, and pairs on the same side count too. Exact up to 20,000 nodes, one breadth-first search for
+    each; `path_lengths` says how exact the mean from a sample is.
+
+    Args:
+        layout, level, sources, seed: as for `path_lengths`.
 
     Raises:
         BlockSparseError: the graph is not connected (with the number of components and the mean within them), or it
-            has a single node; scipy is missing (`pip install blocksparse-torch[scipy]`).
+            has a single node; fewer than two sources, an unknown level; scipy is missing
+            (`pip install blocksparse-torch[scipy]`).
 
     >>> import blocksparse as bs
     >>> ring = bs.patterns.watts_strogatz(64, block_size=1, neighbors=2, rewire=0)
@@ -33,72 +99,98 @@ def average_path_length(layout: BlockLayout) -> float:
 
     Source: Watts, Strogatz, Collective dynamics of small-world networks (1998).
     """
-    graph = _graph(layout)
-    nodes = graph.shape[0]
-    if nodes < 2:
-        raise BlockSparseError.expected("layout", "two nodes or more", repr(layout))
-    total = pairs = 0
-    for source in range(nodes):
-        lengths = _path_lengths(graph, source)
-        total += int(lengths.sum())
-        pairs += lengths.size - 1
-    if pairs < nodes * (nodes - 1):
-        within = f"a mean path of {total / pairs:.4g} within them" if pairs else "no two nodes connected"
-        raise BlockSparseError.expected(
-            "layout", "a connected graph", f"{connected_components(layout)} components, {within}: {layout!r}"
-        )
-    return total / pairs
+    return _connected(layout, level, sources, seed)[0]
 
 
-def connected_components(layout: BlockLayout) -> int:
+def diameter(layout: BlockLayout, sources: int | None = None, *, level: str = "block", seed: int = 0) -> int:
+    """The longest of the shortest paths between two nodes, in edges; where sources are drawn, at least so long.
+
+    Args:
+        layout, level, sources, seed: as for `path_lengths`.
+
+    Raises:
+        BlockSparseError: as `average_path_length`.
+
+    >>> import blocksparse as bs
+    >>> bs.topology.diameter(bs.patterns.watts_strogatz(64, block_size=1, neighbors=2, rewire=0))
+    32
+    """
+    return _connected(layout, level, sources, seed)[1]
+
+
+def connected_components(layout: BlockLayout, level: str = "block") -> int:
     """The number of connected components of the layout's graph; a node without edges is one.
 
     Raises:
-        BlockSparseError: scipy is missing (`pip install blocksparse-torch[scipy]`).
+        BlockSparseError: an unknown level; scipy is missing (`pip install blocksparse-torch[scipy]`).
 
     >>> import blocksparse as bs
     >>> bs.topology.connected_components(bs.patterns.block_diagonal((8, 8), block_size=2))
     4
     """
-    graph = _graph(layout)
+    return components_in(graph_of(layout, level))
+
+
+def chosen_sources(nodes: int, sources: int | None, seed: int) -> np.ndarray:
+    """The nodes to search from: all, or a sample without repetition."""
+    if sources is None:
+        sources = SAMPLED if nodes > EXACT else max(nodes, 2)
+    if not is_int(sources) or sources < 2:
+        raise BlockSparseError.expected("sources", "None or an int, 2 or more", repr(sources))
+    if sources >= nodes:
+        return np.arange(nodes)
+    if not is_int(seed) or seed < 0:
+        raise BlockSparseError.expected("seed", "an int, 0 or more", repr(seed))
+    return np.random.default_rng(seed).choice(nodes, sources, replace=False)
+
+
+def paths_in(graph: Graph, sources: np.ndarray) -> PathLengths:
+    """The shortest paths of a graph from these of its nodes."""
+    weights, within = graph.weights, graph.within
+    totals, pairs = np.zeros((2, sources.size))
+    at_length = np.zeros(1, dtype=np.int64)
+    for nth, source in enumerate(sources):
+        reached, lengths = search(graph.adjacency, int(source))
+        counts = np.bincount(lengths, weights=weights[reached]).astype(np.int64)
+        counts[0] = 0
+        if within[source]:
+            counts = _sum(counts, np.bincount([within[source]], weights=[weights[source] - 1]).astype(np.int64))
+        totals[nth], pairs[nth] = np.arange(counts.size) @ counts, counts.sum()
+        at_length = _sum(at_length, counts * weights[source])
+    found = float(weights[sources] @ pairs)
+    mean = float(weights[sources] @ totals) / found if found else None
+    error = 0.0
+    if mean is not None and sources.size < weights.size:
+        # Of a ratio: what each source deviates by, from a sample without repetition.
+        deviation = weights[sources] * (totals - mean * pairs)
+        left = 1 - sources.size / weights.size
+        error = float(np.sqrt(left * sources.size) * deviation.std(ddof=1) / found)
+    return PathLengths(
+        mean=mean,
+        standard_error=error,
+        diameter=at_length.size - 1 or None,
+        pairs=tuple(at_length[1:].tolist()),
+        components=components_in(graph),
+        nodes=graph.nodes,
+        exact=sources.size == weights.size,
+    )
+
+
+def components_in(graph: Graph) -> int:
+    """The connected components, those of neurons without ties counted one by one."""
     from scipy.sparse import csgraph
 
-    return int(csgraph.connected_components(graph, directed=False, return_labels=False))
+    alone = (graph.weights > 1) & (graph.within == 0)
+    of_nodes = csgraph.connected_components(graph.adjacency, directed=False, return_labels=False)
+    return int(of_nodes + (graph.weights[alone] - 1).sum())
 
 
-def degrees(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out_degrees, in_degrees): the stored blocks per row and per column, int64, the diagonal included.
-
-    >>> import blocksparse as bs
-    >>> bs.topology.degrees(bs.BlockLayout([[True, True, False], [False, True, False]], block_size=4))
-    (tensor([2, 1]), tensor([1, 2, 0]))
-    """
-    check_layout(layout)
-    return layout.crow_indices().diff().long(), torch.bincount(layout.col_indices(), minlength=layout.grid[1])
-
-
-def _graph(layout: BlockLayout) -> Any:
-    """The symmetric adjacency of the layout's graph as a scipy CSR matrix."""
-    check_layout(layout)
-    sparse = import_scipy_sparse()
-    rows, cols = layout.row_of_block, layout.col_of_block
-    nodes = layout.grid[0]
-    if layout.grid[0] == layout.grid[1]:
-        rows, cols = rows[rows != cols], cols[rows != cols]
-    else:
-        cols = cols.astype(np.int64) + layout.grid[0]
-        nodes += layout.grid[1]
-    edges = np.concatenate([rows, cols]), np.concatenate([cols, rows])
-    # csgraph computes in float64: given it at once, the searches need no conversion each.
-    return sparse.csr_matrix((np.ones(2 * rows.size), edges), shape=(nodes, nodes))
-
-
-def _path_lengths(graph: Any, source: int) -> np.ndarray:
-    """The distances from `source` of all nodes that it reaches, itself first."""
+def search(adjacency: Any, source: int) -> tuple[np.ndarray, np.ndarray]:
+    """The nodes that `source` reaches along the rows of a CSR matrix, itself first, and the steps to each."""
     from scipy.sparse import csgraph
 
-    order, parents = csgraph.breadth_first_order(graph, source)
-    place = np.empty(graph.shape[0], dtype=np.int64)
+    order, parents = csgraph.breadth_first_order(adjacency, source)
+    place = np.empty(adjacency.shape[0], dtype=np.int64)
     place[order] = np.arange(order.size)
     parents[source] = source
     # Depths by pointer doubling: `lengths` counts the steps up to `above`, which ends at the root. Breadth-first
@@ -109,4 +201,25 @@ def _path_lengths(graph: Any, source: int) -> np.ndarray:
     while above[-1]:
         lengths += lengths[above]
         above = above[above]
-    return lengths
+    return order, lengths
+
+
+def _connected(layout: BlockLayout, level: str, sources: int | None, seed: int) -> tuple[float, int]:
+    """Mean and longest of the shortest paths of a graph that is connected."""
+    found = path_lengths(layout, level, sources, seed)
+    if found.components > 1 or found.mean is None or found.diameter is None:
+        raise BlockSparseError.expected("layout", "a connected graph", f"{_apart(found)}: {layout!r}")
+    return found.mean, found.diameter
+
+
+def _apart(found: PathLengths) -> str:
+    within = "no two nodes connected" if found.mean is None else f"a mean path of {found.mean:.4g} within them"
+    return f"{found.components} components, {within}"
+
+
+def _sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of counts by length, one perhaps shorter than the other."""
+    short, long = sorted((a, b), key=len)
+    long = long.copy()
+    long[: short.size] += short
+    return long

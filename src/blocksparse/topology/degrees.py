@@ -1,0 +1,72 @@
+"""How many blocks, or neurons, each row and each column of a layout meets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..layout import BlockLayout, check_layout
+from .graph import check_level
+
+
+@dataclass(frozen=True)
+class DegreeDistribution:
+    """How many outputs, and how many inputs, have each degree; see `degree_distribution`."""
+
+    out: dict[int, int]
+    """Of the rows: {inputs that are met: rows that meet so many}, the degrees rising."""
+    in_: dict[int, int]
+    """Of the columns, likewise."""
+
+
+def degrees(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out_degrees, in_degrees): the stored blocks per row and per column, int64, the diagonal included.
+
+    >>> import blocksparse as bs
+    >>> bs.topology.degrees(bs.BlockLayout([[True, True, False], [False, True, False]], block_size=4))
+    (tensor([2, 1]), tensor([1, 2, 0]))
+    """
+    check_layout(layout)
+    return layout.crow_indices().diff().long(), torch.bincount(layout.col_indices(), minlength=layout.grid[1])
+
+
+def degree_distribution(layout: BlockLayout, level: str = "block") -> DegreeDistribution:
+    """How many rows and columns have how many stored blocks; on neuron level how many neurons, how many weights.
+
+    Args:
+        layout: of any shape; the diagonal counts.
+        level: "block" or "neuron".
+
+    Raises:
+        BlockSparseError: an unknown level.
+
+    >>> import blocksparse as bs
+    >>> found = bs.topology.degree_distribution(bs.patterns.banded((20, 20), block_size=4))
+    >>> found.out
+    {2: 2, 3: 3}
+    >>> bs.topology.degree_distribution(bs.patterns.banded((20, 20), block_size=4), level="neuron").out
+    {8: 8, 12: 12}
+    """
+    check_level(level)
+    scales = layout.block_shape if level == "neuron" else (1, 1)
+    out, in_ = degrees(layout)
+    return DegreeDistribution(_counted(out, scales[1], scales[0]), _counted(in_, scales[0], scales[1]))
+
+
+def hub_load(layout: BlockLayout) -> float:
+    """The blocks of the fullest row or column / the mean of its kind; 1 where all are alike, 0 without blocks.
+
+    >>> import blocksparse as bs
+    >>> bs.topology.hub_load(bs.BlockLayout([[True, True, True], [True, False, False]], block_size=4))
+    1.5
+    """
+    if layout.nnz == 0:
+        return 0.0
+    return max(float(counts.max() / counts.double().mean()) for counts in degrees(layout))
+
+
+def _counted(counts: torch.Tensor, scale: int, each: int) -> dict[int, int]:
+    degree, rows = np.unique(counts.numpy(), return_counts=True)
+    return dict(zip((degree * scale).tolist(), (rows * each).tolist(), strict=True))

@@ -1,0 +1,154 @@
+"""A layout as a graph, of its blocks or of its neurons; the neurons are never listed.
+
+On block level a node is one block of features. On neuron level it is one feature: a stored block ties all of its
+outputs to all of its inputs. The neurons of one block of features have the same ties, so that a node here stands for
+all of them, with their number as its weight, and measures of neurons are exact from the graph of blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import BlockSparseError
+from ..layout import BlockLayout, check_layout, import_scipy_sparse
+
+LEVELS = ("block", "neuron")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph whose nodes stand for one neuron each, or for several with the same ties."""
+
+    adjacency: Any
+    """A scipy CSR matrix [n, n] of ones, float64, the diagonal empty; symmetric but in `arrows_of`."""
+    weights: np.ndarray
+    """int64 [n]: the neurons of each node; all 1 on block level."""
+    loops: np.ndarray
+    """bool [n]: whether the neurons of a node are tied to each other, its diagonal block being stored."""
+
+    @property
+    def nodes(self) -> int:
+        """How many there are on the level that is measured: blocks, or neurons."""
+        return int(self.weights.sum())
+
+    @property
+    def degrees(self) -> np.ndarray:
+        """int64 [n]: to how many others a neuron of each node is tied."""
+        return (self.adjacency @ self.weights).astype(np.int64) + self.loops * (self.weights - 1)
+
+    @property
+    def edges(self) -> int:
+        """How many there are on that level; no node is tied to itself."""
+        return int(self.weights @ self.degrees) // 2
+
+    @property
+    def within(self) -> np.ndarray:
+        """int64 [n]: steps between two neurons of one node; 0 where there are no two, or no path."""
+        around = np.where(self.loops, 1, np.where(np.diff(self.adjacency.indptr) > 0, 2, 0))
+        return np.where(self.weights > 1, around, 0)
+
+    def expanded(self) -> Any:
+        """The adjacency of all neurons, a scipy CSR matrix."""
+        sparse = import_scipy_sparse()
+        with_loops = (self.adjacency + sparse.diags_array(self.loops.astype(float))).tocsr()
+        node = np.repeat(np.arange(self.weights.size), self.weights)
+        whole = with_loops[node][:, node]
+        whole.setdiag(0)
+        whole.eliminate_zeros()
+        return whole
+
+
+def graph_of(layout: BlockLayout, level: str = "block") -> Graph:
+    """The layout as an undirected graph, kept with it.
+
+    A square grid (on neuron level: a square shape) has one node per block of features, and an edge between i and j
+    where block (i, j) or (j, i) is stored. Any other layout is a bipartite graph: first the outputs, then the inputs.
+    """
+    layout = at_level(layout, level)
+    return layout.derived(("graph", level), lambda: _graph(layout, level))
+
+
+def arrows_of(layout: BlockLayout, level: str = "block") -> Graph:
+    """The directed graph of a square layout: the rows of its adjacency are inputs, which lead to outputs."""
+    layout = at_level(layout, level)
+    if not _square(layout, level):
+        wanted = "a square grid" if level == "block" else "a square shape"
+        raise BlockSparseError.expected("layout", f"{wanted}, whose outputs are inputs again", repr(layout))
+    sources, ends = layout.col_of_block.astype(np.int64), layout.row_of_block
+    return Graph(_adjacency(sources, ends, layout.grid[0]), _weights(layout, level, 0), _loops(layout))
+
+
+def at_level(layout: BlockLayout, level: str) -> BlockLayout:
+    """The layout itself, or one of the same neurons whose grid is square where its shape is."""
+    check_layout(layout)
+    check_level(level)
+    block = layout.block_shape
+    if level == "neuron" and layout.shape[0] == layout.shape[1] and block[0] != block[1]:
+        side = math.gcd(*block)
+        return layout.derived("square blocks", lambda: refined(layout, (side, side)))
+    return layout
+
+
+def check_level(level: str) -> None:
+    """Raises a BlockSparseError unless it is "block" or "neuron"."""
+    if level not in LEVELS:
+        raise BlockSparseError.expected("level", " or ".join(map(repr, LEVELS)), repr(level))
+
+
+def refined(layout: BlockLayout, block: tuple[int, int]) -> BlockLayout:
+    """The same connections in smaller blocks, which divide those of the layout.
+
+    >>> import blocksparse as bs
+    >>> from blocksparse.topology.graph import refined
+    >>> refined(bs.BlockLayout([[True, False]], block_size=(4, 2)), (2, 2)).mask().int()
+    tensor([[1, 0],
+            [1, 0]], dtype=torch.int32)
+    """
+    if block == layout.block_shape:
+        return layout
+    height, width = layout.block_shape[0] // block[0], layout.block_shape[1] // block[1]
+    rows = layout.row_of_block[:, None, None] * height + np.arange(height)[:, None]
+    cols = layout.col_of_block.astype(np.int64)[:, None, None] * width + np.arange(width)
+    rows, cols = np.broadcast_arrays(rows, cols)
+    grid = (layout.grid[0] * height, layout.grid[1] * width)
+    return BlockLayout.from_indices(rows.reshape(-1), cols.reshape(-1), grid, block)
+
+
+def _graph(layout: BlockLayout, level: str) -> Graph:
+    rows, cols = layout.row_of_block, layout.col_of_block.astype(np.int64)
+    if _square(layout, level):
+        both = np.concatenate([rows, cols]), np.concatenate([cols, rows])
+        return Graph(_adjacency(*both, layout.grid[0]), _weights(layout, level, 0), _loops(layout))
+    cols = cols + layout.grid[0]
+    both = np.concatenate([rows, cols]), np.concatenate([cols, rows])
+    weights = np.concatenate([_weights(layout, level, 0), _weights(layout, level, 1)])
+    return Graph(_adjacency(*both, sum(layout.grid)), weights, np.zeros(sum(layout.grid), dtype=bool))
+
+
+def _square(layout: BlockLayout, level: str) -> bool:
+    sides = layout.grid if level == "block" else layout.shape
+    return sides[0] == sides[1]
+
+
+def _weights(layout: BlockLayout, level: str, axis: int) -> np.ndarray:
+    return np.full(layout.grid[axis], layout.block_shape[axis] if level == "neuron" else 1, dtype=np.int64)
+
+
+def _loops(layout: BlockLayout) -> np.ndarray:
+    loops = np.zeros(layout.grid[0], dtype=bool)
+    loops[layout.row_of_block[layout.row_of_block == layout.col_of_block]] = True
+    return loops
+
+
+def _adjacency(sources: np.ndarray, ends: np.ndarray, nodes: int) -> Any:
+    sparse = import_scipy_sparse()
+    apart = sources != ends
+    # csgraph computes in float64: given it at once, the searches need no conversion each.
+    ones = np.ones(int(apart.sum()))
+    matrix = sparse.csr_matrix((ones, (sources[apart], ends[apart])), shape=(nodes, nodes))
+    matrix.data[:] = 1  # of edges that came twice scipy made the sum
+    return matrix
