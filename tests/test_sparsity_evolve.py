@@ -213,7 +213,7 @@ def test_a_copy_evolves_alike():
         ({"stop": 0.5}, "stop: expected an int"),
         ({"seed": -1}, "seed: expected"),
         ({"init": "ones"}, "init: expected one of zeros, he, xavier"),
-        ({"norm": "max"}, "norm: expected one of l2, mean"),
+        ({"norm": "min"}, "norm: expected one of l2, mean, max"),
         ({"skip": "layers.7"}, "skip: expected modules of the model, or their names, got 'layers.7'"),
         ({"skip": nn.ReLU()}, "skip: expected modules of the model, or their names, got ReLU"),
         ({"skip": ["layers.0", "layers.1"]}, "skip: expected something but it"),

@@ -202,7 +202,7 @@ def test_a_whole_step_stays_within_a_tile(monkeypatch):
         ({"t_end": 0}, "t_end: expected an int, 1 or more"),
         ({"every": 0}, "every: expected an int, 1 or more"),
         ({"alpha": 1.5}, "alpha: expected a number from 0 to 1"),
-        ({"norm": "max"}, "norm: expected one of"),
+        ({"norm": "min"}, "norm: expected one of"),
         ({"modules": nn.Linear(4, 4)}, "modules: expected one with block-sparse weights, got Linear"),
         ({"modules": bs.nn.Conv2d(8, 8, 3, block_size=4)}, "modules: expected a bs.nn.Linear"),
         ({"modules": bs.nn.LSTM(8, 8, density=1.0, block_size=4)}, "weight_ih_l0: expected a bs.nn.Linear"),

@@ -1,9 +1,13 @@
-"""Methods that train sparse networks, and never store anything dense."""
+"""Methods that train sparse networks, and methods that make dense ones sparse."""
 
 from .compact import compact
 from .densities import erdos_renyi_density, erk
 from .evolve import Evolve
+from .gradual import GradualPruning
+from .group_lasso import GroupLasso
 from .importance import ImportancePruning, importance
+from .l0 import L0Gates
+from .movement import MovementPruning
 from .nm import nm_layout, nm_mask
 from .nm_permutation import nm_efficacy, nm_permutation
 from .rewire import carried, rewire
@@ -11,13 +15,19 @@ from .rigl import RigL
 from .semi_structured import to_semi_structured
 from .sgd import SGD
 from .sr_ste import SRSTE
+from .threshold import ThresholdPruning, percentiles
 
 __all__ = [
     "SGD",
     "SRSTE",
     "Evolve",
+    "GradualPruning",
+    "GroupLasso",
     "ImportancePruning",
+    "L0Gates",
+    "MovementPruning",
     "RigL",
+    "ThresholdPruning",
     "carried",
     "compact",
     "erdos_renyi_density",
@@ -27,6 +37,7 @@ __all__ = [
     "nm_layout",
     "nm_mask",
     "nm_permutation",
+    "percentiles",
     "rewire",
     "to_semi_structured",
 ]

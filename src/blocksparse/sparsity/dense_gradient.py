@@ -60,7 +60,7 @@ def gradient_norms(
     Args:
         seen: pairs of x `[tokens, in]` and grad `[tokens, out]`, up to the layout's shape.
         layout: of the weight.
-        norm: "l2" or "mean".
+        norm: "l2", "mean" or "max".
         tile: as many rows of blocks are computed at once as have so many weights; one at least.
 
     Yields:

@@ -30,7 +30,7 @@ class Evolve(Method):
         stop: from this call on nothing evolves; with the number of epochs, the last one is left out, as in the papers.
         init: of new weights: "he", uniform within sqrt(6 / n_in), as in the papers; "xavier"; "zeros"; or a function
             of (module, shape, torch.Generator) that returns a CPU tensor.
-        norm: the magnitude of a block, "l2" or "mean" (of |w|).
+        norm: the magnitude of a block: "l2", "mean" (of |w|) or "max".
         seed: of all that is drawn.
         follow: called as (module, source) after each change; see `rewire`.
 

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import BlockSparseError
 
-NORMS = ("l2", "mean")
+NORMS = ("l2", "mean", "max")
 
 
 def check_norm(norm: object) -> None:
-    """Raises a BlockSparseError unless it is one of the two."""
+    """Raises a BlockSparseError unless it is one of them."""
     if norm not in NORMS:
         raise BlockSparseError.expected("norm", f"one of {', '.join(NORMS)}", repr(norm))
 
 
 def norms_of(blocks: Tensor, norm: str, dims: tuple[int, ...]) -> Tensor:
-    """The l2 norm, or the mean |w|, over these dimensions; of single weights either is |w|."""
+    """The l2 norm, the mean or the largest |w| over these dimensions; of single weights each is |w|."""
     blocks = blocks.detach()
     blocks = blocks if blocks.dtype in (torch.float32, torch.float64) else blocks.float()
-    return blocks.abs().mean(dims) if norm == "mean" else torch.linalg.vector_norm(blocks, dim=dims)
+    if norm == "mean":
+        return blocks.abs().mean(dims)
+    return torch.linalg.vector_norm(blocks, math.inf if norm == "max" else 2, dims)
 
 
 def block_norms(values: Tensor, norm: str = "l2") -> np.ndarray:
-    """The magnitude of each stored block, `[nnz]`: "l2", or "mean" for the mean |w|.
+    """The magnitude of each stored block, `[nnz]`: "l2", or the "mean" or "max" of |w|.
 
     >>> import torch
     >>> from blocksparse.sparsity.magnitude import block_norms

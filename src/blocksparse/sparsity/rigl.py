@@ -38,7 +38,7 @@ class RigL(Method):
         every: iterations from one change to the next.
         alpha: the fraction at the beginning, 0 to 1.
         skip: what is left as it is: modules, or their names in the model.
-        norm: of a block, for weights and gradients: "l2" or "mean".
+        norm: of a block, for weights and gradients: "l2", "mean" or "max".
         follow: called as (module, source) after each change; see `rewire`.
 
     Raises:

@@ -1,0 +1,243 @@
+"""What all methods hold that find a block-sparse pattern while dense weights are trained."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import blocksparse as bs
+from blocksparse.nn.exchange import prunable
+from blocksparse.nn.module import BlockSparseModule
+from blocksparse.sparsity.blocks import Blocks
+from blocksparse.sparsity.schedule import CubicSchedule
+from blocksparse.sparsity.strongest import strongest
+from dense_models import METHODS, MODELS, mlp, start, train
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small products on few busy cores: waiting for other threads takes longer than they do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("model", MODELS)
+def test_dense_then_sparse(model, method):
+    net, optimizer, search, x = start(model, method)
+    train(net, optimizer, search, x)
+    net.eval()
+    with torch.no_grad():
+        before = net(x)
+    layouts, density = search.layouts(), search.density
+    assert set(layouts) == set(search.weights)
+    assert 0.05 < density < 0.98, "the test is about something"
+    weights = {name: dense.detach().clone() for name, dense in search.dense.items()}
+    blocks, gates = (
+        search.blocks,
+        {name: gate.multiplier.detach() for name, gate in getattr(search, "gates", {}).items()},
+    )
+    if method == "penalty":  # what is left out was not 0
+        for name, dense in search.dense.items():
+            dense.data *= blocks[name].spread(layouts[name].mask())
+        with torch.no_grad():
+            before = net(x)
+    momenta = {name: optimizer.state[dense]["exp_avg"].clone() for name, dense in search.dense.items()}
+    counts = {name: optimizer.state[dense]["step"].clone() for name, dense in search.dense.items()}
+    done = search.finish()
+    assert done is net
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), before, rtol=1e-9, atol=1e-11)
+    # Truly sparse, with exactly these blocks; the optimizer's state has followed.
+    modules = {name: m for name, m in net.named_modules() if isinstance(m, BlockSparseModule)}
+    assert {name.removesuffix(".weight") for name in layouts} == set(modules)
+    assert not any("parametrizations" in name for name, _ in net.named_parameters())
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert trained == {id(p) for p in net.parameters()} == {id(p) for p in optimizer.state}
+    for name, layout in layouts.items():
+        module = modules[name.removesuffix(".weight")]
+        assert module.layout == layout == search.layouts()[name]
+        expected = weights[name] * blocks[name].spread(gates[name]) if gates else weights[name]
+        for values, dense in ((module.values, expected), (optimizer.state[module.values]["exp_avg"], momenta[name])):
+            folded = blocks[name].fold(dense).transpose(1, 2)
+            assert torch.equal(values, folded[layout.mask()])
+        assert torch.equal(optimizer.state[module.values]["step"], counts[name])
+    assert search.density == density
+    net.train()
+    losses = train(net, optimizer, None, x, steps=20)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("model", ["mlp", "lstm"])
+def test_resumed_in_the_middle(model, method, tmp_path):
+    whole, parts, again = (start(model, method) for _ in range(3))
+    torch.manual_seed(1)
+    train(*whole)
+    torch.manual_seed(1)
+    train(*parts, steps=5)
+    torch.save(([part.state_dict() for part in parts[:3]], torch.get_rng_state()), tmp_path / "saved")
+    states, generator = torch.load(tmp_path / "saved", weights_only=True)
+    for part, state in zip(again[:3], states, strict=True):
+        part.load_state_dict(state)
+    torch.set_rng_state(generator)
+    train(*again, steps=7)
+    assert again[2].layouts() == whole[2].layouts()
+    for name, tensor in whole[0].state_dict().items():
+        assert torch.equal(again[0].state_dict()[name], tensor), name
+    finished = [run[2].finish().state_dict() for run in (whole, again)]
+    assert all(torch.equal(finished[1][name], tensor) for name, tensor in finished[0].items())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_alone_is_another_object_after(method):
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 16).double()
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.02)
+    search = METHODS[method](layer, optimizer)
+    train(layer, optimizer, search, torch.randn(8, 16, dtype=torch.float64))
+    new = search.finish()
+    assert type(new) is bs.nn.Linear
+    assert new is search.model
+    assert new.bias is layer.bias
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_out_of_order(method):
+    net, optimizer, search, x = start("mlp", method)
+    if search.end is not None:
+        train(net, optimizer, search, x, steps=3)
+        with pytest.raises(bs.BlockSparseError, match=r"finish: expected 10 calls of step before, got 3"):
+            search.finish()
+    train(net, optimizer, search, x)
+    state = search.state_dict()
+    search.finish()
+    for what in ("step", "finish"):
+        with pytest.raises(bs.BlockSparseError, match=f"{what}: expected a method that goes on, got one that is finis"):
+            getattr(search, what)()
+    with pytest.raises(bs.BlockSparseError, match="load_state_dict: expected a method that goes on"):
+        search.load_state_dict(state)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bad_models_are_left_as_they_are(method):
+    def refused(model, message, optimizer=None):
+        before = {name: type(module) for name, module in model.named_modules()}
+        optimizer = optimizer or torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
+        with pytest.raises(bs.BlockSparseError, match=message):
+            METHODS[method](model, optimizer)
+        assert {name: type(module) for name, module in model.named_modules()} == before
+
+    refused(nn.Sequential(nn.ReLU()), "model: expected one with dense weights that can become .*, got Sequential")
+    refused(nn.Sequential(bs.nn.Linear(8, 8)), "model: expected one with dense weights")
+    refused(nn.Linear(8, 8, device="meta"), "model: expected parameters with values, got weight on the meta device")
+    model = mlp()
+    refused(model, "one that has the parameter 2.weight", torch.optim.SGD(model[0].parameters(), lr=0.1))
+    with pytest.raises(bs.BlockSparseError, match=r"model: expected a torch.*, got list"):
+        METHODS[method]([model], None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_states_of_something_else(method):
+    search = start("mlp", method)[2]
+    with pytest.raises(bs.BlockSparseError, match=r"state: expected \['calls'"):
+        search.load_state_dict({"calls": torch.tensor(1), "seed": torch.tensor(0)})
+    if len(search.state_dict()) > 1:
+        other = METHODS[method](nn.Sequential(nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 3)), None)
+        with pytest.raises(
+            bs.BlockSparseError, match=r"keep.0.weight in the state: expected \[\d+, \d+\], got \[\d+, "
+        ):
+            search.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("skip", [("1", "2"), "2.weight", "module"])
+def test_skip(skip):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    skip = model[2] if skip == "module" else skip
+    search = bs.sparsity.GradualPruning(model, density=0.5, end=1, block_size=2, skip=skip)
+    assert list(search.weights) == ["0.weight"]
+    search.step()
+    assert type(search.finish()[2]) is nn.Linear
+    with pytest.raises(bs.BlockSparseError, match="not all of them skipped"):
+        bs.sparsity.MovementPruning(nn.Sequential(nn.Linear(8, 8)), end=1, skip="0")
+
+
+def test_blocks_of_every_kind_of_weight():
+    # Against indices written out: which block each number of the parameter belongs to.
+    lstm = nn.LSTM(5, 6, proj_size=4)
+    cases = [
+        (nn.Linear(7, 5), "weight", (2, 3), lambda o, i: (o // 2, i // 3)),
+        (nn.Conv2d(5, 4, (2, 3)), "weight", 2, lambda o, i: (o // 2, i // 2)),
+        (nn.ConvTranspose1d(5, 4, 3), "weight", (3, 2), lambda i, o: (o // 3, i // 2)),
+        (lstm, "weight_ih_l0", 4, lambda o, i: (o // 6 * 2 + o % 6 // 4, i // 4)),
+        (lstm, "weight_hh_l0", 4, lambda o, i: (o // 6 * 2 + o % 6 // 4, i // 4)),
+        (lstm, "weight_hr_l0", 4, lambda o, i: (o // 4, i // 4)),
+    ]
+    for module, name, block_size, place in cases:
+        weight = next(w for w in prunable(module, block_size) if w.parameter == name)
+        blocks, dense = Blocks(weight), getattr(module, name).detach()
+        numbers = torch.arange(math.prod(blocks.grid)).view(blocks.grid)
+        expected = torch.empty(dense.shape, dtype=torch.int64)
+        sums = torch.zeros(blocks.grid)
+        for a in range(dense.shape[0]):
+            for b in range(dense.shape[1]):
+                row, column = place(a, b)
+                expected[a, b] = numbers[row, column]
+                sums[row, column] += dense[a, b].sum()
+        assert torch.equal(blocks.spread(numbers).expand(dense.shape), expected), name
+        torch.testing.assert_close(blocks.sums(dense), sums)
+        folded = blocks.fold(dense).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(blocks.norms(dense), folded.norm(dim=2))
+        torch.testing.assert_close(blocks.norms(dense, "max"), folded.abs().amax(2))
+        torch.testing.assert_close(blocks.norms(dense, "mean"), folded.abs().mean(2))
+        assert blocks.size == folded.shape[2]
+
+
+def test_cubic_schedule():
+    schedule = CubicSchedule(density=0.2, begin=10, end=30, every=8)
+    # By hand: 1 - t' = 1, 3/4, 1/2, 1/4, 0; cubes 1, 27/64, 1/8, 1/64, 0; times 0.8, plus 0.2.
+    assert [schedule(t) for t in (0, 10, 15, 20, 25, 30, 99)] == pytest.approx([1, 1, 0.5375, 0.3, 0.2125, 0.2, 0.2])
+    assert [t for t in range(50) if schedule.due(t)] == [10, 18, 26, 30]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1.2, 0, 1, 1), "density: expected a number from 0 to 1, got 1.2"),
+        ((0.1, -1, 1, 1), "begin: expected an int, 0 or more, got -1"),
+        ((0.1, 5, 5, 1), "end: expected an int, 6 or more, got 5"),
+        ((0.1, 0, 1, 0), "every: expected an int, 1 or more, got 0"),
+    ],
+)
+def test_bad_schedules(arguments, message):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        CubicSchedule(*arguments)
+
+
+@pytest.mark.parametrize("density", [0.06, 0.3, 0.5, 0.77, 1.0])
+def test_strongest(density):
+    model = nn.Sequential(nn.Linear(16, 24), nn.Linear(12, 20))
+    blocks = {weight.name: Blocks(weight) for weight in prunable(model, (2, 4))}
+    scores = {name: torch.randn(each.grid, dtype=torch.float64) for name, each in blocks.items()}
+    scores["1.weight"] -= 10  # all worse than any of the first
+    alone = strongest(scores, blocks, density, "layer")
+    for name, mask in alone.items():
+        count = max(1, round(density * mask.numel()))
+        assert torch.equal(mask, scores[name] >= scores[name].flatten().sort(descending=True).values[count - 1])
+    together = strongest(scores, blocks, density, "global")
+    count = round(density * (48 + 30))
+    assert sum(int(mask.sum()) for mask in together.values()) == count
+    assert together["1.weight"].sum() == max(1, count - 48)
+    assert together["1.weight"].flatten()[scores["1.weight"].argmax()]
+
+
+def test_weights_of_a_kernel_count_with_all_its_taps():
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 1))
+    blocks = {weight.name: Blocks(weight) for weight in prunable(model, 4)}
+    scores = {"0.weight": torch.tensor([[0.0, 1.0], [2.0, 3.0]]), "1.weight": torch.tensor([[9.0, 8.0], [7.0, 6.0]])}
+    masks = strongest(scores, blocks, 0.55, "global")  # of 40 parts 18 go, the first two blocks
+    assert masks["0.weight"].tolist() == [[False, False], [True, True]]
+    assert masks["1.weight"].all()
