@@ -79,6 +79,7 @@ class ClassifierExperiment(Experiment):
     def notes(self, of: Runs) -> list[str]:
         run = next(iter(of.values()))[0]
         recipe, data = next(iter(self.contenders.values())).recipe, run.task["data"]
+        tested = run.config["facts"]["tested"]
         sizes = "-".join(f"{size:,}" for size in run.task["model"]["sizes"])
         return [
             *_verdict(of),
@@ -86,7 +87,7 @@ class ClassifierExperiment(Experiment):
             f"sparse ones begin as Erdos-Renyi graphs with epsilon {recipe.epsilon:g}, of which SET replaces "
             f"{100 * recipe.zeta:g} % after each epoch. SGD with learning rate {recipe.learning_rate:g} throughout, "
             f"momentum {recipe.momentum:g}, weight decay {recipe.weight_decay:g}, batches of {recipe.batch}. "
-            f"{data['rows']:,} rows of {data['features']:,} features to train on, {run.config['facts']['tested']:,} to test on, "
+            f"{data['rows']:,} rows of {data['features']:,} features to train on, {tested:,} to test on, "
             f"{self.tested_on}.",
             "Mean and standard deviation over the seeds. The lowest error is chosen by the rows that it is measured "
             "on, and so flatters them all. Seconds are those of training alone; of an epoch, the median over a run.",
@@ -118,9 +119,10 @@ def seconds_per_epoch(run: Run) -> float:
 
 
 def _verdict(of: Runs) -> list[str]:
-    """How SET stands against the others, in a sentence; none where it is alone or not there."""
-    others = [name for name in of if name != "set"]
-    if "set" not in of or not others:
+    """How SET stands against the others, in a sentence; none where there is nothing to compare."""
+    seeds = {name: {run.settings["seed"] for run in runs} for name, runs in of.items()}
+    others = [name for name in of if name != "set" and seeds[name] & seeds.get("set", set())]
+    if not others:
         return []
 
     def against(figure: Callable[[Run], float]) -> str:
@@ -130,18 +132,17 @@ def _verdict(of: Runs) -> list[str]:
     told = [f"{epochs[name]:,} of {name}" for name in others if epochs[name] != epochs["set"]]
     had = f" ({epochs['set']:,} epochs of set, {', '.join(told)})" if told else ""
     return [
-        f"**After the last epoch{had} the test error of set is {against(last)}**; at the lowest of each run, "
-        f"{against(lowest)}. Differences of runs with the same seed, in percentage points."
+        f"**After the last epoch{had} the test error of set is {against(last)}**; the lowest of each run is "
+        f"{against(lowest)}. In percentage points, run by run with the same seed."
     ]
 
 
 def _points(one: Sequence[Run], other: Sequence[Run], figure: Callable[[Run], float]) -> str:
+    """By how much the one's figure is lower or higher than the other's, over the seeds that both have."""
     by_seed = {run.settings["seed"]: figure(run) for run in other}
     found = [figure(run) - by_seed[run.settings["seed"]] for run in one if run.settings["seed"] in by_seed]
-    if not found:
-        return "not to be compared, for want of a seed in common, with that of"
     lower = statistics.fmean(found) < 0
-    return f"{spread([-x if lower else x for x in found], 2)} {'below' if lower else 'above'} that of"
+    return f"{spread([-x if lower else x for x in found], 2)} points {'lower' if lower else 'higher'} than that of"
 
 
 def _methods(data: str, called: str, epochs: int, tested_on: str, dense: int | None = None) -> ClassifierExperiment:
