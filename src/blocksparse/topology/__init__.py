@@ -1,25 +1,34 @@
-"""Graph measures of layouts."""
+"""Layouts as graphs: their measures, and how far two nets are from each other."""
 
 from .clustering import clustering
 from .degrees import DegreeDistribution, degree_distribution, degrees, hub_load
 from .mixing import steps_from, steps_to_mix
+from .nnstd import Matching, nnstd, nnstd_matching
 from .paths import PathLengths, average_path_length, connected_components, diameter, path_lengths
 from .small_world import SmallWorld, small_world, small_world_omega, small_world_sigma
 from .spectrum import spectral_gap
 from .summary import Summary, summary
+from .trajectory import Trajectory, distances, embedding, linkage
 
 __all__ = [
     "DegreeDistribution",
+    "Matching",
     "PathLengths",
     "SmallWorld",
     "Summary",
+    "Trajectory",
     "average_path_length",
     "clustering",
     "connected_components",
     "degree_distribution",
     "degrees",
     "diameter",
+    "distances",
+    "embedding",
     "hub_load",
+    "linkage",
+    "nnstd",
+    "nnstd_matching",
     "path_lengths",
     "small_world",
     "small_world_omega",

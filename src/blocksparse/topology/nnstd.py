@@ -1,0 +1,227 @@
+"""How different the connections of two nets are: the neural network sparse topology distance (NNSTD).
+
+Neurons that meet the same inputs do the same work, whatever their number in the layer: so each layer's neurons are
+matched first, and the next layer's inputs are renumbered by the match.
+
+Neurons of one block have the same inputs and are inputs of the same neurons. So neither they nor whole nets of them are
+ever listed: a layer is compared in units, the largest that divide the blocks of both nets on both sides of it (and the
+padding), and the distance is that of the neurons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from ..errors import BlockSparseError
+from ..layout import BlockLayout, import_scipy_sparse
+from ..nn.module import BlockSparseModule
+from .graph import check_level, refined
+
+# Above this density dense products count the inputs in common faster than sparse ones.
+DENSE = 0.1
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layout and which of its outputs and of its inputs are no padding, bool; None where all are."""
+
+    layout: BlockLayout
+    used: tuple[np.ndarray, np.ndarray] | None = None
+
+
+Net = BlockLayout | nn.Module | Layer | Iterable[BlockLayout | nn.Module | Layer]
+
+
+@dataclass(frozen=True)
+class Matching:
+    """The distance of two nets and the neurons that were matched; see `nnstd_matching`."""
+
+    distance: float
+    """The mean over the layers, from 0 (the same connections) to 1 (none in common)."""
+    layers: tuple[float, ...]
+    """Of each layer."""
+    matches: tuple[np.ndarray, ...]
+    """Of each layer, int64 `[n_out]`: neuron (or block) `match[i]` of the second net is matched to i of the first."""
+    ambiguous: tuple[int, ...]
+    """Of each layer, how many neurons (or blocks) of the two nets have the same inputs as another one of their layer;
+    those that are in one block in both nets do not count. Which of them are matched is arbitrary, and may make the
+    next layer look farther than it is."""
+
+
+def nnstd(a: Net, b: Net, *, level: str = "neuron") -> float:
+    """The sparse topology distance of two nets, from 0 to 1.
+
+    The distance of two neurons is |A xor B| / |A or B| of their sets of inputs A and B, 0 where both are empty. In each
+    layer the neurons of the two nets are matched so that the sum of their distances is least (the Hungarian method);
+    by the match the next layer's inputs of the second net are renumbered. The layer's distance is the mean over its
+    neurons, that of the nets the mean over their layers.
+
+    A renumbered copy of a net is at distance 0 where no two neurons of a layer have the same inputs or none: otherwise
+    the match is arbitrary, and `nnstd_matching` says of how many. Time grows with the cube, memory with the square of
+    a layer's neurons, those that are in one block in both nets counted once.
+
+    Args:
+        a, b: layouts; lists of layouts (the layers of a net, from the input on); modules, or models, whose block-sparse
+            weights are compared in the order of `model.modules()`, without their padding. Of the same sizes, but of any
+            blocks.
+        level: "neuron", or "block" for nets of the same blocks, to match these whole, padding included. Without
+            padding the distance is the same.
+
+    Raises:
+        BlockSparseError: nets of different sizes or numbers of layers, layers that do not feed each other, no
+            block-sparse weight, on level "block" different blocks; scipy is missing
+            (`pip install blocksparse-torch[scipy]`).
+
+    >>> import numpy as np, blocksparse as bs
+    >>> net = [bs.patterns.random((64, 64), block_size=1, density=0.2, seed=seed) for seed in (0, 1)]
+    >>> other = [bs.patterns.random((64, 64), block_size=1, density=0.2, seed=seed) for seed in (2, 3)]
+    >>> bs.topology.nnstd(net, net), 0.7 < bs.topology.nnstd(net, other) < 0.9
+    (0.0, True)
+    >>> order = np.random.default_rng(0).permutation(64)
+    >>> shuffled = [bs.BlockLayout(net[0].mask()[order], 1), bs.BlockLayout(net[1].mask()[:, order], 1)]
+    >>> bs.topology.nnstd(net, shuffled)
+    0.0
+
+    Source: Liu, van der Lee, Yaman, Atashgahi, Ferraro, Sokar, Pechenizkiy, Mocanu, Topological insights into sparse
+    neural networks (2020).
+    """
+    return nnstd_matching(a, b, level=level).distance
+
+
+def nnstd_matching(a: Net, b: Net, *, level: str = "neuron") -> Matching:
+    """The distance of `nnstd`, that of each layer, and which neurons were matched.
+
+    Args:
+        a, b, level: as for `nnstd`. Neurons are counted without the padding, blocks with it.
+
+    Raises:
+        BlockSparseError: as `nnstd`.
+
+    >>> import blocksparse as bs
+    >>> a = bs.BlockLayout([[1, 1, 0], [0, 1, 1]], block_size=1)
+    >>> b = bs.BlockLayout([[0, 1, 1], [1, 0, 0]], block_size=1)
+    >>> found = bs.topology.nnstd_matching(a, b)
+    >>> found.distance, found.matches[0], found.ambiguous
+    (0.25, array([1, 0]), (0,))
+    """
+    check_level(level)
+    first, second = layers_of(a), layers_of(b)
+    units = _units(first, second, level)
+    from scipy.optimize import linear_sum_assignment
+
+    distances: list[float] = []
+    matches: list[np.ndarray] = []
+    ambiguous: list[int] = []
+    match: np.ndarray | None = None
+    for i, pair in enumerate(zip(first, second, strict=True)):
+        mine, other = (_inputs(layer, (units[i + 1], units[i]), level) for layer in pair)
+        if match is not None:
+            other = other[:, match]
+        cost = _distances(mine, other)
+        row, match = linear_sum_assignment(cost)
+        distances.append(float(cost[row, match].mean()))
+        each = units[i + 1] if level == "neuron" else 1
+        matches.append((match[:, None] * each + np.arange(each)).ravel())
+        ambiguous.append((_alike(mine) + _alike(other)) * each)
+    return Matching(float(np.mean(distances)), tuple(distances), tuple(matches), tuple(ambiguous))
+
+
+def layers_of(net: Net) -> tuple[Layer, ...]:
+    """The layers of a net as `nnstd` takes it, which stay as they are when a model is changed."""
+    if isinstance(net, Layer):
+        return (net,)
+    if isinstance(net, BlockLayout):
+        return (Layer(net),)
+    if isinstance(net, nn.Module):
+        found = tuple(_layer(module) for module in net.modules() if isinstance(module, BlockSparseModule))
+        if not found:
+            raise BlockSparseError.expected("net", "a model with block-sparse weights", type(net).__name__)
+        return found
+    if not isinstance(net, Iterable) or isinstance(net, str):
+        raise BlockSparseError.expected("net", "a layout, a model, or a list of its layers", type(net).__name__)
+    layers = tuple(layer for part in net for layer in layers_of(part))
+    if not layers:
+        raise BlockSparseError.expected("net", "one layer or more", "none")
+    return layers
+
+
+def _layer(module: BlockSparseModule) -> Layer:
+    if module.used is None:
+        return Layer(module.layout)
+    out, in_ = module.used
+    return Layer(module.layout, (out.numpy(), in_.numpy()))
+
+
+def _units(first: Sequence[Layer], second: Sequence[Layer], level: str) -> list[int]:
+    """Of the nets' inputs, and of each layer's outputs, into units of how many neurons they can be divided."""
+    if len(first) != len(second):
+        raise BlockSparseError.expected("nets", "as many layers", f"{len(first)} and {len(second)}")
+    units = [0] * (len(first) + 1)
+    for i, (mine, other) in enumerate(zip(first, second, strict=True)):
+        if level == "block" and mine.layout.block_shape != other.layout.block_shape:
+            got = f"{mine.layout.block_shape} and {other.layout.block_shape} in layer {i}"
+            raise BlockSparseError.expected("nets", 'the same blocks for level "block"', got)
+        if _sizes(mine, level) != _sizes(other, level):
+            got = f"{_sizes(mine, level)} and {_sizes(other, level)} (out, in) in layer {i}"
+            raise BlockSparseError.expected("nets", "layers of the same sizes", got)
+        for layer in (mine, other):
+            units[i + 1] = math.gcd(units[i + 1], _unit(layer, 0, level))
+            units[i] = math.gcd(units[i], _unit(layer, 1, level))
+    for i, (before, after) in enumerate(pairwise(first)):
+        outputs, inputs = _sizes(before, level)[0], _sizes(after, level)[1]
+        if outputs != inputs:
+            got = f"{outputs} outputs of layer {i} and {inputs} inputs of the next"
+            raise BlockSparseError.expected("net", "layers that feed each other (or compare them one by one)", got)
+    return units
+
+
+def _sizes(layer: Layer, level: str) -> tuple[int, ...]:
+    if level == "block":
+        return layer.layout.grid
+    return layer.layout.shape if layer.used is None else tuple(int(used.sum()) for used in layer.used)
+
+
+def _unit(layer: Layer, axis: int, level: str) -> int:
+    """The largest number that divides the block and every place where padding begins or ends."""
+    block = layer.layout.block_shape[axis]
+    if level == "block" or layer.used is None:
+        return block
+    return int(np.gcd.reduce(np.flatnonzero(np.diff(layer.used[axis])) + 1, initial=block))
+
+
+def _inputs(layer: Layer, units: tuple[int, int], level: str) -> Any:
+    """Which units are inputs of which: a scipy CSR matrix of ones, float32, without the padding."""
+    layout = layer.layout
+    if level == "neuron":
+        layout = refined(layout, units)
+    matrix = import_scipy_sparse().csr_matrix(
+        (np.ones(layout.nnz, dtype=np.float32), layout.col_of_block, layout.row_start), shape=layout.grid
+    )
+    if level == "neuron" and layer.used is not None:
+        out, in_ = (np.flatnonzero(used[::unit]) for used, unit in zip(layer.used, units, strict=True))
+        matrix = matrix[out][:, in_]
+    return matrix
+
+
+def _distances(a: Any, b: Any) -> np.ndarray:
+    """|A xor B| / |A or B| for the inputs A of each row of `a` and B of each row of `b`, float64."""
+    dense = min(a.nnz, b.nnz) > DENSE * math.prod(a.shape)
+    common = a.toarray() @ b.toarray().T if dense else (a @ b.T).toarray()
+    either = np.diff(a.indptr)[:, None] + np.diff(b.indptr) - common.astype(np.float64)
+    return np.divide(either - common, either, out=np.zeros_like(either), where=either > 0)
+
+
+def _alike(matrix: Any) -> int:
+    """How many rows are the same as others."""
+    matrix.sort_indices()
+    indices, starts = matrix.indices, matrix.indptr
+    rows = Counter(indices[start:end].tobytes() for start, end in pairwise(starts))
+    return sum(count for count in rows.values() if count > 1)

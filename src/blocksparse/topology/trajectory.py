@@ -1,0 +1,145 @@
+"""Topologies over time: what an evolving net's layouts were, how far from each other, and both as points and a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import BlockSparseError
+from ..layout import import_scipy_sparse, is_int
+from .nnstd import Layer, Net, layers_of, nnstd
+
+
+class Trajectory:
+    """The layouts of a net at several moments; they are kept, and cost no copies of what does not change.
+
+    >>> import torch, blocksparse as bs
+    >>> model = torch.nn.Sequential(bs.nn.Linear(64, 64, density=0.1, block_size=4), bs.nn.Linear(64, 8, block_size=4))
+    >>> method = bs.sparsity.Evolve(model, torch.optim.SGD(model.parameters(), lr=0.1), zeta=0.3)
+    >>> trajectory = bs.topology.Trajectory()
+    >>> for epoch in range(3):
+    ...     trajectory.record(model, epoch)
+    ...     _ = method.step()
+    >>> len(trajectory), trajectory.labels
+    (3, [0, 1, 2])
+    >>> distances = trajectory.distances()
+    >>> bool(distances[0, 1] < distances[0, 2])
+    True
+    """
+
+    def __init__(self) -> None:
+        self.labels: list[Any] = []
+        """Of each moment: an epoch, or the name of a run."""
+        self.nets: list[tuple[Layer, ...]] = []
+
+    def record(self, net: Net, label: Any = None) -> None:
+        """Adds a net as it is now.
+
+        Args:
+            net: as for `nnstd`.
+            label: of this moment; by default their number.
+
+        Raises:
+            BlockSparseError: no net.
+        """
+        self.nets.append(layers_of(net))
+        self.labels.append(len(self.labels) if label is None else label)
+
+    def __len__(self) -> int:
+        return len(self.nets)
+
+    def distances(self) -> np.ndarray:
+        """Of all moments from each other: see `distances`."""
+        return distances(self.nets)
+
+
+def distances(nets: Sequence[Net], *, level: str = "neuron") -> np.ndarray:
+    """The sparse topology distances of some nets from each other, float64 `[nets, nets]`, symmetric.
+
+    Args:
+        nets: each as for `nnstd`: of one net at several moments, or of several that may be in one picture.
+        level: as for `nnstd`.
+
+    Raises:
+        BlockSparseError: as `nnstd`.
+
+    >>> import blocksparse as bs
+    >>> nets = [[bs.patterns.random((32, 32), block_size=1, density=0.2, seed=seed)] for seed in (0, 0, 1)]
+    >>> bs.topology.distances(nets).round(2)
+    array([[0.  , 0.  , 0.67],
+           [0.  , 0.  , 0.67],
+           [0.67, 0.67, 0.  ]])
+    """
+    layers = [layers_of(net) for net in nets]
+    found = np.zeros((len(layers), len(layers)))
+    for i, j in zip(*np.triu_indices(len(layers), 1), strict=True):
+        found[i, j] = found[j, i] = nnstd(layers[i], layers[j], level=level)
+    return found
+
+
+def linkage(distances: np.ndarray) -> np.ndarray:
+    """The tree of some nets that joins the nearest first, by mean distances: what `scipy.cluster.hierarchy` draws.
+
+    Args:
+        distances: `[nets, nets]`, of two or more.
+
+    Returns:
+        float64 `[nets - 1, 4]`, of `scipy.cluster.hierarchy.linkage`: which two are joined, at which distance, and
+        how many nets they are; `scipy.cluster.hierarchy.dendrogram(linkage, no_plot=True)` has the lines to draw.
+
+    Raises:
+        BlockSparseError: no symmetric matrix with zeros on its diagonal; scipy is missing
+            (`pip install blocksparse-torch[scipy]`).
+
+    >>> import numpy as np, blocksparse as bs
+    >>> bs.topology.linkage(np.array([[0, 0.1, 0.8], [0.1, 0, 0.6], [0.8, 0.6, 0]])).round(2)
+    array([[0. , 1. , 0.1, 2. ],
+           [2. , 3. , 0.7, 3. ]])
+    """
+    matrix = _checked(distances)
+    import_scipy_sparse()  # says how to get scipy
+    from scipy.cluster import hierarchy
+    from scipy.spatial.distance import squareform
+
+    return hierarchy.linkage(squareform(matrix, checks=False), method="average")
+
+
+def embedding(distances: np.ndarray, dimensions: int = 2) -> np.ndarray:
+    """Points whose distances are near those given: classical scaling, float64 `[nets, dimensions]`.
+
+    Each axis is turned so that the last net is not on the negative side of the first.
+
+    Args:
+        distances: `[nets, nets]`, of two or more.
+        dimensions: of the points, from 1 on; those beyond what the distances span are 0.
+
+    Raises:
+        BlockSparseError: no symmetric matrix with zeros on its diagonal, no dimension.
+
+    >>> import numpy as np, blocksparse as bs
+    >>> bs.topology.embedding(np.array([[0, 3, 5], [3, 0, 4], [5, 4, 0.0]])).round(2).shape
+    (3, 2)
+
+    Source: Torgerson, Multidimensional scaling: theory and method (1952).
+    """
+    matrix = _checked(distances)
+    if not is_int(dimensions) or dimensions < 1:
+        raise BlockSparseError.expected("dimensions", "an int, 1 or more", repr(dimensions))
+    centred = matrix**2
+    centred = centred - centred.mean(0) - centred.mean(1)[:, None] + centred.mean()
+    values, vectors = np.linalg.eigh(-centred / 2)
+    points = np.zeros((len(matrix), dimensions))
+    most = min(dimensions, len(matrix))
+    points[:, :most] = (vectors * np.sqrt(np.maximum(values, 0)))[:, ::-1][:, :most]
+    return points * np.where(points[-1] < points[0], -1, 1)
+
+
+def _checked(distances: Any) -> np.ndarray:
+    matrix = np.asarray(distances, dtype=np.float64)
+    square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] >= 2
+    if not square or not np.isfinite(matrix).all() or not np.allclose(matrix, matrix.T) or matrix.diagonal().any():
+        wanted = "a symmetric matrix of two nets or more, with 0 on the diagonal"
+        raise BlockSparseError.expected("distances", wanted, f"shape {matrix.shape}" if not square else repr(matrix))
+    return matrix
