@@ -1,0 +1,130 @@
+"""Gradual magnitude pruning: how many blocks are left when, which, and that they stay 0 whatever the optimizer does."""
+
+import pytest
+import torch
+from torch import nn
+
+import blocksparse as bs
+from blocksparse.sparsity import GradualPruning
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small products on few busy cores: waiting for other threads takes longer than they do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def train(model, optimizer, method, steps, each):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, model[0].in_features)).square().sum().backward()
+        optimizer.step()
+        each(method.step())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, lr=0.01),
+        lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    ],
+    ids=["momentum", "adam", "adamw"],
+)
+def test_blocks_that_are_gone_stay_zero(make):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
+    optimizer = make(model.parameters())
+    method = GradualPruning(model, optimizer, 0.2, begin=2, end=11, every=3, block_size=8)
+    kept, changed = [], []
+
+    def look(due):
+        changed.append(due)
+        blocks = {name: method.blocks[name].norms(dense, "max") > 0 for name, dense in method.dense.items()}
+        assert all(torch.equal(blocks[name], keep) for name, keep in method.keep.items()), (
+            "zeros are where they must be"
+        )
+        if kept:
+            assert all((was | ~now).all() for was, now in zip(kept[-1], blocks.values(), strict=True)), (
+                "none comes back"
+            )
+        kept.append(list(blocks.values()))
+
+    train(model, optimizer, method, 14, look)
+    # 36 blocks; by hand 0.2 + 0.8 (1 - (t - 2) / 9)^3 at t = 2, 5, 8, 11: 1, 0.437, 0.2296, 0.2.
+    counts = [sum(int(mask.sum()) for mask in masks) for masks in kept]
+    assert counts == [36] * 4 + [16] * 3 + [8] * 3 + [7] * 4
+    assert [t for t, due in enumerate(changed, 1) if due] == [2, 5, 8, 11]
+    assert method.density == 7 / 36
+    model = method.finish()
+    assert [layer.layout.nnz for layer in (model[0], model[2])] == [int(mask.sum()) for mask in kept[-1]]
+
+
+@pytest.mark.parametrize(("norm", "expected"), [("l2", [1, 1, 0]), ("mean", [1, 0, 1]), ("max", [0, 1, 1])])
+def test_magnitudes(norm, expected):
+    layer = nn.Linear(12, 1, bias=False)
+    # l2 2.2, 2.3, 2.06; mean |w| 1.1, 0.9, 1.03; largest 1.1, 2, 1.2.
+    layer.weight.data = torch.tensor([[1.1, 1.1, -1.1, 1.1, -2.0, 1.0, 0.5, 0.1, 1.2, 1.1, 1.0, -0.82]])
+    method = GradualPruning(layer, density=2 / 3, end=1, block_size=(1, 4), norm=norm)
+    assert method.step()
+    assert method.finish().layout.mask().int().tolist() == [expected]
+
+
+def test_one_shot_is_the_best_blocks_of_all_or_of_each():
+    torch.manual_seed(0)
+    weights = torch.randn(64, 64), 0.1 * torch.randn(32, 64)
+    for scope, counts in (("global", [24, 1]), ("layer", [16, 8])):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+        for layer, weight in zip(model, weights, strict=True):
+            layer.weight.data = weight.clone()
+        method = GradualPruning(model, density=0.25 if scope == "layer" else 25 / 96, end=1, block_size=8, scope=scope)
+        method.step()
+        for layer, weight, count in zip(method.finish(), weights, counts, strict=True):
+            norms = weight.view(-1, 8, 8, 8).norm(dim=(1, 3))
+            assert torch.equal(layer.layout.mask(), norms >= norms.flatten().sort(descending=True).values[count - 1])
+            assert torch.equal(layer.values, bs.from_dense(weight, layer.layout))
+
+
+def test_inputs_as_blocks():
+    torch.manual_seed(0)
+    layer = nn.Linear(20, 7)
+    weight = layer.weight.detach().clone()
+    method = GradualPruning(layer, density=0.25, end=1, block_size=(7, 1))
+    method.step()
+    best = weight.norm(dim=0).argsort()[-5:].sort().values
+    sparse = method.finish()
+    assert sparse.layout.col_indices().tolist() == best.tolist()
+    x = torch.randn(3, 20)
+    torch.testing.assert_close(sparse(x), x[:, best] @ weight[:, best].T + layer.bias)
+
+
+def test_sixteen_bits():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).bfloat16()
+    method = GradualPruning(model, density=0.5, end=1, block_size=8)
+    method.step()
+    assert [layer.values.dtype for layer in method.finish()] == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"density": 0.01}, "density: expected 0.25 or more, that leaves each weight a block, got 0.01"),
+        (
+            {"density": 0.1, "scope": "layer"},
+            "density: expected 0.25 or more, that leaves 1.weight one of its 2 blocks",
+        ),
+        ({"density": -1}, "density: expected a number from 0 to 1, got -1"),
+        ({"scope": "erk"}, "scope: expected one of global, layer, got 'erk'"),
+        ({"norm": "l1"}, "norm: expected one of l2, mean, max, got 'l1'"),
+        ({"begin": 9, "end": 9}, "end: expected an int, 10 or more, got 9"),
+        ({"block_size": 0}, "block_size: expected a positive int"),
+        ({"skip": "7"}, "skip: expected "),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    model = nn.Sequential(nn.Linear(80, 64), nn.Linear(64, 32))
+    with pytest.raises(bs.BlockSparseError, match=message):
+        GradualPruning(model, **{"end": 10, "block_size": 32} | arguments)

@@ -1,0 +1,125 @@
+"""Block-sparse RNN: the threshold by its formula, which blocks it takes, and q of a trained model."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import blocksparse as bs
+from blocksparse.sparsity import GroupLasso, ThresholdPruning, percentiles
+from blocksparse.sparsity.threshold import Ramp
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small products on few busy cores: waiting for other threads takes longer than they do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_threshold():
+    ramp = Ramp(start=200, ramp=1000, end=3000, every=100)
+    # theta = 2 * 0.38 * 100 / (2 * 800 + 3 * 2000) = 0.01
+    theta = ramp.theta(0.38)
+    assert theta == pytest.approx(0.01, rel=1e-12)
+    # 0.01 * 1 / 100; 0.01 * 301 / 100; (0.01 * 801 + 0.015 * 1) / 100; (0.01 * 801 + 0.015 * 2001) / 100.
+    by_hand = {200: 0.0001, 500: 0.0301, 999: 0.08, 1000: 0.08025, 3000: 0.38025}
+    assert {t: ramp.threshold(t, theta) for t in by_hand} == pytest.approx(by_hand, rel=1e-12)
+    assert [t for t in range(4000) if ramp.due(t)] == list(range(200, 3001, 100))
+
+
+def test_a_block_of_n_weights_has_the_fourth_root_of_n_times_that():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Conv2d(64, 64, 3))
+    steps = {"start": 0, "ramp": 10, "end": 20, "every": 1}
+    method = ThresholdPruning(model, None, 0.38, **steps, block_size=32)
+    theta = Ramp(**steps).theta(0.38)
+    assert method.theta == pytest.approx({"0.weight": theta * 5.656854249, "1.weight": theta * 9216**0.25})
+    assert method.threshold("0.weight", 3) == pytest.approx(4 * theta * 5.656854249)
+
+
+def test_blocks_go_whose_largest_weight_is_below():
+    layer = nn.Linear(6, 2, bias=False)
+    method = ThresholdPruning(layer, None, 1.0, start=0, ramp=0, end=2, every=1, block_size=(1, 2))
+    bound = method.threshold("weight", 1)  # theta (1 + 1.5 * 2)
+    assert bound == pytest.approx(2 / 6 * 2**0.25 * 4)
+    bound = torch.tensor(bound).item()
+    layer.weight.data = torch.tensor([[0.9, -0.9, 9, 0, 0, -2], [-2, 0, 1.5, 1.5, 0, bound]])
+    layer.weight.data[1, 5] = torch.nextafter(layer.weight[1, 5], torch.tensor(9.0)).detach()
+    assert method.step()
+    assert method.layouts()["weight"].mask().tolist() == [[False, True, True], [True, False, True]]
+    layer.weight.data.fill_(7)
+    method.step()
+    assert method.layouts()["weight"].nnz == 4, "none comes back"
+    assert layer.weight[0].tolist() == [0, 0, 7, 7, 7, 7]
+    layer.weight.data.fill_(0)
+    assert not method.step(), "nothing goes after the end"
+    assert method.finish().layout.nnz == 4
+
+
+@pytest.mark.parametrize("percent", [0, 37.5, 90, 100])
+def test_percentiles(percent):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(33, 21), nn.LSTM(5, 6), nn.Linear(4, 4))
+    found = percentiles(model, percent, skip="2")
+    assert set(found) == {"0.weight", "1.weight_ih_l0", "1.weight_hh_l0"}
+    weights = dict(model.named_parameters())
+    for name, q in found.items():
+        assert q == pytest.approx(np.percentile(weights[name].detach().abs().numpy(), percent))
+
+
+def test_what_is_left_is_measured_by_q():
+    """With q the 90th percentile of single weights nearly all goes; of a trained net q is a scale, as in the paper."""
+    torch.manual_seed(0)
+    densities = []
+    for percent in (10, 50, 90):
+        layer = nn.LSTM(32, 32)
+        q = percentiles(layer, percent)
+        method = ThresholdPruning(layer, None, q, start=1, ramp=20, end=100, every=10, block_size=(1, 2))
+        for _ in range(100):
+            method.step()
+        densities.append(method.density)
+    assert 1 > densities[0] > densities[1] > densities[2]
+    with pytest.raises(bs.BlockSparseError, match=r"weight_ih_l0: expected a block that is kept \(by a lower q; or"):
+        method.finish()
+    assert type(layer) is nn.LSTM
+
+
+def test_with_the_penalty_of_group_lasso():
+    torch.manual_seed(0)
+    model = nn.LSTM(12, 16).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    lasso = GroupLasso(model, optimizer, 1e-4, mode="penalty", block_size=4)
+    method = ThresholdPruning(model, optimizer, 0.12, start=1, ramp=10, end=30, every=5, block_size=4)
+    x = torch.randn(6, 8, 12, dtype=torch.float64)
+    for _ in range(30):
+        optimizer.zero_grad()
+        ((model(x)[0][..., :12] - 0.5 * x).square().mean() + lasso.penalty()).backward()
+        optimizer.step()
+        lasso.step()
+        method.step()
+    before = model(x)[0]
+    assert 0 < method.density < 0.9
+    model = method.finish()
+    assert type(model) is bs.nn.LSTM
+    torch.testing.assert_close(model(x)[0], before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"q": -0.1}, "q of 0.weight: expected a finite number, 0 or more, got -0.1"),
+        ({"q": {"0.weight": 0.1}}, r"q: expected a number for 1.weight, got \['0.weight'\]"),
+        ({"ramp": 0}, "ramp: expected an int, 1 or more, got 0"),
+        ({"end": 2}, "end: expected an int, 3 or more, got 2"),
+        ({"every": 0.5}, "every: expected an int, 1 or more, got 0.5"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    given = {"q": 0.1, "start": 1, "ramp": 2, "end": 3} | arguments
+    with pytest.raises(bs.BlockSparseError, match=message):
+        ThresholdPruning(model, None, given.pop("q"), **given)
+    with pytest.raises(bs.BlockSparseError, match="percent: expected a number from 0 to 100, got 101"):
+        percentiles(model, 101)
