@@ -167,7 +167,7 @@ def draw_parameters(module: BlockSparseModule, shape: tuple[int, int], bias: Ten
         torch.arange(padded, device="cpu") < size for padded, size in zip(module.layout.shape, shape, strict=True)
     )
     bound = draw_values(module, *used)
-    if bias is not None:
+    if bias is not None and not bias.is_meta:
         with torch.no_grad():
             bias.uniform_(-1, 1).mul_(bound[: shape[0]])
 
@@ -181,6 +181,8 @@ def draw_values(module: BlockSparseModule, used_out: Tensor, used_in: Tensor) ->
     module._used = None if used_out.all() and used_in.all() else (used_out, used_in)
     layout, values = module.layout, module.values
     height, width = layout.block_shape
+    if values.is_meta:  # nothing to draw, for which PyTorch would load what it has for such tensors: seconds
+        return values.new_empty(layout.shape[0])
     rows, cols = block_coordinates(layout, torch.device("cpu"))
     inputs = used_in.view(-1, width)
     fan_in = np.bincount(rows, weights=inputs.sum(1)[cols], minlength=layout.grid[0]) * math.prod(values.shape[3:])

@@ -151,7 +151,8 @@ class Recurrent(nn.Module):
         bound = 1 / math.sqrt(self.hidden_size)
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
-                self._reset(name, parameter, bound)
+                if not parameter.is_meta:
+                    self._reset(name, parameter, bound)
             for name, weight in self.named_children():
                 if isinstance(weight, Weight):
                     out, in_ = self._sizes[name]
