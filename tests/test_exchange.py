@@ -9,6 +9,7 @@ from torch import nn
 import blocksparse as bs
 from blocksparse.nn.exchange import exchange, prunable, survey
 from blocksparse.nn.recurrent import Recurrent
+from masked import masked
 
 
 class Conv1D(nn.Module):
@@ -29,20 +30,6 @@ def random_layouts(model, block_size, density=0.5, skip=()):
         weight.name: bs.BlockLayout(torch.rand(weight.grid) < density, weight.block_shape)
         for weight in prunable(model, block_size, skip)
     }
-
-
-@torch.no_grad()
-def masked(model, layouts):
-    """A dense copy in which what the layouts leave out is zero."""
-    model = copy.deepcopy(model)
-    for name, layout in layouts.items():
-        weight = next(w for w in prunable(model, layout.block_shape) if w.name == name)
-        keep = layout.mask().repeat_interleave(layout.block_shape[0], 0).repeat_interleave(layout.block_shape[1], 1)
-        matrix = weight.matrix()
-        gates = 4 if "_ih" in name or "_hh" in name else 1
-        real = keep.unflatten(0, (gates, -1))[:, : matrix.shape[0] // gates, : matrix.shape[1]].flatten(0, 1)
-        matrix.mul_(real.reshape(*real.shape, *[1] * (matrix.dim() - 2)))
-    return model
 
 
 CASES = {

@@ -1,6 +1,7 @@
 """Block-sparse neural networks for PyTorch: stored sparse, trained sparse, run sparse."""
 
 from . import nn, patterns, sparsity, topology
+from .conversion import densify, load_sparsified, report, sparsify
 from .convert import from_dense, to_dense
 from .errors import BlockSparseError
 from .layout import BlockLayout
@@ -28,10 +29,14 @@ __all__ = [
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "densify",
     "from_dense",
     "linear",
+    "load_sparsified",
     "nn",
     "patterns",
+    "report",
+    "sparsify",
     "sparsity",
     "to_dense",
     "topology",

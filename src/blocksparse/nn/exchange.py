@@ -257,7 +257,7 @@ def _exchanged(module: nn.Module, weights: Weights, changes: list[_Change]) -> n
     else:
         layer = Linear(in_, out, **options)
     layer.bias = module.bias
-    return _like(module, _filled(layer, weight, layout, changes))
+    return like(module, _filled(layer, weight, layout, changes))
 
 
 def _lstm(module: nn.Module, weights: Weights, changes: list[_Change]) -> LSTM:
@@ -275,7 +275,7 @@ def _lstm(module: nn.Module, weights: Weights, changes: list[_Change]) -> LSTM:
             take = partial(_pad, shape=shape, parts=_parts(module, key))
             setattr(new, key, nn.Parameter(take(old.detach()), requires_grad=old.requires_grad))
             changes.append(_Change(key, old, getattr(new, key), take))
-    return _like(module, new)
+    return like(module, new)
 
 
 def _filled(new: BlockSparseModule, weight: Prunable, layout: BlockLayout, changes: list[_Change]) -> BlockSparseModule:
@@ -293,8 +293,8 @@ def _filled(new: BlockSparseModule, weight: Prunable, layout: BlockLayout, chang
     return new
 
 
-def _like(module: nn.Module, new: Any) -> Any:
-    """The new module in the mode of the old one, and with its hooks."""
+def like(module: nn.Module, new: Any) -> Any:
+    """The new module, in the mode of the old one and with its hooks."""
     new.training = module.training
     for name in nn.Module().__dict__:
         if "hooks" in name and "state_dict" not in name:

@@ -1,0 +1,8 @@
+"""Whole models: from dense to block-sparse and back, and what comes of it."""
+
+from .densify import densify
+from .load import load_sparsified
+from .report import Report, Row, report
+from .sparsify import sparsify
+
+__all__ = ["Report", "Row", "densify", "load_sparsified", "report", "sparsify"]

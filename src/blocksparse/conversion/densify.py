@@ -1,0 +1,112 @@
+"""Block-sparse modules of a model back to dense ones."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..convert import to_dense
+from ..errors import BlockSparseError
+from ..nn.exchange import CONVOLUTIONS, TRANSPOSED, like
+from ..nn.linear import Linear
+from ..nn.module import Weight
+from ..nn.recurrent import Recurrent, Size
+
+ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
+DENSE: dict[Any, Any] = {Linear: nn.Linear}
+DENSE |= {ours: theirs for theirs, ours in (*CONVOLUTIONS.items(), *TRANSPOSED.items())}
+
+
+@torch.no_grad()
+def densify(model: nn.Module, inplace: bool = False) -> nn.Module:
+    """The model with dense weights, zeros where no block was stored: modules of torch.nn that compute the same.
+
+    Linear layers and convolutions become those of torch.nn, with an activation that was fused behind them as a module
+    of its own. Recurrent layers stay those of `blocksparse.nn`, dense: there the parameters of an LSTM and their names
+    are those of torch.nn.LSTM. Biases stay the same objects.
+
+    Args:
+        model: with block-sparse modules, from `sparsify` or built by hand.
+        inplace: whether the model itself is changed, instead of a copy.
+
+    Returns:
+        The model; in place another object only where the model itself is one such module.
+
+    Raises:
+        BlockSparseError: no module, or one on the meta device.
+
+    >>> import torch, blocksparse as bs
+    >>> layer = bs.nn.Linear(100, 60, density=0.25)
+    >>> dense = bs.densify(layer)
+    >>> x = torch.randn(5, 100)
+    >>> dense, torch.allclose(dense(x), layer(x), atol=1e-5)
+    (Linear(in_features=100, out_features=60, bias=True), True)
+    """
+    if not isinstance(model, nn.Module):
+        raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise BlockSparseError.expected("model", "parameters with values", f"{name} on the meta device")
+    model = model if inplace else copy.deepcopy(model)
+    new = {module: _dense(module) for module in model.modules() if _is_sparse(module)}
+    for parent in list(model.modules()):
+        for key, child in parent._modules.items():
+            if child in new:
+                parent._modules[key] = new[child]
+    return new.get(model, model)
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    if isinstance(module, Recurrent):
+        return any(isinstance(child, Weight) for child in module.children())
+    return type(module) in DENSE
+
+
+def _dense(module: Any) -> nn.Module:
+    if isinstance(module, Recurrent):
+        return _recurrent(module)
+    kind = DENSE[type(module)]
+    options: dict[str, Any] = {"bias": module.bias is not None, "device": "meta"}
+    if kind is nn.Linear:
+        new: Any = nn.Linear(module.in_features, module.out_features, **options)
+    else:
+        names = {"stride", "padding", "dilation", "output_padding", "padding_mode"} & module.__dict__.keys()
+        settings = {name: getattr(module, name) for name in names}
+        new = kind(module.in_channels, module.out_channels, module.kernel_size, **settings, **options)
+    weight = to_dense(module.values.detach(), module.layout)
+    if kind in TRANSPOSED:
+        weight = weight.transpose(0, 1)
+    new.weight = _parameter(weight[tuple(slice(size) for size in new.weight.shape)], module.values)
+    new.bias = module.bias
+    like(module, new)
+    return nn.Sequential(new, ACTIVATIONS[module.activation]()) if module.activation else new
+
+
+def _recurrent(module: Recurrent) -> Recurrent:
+    """The same without blocks, and so without padding."""
+    new = copy.copy(module)
+    new._parameters, new._modules, new._sizes = dict(module._parameters), dict(module._modules), {}
+    for name in [*module._parameters, *module._modules]:
+        old = getattr(module, name)
+        if old is None or not isinstance(old, Tensor | Weight):
+            continue
+        tensor = to_dense(old.values.detach(), old.layout) if isinstance(old, Weight) else old.detach()
+        out, in_ = module._sizes.get(name, (module._hidden, None))
+        tensor = tensor[out.used(len(tensor)).to(tensor.device)]
+        if in_ is not None:
+            tensor = tensor[:, : in_.real]
+            new._sizes[name] = Size(out.real, out.real), Size(in_.real, in_.real)
+        new._modules.pop(name, None)
+        if isinstance(old, nn.Parameter) and old.shape == tensor.shape:
+            continue
+        new._parameters[name] = _parameter(tensor, old.values if isinstance(old, Weight) else old)
+    new._hidden = Size(module._hidden.real, module._hidden.real)
+    new._output = Size(module._output.real, module._output.real)
+    return new
+
+
+def _parameter(tensor: Tensor, old: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.contiguous(), requires_grad=old.requires_grad)

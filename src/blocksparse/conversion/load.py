@@ -1,0 +1,60 @@
+"""The state of a sparsified model into a dense one of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from ..errors import BlockSparseError
+from ..layout import BlockLayout, rows_of
+from ..nn.exchange import exchange, prunable
+
+
+def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+    """Loads the state dict of a sparsified model into one that is still dense, in place.
+
+    The weights of which the state has `values`, `crow_indices` and `col_indices` become block-sparse; all others are
+    loaded as by `load_state_dict`.
+
+    Args:
+        model: of the kind that was sparsified, with any values.
+        state: what `state_dict` of the sparsified one gave, from a safetensors file say.
+
+    Returns:
+        The model; another object only where the model itself is a layer that became block-sparse.
+
+    Raises:
+        BlockSparseError: tensors that are missing, too many, or do not fit the model.
+
+    >>> import torch, blocksparse as bs
+    >>> state = bs.sparsify(torch.nn.Linear(256, 256), density=0.25, force=True).state_dict()
+    >>> bs.load_sparsified(torch.nn.Linear(256, 256), state)
+    Linear(in_features=256, out_features=256, block_size=(32, 32), nnz=16, density=0.25, bias=True)
+    """
+    if not isinstance(model, nn.Module):
+        raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
+    model = exchange(model, _layouts(model, state))
+    try:
+        model.load_state_dict(dict(state))
+    except RuntimeError as error:
+        raise BlockSparseError.expected("state", f"that of a {type(model).__name__} like this one", error) from error
+    return model
+
+
+def _layouts(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, BlockLayout]:
+    layouts = {}
+    weights = {weight.values_name: weight for weight in prunable(model, 1)}
+    for key, tensor in state.items():
+        if not key.endswith("values") or key not in weights:
+            continue
+        at = key.removesuffix("values")
+        if tensor.dim() < 3 or f"{at}crow_indices" not in state or f"{at}col_indices" not in state:
+            raise BlockSparseError.expected(key, "blocks with crow_indices and col_indices", list(tensor.shape))
+        name = weights[key].name
+        block = (tensor.shape[1], tensor.shape[2])
+        (weight,) = (each for each in prunable(model, block) if each.name == name)
+        cols = state[f"{at}col_indices"].cpu().numpy()
+        rows = rows_of(state[f"{at}crow_indices"].cpu().numpy(), cols.size, weight.grid[0])
+        layouts[name] = BlockLayout.from_indices(rows, cols, weight.grid, block)
+    return layouts

@@ -1,0 +1,496 @@
+"""Whole models made block-sparse and dense again: which blocks, when, what is told, and that they compute the same."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import blocksparse as bs
+from blocksparse.conversion import speed
+from blocksparse.nn.exchange import prunable
+from blocksparse.nn.module import BlockSparseModule
+from masked import elements, masked
+
+
+@pytest.fixture(autouse=True)
+def backend():
+    with bs.use_backend("cpu" if bs.backends()["cpu"] else "reference"):
+        yield
+
+
+@pytest.fixture
+def speeds(monkeypatch):
+    """What is measured, as a function of the block-sparse layer; the calls are counted."""
+    calls = []
+
+    def set_to(ratio):
+        monkeypatch.setattr(speed, "_measured", {})
+        monkeypatch.setattr(speed, "_measure", lambda dense, sparse, tokens: calls.append(sparse) or ratio(sparse))
+        return calls
+
+    return set_to
+
+
+def mlp(*sizes):
+    layers = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def layouts_of(model):
+    return {
+        f"{name}.weight".removeprefix("."): module.layout
+        for name, module in model.named_modules()
+        if isinstance(module, BlockSparseModule)
+    }
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+# -- which blocks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("density", [0.1, 0.37, 1])
+@pytest.mark.parametrize("scope", ["global", "layer", "erk"])
+def test_the_density_is_met(scope, density):
+    model = mlp(96, 160, 128, 64)
+    sparse = layouts_of(bs.sparsify(model, density, 8, scope=scope, force=True))
+    blocks = {name: layout.grid[0] * layout.grid[1] for name, layout in sparse.items()}
+    stored = sum(layout.nnz for layout in sparse.values())
+    if scope == "layer":
+        assert all(layout.nnz == round(density * blocks[name]) for name, layout in sparse.items())
+    else:
+        assert abs(stored - density * sum(blocks.values())) <= (0.5 if scope == "global" else len(blocks) / 2 + 1e-9)
+    if scope == "erk":
+        densities = bs.sparsity.erk([(160, 96), (128, 160), (64, 128)], density, 8)
+        for layout, wanted in zip(sparse.values(), densities, strict=True):
+            assert layout.density == pytest.approx(wanted, abs=0.5 / (layout.grid[0] * layout.grid[1]))
+
+
+@pytest.mark.parametrize("criterion", ["l2", "magnitude", "max", "scores", "function"])
+def test_the_blocks_with_the_highest_scores_stay(criterion):
+    model = nn.ModuleList([nn.Linear(40, 24), nn.Conv2d(24, 16, 3), nn.ConvTranspose1d(16, 32, 2)]).double()
+    wanted, given = {}, {}
+    for name, weight in (("0.weight", model[0].weight), ("1.weight", model[1].weight), ("2.weight", model[2].weight)):
+        matrix = weight.detach().transpose(0, 1) if name == "2.weight" else weight.detach()
+        folded = matrix.unflatten(1, (-1, 8)).unflatten(0, (-1, 8))
+        folded = folded.movedim((1, 3), (2, 3)).flatten(2)
+        wanted[name] = {
+            "l2": folded.square().mean(2).sqrt(),
+            "magnitude": folded.abs().mean(2),
+            "max": folded.abs().amax(2),
+            "scores": torch.rand(folded.shape[:2]),
+            "function": folded.mean(2),
+        }[criterion]
+        given[name] = wanted[name]
+    if criterion == "scores":
+        sparse = bs.sparsify(model, 0.3, 8, criterion=given, force=True)
+    elif criterion == "function":
+        sparse = bs.sparsify(model, 0.3, 8, criterion=lambda name, matrix: given[name], force=True)
+    else:
+        sparse = bs.sparsify(model, 0.3, 8, criterion=criterion, force=True)
+    found = layouts_of(sparse)
+    kept = torch.cat([wanted[name][layout.mask()] for name, layout in found.items()])
+    # But for the best of each, which stay whatever the others have.
+    gone = torch.cat([wanted[name][~layout.mask()] for name, layout in found.items()])
+    single = {wanted[name].max().item() for name, layout in found.items() if layout.nnz == 1}
+    assert all(value >= gone.max() or value in single for value in kept.tolist())
+
+
+def test_blocks_of_convolutions_compete_by_number():
+    model = nn.ModuleList([nn.Linear(16, 16, bias=False), nn.Conv2d(16, 16, 5, bias=False)])
+    with torch.no_grad():
+        model[0].weight.fill_(0.2)
+        model[1].weight.fill_(0.1)
+    sparse = bs.sparsify(model, (4 + 25) / (4 + 4 * 25), 8, force=True)
+    assert sparse[0].layout.nnz == 4
+    assert sparse[1].layout.nnz == 1
+
+
+def test_a_function_sees_the_weight_in_whole_blocks():
+    seen = {}
+
+    def scores(name, matrix):
+        seen[name] = matrix
+        return matrix.unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).abs().sum((1, 3))
+
+    model = nn.Sequential(nn.Linear(21, 35))
+    bs.sparsify(model, 0.5, 16, criterion=scores, force=True)
+    assert seen["0.weight"].shape == (48, 32)
+    assert torch.equal(seen["0.weight"][:35, :21], model[0].weight)
+
+
+def test_densities_and_layouts_by_name():
+    model = mlp(32, 64, 64, 10)
+    sparse = bs.sparsify(model, {"0.weight": 0.5, "2.weight": 0.25}, 16, force=True)
+    assert [layout.density for layout in layouts_of(sparse).values()] == [0.5, 0.25]
+    assert isinstance(sparse[4], nn.Linear)
+    assert bs.report(sparse).dense == {"4.weight": "no density was given"}
+    layout = bs.patterns.random((64, 64), 16, density=0.5, seed=0)
+    assert layouts_of(bs.sparsify(model, layouts={"2.weight": layout}, block_size=16, force=True)) == {
+        "2.weight": layout
+    }
+
+
+def test_the_model_itself_is_changed_only_in_place():
+    model = mlp(64, 64, 64)
+    before, text = copy.deepcopy(model.state_dict()), repr(model)
+    sparse = bs.sparsify(model, 0.5, 16, force=True)
+    assert sparse is not model
+    assert repr(model) == text
+    torch.testing.assert_close(model.state_dict(), before)
+    bias = model[0].bias
+    assert bs.sparsify(model, 0.5, 16, force=True, inplace=True) is model
+    assert model[0].bias is bias
+    layer = nn.Linear(64, 64)
+    assert isinstance(bs.sparsify(layer, 0.5, 16, force=True, inplace=True), bs.nn.Linear)
+
+
+# -- speed decides -----------------------------------------------------------------------------------------------
+
+
+def test_what_would_be_slower_stays_dense_and_is_told(speeds):
+    calls = speeds(lambda layer: 0.5 if layer.out_features == 48 else 3)
+    model = mlp(64, 128, 48, 64)
+    sparse = bs.sparsify(model, 0.25, 16)
+    assert [type(sparse[at]) for at in (0, 2, 4)] == [bs.nn.Linear, nn.Linear, bs.nn.Linear]
+    assert torch.equal(sparse[2].weight, model[2].weight), "and is not pruned"
+    assert sum(sparse[at].layout.nnz for at in (0, 4)) == round(0.25 * (32 + 12)), "the density is that of the others"
+    told = bs.report(sparse)
+    assert told.dense["2.weight"].startswith("0.5 times as fast block-sparse (density 0.")
+    assert told.dense["2.weight"].endswith(", blocks of 16 x 16, 64 tokens)")
+    assert [row.speed_up for row in told.rows] == [3, None, 3]
+    assert all(layer.__class__ is bs.nn.Linear for layer in calls)
+    assert bs.report(pickle.loads(pickle.dumps(copy.deepcopy(sparse)))).dense == told.dense
+
+
+def test_force_measures_nothing(speeds):
+    calls = speeds(lambda layer: 0.5)
+    assert isinstance(bs.sparsify(nn.Linear(64, 64), 0.5, 16, force=True), bs.nn.Linear)
+    assert not calls
+    dense = bs.sparsify(nn.Linear(64, 64), 0.5, 16)
+    assert type(dense) is nn.Linear
+    assert bs.report(dense).rows[0].note.startswith("0.5 times as fast")
+
+
+def test_layers_alike_are_measured_once(speeds):
+    calls = speeds(lambda layer: 2)
+    model = mlp(*[64] * 8)
+    bs.report(bs.sparsify(model, 0.25, 16, scope="layer"))
+    assert len(calls) == 1
+    bs.sparsify(model, 0.25, 16, scope="layer", tokens=7)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_measuring_all_kinds_of_layers(dtype, monkeypatch):
+    monkeypatch.setattr(speed, "_measured", {})
+    model = nn.ModuleList(
+        [
+            nn.Linear(20, 30),
+            nn.Conv1d(16, 16, 3),
+            nn.Conv2d(16, 16, 3, stride=2, padding=1),
+            nn.ConvTranspose2d(16, 16, 2),
+            nn.LSTM(16, 16),
+        ]
+    ).to(dtype)
+    bs.sparsify(model, 0.5, 16, tokens=4, scope="layer")
+    told = bs.report(bs.sparsify(model, 0.5, 16, tokens=4, force=True, scope="layer"), tokens=4)
+    assert len(told.rows) == 6
+    assert all(row.speed_up > 0 for row in told.rows)
+
+
+# -- the report --------------------------------------------------------------------------------------------------
+
+
+def test_report_counts(speeds):
+    speeds(lambda layer: 2.5)
+    model = nn.ModuleDict(
+        {
+            "embedding": nn.Embedding(10, 40),
+            "linear": nn.Linear(40, 20),
+            "norm": nn.LayerNorm(20),
+            "conv": nn.Conv2d(32, 64, 3, groups=2),
+            "lstm": bs.nn.LSTM(20, 24, layouts={"weight_hh_l0": bs.patterns.dense((4 * 32, 32), 16)}),
+        }
+    )
+    sparse = bs.sparsify(model, {"linear.weight": 0.5}, 16, force=True)
+    told = bs.report(sparse, tokens=5)
+    rows = {row.name: row for row in told.rows}
+    assert list(rows) == [
+        "embedding.weight", "linear.weight", "conv.weight", "lstm.weight_ih_l0", "lstm.weight_hh_l0"
+    ]  # fmt: skip
+    row = rows["linear.weight"]
+    assert (row.kind, row.shape, row.block, row.density, row.nnz) == ("Linear", (20, 40), (16, 16), 0.5, 3)
+    assert (row.parameters, row.dense_parameters, row.flops, row.dense_flops) == (768, 800, 1536, 1600)
+    assert (row.bytes, row.dense_bytes) == (768 * 4 + 3 * 4 + 3 * 4, 3200)
+    assert row.speed_up == 2.5
+    assert rows["embedding.weight"].flops == 0
+    assert rows["conv.weight"].shape == (64, 16, 3, 3)
+    assert rows["conv.weight"].note == "2 groups"
+    assert (rows["lstm.weight_hh_l0"].kind, rows["lstm.weight_hh_l0"].shape) == ("LSTM", (96, 24))
+    totals = told.totals
+    assert totals["parameters"] == sum(parameter.numel() for parameter in sparse.parameters())
+    assert totals["dense_parameters"] - told.other_parameters == 400 + 800 + 64 * 16 * 9 + 128 * 20 + 96 * 24
+    assert told.as_dict()["totals"] == totals
+    lines = str(told).splitlines()
+    assert "linear.weight" in next(line for line in lines if "20 x 40" in line)
+    assert "2 groups" in str(told)
+    assert f"{totals['dense_parameters']:,}" in lines[-1]
+
+
+# -- and back ----------------------------------------------------------------------------------------------------
+
+
+LAYERS = {
+    "linear": (lambda: bs.nn.Linear(61, 35, density=0.5, block_size=16), (5, 61)),
+    "linear-gelu": (lambda: bs.nn.Linear(32, 32, density=0.5, block_size=16, activation="gelu", bias=False), (5, 32)),
+    "conv2d": (
+        lambda: bs.nn.Conv2d(20, 48, 3, stride=2, padding=1, density=0.5, block_size=16, padding_mode="reflect"),
+        (2, 20, 9, 9),
+    ),
+    "conv1d": (lambda: bs.nn.Conv1d(32, 32, 3, padding="same", density=0.5, activation="relu"), (2, 32, 9)),
+    "conv_transpose2d": (
+        lambda: bs.nn.ConvTranspose2d(20, 48, 3, stride=2, output_padding=1, density=0.5, block_size=16),
+        (2, 20, 5, 6),
+    ),
+    "lstm": (lambda: bs.nn.LSTM(20, 40, 2, bidirectional=True, proj_size=12, density=0.5, block_size=16), (3, 2, 20)),
+    "mlstm": (lambda: bs.nn.MultiplicativeLSTM(20, 40, density=0.5, block_size=16), (3, 2, 20)),
+    "smallworld": (lambda: bs.nn.SmallWorldLSTM(20, 32, density=0.5, block_size=16), (3, 2, 20)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_densify(name):
+    make, shape = LAYERS[name]
+    model = nn.Sequential(make().double())
+    dense = bs.densify(model)
+    assert not any(isinstance(module, BlockSparseModule) for module in dense.modules())
+    assert any(isinstance(module, BlockSparseModule) for module in model.modules()), "it is a copy"
+    x = torch.randn(shape, dtype=torch.float64)
+    actual, expected = dense(x), model(x)
+    close(actual, expected)
+    if name == "lstm":
+        twin = nn.LSTM(20, 40, 2, bidirectional=True, proj_size=12, dtype=torch.float64)
+        twin.load_state_dict(dense[0].state_dict())
+        close(twin(x), expected)
+    assert bs.densify(model, inplace=True) is model
+    close(model(x), expected)
+
+
+def test_densify_gives_the_masked_model_back():
+    model = nn.Sequential(nn.Linear(50, 40), nn.ReLU(), nn.Linear(40, 10)).double()
+    sparse = bs.sparsify(model, 0.5, 16, force=True)
+    expected = masked(model, layouts_of(sparse))
+    dense = bs.densify(sparse)
+    assert repr(dense) == repr(model)
+    torch.testing.assert_close(dense.state_dict(), expected.state_dict(), rtol=0, atol=0)
+
+
+# -- real architectures ------------------------------------------------------------------------------------------
+
+
+def gpt2(transformers):
+    config = transformers.GPT2Config(vocab_size=60, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+    return transformers.GPT2LMHeadModel(config), {"input_ids": torch.randint(60, (2, 9))}, 2 * 4
+
+
+def bert(transformers):
+    config = transformers.BertConfig(
+        vocab_size=60, hidden_size=40, num_hidden_layers=2, num_attention_heads=2, intermediate_size=72
+    )
+    return transformers.BertForSequenceClassification(config), {"input_ids": torch.randint(60, (2, 9))}, 2 * 6 + 2
+
+
+def llama(transformers):
+    config = transformers.LlamaConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=56,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config), {"input_ids": torch.randint(60, (2, 9))}, 2 * 7 + 1
+
+
+def resnet(transformers):
+    config = transformers.ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic", num_labels=5
+    )
+    return transformers.ResNetForImageClassification(config), {"pixel_values": torch.randn(2, 3, 32, 32)}, 11
+
+
+@pytest.mark.parametrize("make", [gpt2, bert, llama, resnet], ids=lambda make: make.__name__)
+def test_architectures_compute_what_masked_ones_do(make):
+    transformers = pytest.importorskip("transformers")
+    model, inputs, count = make(transformers)
+    model = model.double().eval()
+    inputs = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+    sparse = bs.sparsify(model, 0.4, (8, 16), force=True)
+    layouts = layouts_of(sparse)
+    assert len(layouts) == count
+    expected = masked(model, layouts)(**inputs).logits
+    close(sparse(**inputs).logits, expected)
+    close(bs.densify(sparse)(**inputs).logits, expected)
+    again = bs.load_sparsified(copy.deepcopy(model), sparse.state_dict())
+    close(again(**inputs).logits, expected)
+    sparse.train()(**inputs).logits.square().mean().backward()
+    assert all(parameter.grad is not None for name, parameter in sparse.named_parameters() if "values" in name)
+    if make is gpt2:
+        assert bs.report(sparse).dense["lm_head.weight"] == "tied to transformer.wte.weight"
+
+
+def test_an_lstm_computes_what_the_masked_one_does():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(20, 50, 2, batch_first=True), nn.Linear(50, 7)
+
+        def forward(self, x):
+            self.lstm.flatten_parameters()
+            return self.head(self.lstm(x)[0])
+
+    model = Net().double()
+    sparse = bs.sparsify(model, 0.3, 16, force=True)
+    layouts = {name.removesuffix(".weight") if "lstm" in name else name: x for name, x in layouts_of(sparse).items()}
+    x = torch.randn(3, 6, 20, dtype=torch.float64)
+    close(sparse(x), masked(model, layouts)(x))
+    close(bs.load_sparsified(copy.deepcopy(model), sparse.state_dict())(x), sparse(x))
+
+
+# -- what they survive -------------------------------------------------------------------------------------------
+
+
+def net():
+    return nn.Sequential(nn.Conv2d(16, 40, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(40 * 16, 24))
+
+
+@pytest.fixture
+def sparse():
+    return bs.sparsify(net(), 0.3, 16, force=True).eval()
+
+
+X = (3, 16, 4, 4)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "state-dict", "safetensors"])
+def test_copies(way, sparse, tmp_path):
+    if way in ("deepcopy", "pickle"):
+        again = copy.deepcopy(sparse) if way == "deepcopy" else pickle.loads(pickle.dumps(sparse))
+    else:
+        state = sparse.state_dict()
+        if way == "safetensors":
+            safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+            state = safetensors.torch.load_file(tmp_path / "model.safetensors")
+        again = bs.load_sparsified(net().eval(), state)
+    x = torch.randn(X)
+    assert torch.equal(again(x), sparse(x))
+    assert layouts_of(again) == layouts_of(sparse)
+
+
+def test_compile(sparse):
+    x = torch.randn(X)
+    torch.testing.assert_close(torch.compile(sparse, backend="aot_eager", fullgraph=True)(x), sparse(x))
+
+
+def test_export(sparse):
+    x = torch.randn(X)
+    torch.testing.assert_close(torch.export.export(sparse, (x,)).module()(x), sparse(x))
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD], ids=lambda make: make.__name__)
+def test_training_goes_on_with_the_optimizer(make):
+    model = mlp(32, 48, 16).double()
+    twin = copy.deepcopy(model)
+    options = {"lr": 0.01} | ({"momentum": 0.9} if make is torch.optim.SGD else {})
+    optimizers = [make(m.parameters(), **options) for m in (model, twin)]
+
+    def train(steps):
+        for _ in range(steps):
+            x = torch.randn(8, 32, dtype=torch.float64)
+            for m, optimizer in zip((model, twin), optimizers, strict=True):
+                optimizer.zero_grad()
+                m(x).square().sum().backward()
+                optimizer.step()
+            with torch.no_grad():
+                for parameter, keep in masks:
+                    parameter.mul_(keep)
+
+    masks = []
+    train(3)
+    bs.sparsify(model, 0.5, 16, force=True, inplace=True, optimizer=optimizers[0])
+    weights = {weight.name: weight for weight in prunable(twin, 16)}
+    masks = [(weights[n].matrix(), elements(x, weights[n].matrix(), n)) for n, x in layouts_of(model).items()]
+    with torch.no_grad():
+        for parameter, keep in masks:
+            parameter.mul_(keep)
+    train(4)
+    torch.testing.assert_close(bs.densify(model).state_dict(), twin.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"density": 0}, "density: expected a number above 0 and at most 1, got 0"),
+        ({"density": 1.5}, "density: expected a number above 0 and at most 1, got 1.5"),
+        ({"density": True}, "density: expected a number above 0 and at most 1, got True"),
+        ({"density": 0.01}, r"density: expected 0\.\d+ or more, that leaves each weight a block, got 0.01"),
+        ({"density": {"0.weight": 0.01}}, "density: expected .* that leaves 0.weight one of its 16 blocks"),
+        ({"density": {"1.weight": 0.5}}, "density: expected names out of 0.weight, 2.weight, got '1.weight'"),
+        ({"density": 0.01, "scope": "erk"}, "density: expected one that leaves a layer"),
+        ({"block_size": 0}, "block_size: expected a positive int"),
+        ({"criterion": "l1"}, "criterion: expected one of l2, magnitude, max, scores by name or a function, got 'l1'"),
+        ({"criterion": 3}, "criterion: expected .*, got 3"),
+        ({"criterion": {"0.weight": torch.ones(4, 4)}}, "criterion: expected scores of 2.weight"),
+        ({"criterion": lambda name, matrix: matrix}, r"the scores of 0.weight: expected finite ones, \[4, 4\], got"),
+        ({"criterion": lambda name, matrix: 1}, r"the scores of 0.weight: expected .*, got int"),
+        ({"scope": "model"}, "scope: expected one of global, layer, erk, got 'model'"),
+        ({"skip": "9"}, "skip: expected modules of the model, or names of modules or parameters, got '9'"),
+        ({"skip": ["0", "2"]}, "model: expected dense weights that can .* 0.weight: skipped; 2.weight: skipped"),
+        ({"layouts": {"9": None}}, "layouts: expected names out of 0.weight, 2.weight, got '9'"),
+        ({"layouts": {"0.weight": None}}, "layout: expected a BlockLayout, got NoneType"),
+        ({"layouts": {}}, "layouts: expected names out of 0.weight, 2.weight, got none"),
+        ({"tokens": 0}, "tokens: expected an int, 1 or more, got 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_mistake_changes_nothing(options, message):
+    model = mlp(64, 64, 32)
+    optimizer = torch.optim.Adam(model.parameters())
+    before, text = copy.deepcopy(model.state_dict()), repr(model)
+    with pytest.raises(bs.BlockSparseError, match=message):
+        bs.sparsify(model, **{"block_size": 16, "density": 0.5, **options}, inplace=True, optimizer=optimizer)
+    assert repr(model) == text
+    torch.testing.assert_close(model.state_dict(), before)
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+def test_models_that_are_refused():
+    with pytest.raises(bs.BlockSparseError, match="on the meta device"):
+        bs.sparsify(nn.Linear(4, 4, device="meta"))
+    with pytest.raises(bs.BlockSparseError, match="on the meta device"):
+        bs.densify(nn.Linear(4, 4, device="meta"))
+    with pytest.raises(bs.BlockSparseError, match=r"model: expected dense weights .*, got ReLU with none"):
+        bs.sparsify(nn.ReLU())
+    for function in (bs.sparsify, bs.densify, bs.report):
+        with pytest.raises(bs.BlockSparseError, match=r"model: expected a torch.nn.Module, got int"):
+            function(3)
+    model = mlp(32, 32)
+    with pytest.raises(bs.BlockSparseError, match="optimizer: expected inplace=True with it"):
+        bs.sparsify(model, optimizer=torch.optim.SGD(model.parameters()))
+
+
+def test_states_that_do_not_fit(sparse):
+    state = sparse.state_dict()
+    for wrong, message in (
+        ({k: v for k, v in state.items() if k != "0.col_indices"}, "0.values: expected blocks with crow_indices and"),
+        ({**state, "9.weight": torch.zeros(2)}, "state: expected that of a Sequential like this one"),
+        ({**state, "0.crow_indices": torch.zeros(9, dtype=torch.int32)}, r"crow_indices: expected \[4\] for 3 rows"),
+    ):
+        with pytest.raises(bs.BlockSparseError, match=message):
+            bs.load_sparsified(net(), wrong)
