@@ -20,6 +20,7 @@ from .info import info
 from .layout import layout
 from .sample import sample
 from .sentiment import sentiment
+from .sparsify import sparsify
 from .train import train
 from .tune import tune
 
@@ -57,5 +58,6 @@ app.command(cls=Experiments)(experiment)
 app.command()(layout)
 app.command()(sample)
 app.command()(sentiment)
+app.command()(sparsify)
 app.add_typer(train)
 app.command()(tune)

@@ -115,7 +115,7 @@ class CharLM(nn.Module):
 
     def initial_state(self, batch: int) -> State:
         """h and c of texts that have not begun, `[layers, batch, width]`; c is float32 whatever the parameters are."""
-        weight = self.outlet.weight
+        weight = self.embedding.weight
         shape = (self.config.layers, batch, self.config.width)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         return weight.new_zeros(shape), weight.new_zeros(shape, dtype=wide)
@@ -126,6 +126,8 @@ class CharLM(nn.Module):
 
     def forward(self, text: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         y, state = self._hidden(text, state)
+        if type(self.outlet) is not nn.Linear:  # made block-sparse
+            return self.outlet(y), state
         return linear_of(y.flatten(0, 1), self.outlet.weight, None, self.outlet.bias).unflatten(0, y.shape[:2]), state
 
     def _hidden(self, text: Tensor, state: State | None) -> tuple[Tensor, State]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..conversion import load_sparsified
 from ..data.text import Text
 from ..errors import BlockSparseError
 from ..models.char_lm import CharLM, CharLMConfig, multiply_adds, parameter_count
@@ -177,8 +178,9 @@ def load(path: str | Path) -> CharLM:
         raise BlockSparseError.expected(str(path), "the configuration of a CharLM of this version", config)
     model = CharLM(CharLMConfig(**config))
     try:
-        model.load_state_dict(part(tensors, "model.") | part(tensors, "ema."))
-    except RuntimeError as error:
+        # Weights that were made block-sparse after the training have no layout in the configuration.
+        load_sparsified(model, part(tensors, "model.") | part(tensors, "ema."))
+    except BlockSparseError as error:
         raise BlockSparseError.expected(str(path), f"parameters of {model.config}", error) from error
     return model.eval()
 
