@@ -457,6 +457,18 @@ def test_padded_size_is_not_the_size():
 # -- another pattern in place ------------------------------------------------------------------------------------
 
 
+def test_a_loss_that_is_still_held_does_not_keep_another_number_of_blocks_from_training():
+    layer = linear(32, 32, density=None, dtype=torch.float64)
+    loss = layer(torch.randn(3, 32, dtype=torch.float64)).square().sum()
+    loss.backward()
+    layout = bs.BlockLayout([[True, False], [False, False]], block_size=16)
+    layer.set_layout(layout, torch.randn(layout.values_shape, dtype=torch.float64))
+    layer(torch.randn(3, 32, dtype=torch.float64)).square().sum().backward()
+    assert layer.values.grad.shape == layout.values_shape
+    assert layer.values.dtype == torch.float64
+    assert loss.item() > 0
+
+
 def test_set_layout_keeps_the_parameter():
     layer = linear(47, 64, density=0.5)
     parameter, x = layer.values, torch.randn(5, 47)

@@ -79,8 +79,7 @@ class BlockSparseModule(nn.Module):
         if layout.grid != self._layout.grid:
             self._used = used
         self._layout = layout
-        mine.grad = None
-        mine.data = values.detach()
+        replace_data(mine, values.detach())
         self.reset_layout_buffers()
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
@@ -126,6 +125,17 @@ class Weight(BlockSparseModule):
     def extra_repr(self) -> str:
         layout = self.layout
         return f"{layout.shape}, block_size={layout.block_shape}, nnz={layout.nnz}, density={layout.density:.4g}"
+
+
+def replace_data(parameter: nn.Parameter, data: Tensor) -> None:
+    """Other data of any shape for a parameter, whose gradient is cleared."""
+    parameter.grad = None
+    if data.shape != parameter.shape:
+        # A graph that is still held, that of the last loss say, has a node for the gradient in the old shape. PyTorch
+        # makes a new one only where the dtype changes.
+        other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
+        parameter.data = data.new_empty(0, dtype=other)
+    parameter.data = data
 
 
 def layout_for(

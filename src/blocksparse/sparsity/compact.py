@@ -13,6 +13,7 @@ from .. import ops
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.linear import Linear
+from ..nn.module import replace_data
 from ..ops.linear import ACTIVATIONS
 from .rewire import carried, carry_state, check_optimizer
 
@@ -105,8 +106,7 @@ def _shrink_outputs(layer: Linear, gone: np.ndarray, kept: Tensor, optimizer: to
     if bias is not None:
         source = kept.to(bias.device)
         carry_state(optimizer, bias, source)
-        bias.grad = None
-        bias.data = bias.detach()[source]
+        replace_data(bias, bias.detach()[source])
     layer.set_layout(smaller, layer.values.detach(), _used(layer, smaller))
 
 
