@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from blocksparse.nn.exchange import prunable
+from blocksparse.nn.prunable import prunable
 
 
 def elements(layout, matrix, name):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.nn.exchange import exchange, prunable, survey
+from blocksparse.nn.exchange import exchange
+from blocksparse.nn.prunable import prunable, survey
 from blocksparse.nn.recurrent import Recurrent
 from masked import masked
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.conversion import speed
-from blocksparse.nn.exchange import prunable
 from blocksparse.nn.module import BlockSparseModule
+from blocksparse.nn.prunable import prunable
 from masked import elements, masked
 
 

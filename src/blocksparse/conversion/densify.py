@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ..convert import to_dense
 from ..errors import BlockSparseError
-from ..nn.exchange import CONVOLUTIONS, TRANSPOSED, like
+from ..nn.exchange import like
 from ..nn.linear import Linear
 from ..nn.module import Weight
+from ..nn.prunable import CONVOLUTIONS, TRANSPOSED
 from ..nn.recurrent import Recurrent, Size
 
 ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, rows_of
-from ..nn.exchange import exchange, prunable
+from ..nn.exchange import exchange
+from ..nn.prunable import prunable
 
 
 def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:

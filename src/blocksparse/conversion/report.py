@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..nn.exchange import survey
 from ..nn.module import BlockSparseModule, Weight
+from ..nn.prunable import survey
 from ..nn.recurrent import Recurrent
 from ..sparsity.method import integer
 from .sparsify import REASONS

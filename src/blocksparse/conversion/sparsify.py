@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
-from ..nn.exchange import Prunable, Skip, exchange, survey
+from ..nn.exchange import exchange
+from ..nn.prunable import Prunable, Skip, survey
 from ..sparsity.blocks import Blocks
 from ..sparsity.densities import erk
 from ..sparsity.method import integer
@@ -47,7 +48,8 @@ def sparsify(
     Linear layers (those of the transformers library that are called Conv1D too), convolutions without groups and LSTMs
     become modules of `blocksparse.nn`; their biases and all else stay. Speed decides: a weight with which the product
     would be slower than dense on its device, as measured for `tokens` rows, stays dense and unpruned, unless it is
-    forced. `report` tells which, and why.
+    forced. `report` tells which, and why. A layer whose weight the model reads itself (as T5 does of its `wo`, for the
+    dtype) has to be skipped.
 
     Args:
         model: any module; as it is afterwards, unless `inplace`.

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from ..bench.timing import Clock, alternate, host_clock
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
-from ..nn.exchange import Prunable, exchange
+from ..nn.exchange import exchange
 from ..nn.linear import Linear
 from ..nn.module import BlockSparseModule, Weight
+from ..nn.prunable import Prunable
 from ..nn.recurrent import Recurrent
 from ..ops.linear.op import backend_of
 from .densify import densify
