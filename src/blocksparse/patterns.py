@@ -8,12 +8,15 @@ of torch and numpy are left alone. No pattern makes a dense mask on its way (but
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .errors import BlockSparseError
 from .layout import BlockLayout, checked_block, checked_grid, is_int
+
+if TYPE_CHECKING:
+    from .topology.design import Proposals
 
 Block = int | tuple[int, int]
 Shape = tuple[int, int]
@@ -342,6 +345,59 @@ def barabasi_albert(features: int, block_size: Block = 32, m: int = 8, seed: int
     i, j = _edges(networkx.barabasi_albert_graph(n, m, seed=seed, initial_graph=start))
     corner = np.divmod(np.arange(m * m), m)
     return _of_graph(np.concatenate([i, corner[0]]), np.concatenate([j, corner[1]]), n, block)
+
+
+# -- whichever suits ---------------------------------------------------------------------------------------------
+
+
+def design(
+    features: int,
+    params: int,
+    block_size: int = 32,
+    objective: str = "mixing",
+    *,
+    tolerance: float = 0.1,
+    workers: int = 8,
+    seed: int = 0,
+) -> Proposals:
+    """Square layouts for a budget of parameters, measured and sorted; printed, they are a table that says why.
+
+    Of each pattern here the options are found with which it comes nearest to the budget; what is within the tolerance
+    is proposed. Steps follow the connections from inputs to outputs; mean paths take them in both directions, which
+    shortens those of a pattern that is not symmetric. A proposal has `pattern`, `options`, `layout`, `params`,
+    `measures` (of `bs.topology.summary`, sampled beyond 2,000 blocks of features), `time` (of
+    `blocksparse.topology.design.predicted_time`) and `why`.
+
+    Args:
+        features: the size of the square weight, a multiple of the block.
+        params: the weights to store.
+        block_size: in features; blocks are square.
+        objective: what comes first: "mixing" (the fewest steps until every unit has reached every other), "path" (the
+            shortest mean path), "clustering" (the most), "balance" (the least load of the fullest row or column) or
+            "time" (the least predicted one). Equals are in the order of the other objectives; graphs that are not
+            connected come last.
+        tolerance: the part of the budget by which a proposal may miss it.
+        workers: that share the rows in the predicted time: cores, or what runs at a time on a GPU.
+        seed: of what is drawn.
+
+    Raises:
+        BlockSparseError: a budget below one block for each row or above all blocks, features that are no multiple of
+            the block, an unknown objective, numbers out of range; scipy is missing
+            (`pip install blocksparse-torch[scipy]`).
+
+    >>> import blocksparse as bs
+    >>> found = bs.patterns.design(4096, params=1_200_000, block_size=32, objective="mixing")
+    >>> found[1].pattern, found[1].options, found[1].params, found[1].measures.steps_to_mix
+    ('barabasi_albert', {'m': 4, 'seed': 0}, 1159168, 4)
+    >>> print(found[:2])
+    pattern                              params  steps to mix  mean path  clustering  hub load  time / dense  why
+    random(density=0.07153, seed=0)   1,200,128             4      1.932       0.139      1.75        0.0905  mixes ...
+    barabasi_albert(m=4, seed=0)      1,159,168             4      2.430       0.170      5.09        0.0881  mixes ...
+    """
+    # Upwards, and so not before it is called: what measures the layouts is built on them.
+    from .topology.design import propose
+
+    return propose(features, params, block_size, objective, tolerance, workers, seed)
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------

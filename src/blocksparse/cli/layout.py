@@ -1,4 +1,4 @@
-"""`blocksparse layout`: a pattern as a picture, with its measures."""
+"""`blocksparse layout`: a pattern as a picture, with its measures; or patterns proposed for a budget."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..errors import BlockSparseError
 
 if TYPE_CHECKING:
     from ..layout import BlockLayout
+    from ..topology.design import Proposals
 
 PATTERNS = (
     "dense",
@@ -27,16 +28,17 @@ PATTERNS = (
     "watts_strogatz_2d",
     "barabasi_albert",
 )
+DESIGN = "design"
 
 # A grid of more blocks than this to a side is drawn in cells of several blocks, as dark as they are full.
 LARGEST_PICTURE = 512
 
-# Of more nodes the path length takes longer than one cares to wait for a drawing.
-LARGEST_GRAPH = 10_000
+# Of a graph of more blocks of features, paths are searched from so many: one does not care to wait for a drawing.
+EXACT, SAMPLED = 8_000, 500
 
 
 def layout(
-    pattern: Annotated[str, typer.Argument(help=f"One of {', '.join(PATTERNS)}.")],
+    pattern: Annotated[str, typer.Argument(help=f"One of {', '.join(PATTERNS)}; or {DESIGN}, which proposes some.")],
     features: Annotated[int | None, typer.Option(help="Features in and out.")] = None,
     shape: Annotated[str | None, typer.Option(help="OUT,IN instead, for patterns that need not be square.")] = None,
     block_size: Annotated[int, typer.Option(help="Rows and columns of a block.")] = 32,
@@ -47,9 +49,13 @@ def layout(
     epsilon: Annotated[float | None, typer.Option(help="Erdos-Renyi's scale of density.")] = None,
     bandwidth: Annotated[int | None, typer.Option(help="Of a banded pattern, in blocks.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of what is drawn at random.")] = None,
+    params: Annotated[str | None, typer.Option(help=f"Of {DESIGN}: so many weights, as 800k or 2.5M.")] = None,
+    objective: Annotated[
+        str | None, typer.Option(help=f"Of {DESIGN}, what comes first: mixing, path, clustering, balance or time.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The PNG; without it only the numbers are printed.")] = None,
 ) -> None:
-    """Draw a pattern as a PNG; print its shape, density, degrees and average path length."""
+    """Draw a pattern as a PNG; print its shape, density, degrees and graph measures. Or design one for a budget."""
     options = {
         "density": density,
         "neighbors": neighbors,
@@ -59,12 +65,37 @@ def layout(
         "bandwidth": bandwidth,
         "seed": seed,
     }
-    made = build(pattern, features, shape, block_size, {k: v for k, v in options.items() if v is not None})
+    given = {k: v for k, v in options.items() if v is not None}
+    budget = {k: v for k, v in {"params": params, "objective": objective}.items() if v is not None}
     console = Console()
-    console.print(_measures(pattern, made))
+    if pattern == DESIGN:
+        proposals = propose(features, block_size, given, **budget)
+        console.print(str(proposals), highlight=False, markup=False, soft_wrap=True)
+        pattern, made = proposals[0].name, proposals[0].layout
+    else:
+        if budget:
+            raise BlockSparseError.expected(f"--{next(iter(budget))}", f"the pattern {DESIGN}", pattern)
+        made = build(pattern, features, shape, block_size, given)
+        console.print(_measures(pattern, made))
     if out is not None:
         draw(made, out, title=pattern)
         console.print(f"wrote {out}", highlight=False, soft_wrap=True)
+
+
+def propose(
+    features: int | None, block_size: int, options: dict[str, Any], params: str | None = None, objective: str = "mixing"
+) -> Proposals:
+    """What `bs.patterns.design` proposes, of the options of the command line."""
+    from .. import patterns
+    from .train import parse_count
+
+    for name in options:
+        if name != "seed":
+            raise BlockSparseError.expected(f"--{name}", f"none: {DESIGN} chooses it", DESIGN)
+    if features is None or params is None:
+        got = f"--features {features} --params {params}"
+        raise BlockSparseError.expected(DESIGN, "--features N --params N", got)
+    return patterns.design(features, parse_count(params), block_size, objective, **options)
 
 
 def build(
@@ -119,22 +150,37 @@ def _measures(pattern: str, layout: BlockLayout) -> Table:
         ("density", f"{layout.density:.4g}"),
         ("blocks per row", _degrees(rows)),
         ("blocks per column", _degrees(cols)),
-        ("average path length", _path_length(layout)),
+        *_graph_measures(layout),
     ):
         table.add_row(name, value)
     return table
 
 
-def _path_length(layout: BlockLayout) -> str:
+def _graph_measures(layout: BlockLayout) -> list[tuple[str, str]]:
     from .. import topology
 
-    nodes = layout.grid[0] if layout.grid[0] == layout.grid[1] else sum(layout.grid)
-    if nodes > LARGEST_GRAPH:
-        return f"left out: {nodes:,} searches through the graph (blocksparse.topology.average_path_length does them)"
+    sources = SAMPLED if sum(layout.grid) > EXACT else None
     try:
-        return f"{topology.average_path_length(layout):.2f}"
+        found = topology.summary(layout, sources=sources)
     except BlockSparseError as error:
-        return str(error).removesuffix(f": {layout!r}")
+        return [("average path length", str(error).removesuffix(f": {layout!r}"))]
+    try:
+        length = f"{topology.average_path_length(layout, sources):.2f}"
+    except BlockSparseError as error:
+        length = str(error).removesuffix(f": {layout!r}")
+    least = "" if found.exact else "at least "
+    if not found.exact:
+        length += f" (standard error {found.path_length_error:.2g}, from {sources} blocks)"
+    square = layout.grid[0] == layout.grid[1]
+    never = "some blocks never reach some others" if square else "the layout is not square"
+    return [
+        ("average path length", length),
+        ("longest path", "none" if found.diameter is None else f"{least}{found.diameter}"),
+        ("steps to mix", never if found.steps_to_mix is None else f"{least}{found.steps_to_mix}"),
+        ("clustering", f"{found.clustering:.4g}"),
+        ("spectral gap", f"{found.spectral_gap:.4g}"),
+        ("hub load", f"{found.hub_load:.4g} (the fullest row or column / the mean)"),
+    ]
 
 
 def _degrees(counts: np.ndarray) -> str:
