@@ -1,6 +1,7 @@
 """WASAP-SGD and WASSP-SGD: alone the sequential algorithm, with torchrun as good, and stopped by whoever dies."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from blocksparse.models.mlp import SparseMLP
 from blocksparse.recipes import checkpoint
 
 SCRIPT = """
-import os, signal, sys
+import datetime, os, signal, sys
 import torch
 from torch import nn
 from blocksparse import BlockSparseError
@@ -27,8 +28,10 @@ torch.set_num_threads(1)
 where, settings, options = sys.argv[1], Settings(**eval(sys.argv[2])), eval(sys.argv[3])
 rank = int(os.environ["RANK"])
 if "file" in options:  # without torchrun, which would end the others
+    given = "timeout" in eval(sys.argv[2])
+    timeout = {"timeout": datetime.timedelta(seconds=settings.timeout)} if given else {}
     torch.distributed.init_process_group(
-        "gloo", init_method=options["file"], rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+        "gloo", init_method=options["file"], rank=rank, world_size=int(os.environ["WORLD_SIZE"]), **timeout
     )
 
 
@@ -44,7 +47,7 @@ def loss(y, target):
     global steps
     steps += 1
     if rank == options.get("killed") and steps == options["at"]:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), options.get("signal", signal.SIGKILL))
     return nn.functional.cross_entropy(y, target)
 
 
@@ -232,21 +235,40 @@ def test_one_that_is_killed_stops_the_run_and_it_goes_on_from_its_checkpoint(tmp
     assert phases == [(3, "synchronous"), (4, "synchronous"), (5, "alone"), (5, "average")]
 
 
-@pytest.mark.parametrize(("workers", "killed", "synchronous"), [(3, 1, False), (2, 0, True)])
-def test_the_others_say_who_is_gone(workers, killed, synchronous, tmp_path):
-    # Without torchrun, which ends the others itself.
+def without_torchrun(tmp_path, workers, settings, **options):
+    """The processes of a run: torchrun would end the others itself when one dies."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    options = {"file": (tmp_path / "group").as_uri(), "killed": killed, "at": 5}
-    arguments = [str(tmp_path / "script.py"), str(tmp_path), repr(SETTINGS | {"synchronous": synchronous})]
-    processes = [
+    options |= {"file": (tmp_path / "group").as_uri()}
+    arguments = [str(tmp_path / "script.py"), str(tmp_path), repr(SETTINGS | settings), repr(options)]
+    return [
         subprocess.Popen(
-            [sys.executable, *arguments, repr(options)],
+            [sys.executable, *arguments],
             env=environment() | {"RANK": str(rank), "WORLD_SIZE": str(workers)},
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(workers)
     ]
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_one_that_is_stuck_counts_as_dead_after_the_timeout(stuck, tmp_path):
+    options = {"killed": stuck, "at": 5, "signal": int(signal.SIGSTOP)}
+    processes = without_torchrun(tmp_path, 2, {"timeout": 3.0}, **options)
+    try:
+        errors = processes[1 - stuck].communicate(timeout=90)[1]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert processes[1 - stuck].returncode == 1
+    wanted = f"BlockSparseError: process {stuck}: expected an answer in time, got none: dead, or out of reach"
+    assert wanted in errors, errors
+
+
+@pytest.mark.parametrize(("workers", "killed", "synchronous"), [(3, 1, False), (2, 0, True)])
+def test_the_others_say_who_is_gone(workers, killed, synchronous, tmp_path):
+    processes = without_torchrun(tmp_path, workers, {"synchronous": synchronous}, killed=killed, at=5)
     try:
         errors = [process.communicate(timeout=60)[1] for process in processes]
     finally:

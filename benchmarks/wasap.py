@@ -1,0 +1,387 @@
+"""One sparse net on Fashion-MNIST, trained by one process and by WASAP-SGD with several: accuracy and throughput.
+
+    python benchmarks/wasap.py --data-dir DATA                            1, 2 and 4 processes, 30 epochs each
+    python benchmarks/wasap.py --data-dir DATA --processes 1,2 --seeds 0,1,2
+    python benchmarks/wasap.py --data-dir DATA --epochs 1 --rows 2000 --out /tmp/wasap      to see that it runs
+
+Each run is `torchrun` with so many processes of one thread. Without --data-dir Fashion-MNIST is downloaded. Prints an
+epoch per line, and writes wasap-fashion_mnist.json and .md after each run: what was measured stays when a later one
+fails. A run whose process dies, or that says nothing for --patience seconds, is ended, named in the table, and makes
+the exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from blocksparse import BlockSparseError
+from blocksparse.bench import report
+from blocksparse.bench.machine import machine
+from blocksparse.data import tables
+from blocksparse.distributed import Epoch, Settings, train
+from blocksparse.recipes import mlp
+from blocksparse.recipes.experiments.report import spread
+
+NAME = "wasap-fashion_mnist"
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+ABOUT = (
+    "The sparse net for Fashion-MNIST, trained by one process (sequential SET) and by WASAP-SGD with several: in the "
+    "first phase they train one network asynchronously, in the second each trains alone; then they are averaged"
+)
+# Of the phases, as `distributed.Epoch` calls them.
+FIRST, SECOND = "asynchronous", "alone"
+# Seconds. It waits 30 for its processes to end.
+PATIENCE_WITH_TORCHRUN = 60
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all runs have in common."""
+
+    epochs: int
+    rows: int | None
+    data_dir: str | None
+    patience: float
+
+
+@dataclass
+class Run:
+    """A run of so many processes, and what it said: an epoch in each line."""
+
+    processes: int
+    seed: int
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    failure: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{_processes(self.processes)}, seed {self.seed}"
+
+    @property
+    def accuracy(self) -> float:
+        """Of the newest network on the test rows, in %."""
+        return 100 * self.epochs[-1]["accuracy"]
+
+    def rows_per_second(self, phase: str) -> float | None:
+        """The median over the epochs of a phase; None where it has none."""
+        found = [epoch["samples_per_second"] for epoch in self.epochs if epoch["phase"] == phase]
+        return statistics.median(found) if found else None
+
+
+# -- a process of a run ------------------------------------------------------------------------------------------------
+
+
+def work(seed: int, options: Options) -> None:
+    """What each process of torchrun does; the first one says what came out, in lines of JSON."""
+
+    def tell(**said: Any) -> None:
+        if int(os.environ["RANK"]) == 0:
+            print(json.dumps(said), flush=True)
+
+    recipe, table = mlp.recipe_for("fashion_mnist"), tables.fashion_mnist(options.data_dir)
+    some = slice(options.rows)
+    model = mlp.network(recipe, table, "set", seed)
+    facts = mlp.facts(model)
+    settings = Settings(
+        epochs=options.epochs,
+        batch=recipe.batch,
+        learning_rate=recipe.learning_rate,
+        momentum=recipe.momentum,
+        weight_decay=recipe.weight_decay,
+        zeta=recipe.zeta,
+        seed=seed,
+        timeout=options.patience,
+    )
+    tell(
+        facts={
+            "threads": torch.get_num_threads(),
+            "cores": cores(),
+            "rows": len(table.train[some]),
+            "tested": table.tested,
+            "batch": recipe.batch,
+            "connections": facts.connections,
+            "density": facts.density,
+        }
+    )
+    begun = time.perf_counter()
+
+    def show(epoch: Epoch) -> None:
+        tell(epoch=asdict(epoch) | {"seconds": time.perf_counter() - begun})
+
+    data, test = (table.train[some], table.train_labels[some]), (table.test, table.test_labels)
+    train(model, data, settings, test=test, skip=model.output, report=show)
+
+
+def cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def command(run: Run, options: Options) -> list[str]:
+    """The `torchrun` of a run."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={run.processes}"]
+    return [*launch, __file__, "--work", json.dumps({"seed": run.seed, "options": asdict(options)})]
+
+
+def measure(run: Run, options: Options, say: Callable[[str], None]) -> None:
+    """Trains; what goes wrong is left in `run.failure`."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    lines: queue.Queue[str | None] = queue.Queue()
+    with tempfile.TemporaryFile("w+") as errors:
+        # In a session of its own: Ctrl-C is for us, who then end it.
+        process = subprocess.Popen(
+            command(run, options), stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        reader = threading.Thread(target=_read, args=(process, lines), daemon=True)
+        reader.start()
+        try:
+            while (line := lines.get(timeout=options.patience)) is not None:
+                _take(run, line, options, say)
+            status = process.wait(options.patience)
+        except (queue.Empty, subprocess.TimeoutExpired):
+            run.failure = f"not a word for {options.patience:g} s"
+            return
+        finally:
+            _end(process)
+            reader.join(PATIENCE_WITH_TORCHRUN)
+        if status:
+            run.failure = _reason(errors, status)
+        elif not run.epochs or run.epochs[-1]["epoch"] < options.epochs:
+            run.failure = "it ended before its last epoch"
+
+
+def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    """Its output, line by line; None at the end."""
+    with process.stdout or nullcontext(()) as output:
+        for line in output:
+            lines.put(line)
+    lines.put(None)
+
+
+def _take(run: Run, line: str, options: Options, say: Callable[[str], None]) -> None:
+    try:
+        said = json.loads(line)
+    except ValueError:  # not ours
+        return
+    if "facts" in said:
+        run.facts = said["facts"]
+    elif "epoch" in said:
+        run.epochs.append(said["epoch"])
+        of = run.epochs[-1]
+        say(
+            f"{run.name}: epoch {of['epoch']} of {options.epochs}, {of['phase']}: loss {of['loss']:.4f}, "
+            f"test accuracy {run.accuracy:.2f} %, {of['samples_per_second']:,.0f} rows/s"
+        )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends it where it still runs: asked to, torchrun ends its processes, which a killed one would leave behind."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE_WITH_TORCHRUN)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def _reason(errors: Any, status: int) -> str:
+    """The line of an error, of all that torchrun says."""
+    errors.seek(0)
+    lines = [line.strip() for line in errors if line.strip()]
+    told = [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
+    told += [line for line in lines if "Signal " in line]
+    return (told or [f"exit status {status}"])[0]
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def write(runs: Sequence[Run], options: Options, facts: dict[str, Any], out: Path) -> list[Path]:
+    """JSON and Markdown of what there is."""
+    paths = [out / f"{NAME}.{kind}" for kind in ("json", "md")]
+    settings = {"epochs": options.epochs, "rows": options.rows}
+    content = {"what": ABOUT, "machine": facts, "settings": settings, "runs": [asdict(run) for run in runs]}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        paths[0].write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        paths[1].write_text(markdown(runs, options, facts), encoding="utf-8")
+    except OSError as error:
+        raise BlockSparseError.expected("out", "a folder to write to", f"{out} ({error.strerror})") from error
+    return paths
+
+
+def markdown(runs: Sequence[Run], options: Options, facts: dict[str, Any]) -> str:
+    """The table, what it comes to, and how it was measured."""
+    of: dict[int, list[Run]] = {}
+    for run in runs:
+        if run.failure is None:
+            of.setdefault(run.processes, []).append(run)
+    lines = [f"# {NAME}", "", f"{ABOUT}.", ""]
+    if of:
+        lines += ["| | " + " | ".join(map(_processes, of)) + " |", "|---|" + "---:|" * len(of)]
+        lines += [f"| {title} | " + " | ".join(cells) + " |" for title, cells in _rows(of)]
+        lines += ["", *_verdict(of), _how(next(iter(of.values()))[0], options), ""]
+    lines += [f"{run.name} failed: {run.failure}.\n" for run in runs if run.failure is not None]
+    return "\n".join([*lines, report.where(facts)]) + "\n"
+
+
+def _rows(of: dict[int, list[Run]]) -> Iterator[tuple[str, list[str]]]:
+    def speeds(phase: str) -> list[str]:
+        found = [[run.rows_per_second(phase) for run in runs] for runs in of.values()]
+        return [spread([x for x in some if x is not None], 0) if None not in some else "-" for some in found]
+
+    facts = {processes: runs[0].facts for processes, runs in of.items()}
+    yield "cores of a process", [_share(one["cores"], processes) for processes, one in facts.items()]
+    yield "seeds", [str(len(runs)) for runs in of.values()]
+    yield "test accuracy, %", [spread([run.accuracy for run in runs], 2) for runs in of.values()]
+    yield "rows per second of all, first phase", speeds(FIRST)
+    yield "rows per second of all, second phase", speeds(SECOND)
+    yield (
+        "seconds, evaluations and all",
+        [spread([run.epochs[-1]["seconds"] for run in runs], 0) for runs in of.values()],
+    )
+
+
+def _verdict(of: dict[int, list[Run]]) -> Iterator[str]:
+    """How each number of processes stands against one, over the seeds that both have."""
+    alone = {run.seed: run for run in of.get(1, ())}
+    for processes, runs in of.items():
+        pairs = [(run, alone[run.seed]) for run in runs if run.seed in alone]
+        if processes == 1 or not pairs:
+            continue
+        points = [run.accuracy - one.accuracy for run, one in pairs]
+        lower = statistics.fmean(points) < 0
+        said = f"**{_processes(processes)}: a test accuracy {spread([-x if lower else x for x in points], 2)} points "
+        said += f"{'lower' if lower else 'higher'} than with one**"
+        for phase, called in ((FIRST, "first"), (SECOND, "second")):
+            ratios = [
+                ours / theirs
+                for run, one in pairs
+                if (ours := run.rows_per_second(phase)) and (theirs := one.rows_per_second(phase))
+            ]
+            said += f", {spread(ratios, 2)} times the rows per second in the {called} phase" if ratios else ""
+        yield f"{said}.\n"
+
+
+def _how(run: Run, options: Options) -> str:
+    facts = run.facts
+    first = sum(epoch["phase"] == FIRST for epoch in run.epochs)
+    return (
+        f"{options.epochs} epochs for all, {first} of them in the first phase; {facts['connections']:,} connections, "
+        f"density {100 * facts['density']:.3g} %; {facts['rows']:,} rows to train on, {facts['tested']:,} to test on; "
+        f"batches of {facts['batch']} in each process. Processes of {facts['threads']} thread, on {facts['cores']} "
+        "cores in all. The test accuracy is that of the network at the end, averaged and pruned; rows per second, "
+        "the median over the epochs of a phase."
+    )
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+def _share(cores_: int, processes: int) -> str:
+    """Of the cores, a process's, which has one thread.
+
+    >>> _share(2, 1), _share(2, 2), _share(2, 4)
+    ('1', '1', '0.5')
+    """
+    return f"{min(1, cores_ / processes):.2g}"
+
+
+# -- the program -------------------------------------------------------------------------------------------------------
+
+
+def numbers(name: str, text: str, least: int) -> list[int]:
+    """Different ints with commas between.
+
+    >>> numbers("processes", "1,2,4", 1)
+    [1, 2, 4]
+    """
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) >= least for part in parts) or len({*map(int, parts)}) < len(
+        parts
+    ):
+        raise BlockSparseError.expected(name, f"different ints of {least} or more, with commas between", repr(text))
+    return [int(part) for part in parts]
+
+
+def checked(arguments: argparse.Namespace) -> tuple[list[Run], Options]:
+    """The runs that were asked for, the fewest processes first; refuses what could not run."""
+    if arguments.epochs < 1:
+        raise BlockSparseError.expected("epochs", "a positive int", arguments.epochs)
+    if not 0 < arguments.patience < float("inf"):
+        raise BlockSparseError.expected("patience", "a positive number of seconds", arguments.patience)
+    processes, seeds = numbers("processes", arguments.processes, 1), numbers("seeds", arguments.seeds, 0)
+    there = tables.fashion_mnist(arguments.data_dir).rows
+    rows = there if arguments.rows is None else arguments.rows
+    if not max(processes) <= rows <= there:
+        raise BlockSparseError.expected("rows", f"{max(processes)}, one for each process, to {there:,}", rows)
+    options = Options(arguments.epochs, arguments.rows, arguments.data_dir, arguments.patience)
+    return [Run(count, seed) for seed in seeds for count in sorted(processes)], options
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fashion-MNIST by one process and by WASAP-SGD with several.")
+    parser.add_argument("--data-dir", help="the folder of all data, or that of Fashion-MNIST; else it is downloaded")
+    parser.add_argument("--epochs", type=int, default=30, help="of each run, both phases together")
+    parser.add_argument("--processes", default="1,2,4", help="of the runs")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--rows", type=int, help="so many of those to train on, for a quick look")
+    parser.add_argument("--patience", type=float, default=900, help="seconds that an epoch may take")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work:
+        work(arguments.work["seed"], Options(**arguments.work["options"]))
+        return
+    console = Console()
+
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    torch.set_num_threads(1)  # as in each process: the machine's facts shall say so
+    try:
+        runs, options = checked(arguments)
+        done: list[Run] = []
+        for run in runs:
+            facts = machine()
+            measure(run, options, say)
+            done.append(run)
+            if run.failure is not None:
+                say(f"{run.name} failed: {run.failure}", "bold red")
+            for path in write(done, options, facts, arguments.out):
+                say(f"wrote {path}", "dim")
+    except BlockSparseError as error:
+        say(f"error: {error}", "bold red")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        say("interrupted", "yellow")
+        sys.exit(130)
+    sys.exit(any(run.failure is not None for run in runs))
+
+
+if __name__ == "__main__":
+    main()

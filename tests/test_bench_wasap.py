@@ -1,0 +1,195 @@
+"""The WASAP benchmark: runs by torchrun and what it makes of their lines, of failures, and of nonsense."""
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from blocksparse import BlockSparseError
+from blocksparse.bench.machine import machine
+from test_data_idx import write
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "wasap.py"
+
+
+@pytest.fixture(scope="module")
+def wasap():
+    spec = importlib.util.spec_from_file_location("wasap_benchmark", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+FACTS = {"threads": 1, "cores": 2, "rows": 60, "tested": 10, "batch": 16, "connections": 1000, "density": 0.045}
+
+
+def epoch(number, phase, accuracy, speed, seconds=1.0):
+    told = {"epoch": number, "phase": phase, "loss": 0.5, "accuracy": accuracy, "seconds": seconds}
+    return told | {"samples_per_second": speed}
+
+
+def run_of(wasap, processes, seed, accuracy, speeds):
+    phases = ["asynchronous", "asynchronous", "alone", "average"]
+    numbers = [1, 2, 3, 3]
+    epochs = [epoch(*of, accuracy, speed, 7.0) for *of, speed in zip(numbers, phases, speeds, strict=True)]
+    return wasap.Run(processes, seed, epochs, FACTS)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def test_two_processes(tmp_path):
+    """From the command to the report."""
+    write(tmp_path, n=96)
+    arguments = ["--data-dir", tmp_path, "--epochs", 1, "--processes", 2, "--rows", 64, "--out", tmp_path / "out"]
+    done = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (
+        len(re.findall(r"2 processes, seed 0: epoch 1 of 1, asynchronous: loss \d.*, test accuracy", done.stdout)) == 1
+    )
+    content = json.loads((tmp_path / "out" / "wasap-fashion_mnist.json").read_text())
+    assert content["machine"]["threads"] == 1
+    (run,) = content["runs"]
+    assert (run["processes"], run["seed"], run["failure"]) == (2, 0, None)
+    assert (run["facts"]["rows"], run["facts"]["tested"], run["facts"]["threads"]) == (64, 96, 1)
+    assert run["epochs"][-1]["accuracy"] * 96 == pytest.approx(round(run["epochs"][-1]["accuracy"] * 96))
+    assert "| | 2 processes |" in (tmp_path / "out" / "wasap-fashion_mnist.md").read_text()
+
+
+def test_a_worker_that_fails_is_named(wasap, tmp_path):
+    run = wasap.Run(1, 0)
+    wasap.measure(run, wasap.Options(1, None, str(tmp_path), 200.0), print)
+    assert "BlockSparseError: folder: expected one with train-images-idx3-ubyte" in run.failure
+
+
+def measured(wasap, monkeypatch, script, patience=60.0):
+    monkeypatch.setattr(wasap, "command", lambda run, options: [sys.executable, "-c", script])
+    run, said = wasap.Run(2, 3), []
+    wasap.measure(run, wasap.Options(2, None, None, patience), said.append)
+    return run, said
+
+
+def test_lines_of_others_are_passed_over(wasap, monkeypatch):
+    lines = [json.dumps({"facts": FACTS}), "a warning", json.dumps({"epoch": epoch(2, "average", 0.875, 1234.5)}), "[]"]
+    run, said = measured(wasap, monkeypatch, f"print({chr(10).join(lines)!r})")
+    assert run.failure is None
+    assert run.facts == FACTS
+    assert said == [
+        "2 processes, seed 3: epoch 2 of 2, average: loss 0.5000, test accuracy 87.50 %, 1,234 rows/s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "failure"),
+    [
+        ("raise SystemExit(3)", "exit status 3"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit('  traceback : Signal 9 (SIGKILL) received by PID 7')", "Signal 9 (SIGKILL)"),
+        (f"print({json.dumps({'epoch': epoch(1, 'asynchronous', 0.5, 1.0)})!r})", "it ended before its last epoch"),
+        ("pass", "it ended before its last epoch"),
+    ],
+    ids=["status", "error", "signal", "early", "nothing"],
+)
+def test_a_run_that_fails(wasap, monkeypatch, script, failure):
+    assert failure in measured(wasap, monkeypatch, script)[0].failure
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGTERM")
+def test_a_run_that_says_nothing_is_ended_with_its_processes(wasap, monkeypatch, tmp_path):
+    # As torchrun does: processes in sessions of their own, which end when it is asked to end.
+    script = f"""
+import pathlib, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(child.pid))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+try:
+    child.wait()
+finally:
+    child.kill()
+    child.wait()
+"""
+    begun = time.monotonic()
+    run, _ = measured(wasap, monkeypatch, script, patience=6.0)
+    assert run.failure == "not a word for 6 s"
+    assert time.monotonic() - begun < 50
+    child = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def cells(markdown, title):
+    row = next(line for line in markdown.splitlines() if line.startswith(f"| {title} |"))
+    return [cell.strip() for cell in row.split("|")[2:-1]]
+
+
+def test_the_report(wasap, tmp_path):
+    runs = [
+        run_of(wasap, 1, 0, 0.89, [100, 110, 200, 200]),
+        run_of(wasap, 4, 0, 0.88, [200, 210, 500, 500]),
+        run_of(wasap, 1, 1, 0.88, [100, 100, 200, 200]),
+        run_of(wasap, 4, 1, 0.885, [300, 300, 700, 700]),
+        wasap.Run(2, 0, failure="exit status 3"),
+    ]
+    paths = wasap.write(runs, wasap.Options(3, None, None, 60.0), machine(), tmp_path / "new")
+    assert [path.name for path in paths] == ["wasap-fashion_mnist.json", "wasap-fashion_mnist.md"]
+    assert json.loads(paths[0].read_text())["runs"][4]["failure"] == "exit status 3"
+    markdown = paths[1].read_text()
+    assert "| | 1 process | 4 processes |" in markdown
+    assert cells(markdown, "cores of a process") == ["1", "0.5"]
+    assert cells(markdown, "seeds") == ["2", "2"]
+    assert cells(markdown, "test accuracy, %") == ["88.50 ± 0.71", "88.25 ± 0.35"]
+    assert cells(markdown, "rows per second of all, first phase") == ["102 ± 4", "252 ± 67"]
+    assert cells(markdown, "rows per second of all, second phase") == ["200 ± 0", "600 ± 141"]
+    # Seed by seed 1 point lower and 0.5 higher.
+    assert "4 processes: a test accuracy 0.25 ± 1.06 points lower than with one" in markdown
+    assert "3.00 ± 0.71 times the rows per second in the second phase" in markdown
+    assert "2 processes, seed 0 failed: exit status 3." in markdown
+    assert "3 epochs for all, 2 of them in the first phase; 1,000 connections, density 4.5 %" in markdown
+
+
+def test_nothing_but_failures_is_a_report_too(wasap, tmp_path):
+    runs = [wasap.Run(2, 0, failure="exit status 3")]
+    markdown = wasap.write(runs, wasap.Options(3, None, None, 60.0), machine(), tmp_path)[1].read_text()
+    assert "2 processes, seed 0 failed: exit status 3." in markdown
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"epochs": 0}, "epochs: expected a positive int, got 0"),
+        ({"patience": 0.0}, "patience: expected a positive number of seconds, got 0"),
+        ({"patience": float("nan")}, "patience: expected a positive number of seconds, got nan"),
+        ({"processes": "1,1"}, "processes: expected different ints of 1 or more, with commas between, got '1,1'"),
+        ({"processes": "0"}, "processes: expected different ints of 1 or more"),
+        ({"processes": "1,"}, "processes: expected different ints of 1 or more"),
+        ({"seeds": "-1"}, "seeds: expected different ints of 0 or more"),
+        ({"rows": 3}, "rows: expected 4, one for each process, to 30, got 3"),
+        ({"rows": 31}, "rows: expected 4, one for each process, to 30, got 31"),
+        ({"processes": "64"}, "rows: expected 64, one for each process, to 30, got 30"),
+        ({"data_dir": "nowhere"}, "folder: expected one with train-images-idx3-ubyte"),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_mistakes(wasap, tmp_path, given, message):
+    write(tmp_path)
+    usual = {"epochs": 1, "patience": 60.0, "processes": "1,2,4", "seeds": "0", "rows": None, "data_dir": str(tmp_path)}
+    runs, options = wasap.checked(argparse.Namespace(**usual))
+    assert [(run.processes, run.seed) for run in runs] == [(1, 0), (2, 0), (4, 0)]
+    assert options.epochs == 1
+    with pytest.raises(BlockSparseError, match=re.escape(message)):
+        wasap.checked(argparse.Namespace(**usual | given))
