@@ -3,6 +3,7 @@
 from .all_relu import AllReLU
 from .attention import attention
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from .diffusion_conv import Diffusion, DiffusionConv
 from .dropout import Dropout
 from .edge_bias import EdgeBias
 from .linear import Linear
@@ -23,6 +24,8 @@ __all__ = [
     "ConvTranspose1d",
     "ConvTranspose2d",
     "ConvTranspose3d",
+    "Diffusion",
+    "DiffusionConv",
     "Dropout",
     "EdgeBias",
     "Linear",

@@ -9,7 +9,7 @@ from ..errors import BlockSparseError
 
 DECAYS = ("linear", "cosine", "none")
 DTYPES = ("float32", "bfloat16")
-OPTIMIZERS = ("adam", "sgd")
+OPTIMIZERS = ("adam", "sgd", "adagrad")
 
 # What may differ when a run goes on: none of it changes what is learned. But on another device bits differ.
 FREE = ("log_every", "eval_every", "save_every", "save_minutes", "device", "cuda_graph")
@@ -26,7 +26,7 @@ class Settings:
         decay: how it falls after them: "linear" or "cosine", to 0 at the end, or "none".
         betas, eps: of Adam.
         weight_decay: of "adam", of the parameters with two dimensions or more, decoupled from the gradient; of "sgd",
-            of all, not multiplied by the learning rate.
+            of all, not multiplied by the learning rate; of "adagrad", of all, as a part of the gradient.
         clip: the largest norm of the gradient of all parameters; 0 for any.
         ema: decay of the running mean of the parameters, which is what is evaluated; 0 for none.
         dtype: "float32", or "bfloat16" by autocast: parameters stay float32.
@@ -35,7 +35,7 @@ class Settings:
         seed: of PyTorch's generators, of which a task may draw.
         device: "cpu", or "cuda".
         cuda_graph: on "cuda", whether a step is captured as one graph, where the task allows it; with "adam" only.
-        optimizer: "adam" (AdamW), or "sgd", `bs.sparsity.SGD`.
+        optimizer: "adam" (AdamW), "sgd", `bs.sparsity.SGD`, or "adagrad".
         momentum: of "sgd".
     """
 

@@ -456,6 +456,8 @@ def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _optimizer(parameters: list[nn.Parameter], s: Settings, device: torch.device) -> torch.optim.Optimizer:
     if s.optimizer == "sgd":
         return SGD(parameters, s.learning_rate, s.momentum, s.weight_decay)
+    if s.optimizer == "adagrad":
+        return torch.optim.Adagrad(parameters, s.learning_rate, weight_decay=s.weight_decay)
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": s.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ...errors import BlockSparseError
-from . import classifiers, language
+from . import classifiers, graphs, language
 from .experiment import Experiment
 from .report import write
 
-__all__ = ["EXPERIMENTS", "Experiment", "classifiers", "find", "language", "write"]
+__all__ = ["EXPERIMENTS", "Experiment", "classifiers", "find", "graphs", "language", "write"]
 
-EXPERIMENTS: dict[str, Experiment] = {**language.EXPERIMENTS, **classifiers.EXPERIMENTS}
+EXPERIMENTS: dict[str, Experiment] = {**language.EXPERIMENTS, **classifiers.EXPERIMENTS, **graphs.EXPERIMENTS}
 
 
 def find(name: str) -> Experiment:

@@ -1,0 +1,166 @@
+"""Diffusion-convolution on graphs whose weak transitions are left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..errors import BlockSparseError
+from ..layout import BlockLayout, import_scipy_sparse, is_int
+
+
+class Diffusion(nn.Module):
+    """What a walk over a graph sees after 0, 1, ..., `hops` steps: P^j x, with a sparse P.
+
+    P = A D^-1 with D the degrees plus 1: column n has 1 / (degree(n) + 1) for each neighbour of node n. Entries up to
+    the threshold are set to 0 before the powers are made, so that no column of the first has more than
+    1 / threshold - 1 entries, and the memory of all grows with the nodes, whatever hubs there are.
+
+    Args:
+        edges: int `[2, edges]`, pairs of nodes in either order; twice the same one and a node with itself count not.
+        nodes: their number.
+        hops: the longest walk.
+        threshold: from 0, which leaves all of them, to below 1.
+        dtype: of the powers.
+
+    The powers are buffers that are not saved with the state: `layouts`, of block size 1, and values that
+    `bs.linear` multiplies. `nnz` has their numbers of entries, `isolated` the number of nodes without a neighbour, to
+    which nothing comes.
+
+    Shapes: x `[nodes, features]` to `[nodes, hops + 1, features]`.
+
+    Raises:
+        BlockSparseError: nodes out of range, a threshold that removes every edge, numbers out of range; scipy is
+            missing (`pip install blocksparse-torch[scipy]`).
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> ring = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+        >>> diffusion = bs.nn.Diffusion(ring, nodes=4, hops=2)
+        >>> diffusion(torch.eye(4))[0].round(decimals=3)
+        tensor([[1.0000, 0.0000, 0.0000, 0.0000],
+                [0.0000, 0.3330, 0.0000, 0.3330],
+                [0.2220, 0.0000, 0.2220, 0.0000]])
+        >>> diffusion.nnz
+        (8, 8)
+
+    Source: Atwood, Towsley, Diffusion-convolutional neural networks (2016); Atwood, Pal, Towsley, Swami, Sparse
+    diffusion-convolutional neural networks (2017).
+    """
+
+    def __init__(
+        self, edges: Tensor, nodes: int, hops: int = 2, threshold: float = 0.0, dtype: torch.dtype = torch.float32
+    ):
+        super().__init__()
+        for name, value in (("nodes", nodes), ("hops", hops)):
+            if not is_int(value) or value < 1:
+                raise BlockSparseError.expected(name, "an int, 1 or more", repr(value))
+        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold < 1:
+            raise BlockSparseError.expected("threshold", "a number from 0 to below 1", repr(threshold))
+        self.nodes, self.hops, self.threshold = int(nodes), int(hops), float(threshold)
+        transition, self.isolated = _transition(edges, self.nodes, self.threshold)
+        self.layouts: list[BlockLayout] = []
+        power = transition
+        for hop in range(1, self.hops + 1):
+            if hop > 1:
+                power = power @ transition
+            power.sort_indices()
+            rows = np.repeat(np.arange(self.nodes), np.diff(power.indptr))
+            self.layouts.append(BlockLayout.from_indices(rows, power.indices, (self.nodes, self.nodes), block_size=1))
+            values = torch.from_numpy(power.data).to(dtype).view(-1, 1, 1)
+            self.register_buffer(f"power_{hop}", values, persistent=False)
+
+    @property
+    def nnz(self) -> tuple[int, ...]:
+        """Entries of P, P^2, ..."""
+        return tuple(layout.nnz for layout in self.layouts)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the powers: values, columns and row pointers."""
+        indices = sum(i.nbytes for layout in self.layouts for i in (layout.crow_indices(), layout.col_indices()))
+        return indices + sum(values.nbytes for values in self.buffers())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) or x.dim() != 2 or len(x) != self.nodes:
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise BlockSparseError.expected("x", f"a tensor [{self.nodes}, features]", got)
+        seen = [x]
+        for layout, values in zip(self.layouts, self.buffers(), strict=True):
+            seen.append(ops.linear(x.T, values, layout).T)
+        return torch.stack(seen, 1)
+
+    def extra_repr(self) -> str:
+        return f"nodes={self.nodes}, hops={self.hops}, threshold={self.threshold:g}, nnz={self.nnz}"
+
+
+class DiffusionConv(nn.Module):
+    """tanh(W * z): a weight for each hop and feature of what a `Diffusion` sees, the same for all nodes.
+
+    Args:
+        features: of a node.
+        hops: of the diffusion.
+
+    Shapes: `[..., hops + 1, features]` to the same.
+
+    Raises:
+        BlockSparseError: sizes that are no positive ints; in `forward`, another shape.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> diffusion = bs.nn.Diffusion(torch.tensor([[0, 1], [1, 2]]), nodes=3, hops=2)
+        >>> bs.nn.DiffusionConv(features=5, hops=2)(diffusion(torch.randn(3, 5))).shape
+        torch.Size([3, 3, 5])
+
+    Source: Atwood, Towsley, Diffusion-convolutional neural networks (2016).
+    """
+
+    def __init__(self, features: int, hops: int = 2, device: Any = None, dtype: torch.dtype | None = None):
+        super().__init__()
+        for name, value in (("features", features), ("hops", hops)):
+            if not is_int(value) or value < 1:
+                raise BlockSparseError.expected(name, "an int, 1 or more", repr(value))
+        self.weight = nn.Parameter(torch.empty(hops + 1, features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew."""
+        nn.init.normal_(self.weight, std=0.1)
+
+    def forward(self, z: Tensor) -> Tensor:
+        if not isinstance(z, Tensor) or z.shape[-2:] != self.weight.shape:
+            got = list(z.shape) if isinstance(z, Tensor) else type(z).__name__
+            raise BlockSparseError.expected("z", f"a tensor [..., {', '.join(map(str, self.weight.shape))}]", got)
+        return torch.tanh(self.weight * z)
+
+    def extra_repr(self) -> str:
+        hops, features = self.weight.shape
+        return f"{features}, hops={hops - 1}"
+
+
+def _transition(edges: Any, nodes: int, threshold: float) -> tuple[Any, int]:
+    """P as a scipy matrix without entries up to the threshold, and how many nodes have no neighbour."""
+    sparse = import_scipy_sparse()
+    if not isinstance(edges, Tensor) or edges.dim() != 2 or len(edges) != 2 or edges.is_floating_point():
+        got = f"{edges.dtype} {list(edges.shape)}" if isinstance(edges, Tensor) else type(edges).__name__
+        raise BlockSparseError.expected("edges", "ints [2, edges]", got)
+    if edges.numel() and not 0 <= int(edges.min()) <= int(edges.max()) < nodes:
+        raise BlockSparseError.expected("edges", f"nodes from 0 to {nodes - 1}", f"{edges.min()} to {edges.max()}")
+    one, other = edges.cpu().numpy()
+    one, other = one[one != other], other[one != other]
+    both = np.concatenate([one, other]), np.concatenate([other, one])
+    adjacency = sparse.csr_array((np.ones(2 * one.size, dtype=bool), both), shape=(nodes, nodes)).astype(np.float64)
+    degrees = np.asarray(adjacency.sum(0)).reshape(-1)
+    transition = (adjacency @ sparse.diags_array(1 / (degrees + 1))).tocsr()
+    transition.data[transition.data <= threshold] = 0
+    transition.eliminate_zeros()
+    if transition.nnz == 0:
+        strongest = f"{1 / (degrees[degrees > 0].min() + 1):g}" if degrees.any() else "none"
+        raise BlockSparseError.expected(
+            "threshold", f"one that leaves an edge; the strongest transition is {strongest}", f"{threshold:g}"
+        )
+    return transition, int(np.count_nonzero(degrees == 0))
