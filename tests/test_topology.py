@@ -10,7 +10,16 @@ from hypothesis import given
 
 from blocksparse import BlockLayout, BlockSparseError
 from blocksparse.patterns import banded, barabasi_albert, block_diagonal, dense, watts_strogatz, watts_strogatz_2d
-from blocksparse.topology import average_path_length, connected_components, degrees, path_lengths
+from blocksparse.topology import (
+    average_path_length,
+    clustering,
+    connected_components,
+    degrees,
+    nnstd,
+    path_lengths,
+    spectral_gap,
+    steps_to_mix,
+)
 from strategies import layouts
 
 
@@ -102,6 +111,7 @@ def test_what_is_no_layout_is_refused():
 def test_missing_scipy_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
     monkeypatch.setitem(sys.modules, "scipy.sparse", None)
-    for measure in (average_path_length, connected_components):
+    measures = average_path_length, connected_components, clustering, spectral_gap, steps_to_mix
+    for measure in (*measures, lambda layout: nnstd(layout, layout)):
         with pytest.raises(BlockSparseError, match=r"pip install blocksparse-torch\[scipy\]"):
             measure(dense((4, 4), 1))

@@ -115,6 +115,7 @@ def nnstd_matching(a: Net, b: Net, *, level: str = "neuron") -> Matching:
     check_level(level)
     first, second = layers_of(a), layers_of(b)
     units = _units(first, second, level)
+    import_scipy_sparse()  # says how to get scipy
     from scipy.optimize import linear_sum_assignment
 
     distances: list[float] = []
