@@ -18,7 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ..checks import check_operands
+from ..checks import check_operands, needs_grad
 from ..registry import choose
 from . import cpu, reference, triton
 
@@ -110,45 +110,74 @@ def _linear_wgrad_meta(grad, x, indices, in_blocks):
 # -- autograd ----------------------------------------------------------------------------------------------------
 
 
-def _linear_setup(ctx, inputs, output):
-    x, values, bias, indices, ctx.in_blocks, ctx.transpose, ctx.activation = inputs
-    saved_output = output if ctx.activation == "relu" else None
-    ctx.save_for_backward(x, values, bias, saved_output, *indices)
+# `torch.library.register_autograd` takes lists of tensors by flattening and rebuilding all arguments on every way in
+# and out, which takes longer than the products of a small layer. Here the indices are arguments of their own.
 
 
-def _linear_backward(ctx, grad):
-    x, values, bias, output, *indices = ctx.saved_tensors
-    if ctx.activation == "relu":
-        grad = torch.ops.aten.threshold_backward(grad, output, 0)
-    elif ctx.activation is not None:
-        # Only who calls the op itself comes here: the public function does not fuse these while training.
-        before = linear_op(x, values, bias, indices, ctx.in_blocks, ctx.transpose, None)
-        backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[ctx.activation]
-        grad = backward(grad, before)
-    grad_x = grad_values = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        grad_x = linear_op(grad, values, None, indices, ctx.in_blocks, not ctx.transpose, None)
-    if ctx.needs_input_grad[1]:
-        left, right = (x, grad) if ctx.transpose else (grad, x)
-        grad_values = linear_wgrad_op(left, right, indices, ctx.in_blocks)
-    if bias is not None and ctx.needs_input_grad[2]:
-        grad_bias = grad.sum(0)
-    return grad_x, grad_values, grad_bias, [None] * len(indices), None, None, None
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, keys, x, values, bias, in_blocks, transpose, activation, *indices):
+        output = _below(linear_op, keys, x, values, bias, indices, in_blocks, transpose, activation)
+        ctx.in_blocks, ctx.transpose, ctx.activation = in_blocks, transpose, activation
+        ctx.save_for_backward(x, values, bias, output if activation == "relu" else None, *indices)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, values, bias, output, *indices = ctx.saved_tensors
+        if ctx.activation == "relu":
+            grad = torch.ops.aten.threshold_backward(grad, output, 0)
+        elif ctx.activation is not None:
+            # Only who calls the op itself comes here: the public function does not fuse these while training.
+            before = linear_op(x, values, bias, indices, ctx.in_blocks, ctx.transpose, None)
+            backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[ctx.activation]
+            grad = backward(grad, before)
+        grad_x = grad_values = grad_bias = None
+        _, needs_x, needs_values, needs_bias, *_ = ctx.needs_input_grad
+        if needs_x:
+            grad_x = linear_op(grad, values, None, indices, ctx.in_blocks, not ctx.transpose, None)
+        if needs_values:
+            left, right = (x, grad) if ctx.transpose else (grad, x)
+            grad_values = linear_wgrad_op(left, right, indices, ctx.in_blocks)
+        if bias is not None and needs_bias:
+            grad_bias = grad.sum(0)
+        return None, grad_x, grad_values, grad_bias, None, None, None, *[None] * len(indices)
 
 
-def _linear_wgrad_setup(ctx, inputs, output):
-    grad, x, indices, ctx.in_blocks = inputs
-    ctx.save_for_backward(grad, x, *indices)
+class _LinearWgrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, keys, grad, x, in_blocks, *indices):
+        ctx.in_blocks = in_blocks
+        ctx.save_for_backward(grad, x, *indices)
+        return _below(linear_wgrad_op, keys, grad, x, indices, in_blocks)
+
+    @staticmethod
+    def backward(ctx, grad_values):
+        grad, x, *indices = ctx.saved_tensors
+        grad_grad = grad_x = None
+        if ctx.needs_input_grad[1]:
+            grad_grad = linear_op(x, grad_values, None, indices, ctx.in_blocks, False, None)
+        if ctx.needs_input_grad[2]:
+            grad_x = linear_op(grad, grad_values, None, indices, ctx.in_blocks, True, None)
+        return None, grad_grad, grad_x, None, *[None] * len(indices)
 
 
-def _linear_wgrad_backward(ctx, grad_values):
-    grad, x, *indices = ctx.saved_tensors
-    grad_grad = grad_x = None
-    if ctx.needs_input_grad[0]:
-        grad_grad = linear_op(x, grad_values, None, indices, ctx.in_blocks, False, None)
-    if ctx.needs_input_grad[1]:
-        grad_x = linear_op(grad, grad_values, None, indices, ctx.in_blocks, True, None)
-    return grad_grad, grad_x, [None] * len(indices), None
+def _linear_autograd(keys, x, values, bias, indices, in_blocks, transpose, activation):
+    if needs_grad(x, values, bias):
+        return _Linear.apply(keys, x, values, bias, in_blocks, transpose, activation, *indices)
+    return _below(linear_op, keys, x, values, bias, indices, in_blocks, transpose, activation)
+
+
+def _linear_wgrad_autograd(keys, grad, x, indices, in_blocks):
+    if needs_grad(grad, x):
+        return _LinearWgrad.apply(keys, grad, x, in_blocks, *indices)
+    return _below(linear_wgrad_op, keys, grad, x, indices, in_blocks)
+
+
+def _below(op, keys, *arguments):
+    """The op as those see it that are called after autograd: compilers, fake tensors, the kernels."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------
@@ -185,19 +214,12 @@ def _see_through(traced):
     return rule
 
 
-for _name, _run, _meta, _traced, _backward, _setup in (
-    ("linear", _linear, _linear_meta, _linear_traced, _linear_backward, _linear_setup),
-    (
-        "linear_wgrad",
-        _linear_wgrad,
-        _linear_wgrad_meta,
-        _linear_wgrad_traced,
-        _linear_wgrad_backward,
-        _linear_wgrad_setup,
-    ),
+for _name, _run, _meta, _autograd, _traced in (
+    ("linear", _linear, _linear_meta, _linear_autograd, _linear_traced),
+    ("linear_wgrad", _linear_wgrad, _linear_wgrad_meta, _linear_wgrad_autograd, _linear_wgrad_traced),
 ):
     _op = f"blocksparse::{_name}"
     _library.impl(_name, _run, "CompositeExplicitAutograd")
+    _library.impl(_name, _autograd, "Autograd", with_keyset=True)
     torch.library.register_fake(_op, _meta, lib=_library)
-    torch.library.register_autograd(_op, _backward, setup_context=_setup, lib=_library)
     torch.library.register_torch_dispatch(_op, FunctionalTensorMode, _see_through(_traced), lib=_library)
