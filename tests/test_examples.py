@@ -1,5 +1,6 @@
 """The examples run as they are."""
 
+import json
 import re
 import subprocess
 import sys
@@ -31,6 +32,20 @@ def test_fashion_mnist(tmp_path):
     write(tmp_path, n=96)
     out = run("fashion_mnist.py", tmp_path, "--epochs", "2", "--width", "16", "--batch", "32")
     assert re.search(r"loss \S+ -> \S+ in 6 steps.*test accuracy 0\.\d+", out)
+
+
+def test_prune_fashion_mnist(tmp_path):
+    write(tmp_path, n=96)
+    methods = ["dense", "oneshot", "gradual", "threshold", "group_lasso", "l0", "movement"]
+    small = ["--epochs", "3", "--hidden", "64", "--batch", "32", "--density", "0.3", "--strength", "0.05"]
+    out = run("prune_fashion_mnist.py", tmp_path, "--method", *methods, *small, "--json", tmp_path / "result.json")
+    for method in methods:
+        assert re.search(rf"{method}: test accuracy 0\.\d+, density [01]\.\d+, \S+ times as fast as dense", out)
+    found = json.loads((tmp_path / "result.json").read_text())["results"]
+    for method in ("oneshot", "gradual", "movement"):
+        assert found[method]["density"] == pytest.approx(0.3, abs=0.02)
+    out = run("prune_fashion_mnist.py", tmp_path, "--method", "l0", "--inputs", *small)
+    assert re.search(r"l0: test accuracy 0\.\d+, \d+ of 784 inputs, ", out)
 
 
 def test_readme_quick_start():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.nn.exchange import prunable
+from blocksparse.nn.prunable import prunable
 from blocksparse.sparsity import MovementPruning
 from blocksparse.sparsity.blocks import Blocks
 from blocksparse.sparsity.movement import StraightThrough

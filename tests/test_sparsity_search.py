@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.nn.exchange import prunable
 from blocksparse.nn.module import BlockSparseModule
+from blocksparse.nn.prunable import prunable
 from blocksparse.sparsity.blocks import Blocks
 from blocksparse.sparsity.schedule import CubicSchedule
 from blocksparse.sparsity.strongest import strongest

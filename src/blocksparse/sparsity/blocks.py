@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..nn.exchange import Prunable
+from ..nn.prunable import Prunable, parts_of
 from .magnitude import norms_of
 
 
@@ -13,7 +13,7 @@ class Blocks:
     """How a parameter of a dense module falls into blocks; the parameter itself is not kept.
 
     >>> import torch
-    >>> from blocksparse.nn.exchange import prunable
+    >>> from blocksparse.nn.prunable import prunable
     >>> from blocksparse.sparsity.blocks import Blocks
     >>> layer = torch.nn.Linear(3, 2)
     >>> blocks = Blocks(prunable(layer, block_size=2)[0])
@@ -26,7 +26,8 @@ class Blocks:
 
     def __init__(self, weight: Prunable):
         matrix, parameter = weight.matrix(), getattr(weight.module, weight.parameter)
-        self.grid, self.block_shape, self._parts = weight.grid, weight.block_shape, weight._parts
+        self.grid, self.block_shape = weight.grid, weight.block_shape
+        self._parts = parts_of(weight.module, weight.parameter)
         self._rows, self._columns = matrix.shape[:2]
         self._axes = matrix.dim() - 2
         # Some modules keep [in, out].

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..nn.exchange import Skip
+from ..nn.prunable import Skip
 from .blocks import Blocks
 from .method import number
 from .search import Search

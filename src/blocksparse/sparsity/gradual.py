@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..nn.exchange import Skip
+from ..nn.prunable import Skip
 from .magnitude import check_norm
 from .schedule import CubicSchedule
 from .search import Masked
@@ -23,7 +23,7 @@ class GradualPruning(Masked):
         model, optimizer, block_size, skip: as for all methods that start from dense weights; see `Search`.
         density: of all these weights together, at the end.
         begin, end, every: calls of `step`.
-        norm: the magnitude of a block: "l2", "mean" (of |w|) or "max".
+        norm: the magnitude of a block: "l2" (for each number in it), "mean" (of |w|) or "max".
         scope: "global", where all blocks compete and each weight keeps its strongest one at least; or "layer", where
             each weight has that density.
 
@@ -72,11 +72,12 @@ class GradualPruning(Masked):
         return self.schedule.due(call)
 
     def _change(self) -> None:
-        # What is gone has a lower score than any zero that is kept, and so it never comes back.
-        scores = {
-            name: self.blocks[name]
-            .norms(self.dense[name], self.norm)
-            .masked_fill(~keep.to(self.dense[name].device), -1)
-            for name, keep in self.keep.items()
-        }
+        scores = {}
+        for name, keep in self.keep.items():
+            blocks, dense = self.blocks[name], self.dense[name]
+            norms = blocks.norms(dense, self.norm)
+            # For each number: blocks of convolutions have more of them, and still compete with others.
+            norms = norms / blocks.size**0.5 if self.norm == "l2" else norms
+            # What is gone has a lower score than any zero that is kept, and so it never comes back.
+            scores[name] = norms.masked_fill(~keep.to(dense.device), -1)
         self.keep = strongest(scores, self.blocks, self.schedule(self.calls), self.scope)

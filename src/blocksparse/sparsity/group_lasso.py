@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BlockSparseError
-from ..nn.exchange import Skip
+from ..nn.prunable import Skip
 from .method import number
 from .search import Search
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..nn.exchange import Skip
+from ..nn.prunable import Skip
 from .blocks import Blocks
 from .gates import Gate, Gated
 from .method import integer, number

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..nn.exchange import Skip
+from ..nn.prunable import Skip
 from .blocks import Blocks
 from .gates import Gate, Gated
 from .schedule import CubicSchedule

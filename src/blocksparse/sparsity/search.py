@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
-from ..nn.exchange import Skip, exchange, prunable
+from ..nn.exchange import exchange
+from ..nn.prunable import Skip, prunable
 from .blocks import Blocks
 from .rewire import check_optimizer
 

@@ -41,7 +41,7 @@ def strongest(
             numbers, where weights compete. The best block of each weight is always kept.
 
     >>> import torch
-    >>> from blocksparse.nn.exchange import prunable
+    >>> from blocksparse.nn.prunable import prunable
     >>> from blocksparse.sparsity.blocks import Blocks
     >>> from blocksparse.sparsity.strongest import strongest
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 2))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import BlockSparseError
-from ..nn.exchange import Skip, prunable
+from ..nn.prunable import Skip, prunable
 from .method import integer, number
 from .search import Masked
 
