@@ -211,8 +211,8 @@ def _reason(errors: Any, status: int) -> str:
     """The line of an error, of all that torchrun says."""
     errors.seek(0)
     lines = [line.strip() for line in errors if line.strip()]
-    told = [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
-    told += [line for line in lines if "Signal " in line]
+    told = [line for line in lines if "Signal " in line]  # of one that was killed, of which others only lost sight
+    told += [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
     return (told or [f"exit status {status}"])[0]
 
 

@@ -93,7 +93,10 @@ def test_lines_of_others_are_passed_over(wasap, monkeypatch):
     [
         ("raise SystemExit(3)", "exit status 3"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("import sys; sys.exit('  traceback : Signal 9 (SIGKILL) received by PID 7')", "Signal 9 (SIGKILL)"),
+        (
+            "import sys; sys.exit('RuntimeError: reset\\n  traceback : Signal 9 (SIGKILL) received by PID 7')",
+            "Signal 9 (SIGKILL)",
+        ),
         (f"print({json.dumps({'epoch': epoch(1, 'asynchronous', 0.5, 1.0)})!r})", "it ended before its last epoch"),
         ("pass", "it ended before its last epoch"),
     ],
