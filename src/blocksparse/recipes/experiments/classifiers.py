@@ -59,7 +59,7 @@ class ClassifierExperiment(Experiment):
         return {"lowest": lowest(run), "seconds_per_epoch": seconds_per_epoch(run)}
 
     def rows(self, of: Runs) -> Iterator[Row]:
-        def figure(title: str, value: Callable[[Run], float], digits: int | None = None) -> Row:
+        def figure(title: str, value: Callable[[Run], float], digits: int) -> Row:
             return title, [spread([value(run) for run in runs], digits) for runs in of.values()]
 
         facts = [runs[0].config["facts"] for runs in of.values()]
@@ -73,8 +73,8 @@ class ClassifierExperiment(Experiment):
         if fewest < max(one["epochs"] for one in facts):
             yield figure(f"test error after epoch {fewest:,}, %", lambda run: errors(run)[fewest - 1], 2)
         yield figure("lowest test error after any epoch, %", lowest, 2)
-        yield figure("seconds of training per epoch", seconds_per_epoch)
-        yield figure("seconds of training in all", lambda run: run.seconds)
+        yield figure("seconds of training per epoch", seconds_per_epoch, 3)
+        yield figure("seconds of training in all", lambda run: run.seconds, 1)
 
     def notes(self, of: Runs) -> list[str]:
         run = next(iter(of.values()))[0]
