@@ -286,7 +286,7 @@ def test_synthetic_rows_depend_on_their_number_alone():
     assert not torch.equal(Synthetic(features=50, seed=4).take(np.arange(9))[0], x)
     x, y = Synthetic(features=20_000, rows=100).take(np.arange(100))
     means = torch.stack([x[y == label].mean(0) for label in (0, 1)])
-    assert 0.04 < (means[0] - means[1]).abs().mean() < 0.3
+    assert 0.9 < (means[0] - means[1]).abs().mean() < 1.2  # signs are the same in half of the features
     with refused("rows: expected a positive int, got 0"):
         Synthetic(rows=0)
 

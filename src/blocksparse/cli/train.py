@@ -161,7 +161,7 @@ def mlp(
         "hidden": None if hidden is None else parse_sizes(hidden),
     }  # fmt: skip
     if neurons is not None:
-        recipe = replace(recipes.EXTREME, hidden=recipes.extreme_hidden(parse_count(neurons, "neurons")))
+        recipe = recipes.extreme(parse_count(neurons, "neurons"))
         table: recipes.Data = Synthetic(recipes.EXTREME_FEATURES, rows, max(1, rows // 4))
     else:
         recipe, table = recipes.recipe_for(str(data)), tables.load(str(data), data_dir)

@@ -12,12 +12,10 @@ from torch import Tensor
 
 from ..errors import BlockSparseError
 
-_BLEND = 0.05
-
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Normal noise, and in each feature +-0.05 by the row's class, with signs drawn once: what a large net is fed with.
+    """Normal noise, and in each feature +-1 by the row's class, with signs drawn once: what a large net is fed with.
 
     A row is determined by the seed and its number, whichever batch it is in; none is kept.
 
@@ -50,13 +48,12 @@ class Synthetic:
     def take(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         """Rows by their numbers, float32 `[n, features]`, and their labels, int64 `[n]`."""
         signs = np.random.default_rng([self.seed, 0]).integers(2, size=(len(self.classes), self.features)) * 2 - 1
-        patterns = (_BLEND * signs).astype(np.float32)
         features, labels = np.empty((len(rows), self.features), np.float32), np.empty(len(rows), np.int64)
         for at, row in enumerate(rows):
             rng = np.random.default_rng([self.seed, 1, int(row)])
             labels[at] = rng.integers(len(self.classes))
             rng.standard_normal(out=features[at], dtype=np.float32)
-            features[at] += patterns[labels[at]]
+            features[at] += signs[labels[at]]
         return torch.from_numpy(features), torch.from_numpy(labels)
 
     def held_out(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Recipe:
         learning_rate, momentum, weight_decay: of `bs.sparsity.SGD`; the learning rate is the same throughout.
         batch: rows of a step.
         dropout: of the hidden layers' outputs.
+        init: of the weights, as `SparseMLP` names it.
     """
 
     hidden: tuple[int, ...] = (1000, 1000, 1000)
@@ -43,6 +44,7 @@ class Recipe:
     weight_decay: float = 2e-4
     batch: int = 128
     dropout: float = 0.3
+    init: str = "he"
 
 
 # Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021), and its code.
@@ -53,9 +55,12 @@ RECIPES = {
     "madelon": Recipe(hidden=(400, 100, 400), epsilon=6, alpha=0.5),
     "higgs": Recipe(epsilon=10, alpha=0.05),
 }
-# A row of it has megabytes of activations.
-EXTREME = Recipe(epsilon=1, epochs=1, batch=4)
+# A row of it has megabytes of activations. With weights drawn for millions of inputs, of which there are two, nothing
+# of the input would reach the output: they are drawn by the connections that there are.
+EXTREME = Recipe(epsilon=1, epochs=1, batch=4, init="fan_in")
 EXTREME_FEATURES, EXTREME_LAYERS = 65_536, 4
+# The output sums over the last hidden layer: a step moves it as far as the learning rate times that layer's width.
+EXTREME_RATE = 5.0
 
 
 def recipe_for(name: str) -> Recipe:
@@ -84,6 +89,20 @@ def extreme_hidden(neurons: int, classes: int = 2) -> tuple[int, ...]:
     return (round((neurons - EXTREME_FEATURES - classes) / EXTREME_LAYERS),) * EXTREME_LAYERS
 
 
+def extreme(neurons: int) -> Recipe:
+    """The recipe of a net of about so many neurons.
+
+    Raises:
+        BlockSparseError: as `extreme_hidden`.
+
+    >>> from blocksparse.recipes.mlp import extreme
+    >>> extreme(1_065_538).learning_rate
+    2e-05
+    """
+    hidden = extreme_hidden(neurons)
+    return replace(EXTREME, hidden=hidden, learning_rate=EXTREME_RATE / hidden[-1])
+
+
 def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> SparseMLP:
     """The network of a recipe for some data, of which sizes, slope and dropout are the same for each method.
 
@@ -100,7 +119,7 @@ def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> S
         raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(method))
     sparse: dict[str, Any] = {"density": None} if method == "dense" else {"epsilon": recipe.epsilon}
     sizes = (data.features, *recipe.hidden, len(data.classes))
-    return SparseMLP(sizes, alpha=recipe.alpha, dropout=recipe.dropout, seed=seed, **sparse)
+    return SparseMLP(sizes, alpha=recipe.alpha, dropout=recipe.dropout, init=recipe.init, seed=seed, **sparse)
 
 
 @dataclass(frozen=True)
@@ -175,6 +194,8 @@ def task(
     about |= {"alpha": recipe.alpha, "dropout": recipe.dropout}
     if method != "dense":
         about["epsilon"] = recipe.epsilon
+    if recipe.init != "he":
+        about["init"] = recipe.init
     return ClassifyTask(model, data, recipe.epochs, recipe.batch, topology, seed, device_of(device), about)
 
 

@@ -1,0 +1,63 @@
+"""Networks of up to 100 million neurons, trained one after the other: memory and time, and that they grow as a line.
+
+    python benchmarks/extreme.py                        all sizes, hours on two cores
+    python benchmarks/extreme.py --neurons 1M,5M        some; the others that the file has stay in it
+    python benchmarks/extreme.py --quick                a small one, to see that it runs; writes nothing
+
+Refuses sizes for which there is not the memory, with numbers. After each size the table is written: to
+docs/results/extreme.md, with JSON and a picture beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from blocksparse import BlockSparseError
+from blocksparse.bench import extreme
+from blocksparse.bench.extreme import Extreme
+from blocksparse.cli.train import parse_count
+
+OUT = Path(__file__).parent.parent / "docs" / "results" / "extreme.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Memory and time of networks of up to 100 million neurons.")
+    parser.add_argument("--neurons", help="sizes with commas between, as 1M,50M")
+    parser.add_argument("--rows", type=int, default=512, help="of an epoch")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--force", action="store_true", help="try what does not seem to fit into memory too")
+    parser.add_argument("--quick", action="store_true", help="a small one; writes nothing")
+    parser.add_argument("--out", type=Path, default=OUT, help="the JSON file")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="for checkpoints")
+    arguments = parser.parse_args()
+    console = Console(soft_wrap=True, highlight=False)
+    sizes = [parse_count(text, "neurons") for text in (arguments.neurons or "").split(",") if text]
+    specs = [Extreme(n, arguments.rows, arguments.epochs) for n in sizes or extreme.NEURONS]
+    if arguments.quick:
+        specs = [Extreme(100_000, rows=16)]
+    for spec in specs:
+        head = f"{spec.neurons / 1e6:g} million neurons"
+        console.print(
+            f"[bold]{head}[/]: about {spec.connections:,} connections, {spec.predicted / 2**30:.1f} GiB at most; "
+            f"{extreme.available_memory() / 2**30:.1f} GiB are available"
+        )
+        try:
+            found = extreme.measure(spec, arguments.scratch, lambda text: console.print(f"  {text}"), arguments.force)
+        except BlockSparseError as error:
+            console.print(f"  {error}", style="red")
+            continue
+        console.print(
+            f"  {found.most / 2**30:.2f} GiB at the peak, {found.most / found.connections:.1f} bytes per connection, "
+            f"{found.seconds['train']:.2f} s a step, {found.seconds['epoch']:.0f} s an epoch"
+        )
+        if not arguments.quick:
+            extreme.write(arguments.out, extreme.merged(arguments.out, found))
+            console.print(f"  wrote {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The extreme runs: what is told of one, what is refused, and the files."""
+
+import json
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+
+import blocksparse as bs
+from blocksparse.bench import extreme
+from blocksparse.bench.extreme import Extreme, Found, Line, Phases
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A run of 66,000 neurons in this process, and what it said."""
+    said = []
+    return extreme.train(Extreme(66_000, rows=16), tmp_path_factory.mktemp("run"), said.append), said
+
+
+def test_a_run_tells_all(small):
+    found, said = small
+    assert found.neurons == pytest.approx(66_000, abs=4)
+    assert found.connections == pytest.approx(Extreme(66_000).connections, rel=0.05)
+    assert set(found.peak) == set(extreme.PHASES)
+    assert all(found.peak[phase] >= found.resident[phase] > 2**26 for phase in extreme.PHASES)
+    assert found.most == max(found.peak.values())
+    assert all(found.seconds[phase] > 0 for phase in (*extreme.PHASES, "epoch"))
+    assert found.seconds["epoch"] == 4 * found.seconds["train"] + found.seconds["evolve"]
+    assert len(found.losses) == len(found.held_out) == 2
+    assert f"{found.connections:,} connections" in said[0]
+    assert found == Found(**json.loads(json.dumps(asdict(found))))
+
+
+def test_a_phase_within_another_has_its_own_mark():
+    phases = Phases()
+
+    def outer():
+        phases("inner", lambda: len(b"x" * (200 << 20)))
+
+    phases("outer", outer)
+    assert phases.peak["inner"] - phases.peak["outer"] > 100 << 20
+
+
+def test_a_process_of_its_own_or_the_reason(tmp_path, monkeypatch):
+    spec, said = Extreme(66_000, rows=8, epochs=1), []
+    found = extreme.measure(spec, tmp_path, said.append)
+    assert found.run == asdict(spec)
+    assert len(said) >= 2
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(extreme, "available_memory", lambda: 3 << 30)
+    wanted = r"memory: expected 9.8 GiB free for 99,934,466 connections, or --force, got 3.0 GiB"
+    with pytest.raises(bs.BlockSparseError, match=wanted):
+        extreme.measure(Extreme(50_000_000), tmp_path)
+    monkeypatch.setattr(extreme.sys, "executable", "/bin/false")
+    with pytest.raises(bs.BlockSparseError, match="66,000 neurons: expected a run to its end, got status 1"):
+        extreme.measure(spec, tmp_path)
+
+
+def test_what_is_predicted_grows_with_connections():
+    assert [Extreme(n).predicted > Extreme(n // 2).predicted for n in extreme.NEURONS] == [True] * 6
+    assert Extreme(100_000_000).predicted < 22 << 30
+    assert Extreme(50_000_000).predicted < 16 << 30
+
+
+def found(neurons, connections, most, seconds):
+    phases = dict.fromkeys(extreme.PHASES, most)
+    times = dict.fromkeys((*extreme.PHASES, "epoch"), seconds)
+    run = asdict(Extreme(neurons))
+    facts = {"gpu": None, "cpu": "a CPU", "isa": "avx2", "threads": 2, "commit": "0" * 40, "dirty": False}
+    facts |= {"torch": "2", "blocksparse": "0"}
+    return Found(neurons, connections, [1, 2], 1, phases, phases, times, [0.7, 0.6], [50.0, 10.0], run, facts)
+
+
+def test_a_table_grows_size_by_size(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "docs" / "extreme.json"
+    for neurons in (4_000_000, 1_000_000, 2_000_000, 1_000_000):
+        one = found(neurons, 2 * neurons, 2**28 + 80 * 2 * neurons, neurons / 1e6)
+        extreme.write(path, extreme.merged(path, one))
+    content = json.loads(path.read_text())
+    assert [run["neurons"] for run in content["runs"]] == [1_000_000, 2_000_000, 4_000_000]
+    assert content["lines"]["memory"]["slope"] == pytest.approx(80)
+    assert content["lines"]["step"]["off"] < 1e-9
+    text = path.with_suffix(".md").read_text()
+    assert "80.0 bytes for each, and 0.25 GiB; the runs are within 0% of it" in text
+    assert "| 4,000,002 |" not in text
+    assert "| 4,000,000 | 8,000,000 |" in text
+    assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_line_is_off_where_a_point_is():
+    line = Line.of([1, 2, 4, 8], [2.0, 4.0, 8.0, 20.0])
+    assert 0.05 < line.off < 0.3
+    assert not extreme.lines([replace(found(1, 2, 3, 4.0))] * 2)
