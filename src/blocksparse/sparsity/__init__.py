@@ -1,5 +1,6 @@
 """Methods that train sparse networks, and methods that make dense ones sparse."""
 
+from .activations import ActivationScores, activation_scores
 from .compact import compact
 from .densities import erdos_renyi_density, erk
 from .evolve import Evolve
@@ -10,6 +11,7 @@ from .l0 import L0Gates
 from .movement import MovementPruning
 from .nm import nm_layout, nm_mask
 from .nm_permutation import nm_efficacy, nm_permutation
+from .reconstruction import Reconstruction, reconstruct
 from .rewire import carried, rewire
 from .rigl import RigL
 from .semi_structured import to_semi_structured
@@ -20,14 +22,17 @@ from .threshold import ThresholdPruning, percentiles
 __all__ = [
     "SGD",
     "SRSTE",
+    "ActivationScores",
     "Evolve",
     "GradualPruning",
     "GroupLasso",
     "ImportancePruning",
     "L0Gates",
     "MovementPruning",
+    "Reconstruction",
     "RigL",
     "ThresholdPruning",
+    "activation_scores",
     "carried",
     "compact",
     "erdos_renyi_density",
@@ -38,6 +43,7 @@ __all__ = [
     "nm_mask",
     "nm_permutation",
     "percentiles",
+    "reconstruct",
     "rewire",
     "to_semi_structured",
 ]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BlockSparseError
-from ..nn.exchange import Skip, survey
+from ..nn.prunable import Skip, survey
 
 DTYPES = (torch.float16, torch.bfloat16)
 # What cuSPARSELt and CUTLASS both take.

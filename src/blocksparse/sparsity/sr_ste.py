@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import BlockSparseError
-from ..nn.exchange import Skip, survey
+from ..nn.prunable import Skip, survey
 from .method import number
 from .nm import check_nm, nm_mask
 
@@ -55,11 +55,10 @@ class SRSTE:
         self.left: dict[str, str] = {}
         chosen = []
         for weight, reason in found:
-            inputs = weight.matrix().shape[1]
             if reason is None and weight.parameter != "weight":
                 reason = f"{type(weight.module).__name__} has several weights in one call"
-            if reason is None and inputs % m:
-                reason = f"{inputs} inputs are no multiple of {m}"
+            if reason is None and weight.matrix().shape[1] % m:
+                reason = f"{weight.matrix().shape[1]} inputs are no multiple of {m}"
             if reason is None:
                 chosen.append(weight)
             else:

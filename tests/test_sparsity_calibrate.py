@@ -1,0 +1,415 @@
+"""Scores and reconstructions from calibration data, against their formulas in float64 by brute force."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import blocksparse as bs
+from blocksparse.nn.prunable import prunable
+from blocksparse.sparsity.least_squares import best_columns, block_counts, least_squares
+from blocksparse.sparsity.reconstruction import _moments, _rows
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small products on few busy cores: waiting for other threads takes longer than they do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def randn(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def correlated(tokens, features, rank):
+    return randn(tokens, rank) @ randn(rank, features) + 0.1 * randn(tokens, features)
+
+
+def block_sums(matrix, block):
+    """Of `[out, in, ...]`, one block after the other."""
+    rows, columns = -(-matrix.shape[0] // block[0]), -(-matrix.shape[1] // block[1])
+    sums = torch.zeros(rows, columns, dtype=torch.float64)
+    for i, j in itertools.product(range(rows), range(columns)):
+        sums[i, j] = matrix[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]].sum()
+    return sums
+
+
+# -- scores -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [(4, 4), (3, 5), (1, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("layer", "shape", "axis"),
+    [
+        (nn.Linear(10, 7), (3, 6, 10), -1),
+        (nn.Conv2d(6, 9, 3, padding=1, stride=2), (5, 6, 8, 8), 1),
+        (nn.ConvTranspose1d(6, 9, 3), (5, 6, 8), 1),
+    ],
+    ids=["linear", "conv2d", "conv_transpose1d"],
+)
+def test_scores_by_their_formula(layer, shape, axis, block):
+    layer = layer.double()
+    batches = [randn(*shape), randn(2, *shape[1:]), randn(*shape)[0]]
+    scores = bs.sparsity.activation_scores(layer, batches, block)
+    axes = [axis, axis, axis - 1 if axis > 0 else axis]  # the last one is a single sample, without a batch
+    rows = torch.cat([x.movedim(at, -1).flatten(0, -2) for x, at in zip(batches, axes, strict=True)])
+    (weight,) = prunable(layer, block)
+    matrix = weight.matrix().detach()
+    norms = torch.stack([rows[:, j].norm() for j in range(rows.shape[1])])
+    expected = block_sums(matrix.abs() * norms.view(1, -1, *[1] * (matrix.dim() - 2)), block)
+    torch.testing.assert_close(scores["weight"], expected, rtol=1e-12, atol=1e-12)
+    assert scores.by_magnitude == {}
+
+
+def test_scores_of_the_conv1d_of_transformers():
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    layer, x = conv1d(7, 10).double(), randn(4, 5, 10)
+    scores = bs.sparsity.activation_scores(layer, [x], 4)["weight"]
+    expected = block_sums(layer.weight.detach().T.abs() * x.flatten(0, 1).norm(dim=0), (4, 4))
+    torch.testing.assert_close(scores, expected)
+    made = bs.sparsity.reconstruct(layer, [x], 1.0, 4)
+    torch.testing.assert_close(made.model(x), layer(x))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_scores_of_an_lstm(packed, stateful):
+    lstm = nn.LSTM(5, 6, num_layers=2, bidirectional=True, batch_first=True).double()
+    x, lengths = randn(3, 4, 5), [4, 2, 1] if packed else [4, 4, 4]
+    state = (randn(4, 3, 6), randn(4, 3, 6))
+    arguments = (pack_padded_sequence(x, lengths, batch_first=True) if packed else x, *([state] if stateful else []))
+    scores = bs.sparsity.activation_scores(lstm, [arguments], (2, 3))
+    assert scores.by_magnitude == {}
+    with torch.no_grad():
+        for i, level in enumerate((0, 1)):
+            inputs, outputs = [], []
+            for direction, suffix in enumerate(("", "_reverse")):
+                cell = nn.LSTMCell(x[0].shape[1], 6).double()
+                for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+                    setattr(cell, name, getattr(lstm, f"{name}_l{level}{suffix}"))
+                after = torch.zeros(3, 4, 6, dtype=torch.float64)
+                for sample, length in enumerate(lengths):
+                    at = 2 * i + direction
+                    h, c = (each[at, sample] for each in state) if stateful else (torch.zeros(6).double(),) * 2
+                    for step in range(length) if direction == 0 else reversed(range(length)):
+                        h, c = cell(x[sample, step], (h, c))
+                        after[sample, step] = h
+                inputs.append(torch.cat([x[sample, :length] for sample, length in enumerate(lengths)]))
+                outputs.append(after)
+                rows = torch.cat([after[sample, :length] for sample, length in enumerate(lengths)])
+                for part, reached in (("ih", inputs[-1]), ("hh", rows)):
+                    weight = getattr(lstm, f"weight_{part}_l{level}{suffix}").abs() * reached.norm(dim=0)
+                    found = scores[f"weight_{part}_l{level}{suffix}"]
+                    expected = torch.cat([block_sums(gate, (2, 3)) for gate in weight.chunk(4)])
+                    torch.testing.assert_close(found, expected)
+            x = torch.cat(outputs, 2)
+
+
+class Network(nn.Module):
+    """Called with one argument or two; of its layers one is never reached, one is reached twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop = nn.Linear(10, 12), nn.Dropout(0.5)
+        self.twice, self.never, self.norm = nn.Linear(12, 12), nn.Linear(12, 3), nn.BatchNorm1d(12)
+        self.embedding = nn.Embedding(4, 10)
+
+    def forward(self, x, more=None, scale=1.0):
+        x = self.norm(self.drop(self.first(x if more is None else x + more))) * scale
+        return self.twice(self.twice(x))
+
+
+def forms(x, y):
+    return {
+        "tensors": [x, y],
+        "tuples": [(x, 0 * x), (y,)],
+        "lists": [[x, 0 * x, 1.0], [y]],
+        "dicts": [{"x": x, "scale": 1.0}, {"x": y}],
+        "loader": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.cat([x, y])), batch_size=6),
+    }
+
+
+@pytest.mark.parametrize("form", ["tensors", "tuples", "lists", "dicts", "loader"])
+def test_batches_of_any_form(form):
+    torch.manual_seed(0)
+    model = Network().double()
+    x, y = randn(6, 10), randn(3, 10)
+    expected = bs.sparsity.activation_scores(model, [x, y], 4)
+    scores = bs.sparsity.activation_scores(model, forms(x, y)[form], 4)
+    assert scores.keys() == expected.keys() == {"first.weight", "twice.weight", "never.weight"}
+    for name in scores:
+        torch.testing.assert_close(scores[name], expected[name])
+    assert scores.by_magnitude == {"never.weight": "no batch reaches it"}
+    torch.testing.assert_close(scores["never.weight"], block_sums(model.never.weight.detach().abs(), (4, 4)))
+    with torch.no_grad():
+        model.eval()
+        before = model.norm(model.first(torch.cat([x, y])))
+        both = torch.cat([before, model.twice(before)])
+    expected = block_sums(model.twice.weight.detach().abs() * both.norm(dim=0), (4, 4))
+    torch.testing.assert_close(scores["twice.weight"], expected)
+    made = bs.sparsity.reconstruct(model, forms(x, y)[form], 0.5, 4)
+    assert list(made.errors) == ["first.weight", "twice.weight"]
+    assert made.by_magnitude == {"never.weight": "no batch reaches it"}
+
+
+def test_scores_are_a_criterion():
+    model = nn.Sequential(nn.Linear(20, 24), nn.ReLU(), nn.Linear(24, 8)).double()
+    x = correlated(50, 20, 4)
+    scores = bs.sparsity.activation_scores(model, [x], 4, skip="2")
+    assert list(scores) == ["0.weight"]
+    sparse = bs.sparsify(model, 0.3, 4, criterion=scores, scope="layer", skip="2", force=True)
+    kept = sparse[0].layout.mask()
+    assert kept.sum() == sparse[0].layout.nnz == 9
+    assert scores["0.weight"][kept].min() >= scores["0.weight"][~kept].max()
+
+
+METHODS = {
+    "activation_scores": lambda model, batches: bs.sparsity.activation_scores(model, batches, block_size=4),
+    "reconstruct": lambda model, batches: bs.sparsity.reconstruct(model, batches, density=0.5, block_size=4),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("batches", "error", "message"),
+    [
+        ([], bs.BlockSparseError, "batches: expected one or more, got none"),
+        (torch.zeros(3, 10), bs.BlockSparseError, "batches: expected an iterable of batches: tensors, .* got Tensor"),
+        ({"x": torch.zeros(3, 10)}, bs.BlockSparseError, "batches: expected an iterable of batches"),
+        (7, bs.BlockSparseError, "batches: expected an iterable of batches"),
+        ([torch.full((3, 10), torch.nan)], bs.BlockSparseError, "the inputs of first.weight: expected finite numbers"),
+        ([torch.full((3, 10), torch.inf)], bs.BlockSparseError, "the inputs of first.weight: expected finite numbers"),
+        ([torch.zeros(3, 10), torch.zeros(3, 11)], RuntimeError, "size of tensor|shapes cannot be multiplied"),
+        ([{"y": 1}], TypeError, "unexpected keyword argument"),
+    ],
+    ids=["none", "a tensor", "a dict", "a number", "nan", "inf", "shapes", "names"],
+)
+def test_a_failure_leaves_the_model_as_it_was(method, batches, error, message):
+    model = Network()
+    model.drop.eval()
+    modes = [module.training for module in model.modules()]
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for given, raised in ((batches, (error, message)), ([torch.randn(5, 10)], None)):
+        if raised:
+            with pytest.raises(raised[0], match=raised[1]):
+                METHODS[method](model, given)
+        else:
+            METHODS[method](model, given)
+        assert [module.training for module in model.modules()] == modes
+        assert all(not module._forward_pre_hooks for module in model.modules())
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        ("activation_scores", {"model": nn.ReLU()}, "model: expected dense weights that can become block-sparse"),
+        ("activation_scores", {"block_size": 0}, "block_size: expected a positive int"),
+        ("activation_scores", {"skip": "head"}, "skip: expected modules of the model"),
+        ("activation_scores", {"model": nn.ModuleDict({"a": nn.Linear(4, 4)})}, "forward"),
+        ("reconstruct", {"model": nn.ReLU()}, "model: expected dense weights that can become block-sparse"),
+        ("reconstruct", {"density": 1.5}, "density: expected a number from 0 to 1"),
+        ("reconstruct", {"density": 0}, "density: expected .* that leaves weight one of its"),
+        ("reconstruct", {"damping": -1}, "damping: expected a finite number, 0 or more"),
+        (
+            "reconstruct",
+            {"damping": 0, "density": 0.5},
+            "damping: expected more, so that the Hessian of weight can be inverted, got 0",
+        ),
+        ("reconstruct", {"batches": iter([torch.zeros(2, 8)])}, "batches: expected a list, .* got an iterator"),
+    ],
+)
+def test_bad_arguments(function, arguments, message):
+    given = {"model": nn.Linear(8, 8), "batches": [torch.ones(2, 8)], "block_size": 4} | arguments
+    with pytest.raises((bs.BlockSparseError, NotImplementedError), match=message):
+        getattr(bs.sparsity, function)(**given)
+
+
+# -- least squares ------------------------------------------------------------------------------------------------
+
+
+def loss(fitted, dense, hessian):
+    lost = dense - fitted
+    return (lost @ hessian * lost).sum().item()
+
+
+def problem(rows=4, features=24, rank=8):
+    x = correlated(200, features, rank)
+    return randn(rows, features), x.T @ x + torch.eye(features).double()
+
+
+def test_nothing_near_the_solution_is_better():
+    dense, hessian = problem()
+    inputs = torch.tensor([0, 3, 4, 10, 11, 23])
+    fitted = torch.zeros_like(dense)
+    fitted[:, inputs] = least_squares(dense @ hessian, hessian, inputs)
+    # Where the error is least, its gradient is 0.
+    gradient = ((fitted - dense) @ hessian)[:, inputs]
+    torch.testing.assert_close(
+        gradient, torch.zeros_like(gradient), rtol=0, atol=1e-9 * (dense @ hessian).norm().item()
+    )
+    best = loss(fitted, dense, hessian)
+    for _ in range(50):
+        other = fitted.clone()
+        other[:, inputs] += 10 ** -torch.rand(1).item() * randn(4, len(inputs))
+        assert loss(other, dense, hessian) > best
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("count", [0, 1, 3, 8])
+def test_each_column_is_the_one_that_helps_most(width, count):
+    dense, hessian = problem()
+    target = dense @ hessian
+    chosen: list[int] = []
+    for _ in range(count):
+        losses = {}
+        for column in set(range(24 // width)) - set(chosen):
+            inputs = torch.tensor([c * width + k for c in sorted([*chosen, column]) for k in range(width)])
+            fitted = torch.zeros_like(dense)
+            fitted[:, inputs] = least_squares(target, hessian, inputs)
+            losses[column] = loss(fitted, dense, hessian)
+        chosen.append(min(losses, key=losses.__getitem__))
+    assert best_columns(target, hessian, width, count).tolist() == sorted(chosen)
+
+
+def test_counts_by_the_score_of_the_surgeon():
+    dense, hessian = problem(rows=6)
+    scores = block_sums(dense.square() / torch.linalg.inv(hessian).diagonal(), (2, 4))
+    best = torch.zeros(18, dtype=torch.bool)
+    best[scores.flatten().topk(7).indices] = True
+    assert block_counts(dense, hessian, (2, 4), 7).tolist() == best.view(3, 6).sum(1).tolist()
+
+
+# -- reconstruction -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(5, 7, 3),
+        nn.Conv2d(5, 7, (3, 2), padding=(1, 2), stride=2, dilation=(1, 2)),
+        nn.Conv2d(5, 7, (4, 3), padding="same", padding_mode="reflect"),
+        nn.Conv2d(5, 7, 1, padding_mode="circular", padding=1),
+        nn.Linear(5, 7),
+    ],
+    ids=["plain", "strided", "same", "circular", "linear"],
+)
+def test_what_reaches_a_weight(layer):
+    layer = layer.double()
+    x = randn(2, 5, 8, 9) if isinstance(layer, nn.Conv2d) else randn(2, 6, 5)
+    (weight,) = prunable(layer, 4)
+    rows = _rows(layer, x, weight)
+    y = layer(x) if isinstance(layer, nn.Linear) else layer(x).movedim(1, -1)
+    torch.testing.assert_close(rows @ layer.weight.flatten(1).T + layer.bias, y.flatten(0, -2))
+    if isinstance(layer, nn.Conv2d):
+        torch.testing.assert_close(_rows(layer, x[0], weight), rows[: len(rows) // 2])
+    moments = _moments(layer, [x, x[:1]], weight)
+    both = torch.cat([rows, _rows(layer, x[:1], weight)])
+    size = both.shape[1]
+    torch.testing.assert_close(moments[:size, :size], both.T @ both)
+    assert (moments[size:] == 0).all()
+    assert (moments[:, size:] == 0).all()
+
+
+def error_of(layer, sparse, x):
+    exact = layer(x) - layer.bias
+    return ((sparse(x) - layer(x)).square().sum() / exact.square().sum()).item()
+
+
+@pytest.mark.parametrize(("sizes", "block"), [((48, 32), 8), ((45, 30), 8), ((48, 32), (4, 16))], ids=str)
+def test_magnitude_is_worse_than_wanda_is_worse_than_reconstruction(sizes, block):
+    torch.manual_seed(0)
+    layer = nn.Linear(*sizes, dtype=torch.float64)
+    x = correlated(300, sizes[0], 6) * torch.linspace(0.1, 3, sizes[0]).double()
+    scores = bs.sparsity.activation_scores(layer, [x], block)
+    magnitude = bs.sparsify(layer, 0.3, block, scope="layer", force=True)
+    wanda = bs.sparsify(layer, 0.3, block, criterion=scores, scope="layer", force=True)
+    made = bs.sparsity.reconstruct(layer, [x[:100], x[100:]], 0.3, block, damping=1e-4)
+    errors = [error_of(layer, each, x) for each in (magnitude, wanda, made.model)]
+    assert errors[0] > errors[1] > 2 * errors[2]
+    assert made.errors["weight"] == pytest.approx(errors[2])
+    assert made.model.layout is made.layouts["weight"]
+    assert made.model.layout.nnz == wanda.layout.nnz
+    assert type(layer) is nn.Linear
+    # No other values on these blocks would have been better: the residual has nothing to do with the inputs kept.
+    kept = made.model.layout.mask().repeat_interleave(made.model.layout.block_shape[0], 0)
+    kept = kept.repeat_interleave(made.model.layout.block_shape[1], 1)[: sizes[1], : sizes[0]]
+    moments = x.T @ x
+    hessian = moments + 1e-4 * moments.diagonal().mean() * sizes[0] / made.model.layout.shape[1] * torch.eye(sizes[0])
+    fitted = bs.to_dense(made.model.values.detach(), made.model.layout)[: sizes[1], : sizes[0]]
+    gradient = (fitted - layer.weight.detach()) @ hessian
+    assert gradient[kept].abs().max() < 1e-8 * (layer.weight @ hessian).abs().max()
+    assert (fitted[~kept] == 0).all()
+
+
+def test_layers_see_what_the_pruned_ones_before_give_them():
+    model = nn.Sequential(nn.Linear(20, 24), nn.ReLU(), nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 3)).double()
+    x = correlated(100, 20, 5)
+    made = bs.sparsity.reconstruct(model, [x], 0.4, 4, skip=model[4])
+    assert list(made.errors) == ["0.weight", "2.weight"]
+    assert type(made.model[4]) is nn.Linear
+    with torch.no_grad():
+        reached = made.model[1](made.model[0](x))
+        alone = bs.sparsity.reconstruct(model[2], [reached], 0.4, 4)
+        assert alone.layouts["weight"] == made.layouts["2.weight"]
+        torch.testing.assert_close(alone.model.values, made.model[2].values)
+        # The same network with dense weights and zeros.
+        dense = bs.densify(made.model)
+        torch.testing.assert_close(dense(x), made.model(x))
+    for parameter in made.model.parameters():
+        assert parameter.requires_grad
+    made.model(x).sum().backward()
+
+
+def test_a_network_of_convolutions_and_others():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.strided = nn.Conv2d(3, 10, 3, padding=1), nn.Conv2d(10, 8, 3, stride=2)
+            self.up, self.lstm, self.head = nn.ConvTranspose2d(8, 6, 2), nn.LSTM(16, 8), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.head(self.lstm(self.up(self.strided(self.conv(x).relu())).flatten(2))[0])
+
+    model, x = Net().double(), randn(12, 3, 9, 9)
+    model.up, model.lstm = nn.ConvTranspose2d(8, 6, 1).double(), nn.LSTM(16, 8).double()
+    made = bs.sparsity.reconstruct(model, [x], 0.5, 4)
+    assert list(made.errors) == ["conv.weight", "strided.weight", "head.weight"]
+    assert made.by_magnitude["up.weight"] == "a ConvTranspose2d is not fitted"
+    assert made.by_magnitude["lstm.weight_hh_l0"] == "a LSTM is not fitted"
+    assert isinstance(made.model.conv, bs.nn.Conv2d)
+    assert isinstance(made.model.lstm, bs.nn.LSTM)
+    magnitude = bs.sparsify(model, 0.5, 4, scope="layer", force=True)
+    for name in ("up", "lstm"):
+        kept = getattr(made.model, name)
+        other = getattr(magnitude, name)
+        layouts = [each.layout if name == "up" else each.weight_hh_l0.layout for each in (kept, other)]
+        assert layouts[0] == layouts[1]
+    exact = bs.sparsity.reconstruct(model, [x], 1.0, 4)
+    torch.testing.assert_close(exact.model(x), model(x))
+    assert max(exact.errors.values()) < 1e-20
+
+
+def test_inputs_that_are_all_zero():
+    layer = nn.Linear(16, 8)
+    made = bs.sparsity.reconstruct(layer, [torch.zeros(4, 16)], 0.5, 4)
+    assert made.errors == {"weight": 0.0}
+    dense = bs.to_dense(made.model.values.detach(), made.model.layout)
+    kept = made.model.layout.mask().repeat_interleave(4, 0).repeat_interleave(4, 1)
+    torch.testing.assert_close(dense, layer.weight.detach() * kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_dtypes(dtype):
+    layer, x = nn.Linear(32, 16, dtype=dtype), correlated(100, 32, 4)
+    made = bs.sparsity.reconstruct(layer, [x.to(dtype)], 0.5, 8)
+    judge = bs.sparsity.reconstruct(nn.Linear(32, 16).double().requires_grad_(False), [x], 0.5, 8)
+    assert made.model.values.dtype == dtype
+    assert made.errors["weight"] < 0.01
+    assert judge.errors["weight"] < 0.01
