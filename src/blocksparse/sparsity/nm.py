@@ -49,18 +49,18 @@ def nm_layout(
 
     This is the form of N:M that saves time on any device: every row of blocks has equally many, and the kernels skip
     the others, so that products, memory and gradients cost n / m of all blocks. Masks of single weights save nothing
-    outside of GPUs with sparse tensor cores: a CPU cannot skip two of four factors of a vector, and with single weights
-    stored (block size 1), loading the index and gathering cost what half of the multiplications did.
+    worth having outside of GPUs with sparse tensor cores: a dense product does not skip zeros, and where only the
+    other half is stored (block size 1), each index and each input that is loaded serves a single multiplication.
 
-    Square blocks are fast in training too. Columns, `(16, 1)` say, are N:M of vectors: they keep more of the magnitude,
-    and as the CPU kernels put outputs into vectors they run nearly as fast; rows, `(1, 16)`, do not.
+    An input that is loaded serves all rows of its block. So tall blocks, `(16, 1)` say, N:M of vectors, are nearly as
+    fast as square ones, and keep more of the magnitude; flat ones, `(1, 16)`, are not.
 
     Args:
         weight: `[out_features, in_features]`, or `[out_channels, in_channels, *kernel]`; padded with zeros to whole
             blocks, as the modules do.
         n, m: 0 < n <= m; m divides the blocks of a row.
         block_size: an int or (rows, columns).
-        norm: what makes a block large: "l2", or "mean" for the mean |w|.
+        norm: what makes a block large: "l2", or the "mean" or "max" of |w|.
 
     Raises:
         BlockSparseError: as `nm_mask`; a block size that is not positive, blocks of a row that m does not divide.
