@@ -13,13 +13,16 @@ from ..errors import BlockSparseError
 from ..layout import LARGE
 from ..ops import workspace
 
+LEVELS = 2**16
+
 
 class Dropout(nn.Module):
     """`torch.nn.Dropout`, drawn from another generator on the CPU: a twentieth of the time, a quarter of the memory.
 
     PyTorch draws a mask on the CPU in one thread, number by number, which takes longer than all products of a sparse
     layer, and keeps it as numbers of x's dtype. Here PyTorch's generator gives a seed for each call, and numpy's SFC64
-    the 32 bits that are compared with p. On other devices, and in compiled graphs, it is PyTorch's own.
+    16 bits for each number, which are compared with p: it is rounded to them, and the scale follows. On other devices,
+    and in compiled graphs, it is PyTorch's own.
 
     Args:
         p: the part of the numbers that is set to 0, from 0 to below 1; the others are multiplied by 1 / (1 - p).
@@ -47,7 +50,8 @@ class Dropout(nn.Module):
             return x
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return F.dropout(x, self.p)
-        return _Masked.apply(x, _kept(x.shape, self.p), 1 / (1 - self.p))
+        least = min(round(self.p * LEVELS), LEVELS - 1)
+        return _Masked.apply(x, _kept(x.shape, least), LEVELS / (LEVELS - least))
 
     def extra_repr(self) -> str:
         return f"{self.p:g}"
@@ -76,13 +80,14 @@ class _Masked(torch.autograd.Function):
         return _Masked.apply(grad, mask, ctx.scale), None, None
 
 
-def _kept(shape: torch.Size, p: float) -> Tensor:
-    """Bool: True with probability 1 - p, to 32 bits."""
+def _kept(shape: torch.Size, least: int) -> Tensor:
+    """Bool: True where one of `LEVELS` numbers is `least` or more."""
     seed = torch.randint(-(2**63), 2**63 - 1, (), device="cpu")
     bits = np.random.SFC64(int(seed) % 2**64)
-    kept, least = np.empty(shape.numel(), dtype=bool), np.uint32(min(round(p * 2**32), 2**32 - 1))
-    # Part by part: what is drawn never takes much memory. LARGE is even, so that no half of a draw is left over.
+    kept = np.empty(shape.numel(), dtype=bool)
+    # Part by part: what is drawn never takes much memory.
     for first in range(0, kept.size, LARGE):
         part = kept[first : first + LARGE]
-        np.greater_equal(bits.random_raw((part.size + 1) // 2).view(np.uint32)[: part.size], least, out=part)
+        drawn = bits.random_raw(-(-part.size // 4)).view(np.uint16)[: part.size]
+        np.greater_equal(drawn, np.uint16(least), out=part)
     return torch.from_numpy(kept).view(shape)

@@ -56,12 +56,15 @@ class SGD(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for w in group["params"]:
-                if w.grad is None:
-                    continue
-                state = self.state[w]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(w)
-                v = state["momentum_buffer"].mul_(group["momentum"]).sub_(w.grad, alpha=group["lr"])
-                w.mul_(1 - group["weight_decay"]).add_(v)
+            weights = [w for w in group["params"] if w.grad is not None]
+            if not weights:
+                continue
+            for w in weights:
+                if "momentum_buffer" not in self.state[w]:
+                    self.state[w]["momentum_buffer"] = torch.zeros_like(w)
+            momenta = [self.state[w]["momentum_buffer"] for w in weights]
+            torch._foreach_mul_(momenta, group["momentum"])
+            torch._foreach_sub_(momenta, [w.grad for w in weights], alpha=group["lr"])
+            torch._foreach_mul_(weights, 1 - group["weight_decay"])
+            torch._foreach_add_(weights, momenta)
         return loss
