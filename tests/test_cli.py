@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 import blocksparse as bs
 from blocksparse.cli import app
-from blocksparse.cli.layout import PATTERNS, _image
+from blocksparse.cli.layout import PATTERNS
+from blocksparse.topology.drawings.matrix import cells
 
 TINY = ["--hidden", "64", "--block-size", "16", "--batch", "8", "--rounds", "2", "--budget", "0.01"]
 
@@ -160,7 +161,7 @@ def test_a_mistake_about_a_layout_ends_in_one_line(arguments, message):
 
 def test_a_large_grid_is_drawn_in_cells_without_its_mask():
     layout = bs.BlockLayout.from_indices([0, 0, 249_999], [0, 1, 249_999], (250_000, 250_000), block_size=1)
-    image, step = _image(layout)
+    image, step = cells(layout)
     assert step == 489
     assert image.shape == (512, 512)
     assert (image > 0).sum() == 2

@@ -10,7 +10,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ..errors import BlockSparseError
+from ..plotting import figure_and_axes
 from .linear import CaseResult
 from .machine import machine
 from .timing import Spread
@@ -154,23 +154,6 @@ def where(facts: Mapping[str, Any]) -> str:
     """The machine in a line, with versions and commit."""
     commit = f", commit {facts['commit'][:8]}{' with changes' if facts['dirty'] else ''}" if facts["commit"] else ""
     return f"{chip(facts)}, torch {facts['torch']}, blocksparse {facts['blocksparse']}{commit}"
-
-
-def figure_and_axes(size: tuple[float, float], columns: int = 1) -> tuple[Any, Any]:
-    """A matplotlib figure that needs no display, with one pair of axes, or an array of them side by side.
-
-    Raises:
-        BlockSparseError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BlockSparseError(f"pictures need matplotlib ({error}): pip install 'blocksparse-torch[plots]'") from error
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(1, columns)
-    for one in [axes] if columns == 1 else axes:
-        one.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
 
 def plain_ticks(axes: Any) -> None:

@@ -1,8 +1,9 @@
-"""`blocksparse layout`: a pattern as a picture, with its measures; or patterns proposed for a budget."""
+"""`blocksparse layout`: a pattern as a picture or a page, with its measures; or patterns proposed for a budget."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,16 +30,21 @@ PATTERNS = (
     "barabasi_albert",
 )
 DESIGN = "design"
-
-# A grid of more blocks than this to a side is drawn in cells of several blocks, as dark as they are full.
-LARGEST_PICTURE = 512
+EVOLUTION = "evolution"
+PICTURES = ("matrix", "dense", "degrees", "spreading", "replacement")
 
 # Of a graph of more blocks of features, paths are searched from so many: one does not care to wait for a drawing.
 EXACT, SAMPLED = 8_000, 500
 
 
 def layout(
-    pattern: Annotated[str, typer.Argument(help=f"One of {', '.join(PATTERNS)}; or {DESIGN}, which proposes some.")],
+    pattern: Annotated[
+        str,
+        typer.Argument(
+            help=f"One of {', '.join(PATTERNS)}; or {DESIGN}, which proposes some; or {EVOLUTION}, which draws how "
+            "sparse training changes some."
+        ),
+    ],
     features: Annotated[int | None, typer.Option(help="Features in and out.")] = None,
     shape: Annotated[str | None, typer.Option(help="OUT,IN instead, for patterns that need not be square.")] = None,
     block_size: Annotated[int, typer.Option(help="Rows and columns of a block.")] = 32,
@@ -53,9 +59,17 @@ def layout(
     objective: Annotated[
         str | None, typer.Option(help=f"Of {DESIGN}, what comes first: mixing, path, clustering, balance or time.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The PNG; without it only the numbers are printed.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The picture; without it only the numbers are printed.")] = None,
+    picture: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of --out, one of {', '.join(PICTURES)}: its matrix; beside a dense one; its degrees; activity that "
+            "spreads from its middle (a GIF); what takes a dense layer's place at equal compute."
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="A page to look into it: one file, for any browser.")] = None,
 ) -> None:
-    """Draw a pattern as a PNG; print its shape, density, degrees and graph measures. Or design one for a budget."""
+    """Draw a pattern; print its shape, density, degrees and graph measures. Or design one for a budget."""
     options = {
         "density": density,
         "neighbors": neighbors,
@@ -67,19 +81,53 @@ def layout(
     }
     given = {k: v for k, v in options.items() if v is not None}
     budget = {k: v for k, v in {"params": params, "objective": objective}.items() if v is not None}
+    if picture is not None and picture not in PICTURES:
+        raise BlockSparseError.expected("--picture", f"one of {', '.join(PICTURES)}", repr(picture))
+    if picture is not None and out is None:
+        raise BlockSparseError.expected(f"--picture {picture}", "--out FILE, where it goes", "none")
     console = Console()
+    if pattern == EVOLUTION:
+        if out is None or html is not None or features is not None or shape is not None or picture or given or budget:
+            raise BlockSparseError.expected(EVOLUTION, "--out FILE.png and nothing else", "other options or no file")
+        evolution(console, out)
+        return
     if pattern == DESIGN:
         proposals = propose(features, block_size, given, **budget)
         console.print(str(proposals), highlight=False, markup=False, soft_wrap=True)
-        pattern, made = proposals[0].name, proposals[0].layout
+        named = [(one.name, one.layout) for one in proposals]
+        title = f"Layouts for {params} weights, {features} features"
     else:
         if budget:
             raise BlockSparseError.expected(f"--{next(iter(budget))}", f"the pattern {DESIGN}", pattern)
-        made = build(pattern, features, shape, block_size, given)
-        console.print(_measures(pattern, made))
+        title = f"{pattern}({', '.join(f'{key}={value}' for key, value in given.items())})" if given else pattern
+        named = [(title, build(pattern, features, shape, block_size, given))]
+        console.print(_table(pattern, named[0][1]))
     if out is not None:
-        draw(made, out, title=pattern)
+        name, made = named[0]
+        if picture == "replacement":
+            if pattern == DESIGN:
+                raise BlockSparseError.expected("--picture replacement", "a pattern", DESIGN)
+            _replacement(pattern, made, given, out, name)
+        else:
+            _draw(picture or "matrix", made, out, name)
         console.print(f"wrote {out}", highlight=False, soft_wrap=True)
+    if html is not None:
+        _page(html, title, named)
+        console.print(f"wrote {html}", highlight=False, soft_wrap=True)
+
+
+def evolution(console: Console, out: Path) -> None:
+    """Trains some sparse nets and draws how their connections went apart."""
+    from ..recipes.evolution import evolve
+    from ..topology.drawings import distance_map
+
+    found = evolve()
+    errors = ", ".join(f"{error:.1f} %" for error in found.errors)
+    labels = [str(label) for label in found.trajectory.labels]
+    title = f"Connections of nets in sparse evolutionary training, epochs 0 to {labels[-1]}; runs 1 and 2 begin alike"
+    distance_map(found.trajectory.distances(), labels, out, title, found.runs)
+    console.print(f"errors on digits that were held out: {errors}", highlight=False)
+    console.print(f"wrote {out}", highlight=False, soft_wrap=True)
 
 
 def propose(
@@ -137,13 +185,20 @@ def _shape(features: int | None, shape: str | None) -> tuple[int, int]:
     return out_features, in_features
 
 
-def _measures(pattern: str, layout: BlockLayout) -> Table:
-    rows = np.bincount(layout.row_of_block, minlength=layout.grid[0])
-    cols = np.bincount(layout.col_indices().numpy(), minlength=layout.grid[1])
+def _table(pattern: str, layout: BlockLayout) -> Table:
     table = Table(title=pattern, box=None, show_header=False, title_style="bold", title_justify="left", pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in (
+    for name, value in measures(layout):
+        table.add_row(name, value)
+    return table
+
+
+def measures(layout: BlockLayout) -> list[tuple[str, str]]:
+    """What the command tells of a layout: names and values."""
+    rows = np.bincount(layout.row_of_block, minlength=layout.grid[0])
+    cols = np.bincount(layout.col_indices().numpy(), minlength=layout.grid[1])
+    return [
         ("shape", f"{layout.shape[0]} x {layout.shape[1]} (out x in)"),
         ("grid", f"{layout.grid[0]} x {layout.grid[1]} blocks of {layout.block_shape[0]} x {layout.block_shape[1]}"),
         ("blocks", f"{layout.nnz:,} ({layout.nnz * layout.block_shape[0] * layout.block_shape[1]:,} weights)"),
@@ -151,9 +206,7 @@ def _measures(pattern: str, layout: BlockLayout) -> Table:
         ("blocks per row", _degrees(rows)),
         ("blocks per column", _degrees(cols)),
         *_graph_measures(layout),
-    ):
-        table.add_row(name, value)
-    return table
+    ]
 
 
 def _graph_measures(layout: BlockLayout) -> list[tuple[str, str]]:
@@ -188,43 +241,47 @@ def _degrees(counts: np.ndarray) -> str:
     return f"{counts.min()} to {counts.max()}, mean {counts.mean():.4g}{f', {empty} empty' if empty else ''}"
 
 
-def draw(layout: BlockLayout, path: Path, title: str) -> None:
-    """The mask as a PNG: a cell per block, or per several blocks of a large grid; the mask is never made whole.
+def _draw(picture: str, layout: BlockLayout, path: Path, title: str) -> None:
+    from ..topology import drawings
+
+    draw: dict[str, Callable[[BlockLayout, Path, str], object]] = {
+        "matrix": drawings.matrix,
+        "dense": drawings.dense_against_sparse,
+        "degrees": drawings.degree_histogram,
+        "spreading": drawings.spreading,
+    }
+    draw[picture](layout, path, title)
+
+
+def _replacement(pattern: str, layout: BlockLayout, given: dict[str, Any], path: Path, title: str) -> None:
+    from .. import patterns
+    from ..topology.drawings import Replacement, replacement
+
+    if layout.shape[0] != layout.shape[1]:
+        raise BlockSparseError.expected("--picture replacement", "a square layout", repr(layout))
+    takes = inspect.signature(getattr(patterns, pattern)).parameters
+
+    def again(features: int, seed: int) -> BlockLayout:
+        options = given | ({"seed": given.get("seed", 0) + seed} if "seed" in takes else {})
+        return build(pattern, features, None, layout.block_shape[0], options)
+
+    replacement(Replacement.of(again, layout.shape[0]), path, title)
+
+
+def _page(path: Path, title: str, named: list[tuple[str, BlockLayout]]) -> None:
+    from .layout_page import Shown, render
+
+    shown = [Shown(name, made, measures(made)) for name, made in named]
+    write_page(path, render(title, "A layout says which blocks of a weight are stored; it is a graph, too.", shown))
+
+
+def write_page(path: Path, page: str) -> None:
+    """Writes a page.
 
     Raises:
-        BlockSparseError: matplotlib is not installed, or there is no such folder.
+        BlockSparseError: it could not be written.
     """
-    from ..bench.report import figure_and_axes
-
-    image, step = _image(layout)
-    height, width = image.shape
-    longest = max(height, width)
-    figure, axes = figure_and_axes((max(5.5 * width / longest + 0.9, 3.6), max(5.5 * height / longest + 1.1, 2.4)))
-    edges = (-0.5, width * step - 0.5, height * step - 0.5, -0.5)
-    # Drawn at least as large as it is: beyond that "nearest" leaves no block out and adds no grey.
-    axes.imshow(image, cmap="Blues", vmin=0, vmax=1, extent=edges, interpolation="nearest", aspect="equal")
-    axes.spines[:].set_visible(True)
-    axes.spines[:].set_color("0.7")
-    axes.set(xlabel="inputs, in blocks", ylabel="outputs, in blocks")
-    rows, cols = layout.shape
-    note = f", {step} x {step} blocks to a cell" if step > 1 else ""
-    # Of the figure, not of the axes: these can be far narrower than it.
-    figure.suptitle(f"{title}, {rows} x {cols}\ndensity {layout.density:.3g}{note}", x=0.02, ha="left", size=10)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.get_major_locator().set_params(integer=True)
     try:
-        figure.savefig(path, format="png", dpi=max(150, 1.2 * longest / 5.5))
+        path.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise BlockSparseError.expected("out", "a PNG file to write", f"{path} ({error.strerror})") from error
-
-
-def _image(layout: BlockLayout) -> tuple[np.ndarray, int]:
-    """How full each cell of `step` x `step` blocks is, and the step."""
-    step = -(-max(layout.grid) // LARGEST_PICTURE)
-    height, width = (-(-size // step) for size in layout.grid)
-    cells = layout.row_of_block // step * width + layout.col_of_block.astype(np.int64) // step
-    counts = np.bincount(cells, minlength=height * width).reshape(height, width)
-    full = counts / step**2
-    # A cell with anything in it must be seen on a sparse grid: the scale starts well above white.
-    peak = full.max() or 1
-    return np.where(counts > 0, 0.5 + 0.5 * full / peak, 0), step
+        raise BlockSparseError.expected("html", "a file to write", f"{path} ({error.strerror})") from error

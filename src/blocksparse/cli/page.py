@@ -55,7 +55,7 @@ def render(story: Story) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>blocksparse demo</title>\n<style>{_STYLE}</style></head>\n<body><main>\n"
+        f"<title>blocksparse demo</title>\n<style>{STYLE}</style></head>\n<body><main>\n"
         + "\n".join(parts)
         + "\n</main></body></html>\n"
     )
@@ -294,7 +294,7 @@ def _wider(values: Sequence[float]) -> tuple[float, float]:
     return min(values) * 0.85, max(values) * 1.15
 
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #5d6877; --line: #e3e7ec; --paper: #fff; --tint: #f6f8fa;
   --dense: #c2570c; --sparse: #0b63b0; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e8ee; --soft: #98a3b3; --line: #2b333f; --paper: #12161c;

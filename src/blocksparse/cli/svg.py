@@ -113,3 +113,39 @@ def weight(shape: tuple[int, int], layout: BlockLayout | None, style: str) -> st
         f'<svg viewBox="0 0 {columns} {rows}" role="img" aria-label="weight of {rows} x {columns}">'
         f'<path class="frame" d="M0 0h{columns}v{rows}h-{columns}z"/><path class="block {style}" d="{path}"/></svg>'
     )
+
+
+def bars(edges: Sequence[float], heights: Sequence[float], x_label: str, y_label: str, style: str) -> str:
+    """A histogram, with a bar between each two edges; each says what it counts where a pointer rests on it.
+
+    >>> bars([0.5, 1.5, 2.5], [3, 4], "blocks", "rows", "sparse").count("<rect")
+    2
+    """
+    low, high, top = edges[0], edges[-1], max(*heights, 1)
+    wide, tall = WIDTH - RIGHT - LEFT, HEIGHT - BOTTOM - TOP
+    out = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_label)} by {escape(x_label)}">']
+    for tick in ticks(0, top):
+        y = HEIGHT - BOTTOM - tall * tick / top
+        out.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        out.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    for tick in ticks(low, high):
+        x = LEFT + wide * (tick - low) / (high - low)
+        if tick == round(tick):
+            out.append(
+                f'<text class="tick" x="{x:.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{tick:g}</text>'
+            )
+    for left, right, height in zip(edges, edges[1:], heights, strict=False):
+        x, width = LEFT + wide * (left - low) / (high - low), wide * (right - left) / (high - low)
+        long = tall * height / top
+        of = f"{left + 0.5:g}" if right - left == 1 else f"{left + 0.5:g} to {right - 0.5:g}"
+        place = f'x="{x + 0.5:.1f}" y="{HEIGHT - BOTTOM - long:.1f}" width="{max(width - 1, 0.5):.1f}"'
+        out.append(f'<rect class="block {style}" {place} height="{long:.1f}">')
+        out.append(f"<title>{of}: {height:g} {escape(y_label)}</title></rect>")
+    out.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
+    middle = LEFT + wide / 2
+    out.append(f'<text class="label" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
+    out.append(
+        f'<text class="label" transform="translate(11 {TOP + tall / 2}) rotate(-90)" text-anchor="middle">'
+        f"{escape(y_label)}</text></svg>"
+    )
+    return "".join(out)

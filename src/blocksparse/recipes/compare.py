@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BlockSparseError
+from ..plotting import COLORS, figure_and_axes, save
 from . import run_log
 from .settings import Settings
 
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES = ("-", "--", "-.", ":")
 _POINTS = 60  # of a curve, at most, for them to be told apart
 
@@ -186,14 +186,14 @@ def picture(path: str | Path, of: Sequence[Group]) -> None:
     Raises:
         BlockSparseError: matplotlib is not installed, nothing was evaluated, or the file cannot be written.
     """
-    from ..bench.report import figure_and_axes, where
+    from ..bench.report import where
 
     if not any(group.curve("step")[0] for group in of):
         raise BlockSparseError.expected("runs", "one that was evaluated", "none yet")
     figure, axes = figure_and_axes((11, 4.6), columns=2)
     epochs = all(group.steps_per_epoch for group in of)
     for nth, group in enumerate(of):
-        style = {"color": _COLORS[nth % len(_COLORS)], "ls": _DASHES[nth // len(_COLORS) % len(_DASHES)]}
+        style = {"color": COLORS[nth % len(COLORS)], "ls": _DASHES[nth // len(COLORS) % len(_DASHES)]}
         for one, by in zip(axes, ("step", "seconds"), strict=True):
             x, mean, deviation = group.curve(by)
             if not x:
@@ -215,10 +215,7 @@ def picture(path: str | Path, of: Sequence[Group]) -> None:
     facts = {where(run.result["machine"]) for group in of for run in group.runs if run.result}
     if len(facts) == 1:
         figure.supxlabel(facts.pop(), size=7.5, color="0.4", x=0.01, ha="left")
-    try:
-        figure.savefig(path, format="png", dpi=150)
-    except OSError as error:
-        raise BlockSparseError.expected("out", "a PNG file to write", f"{path} ({error.strerror})") from error
+    save(figure, path)
 
 
 def _range(figures: Sequence[float]) -> tuple[float, float]:

@@ -1,0 +1,18 @@
+"""Pictures of layouts, each a function that writes one file; matplotlib is imported when one is drawn."""
+
+from .degrees import degree_histogram
+from .dense import dense_against_sparse
+from .evolution import distance_map
+from .matrix import matrix
+from .replacement import Replacement, replacement
+from .spreading import spreading
+
+__all__ = [
+    "Replacement",
+    "degree_histogram",
+    "dense_against_sparse",
+    "distance_map",
+    "matrix",
+    "replacement",
+    "spreading",
+]

@@ -1,0 +1,61 @@
+"""A dense weight beside the block-sparse one of as many numbers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from ... import patterns
+from ...errors import BlockSparseError
+from ...layout import BlockLayout
+from ...plotting import figure_and_axes, save
+from .matrix import show
+
+
+def dense_against_sparse(layout: BlockLayout, path: str | Path, title: str) -> None:
+    """A PNG of both to scale, a unit per feature: they store as many weights and cost as many multiply-adds.
+
+    Args:
+        layout: of any shape, with a block or more.
+        path: of the file.
+        title: the name of the layout.
+
+    Raises:
+        BlockSparseError: a layout without blocks, matplotlib is not installed, or the file cannot be written.
+    """
+    weights = math.prod(layout.values_shape)
+    if not weights:
+        raise BlockSparseError.expected("layout", "one that stores a block", repr(layout))
+    side = max(round(math.sqrt(weights)), 1)
+    rows, cols = layout.shape
+    # Never so thin that nothing is seen of it.
+    ratios = [max(side, cols / 8), cols]
+    tallest = max(rows, side)
+    height = min(max(8.4 * tallest / sum(ratios), 2.0), 7.0)
+    figure, axes = figure_and_axes((9.0, height + 0.9), columns=2, width_ratios=ratios)
+    for one, of, shape in (
+        (axes[0], patterns.dense((1, 1), 1), (side, side)),
+        (axes[1], layout, (rows, cols)),
+    ):
+        show(one, of, shape[::-1])
+        one.set_ylim(tallest, 0)
+        one.set_anchor("NW")
+        one.spines[["top", "right", "bottom", "left"]].set_visible(False)
+        one.set(xticks=[], yticks=[])
+    axes[1].add_patch(_frame(cols, rows))
+    axes[0].set_title(f"dense\n{side:,} x {side:,}", loc="left", size=10)
+    axes[1].set_title(f"{title}, density {layout.density:.3g}\n{rows:,} x {cols:,}", loc="left", size=10)
+    figure.supxlabel(
+        f"To scale, in features. Weights, and multiply-adds per product: {side * side:,} and {weights:,}.",
+        size=9,
+        color="0.35",
+        x=0.01,
+        ha="left",
+    )
+    save(figure, path)
+
+
+def _frame(width: float, height: float) -> object:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((0, 0), width, height, fill=False, edgecolor="0.6", lw=0.8, clip_on=False)

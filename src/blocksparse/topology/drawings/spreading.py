@@ -1,0 +1,93 @@
+"""Activity that spreads from the middle of a layout: in each step from inputs to all outputs that they meet."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import BlockSparseError
+from ...layout import BlockLayout
+from ...plotting import COLORS, figure_and_axes
+from ..mixing import steps_from
+
+FRAMES = 40  # at most; of a longer spreading every second, third, ... step is shown
+LARGEST = 300  # of the picture, in blocks to a side
+
+
+def spreading(layout: BlockLayout, path: str | Path, title: str, block: int | None = None) -> int:
+    """A GIF, a frame per step: which blocks activity has reached, on their torus, and how many.
+
+    Args:
+        layout: on a square grid, as that of `patterns.watts_strogatz_2d`.
+        path: of the file.
+        title: what it is.
+        block: where it begins; by default in the middle.
+
+    Returns:
+        The steps until no new block is reached.
+
+    Raises:
+        BlockSparseError: a grid that is not square or too large to draw, no such block, matplotlib or scipy is not
+            installed, or the file cannot be written.
+    """
+    height, width = torus(layout.grid[0])
+    if width > LARGEST:
+        wanted = f"blocks on a torus of at most {LARGEST} to a side"
+        raise BlockSparseError.expected("layout", wanted, f"{layout.grid[0]:,} blocks, {height:,} x {width:,}")
+    middle = height // 2 * width + width // 2
+    steps = steps_from(layout, middle if block is None else block)
+    last = int(steps.max())
+    figure, axes = figure_and_axes((7.2, 3.9), columns=2, width_ratios=(1.25, 1))
+    from matplotlib.animation import PillowWriter
+
+    writer = PillowWriter(fps=2)
+    try:
+        with writer.saving(figure, str(path), dpi=100):
+            every = -(-max(last, 1) // FRAMES)
+            shown = [*range(0, last, every), last]
+            # The end stays for a moment.
+            for now in [*shown, last, last, last, last]:
+                _frame(axes, steps.reshape(height, width), now, last)
+                figure.suptitle(f"{title}\nafter {now} step{'' if now == 1 else 's'}", x=0.02, ha="left", size=10)
+                writer.grab_frame()
+    except OSError as error:
+        raise BlockSparseError.expected("out", "a GIF file to write", f"{path} ({error.strerror})") from error
+    return last
+
+
+def torus(nodes: int) -> tuple[int, int]:
+    """Rows and columns of the most square torus of so many blocks, as `patterns.watts_strogatz_2d` places them.
+
+    >>> torus(10_000), torus(12)
+    ((100, 100), (3, 4))
+    """
+    height = next(h for h in range(math.isqrt(nodes), 0, -1) if nodes % h == 0)
+    return height, nodes // height
+
+
+def _frame(axes: Any, steps: np.ndarray, now: int, last: int) -> None:
+    place, curve = axes
+    place.clear()
+    reached = (steps >= 0) & (steps <= now)
+    image = np.ma.masked_where(~reached, steps)
+    place.set_facecolor("0.93")
+    # The newest are the lightest whatever the step, the oldest dark.
+    place.imshow(image, cmap="cividis", vmin=min(now - 4, 0), vmax=max(now, 1), interpolation="nearest")
+    # Where it began, which is a single block.
+    y, x = np.argwhere(steps == 0)[0]
+    place.plot(x, y, "o", mfc="none", mec=COLORS[1], mew=1.5, ms=9)
+    place.set(xticks=[], yticks=[])
+    place.spines[:].set_visible(False)
+    curve.clear()
+    counts = np.cumsum(np.bincount(steps[steps >= 0], minlength=last + 1)) / steps.size
+    curve.plot(range(last + 1), counts, color="0.85", lw=1.5)
+    curve.plot(range(now + 1), counts[: now + 1], color=COLORS[0], lw=2, marker="o", ms=4)
+    curve.set(xlim=(-0.2, max(last, 1) + 0.2), ylim=(0, 1.05), xlabel="steps", ylabel="part of the blocks reached")
+    curve.xaxis.get_major_locator().set_params(integer=True)
+    curve.grid(color="0.92", lw=0.8)
+    curve.set_axisbelow(True)
+    # On the left where the curve is low, else at the right end below it.
+    curve.text(0.97, 0.06, f"{int(reached.sum()):,} of {steps.size:,}", transform=curve.transAxes, ha="right", size=10)
