@@ -51,7 +51,7 @@ def test_a_process_of_its_own_or_the_reason(tmp_path, monkeypatch):
     assert len(said) >= 2
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(extreme, "available_memory", lambda: 3 << 30)
-    wanted = r"memory: expected 9.8 GiB free for 99,934,466 connections, or --force, got 3.0 GiB"
+    wanted = r"memory: expected 8.7 GiB free for 99,934,466 connections, or --force, got 3.0 GiB"
     with pytest.raises(bs.BlockSparseError, match=wanted):
         extreme.measure(Extreme(50_000_000), tmp_path)
     monkeypatch.setattr(extreme.sys, "executable", "/bin/false")

@@ -28,9 +28,9 @@ from .report import duration, figure_and_axes, plain_ticks, where
 NEURONS = (1_000_000, 5_000_000, 10_000_000, 20_000_000, 50_000_000, 100_000_000)
 PHASES = ("build", "save", "train", "evaluate", "evolve")
 
-# What a process takes before it has a net, and for each connection of it at most, measured from 5 to 10 million
-# neurons, of which there is one for two connections.
-LEAST_BYTES, BYTES_PER_CONNECTION = 2**29, 100
+# A process takes a third of it before it has a net, and smaller nets leave holes in its heap; for each connection,
+# with the half neuron that comes with it, it was 80 bytes at the peak with 20 million neurons.
+LEAST_BYTES, BYTES_PER_CONNECTION = 3 * 2**28, 85
 # Its checkpoints, the new one beside the old one.
 DISK_PER_CONNECTION = 2 * 18
 SECONDS_BETWEEN_LINES = 10.0
