@@ -22,7 +22,7 @@ from blocksparse.bench.timing import alternate
 from blocksparse.data import idx
 
 METHODS = ("dense", "oneshot", "gradual", "threshold", "group_lasso", "l0", "movement")
-STRENGTHS = {"threshold": 0.2, "group_lasso": 0.3, "l0": 0.3}
+STRENGTHS = {"threshold": 0.9, "group_lasso": 4.0, "l0": 0.3}
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder")
