@@ -41,6 +41,8 @@ def degree_histogram(layout: BlockLayout, path: str | Path, title: str) -> None:
         one.stairs(counts.size * np.diff(chance), edges, color="0.25", lw=1.2, ls="--", label="a random layout")
         if hubs:
             one.set(xscale="log", yscale="log", ylim=(0.5, None))
+            one.xaxis.set_major_formatter("{x:g}")
+            one.yaxis.set_major_formatter("{x:g}")
         one.axvline(counts.mean(), color="0.5", lw=1, ls=":", label=f"mean {counts.mean():.3g}")
         one.set_xlabel(f"blocks of {'a row' if name == 'outputs' else 'a column'}")
         one.set_title(f"{counts.size:,} blocks of {name}, {counts.min()} to {counts.max()} ties", loc="left", size=10)
@@ -58,6 +60,6 @@ def bins(counts: np.ndarray, log: bool = False) -> np.ndarray:
     """
     low, high = int(counts.min()), int(counts.max())
     if log:
-        return np.unique(np.round(np.geomspace(max(low, 1), high + 1, 16))) - 0.5
+        return np.unique(np.round(np.geomspace(max(low, 1), high + 1, 13))) - 0.5
     width = -(-(high - low + 1) // BINS)
     return np.arange(low, high + width + 1, width) - 0.5
