@@ -152,7 +152,7 @@ def _write(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str
     for name in order:
         flat = tensors[name].detach().cpu().contiguous().reshape(-1)
         if flat.numel():
-            file.write(memoryview(flat.view(torch.uint8).numpy()))
+            file.write(flat.view(torch.uint8).numpy().data)
 
 
 def _check(path: Path, metadata: Mapping[str, str]) -> None:
