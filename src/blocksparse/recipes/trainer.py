@@ -36,8 +36,9 @@ class Task(Protocol):
     `loss_of(*inputs)`, which reads nothing else from the host and keeps its state in tensors that stay.
 
     A task that changes its model while it is trained has `attach(optimizer, ema)` too: it is given once, before all
-    else, the optimizer and the running means by the parameters' names, which are to follow. One whose loss is in
-    another unit than the figure has `loss_unit`.
+    else, the optimizer and the running means by the parameters' names, which are to follow. It may give the model and
+    the optimizer new parameters, in groups with rates of their own. One whose loss is in another unit than the figure
+    has `loss_unit`.
     """
 
     model: nn.Module
@@ -134,6 +135,10 @@ class Trainer:
         self.optimizer = _optimizer(list(self.parameters.values()), settings, self.device)
         if hasattr(task, "attach"):
             task.attach(self.optimizer, self.ema)
+            self.parameters = dict(self.model.named_parameters())
+        # A group that the task has added has its rate in proportion to the settings'.
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._factors = [rate / rates[0] if rates[0] else 1.0 for rate in rates]
         # Of the steps since the last logged one; on the device, so that a GPU need not wait for us at each step.
         self._total = torch.zeros((), dtype=torch.float64, device=self.device)
         self._loss = torch.zeros((), device=self.device)
@@ -196,7 +201,7 @@ class Trainer:
 
     def _begin(self, log: RunLog) -> None:
         if self.path.exists():
-            self._load()
+            self.load()
             log.cut(self.step)
         elif not log.is_empty():
             raise BlockSparseError.expected(
@@ -238,11 +243,12 @@ class Trainer:
 
     def _step(self) -> None:
         s = self.settings
-        for group in self.optimizer.param_groups:
+        for group, factor in zip(self.optimizer.param_groups, self._factors, strict=True):
+            rate = factor * learning_rate(s, self.step)
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(learning_rate(s, self.step))
+                group["lr"].fill_(rate)
             else:
-                group["lr"] = learning_rate(s, self.step)
+                group["lr"] = rate
         # At first the mean is of few steps: it shall not be of the initial parameters.
         self._ema_weight.fill_(1 - min(s.ema, (1 + self.step) / (10 + self.step)))
         if self._graph is None:
@@ -382,7 +388,12 @@ class Trainer:
         log.sync()  # a checkpoint's lines are there when it is
         checkpoint.save(self.path, tensors, about)
 
-    def _load(self) -> None:
+    def load(self) -> None:
+        """Brings the model and the task to the newest checkpoint, and PyTorch's generators too.
+
+        Raises:
+            BlockSparseError: there is none, or it is of another task or of other settings.
+        """
         # Each tensor is copied to its place from the file: all of them at once would take the memory of two models.
         with checkpoint.opened(self.path) as (tensors, about):
             self._check_same(about)

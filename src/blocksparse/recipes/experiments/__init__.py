@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from ...errors import BlockSparseError
-from . import classifiers, graphs, language
+from . import classifiers, graphs, language, pruned
 from .experiment import Experiment
 from .report import write
 
-__all__ = ["EXPERIMENTS", "Experiment", "classifiers", "find", "graphs", "language", "write"]
+__all__ = ["EXPERIMENTS", "Experiment", "classifiers", "find", "graphs", "language", "pruned", "write"]
 
-EXPERIMENTS: dict[str, Experiment] = {**language.EXPERIMENTS, **classifiers.EXPERIMENTS, **graphs.EXPERIMENTS}
+EXPERIMENTS: dict[str, Experiment] = {
+    **language.EXPERIMENTS,
+    **classifiers.EXPERIMENTS,
+    **graphs.EXPERIMENTS,
+    **pruned.EXPERIMENTS,
+}
 
 
 def find(name: str) -> Experiment:

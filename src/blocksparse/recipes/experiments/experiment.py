@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ...errors import BlockSparseError
+from .. import compare
 from ..compare import Run
 from ..trainer import Trainer
 
@@ -34,6 +35,9 @@ class Experiment(ABC):
     contenders: Mapping[str, Any]
     seeds: tuple[int, ...] = (0, 1, 2)
 
+    in_rows: ClassVar[bool] = False
+    """Whether the report's table has a row for each contender, where there are many, and not a column."""
+
     # -- what its kinds say --------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -52,6 +56,9 @@ class Experiment(ABC):
     ) -> None:
         """What is done with a finished run, once; kept in its folder."""
 
+    def race(self, of: Runs) -> None:  # noqa: B027
+        """What is measured of the finished runs side by side, for each report anew; kept in their folders."""
+
     @abstractmethod
     def found(self, run: Run) -> dict[str, Any]:
         """What the report's JSON tells of a run besides its numbers."""
@@ -68,6 +75,10 @@ class Experiment(ABC):
     @abstractmethod
     def curves(self) -> str:
         """What the picture shows."""
+
+    def picture(self, path: Path, of: Runs) -> None:
+        """The report's picture, a PNG: curves of the trainings."""
+        compare.picture(path, [compare.Group(contender, tuple(runs)) for contender, runs in of.items()])
 
     # -- the runs ------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ def write(name: str, experiment: Experiment, runs: Path, out: Path) -> list[Path
     of = {contender: some for contender, some in found.items() if some}
     if not of:
         raise BlockSparseError.expected("runs", "finished runs of the experiment", f"none in {runs}")
+    experiment.race(of)
     paths = [out / f"{name}.{kind}" for kind in ("json", "md", "png")]
     content = {
         "what": experiment.about,
@@ -42,14 +43,16 @@ def write(name: str, experiment: Experiment, runs: Path, out: Path) -> list[Path
         paths[1].write_text(_markdown(name, experiment, of), encoding="utf-8")
     except OSError as error:
         raise BlockSparseError.expected("out", "a folder to write to", f"{out} ({error.strerror})") from error
-    compare.picture(paths[2], [compare.Group(contender, tuple(some)) for contender, some in of.items()])
+    experiment.picture(paths[2], of)
     return paths
 
 
 def _markdown(name: str, experiment: Experiment, of: Runs) -> str:
     lines = [f"# {name}", "", f"{experiment.about}.", ""]
-    lines += ["| | " + " | ".join(of) + " |", "|---|" + "---:|" * len(of)]
-    lines += [f"| {title} | " + " | ".join(cells) + " |" for title, cells in experiment.rows(of)]
+    table = [["", *of], *([title, *cells] for title, cells in experiment.rows(of))]
+    head, *rows = zip(*table, strict=True) if experiment.in_rows else table
+    lines += ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
     machine = (next(iter(of.values()))[0].result or {})["machine"]
     paragraphs = [*experiment.notes(of), f"![{experiment.curves}]({name}.png)", where(machine)]
     return "\n".join(lines) + "\n\n" + "\n\n".join(paragraphs) + "\n"

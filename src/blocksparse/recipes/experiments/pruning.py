@@ -1,0 +1,300 @@
+"""From dense to block-sparse: what each method costs in quality on one net, and what it gains in time."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...bench.machine import machine
+from ...bench.report import where
+from ...bench.timing import alternate
+from ...conversion import report, sparsify
+from ...plotting import COLORS, figure_and_axes, save
+from .. import checkpoint
+from ..compare import Run
+from ..prune import PruneTask, Pruning, finished
+from ..trainer import Settings, Task, Trainer
+from .experiment import Experiment, Row, Runs
+from .report import spread
+
+MODEL, PROBED, RACED = "sparse.safetensors", "sparse.json", "inference.json"
+
+BATCH = 64  # of the inference that is measured
+SECONDS = 2.0  # that each model may take to be measured
+DENSE = "dense"
+NOT_RETRAINED = "one-shot, not retrained"
+_MARKERS = "osD^vPX"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruningExperiment(Experiment):
+    """One net, trained dense, and made block-sparse by several methods, for the same number of steps.
+
+    Args:
+        contenders: how each becomes sparse, None for the dense one.
+        pruned: densities at which the dense one is pruned after its training too, by magnitude, as it is.
+        skip: what stays dense then.
+    """
+
+    contenders: Mapping[str, Pruning | None]
+    seeds: tuple[int, ...] = (0,)
+    pruned: tuple[float, ...] = ()
+    skip: tuple[str, ...] = ()
+    in_rows: ClassVar[bool] = True
+
+    # -- what its kinds say --------------------------------------------------------------------------------------
+
+    figure: ClassVar[str]
+    """What quality is called."""
+
+    @abstractmethod
+    def task(self, seed: int, data: Any) -> Task:
+        """The training of the dense net."""
+
+    @abstractmethod
+    def settings(self, seed: int, task: Task) -> Settings:
+        """How it is trained."""
+
+    @abstractmethod
+    def facts(self, task: Task) -> dict[str, Any]:
+        """What `config.json` tells besides."""
+
+    @abstractmethod
+    def opened(self, run: Path) -> nn.Module:
+        """The model that was kept of a finished run."""
+
+    @abstractmethod
+    def inputs(self, model: Any) -> Tensor:
+        """What inference is measured with."""
+
+    @abstractmethod
+    def shown(self, held_out: float) -> float:
+        """A held-out figure as quality."""
+
+    @abstractmethod
+    def against(self, found: float, dense: float) -> str:
+        """A held-out figure beside that of the dense net."""
+
+    # -- runs ----------------------------------------------------------------------------------------------------
+
+    def trainer(self, contender: str, seed: int, run: Path, data: Any) -> Trainer:
+        pruning, task = self.contenders[contender], self.task(seed, data)
+        settings, facts = self.settings(seed, task), self.facts(task)
+        if pruning is not None:
+            task = PruneTask(task, pruning, settings.steps, seed)
+        return Trainer(task, run, settings, facts)
+
+    def probe(
+        self,
+        run: Path,
+        data_dir: str | Path | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        """Keeps the model as it is used, truly sparse, with what it reaches like that."""
+        if (run / MODEL).is_file():
+            return
+        contender, _, seed = run.name.rpartition("-")
+        trainer = self.trainer(contender, int(seed), run, self.load(data_dir))
+        model = finished(trainer)
+        task = trainer.task
+        with torch.no_grad():
+            found: dict[str, Any] = {"held_out": task.evaluate(model), **_stored(model)}
+            if isinstance(task, PruneTask):
+                found["density"] = task.method.density
+                found["blocks"] = {name: layout.nnz for name, layout in task.method.layouts().items()}
+            else:
+                found["density"] = 1.0
+                found["pruned"] = [
+                    {"density": density, "held_out": task.evaluate(self._pruned(model, density))}
+                    for density in self.pruned
+                ]
+        checkpoint.write_text(run / PROBED, json.dumps(found, indent=1) + "\n")
+        tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+        checkpoint.save(run / MODEL, tensors, {"task": task.about()})
+
+    def finished(self, runs: Path) -> dict[str, list[Path]]:
+        """The folders of the finished runs whose models were kept, by contender."""
+        return {name: [path for path in of if (path / MODEL).is_file()] for name, of in super().finished(runs).items()}
+
+    def _pruned(self, dense: nn.Module, density: float) -> nn.Module:
+        return sparsify(dense, density, scope="layer", skip=self.skip, force=True)
+
+    def race(self, of: Runs) -> None:
+        """Inference of all finished models in turn, and each layer by itself."""
+        if DENSE not in of:
+            return
+        dense, paths = of[DENSE][0].path, [run.path for runs in of.values() for run in runs]
+        models: dict[str, Any] = {path.name: self.opened(path).eval() for path in [dense, *paths]}
+        for density in self.pruned:
+            models[f"{density:g}"] = self._pruned(models[dense.name], density)
+        x = self.inputs(models[dense.name])
+        with torch.no_grad():
+            calls = {name: (lambda model=model: model(x)) for name, model in models.items()}
+            samples = alternate(calls, budget=SECONDS * len(calls))
+        here = machine()
+
+        def measured(name: str) -> dict[str, Any]:
+            return {
+                "seconds": asdict(samples.time(name)),
+                "speed_up": asdict(samples.ratio(dense.name, name)),
+                "layers": report(models[name], BATCH).as_dict()["rows"],
+            }
+
+        for path in paths:
+            told = measured(path.name) | {"batch": BATCH, "machine": here}
+            if path == dense:
+                told["pruned"] = {f"{density:g}": measured(f"{density:g}") for density in self.pruned}
+            checkpoint.write_text(path / RACED, json.dumps(told, indent=1) + "\n")
+
+    # -- the report ----------------------------------------------------------------------------------------------
+
+    def found(self, run: Run) -> dict[str, Any]:
+        return {"sparse": _kept(run, PROBED), "inference": _kept(run, RACED)}
+
+    def rows(self, of: Runs) -> Iterator[Row]:
+        probes = {name: [_kept(run, PROBED) for run in runs] for name, runs in of.items()}
+        races = {name: [_kept(run, RACED) for run in runs] for name, runs in of.items()}
+        yield "density", [spread([one["density"] for one in some], 3) for some in probes.values()]
+        if self._inputs:
+            yield "inputs used", [_inputs_used(some) for some in probes.values()]
+        yield "numbers stored", [spread([one["numbers"] for one in some], 0) for some in probes.values()]
+        yield self.figure, [spread([self.shown(one["held_out"]) for one in some], 3) for some in probes.values()]
+        if DENSE in of:
+            first = probes[DENSE][0]["held_out"]
+            yield "against dense", [self.against(some[0]["held_out"], first) for some in probes.values()]
+        if all(one for some in races.values() for one in some):
+            times = [[1e3 * one["seconds"]["median"] for one in some] for some in races.values()]
+            yield f"ms of inference, {BATCH} at once", [spread(some, 2) for some in times]
+            ratios = [[one["speed_up"]["median"] for one in some] for some in races.values()]
+            yield "times as fast as dense", [spread(some, 2) for some in ratios]
+        yield "seconds of training", [spread([run.seconds for run in runs], 0) for runs in of.values()]
+
+    @property
+    def _inputs(self) -> bool:
+        return any(_of_inputs(pruning.block_size) for pruning in self.contenders.values() if pruning is not None)
+
+    def notes(self, of: Runs) -> list[str]:
+        searches = {pruning.search for pruning in self.contenders.values() if pruning is not None}
+        searching = f"the first {100 * max(searches):.0f} % of its steps" if searches else "no step"
+        told = [
+            f"Each sparse one looks for its blocks in {searching} and trains what is left in the others; all train "
+            "for as many steps. Density is of the weights that may become sparse, with the numbers of their stored "
+            "blocks; the figures are those of the truly sparse model. How dense threshold, group lasso and l0 come "
+            "out depends on their strength.",
+            *self._pruned_table(of),
+            *self._layer_table(of),
+        ]
+        race = _kept(of[DENSE][0], RACED) if DENSE in of else {}
+        if race:
+            told.append(
+                f"Inference: all models in turn, in one process, medians, float32: {where(race['machine'])}, load "
+                f"{race['machine']['load'][0]:.1f}."
+            )
+        return told
+
+    def _pruned_table(self, of: Runs) -> list[str]:
+        if DENSE not in of or not self.pruned:
+            return []
+        run = of[DENSE][0]
+        probe, race = _kept(run, PROBED), _kept(run, RACED)
+        lines = [
+            "The dense one, pruned by magnitude after its training and not trained again:",
+            "",
+            f"| density | {self.figure} | against dense | times as fast as dense |",
+            "|---:|---:|---:|---:|",
+        ]
+        for one in probe["pruned"]:
+            speed = race["pruned"][f"{one['density']:g}"]["speed_up"]["median"] if race else float("nan")
+            beside = self.against(one["held_out"], probe["held_out"])
+            lines.append(f"| {one['density']:g} | {self.shown(one['held_out']):.3f} | {beside} | {speed:.2f} |")
+        return ["\n".join(lines)]
+
+    def _layer_table(self, of: Runs) -> list[str]:
+        races = {name: _kept(runs[0], RACED) for name, runs in of.items()}
+        layers = {name: _by_weight(race["layers"]) for name, race in races.items() if race and name != DENSE}
+        names = list(dict.fromkeys(weight for some in layers.values() for weight in some))
+        if not names:
+            return []
+        lines = ["Density of each layer, and how many times as fast as dense it is:", ""]
+        lines += ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+        for name, some in layers.items():
+            cells = [f"{some[w]['density']:.3f}, {some[w]['speed_up']:.1f}x" if w in some else "dense" for w in names]
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        return ["\n".join(lines)]
+
+    @property
+    def curves(self) -> str:
+        return f"{self.figure[0].upper()}{self.figure[1:]} against measured time of inference"
+
+    def picture(self, path: Path, of: Runs) -> None:
+        """A point for each model, by its time and its quality; curves of the training where no times are known."""
+        found = self._points(of)
+        if not found:
+            super().picture(path, of)
+            return
+        figure, axes = figure_and_axes((8, 5.2))
+        for nth, (name, points) in enumerate(found.items()):
+            x, y, densities = zip(*sorted(points), strict=True)
+            style = {"color": COLORS[nth % len(COLORS)], "marker": _MARKERS[nth % len(_MARKERS)]}
+            axes.plot(x, y, label=name, ms=6, lw=1.2 if len(points) > 1 else 0, **style)
+            for at in zip(x, y, densities, strict=True):
+                axes.annotate(f"{at[2]:.2g}", at[:2], xytext=(4, 4), textcoords="offset points", size=7, color="0.4")
+        axes.set(xlabel=f"ms of inference, {BATCH} at once (beside the points: density)", ylabel=self.figure)
+        axes.set_xlim(left=0)
+        axes.grid(color="0.9", lw=0.8)
+        figure.legend(loc="outside upper left", frameon=False, fontsize=9, ncols=4)
+        race = _kept(of[DENSE][0], RACED)
+        figure.supxlabel(where(race["machine"]), size=7.5, color="0.4", x=0.01, ha="left")
+        save(figure, path)
+
+    def _points(self, of: Runs) -> dict[str, list[tuple[float, float, float]]]:
+        """Milliseconds, quality and density of each model, by method."""
+        found: dict[str, list[tuple[float, float, float]]] = {}
+        for name, runs in of.items():
+            pruning = self.contenders[name]
+            for run in runs:
+                probe, race = _kept(run, PROBED), _kept(run, RACED)
+                if not race:
+                    continue
+                point = 1e3 * race["seconds"]["median"], self.shown(probe["held_out"]), probe["density"]
+                found.setdefault(_method(pruning), []).append(point)
+                for one in probe.get("pruned", ()) if "pruned" in race else ():
+                    seconds = race["pruned"][f"{one['density']:g}"]["seconds"]["median"]
+                    point = 1e3 * seconds, self.shown(one["held_out"]), one["density"]
+                    found.setdefault(NOT_RETRAINED, []).append(point)
+        return found
+
+
+def _stored(model: nn.Module) -> dict[str, int]:
+    return {"numbers": sum(parameter.numel() for parameter in model.parameters())}
+
+
+def _kept(run: Run, name: str) -> dict[str, Any]:
+    path = run.path / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _method(pruning: Pruning | None) -> str:
+    if pruning is None:
+        return DENSE
+    return "threshold and group lasso" if pruning.penalty else pruning.method
+
+
+def _of_inputs(block_size: int | tuple[int, int]) -> bool:
+    return isinstance(block_size, tuple) and block_size[1] == 1 < block_size[0]
+
+
+def _inputs_used(probes: Sequence[Mapping[str, Any]]) -> str:
+    """Of the one weight of such a net that is pruned, the blocks."""
+    return spread([sum(one["blocks"].values()) for one in probes], 0) if "blocks" in probes[0] else "all"
+
+
+def _by_weight(layers: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in layers if row["block"] is not None}

@@ -1,0 +1,203 @@
+"""Training runs in which a dense model becomes block-sparse: a method of `sparsity` around any task of the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import sparsity
+from ..errors import BlockSparseError
+from ..sparsity.gates import Gated
+from ..sparsity.search import Search
+from .trainer import Task, Trainer, part
+
+METHODS = ("one-shot", "gradual", "threshold", "group lasso", "l0", "movement")
+
+# What a method learns for a block it learns at so many times the rate of the weights.
+GATES_RATE = 10
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """How the blocks to keep are found: with dense weights, in the first part of a run; after it they are fixed.
+
+    Args:
+        method: of `METHODS`. "one-shot" prunes by magnitude at the end of the search.
+        density: what "one-shot", "gradual" and "movement" come to, in each weight: magnitudes of layers of different
+            widths do not compare.
+        strength: what the density of the others depends on: of "threshold" its q, as a multiple of the 90th percentile
+            of |w| of each untrained weight; of "group lasso" lambda; of "l0" the price of a weight in nats.
+        penalty: of "threshold", the lambda of a group lasso in the loss besides (GLP).
+        block_size: an int or (rows, columns).
+        skip: names of what stays dense.
+        search: the part of the steps that search.
+
+    Raises:
+        BlockSparseError: an unknown method, a part that is none. Other numbers are checked by the methods.
+    """
+
+    method: str
+    density: float = 0.1
+    strength: float = 0.0
+    penalty: float = 0.0
+    block_size: int | tuple[int, int] = 32
+    skip: tuple[str, ...] = ()
+    search: float = 2 / 3
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(self.method))
+        if not 0 < self.search <= 1:
+            raise BlockSparseError.expected("search", "a number above 0 and at most 1", self.search)
+
+    def about(self) -> dict[str, Any]:
+        """What of it has an effect, ready for JSON."""
+        unused = {"strength", "penalty"} if self.method in ("one-shot", "gradual", "movement") else {"density"}
+        unused |= set() if self.method == "threshold" else {"penalty"}
+        return {key: value for key, value in asdict(self).items() if key not in unused}
+
+
+class PruneTask:
+    """Another task, whose model becomes block-sparse while it is trained.
+
+    The method's `step` follows each update of the search. From then on the blocks that it has left out are kept at 0
+    and gates are no longer learnt, but the weights stay dense in memory until `finish`: so a checkpoint from anywhere
+    in a run fits the model, and what is evaluated is what `finish` gives.
+
+    Args:
+        task: what is trained.
+        pruning: how it becomes sparse.
+        steps: of the whole run.
+        seed: of what the method draws at its start.
+
+    Raises:
+        BlockSparseError: as the methods; running means of the parameters, which would not have the zeros.
+
+    >>> import torch
+    >>> from blocksparse.data.synthetic import Synthetic
+    >>> from blocksparse.recipes.classify import ClassifyTask
+    >>> from blocksparse.recipes.prune import PruneTask, Pruning
+    >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+    >>> inner = ClassifyTask(net, Synthetic(features=64, rows=64, tested=20), epochs=3, batch=16)
+    >>> task = PruneTask(inner, Pruning("gradual", density=0.25, block_size=16, skip=("2",)), inner.steps)
+    >>> optimizer = torch.optim.Adam(net.parameters())
+    >>> task.attach(optimizer, {})
+    >>> for step in range(inner.steps):
+    ...     optimizer.zero_grad()
+    ...     task.loss(step).backward()
+    ...     optimizer.step()
+    >>> task.finish()[0]
+    Linear(in_features=64, out_features=64, block_size=(16, 16), nnz=4, density=0.25, bias=True)
+    """
+
+    method: Search
+
+    def __init__(self, task: Task, pruning: Pruning, steps: int, seed: int = 0):
+        self.task, self.pruning, self.seed = task, pruning, seed
+        self.model, self.unit, self.per_nat = task.model, task.unit, task.per_nat
+        self.loss_unit = getattr(task, "loss_unit", task.unit)
+        self.bytes_per_step = task.bytes_per_step
+        self.search = max(1, round(pruning.search * steps))
+        self._penalties: list[Callable[[], Tensor]] = []
+        self._masks: dict[str, Tensor] | None = None
+
+    def attach(self, optimizer: torch.optim.Optimizer, ema: dict[str, Tensor]) -> None:
+        """Makes the method, which follows each update."""
+        if ema:
+            raise BlockSparseError.expected("ema", "0 where a model is pruned", "running means of the parameters")
+        if hasattr(self.task, "attach"):
+            self.task.attach(optimizer, ema)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            self.method = self._method(optimizer)
+        optimizer.register_step_post_hook(self._updated)
+
+    def _method(self, optimizer: torch.optim.Optimizer) -> Search:
+        p, model, end = self.pruning, self.model, self.search
+        every = max(1, end // 40)
+        slowly: dict[str, Any] = {"begin": end // 4, "end": end, "every": every}
+        rate = GATES_RATE * optimizer.param_groups[0]["lr"]
+        of: dict[str, Any] = {"block_size": p.block_size, "skip": p.skip}
+        to: dict[str, Any] = {"density": p.density, "scope": "layer", **of}
+        if p.method == "one-shot":
+            return sparsity.GradualPruning(model, optimizer, begin=end - 1, end=end, **to)
+        if p.method == "gradual":
+            return sparsity.GradualPruning(model, optimizer, **slowly, **to)
+        if p.method == "movement":
+            return sparsity.MovementPruning(model, optimizer, lr=rate, **slowly, **to)
+        if p.method == "l0":
+            gates = sparsity.L0Gates(model, optimizer, p.strength, samples=1, lr=rate, **of)
+            self._penalties = [gates.penalty]
+            return gates
+        if p.method == "group lasso":
+            return sparsity.GroupLasso(model, optimizer, p.strength, **of)
+        if p.penalty:
+            self._penalties = [sparsity.GroupLasso(model, optimizer, p.penalty, mode="penalty", **of).penalty]
+        q = {name: p.strength * most for name, most in sparsity.percentiles(model).items()}
+        ramp: dict[str, Any] = {"start": end // 10, "ramp": end // 2, "end": end, "every": every}
+        return sparsity.ThresholdPruning(model, optimizer, q, **ramp, **of)
+
+    def loss(self, step: int) -> Tensor:
+        """The other task's loss; while the pattern is searched, with what the method adds to it."""
+        if self.method.calls < self.search:
+            return sum((penalty() for penalty in self._penalties), self.task.loss(step))
+        if self._masks is None:  # before an update, by which zeros would be none
+            blocks, dense = self.method.blocks, self.method.dense
+            layouts = self.method.layouts().items()
+            self._masks = {name: blocks[name].spread(kept.mask().to(dense[name])) for name, kept in layouts}
+        if isinstance(self.method, Gated):  # gates are drawn and learnt no longer
+            for gate in self.method.gates.values():
+                gate.eval().requires_grad_(False)
+        return self.task.loss(step)
+
+    @torch.no_grad()
+    def _updated(self, *_: Any) -> None:
+        if self._masks is None:
+            self.method.step()
+        else:
+            for name, mask in self._masks.items():
+                self.method.dense[name].mul_(mask)
+
+    def finish(self) -> nn.Module:
+        """The model, truly sparse from now on.
+
+        Raises:
+            BlockSparseError: before the end of the search; nothing is left of a weight.
+        """
+        self.model = self.method.finish()
+        return self.model
+
+    def evaluate(self, model: nn.Module) -> float:
+        return self.task.evaluate(model)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        own = {f"method.{name}": tensor for name, tensor in self.method.state_dict().items()}
+        return own | {f"task.{name}": tensor for name, tensor in self.task.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.method.load_state_dict(part(state, "method."))
+        self.task.load_state_dict(part(state, "task."))
+        self._masks = None
+
+    def about(self) -> dict[str, Any]:
+        return self.task.about() | {"pruning": self.pruning.about()}
+
+
+def finished(trainer: Trainer) -> nn.Module:
+    """The model of a run, in evaluation mode: of a `PruneTask` truly sparse, of another task as it is.
+
+    Args:
+        trainer: of a run that was trained, newly made; it cannot go on after this.
+
+    Raises:
+        BlockSparseError: as `Trainer.load` and `PruneTask.finish`.
+    """
+    devices = [trainer.device] if trainer.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        trainer.load()
+    task = trainer.task
+    return (task.finish() if isinstance(task, PruneTask) else trainer.model).eval()

@@ -1,0 +1,325 @@
+"""Pruning runs: the one trainer, a method in it, a truly sparse model out of it; and the experiments of them."""
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import blocksparse as bs
+from blocksparse import BlockSparseError
+from blocksparse.cli import app
+from blocksparse.data import text
+from blocksparse.data.synthetic import Synthetic
+from blocksparse.models.char_lm import CharLM, CharLMConfig
+from blocksparse.nn.module import BlockSparseModule
+from blocksparse.recipes import charlm, checkpoint, experiments, run_log
+from blocksparse.recipes.classify import ClassifyTask
+from blocksparse.recipes.experiments import pruned, pruning
+from blocksparse.recipes.prune import METHODS, PruneTask, Pruning, finished
+from blocksparse.recipes.trainer import Settings, Trainer
+
+STRENGTHS = {"threshold": 0.54, "group lasso": 7.0, "l0": 1e-4}
+CASES = [*METHODS, "glp"]
+KINDS = ["mlp", "lstm"]
+STEPS = 18
+SETTINGS = Settings(steps=STEPS, learning_rate=0.01, warmup=2, log_every=0, eval_every=0, save_every=0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _backend():
+    with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
+        yield
+
+
+def pruning_of(case, **other):
+    method = "threshold" if case == "glp" else case
+    return Pruning(method, 0.25, STRENGTHS.get(method, 0.0), 1e-4 if case == "glp" else 0.0, block_size=4, **other)
+
+
+def inner(kind):
+    if kind == "lstm":
+        model = CharLM(CharLMConfig(width=16, embedding=8, seed=3))
+        return charlm.CharLMTask(model, text.split(text.python_topics()[:3000], 8), batch=4, seq=8, evaluated=100)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        net = torch.nn.Sequential(torch.nn.Linear(20, 24), torch.nn.ReLU(), torch.nn.Linear(24, 2))
+    return ClassifyTask(net, Synthetic(features=20, rows=64, tested=40), epochs=3, batch=8, about={"net": "tiny"})
+
+
+def trainer(kind, case, run, **settings):
+    skip = ("2",) if kind == "mlp" else ("recurrent.weight_ih_l0",)
+    made = Trainer(PruneTask(inner(kind), pruning_of(case, skip=skip), STEPS), run, replace(SETTINGS, **settings))
+    if case == "l0":  # so few steps shut no gate
+        generator = torch.Generator().manual_seed(5)
+        for log_alpha in made.task.method.parameters():
+            log_alpha.data.uniform_(-4, 2, generator=generator)
+    return made
+
+
+def dense_outputs(task):
+    """Of the model as the trainer has it: dense, or gated."""
+    with torch.no_grad():
+        task.model.eval()
+        if isinstance(task.task, charlm.CharLMTask):
+            return task.model(torch.arange(60).view(12, 5))[0]
+        return task.model(torch.linspace(-2, 2, 200).view(10, 20))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_ends_truly_sparse(kind, case, tmp_path):
+    run = trainer(kind, case, tmp_path / "run")
+    result = run.train()
+    before = dense_outputs(run.task)
+    layouts = run.task.method.layouts()
+    assert 0.01 < run.task.method.density < 0.98, "the test is about something"
+    again = trainer(kind, case, tmp_path / "run")
+    model = finished(again)
+    assert not model.training
+    sparse = {name: module.layout for name, module in model.named_modules() if isinstance(module, BlockSparseModule)}
+    assert sorted(layout.nnz for layout in sparse.values()) == sorted(layout.nnz for layout in layouts.values())
+    torch.testing.assert_close(dense_outputs(again.task), before, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert again.task.evaluate(model) == pytest.approx(result["held_out"], rel=1e-4)
+    if case in ("one-shot", "gradual", "movement"):
+        for layout in layouts.values():
+            assert abs(layout.nnz - 0.25 * np.prod(layout.grid)) <= 0.5
+
+
+@pytest.mark.parametrize("at", [5, 12, 15])
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits_when_it_was_stopped(case, at, tmp_path):
+    class Killed(BaseException):
+        pass
+
+    kind = "lstm" if case in ("l0", "gradual") else "mlp"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trainer(kind, case, whole, save_every=at).train()
+    stopped = trainer(kind, case, parts, save_every=at)
+    loss = stopped.task.loss
+
+    def until(step):
+        if step == at + 2:
+            raise Killed
+        return loss(step)
+
+    stopped.task.loss = until
+    with pytest.raises(Killed):
+        stopped.train()
+    assert checkpoint.load(parts / "last.safetensors")[1]["step"] == at
+    trainer(kind, case, parts, save_every=at).train()
+    ours, theirs = (checkpoint.load(run / "last.safetensors")[0] for run in (whole, parts))
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert [line["held_out"] for line in run_log.read(whole) if "held_out" in line] == [
+        line["held_out"] for line in run_log.read(parts) if "held_out" in line
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_pattern_stays_after_the_search(case, tmp_path):
+    run = trainer("mlp", case, tmp_path)
+    task, seen = run.task, []
+    loss = task.loss
+
+    def watched(step):
+        if step >= task.search:
+            seen.append(task.method.layouts())
+        return loss(step)
+
+    task.loss = watched
+    gates = [p.detach().clone() for p in getattr(task.method, "parameters", list)()]
+    run.train()
+    assert task.search == 12
+    assert len(seen) == 6
+    assert all(layouts == seen[0] == task.method.layouts() for layouts in seen)
+    assert all(not torch.equal(a, b) for a, b in zip(gates, getattr(task.method, "parameters", list)(), strict=True))
+    for name, layout in seen[0].items():  # what is left out is 0, in what is stored dense too
+        dense = task.method.dense[name]
+        assert (dense * (1 - task.method.blocks[name].spread(layout.mask().to(dense)))).abs().max() == 0
+
+
+def test_gates_have_a_rate_of_their_own(tmp_path):
+    run = trainer("mlp", "l0", tmp_path)
+    run.train()
+    groups = run.optimizer.param_groups
+    assert groups[-1]["lr"] == pytest.approx(10 * groups[0]["lr"])
+    assert groups[-1]["params"] == run.task.method.parameters()
+    assert any("log_alpha" in name for name in checkpoint.load(run.path)[0] if name.startswith("optimizer."))
+
+
+def test_dense_runs_are_left_as_they_are(tmp_path):
+    task = inner("mlp")
+    run = Trainer(task, tmp_path, SETTINGS)
+    run.train()
+    model = finished(Trainer(inner("mlp"), tmp_path, SETTINGS))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), task.model.parameters(), strict=True))
+
+
+def test_only_what_has_an_effect_is_told():
+    assert "density" not in Pruning("l0", strength=1.0).about()
+    assert "strength" not in Pruning("gradual").about()
+    assert Pruning("threshold", penalty=0.1).about()["penalty"] == 0.1
+    assert "penalty" not in Pruning("group lasso").about()
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(BlockSparseError, match=r"method: expected one of one-shot, gradual, .*, got 'none'"):
+        Pruning("none")
+    with pytest.raises(BlockSparseError, match="search: expected a number above 0 and at most 1, got 0"):
+        Pruning("l0", search=0)
+    with pytest.raises(BlockSparseError, match="ema: expected 0 where a model is pruned"):
+        trainer("mlp", "gradual", tmp_path, ema=0.9)
+    with pytest.raises(BlockSparseError, match="checkpoint: expected a file"):
+        finished(trainer("mlp", "gradual", tmp_path / "none"))
+    begun = trainer("mlp", "gradual", tmp_path / "begun")
+    with pytest.raises(BlockSparseError, match="finish: expected 12 calls of step before, got 0"):
+        begun.task.finish()
+
+
+# -- experiments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def points(tmp_path):
+    """A csv file with rows around a point of each of two classes."""
+    rng = np.random.default_rng()
+    middle = rng.normal(size=(2, 8))
+    rows = [[*(middle[i % 2] + rng.normal(size=8)), i % 2] for i in range(100)]
+    path = tmp_path / "points.csv"
+    header = ",".join([*(f"x{i}" for i in range(8)), "label"])
+    path.write_text("\n".join([header, *(",".join(map(str, row)) for row in rows)]) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(pruning, "SECONDS", 0.02)
+
+
+def invoke(*arguments):
+    done = CliRunner().invoke(app, list(map(str, arguments)))
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def table_of(markdown):
+    lines = [line for line in markdown.split("\n\n")[2].splitlines() if not line.startswith("|---")]
+    head, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
+
+
+def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
+    small = {"block_size": 4, "skip": ("layers.2",)}
+    experiment = pruned.ClassifierPruning(
+        about="Tiny nets",
+        data=points,
+        hidden=(16, 16),
+        epochs=3,
+        batch=16,
+        contenders={
+            "dense": None,
+            "gradual": Pruning("gradual", 0.25, **small),
+            "gradual-0.5": Pruning("gradual", 0.5, **small),
+            "l0": Pruning("l0", strength=1e-4, **small),
+        },
+        seeds=(0, 1),
+        pruned=(0.25, 0.5),
+        skip=("layers.2",),
+    )
+    monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
+    runs, out = tmp_path / "runs", tmp_path / "out"
+    # Without the dense one nothing can be compared with it.
+    invoke("experiment", "tiny", "--runs", runs, "--out", out, "--only", "gradual", "--seed", 0)
+    assert list(table_of((out / "tiny.md").read_text())) == ["gradual"]
+    assert "times as fast" not in (out / "tiny.md").read_text()
+    assert (out / "tiny.png").read_bytes().startswith(b"\x89PNG")
+    said = invoke("experiment", "tiny", "--runs", runs, "--out", out)
+    assert said.count("this run is finished") == 1
+    table, found = table_of((out / "tiny.md").read_text()), json.loads((out / "tiny.json").read_text())["runs"]
+    assert list(table) == list(found) == ["dense", "gradual", "gradual-0.5", "l0"]
+    assert table["dense"]["times as fast as dense"].startswith("1.0")
+    for name, of in found.items():
+        assert [run["settings"]["seed"] for run in of] == [0, 1]
+        accuracy = [100 - run["sparse"]["held_out"] for run in of]
+        assert table[name]["test accuracy, %"] == f"{np.mean(accuracy):,.3f} ± {np.std(accuracy, ddof=1):,.3f}"
+        for run in of:
+            assert run["sparse"]["held_out"] == pytest.approx(run["held_out"])
+            assert run["inference"]["speed_up"]["median"] > 0
+            assert {"layers.0.weight", "layers.1.weight"} <= {
+                row["name"].replace("values", "weight") for row in run["inference"]["layers"]
+            } or name != "dense"
+    assert table["gradual"]["density"] == "0.250 ± 0.000"
+    assert len(found["dense"][0]["sparse"]["pruned"]) == 2
+    markdown = (out / "tiny.md").read_text()
+    assert "pruned by magnitude after its training" in markdown
+    assert "| gradual-0.5 | 0.500, " in markdown
+    assert (out / "tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_inputs(points, quick, monkeypatch, tmp_path):
+    columns = {"block_size": (8, 1), "skip": ("layers.1", "layers.2")}
+    experiment = pruned.ClassifierPruning(
+        about="Tiny inputs",
+        data=points,
+        hidden=(8, 8),
+        epochs=2,
+        batch=16,
+        contenders={"dense": None, "half": Pruning("gradual", 0.5, **columns)},
+    )
+    monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
+    invoke("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
+    table = table_of((tmp_path / "tiny.md").read_text())
+    assert {name: row["inputs used"] for name, row in table.items()} == {"dense": "all", "half": "4"}
+
+
+def test_language_models_from_nothing_to_the_report(quick, monkeypatch, tmp_path):
+    experiment = pruned.LanguagePruning(
+        about="Tiny LSTMs",
+        text="python",
+        config=CharLMConfig(width=16, embedding=8),
+        trained=Settings(steps=6, learning_rate=0.01, warmup=1, eval_every=3),
+        batch=4,
+        seq=8,
+        evaluated=200,
+        contenders={"dense": None, "gradual": Pruning("gradual", 0.25, block_size=4, skip=("recurrent.weight_ih_l0",))},
+        pruned=(0.5,),
+        skip=("recurrent.weight_ih_l0",),
+    )
+    monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", replace(experiment, pruned=(0.5,)))
+    invoke("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
+    table, found = (
+        table_of((tmp_path / "tiny.md").read_text()),
+        json.loads((tmp_path / "tiny.json").read_text())["runs"],
+    )
+    bits = {name: of[0]["sparse"]["held_out"] for name, of in found.items()}
+    assert table["gradual"]["bits per character, held out"] == f"{bits['gradual']:.3f}"
+    assert table["gradual"]["against dense"] == f"{100 * (bits['gradual'] / bits['dense'] - 1):+.1f} %"
+    assert bits["gradual"] == pytest.approx(found["gradual"][0]["held_out"], rel=1e-4)
+    # What is kept is a language model like any other.
+    model = charlm.load(tmp_path / "runs" / "tiny" / "gradual-0" / pruning.MODEL)
+    assert b"".join(charlm.sample(model, b"The ", 5))
+
+
+@pytest.mark.parametrize("name", pruned.EXPERIMENTS)
+def test_definitions(name):
+    experiment = experiments.find(name)
+    first, *others = experiment.contenders.values()
+    assert first is None
+    assert len(set(map(str, others))) == len(others)
+    for title, of in zip(list(experiment.contenders)[1:], others, strict=True):
+        assert title.startswith(of.method)
+        assert of.method in STRENGTHS or title == of.method or title == f"{of.method}-{of.density:g}"
+        assert (of.strength > 0) == (of.method in STRENGTHS)
