@@ -58,7 +58,8 @@ def search_by(name, model, optimizer):
     blocks = {"block_size": options.block, "skip": "4"}
     if options.inputs:
         blocks = {"block_size": (hidden, 1), "skip": ("2", "4")}
-    strength = STRENGTHS.get(name) if options.strength is None else options.strength
+    usual = 0.07 if options.inputs and name == "l0" else STRENGTHS.get(name)
+    strength = usual if options.strength is None else options.strength
     slowly = {"begin": search // 4, "end": search, "every": every}
     if name == "oneshot":
         return bs.sparsity.GradualPruning(model, optimizer, options.density, begin=search - 1, end=search, **blocks)
