@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import BlockSparseError
+from .layout import write
 
 if TYPE_CHECKING:
     from ..recipes.compare import Group, Run
@@ -21,10 +22,21 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or not.")],
     out: Annotated[Path | None, typer.Option(help="A PNG: held-out figures against steps and seconds.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="A file for the numbers.")] = None,
+    topology: Annotated[
+        bool, typer.Option("--topology", help="The runs' layouts instead: their measures, their NNSTD from each other.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Of --topology: a page to look into the layouts.")] = None,
 ) -> None:
     """Training runs side by side; those that differ in their seed alone also as mean and standard deviation."""
     from ..recipes import compare as recipe
 
+    if topology:
+        from .compare_topology import compare_topology
+
+        compare_topology(runs, out, json_file, html)
+        return
+    if html is not None:
+        raise BlockSparseError.expected("--html", "--topology beside it", "none")
     found = [recipe.read(path) for path in runs]
     grouped = recipe.groups(found)
     console = Console()
@@ -34,10 +46,7 @@ def compare(
         console.print(_seeds(grouped))
     if json_file is not None:
         content = {"what": "training runs side by side", "runs": [run.as_dict() for run in found]}
-        try:
-            json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise BlockSparseError.expected("json", "a file to write", f"{json_file} ({error.strerror})") from error
+        write("json", json_file, json.dumps(content, indent=1) + "\n")
         console.print(f"wrote {json_file}", highlight=False, soft_wrap=True)
     if out is not None:
         recipe.picture(out, grouped)

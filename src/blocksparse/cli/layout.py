@@ -209,21 +209,26 @@ def measures(layout: BlockLayout) -> list[tuple[str, str]]:
     ]
 
 
+def sources(layout: BlockLayout) -> int | None:
+    """From how many of its blocks of features paths are searched; None for all."""
+    return SAMPLED if sum(layout.grid) > EXACT else None
+
+
 def _graph_measures(layout: BlockLayout) -> list[tuple[str, str]]:
     from .. import topology
 
-    sources = SAMPLED if sum(layout.grid) > EXACT else None
+    some = sources(layout)
     try:
-        found = topology.summary(layout, sources=sources)
+        found = topology.summary(layout, sources=some)
     except BlockSparseError as error:
         return [("average path length", str(error).removesuffix(f": {layout!r}"))]
     try:
-        length = f"{topology.average_path_length(layout, sources):.2f}"
+        length = f"{topology.average_path_length(layout, some):.2f}"
     except BlockSparseError as error:
         length = str(error).removesuffix(f": {layout!r}")
     least = "" if found.exact else "at least "
     if not found.exact:
-        length += f" (standard error {found.path_length_error:.2g}, from {sources} blocks)"
+        length += f" (standard error {found.path_length_error:.2g}, from {some} blocks)"
     square = layout.grid[0] == layout.grid[1]
     never = "some blocks never reach some others" if square else "the layout is not square"
     return [
@@ -272,16 +277,16 @@ def _page(path: Path, title: str, named: list[tuple[str, BlockLayout]]) -> None:
     from .layout_page import Shown, render
 
     shown = [Shown(name, made, measures(made)) for name, made in named]
-    write_page(path, render(title, "A layout says which blocks of a weight are stored; it is a graph, too.", shown))
+    write("html", path, render(title, "A layout says which blocks of a weight are stored; it is a graph, too.", shown))
 
 
-def write_page(path: Path, page: str) -> None:
-    """Writes a page.
+def write(option: str, path: Path, text: str) -> None:
+    """Writes a file that an option asks for.
 
     Raises:
         BlockSparseError: it could not be written.
     """
     try:
-        path.write_text(page, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise BlockSparseError.expected("html", "a file to write", f"{path} ({error.strerror})") from error
+        raise BlockSparseError.expected(option, "a file to write", f"{path} ({error.strerror})") from error

@@ -194,7 +194,7 @@ button[aria-pressed="true"] { background: var(--sparse); border-color: var(--spa
   overflow: hidden; }
 canvas { width: 100%; height: 100%; display: block; touch-action: none; cursor: crosshair; }
 #tip { position: absolute; pointer-events: none; background: var(--ink); color: var(--paper); border-radius: 7px;
-  padding: 6px 10px; font-size: 13px; line-height: 1.4; white-space: pre-line; max-width: 340px; }
+  padding: 6px 10px; font-size: 13px; line-height: 1.4; white-space: pre-line; max-width: 380px; }
 #status { color: var(--soft); font-size: 14px; min-height: 1.6em; margin: 6px 0 0; font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; }
 .scroll td { white-space: normal; min-width: 6em; }

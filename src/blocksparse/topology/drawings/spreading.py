@@ -33,6 +33,8 @@ def spreading(layout: BlockLayout, path: str | Path, title: str, block: int | No
         BlockSparseError: a grid that is not square or too large to draw, no such block, matplotlib or scipy is not
             installed, or the file cannot be written.
     """
+    if Path(path).suffix.lower() != ".gif":  # by which the format is chosen
+        raise BlockSparseError.expected("out", "a name that ends in .gif", str(path))
     height, width = torus(layout.grid[0])
     if width > LARGEST:
         wanted = f"blocks on a torus of at most {LARGEST} to a side"
