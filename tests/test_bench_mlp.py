@@ -31,7 +31,7 @@ def test_every_way_gives_the_same(dgrad, wgrad):
     for layer in problem.scipy.layers:
         layer.ways = {"dgrad": dgrad, "wgrad": wgrad}
     differences = problem.check()
-    assert set(differences) == {"dense", "scipy"}
+    assert set(differences) == {"dense", "scipy", "blas"}
     assert 0 < max(differences.values()) < 1e-5
 
 
@@ -62,17 +62,19 @@ def test_what_differs_is_refused(monkeypatch):
 
 def test_rows_in_small():
     rows = list(mlp.rows(0.05, quick=True))
-    assert [row.target for row in rows] == ["> 1x dense torch.nn", ">= 5x scipy CSR"]  # one thread here
-    assert all(isinstance(row.met, bool) and "1 thread" in row.work for row in rows)
+    assert [row.target for row in rows] == ["> 1x dense torch.nn", ">= 5x scipy CSR", "-"]  # one thread here
+    assert all(isinstance(row.met, bool) and "1 thread" in row.work for row in rows[:2])
+    assert rows[2].met is None
     assert json.dumps([row.details for row in rows])
     torch.set_num_threads(2)
-    assert [row.met is None for row in mlp.rows(0.05, quick=True)] == [False, False, True, True]
+    assert [row.met is None for row in mlp.rows(0.05, quick=True)] == [False, False] + 4 * [True]
 
 
 def test_what_meets_a_target():
-    epochs = Samples({OURS: [1.0] * 3, "dense": [1.1] * 3, "scipy": [4.9] * 3}, {})
-    details = {"threads": 2, "evolution": 0.1, "dense_sgd": "fused", "scipy_ways": [{"wgrad": "gathers"}]}
-    dense, scipy = (mlp.epoch_row(SPEC, peer, epochs, details, has_target=True) for peer in mlp.PEERS)
-    assert (dense.met, scipy.met) == (True, False)
+    epochs = Samples({OURS: [1.0] * 3, "dense": [1.1] * 3, "scipy": [4.9] * 3, "blas": [2.0] * 3}, {})
+    details = {"threads": 2, "evolution": 0.1, "dense_sgd": "fused", "blas_ways": [{"wgrad": "gathers"}]}
+    dense, scipy, blas = (mlp.epoch_row(SPEC, peer, epochs, details, has_target=True) for peer in mlp.PEERS)
+    assert (dense.met, scipy.met, blas.met) == (True, False, None)
     assert dense.measured.startswith("1.10x (1.10-1.10) dense torch.nn, SGD fused; 1.00 s against 1.10 s")
-    assert "one thread; gradient of the values: gathers" in scipy.measured
+    assert "one thread, nothing dense" in scipy.measured
+    assert "from dense products where faster (gathers)" in blas.measured

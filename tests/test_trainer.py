@@ -519,7 +519,7 @@ def test_the_update_is_that_of_adamw(tmp_path):
         ({"learning_rate": float("nan")}, "learning_rate: expected a number, not negative, got nan"),
         ({"ema": 1.0}, "ema: expected a number from 0 to below 1"),
         ({"momentum": 1.0}, "momentum: expected a number from 0 to below 1"),
-        ({"optimizer": "lbfgs"}, "optimizer: expected one of adam, sgd, got 'lbfgs'"),
+        ({"optimizer": "lbfgs"}, "optimizer: expected one of adam, sgd, adagrad, got 'lbfgs'"),
         ({"seed": -1}, "seed: expected"),
     ],
 )

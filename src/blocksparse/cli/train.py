@@ -127,6 +127,10 @@ def mlp(
     hidden: Annotated[str | None, typer.Option(help="Features of the hidden layers, as 1000,1000,1000.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="About epsilon (n_in + n_out) connections of a layer.")] = None,
     zeta: Annotated[float | None, typer.Option(help="Of set: the part that is replaced after an epoch.")] = None,
+    evolve_every: Annotated[int | None, typer.Option(help="Of set: epochs from one evolution to the next.")] = None,
+    regrow: Annotated[
+        str | None, typer.Option(help="Of set: first values of new connections: zeros, he, xavier.")
+    ] = None,
     alpha: Annotated[float | None, typer.Option(help="The slope of All-ReLU.")] = None,
     dropout: Annotated[float | None, typer.Option(help="Of the hidden layers' outputs.")] = None,
     lr: Annotated[float | None, typer.Option(help="The learning rate, the same throughout.")] = None,
@@ -157,7 +161,8 @@ def mlp(
         raise BlockSparseError.expected("size", "--neurons or --hidden", "both")
     given: dict[str, Any] = {
         "epochs": epochs, "epsilon": epsilon, "zeta": zeta, "alpha": alpha, "dropout": dropout, "learning_rate": lr,
-        "momentum": momentum, "weight_decay": weight_decay, "batch": batch,
+        "momentum": momentum, "weight_decay": weight_decay, "batch": batch, "evolve_every": evolve_every,
+        "regrow": regrow,
         "hidden": None if hidden is None else parse_sizes(hidden),
     }  # fmt: skip
     if neurons is not None:

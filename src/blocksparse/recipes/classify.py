@@ -64,6 +64,8 @@ class Topology:
         method: "set", `bs.sparsity.Evolve` between epochs; "rigl", `bs.sparsity.RigL` every `every` steps, until three
             quarters of the steps; or "none".
         zeta: of "set".
+        evolve_every, regrow: of "set": epochs from one evolution to the next, and the first values of new connections,
+            as `bs.sparsity.Evolve` names them.
         fraction, every: of "rigl", its alpha, and the steps from one change to the next.
         importance_from: epochs after which `bs.sparsity.ImportancePruning` begins; None for none of it.
         importance_every: epochs from one such pruning to the next.
@@ -75,6 +77,8 @@ class Topology:
 
     method: str = "none"
     zeta: float = 0.3
+    evolve_every: int = 1
+    regrow: str = "he"
     fraction: float = 0.3
     every: int = 100
     importance_from: int | None = None
@@ -87,7 +91,11 @@ class Topology:
 
     def about(self) -> dict[str, Any]:
         """What of it has an effect, ready for JSON."""
-        used = {"set": ("method", "zeta"), "rigl": ("method", "fraction", "every"), "none": ()}[self.method]
+        used = {
+            "set": ("method", "zeta", "evolve_every", "regrow"),
+            "rigl": ("method", "fraction", "every"),
+            "none": (),
+        }[self.method]
         pruning = tuple(key for key in asdict(self) if key.startswith("importance"))
         used += pruning if self.importance_from is not None else ()
         return {key: value for key, value in asdict(self).items() if key in used}
@@ -172,7 +180,16 @@ class ClassifyTask:
                 every=t.importance_every, skip=skip, follow=follow,
             )  # fmt: skip
         if t.method == "set":
-            self.methods["set"] = Evolve(self.model, optimizer, t.zeta, skip=skip, seed=self.seed, follow=follow)
+            self.methods["set"] = Evolve(
+                self.model,
+                optimizer,
+                t.zeta,
+                every=t.evolve_every,
+                init=t.regrow,
+                skip=skip,
+                seed=self.seed,
+                follow=follow,
+            )
         if t.method == "rigl":
             t_end = max(1, 3 * self.steps // 4)
             rigl = RigL(self.model, optimizer, t_end, every=t.every, alpha=t.fraction, skip=skip, follow=follow)

@@ -81,11 +81,14 @@ class ClassifierExperiment(Experiment):
         recipe, data = next(iter(self.contenders.values())).recipe, run.task["data"]
         tested = run.config["facts"]["tested"]
         sizes = "-".join(f"{size:,}" for size in run.task["model"]["sizes"])
+        every = recipe.evolve_every
+        after = "after each epoch" if every == 1 else f"after every {every} epochs"
+        grown = {"zeros": "with new ones at 0"}.get(recipe.regrow, f"with new ones drawn ({recipe.regrow})")
         return [
             *_verdict(of),
             f"Nets of {sizes} neurons with All-ReLU of slope {recipe.alpha:g} and dropout {recipe.dropout:g}; "
             f"sparse ones begin as Erdos-Renyi graphs with epsilon {recipe.epsilon:g}, of which SET replaces "
-            f"{100 * recipe.zeta:g} % after each epoch. SGD with learning rate {recipe.learning_rate:g} throughout, "
+            f"{100 * recipe.zeta:g} % {after}, {grown}. SGD with learning rate {recipe.learning_rate:g} throughout, "
             f"momentum {recipe.momentum:g}, weight decay {recipe.weight_decay:g}, batches of {recipe.batch}. "
             f"{data['rows']:,} rows of {data['features']:,} features to train on, {tested:,} to test on, "
             f"{self.tested_on}.",
@@ -166,7 +169,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "sparse-madelon": _methods(
         "madelon", "Madelon", 500, "its validation part, as no labels of its test part are known"
     ),
-    "sparse-higgs": _methods("higgs", "Higgs", 50, "a fifth of each class, drawn once for all runs"),
+    "sparse-higgs": _methods("higgs", "Higgs", 150, "a fifth of each class, drawn once for all runs"),
     # A dense epoch takes several times as long.
     "sparse-cifar10": _methods("cifar10", "CIFAR-10", 60, _PUBLISHED, dense=20),
 }
