@@ -190,7 +190,7 @@ def test_activity_spreads_in_as_many_steps_as_the_library_counts(opened):
 @needs_browser
 def test_rectangles_are_drawn_as_inputs_and_outputs(opened):
     layout = bs.BlockLayout([[True, True, False], [False, True, False]], block_size=4)
-    browser = opened(layout, fragment="#graph")
+    browser = opened(layout, fragment="#as-graph")
     assert browser.run("canvas.dataset.nodes") == "5"
     places = browser.run("[...positionsOf(layout, 'columns')]")
     point(browser, places[0], places[1])

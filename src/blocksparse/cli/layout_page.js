@@ -124,7 +124,7 @@ function drawMatrix(box) {
     for (let k = layout.start[row]; k < layout.start[row + 1]; k++) {
       const x = view.x + layout.cols[k] * s;
       if (x < -s || x > box.width) continue;
-      if (layout.counts) pen.globalAlpha = 0.35 + (0.65 * layout.counts[k]) / full;
+      if (layout.counts) pen.globalAlpha = 0.25 + (0.75 * Math.log1p(layout.counts[k])) / Math.log1p(full);
       pen.fillRect(x, y, size, size);
     }
   }
@@ -253,8 +253,8 @@ function find(event) {
 }
 
 function hover(event) {
-  const found = event && find(event);
-  hovered = found ?? null;
+  const found = (event && find(event)) ?? null, same = String(found) === String(hovered);
+  hovered = found;
   tip.hidden = hovered === null;
   if (hovered !== null) {
     tip.textContent = mode === "matrix" ? cellText(...hovered) : nodeText(hovered);
@@ -264,7 +264,7 @@ function hover(event) {
     tip.style.left = `${Math.max(0, x + 16 + tip.offsetWidth > box.width ? x - tip.offsetWidth - 12 : x + 16)}px`;
     tip.style.top = `${Math.max(0, y + 16 + tip.offsetHeight > box.height ? y - tip.offsetHeight - 12 : y + 16)}px`;
   }
-  draw();
+  if (!same) draw();
 }
 
 // -- spreading ---------------------------------------------------------------------------------------------------------
@@ -415,4 +415,4 @@ window.addEventListener("resize", () => (fitted ? fit() : draw()));
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 byId("which").parentElement.hidden = layouts.length === 1;
 choose(0);
-if (location.hash === "#graph") show("graph");
+if (location.hash === "#as-graph") show("graph");
