@@ -60,7 +60,9 @@ def inner(kind):
 
 def trainer(kind, case, run, **settings):
     skip = ("2",) if kind == "mlp" else ("recurrent.weight_ih_l0",)
-    made = Trainer(PruneTask(inner(kind), pruning_of(case, skip=skip), STEPS), run, replace(SETTINGS, **settings))
+    task = inner(kind)
+    q = bs.sparsity.percentiles(task.model) if case in ("threshold", "glp") else None
+    made = Trainer(PruneTask(task, pruning_of(case, skip=skip), STEPS, q=q), run, replace(SETTINGS, **settings))
     if case == "l0":  # so few steps shut no gate
         generator = torch.Generator().manual_seed(5)
         for log_alpha in made.task.method.parameters():
@@ -184,6 +186,8 @@ def test_bad_input(tmp_path):
         trainer("mlp", "gradual", tmp_path, ema=0.9)
     with pytest.raises(BlockSparseError, match="checkpoint: expected a file"):
         finished(trainer("mlp", "gradual", tmp_path / "none"))
+    with pytest.raises(BlockSparseError, match="q: expected percentiles of a trained dense model, for threshold"):
+        PruneTask(inner("mlp"), Pruning("threshold"), STEPS)
     begun = trainer("mlp", "gradual", tmp_path / "begun")
     with pytest.raises(BlockSparseError, match="finish: expected 12 calls of step before, got 0"):
         begun.task.finish()
@@ -232,7 +236,6 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
         contenders={
             "dense": None,
             "gradual": Pruning("gradual", 0.25, **small),
-            "gradual-0.5": Pruning("gradual", 0.5, **small),
             "l0": Pruning("l0", strength=1e-4, **small),
         },
         seeds=(0, 1),
@@ -249,7 +252,7 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
     said = invoke("experiment", "tiny", "--runs", runs, "--out", out)
     assert said.count("this run is finished") == 1
     table, found = table_of((out / "tiny.md").read_text()), json.loads((out / "tiny.json").read_text())["runs"]
-    assert list(table) == list(found) == ["dense", "gradual", "gradual-0.5", "l0"]
+    assert list(table) == list(found) == ["dense", "gradual", "l0"]
     for name, of in found.items():
         assert [run["settings"]["seed"] for run in of] == [0, 1]
         accuracy = [100 - run["sparse"]["held_out"] for run in of]
@@ -264,8 +267,26 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
     assert len(found["dense"][0]["sparse"]["pruned"]) == 2
     markdown = (out / "tiny.md").read_text()
     assert "pruned by magnitude after its training" in markdown
-    assert "| gradual-0.5 | 0.500, " in markdown
+    assert "| gradual | 0.250, " in markdown
     assert (out / "tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_comes_to_nothing_is_told(points, quick, monkeypatch, tmp_path):
+    small = {"block_size": 4, "skip": ("layers.2",)}
+    experiment = pruned.ClassifierPruning(
+        about="Tiny nets",
+        data=points,
+        hidden=(8, 8),
+        epochs=2,
+        batch=16,
+        contenders={"dense": None, "group lasso": Pruning("group lasso", strength=1e4, **small)},
+    )
+    monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
+    for _ in range(2):
+        invoke("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
+    markdown = (tmp_path / "tiny.md").read_text()
+    assert list(table_of(markdown)) == ["dense"]
+    assert "group lasso-0 is left out: layers.0.weight: expected a block that is kept (by a lower strength" in markdown
 
 
 def test_inputs(points, quick, monkeypatch, tmp_path):
@@ -285,6 +306,8 @@ def test_inputs(points, quick, monkeypatch, tmp_path):
 
 
 def test_language_models_from_nothing_to_the_report(quick, monkeypatch, tmp_path):
+    small = {"block_size": 4, "skip": ("recurrent.weight_ih_l0",)}
+    threshold = Pruning("threshold", strength=0.2, **small)
     experiment = pruned.LanguagePruning(
         about="Tiny LSTMs",
         text="python",
@@ -293,11 +316,13 @@ def test_language_models_from_nothing_to_the_report(quick, monkeypatch, tmp_path
         batch=4,
         seq=8,
         evaluated=200,
-        contenders={"dense": None, "gradual": Pruning("gradual", 0.25, block_size=4, skip=("recurrent.weight_ih_l0",))},
+        contenders={"dense": None, "gradual": Pruning("gradual", 0.25, **small), "threshold": threshold},
         pruned=(0.5,),
         skip=("recurrent.weight_ih_l0",),
     )
-    monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", replace(experiment, pruned=(0.5,)))
+    monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
+    with pytest.raises(BlockSparseError, match="threshold: expected the dense run of this seed before it"):
+        list(experiment.trainers(tmp_path / "runs" / "tiny", only=["threshold"]))
     invoke("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
     table, found = (
         table_of((tmp_path / "tiny.md").read_text()),
@@ -307,6 +332,8 @@ def test_language_models_from_nothing_to_the_report(quick, monkeypatch, tmp_path
     assert table["gradual"]["bits per character, held out"] == f"{bits['gradual']:.3f}"
     assert table["gradual"]["against dense"] == f"{100 * (bits['gradual'] / bits['dense'] - 1):+.1f} %"
     assert bits["gradual"] == pytest.approx(found["gradual"][0]["held_out"], rel=1e-4)
+    dense = charlm.load(tmp_path / "runs" / "tiny" / "dense-0" / pruning.MODEL)
+    assert found["threshold"][0]["task"]["pruning"]["q"] == pytest.approx(bs.sparsity.percentiles(dense))
     # What is kept is a language model like any other.
     model = charlm.load(tmp_path / "runs" / "tiny" / "gradual-0" / pruning.MODEL)
     assert b"".join(charlm.sample(model, b"The ", 5))
@@ -319,6 +346,6 @@ def test_definitions(name):
     assert first is None
     assert len(set(map(str, others))) == len(others)
     for title, of in zip(list(experiment.contenders)[1:], others, strict=True):
-        assert title.startswith(of.method)
-        assert of.method in STRENGTHS or title == of.method or title == f"{of.method}-{of.density:g}"
-        assert (of.strength > 0) == (of.method in STRENGTHS)
+        by = of.strength if of.method in STRENGTHS else of.density
+        assert by > 0
+        assert title in (of.method, f"{of.method}-{by:g}", "threshold-glp")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,7 +30,8 @@ class Pruning:
         density: what "one-shot", "gradual" and "movement" come to, in each weight: magnitudes of layers of different
             widths do not compare.
         strength: what the density of the others depends on: of "threshold" its q, as a multiple of the 90th percentile
-            of |w| of each untrained weight; of "group lasso" lambda; of "l0" the price of a weight in nats.
+            of |w| of each weight of a trained dense model; of "group lasso" lambda; of "l0" the price of a weight in
+            nats.
         penalty: of "threshold", the lambda of a group lasso in the loss besides (GLP).
         block_size: an int or (rows, columns).
         skip: names of what stays dense.
@@ -73,9 +74,11 @@ class PruneTask:
         pruning: how it becomes sparse.
         steps: of the whole run.
         seed: of what the method draws at its start.
+        q: of "threshold", these percentiles, from `sparsity.percentiles`.
 
     Raises:
-        BlockSparseError: as the methods; running means of the parameters, which would not have the zeros.
+        BlockSparseError: as the methods; "threshold" without q; running means of the parameters, which would not have
+            the zeros.
 
     >>> import torch
     >>> from blocksparse.data.synthetic import Synthetic
@@ -96,8 +99,10 @@ class PruneTask:
 
     method: Search
 
-    def __init__(self, task: Task, pruning: Pruning, steps: int, seed: int = 0):
-        self.task, self.pruning, self.seed = task, pruning, seed
+    def __init__(self, task: Task, pruning: Pruning, steps: int, seed: int = 0, q: Mapping[str, float] | None = None):
+        if pruning.method == "threshold" and q is None:
+            raise BlockSparseError.expected("q", "percentiles of a trained dense model, for threshold", q)
+        self.task, self.pruning, self.seed, self.q = task, pruning, seed, q or {}
         self.model, self.unit, self.per_nat = task.model, task.unit, task.per_nat
         self.loss_unit = getattr(task, "loss_unit", task.unit)
         self.bytes_per_step = task.bytes_per_step
@@ -137,7 +142,7 @@ class PruneTask:
             return sparsity.GroupLasso(model, optimizer, p.strength, **of)
         if p.penalty:
             self._penalties = [sparsity.GroupLasso(model, optimizer, p.penalty, mode="penalty", **of).penalty]
-        q = {name: p.strength * most for name, most in sparsity.percentiles(model).items()}
+        q = {name: p.strength * most for name, most in self.q.items()}
         ramp: dict[str, Any] = {"start": end // 10, "ramp": end // 2, "end": end, "every": every}
         return sparsity.ThresholdPruning(model, optimizer, q, **ramp, **of)
 
@@ -184,7 +189,8 @@ class PruneTask:
         self._masks = None
 
     def about(self) -> dict[str, Any]:
-        return self.task.about() | {"pruning": self.pruning.about()}
+        q = {"q": dict(self.q)} if self.pruning.method == "threshold" else {}
+        return self.task.about() | {"pruning": self.pruning.about() | q}
 
 
 def finished(trainer: Trainer) -> nn.Module:

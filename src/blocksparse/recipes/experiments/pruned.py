@@ -126,11 +126,15 @@ def _mlp(sizes: list[int], seed: int) -> SparseMLP:
     return SparseMLP(sizes, density=None, activation="relu", dropout=0.0, init="fan_in", seed=seed)
 
 
-def _at_densities(methods: tuple[str, ...], **other: Any) -> dict[str, Pruning]:
-    """Each method at a tenth of the blocks, and at other densities for the curve."""
-    names = dict.fromkeys(methods, 0.1)
-    names |= {f"{method}-{density:g}": density for method in methods for density in (0.05, 0.2, 0.3)}
-    return {name: Pruning(name.rpartition("-0.")[0] or name, density, **other) for name, density in names.items()}
+def _at_densities(method: str, skip: tuple[str, ...]) -> dict[str, Pruning]:
+    """At a tenth of the blocks, and at other densities for the curve."""
+    others = {f"{method}-{density:g}": Pruning(method, density, skip=skip) for density in (0.05, 0.2, 0.3)}
+    return {method: Pruning(method, 0.1, skip=skip)} | others
+
+
+def _at_strengths(method: str, strengths: tuple[float, ...], **other: Any) -> dict[str, Pruning]:
+    """At strengths of which one may come near the density that is wanted: they depend on widths and steps."""
+    return {f"{method}-{strength:g}": Pruning(method, strength=strength, **other) for strength in strengths}
 
 
 def _classifier() -> PruningExperiment:
@@ -139,11 +143,12 @@ def _classifier() -> PruningExperiment:
         about="An MLP 784-4096-4096-10 on Fashion-MNIST, dense and made block-sparse in blocks of 32 by training",
         contenders={
             DENSE: None,
-            **_at_densities(("one-shot", "gradual"), skip=kept),
-            "threshold": Pruning("threshold", strength=0.2, skip=kept),
-            "group lasso": Pruning("group lasso", strength=1.0, skip=kept),
-            "l0": Pruning("l0", strength=5e-6, skip=kept),
+            **_at_densities("one-shot", kept),
+            **_at_densities("gradual", kept),
             "movement": Pruning("movement", density=0.1, skip=kept),
+            **_at_strengths("threshold", (0.3, 0.4, 0.5), skip=kept),
+            **_at_strengths("group lasso", (1.5, 3, 6), skip=kept),
+            **_at_strengths("l0", (1e-7, 3e-7, 1e-6), skip=kept),
         },
         pruned=(0.05, 0.1, 0.2, 0.3, 0.5),
         skip=kept,
@@ -151,15 +156,15 @@ def _classifier() -> PruningExperiment:
 
 
 def _inputs() -> PruningExperiment:
-    """Blocks of all rows and one column: the price of a weight is that of an input by the width."""
+    """Blocks of all rows and one column."""
     width = 512
     inputs: dict[str, Any] = {"block_size": (width, 1), "skip": ("layers.1", "layers.2")}
     return ClassifierPruning(
         about="Which inputs an MLP 784-512-512-10 needs on Fashion-MNIST: L0 gates and group lasso on inputs",
         contenders={
             DENSE: None,
-            **{f"l0 {price:g}": Pruning("l0", strength=price, **inputs) for price in (1e-6, 2e-6, 4e-6)},
-            "group lasso": Pruning("group lasso", strength=1.0, **inputs),
+            **_at_strengths("l0", (3e-7, 1e-6, 2e-6), **inputs),
+            **_at_strengths("group lasso", (1.5, 3), **inputs),
         },
         hidden=(width, width),
         epochs=10,
@@ -167,7 +172,7 @@ def _inputs() -> PruningExperiment:
 
 
 def _language() -> PruningExperiment:
-    kept = ("recurrent.weight_ih_l0",)  # looked up by byte
+    kept = ("recurrent.weight_ih_l0",)  # of what is looked up by byte
     return LanguagePruning(
         about="An LSTM of 640 units on Wikipedia, dense and made block-sparse in blocks of 32 by training",
         config=CharLMConfig(width=640, embedding=32),
@@ -175,13 +180,13 @@ def _language() -> PruningExperiment:
         trained=Settings(steps=3000, learning_rate=0.01, warmup=100, eval_every=500, save_every=0, save_minutes=2.0),
         contenders={
             DENSE: None,
-            **_at_densities(("gradual",), skip=kept),
             "one-shot": Pruning("one-shot", density=0.1, skip=kept),
-            "threshold": Pruning("threshold", strength=0.2, skip=kept),
-            "threshold and group lasso": Pruning("threshold", strength=0.2, penalty=1e-5, skip=kept),
-            "group lasso": Pruning("group lasso", strength=1.0, skip=kept),
-            "l0": Pruning("l0", strength=1e-6, skip=kept),
+            **_at_densities("gradual", kept),
             "movement": Pruning("movement", density=0.1, skip=kept),
+            **_at_strengths("threshold", (0.3, 0.4, 0.5), skip=kept),
+            "threshold-glp": Pruning("threshold", strength=0.3, penalty=1e-3, skip=kept),
+            **_at_strengths("group lasso", (1.5, 3), skip=kept),
+            **_at_strengths("l0", (3e-7, 1e-6), skip=kept),
         },
         pruned=(0.1, 0.2, 0.3, 0.5),
         skip=kept,

@@ -12,16 +12,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ... import sparsity
 from ...bench.machine import machine
 from ...bench.report import where
 from ...bench.timing import alternate
 from ...conversion import report, sparsify
+from ...errors import BlockSparseError
 from ...plotting import COLORS, figure_and_axes, save
 from .. import checkpoint
 from ..compare import Run
 from ..prune import PruneTask, Pruning, finished
 from ..trainer import Settings, Task, Trainer
-from .experiment import Experiment, Row, Runs
+from .experiment import Experiment, Row, Runs, folder
 from .report import spread
 
 MODEL, PROBED, RACED = "sparse.safetensors", "sparse.json", "inference.json"
@@ -88,8 +90,15 @@ class PruningExperiment(Experiment):
         pruning, task = self.contenders[contender], self.task(seed, data)
         settings, facts = self.settings(seed, task), self.facts(task)
         if pruning is not None:
-            task = PruneTask(task, pruning, settings.steps, seed)
+            q = self._percentiles(folder(run.parent, DENSE, seed)) if pruning.method == "threshold" else None
+            task = PruneTask(task, pruning, settings.steps, seed, q)
         return Trainer(task, run, settings, facts)
+
+    def _percentiles(self, dense: Path) -> dict[str, float]:
+        if not (dense / MODEL).is_file():
+            wanted = "the dense run of this seed before it, whose weights say where its threshold ends"
+            raise BlockSparseError.expected("threshold", wanted, f"none in {dense}")
+        return sparsity.percentiles(self.opened(dense))
 
     def probe(
         self,
@@ -102,7 +111,14 @@ class PruningExperiment(Experiment):
             return
         contender, _, seed = run.name.rpartition("-")
         trainer = self.trainer(contender, int(seed), run, self.load(data_dir))
-        model = finished(trainer)
+        try:
+            model = finished(trainer)
+        except BlockSparseError as error:
+            # Too strong a penalty is a result as well, and the other runs are to go on.
+            if not isinstance(trainer.task, PruneTask) or trainer.step < trainer.settings.steps:
+                raise
+            checkpoint.write_text(run / PROBED, json.dumps({"failed": str(error)}, indent=1) + "\n")
+            return
         task = trainer.task
         with torch.no_grad():
             found: dict[str, Any] = {"held_out": task.evaluate(model), **_stored(model)}
@@ -156,11 +172,11 @@ class PruningExperiment(Experiment):
     # -- the report ----------------------------------------------------------------------------------------------
 
     def found(self, run: Run) -> dict[str, Any]:
-        return {"sparse": _kept(run, PROBED), "inference": _kept(run, RACED)}
+        return {"sparse": _kept(run.path, PROBED), "inference": _kept(run.path, RACED)}
 
     def rows(self, of: Runs) -> Iterator[Row]:
-        probes = {name: [_kept(run, PROBED) for run in runs] for name, runs in of.items()}
-        races = {name: [_kept(run, RACED) for run in runs] for name, runs in of.items()}
+        probes = {name: [_kept(run.path, PROBED) for run in runs] for name, runs in of.items()}
+        races = {name: [_kept(run.path, RACED) for run in runs] for name, runs in of.items()}
         yield "density", [spread([one["density"] for one in some], 3) for some in probes.values()]
         if self._inputs:
             yield "inputs used", [_inputs_used(some) for some in probes.values()]
@@ -188,10 +204,11 @@ class PruningExperiment(Experiment):
             "for as many steps. Density is of the weights that may become sparse, with the numbers of their stored "
             "blocks; the figures are those of the truly sparse model. How dense threshold, group lasso and l0 come "
             "out depends on their strength.",
+            *self._failures(next(iter(of.values()))[0].path.parent),
             *self._pruned_table(of),
             *self._layer_table(of),
         ]
-        race = _kept(of[DENSE][0], RACED) if DENSE in of else {}
+        race = _kept(of[DENSE][0].path, RACED) if DENSE in of else {}
         if race:
             told.append(
                 f"Inference: all models in turn, in one process, medians, float32: {where(race['machine'])}, load "
@@ -199,11 +216,17 @@ class PruningExperiment(Experiment):
             )
         return told
 
+    def _failures(self, runs: Path) -> list[str]:
+        """What came to no model, and why."""
+        paths = [path for of in super().finished(runs).values() for path in of if not (path / MODEL).is_file()]
+        told = {path.name: _kept(path, PROBED).get("failed") for path in paths}
+        return [f"{name} is left out: {why}." for name, why in told.items() if why]
+
     def _pruned_table(self, of: Runs) -> list[str]:
         if DENSE not in of or not self.pruned:
             return []
         run = of[DENSE][0]
-        probe, race = _kept(run, PROBED), _kept(run, RACED)
+        probe, race = _kept(run.path, PROBED), _kept(run.path, RACED)
         lines = [
             "The dense one, pruned by magnitude after its training and not trained again:",
             "",
@@ -217,7 +240,7 @@ class PruningExperiment(Experiment):
         return ["\n".join(lines)]
 
     def _layer_table(self, of: Runs) -> list[str]:
-        races = {name: _kept(runs[0], RACED) for name, runs in of.items()}
+        races = {name: _kept(runs[0].path, RACED) for name, runs in of.items()}
         layers = {name: _by_weight(race["layers"]) for name, race in races.items() if race and name != DENSE}
         names = list(dict.fromkeys(weight for some in layers.values() for weight in some))
         if not names:
@@ -250,7 +273,7 @@ class PruningExperiment(Experiment):
         axes.set_xlim(left=0)
         axes.grid(color="0.9", lw=0.8)
         figure.legend(loc="outside upper left", frameon=False, fontsize=9, ncols=4)
-        race = _kept(of[DENSE][0], RACED)
+        race = _kept(of[DENSE][0].path, RACED)
         figure.supxlabel(where(race["machine"]), size=7.5, color="0.4", x=0.01, ha="left")
         save(figure, path)
 
@@ -260,7 +283,7 @@ class PruningExperiment(Experiment):
         for name, runs in of.items():
             pruning = self.contenders[name]
             for run in runs:
-                probe, race = _kept(run, PROBED), _kept(run, RACED)
+                probe, race = _kept(run.path, PROBED), _kept(run.path, RACED)
                 if not race:
                     continue
                 point = 1e3 * race["seconds"]["median"], self.shown(probe["held_out"]), probe["density"]
@@ -276,8 +299,8 @@ def _stored(model: nn.Module) -> dict[str, int]:
     return {"numbers": sum(parameter.numel() for parameter in model.parameters())}
 
 
-def _kept(run: Run, name: str) -> dict[str, Any]:
-    path = run.path / name
+def _kept(run: Path, name: str) -> dict[str, Any]:
+    path = run / name
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
