@@ -125,7 +125,7 @@ class PruneTask:
         p, model, end = self.pruning, self.model, self.search
         every = max(1, end // 40)
         slowly: dict[str, Any] = {"begin": end // 4, "end": end, "every": every}
-        rate = GATES_RATE * optimizer.param_groups[0]["lr"]
+        rate = GATES_RATE * float(optimizer.param_groups[0]["lr"])
         of: dict[str, Any] = {"block_size": p.block_size, "skip": p.skip}
         to: dict[str, Any] = {"density": p.density, "scope": "layer", **of}
         if p.method == "one-shot":

@@ -254,7 +254,8 @@ class PruningExperiment(Experiment):
 
     @property
     def curves(self) -> str:
-        return f"{self.figure[0].upper()}{self.figure[1:]} against measured time of inference"
+        beyond = ", what is far off left out" if self.pruned else ""
+        return f"{self.figure[0].upper()}{self.figure[1:]} against measured time of inference{beyond}"
 
     def picture(self, path: Path, of: Runs) -> None:
         """A point for each model, by its time and its quality; curves of the training where no times are known."""
@@ -271,6 +272,10 @@ class PruningExperiment(Experiment):
                 axes.annotate(f"{at[2]:.2g}", at[:2], xytext=(4, 4), textcoords="offset points", size=7, color="0.4")
         axes.set(xlabel=f"ms of inference, {BATCH} at once (beside the points: density)", ylabel=self.figure)
         axes.set_xlim(left=0)
+        # What was not trained again may be so much worse that it would squeeze all others.
+        trained = [quality for name, points in found.items() if name != NOT_RETRAINED for _, quality, _ in points]
+        room = max(0.5 * (max(trained) - min(trained)), 1e-3)
+        axes.set_ylim(min(trained) - room, max(trained) + room)
         axes.grid(color="0.9", lw=0.8)
         figure.legend(loc="outside upper left", frameon=False, fontsize=9, ncols=4)
         race = _kept(of[DENSE][0].path, RACED)
