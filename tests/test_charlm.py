@@ -1,14 +1,12 @@
 """The training task of byte-level language models: streams, evaluation, samples, checkpoints."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import blocksparse as bs
 from blocksparse import BlockSparseError
 from blocksparse.data import text
 from blocksparse.models.char_lm import CharLM, CharLMConfig
@@ -19,20 +17,7 @@ from blocksparse.recipes.trainer import Settings, Trainer
 CONFIG = CharLMConfig(width=32, embedding=8, pattern="barabasi_albert", m=1, block_size=8)
 SETTINGS = Settings(steps=6, learning_rate=0.01, warmup=2, eval_every=3, save_every=3, ema=0.5)
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    # Steps are so small that more threads only wait for each other.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def _backend():
-    with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
 
 def corpus(length=4000, seq=16):

@@ -1,6 +1,5 @@
 """Classifiers whose topology changes while they are trained: batches, figures, and runs that go on bit-exactly."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -28,20 +27,7 @@ TOPOLOGIES = {
     "pruned": Topology("set", importance_from=1, importance_every=2),
 }
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    # Steps are so small that more threads only wait for each other.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def _backend():
-    with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
 
 class Killed(BaseException):

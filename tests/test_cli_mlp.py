@@ -6,14 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
-import blocksparse as bs
 from blocksparse import BlockSparseError
 from blocksparse.cli.train import parse_sizes
 from blocksparse.data.synthetic import Synthetic
@@ -24,20 +22,7 @@ from test_data_tables import write_madelon
 
 SMALL = ["--hidden", "40,30", "--epsilon", "6", "--epochs", "4", "--batch", "16"]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    # Steps are so small that more threads only wait for each other.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def _backend():
-    with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
 
 @pytest.fixture(scope="module")

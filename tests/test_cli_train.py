@@ -28,20 +28,7 @@ TINY = [
     "--eval-bytes", "500",
 ]  # fmt: skip
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    # Steps are so small that more threads only wait for each other.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def _backend():
-    with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import io
 import json
-from contextlib import nullcontext
 from html.parser import HTMLParser
 
 import pytest
@@ -10,7 +9,6 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-import blocksparse as bs
 from blocksparse.cli import app, page, plot, svg
 from blocksparse.cli.demo import Sizes, play
 from blocksparse.recipes import next_byte
@@ -25,11 +23,7 @@ TINY = Sizes(
     models={"width": 256, "depth": 1, "embedding": 8, "block_size": 8},
 )
 
-
-@pytest.fixture(autouse=True)
-def _backend():
-    with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("any_backend")
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The next-byte models and their training side by side."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
@@ -14,11 +12,7 @@ from blocksparse.recipes.next_byte import Race, Settings, bits_per_byte, contend
 TINY = {"width": 256, "depth": 1, "embedding": 8, "block_size": 8}
 RATES = {"dense": 0.004, "block-sparse": 0.01}
 
-
-@pytest.fixture(autouse=True)
-def _backend():
-    with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("any_backend")
 
 
 def race(seed=0, **settings):

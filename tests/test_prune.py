@@ -1,7 +1,6 @@
 """Pruning runs: the one trainer, a method in it, a truly sparse model out of it; and the experiments of them."""
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -28,19 +27,7 @@ KINDS = ["mlp", "lstm"]
 STEPS = 18
 SETTINGS = Settings(steps=STEPS, learning_rate=0.01, warmup=2, log_every=0, eval_every=0, save_every=0)
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def _backend():
-    with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
 
 def pruning_of(case, **other):
