@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blocksparse import BlockSparseError
-from blocksparse.data import cifar10, csv_table, higgs, madelon, tables
+from blocksparse.data import cifar10, csv_table, higgs, images, madelon, tables
 from blocksparse.data.synthetic import Synthetic
 from blocksparse.data.table import Table, standardised
 from test_data_idx import write as write_mnist
@@ -299,7 +299,7 @@ def test_what_is_downloaded_has_a_checksum(tmp_path, monkeypatch):
         return tmp_path / name
 
     monkeypatch.setattr(cifar10, "fetch", fetch)
-    monkeypatch.setattr(tables, "fetch", fetch)
+    monkeypatch.setattr(images, "fetch", fetch)
     (tmp_path / "cifar10").mkdir()
     write_cifar10(tmp_path / "cifar10")
     (tmp_path / "fashion_mnist").mkdir()

@@ -36,6 +36,20 @@ def load(data_dir: str | Path | None = None, progress: Progress | None = None) -
 
     Source: Krizhevsky, Learning multiple layers of features from tiny images (2009).
     """
+    train, labels, test, test_labels = read(data_dir, progress)
+    train, test = standardised(train.float(), test.float())
+    return Table("cifar10", train, labels, test, test_labels, CLASSES)
+
+
+def read(data_dir: str | Path | None = None, progress: Progress | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The pixels, uint8 `[n, 3072]`, and the labels, int64 `[n]`, of the images to train on; those to test on.
+
+    Args:
+        data_dir, progress: as for `load`.
+
+    Raises:
+        BlockSparseError: as `load`.
+    """
     if data_dir is None:
         folder = fetch(URL, HASH, "cifar10", progress) / FOLDER
     else:
@@ -43,9 +57,7 @@ def load(data_dir: str | Path | None = None, progress: Progress | None = None) -
         folder = first("cifar10", [place / "data_batch_1" for place in places]).parent
     batches = [read_batch(folder / f"data_batch_{number}") for number in range(1, 6)]
     pixels, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    test_pixels, test_labels = read_batch(folder / "test_batch")
-    train, test = standardised(pixels.float(), test_pixels.float())
-    return Table("cifar10", train, labels, test, test_labels, CLASSES)
+    return pixels, labels, *read_batch(folder / "test_batch")
 
 
 def read_batch(path: str | Path) -> tuple[Tensor, Tensor]:

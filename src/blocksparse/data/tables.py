@@ -5,22 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import BlockSparseError
-from . import cifar10, csv_table, higgs, idx, madelon
-from .download import Progress, fetch
+from . import cifar10, csv_table, higgs, images, madelon
+from .download import Progress
 from .table import Table, split, standardised
 
 NAMES = ("fashion_mnist", "cifar10", "madelon", "higgs")
-
-FASHION_MNIST_URL = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
-FASHION_MNIST_HASHES = {
-    "train-images-idx3-ubyte.gz": "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-    "train-labels-idx1-ubyte.gz": "md5:25c81989df183df01b3e8a0aad5dffbe",
-    "t10k-images-idx3-ubyte.gz": "md5:bef4ecab320f06d8554ea6380940ec79",
-    "t10k-labels-idx1-ubyte.gz": "md5:bb300cfdad3c16e7a12a480ee83cd310",
-}
-FASHION_MNIST_CLASSES = (
-    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
-)  # fmt: skip
 
 
 def load(
@@ -65,14 +54,6 @@ def fashion_mnist(data_dir: str | Path | None = None, progress: Progress | None 
 
     Source: Xiao, Rasul, Vollgraf, Fashion-MNIST (2017).
     """
-    if data_dir is None:
-        paths = [
-            fetch(FASHION_MNIST_URL + f, h, f"fashion_mnist/{f}", progress) for f, h in FASHION_MNIST_HASHES.items()
-        ]
-        folder = paths[0].parent
-    else:
-        inner = Path(data_dir) / "fashion_mnist"
-        folder = inner if inner.is_dir() else Path(data_dir)
-    images = idx.mnist(folder)
-    train, test = standardised(images.train.flatten(1).float(), images.test.flatten(1).float())
-    return Table("fashion_mnist", train, images.train_labels, test, images.test_labels, FASHION_MNIST_CLASSES)
+    of = images.load("fashion_mnist", data_dir, progress)
+    train, test = standardised(of.train.flatten(1).float(), of.test.flatten(1).float())
+    return Table(of.name, train, of.train_labels, test, of.test_labels, of.classes)
