@@ -217,6 +217,29 @@ class BlockLayout:
         other.__dict__["_transposed"] = (self, back)
         return other, order
 
+    def select(self, keep: Any) -> BlockLayout:
+        """The layout of some of these blocks; their values are `values[keep]`.
+
+        Args:
+            keep: bool `[nnz]` (tensor, array or list), True for the blocks that stay.
+
+        Raises:
+            BlockSparseError: another length, or numbers that are not bool.
+
+        >>> import torch, blocksparse as bs
+        >>> layout = bs.BlockLayout([[True, False], [True, True]], block_size=1)
+        >>> gate = torch.tensor([0.5, 0.0, 2.0])
+        >>> layout.select(gate != 0).mask()
+        tensor([[ True, False],
+                [False,  True]])
+        """
+        keep = _array("keep", "a bool vector", keep)
+        if keep.dtype != bool or keep.shape != (self.nnz,):
+            raise BlockSparseError.expected(
+                "keep", f"bool [{self.nnz}] for {self!r}", f"{keep.dtype} {list(keep.shape)}"
+            )
+        return BlockLayout._from_keys(self._keys()[keep], self.grid, self.block_shape)
+
     def replaced(self, drop: Any, rows: Any, cols: Any) -> tuple[BlockLayout, torch.Tensor]:
         """The layout without some of its blocks and with others in their place, and where each block comes from.
 

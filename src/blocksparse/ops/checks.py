@@ -12,13 +12,13 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 
 
-def check_kinds(x: Any, values: Any, layout: Any, bias: Any) -> None:
+def check_kinds(x: Any, values: Any, layout: Any, bias: Any, gate: Any = None) -> None:
     """Raises a BlockSparseError unless these are a layout and plain tensors without forward-mode tangents."""
     if not isinstance(layout, BlockLayout):
         raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
     tangents = forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
-    for name, tensor in (("x", x), ("values", values), ("bias", bias)):
-        if tensor is None and name == "bias":
+    for name, tensor in (("x", x), ("values", values), ("bias", bias), ("gate", gate)):
+        if tensor is None and name in ("bias", "gate"):
             continue
         if not isinstance(tensor, Tensor):
             raise BlockSparseError.expected(name, "a torch.Tensor", type(tensor).__name__)
@@ -85,14 +85,17 @@ def unobserved(*tensors: Tensor | None) -> bool:
 
     A product may then be called as it is. PyTorch's way through an op written in Python takes 6 microseconds.
     """
+    return not needs_grad(*tensors) and concrete(*tensors) and not torch.autograd._profiler_enabled()
+
+
+def concrete(*tensors: Tensor | None) -> bool:
+    """Whether these are numbers that can be read: no tracer, mode, transform or subclass stands between."""
     return (
-        not needs_grad(*tensors)
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and all(tensor is None or (type(tensor) in _PLAIN and not tensor.is_meta) for tensor in tensors)
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.maybe_current_level() is None
         and torch._C._get_tracing_state() is None
-        and not torch.autograd._profiler_enabled()
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, is_int
 from ..checks import autocast, check_activation, check_alike, check_kinds, needs_grad
+from ..gate import gated
 from .op import conv_op
 from .reference import ACTIVATIONS
 
@@ -26,6 +27,7 @@ def conv2d(
     padding: Ints | str = 0,
     dilation: Ints = 1,
     activation: str | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """`torch.nn.functional.conv2d` with a weight that is block-sparse in its channels: activation(W * x + bias).
 
@@ -39,11 +41,12 @@ def conv2d(
         padding: zeros around the image: an int from 0 on, one per axis, "valid" (none), or "same" (an output of the
             size of x, at stride 1; an odd total leaves one more behind the image than before it).
         activation: None, "relu", "gelu" (the exact one) or "silu"; fused into the kernel in inference.
+        gate: `[nnz]`, what each block is multiplied with, or None; as for `linear`, zeros cost nothing in inference.
 
     All tensors have one device and one dtype out of float32, float64, bfloat16 and float16 (16 bits accumulate in
-    float32); under `torch.autocast` they are cast to its dtype first. Differentiable in x, values and bias as often
-    as one likes; the gradient of `values` exists on the layout only. Time and memory grow with `nnz`: the image is
-    never unfolded.
+    float32); under `torch.autocast` they are cast to its dtype first. Differentiable in x, values, bias and gate as
+    often as one likes; the gradient of `values` exists on the layout only. Time and memory grow with `nnz`: the image
+    is never unfolded.
 
     Returns:
         `[n, out_channels, height, width]`, channels-last where x is. Outputs that no block reaches are
@@ -51,7 +54,7 @@ def conv2d(
 
     Raises:
         BlockSparseError: sizes that do not fit the layout or each other, a kernel larger than the padded image, mixed
-            dtypes or devices, an unknown activation.
+            dtypes or devices, an unknown activation, a gate that is not finite (on the CPU).
 
     Example:
         >>> import torch, blocksparse as bs
@@ -66,7 +69,7 @@ def conv2d(
 
     Source: the block-sparse convolution of Gray, Radford, Kingma, GPU Kernels for Block-Sparse Weights (2017).
     """
-    return _conv(2, x, values, layout, bias, stride, padding, dilation, activation)
+    return _conv(2, x, values, layout, bias, stride, padding, dilation, activation, gate)
 
 
 def conv1d(
@@ -78,6 +81,7 @@ def conv1d(
     padding: Ints | str = 0,
     dilation: Ints = 1,
     activation: str | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """`conv2d` over one axis: x is `[n, in_channels, length]`, values `[nnz, block_out, block_in, kernel]`.
 
@@ -86,7 +90,7 @@ def conv1d(
     >>> bs.conv1d(torch.randn(2, 128, 100), torch.randn(*layout.values_shape, 5), layout, padding="same").shape
     torch.Size([2, 64, 100])
     """
-    return _conv(1, x, values, layout, bias, stride, padding, dilation, activation)
+    return _conv(1, x, values, layout, bias, stride, padding, dilation, activation, gate)
 
 
 def conv3d(
@@ -98,6 +102,7 @@ def conv3d(
     padding: Ints | str = 0,
     dilation: Ints = 1,
     activation: str | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """`conv2d` over three axes: x is `[n, in_channels, depth, height, width]`.
 
@@ -106,7 +111,7 @@ def conv3d(
     >>> bs.conv3d(torch.randn(2, 32, 5, 6, 7), torch.randn(*layout.values_shape, 3, 3, 3), layout).shape
     torch.Size([2, 16, 3, 4, 5])
     """
-    return _conv(3, x, values, layout, bias, stride, padding, dilation, activation)
+    return _conv(3, x, values, layout, bias, stride, padding, dilation, activation, gate)
 
 
 def conv_transpose2d(
@@ -119,6 +124,7 @@ def conv_transpose2d(
     output_padding: Ints = 0,
     dilation: Ints = 1,
     activation: str | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """`torch.nn.functional.conv_transpose2d` with a weight that is block-sparse in its channels.
 
@@ -130,7 +136,7 @@ def conv_transpose2d(
         bias: `[out_channels]` or None.
         stride, padding, dilation: those of the convolution that this one is the transpose of.
         output_padding: rows and columns more, behind the image; less than the stride or the dilation.
-        activation: as for `conv2d`, as are dtypes, devices, memory, autocast and gradients.
+        activation, gate: as for `conv2d`, as are dtypes, devices, memory, autocast and gradients.
 
     Returns:
         `[n, out_channels, height, width]` with height = (height of x - 1) * stride - 2 * padding
@@ -146,7 +152,7 @@ def conv_transpose2d(
         >>> bs.conv_transpose2d(torch.randn(2, 128, 14, 14), values, layout, stride=2, padding=1).shape
         torch.Size([2, 64, 28, 28])
     """
-    return _conv(2, x, values, layout, bias, stride, padding, dilation, activation, output_padding)
+    return _conv(2, x, values, layout, bias, stride, padding, dilation, activation, gate, output_padding)
 
 
 def conv_transpose1d(
@@ -159,6 +165,7 @@ def conv_transpose1d(
     output_padding: Ints = 0,
     dilation: Ints = 1,
     activation: str | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """`conv_transpose2d` over one axis: x is `[n, in_channels, length]`.
 
@@ -167,7 +174,7 @@ def conv_transpose1d(
     >>> bs.conv_transpose1d(torch.randn(2, 128, 50), torch.randn(*layout.values_shape, 2), layout, stride=2).shape
     torch.Size([2, 64, 100])
     """
-    return _conv(1, x, values, layout, bias, stride, padding, dilation, activation, output_padding)
+    return _conv(1, x, values, layout, bias, stride, padding, dilation, activation, gate, output_padding)
 
 
 def conv_transpose3d(
@@ -180,6 +187,7 @@ def conv_transpose3d(
     output_padding: Ints = 0,
     dilation: Ints = 1,
     activation: str | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """`conv_transpose2d` over three axes: x is `[n, in_channels, depth, height, width]`.
 
@@ -188,7 +196,7 @@ def conv_transpose3d(
     >>> bs.conv_transpose3d(torch.randn(2, 32, 3, 4, 5), torch.randn(*layout.values_shape, 3, 3, 3), layout).shape
     torch.Size([2, 16, 5, 6, 7])
     """
-    return _conv(3, x, values, layout, bias, stride, padding, dilation, activation, output_padding)
+    return _conv(3, x, values, layout, bias, stride, padding, dilation, activation, gate, output_padding)
 
 
 def _conv(
@@ -201,9 +209,12 @@ def _conv(
     padding: Ints | str,
     dilation: Ints,
     activation: str | None,
+    gate: Tensor | None,
     output_padding: Ints | None = None,  # of a transposed convolution only
 ) -> Tensor:
-    check_kinds(x, values, layout, bias)
+    check_kinds(x, values, layout, bias, gate)
+    if gate is not None:
+        values, layout = gated(values, layout, gate)
     x, values, bias = autocast(x, values, bias)
     check_shapes(dims, x, values, layout, bias)
     check_alike(x, values, bias)

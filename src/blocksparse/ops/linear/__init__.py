@@ -7,12 +7,18 @@ from torch import Tensor
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..checks import autocast, check_activation, check_alike, check_kinds, needs_grad, unobserved
+from ..gate import gated
 from .op import backend_of, indices_of, linear_op
 from .reference import ACTIVATIONS
 
 
 def linear(
-    x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None = None, activation: str | None = None
+    x: Tensor,
+    values: Tensor,
+    layout: BlockLayout,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """`torch.nn.functional.linear` with a block-sparse weight: activation(x W^T + bias).
 
@@ -22,16 +28,23 @@ def linear(
         layout: which blocks of the `[out_features, in_features]` weight these are.
         bias: `[out_features]` or None.
         activation: None, "relu", "gelu" (the exact one) or "silu"; fused into the kernel in inference.
+        gate: `[nnz]`, what each block is multiplied with, or None.
 
     All tensors have one device and one dtype out of float32, float64, bfloat16 and float16 (16 bits accumulate in
-    float32); under `torch.autocast` they are cast to its dtype first. Differentiable in x, values and bias as often
-    as one likes; the gradient of `values` exists on the layout only. Time and memory grow with `nnz`.
+    float32); under `torch.autocast` they are cast to its dtype first. Differentiable in x, values, bias and gate as
+    often as one likes; the gradient of `values` exists on the layout only. Time and memory grow with `nnz`.
+
+    Where neither values nor gate want a gradient, blocks whose gate is 0 cost nothing on the CPU: the product runs on
+    `layout.select(gate != 0)`, planned once as long as the same gates are 0, and on a copy of the values left. Other
+    devices and traced graphs multiply all blocks, so that the host need not wait for the gate; there and anywhere
+    `select` leaves blocks out for good, and `bs.sparsity.drop_closed` does with a module and its optimizer.
 
     Returns:
         `[..., out_features]`. The outputs of empty rows are activation(bias), or exactly 0.
 
     Raises:
-        BlockSparseError: sizes that do not fit the layout, mixed dtypes or devices, an unknown activation.
+        BlockSparseError: sizes that do not fit the layout, mixed dtypes or devices, an unknown activation, a gate that
+            is not finite (where it can be read: on the CPU).
 
     Example:
         >>> import torch, blocksparse as bs
@@ -43,10 +56,14 @@ def linear(
         >>> y.sum().backward()
         >>> values.grad.shape
         torch.Size([4, 32, 32])
+        >>> gate = torch.tensor([1.0, 0.0, 0.5, 0.0], requires_grad=True)
+        >>> bs.linear(torch.randn(10, 128), values, layout, gate=gate).sum().backward()
+        >>> gate.grad.shape
+        torch.Size([4])
 
     Source: the block-sparse product of Gray, Radford, Kingma, GPU Kernels for Block-Sparse Weights (2017).
     """
-    return _product(x, values, layout, bias, activation, transpose=False)
+    return _product(x, values, layout, bias, activation, gate, transpose=False)
 
 
 def linear_transposed(x: Tensor, values: Tensor, layout: BlockLayout) -> Tensor:
@@ -71,13 +88,21 @@ def linear_transposed(x: Tensor, values: Tensor, layout: BlockLayout) -> Tensor:
         >>> linear_transposed(torch.randn(10, 64), torch.randn(layout.values_shape), layout).shape
         torch.Size([10, 128])
     """
-    return _product(x, values, layout, None, None, transpose=True)
+    return _product(x, values, layout, None, None, None, transpose=True)
 
 
 def _product(
-    x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None, transpose: bool
+    x: Tensor,
+    values: Tensor,
+    layout: BlockLayout,
+    bias: Tensor | None,
+    activation: str | None,
+    gate: Tensor | None,
+    transpose: bool,
 ) -> Tensor:
-    check_kinds(x, values, layout, bias)
+    check_kinds(x, values, layout, bias, gate)
+    if gate is not None:
+        values, layout = gated(values, layout, gate)
     x, values, bias = autocast(x, values, bias)
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
     _check(x, values, layout, bias, activation, out_features, in_features)

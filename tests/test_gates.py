@@ -1,0 +1,189 @@
+"""A gate for each block: what is computed, its gradients, what a zero costs, compacting for good, refusals."""
+
+import sys
+
+import pytest
+import torch
+
+import blocksparse as bs
+from blocksparse.ops import gate as gates
+from linear_backends import BACKENDS, running
+
+DEFAULT = [name for name in ("reference", "cpu-portable", "triton-small") if name in BACKENDS]
+LAYOUT = bs.patterns.random((48, 80), block_size=16, density=0.6, seed=0)
+CALLS = {
+    "linear": (bs.linear, (5, 80), ()),
+    "conv1d": (bs.conv1d, (2, 80, 6), (3,)),
+    "conv2d": (bs.conv2d, (2, 80, 4, 3), (2, 3)),
+    "conv3d": (bs.conv3d, (1, 80, 3, 2, 2), (2, 1, 2)),
+    "conv_transpose1d": (bs.conv_transpose1d, (2, 80, 4), (3,)),
+    "conv_transpose2d": (bs.conv_transpose2d, (2, 80, 2, 3), (2, 2)),
+    "conv_transpose3d": (bs.conv_transpose3d, (1, 80, 2, 1, 2), (1, 2, 2)),
+}
+
+
+def operands(name="linear", dtype=torch.float64, **options):
+    _, shape, kernel = CALLS[name]
+    sizes = shape, (*LAYOUT.values_shape, *kernel), (LAYOUT.shape[0],), (LAYOUT.nnz,)
+    x, values, bias, gate = (torch.randn(size, dtype=dtype, **options) for size in sizes)
+    with torch.no_grad():
+        gate[::3] = 0
+    return x, values, bias, gate
+
+
+def times(values, gate):
+    return values * gate.reshape(-1, *[1] * (values.dim() - 1))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_is_the_product_with_scaled_blocks(name, any_backend):
+    call = CALLS[name][0]
+    x, values, bias, gate = operands(name, requires_grad=True)
+    expected = call(x, times(values, gate), LAYOUT, bias, activation="silu")
+    got = call(x, values, LAYOUT, bias, activation="silu", gate=gate)
+    torch.testing.assert_close(got, expected)
+    seed = torch.randn_like(got)
+    inputs = (x, values, bias, gate)
+    for ours, theirs in zip(*(torch.autograd.grad(y, inputs, seed) for y in (got, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    with torch.no_grad():
+        torch.testing.assert_close(call(x, values, LAYOUT, bias, activation="silu", gate=gate), expected)
+
+
+@pytest.mark.parametrize("backend", DEFAULT)
+def test_on_each_backend(backend):
+    with running(backend):
+        x, values, bias, gate = operands(dtype=torch.float32)
+        weight = bs.to_dense(times(values, gate), LAYOUT)
+        expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+        torch.testing.assert_close(bs.linear(x, values, LAYOUT, bias, gate=gate).double(), expected, atol=1e-4, rtol=0)
+        gate.requires_grad_()
+        y = bs.linear(x, values, LAYOUT, bias, gate=gate)
+        torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=0)
+        (grad,) = torch.autograd.grad(y.sum(), gate)
+        dense = bs.from_dense(x.sum(0).expand(LAYOUT.shape).contiguous(), LAYOUT)
+        torch.testing.assert_close(grad, (dense * values).sum((1, 2)), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+def test_first_and_second_gradients(name, any_backend):
+    call = CALLS[name][0]
+    layout = bs.BlockLayout([[True, False, True], [False, True, True]], block_size=2)
+    kernel = () if name == "linear" else (2, 1)
+    x = torch.randn(2, 6, *[2] * len(kernel), dtype=torch.float64, requires_grad=True)
+    values = torch.randn(4, 2, 2, *kernel, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    gate = torch.tensor([1.0, 0.0, -0.5, 2.0], dtype=torch.float64, requires_grad=True)
+
+    def run(x, values, bias, gate):
+        return call(x, values, layout, bias, gate=gate)
+
+    assert torch.autograd.gradcheck(run, (x, values, bias, gate))
+    assert torch.autograd.gradgradcheck(run, (x, values, bias, gate))
+
+
+def test_zeros_are_left_out_in_inference(monkeypatch, any_backend):
+    x, values, _, gate = operands()
+    seen = []
+
+    def watched(*given):
+        seen.append(gates.gated(*given))
+        return seen[-1]
+
+    # The function hides the package of its name.
+    monkeypatch.setattr(sys.modules["blocksparse.ops.linear"], "gated", watched)
+    values[gate == 0] = torch.nan  # never looked at
+    with torch.inference_mode():
+        y = bs.linear(x, values, LAYOUT, gate=gate)
+    assert y.isfinite().all()
+    kept, layout = seen[-1]
+    assert layout == LAYOUT.select(gate != 0)
+    assert layout.nnz == len(kept) < LAYOUT.nnz
+    assert torch.equal(y, bs.linear(x, times(values, gate)[gate != 0], layout)), "bit for bit"
+    bs.linear(x, values, LAYOUT, gate=gate.clone())
+    assert seen[-1][1] is layout, "an equal gate does not plan again"
+    gate.mul_(2)
+    bs.linear(x, values, LAYOUT, gate=gate)
+    assert seen[-1][1] is layout, "nor do other scales of the same blocks"
+    # Of inputs there may be gradients all the same.
+    x.requires_grad_()
+    bs.linear(x, values, LAYOUT, gate=gate).sum().backward()
+    assert x.grad.isfinite().all()
+    assert seen[-1][1] is layout
+
+
+def test_follows_every_change(any_backend):
+    x, values, _, gate = operands()
+    values = torch.nn.Parameter(values)
+    steps = [
+        lambda: None,
+        lambda: gate.data.mul_(2),
+        lambda: gate.data.copy_(gate.roll(1)),
+        lambda: gate.zero_(),
+        lambda: gate.fill_(1),
+        lambda: values.data.neg_(),
+        lambda: gate.numpy().__setitem__(0, 0.0),
+    ] + [lambda: gate.copy_(torch.randn_like(gate) * (torch.rand_like(gate) < 0.5)) for _ in range(20)]
+    with torch.no_grad():
+        for step in steps:
+            step()
+            expected = x @ bs.to_dense(times(values, gate), LAYOUT).T
+            torch.testing.assert_close(bs.linear(x, values, LAYOUT, gate=gate), expected)
+    assert len(LAYOUT.derived("gates", dict)) <= gates.REMEMBERED
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_and_autocast(dtype, any_backend):
+    x, values, _, gate = operands(dtype=dtype)
+    expected = bs.linear(x, times(values, gate), LAYOUT)
+    bound = {"rtol": 0.02, "atol": 0.1}
+    torch.testing.assert_close(bs.linear(x, values, LAYOUT, gate=gate), expected, **bound)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert bs.linear(x.float(), values.float(), LAYOUT, gate=gate.float()).dtype == torch.bfloat16
+
+
+def test_traced_graphs_hold_the_multiplication(any_backend):
+    x, values, bias, gate = operands(dtype=torch.float32)
+    expected = bs.linear(x, values, LAYOUT, bias, gate=gate)
+
+    class Gated(torch.nn.Module):
+        def forward(self, x, gate):
+            return bs.linear(x, values, LAYOUT, bias, gate=gate)
+
+    exported = torch.export.export(Gated(), (x, gate)).module()
+    torch.testing.assert_close(exported(x, gate), expected)
+    compiled = torch.compile(Gated(), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, gate), expected)
+    meta = bs.linear(x.to("meta"), values.to("meta"), LAYOUT, gate=gate.to("meta"))
+    assert meta.shape == expected.shape
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+def test_refuses(name, grad):
+    call = CALLS[name][0]
+    x, values, bias, gate = operands(name)
+    values.requires_grad_(grad)
+    poisoned = gate.clone()
+    poisoned[2] = torch.nan
+    wrong = {
+        rf"gate: expected \[{LAYOUT.nnz}\] for BlockLayout.*, got \[3\]": gate[:3],
+        rf"gate: expected \[{LAYOUT.nnz}\] for BlockLayout.*, got \[{LAYOUT.nnz}, 1\]": gate[:, None],
+        "gate: expected the dtype of values, torch.float64, got torch.float32": gate.float(),
+        "gate: expected the device of values, cpu, got meta": gate.to("meta"),
+        "gate: expected a torch.Tensor, got list": [1.0] * LAYOUT.nnz,
+        "gate: expected finite numbers, got nan for block 2": poisoned,
+    }
+    for said, given in wrong.items():
+        with pytest.raises(bs.BlockSparseError, match=said):
+            call(x, values, LAYOUT, bias, gate=given)
+    with pytest.raises(bs.BlockSparseError, match="values: expected shape"):
+        call(x, values[1:], LAYOUT, bias, gate=gate)
+
+
+def test_select_refuses():
+    for keep in ([True], torch.ones(LAYOUT.nnz), [[True] * LAYOUT.nnz], list(range(LAYOUT.nnz))):
+        with pytest.raises(bs.BlockSparseError, match=rf"keep: expected bool \[{LAYOUT.nnz}\]"):
+            LAYOUT.select(keep)
+    assert LAYOUT.select([True] * LAYOUT.nnz) == LAYOUT
+    assert LAYOUT.select(torch.zeros(LAYOUT.nnz, dtype=torch.bool)).nnz == 0
