@@ -69,6 +69,15 @@ def test_gradients(blur):
     y = y.detach().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: HALF(blur)(x, index)[0], x)
     assert torch.autograd.gradcheck(lambda y: bs.nn.AdaptivePolyphaseUpsample(blur)(y, index), y)
+    assert torch.autograd.gradgradcheck(lambda x: HALF(blur)(x, index)[0] ** 2, x)
+
+
+def test_channels_last_stays():
+    x = torch.randn(3, 2, 4, 6).contiguous(memory_format=torch.channels_last).requires_grad_()
+    y, index = HALF()(x)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert torch.autograd.grad(y, x, torch.ones_like(y))[0].is_contiguous(memory_format=torch.channels_last)
+    assert bs.nn.AdaptivePolyphaseUpsample()(y, index).is_contiguous(memory_format=torch.channels_last)
 
 
 def consistency(model: torch.nn.Module, images: torch.Tensor) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import nn as bsnn
 from ..errors import BlockSparseError
 from ..layout import is_int
+from ..nn.circular import circular_pad
 
 DOWNSAMPLE = ("stride", "aps")
 
@@ -66,8 +67,7 @@ class ResNet(nn.Module):
         if downsample not in DOWNSAMPLE:
             raise BlockSparseError.expected("downsample", f"one of {', '.join(DOWNSAMPLE)}", repr(downsample))
         about: dict[str, Any] = {"density": density, "block_size": block_size, "aps": downsample == "aps", "blur": blur}
-        around: dict[str, Any] = {"padding": 1, "padding_mode": "circular" if downsample == "aps" else "zeros"}
-        self.stem = nn.Conv2d(channels, width, 3, bias=False, **around)
+        self.stem = _dense_conv(channels, width, 3, 1, circular=downsample == "aps")
         self.norm = nn.BatchNorm2d(width)
         found: list[nn.Module] = []
         before = width
@@ -101,12 +101,14 @@ class Residual(nn.Module):
         stride = 2 if half and not aps else 1
 
         def conv(before: int, kernel: int, stride: int = 1) -> nn.Module:
-            about: dict[str, Any] = {"padding": kernel // 2, "bias": False}
-            about["padding_mode"] = "circular" if aps else "zeros"
             if density is None:
-                return nn.Conv2d(before, out, kernel, stride, **about)
+                return _dense_conv(before, out, kernel, stride, circular=aps)
             least = max(density, min(1.0, block_size / min(before, out)))
-            return bsnn.Conv2d(before, out, kernel, stride, density=least, block_size=block_size, **about)
+            mode = "circular" if aps else "zeros"
+            return bsnn.Conv2d(
+                before, out, kernel, stride, kernel // 2, density=least, block_size=block_size, bias=False,
+                padding_mode=mode,
+            )  # fmt: skip
 
         self.conv1, self.norm1 = conv(channels, 3, stride), nn.BatchNorm2d(out)
         self.conv2, self.norm2 = conv(out, 3), nn.BatchNorm2d(out)
@@ -117,8 +119,22 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.conv1(x)))
-        shortcut = x if self.around is None else self.around(x)
         if self.down is not None:
             y, index = self.down(y)
-            shortcut, _ = self.down(shortcut, index)
+            x, _ = self.down(x, index)
+        shortcut = x if self.around is None else self.around(x)
         return F.relu(self.norm2(self.conv2(y)) + shortcut)
+
+
+class _CircularConv2d(nn.Conv2d):
+    """A dense one without padding of its own, of an image that is repeated all around."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        margin = self.kernel_size[0] // 2
+        return super().forward(circular_pad(input, (margin,) * 4))
+
+
+def _dense_conv(before: int, out: int, kernel: int, stride: int, *, circular: bool) -> nn.Conv2d:
+    if circular:
+        return _CircularConv2d(before, out, kernel, stride, bias=False)
+    return nn.Conv2d(before, out, kernel, stride, kernel // 2, bias=False)

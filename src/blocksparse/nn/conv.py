@@ -13,6 +13,7 @@ from .. import ops
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.conv import ACTIVATIONS, per_axis
+from .circular import circular_pad
 from .module import BlockSparseModule, draw_parameters, layout_for
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
@@ -134,7 +135,9 @@ class _Conv(_Convolution):
         self._check(x)
         padding = self.padding
         if self.padding_mode != "zeros" and padding != "valid":
-            x, padding = F.pad(x, self._around(), mode=self.padding_mode), 0
+            circular = self.padding_mode == "circular"
+            x = circular_pad(x, self._around()) if circular else F.pad(x, self._around(), mode=self.padding_mode)
+            padding = 0
         return self._convolve(x, padding=padding)
 
     def _around(self) -> list[int]:

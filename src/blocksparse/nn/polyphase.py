@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import BlockSparseError
 from ..layout import is_int
+from .circular import circular_pad
 
 STEP = 2
 
@@ -53,10 +56,10 @@ class AdaptivePolyphaseDownsample(nn.Module):
             raise BlockSparseError.expected("x", "an even height and width", list(x.shape))
         if index is None:
             # In double: that the order of the sum changes with the shift shall not decide between the four.
-            index = _phases(x.detach().double()).square().sum((2, 3, 4)).argmax(1)
+            energy = torch.linalg.vector_norm(x.detach(), dim=1, keepdim=True, dtype=torch.float64).square()
+            index = torch.stack([energy[phase].sum((1, 2, 3)) for phase in _PHASES], 1).argmax(1)
         _check_index(index, x)
-        phases = _phases(_blurred(x, self.blur))
-        return phases[torch.arange(len(x), device=x.device), index], index
+        return _Take.apply(_blurred(x, self.blur), index), index
 
     def extra_repr(self) -> str:
         return f"blur={self.blur}"
@@ -93,14 +96,7 @@ class AdaptivePolyphaseUpsample(nn.Module):
     def forward(self, y: Tensor, index: Tensor) -> Tensor:
         _check_images(y)
         _check_index(index, y)
-        n, channels, height, width = y.shape
-        phases = y.new_zeros(n, STEP * STEP, channels, height, width)
-        phases = phases.index_put((torch.arange(n, device=y.device), index), y)
-        x = (
-            phases.unflatten(1, (STEP, STEP))
-            .permute(0, 3, 4, 1, 5, 2)
-            .reshape(n, channels, STEP * height, STEP * width)
-        )
+        x = _Place.apply(y, index)
         # The filter's weights sum to 1, of which a quarter meets what is no zero.
         return x if self.blur == 1 else STEP * STEP * _blurred(x, self.blur)
 
@@ -108,9 +104,52 @@ class AdaptivePolyphaseUpsample(nn.Module):
         return f"blur={self.blur}"
 
 
-def _phases(x: Tensor) -> Tensor:
-    """The images x[i::2, j::2]: `[n, 4, channels, height / 2, width / 2]`."""
-    return x.unflatten(3, (-1, STEP)).unflatten(2, (-1, STEP)).permute(0, 3, 5, 1, 2, 4).flatten(1, 2)
+# The slices of the four images (::2, ::2), (::2, 1::2), ...
+_PHASES = [(..., slice(i, None, STEP), slice(j, None, STEP)) for i in range(STEP) for j in range(STEP)]
+
+
+class _Take(torch.autograd.Function):
+    """Of each image that of its four which the index says: the adjoint of `_Place`.
+
+    By autograd, a gradient would not lie as the image does, channels last: all that follows would take longer.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor) -> Tensor:
+        first, *others = (x[phase] for phase in _PHASES)
+        for number, image in enumerate(others, start=1):
+            first = torch.where((index == number).view(-1, 1, 1, 1), image, first)
+        return first
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Place.apply(grads[0], *ctx.saved_tensors), None
+
+
+class _Place(torch.autograd.Function):
+    """An image of twice the height and width with each pixel where `_Take` takes it from, and 0 elsewhere."""
+
+    @staticmethod
+    def forward(y: Tensor, index: Tensor) -> Tensor:
+        n, channels, height, width = y.shape
+        last = y.is_contiguous(memory_format=torch.channels_last)
+        lies = torch.channels_last if last else torch.contiguous_format
+        x = torch.empty(n, channels, STEP * height, STEP * width, dtype=y.dtype, device=y.device, memory_format=lies)
+        for number, phase in enumerate(_PHASES):
+            x[phase] = torch.where((index == number).view(-1, 1, 1, 1), y, 0)
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Take.apply(grads[0], *ctx.saved_tensors), None
 
 
 def _blurred(x: Tensor, size: int) -> Tensor:
@@ -125,7 +164,7 @@ def _blurred(x: Tensor, size: int) -> Tensor:
         margin = [before, after, 0, 0] if axis == 3 else [0, 0, before, after]
         kernel = line.view(1, 1, -1, 1) if axis == 2 else line.view(1, 1, 1, -1)
         kernel = kernel.expand(x.shape[1], -1, -1, -1)
-        x = F.conv2d(F.pad(x, margin, mode="circular"), kernel, groups=x.shape[1])
+        x = F.conv2d(circular_pad(x, margin), kernel, groups=x.shape[1])
     return x
 
 
