@@ -1,5 +1,6 @@
 """A gate for each block: what is computed, its gradients, what a zero costs, compacting for good, refusals."""
 
+import copy
 import sys
 
 import pytest
@@ -187,3 +188,100 @@ def test_select_refuses():
             LAYOUT.select(keep)
     assert LAYOUT.select([True] * LAYOUT.nnz) == LAYOUT
     assert LAYOUT.select(torch.zeros(LAYOUT.nnz, dtype=torch.bool)).nnz == 0
+
+
+# -- for good ----------------------------------------------------------------------------------------------------
+
+MODULES = {
+    "linear": (lambda: bs.nn.Linear(61, 37, density=0.6, block_size=8), (5, 61), bs.linear),
+    "conv": (lambda: bs.nn.Conv2d(16, 24, 3, density=0.6, block_size=8), (2, 16, 5, 4), bs.conv2d),
+}
+OPTIMIZERS = {
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+}
+
+
+def trained(layer, gate, x, function, optimizer, steps):
+    """Trains with the gates that are 0 held there, as those have it that are gone."""
+    closed = gate.detach() == 0
+    for _ in range(steps):
+        x = torch.cat([x, x.new_zeros(len(x), layer.layout.shape[1] - x.shape[1], *x.shape[2:])], 1)
+        optimizer.zero_grad()
+        function(x, layer.values, layer.layout, gate=gate).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            gate[closed] = 0
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.parametrize("name", MODULES)
+def test_dropping_closed_blocks_changes_nothing_else(name, make, any_backend):
+    build, shape, function = MODULES[name]
+    layer = build().double()
+    x = torch.randn(shape, dtype=torch.float64)
+    gate = torch.nn.Parameter(torch.randn(layer.layout.nnz, dtype=torch.float64))
+    with torch.no_grad():
+        gate[1::2] = 0
+    optimizer = make([gate, *layer.parameters()])
+    trained(layer, gate, x, function, optimizer, steps=2)
+    other, other_gate = copy.deepcopy((layer, gate))
+    other_optimizer = make([other_gate, *other.parameters()])
+    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    keep = gate.detach() != 0
+    expected, values, seen = layer.layout.select(keep), layer.values, []
+    source = bs.sparsity.drop_closed(layer, gate, optimizer, follow=lambda *given: seen.append(given))
+    assert layer.values is values
+    assert layer.layout == expected
+    assert torch.equal(source, keep.nonzero().squeeze(1))
+    assert torch.equal(seen[0][1], source)
+    assert torch.equal(gate, other_gate[keep])
+    for mine, theirs in ((layer.values, other.values), (gate, other_gate)):
+        kept = {key: each for key, each in optimizer.state[mine].items() if each.shape == mine.shape}
+        assert kept
+        for key, each in kept.items():
+            assert torch.equal(each, other_optimizer.state[theirs][key][keep]), key
+    trained(layer, gate, x, function, optimizer, steps=3)
+    trained(other, other_gate, x, function, other_optimizer, steps=3)
+    torch.testing.assert_close(layer.values, other.values[keep])
+    torch.testing.assert_close(gate, other_gate[keep])
+
+
+def test_dropping_refuses_and_changes_nothing():
+    layer = bs.nn.Linear(8, 8, block_size=4)
+    gate = torch.nn.Parameter(torch.tensor([1.0, 0.0, 2.0, 0.0]))
+    alone = torch.optim.Adam([gate])
+    before = layer.values.detach().clone()
+    wrong = {
+        "gate: expected .4. for BlockLayout.*, got .3.": (layer, gate.detach()[:3], None),
+        "gate: expected a leaf": (layer, gate * 2, None),
+        "gate: expected finite numbers, not all of them 0": (layer, torch.zeros(4), None),
+        "gate: expected finite numbers, not all": (layer, torch.tensor([1.0, torch.nan, 0, 0]), None),
+        "optimizer: expected one that has the parameter module.values": (layer, gate, alone),
+        "optimizer: expected a torch.optim.Optimizer, got str": (layer, gate, "adam"),
+        "module: expected one with a block-sparse weight": (torch.nn.Linear(8, 8), gate, None),
+    }
+    for said, given in wrong.items():
+        with pytest.raises(bs.BlockSparseError, match=said):
+            bs.sparsity.drop_closed(*given)
+    assert layer.layout.nnz == len(gate) == 4
+    assert torch.equal(layer.values, before)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (bs.nn.Linear(61, 37, density=0.6, block_size=8, activation="relu"), (5, 61)),
+        (bs.nn.Conv2d(16, 12, 3, padding="same", density=0.6, block_size=8), (2, 16, 5, 4)),
+        (bs.nn.ConvTranspose1d(12, 16, 3, stride=2, density=0.6, block_size=8), (2, 12, 5)),
+    ],
+    ids=["linear", "conv", "transposed"],
+)
+def test_modules_take_a_gate(layer, shape, any_backend):
+    gate, x = torch.rand(layer.layout.nnz), torch.randn(shape)
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        other.values.copy_(times(other.values, gate))
+        torch.testing.assert_close(layer(x, gate=gate), other(x))
+    torch.testing.assert_close(layer(x, gate=gate), other(x))

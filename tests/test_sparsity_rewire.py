@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import blocksparse as bs
 from blocksparse.sparsity.magnitude import smallest
@@ -107,6 +108,69 @@ def test_a_compiled_forward_follows():
     bs.sparsity.rewire(layer, [0], [0], [3], new=torch.ones(1, 4, 4))
     torch.testing.assert_close(compiled(x), layer(x))
     torch._dynamo.reset()
+
+
+def test_a_running_mean_goes_along():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        bs.nn.Linear(40, 64, density=0.3, block_size=8), nn.LSTM(64, 8), bs.nn.Linear(64, 8, density=0.5, block_size=4)
+    )
+    decay, x = 0.9, torch.randn(16, 40)
+    mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    layer, twin, sources = model[0], mean.module[0], {}
+    goes_along = bs.sparsity.alongside(model, mean)
+
+    def follow(module, source):
+        sources[module] = source
+        goes_along(module, source)
+
+    method = bs.sparsity.Evolve(model, optimizer, 0.4, every=2, follow=follow)
+    expected, first = bs.to_dense(layer.values.detach(), layer.layout).double(), True
+    for step in range(6):
+        optimizer.zero_grad()
+        model[2](layer(x)).square().mean().backward()
+        optimizer.step()
+        mean.update_parameters(model)
+        dense = bs.to_dense(layer.values.detach(), layer.layout).double()
+        expected = dense if first else decay * expected + (1 - decay) * dense
+        first = False
+        if method.step():
+            assert step % 2 == 1
+            # Those that went are 0 in the mean too, and those that came as they are in the model.
+            came = (sources[layer] < 0)[:, None, None].expand_as(layer.values)
+            assert came.any()
+            kept = bs.from_dense(expected, layer.layout)
+            expected = bs.to_dense(torch.where(came, layer.values.detach().double(), kept), layer.layout)
+        assert twin.layout == layer.layout
+        torch.testing.assert_close(bs.to_dense(twin.values.detach(), twin.layout).double(), expected, rtol=0, atol=1e-6)
+    for other in (nn.Linear(2, 2), nn.Sequential(model[0])):
+        with pytest.raises(bs.BlockSparseError, match="other: expected a copy of the model, with its 2 layouts"):
+            bs.sparsity.alongside(model, other)
+    with pytest.raises(bs.BlockSparseError, match="model: expected one with block-sparse weights, got Linear"):
+        bs.sparsity.alongside(nn.Linear(2, 2), mean)
+
+
+@pytest.mark.parametrize("kernel", [(), (2, 3)], ids=["matrix", "kernel"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_block_norms(dtype, kernel):
+    values = torch.randn(5, 4, 3, *kernel, dtype=dtype)
+    values[1] = 0
+    flat = values.to(torch.float64).flatten(1)
+    expected = {"l2": flat.square().sum(1).sqrt(), "max": flat.abs().amax(1), "mean": flat.abs().mean(1)}
+    for norm, wanted in expected.items():
+        got = bs.sparsity.block_norms(values, norm)
+        assert got.dtype == (dtype if dtype != torch.bfloat16 else torch.float32)
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-6)
+    values.requires_grad_()
+    bs.sparsity.block_norms(values).sum().backward()  # the group lasso
+    assert values.grad[1].eq(0).all()
+    torch.testing.assert_close(values.grad[0].double().norm(), torch.ones((), dtype=torch.float64), rtol=0.01, atol=0)
+    for given in (torch.ones(3, 2), [1.0]):
+        with pytest.raises(bs.BlockSparseError, match="values: expected blocks"):
+            bs.sparsity.block_norms(given)
+    with pytest.raises(bs.BlockSparseError, match="norm: expected one of l2, mean, max, got 'l1'"):
+        bs.sparsity.block_norms(values, "l1")
 
 
 class Odd(torch.optim.SGD):

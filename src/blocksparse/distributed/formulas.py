@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
-from ..sparsity.magnitude import block_norms, smallest
+from ..sparsity.magnitude import magnitudes, smallest
 from ..sparsity.method import integer, number
 from ..sparsity.places import keys_of
 from ..sparsity.rewire import carried
@@ -120,7 +120,7 @@ def prune_to(layout: BlockLayout, values: Tensor, nnz: int) -> tuple[BlockLayout
     layout.check_values(values)
     if integer("nnz", nnz, 0) > layout.nnz:
         raise BlockSparseError.expected("nnz", f"at most the {layout.nnz} blocks of {layout!r}", nnz)
-    drop = np.flatnonzero(smallest(block_norms(values), layout.nnz - nnz))
+    drop = np.flatnonzero(smallest(magnitudes(values), layout.nnz - nnz))
     pruned, source = layout.replaced(drop, [], [])
     return pruned, carried(values.detach(), source)
 

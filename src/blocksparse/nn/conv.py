@@ -20,7 +20,7 @@ PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 Ints = int | Sequence[int]
 
 
-class _Convolution(BlockSparseModule):
+class Convolution(BlockSparseModule):
     """What convolutions and transposed ones share: channels padded to whole blocks, parameters, their start."""
 
     axes: int  # of space
@@ -100,7 +100,7 @@ class _Convolution(BlockSparseModule):
         )
 
 
-class _Conv(_Convolution):
+class _Conv(Convolution):
     def __init__(
         self,
         in_channels: int,
@@ -131,14 +131,14 @@ class _Conv(_Convolution):
         self.padding: Any = padding if named else tuple(per_axis("padding", padding, self.axes, least=0, names=True))
         self.padding_mode = padding_mode
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         self._check(x)
         padding = self.padding
         if self.padding_mode != "zeros" and padding != "valid":
             circular = self.padding_mode == "circular"
             x = circular_pad(x, self._around()) if circular else F.pad(x, self._around(), mode=self.padding_mode)
             padding = 0
-        return self._convolve(x, padding=padding)
+        return self._convolve(x, padding=padding, gate=gate)
 
     def _around(self) -> list[int]:
         """The padding as F.pad takes it: the last axis first, before and after."""
@@ -179,7 +179,7 @@ class Conv2d(_Conv):
     each output really has in the layout.
 
     Shapes: `[n, in_channels, height, width] -> [n, out_channels, height, width]`, or both without n. Images in
-    `torch.channels_last` are used as they lie in memory.
+    `torch.channels_last` are used as they lie in memory. The call takes a `gate` `[nnz]` too, as `blocksparse.conv2d`.
 
     Raises:
         BlockSparseError: a layout of another shape, a density outside of 0..1, sizes and steps that are not positive,
@@ -222,7 +222,7 @@ class Conv3d(_Conv):
     function = staticmethod(ops.conv3d)
 
 
-class _ConvTranspose(_Convolution):
+class _ConvTranspose(Convolution):
     def __init__(
         self,
         in_channels: int,
@@ -248,11 +248,11 @@ class _ConvTranspose(_Convolution):
         self.padding = tuple(per_axis("padding", padding, self.axes, least=0))
         self.output_padding = tuple(per_axis("output_padding", output_padding, self.axes, least=0))
 
-    def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, output_size: Sequence[int] | None = None, gate: Tensor | None = None) -> Tensor:
         """`output_size`, of the axes of space, takes the place of `output_padding`: what it has to be follows."""
         self._check(x)
         more = self.output_padding if output_size is None else self._output_padding(x, output_size)
-        return self._convolve(x, padding=self.padding, output_padding=more)
+        return self._convolve(x, padding=self.padding, output_padding=more, gate=gate)
 
     def _output_padding(self, x: Tensor, output_size: Sequence[int]) -> tuple[int, ...]:
         wanted = tuple(output_size)[-self.axes :]

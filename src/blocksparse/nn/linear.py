@@ -30,7 +30,7 @@ class Linear(BlockSparseModule):
     Weights and biases are drawn as torch.nn.Linear draws them, uniform within 1 / sqrt(fan_in), with the fan-in
     that each output really has in the layout.
 
-    Shapes: `[..., in_features] -> [..., out_features]`.
+    Shapes: `[..., in_features] -> [..., out_features]`. The call takes a `gate` `[nnz]` too, as `blocksparse.linear`.
 
     Raises:
         BlockSparseError: a layout of another shape, a density outside of 0..1, sizes that are not positive, an unknown
@@ -71,7 +71,7 @@ class Linear(BlockSparseModule):
         """Draws weights and biases anew."""
         draw_parameters(self, (self.out_features, self.in_features), self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         out_features, in_features = self.layout.shape
         bias: Tensor | None = self.bias
         if in_features != self.in_features:
@@ -81,7 +81,7 @@ class Linear(BlockSparseModule):
             x = F.pad(x, (0, in_features - self.in_features))
         if bias is not None and out_features != self.out_features:
             bias = F.pad(bias, (0, out_features - self.out_features))
-        y = ops.linear(x, self.values, self.layout, bias, self.activation)
+        y = ops.linear(x, self.values, self.layout, bias, self.activation, gate)
         return y if out_features == self.out_features else y[..., : self.out_features]
 
     def extra_repr(self) -> str:

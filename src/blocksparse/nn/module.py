@@ -127,7 +127,7 @@ class Weight(BlockSparseModule):
         return f"{layout.shape}, block_size={layout.block_shape}, nnz={layout.nnz}, density={layout.density:.4g}"
 
 
-def replace_data(parameter: nn.Parameter, data: Tensor) -> None:
+def replace_data(parameter: Tensor, data: Tensor) -> None:
     """Other data of any shape for a parameter, whose gradient is cleared."""
     parameter.grad = None
     if data.shape != parameter.shape:

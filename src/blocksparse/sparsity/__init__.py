@@ -1,6 +1,8 @@
 """Methods that train sparse networks, and methods that make dense ones sparse."""
 
 from .activations import ActivationScores, activation_scores
+from .alongside import alongside
+from .closed import drop_closed
 from .compact import compact
 from .densities import erdos_renyi_density, erk
 from .evolve import Evolve
@@ -8,6 +10,7 @@ from .gradual import GradualPruning
 from .group_lasso import GroupLasso
 from .importance import ImportancePruning, importance
 from .l0 import L0Gates
+from .magnitude import block_norms
 from .movement import MovementPruning
 from .nm import nm_layout, nm_mask
 from .nm_permutation import nm_efficacy, nm_permutation
@@ -33,8 +36,11 @@ __all__ = [
     "RigL",
     "ThresholdPruning",
     "activation_scores",
+    "alongside",
+    "block_norms",
     "carried",
     "compact",
+    "drop_closed",
     "erdos_renyi_density",
     "erk",
     "importance",

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..nn.module import BlockSparseModule
-from .magnitude import block_norms, check_norm, smallest
+from .magnitude import check_norm, magnitudes, smallest
 from .method import Method, Modules, Skip, integer, number
 from .places import draw_unused, keys_of
 from .rewire import Follow, rewire
@@ -110,7 +110,7 @@ def nearest_zero(module: BlockSparseModule, zeta: float, norm: str = "l2") -> np
     if zeta == 0:
         return np.zeros(len(values), dtype=bool)
     if values.numel() != len(values):
-        return smallest(block_norms(values, norm), round(zeta * len(values)))
+        return smallest(magnitudes(values, norm), round(zeta * len(values)))
     wide = values if values.dtype == torch.float64 else values.float()
     weights = wide.reshape(-1).cpu().numpy()
     drop = weights == 0

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule, Weight
-from .magnitude import block_norms
+from .magnitude import magnitudes
 from .method import Method, Modules, Skip, integer, number
 from .rewire import Follow, check_module, rewire
 
@@ -88,7 +88,7 @@ def importance(module: BlockSparseModule) -> Tensor:
     """
     check_module(module)
     layout = module.layout
-    sums = block_norms(module.values, "mean").astype(np.float64) * module.values[:1].numel()
+    sums = magnitudes(module.values, "mean").astype(np.float64) * module.values[:1].numel()
     rows = np.repeat(np.arange(layout.grid[0]), np.diff(layout.row_start))
     total = np.bincount(rows, weights=sums, minlength=layout.grid[0])
     if module.used is None:

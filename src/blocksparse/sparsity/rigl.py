@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import BlockSparseError
+from ..nn.conv import Convolution
 from ..nn.linear import Linear
 from .dense_gradient import Watch, gradient_norms, largest
-from .magnitude import block_norms, check_norm, smallest
+from .magnitude import check_norm, magnitudes, smallest
 from .method import Method, Modules, Skip, integer, number
 from .places import keys_of
 from .rewire import Follow, rewire
@@ -31,8 +32,8 @@ class RigL(Method):
     gradients add up.
 
     Args:
-        modules: a model, or some modules. Weights of `bs.nn.Linear` only: convolutions and recurrent weights are to
-            be skipped, or evolved by `Evolve`.
+        modules: a model, or some modules, of linear layers and convolutions, transposed ones too; recurrent weights are
+            to be skipped, or evolved by `Evolve`.
         optimizer: the one that trains them.
         t_end: iterations after which the layouts stay; in the paper 3/4 of the training.
         every: iterations from one change to the next.
@@ -42,7 +43,7 @@ class RigL(Method):
         follow: called as (module, source) after each change; see `rewire`.
 
     Raises:
-        BlockSparseError: a model without block-sparse weights or with others than of linear layers, an optimizer
+        BlockSparseError: a model without block-sparse weights or with recurrent ones, an optimizer
             without the parameter of one of them, numbers out of range; in `step`, a layer whose gradient was not
             computed since the last call.
 
@@ -62,7 +63,7 @@ class RigL(Method):
     Source: Evci, Gale, Menick, Castro, Elsen, Rigging the lottery: making all tickets winners (2020).
     """
 
-    modules: dict[str, Linear]  # type: ignore[assignment]
+    modules: dict[str, Linear | Convolution]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -78,8 +79,9 @@ class RigL(Method):
     ):
         super().__init__(modules, optimizer, skip=skip, every=every, follow=follow)
         for name, module in self.modules.items():
-            if not isinstance(module, Linear):
-                raise BlockSparseError.expected(name or "modules", "a bs.nn.Linear (or it in skip)", type(module))
+            if not isinstance(module, Linear | Convolution):
+                wanted = "a linear layer or a convolution (or it in skip)"
+                raise BlockSparseError.expected(name or "modules", wanted, type(module))
         self.t_end = integer("t_end", t_end, 1)
         self.alpha = number("alpha", alpha, 0, 1)
         check_norm(norm)
@@ -123,8 +125,9 @@ class RigL(Method):
         layer, layout = watch.layer, watch.layer.layout
         count = int(self.fraction(self.calls) * layout.nnz)
         keys = keys_of(layout)
-        drop = smallest(block_norms(layer.values, self.norm), count)
-        norms = gradient_norms(watch.seen, layout, self.norm)
+        drop = smallest(magnitudes(layer.values, self.norm), count)
+        kernel = tuple(layer.values.shape[3:])
+        norms = gradient_norms(watch.seen, layout, kernel, self.norm)
         grown = largest(norms, keys[~drop], layout.grid[1], count)
         drop &= ~np.isin(keys, grown)
         rows, cols = np.divmod(np.setdiff1d(grown, keys, assume_unique=True), layout.grid[1])
