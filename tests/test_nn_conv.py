@@ -321,8 +321,54 @@ def test_weight_norm_changes_nothing_at_first_and_folds():
     torch.testing.assert_close(normed.fold()(x), after)
     linear = bs.nn.WeightNorm(bs.nn.Linear(20, 30, density=0.5, block_size=8))
     assert linear(torch.randn(3, 20)).shape == (3, 30)
-    with pytest.raises(bs.BlockSparseError, match="module: expected a block-sparse module, got Conv2d"):
-        bs.nn.WeightNorm(nn.Conv2d(3, 3, 3))
+    for wrong in (nn.ReLU(), nn.ConvTranspose2d(4, 4, 3, groups=2)):
+        with pytest.raises(bs.BlockSparseError, match=f"module: expected .* got {type(wrong).__name__}"):
+            bs.nn.WeightNorm(wrong)
+
+
+DENSE = {
+    "Linear": (nn.Linear(6, 10), (7, 6)),
+    "Conv2d": (nn.Conv2d(6, 10, (2, 3)), (7, 6, 5, 5)),
+    "grouped Conv2d": (nn.Conv2d(6, 10, (2, 3), groups=2), (7, 6, 5, 5)),
+    "ConvTranspose2d": (nn.ConvTranspose2d(6, 10, (2, 3), stride=2), (7, 6, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_weight_norm_of_dense_modules(name):
+    module, shape = DENSE[name]
+    axis = 1 if isinstance(module, nn.ConvTranspose2d) else 0
+    x = torch.randn(shape)
+    before = module(x)
+    normed = bs.nn.WeightNorm(module)
+    torch.testing.assert_close(normed(x), before)
+    with torch.no_grad():
+        normed.gain.copy_(torch.rand(10))
+    torch.testing.assert_close(normed.values.transpose(0, axis).flatten(1).norm(dim=1), normed.gain)
+    torch.testing.assert_close(normed(x), (after := normed.fold()(x)))
+    assert not torch.allclose(after, before)
+
+
+MODULES = {
+    **{name: lambda name=name: DENSE[name] for name in DENSE},
+    "block-sparse Conv2d": lambda: (bs.nn.Conv2d(6, 10, 3, density=0.5, block_size=4), (7, 6, 5, 5)),
+    "block-sparse Linear": lambda: (bs.nn.Linear(6, 10, density=0.5, block_size=4), (70, 6)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_initialise_from_data_gives_mean_0_and_the_deviation(name):
+    torch.manual_seed(1)
+    module, shape = MODULES[name]()
+    normed = bs.nn.WeightNorm(module, scale=0.3)
+    x = 2 + 3 * torch.randn(shape)
+    bs.nn.initialise_from_data(nn.Sequential(normed), x)
+    y = normed(x).transpose(0, -1 if x.dim() == 2 else 1).flatten(1)
+    std, mean = torch.std_mean(y, 1, correction=0)
+    torch.testing.assert_close(mean, torch.zeros(10), atol=1e-5, rtol=0)
+    torch.testing.assert_close(std, torch.full((10,), 0.3), atol=1e-4, rtol=0)
+    with pytest.raises(bs.BlockSparseError, match="module: expected one with a bias"):
+        bs.nn.initialise_from_data(bs.nn.WeightNorm(nn.Linear(6, 3, bias=False)), torch.randn(2, 6))
 
 
 # -- patterns of channels --------------------------------------------------------------------------------------------

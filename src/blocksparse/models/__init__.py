@@ -1,1 +1,5 @@
 """Networks."""
+
+from .pixelcnn import PixelCNN
+
+__all__ = ["PixelCNN"]

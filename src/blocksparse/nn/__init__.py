@@ -2,6 +2,7 @@
 
 from .all_relu import AllReLU
 from .attention import attention
+from .causal import Causal2d, Shift2d, bands, concat_elu
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .diffusion_conv import Diffusion, DiffusionConv
 from .dropout import Dropout
@@ -11,13 +12,14 @@ from .lstm import LSTM
 from .multiplicative_lstm import MultiplicativeLSTM
 from .polyphase import AdaptivePolyphaseDownsample, AdaptivePolyphaseUpsample
 from .small_world_lstm import SmallWorldLSTM
-from .weight_norm import WeightNorm, l2_normalize
+from .weight_norm import WeightNorm, initialise_from_data, l2_normalize
 
 __all__ = [
     "LSTM",
     "AdaptivePolyphaseDownsample",
     "AdaptivePolyphaseUpsample",
     "AllReLU",
+    "Causal2d",
     "Conv1d",
     "Conv2d",
     "Conv3d",
@@ -30,8 +32,12 @@ __all__ = [
     "EdgeBias",
     "Linear",
     "MultiplicativeLSTM",
+    "Shift2d",
     "SmallWorldLSTM",
     "WeightNorm",
     "attention",
+    "bands",
+    "concat_elu",
+    "initialise_from_data",
     "l2_normalize",
 ]

@@ -13,6 +13,11 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from .module import BlockSparseModule
 
+_DenseTransposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+_DenseConvolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | _DenseTransposed
+# Of an output in a batch, by which it is divided.
+_LEAST_VARIANCE = 1e-10
+
 
 def l2_normalize(values: Tensor, layout: BlockLayout, gain: Tensor | None = None, epsilon: float = 1e-12) -> Tensor:
     """The values divided by the l2 norm of all that their output is a sum of: its stored inputs and all taps.
@@ -55,18 +60,20 @@ def norms(values: Tensor, layout: BlockLayout) -> Tensor:
 
 
 class WeightNorm(nn.Module):
-    """A block-sparse module whose outputs' weights are trained as direction and length: gain * values / |values|.
+    """A module whose outputs' weights are trained as direction and length: gain * weight / |weight|.
 
     Args:
-        module: a block-sparse module. Its `values` stay its parameter, of which only the direction counts.
+        module: a block-sparse module, or one of torch.nn: Linear, a convolution (in groups or not), or a transposed
+            one without groups. Its weight (its `values`) stays its parameter, of which only the direction counts.
+        scale: of the outputs that `initialise_from_data` gives it.
 
-    `gain` is `[out_features]` (padded to whole blocks, as the layout is), and begins as the norms of the values, so
-    that nothing changes at first. The norm of an output is taken over its stored inputs and all taps.
+    `gain` is `[out_features]` (padded to whole blocks, as a layout is), and begins as the norms of the weights, so
+    that nothing changes at first. The norm of an output is taken over its (stored) inputs and all taps.
 
     Shapes: those of the module, whose call this is.
 
     Raises:
-        BlockSparseError: a module that is not block-sparse.
+        BlockSparseError: a module of another kind.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -79,23 +86,91 @@ class WeightNorm(nn.Module):
     Source: Salimans, Kingma, Weight normalization (2016).
     """
 
-    def __init__(self, module: BlockSparseModule):
+    def __init__(self, module: nn.Module, scale: float = 1.0):
         super().__init__()
-        if not isinstance(module, BlockSparseModule):
-            raise BlockSparseError.expected("module", "a block-sparse module", type(module).__name__)
-        self.module = module
-        self.gain = nn.Parameter(norms(module.values.detach(), module.layout))
+        grouped = isinstance(module, _DenseTransposed) and module.groups > 1  # its outputs are on two axes
+        if grouped or not isinstance(module, BlockSparseModule | nn.Linear | _DenseConvolution):
+            wanted = "a block-sparse module, a linear layer, or a convolution, a transposed one without groups"
+            raise BlockSparseError.expected("module", wanted, type(module).__name__)
+        self.module, self.scale = module, scale
+        # The axis of a dense weight that has the outputs.
+        self._axis = 1 if isinstance(module, _DenseTransposed) else 0
+        self.gain = nn.Parameter(self._norms())
+
+    def _norms(self) -> Tensor:
+        if isinstance(self.module, BlockSparseModule):
+            return norms(self.module.values.detach(), self.module.layout)
+        return self.module.weight.detach().transpose(0, self._axis).flatten(1).norm(dim=1)
 
     @property
     def values(self) -> Tensor:
         """The weights in use."""
-        return l2_normalize(self.module.values, self.module.layout, self.gain)
+        if isinstance(self.module, BlockSparseModule):
+            return l2_normalize(self.module.values, self.module.layout, self.gain)
+        weight = self.module.weight
+        shape = [-1 if axis == self._axis else 1 for axis in range(weight.dim())]
+        return torch._weight_norm(weight, self.gain.view(shape), self._axis)
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:
-        return torch.func.functional_call(self.module, {"values": self.values}, inputs, options)
+        return torch.func.functional_call(self.module, {self.name: self.values}, inputs, options)
 
-    def fold(self) -> BlockSparseModule:
-        """The module itself, with the weights in use as its values."""
+    def fold(self) -> nn.Module:
+        """The module itself, with the weights in use as its weights."""
         with torch.no_grad():
-            self.module.values.copy_(self.values)
+            getattr(self.module, self.name).copy_(self.values)
         return self.module
+
+    @property
+    def name(self) -> str:
+        """Of the module's weight."""
+        return "values" if isinstance(self.module, BlockSparseModule) else "weight"
+
+    @torch.no_grad()
+    def _initialise(self, *inputs: Any) -> None:
+        """Gain and bias by which the outputs for these inputs have mean 0 and deviation `scale`."""
+        bias = self.module.bias
+        if not isinstance(bias, Tensor):
+            raise BlockSparseError.expected("module", "one with a bias", repr(self.module))
+        self.gain.fill_(1)
+        bias.zero_()
+        y = self.forward(*inputs)
+        axis = y.dim() - 1 - len(getattr(self.module, "kernel_size", ()))
+        variance, mean = torch.var_mean(y, [other for other in range(y.dim()) if other != axis], correction=0)
+        gain = self.scale * (variance + _LEAST_VARIANCE).rsqrt()
+        self.gain[: len(gain)] = gain
+        bias.copy_(-mean * gain)
+
+
+def initialise_from_data(model: nn.Module, *inputs: Any) -> None:
+    """Gain and bias of every `WeightNorm` in a model, by a batch that is passed through it once.
+
+    One after the other in the order of their calls they get such as give each of their outputs mean 0 and deviation
+    `scale` over the batch. One that is not called is left as it is.
+
+    Args:
+        model: whose layers.
+        inputs: of its call.
+
+    Raises:
+        BlockSparseError: a `WeightNorm` of a module without a bias.
+
+    >>> import torch, blocksparse as bs
+    >>> layer = bs.nn.WeightNorm(bs.nn.Linear(64, 32, density=0.5, block_size=8), scale=0.1)
+    >>> x = 5 + 3 * torch.randn(1000, 64)
+    >>> bs.nn.initialise_from_data(layer, x)
+    >>> [round(figure.item(), 3) for figure in torch.std_mean(layer(x), dim=0)[0][:2]]
+    [0.1, 0.1]
+
+    Source: Salimans, Kingma, Weight normalization (2016), section 3.
+    """
+    hooks = [
+        module.register_forward_pre_hook(lambda module, inputs: module._initialise(*inputs))
+        for module in model.modules()
+        if isinstance(module, WeightNorm)
+    ]
+    try:
+        with torch.no_grad():
+            model(*inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,168 @@
+"""Convolutions over images that see no pixel after their own, in the order of reading; of whole images or of bands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import BlockSparseError
+from .weight_norm import WeightNorm
+
+SHIFTS = ("down", "down_right")
+
+
+def concat_elu(x: Tensor) -> Tensor:
+    """elu of x and of -x, one behind the other: `[n, channels, *] -> [n, 2 channels, *]`.
+
+    >>> import torch, blocksparse as bs
+    >>> bs.nn.concat_elu(torch.tensor([[2.0, -2.0]]))
+    tensor([[ 2.0000, -0.8647, -0.8647,  2.0000]])
+
+    Source: Salimans, Karpathy, Chen, Kingma, PixelCNN++ (2017), after the CReLU of Shang et al. (2016).
+    """
+    return F.elu(torch.cat([x, -x], 1), inplace=True)
+
+
+class _Banded(nn.Module):
+    """What needs rows above its image: zeros, or the last ones of the band before (see `bands`).
+
+    Args:
+        rows: how many.
+    """
+
+    def __init__(self, rows: int):
+        super().__init__()
+        self.rows = rows
+        self.in_bands = False
+        self.above: Tensor | None = None
+        self.seen: Tensor | None = None
+
+    def _extended(self, x: Tensor, left: int = 0, right: int = 0) -> Tensor:
+        """x with these rows above it, and with columns of zeros at its sides."""
+        if self.in_bands and self.rows:
+            # A band may be lower than the rows that it leaves.
+            x = F.pad(x, (0, 0, self.rows, 0)) if self.above is None else torch.cat([self.above, x], 2)
+            self.seen = x[:, :, x.shape[2] - self.rows :]
+            return F.pad(x, (left, right))
+        return F.pad(x, (left, right, self.rows, 0))
+
+
+class Causal2d(_Banded):
+    """A 2-d convolution whose outputs see no pixel after the one in their own place.
+
+    Args:
+        module: a Conv2d without padding, block-sparse or of torch.nn, or a `WeightNorm` of one.
+        shift: "down": an output sees its own row and those above, as far to the left as to the right (a kernel of odd
+            width); "down_right": its own column too and those to the left, above and in its own row.
+
+    Shapes: `[n, channels, height, width]`, of an output of the same size at stride 1, of half of it at stride 2.
+
+    Raises:
+        BlockSparseError: a module or a shift of another kind, an even width with "down".
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> layer = bs.nn.Causal2d(bs.nn.Conv2d(8, 8, (2, 2), block_size=4, density=0.5), "down_right")
+        >>> x = torch.randn(1, 8, 5, 5, requires_grad=True)
+        >>> layer(x)[0, :, 2, 2].sum().backward()
+        >>> x.grad[0].abs().amax(0).gt(0).nonzero().tolist()
+        [[1, 1], [1, 2], [2, 1], [2, 2]]
+
+    Source: van den Oord, Kalchbrenner, Kavukcuoglu, Pixel recurrent neural networks (2016); Salimans et al.,
+    PixelCNN++ (2017).
+    """
+
+    def __init__(self, module: nn.Module, shift: str):
+        if shift not in SHIFTS:
+            raise BlockSparseError.expected("shift", f"one of {', '.join(SHIFTS)}", repr(shift))
+        conv = module.module if isinstance(module, WeightNorm) else module
+        kernel: tuple[int, ...]
+        kernel, padding = getattr(conv, "kernel_size", ()), getattr(conv, "padding", None)
+        if len(kernel) != 2 or padding not in ((0, 0), "valid"):
+            raise BlockSparseError.expected("module", "a Conv2d without padding", repr(module))
+        height, width = kernel
+        if shift == "down" and width % 2 == 0:
+            raise BlockSparseError.expected("module", 'a kernel of odd width with "down"', repr(module))
+        super().__init__(height - 1)
+        self.module, self.shift = module, shift
+        self.sides = (width // 2, width // 2) if shift == "down" else (width - 1, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(self._extended(x, *self.sides))
+
+    def extra_repr(self) -> str:
+        return self.shift
+
+
+class Shift2d(_Banded):
+    """An image moved by one pixel, down or to the right; zeros come in, and what goes out is lost.
+
+    Args:
+        direction: "down" or "right".
+
+    Raises:
+        BlockSparseError: another direction.
+
+    >>> import torch, blocksparse as bs
+    >>> bs.nn.Shift2d("down")(torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]]))
+    tensor([[[[0., 0.],
+              [1., 2.]]]])
+    """
+
+    def __init__(self, direction: str):
+        if direction not in ("down", "right"):
+            raise BlockSparseError.expected("direction", "down or right", repr(direction))
+        super().__init__(int(direction == "down"))
+        self.direction = direction
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[2:]
+        return self._extended(x, left=int(self.direction == "right"))[:, :, :height, :width]
+
+    def extra_repr(self) -> str:
+        return self.direction
+
+
+class Bands:
+    """Says when a band of an image is complete, and the next one begins below it; see `bands`."""
+
+    def __init__(self, layers: list[_Banded]):
+        self._layers = layers
+
+    def next(self) -> None:
+        """What the layers saw last is final: the next call is for the rows below."""
+        for layer in self._layers:
+            # A copy: the band itself need not stay.
+            layer.above = None if layer.seen is None else layer.seen.clone()
+
+
+@contextmanager
+def bands(model: nn.Module) -> Iterator[Bands]:
+    """Passes an image through a model of causal convolutions in bands of rows, as if it were passed as a whole.
+
+    The model is called on a band, as often as one likes with other pixels; after `next` on the one below it. Each
+    layer keeps the last rows of the band before, so that a call costs what its own rows cost. The height of a band is
+    to be divisible by all strides.
+
+    >>> import torch, blocksparse as bs
+    >>> layer = bs.nn.Causal2d(torch.nn.Conv2d(1, 1, (2, 3)), "down")
+    >>> x = torch.randn(1, 1, 6, 5)
+    >>> with torch.no_grad(), bs.nn.bands(layer) as below:
+    ...     first = layer(x[:, :, :2])
+    ...     below.next()
+    ...     rest = layer(x[:, :, 2:])
+    >>> torch.allclose(torch.cat([first, rest], 2), layer(x), atol=1e-6)
+    True
+    """
+    layers = [module for module in model.modules() if isinstance(module, _Banded)]
+    try:
+        for layer in layers:
+            layer.in_bands = True
+        yield Bands(layers)
+    finally:
+        for layer in layers:
+            layer.in_bands, layer.above, layer.seen = False, None, None
