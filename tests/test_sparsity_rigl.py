@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.sparsity.dense_gradient import gradient_norms, largest
+from blocksparse.sparsity.dense_gradient import LinearPass, Watch, gradient_norms, largest
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +89,58 @@ def test_the_choice_is_that_of_the_dense_gradient(sizes, block, activation, norm
     assert (average[~stayed] == 0).all()
     assert average[stayed].any()
     assert not layer._forward_hooks, "hooks are there in one iteration of so many"
+
+
+CONVOLUTIONS = {
+    "plain": (bs.nn.Conv2d, (6, 10, 3), {}, (7, 6)),
+    "strided": (bs.nn.Conv2d, (8, 8, (3, 2)), {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)}, (8, 7)),
+    "same": (bs.nn.Conv2d, (8, 8, 2), {"padding": "same", "activation": "silu"}, (5, 5)),
+    "circular": (bs.nn.Conv2d, (8, 8, 3), {"padding": 1, "padding_mode": "circular", "activation": "relu"}, (5, 6)),
+    "1-d": (bs.nn.Conv1d, (8, 12, 3), {"activation": "gelu"}, (9,)),
+    "3-d": (bs.nn.Conv3d, (4, 8, 2), {"padding": 1}, (3, 4, 3)),
+    "transposed": (bs.nn.ConvTranspose2d, (6, 10, 3), {"stride": 2, "padding": 1, "output_padding": 1}, (4, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_norms_of_convolutions_are_those_of_the_dense_gradient(name):
+    kind, arguments, options, size = CONVOLUTIONS[name]
+    torch.manual_seed(0)
+    layer = kind(*arguments, density=0.5, block_size=(2, 4), dtype=torch.float64, **options)
+    layout = layer.layout
+    # The same weights in a layout of all blocks, whose values have the dense gradient.
+    dense = kind(*arguments, density=None, block_size=(2, 4), dtype=torch.float64, **options)
+    stored = torch.from_numpy(layout.row_of_block * layout.grid[1] + layout.col_of_block)
+    with torch.no_grad():
+        dense.values.zero_()[stored] = layer.values
+        dense.bias.copy_(layer.bias)
+    watch = Watch(layer)
+    for x in (torch.randn(3, arguments[0], *size), torch.randn(arguments[0], *size)):  # the other without a batch
+        x = x.double()
+        weights = torch.randn_like(layer(x))
+        for one in (layer, dense):
+            (one(x) * weights).sum().backward()
+    tiles = list(gradient_norms(watch.seen, layout, layer.kernel_size, tile=1))
+    assert [first for first, _ in tiles] == list(range(layout.grid[0])), "a row of blocks at a time"
+    found = torch.cat([norms for _, norms in tiles])
+    torch.testing.assert_close(found.flatten(), dense.values.grad.flatten(1).norm(dim=1))
+    assert found.min() > 0
+
+
+def test_convolutions_grow_where_their_gradient_is():
+    torch.manual_seed(0)
+    model = nn.Sequential(bs.nn.Conv2d(3, 16, 3, density=None), bs.nn.Conv2d(16, 16, 3, density=0.25, block_size=4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    method = bs.sparsity.RigL(model, optimizer, t_end=10, every=2, alpha=1.0, skip="0")
+    layouts = {model[1].layout}
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+        method.step()
+        optimizer.step()
+        layouts.add(model[1].layout)
+    assert len(layouts) == 4
+    assert {layout.nnz for layout in layouts} == {4}
 
 
 def test_schedule():
@@ -172,9 +224,10 @@ def test_the_dense_gradient_is_never_more_than_a_tile():
     features, tile = 2048, 1 << 16
     layout = bs.patterns.random((features, features), 8, density=0.01, seed=0)
     x, grad = torch.randn(4, features), torch.randn(4, features)
+    seen_once = LinearPass(x, grad, layout.shape)
     tracemalloc.start()
     with Largest() as seen:
-        keys = largest(gradient_norms([(x, grad)], layout, tile=tile), torch.empty(0).long().numpy(), 256, 655)
+        keys = largest(gradient_norms([seen_once], layout, tile=tile), torch.empty(0).long().numpy(), 256, 655)
     assert seen.most == tile
     assert features * features == 64 * tile
     # What numpy held at once: less than the norms of all blocks, 256 x 256, with their places would take.
@@ -186,7 +239,7 @@ def test_the_dense_gradient_is_never_more_than_a_tile():
 
 def test_a_whole_step_stays_within_a_tile(monkeypatch):
     features, tile = 2048, 1 << 16
-    monkeypatch.setattr(gradient_norms, "__defaults__", ("l2", tile))
+    monkeypatch.setattr(gradient_norms, "__defaults__", ((), "l2", tile))
     layer = bs.nn.Linear(features, features, layout=bs.patterns.random((features, features), 8, 0.01, seed=0))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     method = bs.sparsity.RigL(layer, optimizer, t_end=10, every=1)
@@ -204,8 +257,7 @@ def test_a_whole_step_stays_within_a_tile(monkeypatch):
         ({"alpha": 1.5}, "alpha: expected a number from 0 to 1"),
         ({"norm": "min"}, "norm: expected one of"),
         ({"modules": nn.Linear(4, 4)}, "modules: expected one with block-sparse weights, got Linear"),
-        ({"modules": bs.nn.Conv2d(8, 8, 3, block_size=4)}, "modules: expected a bs.nn.Linear"),
-        ({"modules": bs.nn.LSTM(8, 8, density=1.0, block_size=4)}, "weight_ih_l0: expected a bs.nn.Linear"),
+        ({"modules": bs.nn.LSTM(8, 8, density=1.0, block_size=4)}, "weight_ih_l0: expected a linear layer or a conv"),
     ],
 )
 def test_bad_arguments(arguments, message):

@@ -133,12 +133,17 @@ class _Conv(Convolution):
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         self._check(x)
-        padding = self.padding
-        if self.padding_mode != "zeros" and padding != "valid":
-            circular = self.padding_mode == "circular"
-            x = circular_pad(x, self._around()) if circular else F.pad(x, self._around(), mode=self.padding_mode)
-            padding = 0
-        return self._convolve(x, padding=padding, gate=gate)
+        if self.padding_mode == "zeros" or self.padding == "valid":
+            return self._convolve(x, padding=self.padding, gate=gate)
+        return self._convolve(self.padded(x), padding=0, gate=gate)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """The image with the margins that the padding gives it."""
+        if self.padding == "valid":
+            return x
+        if self.padding_mode == "circular":
+            return circular_pad(x, self._around())
+        return F.pad(x, self._around(), mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
 
     def _around(self) -> list[int]:
         """The padding as F.pad takes it: the last axis first, before and after."""
