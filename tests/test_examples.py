@@ -28,6 +28,14 @@ def test_linear_layer():
     assert float(after) < float(before)
 
 
+def test_training_helpers():
+    out = run("training_helpers.py", "40")
+    stayed, all_blocks = map(int, re.search(r"(\d+) of (\d+) blocks are where they were", out).groups())
+    assert stayed < all_blocks
+    before, after, mean = map(float, re.search(r"error (\S+) -> (\S+), of the running mean (\S+) in", out).groups())
+    assert max(after, mean) < 0.9 * before
+
+
 def test_fashion_mnist(tmp_path):
     write(tmp_path, n=96)
     out = run("fashion_mnist.py", tmp_path, "--epochs", "2", "--width", "16", "--batch", "32")
