@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import blocksparse as bs
-from blocksparse.bench import lstm_reach, machine, mlp, report, rows
+from blocksparse.bench import gates, lstm_reach, machine, mlp, report, rows
 from blocksparse.bench.conv import ConvBench
 from blocksparse.bench.linear import LinearBench
 from blocksparse.bench.rows import Row, not_measured, times
@@ -163,6 +163,7 @@ def linear_rows(shrink: int) -> Iterator[Row]:
     yield from target_rows(bench, shrink)
     yield from small_block_rows(bench, shrink)
     yield line_row(bench, [replace(TRAINING.shrunk(shrink), density=d) for d in LINE_DENSITIES], LINE_INTERCEPT)
+    yield from gates.rows(bench, shrink)
     yield memory_row(12288 // shrink, 64, 0.1)
     yield memory_row(131072 // shrink, 64, 0.001)
 
