@@ -22,6 +22,7 @@ from .sample import sample
 from .sentiment import sentiment
 from .sparsify import sparsify
 from .train import train
+from .train_resnet import resnet
 from .tune import tune
 
 
@@ -59,5 +60,6 @@ app.command()(layout)
 app.command()(sample)
 app.command()(sentiment)
 app.command()(sparsify)
+train.command("resnet")(resnet)
 app.add_typer(train)
 app.command()(tune)

@@ -190,14 +190,14 @@ def mlp(
     show(console, trainer)
 
 
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Features of hidden layers.
+def parse_sizes(text: str, name: str = "hidden") -> tuple[int, ...]:
+    """Sizes such as the features of hidden layers.
 
     >>> parse_sizes("4000,1000,4000")
     (4000, 1000, 4000)
     """
     if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", text):
-        raise BlockSparseError.expected("hidden", "positive ints with commas between, such as 1000,1000", repr(text))
+        raise BlockSparseError.expected(name, "positive ints with commas between, such as 1000,1000", repr(text))
     return tuple(map(int, text.split(",")))
 
 

@@ -210,8 +210,12 @@ class ClassifyTask:
             for name in ("importance", "set"):
                 if name in self.methods:
                     self.methods[name].step()
-        rows, labels = (tensor.to(self.device) for tensor in self.data.take(self.rows_of(step)))
+        rows, labels = (tensor.to(self.device) for tensor in self.take(step))
         return F.cross_entropy(self.model(rows).float(), labels)
+
+    def take(self, step: int) -> tuple[Tensor, Tensor]:
+        """A step's rows and their labels, on the CPU."""
+        return self.data.take(self.rows_of(step))
 
     def evaluate(self, model: nn.Module) -> float:
         """The part of the held-out rows that are put in the wrong class, in %."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from ...errors import BlockSparseError
-from . import classifiers, graphs, language, pruned
+from . import classifiers, graphs, language, pruned, shifted
 from .experiment import Experiment
 from .report import write
 
-__all__ = ["EXPERIMENTS", "Experiment", "classifiers", "find", "graphs", "language", "pruned", "write"]
+__all__ = ["EXPERIMENTS", "Experiment", "classifiers", "find", "graphs", "language", "pruned", "shifted", "write"]
 
 EXPERIMENTS: dict[str, Experiment] = {
     **language.EXPERIMENTS,
     **classifiers.EXPERIMENTS,
     **graphs.EXPERIMENTS,
     **pruned.EXPERIMENTS,
+    **shifted.EXPERIMENTS,
 }
 
 

@@ -1,0 +1,220 @@
+"""ResNets on images: what a step sees, what goes on to the same bits, and what shifts do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import blocksparse as bs
+from blocksparse.cli import app
+from blocksparse.data.images import Images
+from blocksparse.models.resnet import ResNet
+from blocksparse.recipes import experiments, resnet
+from blocksparse.recipes.resnet import Recipe, Rows, augmented
+from blocksparse.recipes.shifts import all_shifts, consistency
+from blocksparse.recipes.trainer import Interrupted, Watcher
+from test_data_tables import write_cifar10
+
+pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
+
+SMALL = Recipe(width=4, blocks=(1, 1), block_size=4, epochs=2, batch=8)
+
+
+def draw(n=32, channels=3, size=8):
+    """Two kinds of images: with a bright row, and with a bright column."""
+    pixels = torch.randint(60, (n + 8, channels, size, size), dtype=torch.uint8)
+    labels = torch.arange(n + 8) % 2
+    pixels[labels == 0, :, 3] += 150
+    pixels[labels == 1, :, :, 3] += 150
+    return Images("crosses", pixels[:n], labels[:n], pixels[n:], labels[n:], ("row", "column"))
+
+
+# -- data -----------------------------------------------------------------------------------------------------------
+
+
+def test_channels_are_standardised():
+    data = draw(n=50)
+    data.train[:, 1] = 7  # one that never varies
+    rows, labels = Rows(data).take(np.arange(50))
+    expected = data.train.double()
+    expected = (expected - expected.mean((0, 2, 3), keepdim=True)) / expected.std((0, 2, 3), correction=0)[
+        :, None, None
+    ]
+    expected[:, 1] = 0
+    torch.testing.assert_close(rows, expected.float(), atol=1e-5, rtol=1e-5)
+    assert rows.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(labels, data.train_labels)
+    held_out = torch.cat([part for part, _ in Rows(data).held_out(3)])
+    assert torch.equal(held_out, Rows(data).standardised(data.test))
+
+
+def test_images_are_moved_and_mirrored():
+    images = torch.arange(1.0, 41).view(1, 1, 5, 8).repeat(1200, 1, 1, 1)
+    found = augmented(images, np.random.default_rng(), margin=2)
+    assert found.shape == images.shape
+    wide = torch.nn.functional.pad(images[0, 0], (2,) * 4)
+    known = {
+        tuple(crop[..., ::step].flatten().tolist() if step == 1 else crop.flip(-1).flatten().tolist())
+        for i in range(5)
+        for j in range(5)
+        for crop in [wide[i : i + 5, j : j + 8]]
+        for step in (1, -1)
+    }
+    seen = {tuple(image.flatten().tolist()) for image in found}
+    assert seen <= known
+    assert len(seen) == len(known) == 50  # of 1,200 draws, each is there but once in 10^9 runs
+    assert torch.equal(augmented(images, np.random.default_rng(3)), augmented(images, np.random.default_rng(3)))
+
+
+# -- consistency ----------------------------------------------------------------------------------------------------
+
+
+def test_all_shifts_are_there():
+    image = torch.randn(2, 3, 4)
+    found = {tuple(shift.flatten().tolist()) for shift in all_shifts(image)}
+    assert found == {tuple(image.roll((i, j), (1, 2)).flatten().tolist()) for i in range(3) for j in range(4)}
+
+
+def test_consistency_is_that_of_two_shifts():
+    """Against its definition: over all pairs of shifts."""
+    torch.manual_seed(0)
+    model = ResNet(classes=4, width=4, blocks=(1, 1)).eval()
+    images = torch.randn(3, 3, 4, 4)
+    with torch.no_grad():
+        logits = [torch.stack([model(s[None])[0] for s in all_shifts(image)]) for image in images]
+        middle = torch.cat(logits).mean(0)  # an untrained network's outputs hardly differ from each other
+        model.head.bias -= middle
+        logits = [one - middle for one in logits]
+    classes = [one.argmax(1) for one in logits]
+    agree = [(one[:, None] == one).double().mean().item() for one in classes]
+    found = consistency(model, images)
+    assert found.agreement == pytest.approx(sum(agree) / 3)
+    assert 0 < found.agreement < 1
+    assert found.difference == pytest.approx(max((one - one[0]).abs().max().item() for one in logits), rel=1e-4)
+    assert (found.images, found.shifts) == (3, 16)
+
+
+# -- training -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [SMALL, Recipe(width=8, blocks=(1, 1), downsample="aps", density=0.5, block_size=4,
+                                                   epochs=3, batch=8)], ids=["stride", "aps"])  # fmt: skip
+def test_it_learns(recipe, tmp_path):
+    torch.manual_seed(0)
+    data = draw(n=128)
+    result = resnet.trainer(recipe, data, tmp_path).train()
+    assert result["unit"] == "% test error"
+    assert result["held_out"] <= 25
+    shifted = resnet.shifted(tmp_path, data, 4)
+    assert json.loads((tmp_path / "consistency.json").read_text())["images"] == 4
+    if recipe.downsample == "aps":
+        assert shifted.agreement == 1
+        assert shifted.difference < 1e-4
+
+
+class Stops(Watcher):
+    def stepped(self, step):
+        if step == 3:
+            raise Interrupted(2, step)
+
+
+def test_a_run_that_stopped_ends_with_the_same_bits(tmp_path):
+    data = draw()
+    whole = resnet.trainer(SMALL, data, tmp_path / "whole")
+    whole.train()
+    with pytest.raises(Interrupted):
+        resnet.trainer(SMALL, data, tmp_path / "stopped").train(Stops())
+    again = resnet.trainer(SMALL, data, tmp_path / "stopped")
+    again.train()
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, again.model.state_dict()[name]), name
+    for name, tensor in resnet.load(tmp_path / "stopped").state_dict().items():
+        assert torch.equal(tensor, whole.model.state_dict()[name]), name
+
+
+def test_seeds_tell_runs_apart(tmp_path):
+    data = draw()
+    one, same, other = (resnet.trainer(SMALL, data, tmp_path, seed).task for seed in (0, 0, 1))
+    assert torch.equal(one.take(5)[0], same.take(5)[0])
+    assert not torch.equal(one.take(5)[0], other.take(5)[0])
+    assert not torch.equal(one.model.stem.weight, other.model.stem.weight)
+
+
+# -- the command, the experiment ------------------------------------------------------------------------------------
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def test_the_command(tmp_path):
+    write_cifar10(tmp_path)
+    out = tmp_path / "run"
+    command = ["train", "resnet", "--data", "cifar10", "--data-dir", tmp_path, "--out", out, "--downsample", "aps"]
+    command += ["--width", "4", "--blocks", "1,1", "--epochs", "1", "--batch", "10", "--density", "0.5"]
+    command += ["--block-size", "2", "--shifted", "1"]
+    said = run(*command)
+    assert "resnet, aps, 4-8 channels, density 0.5 in blocks of 2" in said
+    assert "consistency 100.00 % over all pairs of 1,024 circular shifts, 1 test image" in said
+    assert "this run is finished" in run(*command)
+
+
+def test_the_experiment(tmp_path, monkeypatch):
+    experiment = experiments.find("shifts-cifar10")
+    data = draw()
+    small = {name: replace(SMALL, downsample=of.downsample) for name, of in experiment.contenders.items()}
+    experiment = replace(experiment, contenders=small, shifted=4)
+    monkeypatch.setattr(type(experiment), "load", lambda self, data_dir: data)
+    for trainer in experiment.trainers(tmp_path / "runs", seeds=[0, 1]):
+        trainer.train()
+        experiment.probe(trainer.run)
+        experiment.probe(trainer.run)  # is done already
+    paths = experiments.write("shifts-cifar10", experiment, tmp_path / "runs", tmp_path)
+    text = paths[1].read_text()
+    assert "| down-sampling | stride | aps |" in text
+    assert "| 100.00 ± 0.00 |" in text.split("consistency")[1]
+    assert all(0 < one["consistency"]["agreement"] <= 1 for one in json.loads(paths[0].read_text())["runs"]["stride"])
+
+
+# -- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input(tmp_path):
+    data = draw(size=6)
+    for call, message in [
+        (
+            lambda: resnet.trainer(Recipe(blocks=(1, 1, 1), width=4), data, tmp_path),
+            "crosses: expected images whose sides divide by 4, to be halved between 3 stages, got 6 x 6",
+        ),
+        (lambda: resnet.trainer(Recipe(blocks=()), data, tmp_path), "blocks: expected one or more in each"),
+        (lambda: resnet.trainer(Recipe(blocks=(1,), epochs=0), data, tmp_path), "epochs: expected a positive int"),
+        (lambda: resnet.trainer(Recipe(blocks=(1,), batch=99), data, tmp_path), "batch: expected an int from 1 to the"),
+        (lambda: resnet.load(tmp_path), "last.safetensors"),
+        (lambda: resnet.shifted(tmp_path, data, 9), "shifted: expected an int from 1 to the images to test on, 8"),
+        (
+            lambda: consistency(torch.nn.Identity(), torch.ones(2, 3)),
+            r"images: expected \[n, channels, height, width\]",
+        ),
+    ]:
+        with pytest.raises(bs.BlockSparseError, match=message):
+            call()
+
+
+def test_another_kind_of_run(tmp_path):
+    from blocksparse.data.synthetic import Synthetic
+    from blocksparse.models.mlp import SparseMLP
+    from blocksparse.recipes.classify import ClassifyTask
+    from blocksparse.recipes.settings import Settings
+    from blocksparse.recipes.trainer import Trainer
+
+    task = ClassifyTask(SparseMLP([6, 4, 2], density=None), Synthetic(6, 8, 2), epochs=1, batch=8)
+    Trainer(task, tmp_path, Settings(steps=1)).train()
+    with pytest.raises(bs.BlockSparseError, match="expected a residual network, got classify"):
+        resnet.load(tmp_path)
