@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .checked import integer, number
 from .errors import BlockSparseError
 from .layout import BlockLayout, checked_block, checked_grid, is_int
 
@@ -91,7 +92,7 @@ def shuffled_block_diagonal(shape: Shape, block_size: Block = 32, groups: int | 
     common = math.gcd(*grid)
     if groups is None:
         groups = next(g for g in range(1, common + 1) if common % g == 0 and (g * g >= min(grid) or g == common))
-    groups = _integer("groups", groups, least=1)
+    groups = integer("groups", groups, 1)
     if common % groups:
         raise BlockSparseError.expected("groups", f"a divisor of both sides of the grid {grid}", groups)
     rows = np.repeat(np.arange(grid[0]), grid[1] // groups)
@@ -121,7 +122,7 @@ def banded(shape: Shape, block_size: Block = 32, bandwidth: int = 1) -> BlockLay
     """
     grid, block = _grid(shape, block_size)
     n = min(grid)
-    width = min(_integer("bandwidth", bandwidth, least=0), n - 1)
+    width = min(integer("bandwidth", bandwidth, 0), n - 1)
     i, step = np.divmod(np.arange(n * (2 * width + 1)), 2 * width + 1)
     j = i + step - width
     inside = (j >= 0) & (j < n)
@@ -184,7 +185,7 @@ def random(shape: Shape, block_size: Block = 32, density: float = 0.1, seed: int
     """
     grid, block = _grid(shape, block_size)
     rng = _generator(seed)
-    n = round(_number("density", density, 0, 1) * grid[0] * grid[1])
+    n = round(number("density", density, 0, 1) * grid[0] * grid[1])
     keys = _draw(rng, grid[0] * grid[1], n)
     if n >= max(grid) and not _covers(keys, grid):
         cover = _cover(rng, grid)
@@ -221,7 +222,7 @@ def erdos_renyi(shape: Shape, block_size: Block = 32, epsilon: float = 4.0, seed
     grid, block = _grid(shape, block_size)
     rng = _generator(seed)
     total = grid[0] * grid[1]
-    probability = min(1.0, _number("epsilon", epsilon, 0) * (grid[0] + grid[1]) / total)
+    probability = min(1.0, number("epsilon", epsilon, 0) * (grid[0] + grid[1]) / total)
     # Independent blocks: their number is binomial, and given the number every choice is equally likely.
     return BlockLayout._from_keys(_draw(rng, total, int(rng.binomial(total, probability))), grid, block)
 
@@ -257,7 +258,7 @@ def watts_strogatz(
 
     n, block = _nodes(features, block_size)
     k = _even_neighbors(neighbors, n)
-    graph = networkx.watts_strogatz_graph(n, k, _number("rewire", rewire, 0, 1), seed=_integer("seed", seed, least=0))
+    graph = networkx.watts_strogatz_graph(n, k, number("rewire", rewire, 0, 1), seed=integer("seed", seed, 0))
     return _of_graph(*_edges(graph), n, block)
 
 
@@ -292,7 +293,7 @@ def watts_strogatz_2d(
     """
     n, block = _nodes(features, block_size)
     offsets = _quadrant(_even_neighbors(neighbors, n) // 2)
-    probability = _number("rewire", rewire, 0, 1)
+    probability = number("rewire", rewire, 0, 1)
     rng = _generator(seed)
     height = next(h for h in range(math.isqrt(n), 0, -1) if n % h == 0)
     width = n // height
@@ -338,8 +339,8 @@ def barabasi_albert(features: int, block_size: Block = 32, m: int = 8, seed: int
     import networkx
 
     n, block = _nodes(features, block_size)
-    m = _integer("m", m, least=1, below=n)
-    seed = _integer("seed", seed, least=0)
+    m = integer("m", m, 1, below=n, of="the number of blocks")
+    seed = integer("seed", seed, 0)
     # Today's networkx starts from a star around block 0; in 2017 block m was the first to tie itself to the others.
     start = networkx.Graph((m, i) for i in range(m))
     i, j = _edges(networkx.barabasi_albert_graph(n, m, seed=seed, initial_graph=start))
@@ -480,7 +481,7 @@ def _nodes(features: Any, block_size: Any) -> tuple[int, tuple[int, int]]:
     block = checked_block(block_size)
     if block[0] != block[1]:
         raise BlockSparseError.expected("block_size", "a square block, as the layout is a graph's", block)
-    features = _integer("features", features, least=1)
+    features = integer("features", features, 1)
     if features % block[0]:
         raise BlockSparseError.expected("features", f"a multiple of the block, {block[0]}", features)
     n = features // block[0]
@@ -489,26 +490,11 @@ def _nodes(features: Any, block_size: Any) -> tuple[int, tuple[int, int]]:
 
 
 def _even_neighbors(neighbors: Any, nodes: int) -> int:
-    neighbors = _integer("neighbors", neighbors, least=2, below=nodes)
+    neighbors = integer("neighbors", neighbors, 2, below=nodes, of="the number of blocks")
     if neighbors % 2:
         raise BlockSparseError.expected("neighbors", "an even int", neighbors)
     return neighbors
 
 
-def _integer(name: str, value: Any, least: int, below: int | None = None) -> int:
-    if not is_int(value) or value < least or (below is not None and value >= below):
-        bound = "" if below is None else f" and below the number of blocks, {below}"
-        raise BlockSparseError.expected(name, f"an int, {least} or more{bound}", repr(value))
-    return int(value)
-
-
-def _number(name: str, value: Any, least: float, most: float = math.inf) -> float:
-    number = is_int(value) or isinstance(value, float | np.floating)
-    if not number or not math.isfinite(value) or not least <= value <= most:
-        wanted = f"a finite number, {least} or more" if most == math.inf else f"a number from {least} to {most}"
-        raise BlockSparseError.expected(name, wanted, repr(value))
-    return float(value)
-
-
 def _generator(seed: Any) -> np.random.Generator:
-    return np.random.default_rng(_integer("seed", seed, least=0))
+    return np.random.default_rng(integer("seed", seed, 0))

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..checked import integer
 from ..nn.module import BlockSparseModule, Weight
 from ..nn.prunable import survey
 from ..nn.recurrent import Recurrent
-from ..sparsity.method import integer
 from .sparsify import REASONS
 from .speed import speed_up_of_module
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checked import integer
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
 from ..nn.exchange import exchange
 from ..nn.prunable import Prunable, Skip, survey
 from ..sparsity.blocks import Blocks
 from ..sparsity.densities import erk
-from ..sparsity.method import integer
 from ..sparsity.strongest import check_density, strongest
 from .speed import speed_up_of_weight
 

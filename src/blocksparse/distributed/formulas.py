@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checked import integer, number
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
 from ..sparsity.magnitude import magnitudes, smallest
-from ..sparsity.method import integer, number
 from ..sparsity.places import keys_of
 from ..sparsity.rewire import carried
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..checked import integer, number
 from ..errors import BlockSparseError
-from ..sparsity.method import integer, number
 
 
 @dataclass(frozen=True)

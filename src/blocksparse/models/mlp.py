@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import patterns
+from ..checked import integer, number
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, checked_block, is_int
 from ..nn import AllReLU, Dropout, Linear
@@ -85,10 +86,8 @@ class SparseMLP(nn.Module):
             raise BlockSparseError.expected("activation", f"one of {', '.join(ACTIVATIONS)}", repr(activation))
         if init not in INITS:
             raise BlockSparseError.expected("init", f"one of {', '.join(INITS)}", repr(init))
-        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-            raise BlockSparseError.expected("dropout", "a number from 0 to below 1", repr(dropout))
-        if not is_int(seed) or seed < 0:
-            raise BlockSparseError.expected("seed", "an int, 0 or more", repr(seed))
+        number("dropout", dropout, 0, below=1)
+        integer("seed", seed, 0)
         layers = len(self.sizes) - 1
         densities = [density] * layers if isinstance(density, float | int | None | EllipsisType) else list(density)
         if len(densities) != layers:

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import nn as bsnn
+from ..checked import integer
 from ..errors import BlockSparseError
-from ..layout import is_int
 from ..nn.circular import circular_pad
 
 DOWNSAMPLE = ("stride", "aps")
@@ -62,8 +62,7 @@ class ResNet(nn.Module):
     ):
         super().__init__()
         for name, value in (("classes", classes), ("channels", channels), ("width", width)):
-            if not is_int(value) or value < 1:
-                raise BlockSparseError.expected(name, "an int, 1 or more", repr(value))
+            integer(name, value, 1)
         if downsample not in DOWNSAMPLE:
             raise BlockSparseError.expected("downsample", f"one of {', '.join(DOWNSAMPLE)}", repr(downsample))
         about: dict[str, Any] = {"density": density, "block_size": block_size, "aps": downsample == "aps", "blur": blur}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checked import integer
 from ..errors import BlockSparseError
-from ..layout import is_int
 
 
 class AllReLU(nn.Module):
@@ -36,9 +36,7 @@ class AllReLU(nn.Module):
         super().__init__()
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha < float("inf"):
             raise BlockSparseError.expected("alpha", "a number, 0 or more", repr(alpha))
-        if not is_int(layer) or layer < 1:
-            raise BlockSparseError.expected("layer", "an int, 1 or more", repr(layer))
-        self.alpha, self.layer = float(alpha), int(layer)
+        self.alpha, self.layer = float(alpha), integer("layer", layer, 1)
 
     @property
     def slope(self) -> float:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..checked import integer, number
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, import_scipy_sparse, is_int
+from ..layout import BlockLayout, import_scipy_sparse
 
 
 class Diffusion(nn.Module):
@@ -56,12 +57,8 @@ class Diffusion(nn.Module):
         self, edges: Tensor, nodes: int, hops: int = 2, threshold: float = 0.0, dtype: torch.dtype = torch.float32
     ):
         super().__init__()
-        for name, value in (("nodes", nodes), ("hops", hops)):
-            if not is_int(value) or value < 1:
-                raise BlockSparseError.expected(name, "an int, 1 or more", repr(value))
-        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold < 1:
-            raise BlockSparseError.expected("threshold", "a number from 0 to below 1", repr(threshold))
-        self.nodes, self.hops, self.threshold = int(nodes), int(hops), float(threshold)
+        self.nodes, self.hops = integer("nodes", nodes, 1), integer("hops", hops, 1)
+        self.threshold = number("threshold", threshold, 0, below=1)
         transition, self.isolated = _transition(edges, self.nodes, self.threshold)
         self.layouts: list[BlockLayout] = []
         power = transition
@@ -121,10 +118,8 @@ class DiffusionConv(nn.Module):
 
     def __init__(self, features: int, hops: int = 2, device: Any = None, dtype: torch.dtype | None = None):
         super().__init__()
-        for name, value in (("features", features), ("hops", hops)):
-            if not is_int(value) or value < 1:
-                raise BlockSparseError.expected(name, "an int, 1 or more", repr(value))
-        self.weight = nn.Parameter(torch.empty(hops + 1, features, device=device, dtype=dtype))
+        shape = integer("hops", hops, 1) + 1, integer("features", features, 1)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import BlockSparseError
+from ..checked import number
 from ..layout import LARGE
 from ..ops import workspace
 
@@ -41,9 +41,7 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float = 0.5):
         super().__init__()
-        if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p < 1:
-            raise BlockSparseError.expected("p", "a number from 0 to below 1", repr(p))
-        self.p = float(p)
+        self.p = number("p", p, 0, below=1)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checked import integer
 from ..errors import BlockSparseError
-from ..layout import is_int
 from .circular import circular_pad
 
 STEP = 2
@@ -48,7 +48,7 @@ class AdaptivePolyphaseDownsample(nn.Module):
 
     def __init__(self, blur: int = 1):
         super().__init__()
-        self.blur = _checked_blur(blur)
+        self.blur = integer("blur", blur, 1)
 
     def forward(self, x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
         _check_images(x)
@@ -91,7 +91,7 @@ class AdaptivePolyphaseUpsample(nn.Module):
 
     def __init__(self, blur: int = 1):
         super().__init__()
-        self.blur = _checked_blur(blur)
+        self.blur = integer("blur", blur, 1)
 
     def forward(self, y: Tensor, index: Tensor) -> Tensor:
         _check_images(y)
@@ -166,12 +166,6 @@ def _blurred(x: Tensor, size: int) -> Tensor:
         kernel = kernel.expand(x.shape[1], -1, -1, -1)
         x = F.conv2d(circular_pad(x, margin), kernel, groups=x.shape[1])
     return x
-
-
-def _checked_blur(blur: int) -> int:
-    if not is_int(blur) or blur < 1:
-        raise BlockSparseError.expected("blur", "an int, 1 or more", repr(blur))
-    return int(blur)
 
 
 def _check_images(x: Tensor) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ..checked import number
 from ..errors import BlockSparseError
 from ..layout import checked_block, is_int
-from .method import number
 
 Shape = Sequence[int]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..checked import integer, number
 from ..nn.module import BlockSparseModule
 from .magnitude import check_norm, magnitudes, smallest
-from .method import Method, Modules, Skip, integer, number
+from .method import Method, Modules, Skip
 from .places import draw_unused, keys_of
 from .rewire import Follow, rewire
 from .start import Init, check_init, first_values

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..checked import number
 from ..nn.prunable import Skip
 from .blocks import Blocks
-from .method import number
 from .search import Search
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..checked import number
 from ..errors import BlockSparseError
 from ..nn.prunable import Skip
-from .method import number
 from .search import Search
 
 MODES = ("proximal", "penalty")

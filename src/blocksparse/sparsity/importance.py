@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checked import integer, number
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule, Weight
 from .magnitude import magnitudes
-from .method import Method, Modules, Skip, integer, number
+from .method import Method, Modules, Skip
 from .rewire import Follow, check_module, rewire
 
 

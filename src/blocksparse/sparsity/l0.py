@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..checked import integer, number
 from ..nn.prunable import Skip
 from .blocks import Blocks
 from .gates import Gate, Gated
-from .method import integer, number
 
 GAMMA, ZETA, BETA = -0.1, 1.1, 2 / 3
 LOWEST, HIGHEST = math.log(0.01), math.log(100)  # of log_alpha

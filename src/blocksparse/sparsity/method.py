@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..checked import integer
 from ..errors import BlockSparseError
-from ..layout import is_int
 from ..nn.module import BlockSparseModule
 from .rewire import Follow, check_optimizer
 
@@ -117,19 +115,3 @@ def find_modules(modules: Modules, skip: Skip = ()) -> dict[str, BlockSparseModu
     if not chosen:
         raise BlockSparseError.expected("skip", "something but it with block-sparse weights", "nothing")
     return chosen
-
-
-def integer(name: str, value: Any, least: int) -> int:
-    """The value as an int, or a BlockSparseError."""
-    if not is_int(value) or value < least:
-        raise BlockSparseError.expected(name, f"an int, {least} or more", repr(value))
-    return int(value)
-
-
-def number(name: str, value: Any, least: float, most: float = math.inf) -> float:
-    """The value as a float, or a BlockSparseError."""
-    real = is_int(value) or isinstance(value, float | np.floating)
-    if not real or not math.isfinite(value) or not least <= value <= most:
-        wanted = f"a number from {least:g} to {most:g}" if most < math.inf else f"a finite number, {least:g} or more"
-        raise BlockSparseError.expected(name, wanted, repr(value))
-    return float(value)

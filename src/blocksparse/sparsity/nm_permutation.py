@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checked import integer
 from ..errors import BlockSparseError
-from .method import integer
 from .nm import check_inputs, check_nm, check_weight, nm_mask
 
 # Numbers that a step of the search makes at a time: they are to stay in the cache.

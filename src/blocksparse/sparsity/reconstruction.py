@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checked import number
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.exchange import exchange
@@ -18,7 +19,6 @@ from ..nn.prunable import Prunable, Skip, prunable
 from .blocks import Blocks
 from .calibrate import Batches, as_rows, check_batches, check_finite, observe
 from .least_squares import best_columns, block_counts, least_squares
-from .method import number
 from .strongest import check_density, strongest
 
 

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checked import integer, number
 from ..errors import BlockSparseError
 from ..nn.conv import Convolution
 from ..nn.linear import Linear
 from .dense_gradient import Watch, gradient_norms, largest
 from .magnitude import check_norm, magnitudes, smallest
-from .method import Method, Modules, Skip, integer, number
+from .method import Method, Modules, Skip
 from .places import keys_of
 from .rewire import Follow, rewire
 

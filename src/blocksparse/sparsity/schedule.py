@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .method import integer, number
+from ..checked import integer, number
 
 
 @dataclass(frozen=True)

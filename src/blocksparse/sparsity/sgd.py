@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .method import number
+from ..checked import number
 
 
 class SGD(torch.optim.Optimizer):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..checked import number
 from ..errors import BlockSparseError
 from ..nn.prunable import Skip, survey
-from .method import number
 from .nm import check_nm, nm_mask
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..checked import integer, number
 from ..errors import BlockSparseError
 from ..nn.prunable import Skip, prunable
-from .method import integer, number
 from .search import Masked
 
 

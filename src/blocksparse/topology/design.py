@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import patterns
+from ..checked import integer, number
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, is_int
 from .summary import Summary, summary
@@ -123,10 +124,8 @@ def propose(
     """See `bs.patterns.design`."""
     if objective not in MEASURES:
         raise BlockSparseError.expected("objective", f"one of {', '.join(MEASURES)}", repr(objective))
-    if not is_int(workers) or workers < 1:
-        raise BlockSparseError.expected("workers", "an int, 1 or more", repr(workers))
-    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
-        raise BlockSparseError.expected("tolerance", "a number from 0 to below 1", repr(tolerance))
+    integer("workers", workers, 1)
+    number("tolerance", tolerance, 0, below=1)
     nodes = patterns.dense((features, features), block_size).grid[0] if is_int(features) and features > 0 else 0
     if nodes < 2:
         raise BlockSparseError.expected("features", "an int, two blocks or more", repr(features))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..checked import integer
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, is_int
 from .graph import Graph, graph_of
@@ -139,9 +140,7 @@ def chosen_sources(nodes: int, sources: int | None, seed: int) -> np.ndarray:
         raise BlockSparseError.expected("sources", "None or an int, 2 or more", repr(sources))
     if sources >= nodes:
         return np.arange(nodes)
-    if not is_int(seed) or seed < 0:
-        raise BlockSparseError.expected("seed", "an int, 0 or more", repr(seed))
-    return np.random.default_rng(seed).choice(nodes, sources, replace=False)
+    return np.random.default_rng(integer("seed", seed, 0)).choice(nodes, sources, replace=False)
 
 
 def paths_in(graph: Graph, sources: np.ndarray) -> PathLengths:

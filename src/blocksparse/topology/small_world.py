@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from ..checked import integer
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, import_scipy_sparse, is_int
+from ..layout import BlockLayout, import_scipy_sparse
 from .clustering import clustering_in
 from .graph import Graph, graph_of
 from .paths import average_path_length, paths_in
@@ -73,8 +74,7 @@ def small_world(
     >>> found.clustering > 5 * found.random_clustering, found.path_length < 1.5 * found.random_path_length
     (True, True)
     """
-    if not is_int(references) or references < 1:
-        raise BlockSparseError.expected("references", "an int, 1 or more", repr(references))
+    integer("references", references, 1)
     length = average_path_length(layout, sources, level=level, seed=seed)
     graph = graph_of(layout, level)
     edges = _edges(graph)

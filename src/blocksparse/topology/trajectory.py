@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ..checked import integer
 from ..errors import BlockSparseError
-from ..layout import import_scipy_sparse, is_int
+from ..layout import import_scipy_sparse
 from .nnstd import Layer, Net, layers_of, nnstd
 
 
@@ -125,8 +126,7 @@ def embedding(distances: np.ndarray, dimensions: int = 2) -> np.ndarray:
     Source: Torgerson, Multidimensional scaling: theory and method (1952).
     """
     matrix = _checked(distances)
-    if not is_int(dimensions) or dimensions < 1:
-        raise BlockSparseError.expected("dimensions", "an int, 1 or more", repr(dimensions))
+    integer("dimensions", dimensions, 1)
     centred = matrix**2
     centred = centred - centred.mean(0) - centred.mean(1)[:, None] + centred.mean()
     values, vectors = np.linalg.eigh(-centred / 2)
