@@ -1,0 +1,40 @@
+"""The time of attention: what is timed is right, and the row says whether it falls."""
+
+import json
+
+import pytest
+import torch
+
+import blocksparse as bs
+from blocksparse.bench import attention
+from blocksparse.bench.attention import AttentionProblem, AttentionSpec
+from blocksparse.bench.timing import Samples
+
+SPEC = AttentionSpec(tokens=64, d=8, block=8)
+
+
+def test_rows_in_small():
+    threads = torch.get_num_threads()
+    rows = list(attention.rows(0.05, quick=True))
+    assert torch.get_num_threads() == threads
+    assert [row.met is None for row in rows] == 2 * ([False] + 5 * [True]) + 6 * [True]
+    assert all(row.details["error"] < 1e-5 for row in rows if row.met is None)
+    assert "causal attention forward + backward, 4 heads, 256 tokens, d 16, small world of density" in rows[-1].work
+    assert json.dumps([row.details for row in rows])
+
+
+@pytest.mark.parametrize(("seconds", "met"), [([3, 2, 1], True), ([3, 1, 2], False), ([2, 2, 1], False)])
+def test_falling(seconds, met):
+    names = ["density 1", "density 0.5", "density 0.1"]
+    samples = Samples({name: [float(t)] * 3 for name, t in zip(names, seconds, strict=True)}, {})
+    row = attention.falls_row("attention", names, samples)
+    assert row.met is met
+    assert row.measured.startswith("1.00, ")
+
+
+def test_what_differs_is_refused(monkeypatch):
+    problem = AttentionProblem(SPEC, {"half": bs.patterns.random((64, 64), 8, 0.5)}, causal=True)
+    assert 0 < problem.check()["half"] < 1e-5
+    monkeypatch.setattr(attention, "attention", lambda *of, **how: 1.01 * bs.nn.attention(*of, **how))
+    with pytest.raises(bs.BlockSparseError, match="attention, half: expected an error of at most 1e-05, got"):
+        problem.check()
