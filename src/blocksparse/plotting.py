@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from .errors import BlockSparseError
 
@@ -25,7 +28,7 @@ def figure_and_axes(size: tuple[float, float], columns: int = 1, **grid: Any) ->
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise BlockSparseError(f"pictures need matplotlib ({error}): pip install 'blocksparse-torch[plots]'") from error
+        raise _missing(error) from error
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(1, columns, **grid)
     for one in [axes] if columns == 1 else axes:
@@ -43,3 +46,30 @@ def save(figure: Any, path: str | Path, dpi: float = 150) -> None:
         figure.savefig(path, format="png", dpi=dpi)
     except OSError as error:
         raise BlockSparseError.expected("out", "a PNG file to write", f"{path} ({error.strerror})") from error
+
+
+def image_writer(path: str | Path) -> Callable[[np.ndarray], None]:
+    """What writes uint8 `[height, width, 3]` as a PNG. That it can be is seen now, not after minutes of drawing.
+
+    Raises:
+        BlockSparseError: matplotlib is not installed, there is no such folder; in the call, it could not be written.
+    """
+    try:
+        from matplotlib.image import imsave
+    except ImportError as error:
+        raise _missing(error) from error
+    path = Path(path)
+    if not path.parent.is_dir() or path.is_dir():
+        raise BlockSparseError.expected("out", "a PNG file to write, in a folder that is there", path)
+
+    def write(pixels: np.ndarray) -> None:
+        try:
+            imsave(path, pixels, format="png")
+        except OSError as error:
+            raise BlockSparseError.expected("out", "a PNG file to write", f"{path} ({error.strerror})") from error
+
+    return write
+
+
+def _missing(error: ImportError) -> BlockSparseError:
+    return BlockSparseError(f"pictures need matplotlib ({error}): pip install 'blocksparse-torch[plots]'")

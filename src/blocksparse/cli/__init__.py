@@ -22,6 +22,7 @@ from .sample import sample
 from .sentiment import sentiment
 from .sparsify import sparsify
 from .train import train
+from .train_pixelcnn import pixelcnn
 from .train_resnet import resnet
 from .tune import tune
 
@@ -60,6 +61,7 @@ app.command()(layout)
 app.command()(sample)
 app.command()(sentiment)
 app.command()(sparsify)
+train.command("pixelcnn")(pixelcnn)
 train.command("resnet")(resnet)
 app.add_typer(train)
 app.command()(tune)

@@ -94,7 +94,8 @@ def log_prob(x: Tensor, parameters: Tensor) -> Tensor:
     off = (x - means) * inverse
     above, below = off + HALF * inverse, off - HALF * inverse
     low, high = F.logsigmoid(above), F.logsigmoid(-below)
-    inner = low + high + torch.log(-torch.expm1(-2 * HALF * inverse))
+    # Where a scale is beyond all numbers the interval is not, for the sake of the gradient.
+    inner = low + high + torch.log(-torch.expm1(-(2 * HALF * inverse).clamp(min=1e-30)))
     each = torch.where(x < -EDGE, low, torch.where(x > EDGE, high, inner))
     return torch.logsumexp(each.sum(1) + logits.log_softmax(1), 1)
 

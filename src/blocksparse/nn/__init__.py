@@ -12,7 +12,7 @@ from .lstm import LSTM
 from .multiplicative_lstm import MultiplicativeLSTM
 from .polyphase import AdaptivePolyphaseDownsample, AdaptivePolyphaseUpsample
 from .small_world_lstm import SmallWorldLSTM
-from .weight_norm import WeightNorm, initialise_from_data, l2_normalize
+from .weight_norm import WeightNorm, fold, initialise_from_data, l2_normalize
 
 __all__ = [
     "LSTM",
@@ -38,6 +38,7 @@ __all__ = [
     "attention",
     "bands",
     "concat_elu",
+    "fold",
     "initialise_from_data",
     "l2_normalize",
 ]

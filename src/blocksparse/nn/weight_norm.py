@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -174,3 +175,21 @@ def initialise_from_data(model: nn.Module, *inputs: Any) -> None:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def fold(model: nn.Module) -> nn.Module:
+    """A copy of a model with the weights in use as its weights, for when it is trained no more.
+
+    >>> import torch, blocksparse as bs
+    >>> model = torch.nn.Sequential(bs.nn.WeightNorm(torch.nn.Linear(4, 3)))
+    >>> bs.nn.fold(model)
+    Sequential(
+      (0): Linear(in_features=4, out_features=3, bias=True)
+    )
+    """
+    found = copy.deepcopy(model)
+    for parent in list(found.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, WeightNorm):
+                setattr(parent, name, child.fold())
+    return found.fold() if isinstance(found, WeightNorm) else found

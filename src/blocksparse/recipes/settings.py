@@ -24,6 +24,7 @@ class Settings:
         learning_rate: the highest.
         warmup: steps over which it rises.
         decay: how it falls after them: "linear" or "cosine", to 0 at the end, or "none".
+        decay_per_step: by which it is multiplied besides, once for each step.
         betas, eps: of Adam.
         weight_decay: of "adam", of the parameters with two dimensions or more, decoupled from the gradient; of "sgd",
             of all, not multiplied by the learning rate; of "adagrad", of all, as a part of the gradient.
@@ -43,6 +44,7 @@ class Settings:
     learning_rate: float = 1e-3
     warmup: int = 100
     decay: str = "linear"
+    decay_per_step: float = 1.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -72,5 +74,7 @@ class Settings:
         for name in ("ema", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise BlockSparseError.expected(name, "a number from 0 to below 1", getattr(self, name))
+        if not 0 < self.decay_per_step <= 1:
+            raise BlockSparseError.expected("decay_per_step", "a number above 0, to 1", self.decay_per_step)
         if not 0 <= self.seed < 2**32:
             raise BlockSparseError.expected("seed", "an int from 0 to 2^32 - 1", self.seed)

@@ -437,13 +437,17 @@ def learning_rate(settings: Settings, step: int) -> float:
     >>> settings = Settings(steps=6, warmup=2, learning_rate=1.0)
     >>> [learning_rate(settings, step) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    >>> settings = Settings(warmup=0, decay="none", decay_per_step=0.5, learning_rate=1.0)
+    >>> [learning_rate(settings, step) for step in range(3)]
+    [1.0, 0.5, 0.25]
     """
     s = settings
+    rate = s.learning_rate * s.decay_per_step**step
     if step < s.warmup:
-        return s.learning_rate * (step + 1) / s.warmup
+        return rate * (step + 1) / s.warmup
     done = (step - s.warmup) / max(1, s.steps - s.warmup)
     falls = {"linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done), "none": 1.0}
-    return s.learning_rate * falls[s.decay]
+    return rate * falls[s.decay]
 
 
 def device_of(name: str) -> torch.device:
