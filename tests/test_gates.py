@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import blocksparse as bs
+from blocksparse.matmul import BlocksparseMatMul
 from blocksparse.ops import gate as gates
 from linear_backends import BACKENDS, running
 
@@ -188,6 +189,17 @@ def test_select_refuses():
             LAYOUT.select(keep)
     assert LAYOUT.select([True] * LAYOUT.nnz) == LAYOUT
     assert LAYOUT.select(torch.zeros(LAYOUT.nnz, dtype=torch.bool)).nnz == 0
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_interface_of_2017(axis, any_backend):
+    bsmm = BlocksparseMatMul(LAYOUT.mask(), block_size=16, feature_axis=axis)
+    w, gate = torch.randn(bsmm.w_shape, requires_grad=True), torch.randn(LAYOUT.nnz)
+    gate[::2] = 0
+    x = torch.randn(bsmm.i_shape(7))
+    expected = bsmm(x, times(w, gate))
+    torch.testing.assert_close(bsmm(x, w, gate=gate), expected)
+    torch.testing.assert_close(bsmm(x, w.detach(), gate=gate), expected)
 
 
 # -- for good ----------------------------------------------------------------------------------------------------

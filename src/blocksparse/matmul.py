@@ -73,12 +73,13 @@ class BlocksparseMatMul:
             raise BlockSparseError.expected("block", f"an int from 0 to {self.layout.nnz - 1}", repr(block))
         return int(self.layout.row_of_block[block]), int(self.layout.col_of_block[block])
 
-    def __call__(self, x: Tensor, w: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, w: Tensor, gate: Tensor | None = None) -> Tensor:
         """y = x W.
 
         Args:
             x: `[..., in]`, or `[in, batch]` for feature_axis 0.
             w: of shape `w_shape`; dtype and device as x.
+            gate: `[nnz]`, what each block is multiplied with, or None; see `blocksparse.linear`.
 
         Returns:
             `[..., out]`, or `[out, batch]` for feature_axis 0.
@@ -87,11 +88,11 @@ class BlocksparseMatMul:
             BlockSparseError: sizes that do not fit, mixed dtypes or devices.
         """
         if self.feature_axis == 1:
-            return linear_transposed(x, w, self.layout)
+            return linear_transposed(x, w, self.layout, gate)
         if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[0] != self.layout.shape[0]:
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise BlockSparseError.expected("x", f"[{self.layout.shape[0]}, batch] for feature_axis=0", got)
-        return linear_transposed(x.T, w, self.layout).T
+        return linear_transposed(x.T, w, self.layout, gate).T
 
     def identity_init(self, scale: float = 1.0, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
         """Weights `w_shape` with `scale` times the identity in each stored block of the diagonal, 0 elsewhere.

@@ -1,4 +1,4 @@
-"""Gates: a scale for each stored block, whose zeros cost nothing in inference."""
+"""Gates: a scale for each stored block, whose zeros are left out in inference."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def conv2d(
         padding: zeros around the image: an int from 0 on, one per axis, "valid" (none), or "same" (an output of the
             size of x, at stride 1; an odd total leaves one more behind the image than before it).
         activation: None, "relu", "gelu" (the exact one) or "silu"; fused into the kernel in inference.
-        gate: `[nnz]`, what each block is multiplied with, or None; as for `linear`, zeros cost nothing in inference.
+        gate: `[nnz]`, what each block is multiplied with, or None; zeros are left out as by `linear`.
 
     All tensors have one device and one dtype out of float32, float64, bfloat16 and float16 (16 bits accumulate in
     float32); under `torch.autocast` they are cast to its dtype first. Differentiable in x, values, bias and gate as

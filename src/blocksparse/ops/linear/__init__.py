@@ -34,10 +34,11 @@ def linear(
     float32); under `torch.autocast` they are cast to its dtype first. Differentiable in x, values, bias and gate as
     often as one likes; the gradient of `values` exists on the layout only. Time and memory grow with `nnz`.
 
-    Where neither values nor gate want a gradient, blocks whose gate is 0 cost nothing on the CPU: the product runs on
-    `layout.select(gate != 0)`, planned once as long as the same gates are 0, and on a copy of the values left. Other
-    devices and traced graphs multiply all blocks, so that the host need not wait for the gate; there and anywhere
-    `select` leaves blocks out for good, and `bs.sparsity.drop_closed` does with a module and its optimizer.
+    Where neither values nor gate want a gradient, the CPU leaves blocks out whose gate is 0: the product runs on
+    `layout.select(gate != 0)`, planned once as long as the same gates are 0, and on a copy of the values left, made in
+    each call. Other devices and traced graphs multiply all blocks, so that the host need not wait for the gate. To
+    leave blocks out for good, and the copy too, there is `select`, or `bs.sparsity.drop_closed` for a module and its
+    optimizer.
 
     Returns:
         `[..., out_features]`. The outputs of empty rows are activation(bias), or exactly 0.
@@ -66,15 +67,16 @@ def linear(
     return _product(x, values, layout, bias, activation, gate, transpose=False)
 
 
-def linear_transposed(x: Tensor, values: Tensor, layout: BlockLayout) -> Tensor:
+def linear_transposed(x: Tensor, values: Tensor, layout: BlockLayout, gate: Tensor | None = None) -> Tensor:
     """x W: the product with the transposed weight, from the very same `values` and `layout`, without a copy of either.
 
     Args:
         x: `[..., out_features]`, any strides.
         values: `[nnz, block_out, block_in]`, the blocks of W in the order of `layout`.
         layout: which blocks of the `[out_features, in_features]` weight these are.
+        gate: `[nnz]`, what each block is multiplied with, or None.
 
-    Dtypes, devices, autocast and gradients are those of `linear`.
+    Dtypes, devices, autocast, gradients and gates are those of `linear`.
 
     Returns:
         `[..., in_features]`. The outputs of empty columns are exactly 0.
@@ -88,7 +90,7 @@ def linear_transposed(x: Tensor, values: Tensor, layout: BlockLayout) -> Tensor:
         >>> linear_transposed(torch.randn(10, 64), torch.randn(layout.values_shape), layout).shape
         torch.Size([10, 128])
     """
-    return _product(x, values, layout, None, None, None, transpose=True)
+    return _product(x, values, layout, None, None, gate, transpose=True)
 
 
 def _product(
