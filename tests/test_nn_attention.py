@@ -66,7 +66,11 @@ def test_each_head_has_its_own():
     q, k, v = draw((32, 32))
     found = bs.nn.attention(q, k, v, layouts, causal=True, scale=0.3)
     mask = torch.stack([dense_mask(layout, True) for layout in layouts])
-    torch.testing.assert_close(found, dense_attention(q, k, v, mask, 0.3))
+    expected = dense_attention(q, k, v, mask, 0.3)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(expected)
+    grads = [torch.autograd.grad(y, (q, k, v), upstream) for y in (found, expected)]
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -171,6 +171,8 @@ def _plan(layout: BlockLayout, causal: bool) -> tuple[list[_Rows], Tensor]:
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, causal: bool, scale: float) -> Tensor:
+    if layout.nnz == math.prod(layout.grid):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     batch, heads, queries, _ = q.shape
     height, width = layout.block_shape
     groups, place = layout.derived(("attention", causal, q.device), lambda: _plan(layout, causal))
