@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from ...errors import BlockSparseError
+from .. import vmap
 from ..checks import check_operands
 from ..linear.op import layout_of
 from ..registry import choose
@@ -140,4 +141,5 @@ for _name, _run, _meta, _backward, _setup in (
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"blocksparse::{_name}", _meta, lib=_library)
+    vmap.register(getattr(torch.ops.blocksparse, _name).default, _library)
     torch.library.register_autograd(f"blocksparse::{_name}", _backward, setup_context=_setup, lib=_library)

@@ -18,6 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
+from .. import vmap
 from ..checks import check_operands, needs_grad
 from ..registry import choose
 from . import cpu, reference, triton
@@ -222,4 +223,5 @@ for _name, _run, _meta, _autograd, _traced in (
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     _library.impl(_name, _autograd, "Autograd", with_keyset=True)
     torch.library.register_fake(_op, _meta, lib=_library)
+    vmap.register(getattr(torch.ops.blocksparse, _name).default, _library)
     torch.library.register_torch_dispatch(_op, FunctionalTensorMode, _see_through(_traced), lib=_library)
