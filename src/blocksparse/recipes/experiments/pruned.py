@@ -163,11 +163,11 @@ def _inputs() -> PruningExperiment:
         about="Which inputs an MLP 784-512-512-10 needs on Fashion-MNIST: L0 gates and group lasso on inputs",
         contenders={
             DENSE: None,
-            **_at_strengths("l0", (3e-7, 1e-6, 2e-6), **inputs),
-            **_at_strengths("group lasso", (1.5, 3), **inputs),
+            **_at_strengths("l0", (5e-7, 7e-7, 1e-6, 2e-6), **inputs),
+            **_at_strengths("group lasso", (10, 20), **inputs),
         },
         hidden=(width, width),
-        epochs=10,
+        epochs=20,
     )
 
 
