@@ -174,8 +174,13 @@ def test_the_experiment(tmp_path, monkeypatch):
     monkeypatch.setattr(type(experiment), "load", lambda self, data_dir: data)
     for trainer in experiment.trainers(tmp_path / "runs", seeds=[0, 1]):
         trainer.train()
-        experiment.probe(trainer.run)
+    paths = experiments.write("shifts-cifar10", experiment, tmp_path / "runs", tmp_path)
+    assert "| consistency" not in paths[1].read_text()  # not looked at yet
+    told = []
+    for trainer in experiment.trainers(tmp_path / "runs", seeds=[0, 1]):
+        experiment.probe(trainer.run, progress=lambda *of: told.append(of))
         experiment.probe(trainer.run)  # is done already
+    assert told == [("shifts", done, 4) for _ in range(4) for done in range(1, 5)]
     paths = experiments.write("shifts-cifar10", experiment, tmp_path / "runs", tmp_path)
     text = paths[1].read_text()
     assert "| down-sampling | stride | aps |" in text

@@ -69,13 +69,12 @@ class ShiftExperiment(Experiment):
         yield "epochs", [f"{one['epochs']:,}" for one in facts]
         yield "seeds", [str(len(runs)) for runs in of.values()]
         yield figure("test accuracy, %", lambda run: 100 - last(run), 2)
-        yield figure(
-            "consistency over all circular shifts, %", lambda run: 100 * _consistency(run.path)["agreement"], 2
-        )
-        yield (
-            "largest difference of a logit by a shift",
-            [f"{max(_consistency(run.path)['difference'] for run in runs):.1e}" for runs in of.values()],
-        )
+        known = {name: [_consistency(run.path) for run in runs] for name, runs in of.items()}
+        if all(one["images"] for found in known.values() for one in found):
+            shares = [spread([100 * one["agreement"] for one in found], 2) for found in known.values()]
+            yield "consistency over all circular shifts, %", shares
+            largest = [f"{max(one['difference'] for one in found):.1e}" for found in known.values()]
+            yield "largest difference of a logit by a shift", largest
         yield figure("seconds of training per epoch", seconds_per_epoch, 1)
 
     def notes(self, of: Runs) -> list[str]:
@@ -104,8 +103,7 @@ class ShiftExperiment(Experiment):
 
 def _consistency(run: Path) -> dict[str, Any]:
     kept = run / "consistency.json"
-    nothing = {"agreement": float("nan"), "difference": float("nan"), "images": 0, "shifts": 0}
-    return json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else nothing
+    return json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {"images": 0, "shifts": 0}
 
 
 EXPERIMENTS: dict[str, Experiment] = {
