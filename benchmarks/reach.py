@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import blocksparse as bs
-from blocksparse.bench import attention, gates, lstm_reach, machine, mlp, report, rows
+from blocksparse.bench import attention, gates, lstm_reach, machine, mlp, pixelcnn, report, rows
 from blocksparse.bench.conv import ConvBench
 from blocksparse.bench.linear import LinearBench
 from blocksparse.bench.rows import Row, not_measured, times
@@ -188,6 +188,7 @@ OPS: dict[str, tuple[str, Callable[[int], Iterator[Row]]]] = {
     "conv2d": ("targets of the convolutions", conv_rows),
     "lstm": ("targets of the recurrent networks", lambda shrink: lstm_reach.rows(BUDGET, quick=shrink != 1)),
     "mlp": ("targets of the truly sparse networks", lambda shrink: mlp.rows(4 * BUDGET, quick=shrink != 1)),
+    "pixelcnn": ("targets of PixelCNN++", lambda shrink: pixelcnn.rows(4 * BUDGET, quick=shrink != 1)),
     "attention": ("targets of attention", lambda shrink: attention.rows(4 * BUDGET, quick=shrink != 1)),
 }
 

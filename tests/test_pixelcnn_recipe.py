@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 import blocksparse as bs
+from blocksparse.bench import pixelcnn as pixelcnn_bench
+from blocksparse.bench.timing import Samples
 from blocksparse.cli import app
 from blocksparse.data.images import Images
 from blocksparse.models import logistic_mixture
-from blocksparse.recipes import pixelcnn
+from blocksparse.recipes import checkpoint, experiments, pixelcnn
 from blocksparse.recipes.pixelcnn import Network
 from blocksparse.recipes.run_log import read
 from blocksparse.recipes.trainer import Interrupted, Watcher
@@ -174,6 +177,45 @@ def test_the_commands(tmp_path):
     assert "data_batch_3" in run(*command, code=1)
 
 
+def test_the_experiment(tmp_path, monkeypatch):
+    experiment = experiments.find("cifar10-pixels-small")
+    data = draw(n=12)
+    small = {name: replace(of, filters=4, mixtures=1, depth=1) for name, of in experiment.contenders.items()}
+    how = replace(experiment.settings, steps=2, eval_every=1)
+    experiment = replace(experiment, contenders=small, settings=how, batch=4, evaluated=4)
+    monkeypatch.setattr(type(experiment), "load", lambda self, data_dir: data)
+    for trainer in experiment.trainers(tmp_path / "runs", seeds=[0]):
+        trainer.train()
+    paths = experiments.write("cifar10-pixels-small", experiment, tmp_path / "runs", tmp_path)
+    text = paths[1].read_text()
+    assert "|  | dense | sparse x4 | sparse x5 |" in text
+    assert "| channels | 4, dense | 4, 4 shuffled groups | 4, 4 shuffled groups |" in text
+    assert "| bits per dimension after 1 steps |" in text
+    curve = json.loads(paths[0].read_text())["runs"]["dense"][0]["curve"]
+    assert [step for step, _ in curve] == [1, 2]
+
+
+def test_sparse_contenders_have_about_the_parameters_of_the_dense_one():
+    contenders = experiments.find("cifar10-pixels-small").contenders.values()
+    fewer, more = (parameters(network) / 147_144 for network in list(contenders)[1:])
+    assert 0.85 < fewer < 1 < more < 1.05
+
+
+def parameters(network):
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in network.made(3).parameters())
+
+
+def test_the_benchmark_in_small():
+    (row,) = pixelcnn_bench.rows(0.1, quick=True)
+    assert "depth x2" in row.work
+    assert row.met is None
+    assert json.dumps(row.details)
+    samples = {"dense": [1.0] * 3, "sparse": [1.3] * 3}
+    assert pixelcnn_bench.verdict(pixelcnn_bench.TARGETS[0], Samples(samples, {}).ratio("sparse", "dense")) is False
+    assert pixelcnn_bench.verdict(pixelcnn_bench.SPECS[-1], Samples(samples, {}).ratio("sparse", "dense")) is None
+
+
 # -- mistakes --------------------------------------------------------------------------------------------------------
 
 
@@ -187,8 +229,6 @@ def test_bad_input(tmp_path):
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes((tmp_path / "run" / "last.safetensors").read_bytes()[:1000])
     other = tmp_path / "mlp.safetensors"
-    from blocksparse.recipes import checkpoint
-
     checkpoint.save(other, {"x": torch.zeros(1)}, {"task": {"kind": "classify"}})
     model = SMALL.made(3)
     for call, message in [

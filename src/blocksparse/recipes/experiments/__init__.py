@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from ...errors import BlockSparseError
-from . import classifiers, graphs, language, pruned, shifted
+from . import classifiers, graphs, language, pixels, pruned, shifted
 from .experiment import Experiment
 from .report import write
 
-__all__ = ["EXPERIMENTS", "Experiment", "classifiers", "find", "graphs", "language", "pruned", "shifted", "write"]
+__all__ = [
+    "EXPERIMENTS",
+    "Experiment",
+    "classifiers",
+    "find",
+    "graphs",
+    "language",
+    "pixels",
+    "pruned",
+    "shifted",
+    "write",
+]
 
 EXPERIMENTS: dict[str, Experiment] = {
     **language.EXPERIMENTS,
@@ -15,6 +26,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     **graphs.EXPERIMENTS,
     **pruned.EXPERIMENTS,
     **shifted.EXPERIMENTS,
+    **pixels.EXPERIMENTS,
 }
 
 
