@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,6 +60,15 @@ def test_it_is_masked_attention(name, density, causal):
         torch.autograd.grad(found, (q, k, v), upstream), torch.autograd.grad(expected, (q, k, v), upstream), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("together", [1, 5])
+def test_rows_may_be_computed_apart(together, monkeypatch):
+    layout = bs.patterns.random((64, 64), block_size=8, density=0.4, seed=2)
+    whole = bs.nn.attention(*(qkv := draw((64, 64))), layout)
+    monkeypatch.setattr(sys.modules["blocksparse.nn.attention"], "TOGETHER", together)
+    apart = bs.BlockLayout(layout.mask(), 8)  # a plan stays with its layout
+    torch.testing.assert_close(bs.nn.attention(*qkv, apart), whole)
 
 
 def test_each_head_has_its_own():

@@ -18,6 +18,9 @@ from ..layout import BlockLayout, check_layout
 # Rows of blocks are computed together, filled up to as many blocks as the longest: at most a quarter is filling.
 FILLED = 0.75
 
+# And so many blocks at most, whose gathered keys and values the caches still hold.
+TOGETHER = 256
+
 # FlexAttention's kernels work on tiles of so many queries and keys.
 TILE = 128
 
@@ -163,6 +166,7 @@ def _plan(layout: BlockLayout, causal: bool) -> tuple[list[_Rows], Tensor]:
     while begin < filled:
         least = FILLED * counts[order[begin]]
         end = begin + int(np.count_nonzero(counts[order[begin:filled]] >= least))
+        end = min(end, begin + max(1, TOGETHER // int(counts[order[begin]])))
         groups.append(_Rows(layout, order[begin:end], causal))
         begin = end
     place = np.empty_like(order)
