@@ -288,7 +288,7 @@ def _loss_unit(trainer: Trainer) -> str:
 
 
 def _short(unit: str) -> str:
-    return {"bits per character": "bpc"}.get(unit, unit)
+    return {"bits per character": "bpc", "bits per dimension": "bpd"}.get(unit, unit)
 
 
 def _bar(progress: Progress, trainer: Trainer) -> Watcher:
