@@ -104,9 +104,10 @@ def test_no_circular_shift_of_32_by_32_is_seen(density):
     assert worst < 1e-5
 
 
-def test_plain_strides_see_shifts():
+@pytest.mark.parametrize("padding_mode", ["zeros", "circular"])
+def test_plain_strides_see_shifts(padding_mode):
     torch.manual_seed(0)
-    strided = ResNet(width=4, blocks=(1, 1, 1)).eval()
+    strided = ResNet(width=4, blocks=(1, 1, 1), padding_mode=padding_mode).eval()
     images = torch.randn(32, 3, 16, 16)
     with torch.no_grad():  # an untrained network's outputs hardly differ: their scale is set by these images
         strided.head.bias -= strided(images).mean(0)
@@ -140,6 +141,11 @@ def test_bad_input():
         (lambda: up(x, torch.zeros(2)), r"index: expected int64 \[2\]"),
         (lambda: HALF(0), "blur: expected an int, 1 or more, got 0"),
         (lambda: ResNet(downsample="pool"), "downsample: expected one of stride, aps, got 'pool'"),
+        (
+            lambda: ResNet(downsample="aps", padding_mode="zeros"),
+            "padding_mode: expected circular with aps, got 'zeros'",
+        ),
+        (lambda: ResNet(padding_mode="reflect"), "padding_mode: expected zeros or circular with stride, got 'reflect'"),
         (lambda: ResNet(width=0), "width: expected an int, 1 or more, got 0"),
         (lambda: ResNet(width=4, blocks=(1, 1), downsample="aps")(torch.randn(1, 3, 5, 5)), "an even height and width"),
     ]:

@@ -169,7 +169,7 @@ def test_the_command(tmp_path):
 def test_the_experiment(tmp_path, monkeypatch):
     experiment = experiments.find("shifts-cifar10")
     data = draw()
-    small = {name: replace(SMALL, downsample=of.downsample) for name, of in experiment.contenders.items()}
+    small = {name: replace(SMALL, downsample=experiment.contenders[name].downsample) for name in ("stride", "aps")}
     experiment = replace(experiment, contenders=small, shifted=4)
     monkeypatch.setattr(type(experiment), "load", lambda self, data_dir: data)
     for trainer in experiment.trainers(tmp_path / "runs", seeds=[0, 1]):

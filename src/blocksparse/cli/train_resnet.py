@@ -25,6 +25,9 @@ def resnet(
     density: Annotated[float | None, typer.Option(help="Of the convolutions' blocks; dense where not said.")] = None,
     block_size: Annotated[int, typer.Option(help="Of channels, where there is a density.")] = 8,
     blur: Annotated[int, typer.Option(help="Of aps: the size of its low-pass filter; 1 for none.")] = 1,
+    padding_mode: Annotated[
+        str | None, typer.Option(help="zeros or circular; aps has circular, stride zeros where not said.")
+    ] = None,
     epochs: Annotated[int, typer.Option(help="Of the whole run.")] = 6,
     batch: Annotated[int, typer.Option(help="Images of a step.")] = 64,
     lr: Annotated[float, typer.Option(help="The highest learning rate.")] = 0.01,

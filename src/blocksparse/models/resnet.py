@@ -12,7 +12,8 @@ from ..checked import integer
 from ..errors import BlockSparseError
 from ..nn.circular import circular_pad
 
-DOWNSAMPLE = ("stride", "aps")
+# Ways to down-sample, and what images may be padded with then.
+PADDING_MODES = {"stride": ("zeros", "circular"), "aps": ("circular",)}
 
 
 class ResNet(nn.Module):
@@ -29,11 +30,13 @@ class ResNet(nn.Module):
         downsample: between the stages: "stride", every second pixel; or "aps", `bs.nn.AdaptivePolyphaseDownsample`,
             with circular padding throughout: a circular shift of the image does not change the output.
         blur: of "aps": the size of its low-pass filter, 1 for none.
+        padding_mode: "zeros" or "circular"; None for what the way to down-sample wants.
 
     Shapes: `[n, channels, height, width]`, both divisible by 2 once for each stage but the first, to `[n, classes]`.
 
     Raises:
-        BlockSparseError: an unknown way to down-sample, sizes out of range; in `forward`, "aps" of an odd size.
+        BlockSparseError: an unknown way to down-sample or to pad, "aps" with zeros, sizes out of range; in `forward`,
+            "aps" of an odd size.
 
     Example:
         >>> import torch
@@ -59,14 +62,25 @@ class ResNet(nn.Module):
         block_size: int = 16,
         downsample: str = "stride",
         blur: int = 1,
+        padding_mode: str | None = None,
     ):
         super().__init__()
         for name, value in (("classes", classes), ("channels", channels), ("width", width)):
             integer(name, value, 1)
-        if downsample not in DOWNSAMPLE:
-            raise BlockSparseError.expected("downsample", f"one of {', '.join(DOWNSAMPLE)}", repr(downsample))
-        about: dict[str, Any] = {"density": density, "block_size": block_size, "aps": downsample == "aps", "blur": blur}
-        self.stem = _dense_conv(channels, width, 3, 1, circular=downsample == "aps")
+        if downsample not in PADDING_MODES:
+            raise BlockSparseError.expected("downsample", f"one of {', '.join(PADDING_MODES)}", repr(downsample))
+        aps = downsample == "aps"
+        padding_mode = padding_mode or ("circular" if aps else "zeros")
+        modes = PADDING_MODES[downsample]
+        if padding_mode not in modes:
+            raise BlockSparseError.expected(
+                "padding_mode", f"{' or '.join(modes)} with {downsample}", repr(padding_mode)
+            )
+        circular = padding_mode == "circular"
+        about: dict[str, Any] = {
+            "density": density, "block_size": block_size, "aps": aps, "blur": blur, "circular": circular,
+        }  # fmt: skip
+        self.stem = _dense_conv(channels, width, 3, 1, circular=circular)
         self.norm = nn.BatchNorm2d(width)
         found: list[nn.Module] = []
         before = width
@@ -91,19 +105,29 @@ class Residual(nn.Module):
         half: half the height and width.
         density, block_size, blur: as for `ResNet`.
         aps: whether halving is adaptive; the way around takes the same pixels.
+        circular: padding.
     """
 
     def __init__(
-        self, channels: int, out: int, *, half: bool, density: float | None, block_size: int, aps: bool, blur: int
+        self,
+        channels: int,
+        out: int,
+        *,
+        half: bool,
+        density: float | None,
+        block_size: int,
+        aps: bool,
+        blur: int,
+        circular: bool,
     ):
         super().__init__()
         stride = 2 if half and not aps else 1
 
         def conv(before: int, kernel: int, stride: int = 1) -> nn.Module:
             if density is None:
-                return _dense_conv(before, out, kernel, stride, circular=aps)
+                return _dense_conv(before, out, kernel, stride, circular=circular)
             least = max(density, min(1.0, block_size / min(before, out)))
-            mode = "circular" if aps else "zeros"
+            mode = "circular" if circular else "zeros"
             return bsnn.Conv2d(
                 before, out, kernel, stride, kernel // 2, density=least, block_size=block_size, bias=False,
                 padding_mode=mode,

@@ -34,7 +34,7 @@ class Recipe:
     """What is trained, and how; sized for minutes on one core.
 
     Args:
-        width, blocks, downsample, density, block_size, blur: of `ResNet`.
+        width, blocks, downsample, density, block_size, blur, padding_mode: of `ResNet`.
         epochs: of the run.
         batch: images of a step.
         learning_rate: the highest, of AdamW; it rises over the first tenth of the steps and falls to 0 in a line.
@@ -47,6 +47,7 @@ class Recipe:
     density: float | None = None
     block_size: int = 8
     blur: int = 1
+    padding_mode: str | None = None
     epochs: int = 6
     batch: int = 64
     learning_rate: float = 0.01
@@ -144,7 +145,8 @@ def options(recipe: Recipe, images: Images) -> dict[str, Any]:
     if any(side % parts for side in size):
         wanted = f"images whose sides divide by {parts}, to be halved between {len(recipe.blocks)} stages"
         raise BlockSparseError.expected(images.name, wanted, " x ".join(map(str, size)))
-    own = {key: getattr(recipe, key) for key in ("width", "blocks", "downsample", "density", "block_size", "blur")}
+    names = ("width", "blocks", "downsample", "density", "block_size", "blur", "padding_mode")
+    own = {name: getattr(recipe, name) for name in names}
     return {"classes": len(images.classes), "channels": channels, **own}
 
 

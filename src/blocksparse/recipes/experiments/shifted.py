@@ -60,7 +60,8 @@ class ShiftExperiment(Experiment):
 
         models = [runs[0].task["model"] for runs in of.values()]
         facts = [runs[0].config["facts"] for runs in of.values()]
-        yield "down-sampling", [one["downsample"] for one in models]
+        yield "down-sampling", [_sampling(one) for one in models]
+        yield "padding", [one["padding_mode"] or "zeros" for one in models]
         yield (
             "density of the convolutions",
             ["dense" if one["density"] is None else f"{one['density']:g}" for one in models],
@@ -91,7 +92,7 @@ class ShiftExperiment(Experiment):
             f"{shifted['shifts']:,}, are put in the same class; computed over all pairs, on the first "
             f"{shifted['images']:,} test images. Accuracy is that on all {facts['tested']:,} test images, as they are.",
             f"Residual networks with stages of {channels} channels and {', '.join(map(str, model['blocks']))} blocks. "
-            f"With aps all padding is circular. AdamW with learning rate {settings['learning_rate']:g}, weight decay "
+            f"AdamW with learning rate {settings['learning_rate']:g}, weight decay "
             f"{settings['weight_decay']:g}, batches of {run.task['batch']}; the images to train on are cropped with a "
             f"margin of {resnet.MARGIN} and mirrored at random. Mean and standard deviation over the seeds.",
         ]
@@ -99,6 +100,10 @@ class ShiftExperiment(Experiment):
     @property
     def curves(self) -> str:
         return "Test error against epochs and seconds"
+
+
+def _sampling(model: Mapping[str, Any]) -> str:
+    return model["downsample"] + (f", blur {model['blur']}" if model["blur"] > 1 else "")
 
 
 def _consistency(run: Path) -> dict[str, Any]:
@@ -110,6 +115,12 @@ EXPERIMENTS: dict[str, Experiment] = {
     "shifts-cifar10": ShiftExperiment(
         about="A residual network on CIFAR-10, with strides or adaptive polyphase sampling, under circular shifts",
         data="cifar10",
-        contenders={name: resnet.Recipe(downsample=name) for name in ("stride", "aps")},
+        contenders={
+            "stride": resnet.Recipe(padding_mode="circular"),
+            "aps": resnet.Recipe(downsample="aps", padding_mode="circular"),
+            "aps, blurred": resnet.Recipe(downsample="aps", padding_mode="circular", blur=3),
+            # Whose margins tell where an image ends.
+            "stride, zeros": resnet.Recipe(),
+        },
     )
 }
