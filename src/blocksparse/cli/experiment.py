@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from typer.core import TyperCommand
 
-from .sentiment import _COLUMNS, _teller
+from .stages import stages
 from .train import show
 
 
@@ -47,7 +46,7 @@ def experiment(
     for trainer in chosen.trainers(folder, data_dir, only or (), seed or ()):
         console.print(f"[bold]{trainer.run.name}[/]", highlight=False)
         show(console, trainer)
-        with Progress(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as progress:
-            chosen.probe(trainer.run, data_dir, _teller(progress))
+        with stages(console) as tell:
+            chosen.probe(trainer.run, data_dir, tell)
     for path in experiments.write(name, chosen, folder, out):
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)

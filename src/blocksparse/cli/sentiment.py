@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ..errors import BlockSparseError
+from .stages import stages
 
 if TYPE_CHECKING:
     from ..recipes.sentiment import Result
@@ -63,8 +63,7 @@ def sentiment(
         return charlm.load(path).to(device)
 
     console, stderr = Console(), Console(stderr=True)
-    with Progress(*_COLUMNS, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        tell = _teller(progress)
+    with stages(stderr) as tell:
         splits = reviews.load(data, data_dir, seed, lambda done, total: tell(f"downloading {data}", done, total))
         whole = splits
         splits = splits if limit is None else splits.limited(limit, seed)
@@ -107,30 +106,6 @@ def sentiment(
         raise BlockSparseError.expected("out", "a folder with room to write to", f"{base}: {error.strerror}") from error
     picture = " and .png" if result.unit is not None else ""
     console.print(f"wrote {base}.json{picture}", highlight=False, soft_wrap=True)
-
-
-_COLUMNS = (
-    TextColumn("{task.description}"),
-    BarColumn(bar_width=24),
-    TaskProgressColumn(),
-    TimeElapsedColumn(),
-    TextColumn("left"),
-    TimeRemainingColumn(),
-)
-
-
-def _teller(progress: Progress) -> Any:
-    """One line for each thing that is done, as it begins."""
-    tasks: dict[str, Any] = {}
-
-    def tell(what: str, done: int, total: int) -> None:
-        if what not in tasks:
-            for task in tasks.values():
-                progress.update(task, visible=False)
-            tasks[what] = progress.add_task(what, total=None)
-        progress.update(tasks[what], completed=done, total=total or None)
-
-    return tell
 
 
 def _table(result: Result) -> Table:

@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from ..errors import BlockSparseError
-from .sentiment import _COLUMNS, _teller
+from .stages import stages
 from .train import parse_sizes, show
 
 
@@ -59,8 +58,7 @@ def resnet(
     show(console, trainer)
     if not shifted:
         return
-    with Progress(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as progress:
-        tell = _teller(progress)
+    with stages(console) as tell:
         found = recipes.shifted(out, loaded, shifted, lambda done, of: tell("shifts", done, of))
     console.print(
         f"consistency [bold]{100 * found.agreement:.2f} %[/] over all pairs of {found.shifts:,} circular shifts, "

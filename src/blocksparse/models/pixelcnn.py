@@ -206,7 +206,7 @@ class GatedResnet(nn.Module):
         self.second = conv(2 * filters, 2 * filters, KERNELS[shift], shift, scale=0.1)
 
     def forward(self, x: Tensor, active: Tensor, other: Tensor | None = None) -> Tensor:
-        """x; the same after `concat_elu`, which others need too; and what is taken in, after `concat_elu`."""
+        """`active` is x after `concat_elu`, which others need too; `other` what is taken in, after it as well."""
         y = self.first(active)
         if self.other is not None:
             y = y + self.other(other)

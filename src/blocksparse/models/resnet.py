@@ -76,11 +76,10 @@ class ResNet(nn.Module):
             raise BlockSparseError.expected(
                 "padding_mode", f"{' or '.join(modes)} with {downsample}", repr(padding_mode)
             )
-        circular = padding_mode == "circular"
         about: dict[str, Any] = {
-            "density": density, "block_size": block_size, "aps": aps, "blur": blur, "circular": circular,
+            "density": density, "block_size": block_size, "aps": aps, "blur": blur, "padding_mode": padding_mode,
         }  # fmt: skip
-        self.stem = _dense_conv(channels, width, 3, 1, circular=circular)
+        self.stem = _dense_conv(channels, width, 3, 1, padding_mode)
         self.norm = nn.BatchNorm2d(width)
         found: list[nn.Module] = []
         before = width
@@ -103,9 +102,8 @@ class Residual(nn.Module):
     Args:
         channels, out: of input and output.
         half: half the height and width.
-        density, block_size, blur: as for `ResNet`.
+        density, block_size, blur, padding_mode: as for `ResNet`.
         aps: whether halving is adaptive; the way around takes the same pixels.
-        circular: padding.
     """
 
     def __init__(
@@ -118,19 +116,18 @@ class Residual(nn.Module):
         block_size: int,
         aps: bool,
         blur: int,
-        circular: bool,
+        padding_mode: str,
     ):
         super().__init__()
         stride = 2 if half and not aps else 1
 
         def conv(before: int, kernel: int, stride: int = 1) -> nn.Module:
             if density is None:
-                return _dense_conv(before, out, kernel, stride, circular=circular)
+                return _dense_conv(before, out, kernel, stride, padding_mode)
             least = max(density, min(1.0, block_size / min(before, out)))
-            mode = "circular" if circular else "zeros"
             return bsnn.Conv2d(
                 before, out, kernel, stride, kernel // 2, density=least, block_size=block_size, bias=False,
-                padding_mode=mode,
+                padding_mode=padding_mode,
             )  # fmt: skip
 
         self.conv1, self.norm1 = conv(channels, 3, stride), nn.BatchNorm2d(out)
@@ -157,7 +154,7 @@ class _CircularConv2d(nn.Conv2d):
         return super().forward(circular_pad(input, (margin,) * 4))
 
 
-def _dense_conv(before: int, out: int, kernel: int, stride: int, *, circular: bool) -> nn.Conv2d:
-    if circular:
+def _dense_conv(before: int, out: int, kernel: int, stride: int, padding_mode: str) -> nn.Conv2d:
+    if padding_mode == "circular":
         return _CircularConv2d(before, out, kernel, stride, bias=False)
     return nn.Conv2d(before, out, kernel, stride, kernel // 2, bias=False)
