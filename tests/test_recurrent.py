@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.ops import recurrent
+from blocksparse.ops import cpu_core, recurrent
 from blocksparse.ops.linear.op import backend_of
-from blocksparse.ops.recurrent import Steps, scan
+from blocksparse.ops.recurrent import Steps, product, scan
+from blocksparse.ops.recurrent.product import Product
 from linear_backends import FAST, SLOW, assert_close, running
 
 STEPS = {
@@ -122,6 +123,18 @@ def check(cell, steps, sparse, dtype, backend=None, indexed=False, hidden=HIDDEN
 @pytest.mark.parametrize("cell", CELLS)
 def test_by_hand_as_by_definition(cell, sparse, steps):
     check(cell, STEPS[steps], sparse, torch.float32)
+
+
+@pytest.mark.skipif(cpu_core.unavailable() is not None, reason="of the compiled kernels")
+@pytest.mark.parametrize(("cell", "products"), [("lstm", 1), ("mlstm", 2)])
+def test_gradients_by_a_transposed_copy_of_dense_weights(cell, products, monkeypatch):
+    copies, make = [], Product._copy
+    monkeypatch.setattr(Product, "_copy", lambda self, layout: copies.append(layout) or make(self, layout))
+    monkeypatch.setattr(product, "WIDE", 32)
+    monkeypatch.setattr(product, "TOKENS_OF_A_COPY", 10)
+    check(cell, Steps.equal(4, 8), False, torch.float32, hidden=64)
+    # The eight tokens of the last step go without.
+    assert len(copies) == 3 * products
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)

@@ -10,9 +10,14 @@ from torch import Tensor
 
 from ... import patterns
 from ...layout import BlockLayout
-from .. import cpu_core
+from .. import cpu_core, workspace
 from ..linear import linear
 from ..linear.op import backend_of
+
+# dgrad by a dense weight's rows adds to all of its output for each of them. From so many features on that output is no
+# longer in the first cache, and products with a transposed copy take half the time: the copy costs about as much as
+# the products of so many tokens.
+WIDE, TOKENS_OF_A_COPY = 1024, 128
 
 
 class Product:
@@ -28,6 +33,10 @@ class Product:
         self.shape = weight.shape
         self.layout = as_blocks(weight, tokens) if layout is None else layout
         self.weight = weight.contiguous()
+        turns = layout is None and self.layout is not None and weight.shape[1] >= WIDE
+        self._transposed_layout = _rows_of(*weight.T.shape) if turns else None
+        self._transposed: Tensor | None = None
+        self._seen = 0
         if self.layout is not None:
             self.weight = self.weight.view(self.layout.values_shape)
             self.backend = backend_of(weight)
@@ -50,7 +59,19 @@ class Product:
         """`[tokens, out] -> [tokens, in]`."""
         if self.layout is None:
             return grad @ self.weight
+        self._seen += len(grad)
+        if self._transposed_layout is not None and self._seen > TOKENS_OF_A_COPY:
+            return self.backend.linear(
+                grad, self._copy(self._transposed_layout), None, self._transposed_layout, False, None
+            )
         return self.backend.linear(grad, self.weight, None, self.layout, True, None)
+
+    def _copy(self, layout: BlockLayout) -> Tensor:
+        """The transposed weight as values of the layout."""
+        if self._transposed is None:
+            copy = workspace.empty(layout.shape, self.weight.dtype, self.weight.device)
+            self._transposed = copy.copy_(self.weight.view(self.shape).T).view(layout.values_shape)
+        return self._transposed
 
     def wgrad(self, grad: Tensor, x: Tensor) -> Tensor:
         """`[tokens, out], [tokens, in] ->` the gradient of the weight."""
