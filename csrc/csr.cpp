@@ -108,6 +108,50 @@ struct RowCuts {
   }
 };
 
+// The outputs of packed panels from `first` on, `count` of them.
+void multiply(const CsrKernels& kernels, int64_t size, Activation activation, const Panels& panels, int64_t first,
+              int64_t count, const void* packed, int64_t bytes, const void* values, const void* bias, void* y,
+              const RowCuts& cuts) {
+  const int64_t outputs = cuts.matrix.rows;
+  const bool streams = panels.tokens * outputs * size > kStreamedBytes;
+  parallel_tasks(count * cuts.tasks, [&](int64_t i) {
+    const int64_t p = first + i / cuts.tasks, task = i % cuts.tasks;
+    const int64_t begin = cuts.first(task), end = task + 1 < cuts.tasks ? cuts.first(task + 1) : outputs;
+    if (begin == end) return;
+    kernels.rows[cuts.wide]({cuts.matrix, values, begin, end, advance(packed, (p - first) * bytes), panels.width(p),
+                             panels.real(p), bytes > kCachedBytes, bias, activation,
+                             advance(y, panels.first(p) * outputs * size), outputs, streams});
+  });
+}
+
+// The products of a panel, summed for each connection, added to those of the panels before.
+void sample(const CsrKernels& kernels, const Panels& panels, int64_t p, const void* packed_grad, const void* packed_x,
+            int64_t x_bytes, void* values, const Csr& matrix, bool wide) {
+  parallel_tasks(ceil_div(matrix.connections, kTaskConnections), [&](int64_t task) {
+    const int64_t begin = task * kTaskConnections, end = std::min(begin + kTaskConnections, matrix.connections);
+    kernels.samples[wide](
+        {matrix, begin, end, packed_grad, packed_x, panels.width(p), x_bytes > kCachedBytes, p > 0, values});
+  });
+}
+
+// Each feature of a panel, summed.
+template <class Sum>
+void sum_features(const void* packed, int64_t features, int64_t width, void* to) {
+  constexpr int64_t kFeatures = 512, kSums = 16;
+  parallel_tasks(ceil_div(features, kFeatures), [&](int64_t task) {
+    const int64_t end = std::min((task + 1) * kFeatures, features);
+    for (int64_t f = task * kFeatures; f < end; ++f) {
+      const Sum* from = static_cast<const Sum*>(packed) + f * width;
+      Sum sums[kSums] = {};
+      for (int64_t t = 0; t < width; t += kSums)
+        for (int64_t i = 0; i < std::min(kSums, width - t); ++i) sums[i] += from[t + i];
+      for (int64_t left = kSums / 2; left >= 1; left /= 2)
+        for (int64_t i = 0; i < left; ++i) sums[i] += sums[i + left];
+      static_cast<Sum*>(to)[f] = sums[0];
+    }
+  });
+}
+
 template <class From, class To>
 void transpose_indices(const Csr& matrix, int64_t cols, To* start, To* row, To* position) {
   const From *from = static_cast<const From*>(matrix.start), *col = static_cast<const From*>(matrix.col);
@@ -148,20 +192,12 @@ void csr_linear(const InstructionSet& isa, DType dtype, Activation activation, i
   const Panels panels = row_panels(tokens, kernels, x.features);
   const int64_t bytes = panel_bytes(panels, kernels, x.features), at_once = panels_at_once(panels, bytes);
   const bool in_place = tokens == 1 && size == int64_t(kernels.unit_size);  // x is its own panel
-  const bool streams = tokens * matrix.rows * size > kStreamedBytes;
   const RowCuts cuts(matrix, wide);
 
   for (int64_t first = 0; first < panels.count; first += at_once) {
     const int64_t here = std::min(at_once, panels.count - first);
     if (!in_place) pack(kernels, size, x, panels, first, here, bytes, working);
-    parallel_tasks(here * cuts.tasks, [&](int64_t i) {
-      const int64_t p = first + i / cuts.tasks, task = i % cuts.tasks;
-      const int64_t begin = cuts.first(task), end = task + 1 < cuts.tasks ? cuts.first(task + 1) : matrix.rows;
-      if (begin == end) return;
-      kernels.rows[wide]({matrix, values, begin, end, in_place ? x.data : advance(working, (p - first) * bytes),
-                          panels.width(p), panels.real(p), bytes > kCachedBytes, bias, activation,
-                          advance(y, panels.first(p) * matrix.rows * size), matrix.rows, streams});
-    });
+    multiply(kernels, size, activation, panels, first, here, in_place ? x.data : working, bytes, values, bias, y, cuts);
   }
 }
 
@@ -172,14 +208,40 @@ void csr_wgrad(const InstructionSet& isa, DType dtype, int64_t tokens, Matrix gr
   if (tokens == 0) memset(values, 0, matrix.connections * size);
   const Panels panels = sample_panels(tokens, kernels, dtype);
   void* packed_x = advance(working, panel_bytes(panels, kernels, grad.features));
-  const bool fetches = panel_bytes(panels, kernels, x.features) > kCachedBytes;
+  const int64_t x_bytes = panel_bytes(panels, kernels, x.features);
   for (int64_t p = 0; p < panels.count; ++p) {
     pack(kernels, size, grad, panels, p, 1, 0, working);
     pack(kernels, size, x, panels, p, 1, 0, packed_x);
-    parallel_tasks(ceil_div(matrix.connections, kTaskConnections), [&](int64_t task) {
-      const int64_t begin = task * kTaskConnections, end = std::min(begin + kTaskConnections, matrix.connections);
-      kernels.samples[wide]({matrix, begin, end, working, packed_x, panels.width(p), fetches, p > 0, values});
-    });
+    sample(kernels, panels, p, working, packed_x, x_bytes, values, matrix, wide);
+  }
+}
+
+int64_t csr_gradients_working_bytes(const InstructionSet& isa, DType dtype, int64_t tokens, int64_t out_features,
+                                    int64_t in_features) {
+  const CsrKernels& kernels = isa.csr(dtype);
+  const Panels rows = row_panels(tokens, kernels, out_features), samples = sample_panels(tokens, kernels, dtype);
+  if (rows.count != 1 || samples.count != 1 || size_of(dtype) == 2) return 0;
+  return panel_bytes(rows, kernels, out_features) + panel_bytes(samples, kernels, in_features);
+}
+
+void csr_gradients(const InstructionSet& isa, DType dtype, int64_t tokens, Matrix grad, Matrix x, const void* values,
+                   void* grad_x, void* grad_values, void* grad_bias, void* working, const Csr& matrix, bool wide,
+                   const Csr& turned, bool turned_wide) {
+  const CsrKernels& kernels = isa.csr(dtype);
+  const int64_t size = size_of(dtype);
+  const Panels panels = row_panels(tokens, kernels, grad.features);
+  const int64_t bytes = panel_bytes(panels, kernels, grad.features);
+  void* packed_x = advance(working, bytes);
+  pack(kernels, size, grad, panels, 0, 1, 0, working);
+  pack(kernels, size, x, panels, 0, 1, 0, packed_x);
+  multiply(kernels, size, Activation::kNone, panels, 0, 1, working, bytes, values, nullptr, grad_x,
+           RowCuts(turned, turned_wide));
+  sample(kernels, panels, 0, working, packed_x, panel_bytes(panels, kernels, x.features), grad_values, matrix, wide);
+  if (!grad_bias) return;
+  if (dtype == DType::kFloat64) {
+    sum_features<double>(working, grad.features, panels.width(0), grad_bias);
+  } else {
+    sum_features<float>(working, grad.features, panels.width(0), grad_bias);
   }
 }
 

@@ -128,6 +128,14 @@ struct BFloat16Pairs {  // two products and two sums per lane and instruction
 };
 #endif
 
+// The first `count` numbers from there, zeros behind. With a constant count it is one load.
+template <class E>
+BLOCKSPARSE_INLINE Vector<typename E::Sum> read_units(const typename E::Storage* from, int64_t count) {
+  typename E::Storage part[kLanes<typename E::Sum>] = {};
+  memcpy(part, from, count * sizeof *part);
+  return E::units(part);
+}
+
 // The first `count` numbers of a vector of sums, added to what is there or not. With a constant count it is one store.
 template <class E>
 BLOCKSPARSE_INLINE void write_sums(typename E::Storage* to, Vector<typename E::Sum> v, int64_t count, bool add) {

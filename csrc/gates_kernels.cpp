@@ -7,14 +7,6 @@ namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 namespace {
 
-// The first `count` numbers from there. With a constant count it is one load.
-template <class E>
-BLOCKSPARSE_INLINE Vector<typename E::Sum> read(const typename E::Storage* from, int64_t count) {
-  typename E::Storage part[kLanes<typename E::Sum>] = {};
-  memcpy(part, from, count * sizeof *part);
-  return E::units(part);
-}
-
 template <class E>
 BLOCKSPARSE_INLINE void write(typename E::Storage* to, Vector<typename E::Sum> v, int64_t count) {
   write_sums<E>(to, v, count, false);
@@ -54,14 +46,14 @@ void forward(const GatesForward& step, const GatesPart& part) {
     Sum* const c_out = row_of<Sum>(step.c_out, row);
     in_vectors<E>(part.begin, part.end, [=](int64_t j, int64_t count) __attribute__((always_inline)) {
       const auto before_gate = [=](int64_t at) __attribute__((always_inline)) {
-        V v = read<E>(z + at, count);
-        if (gain) v *= read<E>(gain + at, count);
-        if (add) v += read<E>(add + at, count);
+        V v = read_units<E>(z + at, count);
+        if (gain) v *= read_units<E>(gain + at, count);
+        if (add) v += read_units<E>(add + at, count);
         return v;
       };
       const V i = logistic(before_gate(j)), f = logistic(before_gate(hidden + j));
       const V g = tangent(before_gate(2 * hidden + j)), o = logistic(before_gate(3 * hidden + j));
-      const V state = f * read<State>(c + j, count) + i * g;
+      const V state = f * read_units<State>(c + j, count) + i * g;
       write<State>(c_out + j, state, count);
       write<E>(h + j, o * tangent(state), count);
       if (!gates) return;
@@ -88,14 +80,14 @@ void backward(const GatesBackward& step, const GatesPart& part) {
     Storage* const grad_pre = row_of<Storage>(step.grad_pre, row);
     Sum* const grad_c_before = row_of<Sum>(step.grad_c_before, row);
     in_vectors<E>(part.begin, part.end, [=](int64_t j, int64_t count) __attribute__((always_inline)) {
-      const V i = read<E>(gates + j, count), f = read<E>(gates + hidden + j, count);
-      const V g = read<E>(gates + 2 * hidden + j, count), o = read<E>(gates + 3 * hidden + j, count);
-      const V before = read<State>(c_before + j, count), t = tangent(read<State>(c + j, count));
+      const V i = read_units<E>(gates + j, count), f = read_units<E>(gates + hidden + j, count);
+      const V g = read_units<E>(gates + 2 * hidden + j, count), o = read_units<E>(gates + 3 * hidden + j, count);
+      const V before = read_units<State>(c_before + j, count), t = tangent(read_units<State>(c + j, count));
       V at_h = {};
-      if (grad_h) at_h += read<E>(grad_h + j, count);
-      if (grad_y) at_h += read<E>(grad_y + j, count);
+      if (grad_h) at_h += read_units<E>(grad_h + j, count);
+      if (grad_y) at_h += read_units<E>(grad_y + j, count);
       V at_c = at_h * o * (Sum(1) - t * t);
-      if (grad_c) at_c += read<State>(grad_c + j, count);
+      if (grad_c) at_c += read_units<State>(grad_c + j, count);
       write<State>(grad_c_before + j, at_c * f, count);
       write<E>(grad_pre + j, at_c * g * (i * (Sum(1) - i)), count);
       write<E>(grad_pre + hidden + j, at_c * before * (f * (Sum(1) - f)), count);

@@ -218,6 +218,43 @@ struct GatesKernels {
 };
 using SelectGates = const GatesKernels& (*)(DType dtype);
 
+// Numbers of a part of an elementwise loop, some microseconds of work. Each part of a dropout has random numbers of its
+// own, so that the results are the same for any number of threads and any instruction set.
+constexpr int64_t kPartNumbers = 4096;
+
+// y = factor[code] x, where the code is drawn: 0 where a random number is below `least`, else 1 where x > 0, else 2.
+struct DropoutForward {
+  const void* x;
+  void* y;
+  uint8_t* code;
+  double factor[3];
+  uint64_t seed;
+  uint16_t least;
+};
+
+// grad_x = factor[code] grad.
+struct DropoutBackward {
+  const void* grad;
+  const uint8_t* code;
+  void* grad_x;
+  double factor[3];
+};
+
+// velocity = momentum velocity - rate grad; weight = keep weight + velocity.
+struct MomentumStep {
+  void *weight, *velocity;
+  const void* grad;
+  double momentum, rate, keep;
+};
+
+// Of the numbers [first, last) of the part that begins at a multiple of kPartNumbers.
+struct ElementwiseKernels {
+  void (*dropout_forward)(const DropoutForward&, int64_t first, int64_t last);
+  void (*dropout_backward)(const DropoutBackward&, int64_t first, int64_t last);
+  void (*momentum_step)(const MomentumStep&, int64_t first, int64_t last);
+};
+using SelectElementwise = const ElementwiseKernels& (*)(DType dtype);
+
 struct InstructionSet {
   const char* name;
   bool (*present)();
@@ -225,6 +262,7 @@ struct InstructionSet {
   SelectCsr csr;
   SelectConv conv;
   SelectGates gates;
+  SelectElementwise elementwise;
 };
 
 }  // namespace blocksparse

@@ -15,6 +15,7 @@
 #include "conv.hpp"
 #include "cpu_features.hpp"
 #include "csr.hpp"
+#include "elementwise.hpp"
 #include "gates.hpp"
 #include "linear.hpp"
 #include "parallel.hpp"
@@ -30,6 +31,7 @@ namespace blocksparse {
   const CsrKernels& select_csr(DType dtype);                          \
   const ConvKernels& select_conv(DType dtype, int64_t block_sum);     \
   const GatesKernels& select_gates(DType dtype);                      \
+  const ElementwiseKernels& select_elementwise(DType dtype);          \
   }
 BLOCKSPARSE_DECLARE(portable)
 BLOCKSPARSE_DECLARE(avx2)
@@ -44,20 +46,20 @@ namespace {
 // Slowest first: the last one present is the default.
 const InstructionSet kInstructionSets[] = {
     {"portable", [] { return true; }, portable::select_linear, portable::select_csr, portable::select_conv,
-     portable::select_gates},
+     portable::select_gates, portable::select_elementwise},
 #if defined(BLOCKSPARSE_HAS_avx2)
     {"avx2", [] { return cpu_features().avx2; }, avx2::select_linear, avx2::select_csr, avx2::select_conv,
-     avx2::select_gates},
+     avx2::select_gates, avx2::select_elementwise},
     {"avx512", [] { return cpu_features().avx512; }, avx512::select_linear, avx512::select_csr, avx512::select_conv,
-     avx512::select_gates},
+     avx512::select_gates, avx512::select_elementwise},
     {"avx512_bf16", [] { return cpu_features().avx512_bf16; }, avx512_bf16::select_linear, avx512_bf16::select_csr,
-     avx512_bf16::select_conv, avx512_bf16::select_gates},
+     avx512_bf16::select_conv, avx512_bf16::select_gates, avx512_bf16::select_elementwise},
     {"amx", [] { return cpu_features().amx_bf16; }, amx::select_linear, amx::select_csr, amx::select_conv,
-     amx::select_gates},
+     amx::select_gates, amx::select_elementwise},
 #endif
 #if defined(BLOCKSPARSE_HAS_amx_emulated)
     {"amx_emulated", [] { return cpu_features().avx512_bf16; }, amx_emulated::select_linear, amx_emulated::select_csr,
-     amx_emulated::select_conv, amx_emulated::select_gates},
+     amx_emulated::select_conv, amx_emulated::select_gates, amx_emulated::select_elementwise},
 #endif
 };
 
@@ -169,6 +171,28 @@ void py_csr_wgrad(const std::string& isa, const std::string& dtype, int64_t toke
             reinterpret_cast<void*>(values), reinterpret_cast<void*>(working), matrix, wide);
 }
 
+int64_t py_csr_gradients_working_bytes(const std::string& isa, const std::string& dtype, int64_t tokens,
+                                       int64_t out_features, int64_t in_features) {
+  return csr_gradients_working_bytes(isa_named(isa), dtype_named(dtype), tokens, out_features, in_features);
+}
+
+void py_csr_gradients(const std::string& isa, const std::string& dtype, int64_t tokens, uintptr_t grad,
+                      int64_t grad_stride, int64_t out_features, uintptr_t x, int64_t x_stride, int64_t in_features,
+                      uintptr_t values, uintptr_t grad_x, uintptr_t grad_values, uintptr_t grad_bias, uintptr_t working,
+                      const AnyIndex& start, const AnyIndex& col, const AnyIndex& turned_start,
+                      const AnyIndex& turned_row, const AnyIndex& position) {
+  const Csr matrix = csr<AnyIndex>(start, col, std::nullopt);
+  const Csr turned = csr<AnyIndex>(turned_start, turned_row, position);
+  const bool wide = is_wide(start), turned_wide = is_wide(turned_start);
+  const InstructionSet& set = isa_named(isa);
+  const DType type = dtype_named(dtype);
+  const auto writable = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
+  nb::gil_scoped_release release;
+  csr_gradients(set, type, tokens, {pointer(grad), grad_stride, out_features}, {pointer(x), x_stride, in_features},
+                pointer(values), writable(grad_x), writable(grad_values), writable(grad_bias), writable(working),
+                matrix, wide, turned, turned_wide);
+}
+
 using NewIndex = nb::ndarray<nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void py_csr_transposed(const AnyIndex& start, const AnyIndex& col, const NewIndex& to_start, const NewIndex& to_row,
@@ -266,6 +290,45 @@ void py_gates_backward(const std::string& isa, const std::string& dtype, int64_t
                   output(grad_pre), output(grad_c_before)});
 }
 
+void py_dropout_forward(const std::string& isa, const std::string& dtype, int64_t count, uintptr_t x, uintptr_t y,
+                        uintptr_t code, const std::array<double, 3>& factors, uint64_t seed, uint16_t least) {
+  const InstructionSet& set = isa_named(isa);
+  const DType type = dtype_named(dtype);
+  nb::gil_scoped_release release;
+  dropout_forward(set, type, count,
+                  {pointer(x),
+                   reinterpret_cast<void*>(y),
+                   reinterpret_cast<uint8_t*>(code),
+                   {factors[0], factors[1], factors[2]},
+                   seed,
+                   least});
+}
+
+void py_dropout_backward(const std::string& isa, const std::string& dtype, int64_t count, uintptr_t grad,
+                         uintptr_t code, uintptr_t grad_x, const std::array<double, 3>& factors) {
+  const InstructionSet& set = isa_named(isa);
+  const DType type = dtype_named(dtype);
+  nb::gil_scoped_release release;
+  dropout_backward(set, type, count,
+                   {pointer(grad),
+                    reinterpret_cast<const uint8_t*>(code),
+                    reinterpret_cast<void*>(grad_x),
+                    {factors[0], factors[1], factors[2]}});
+}
+
+void py_momentum_steps(const std::string& isa, const std::string& dtype, const std::vector<int64_t>& counts,
+                       const std::vector<uintptr_t>& weights, const std::vector<uintptr_t>& velocities,
+                       const std::vector<uintptr_t>& grads, double momentum, double rate, double keep) {
+  const InstructionSet& set = isa_named(isa);
+  const DType type = dtype_named(dtype);
+  std::vector<MomentumStep> steps;
+  for (size_t i = 0; i < counts.size(); ++i)
+    steps.push_back({reinterpret_cast<void*>(weights[i]), reinterpret_cast<void*>(velocities[i]), pointer(grads[i]),
+                     momentum, rate, keep});
+  nb::gil_scoped_release release;
+  momentum_steps(set, type, counts, steps);
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -295,6 +358,11 @@ NB_MODULE(_core, m) {
         "position"_a.none());
   m.def("csr_wgrad", &py_csr_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "tokens"_a, "grad"_a, "grad_stride"_a,
         "out_features"_a, "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "working"_a, "start"_a, "col"_a);
+  m.def("csr_gradients_working_bytes", &py_csr_gradients_working_bytes, "isa"_a, "dtype"_a, "tokens"_a,
+        "out_features"_a, "in_features"_a);
+  m.def("csr_gradients", &py_csr_gradients, nb::kw_only(), "isa"_a, "dtype"_a, "tokens"_a, "grad"_a, "grad_stride"_a,
+        "out_features"_a, "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "grad_x"_a, "grad_values"_a, "grad_bias"_a,
+        "working"_a, "start"_a, "col"_a, "turned_start"_a, "turned_row"_a, "position"_a);
   m.def("csr_transposed", &py_csr_transposed, nb::kw_only(), "start"_a, "col"_a, "to_start"_a, "to_row"_a,
         "to_position"_a);
   m.def("conv", &py_conv, nb::kw_only(), "isa"_a, "dtype"_a, "activation"_a, "transpose"_a, "block"_a, "kernel"_a,
@@ -305,6 +373,12 @@ NB_MODULE(_core, m) {
   // By position: called at each step of a sequence, where names would take longer than small steps.
   m.def("gates_forward", &py_gates_forward);
   m.def("gates_backward", &py_gates_backward);
+  m.def("dropout_forward", &py_dropout_forward, nb::kw_only(), "isa"_a, "dtype"_a, "count"_a, "x"_a, "y"_a, "code"_a,
+        "factors"_a, "seed"_a, "least"_a);
+  m.def("dropout_backward", &py_dropout_backward, nb::kw_only(), "isa"_a, "dtype"_a, "count"_a, "grad"_a, "code"_a,
+        "grad_x"_a, "factors"_a);
+  m.def("momentum_steps", &py_momentum_steps, nb::kw_only(), "isa"_a, "dtype"_a, "counts"_a, "weights"_a,
+        "velocities"_a, "grads"_a, "momentum"_a, "rate"_a, "keep"_a);
 }
 
 }  // namespace blocksparse

@@ -81,11 +81,12 @@ def poisoned_empty():
 
 def poison_working_memory() -> None:
     """Products of NaN: what the kernels keep from call to call is NaN after them."""
-    layout = bs.patterns.dense((128, 128), block_size=32)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        nan = torch.full((96, 128), torch.nan, dtype=dtype)
-        values = torch.full(layout.values_shape, torch.nan, dtype=dtype)
-        forward(nan, values, layout), dgrad(nan, values, layout), wgrad(nan, nan, layout)
+    for block_size in (1, 32):
+        layout = bs.patterns.dense((128, 128), block_size)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            nan = torch.full((96, 128), torch.nan, dtype=dtype)
+            values = torch.full(layout.values_shape, torch.nan, dtype=dtype)
+            forward(nan, values, layout), dgrad(nan, values, layout), wgrad(nan, nan, layout)
 
 
 def forward(x, values, layout, bias=None, activation=None):

@@ -112,7 +112,9 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer, activation in zip(self.layers, self.activations, strict=False):
-            x = self.dropout(activation(layer(x)))
+            # Of All-ReLU and dropout one pass over memory.
+            y = layer(x)
+            x = self.dropout(y, activation.slope) if isinstance(activation, AllReLU) else self.dropout(activation(y))
         return self.output(x)
 
     def compact(self, optimizer: torch.optim.Optimizer | None = None) -> list[int]:

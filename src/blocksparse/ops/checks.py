@@ -85,7 +85,12 @@ def unobserved(*tensors: Tensor | None) -> bool:
 
     A product may then be called as it is. PyTorch's way through an op written in Python takes 6 microseconds.
     """
-    return not needs_grad(*tensors) and concrete(*tensors) and not torch.autograd._profiler_enabled()
+    return not needs_grad(*tensors) and recorded_alone(*tensors)
+
+
+def recorded_alone(*tensors: Tensor | None) -> bool:
+    """Whether nobody but autograd, where it records, watches ops on these go by."""
+    return concrete(*tensors) and not torch.autograd._profiler_enabled()
 
 
 def concrete(*tensors: Tensor | None) -> bool:

@@ -15,6 +15,13 @@ import torch
 from ..errors import BlockSparseError
 
 ISA_VARIABLE = "BLOCKSPARSE_CPU_ISA"
+# What the core calls the dtypes that it serves.
+DTYPES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
 _forced: list[str] = []
 
 
@@ -48,6 +55,15 @@ def unavailable() -> str | None:
         except BlockSparseError as error:
             reason = str(error)
     return reason
+
+
+def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the core cannot serve such tensors, or None when it can: the `refusal` of each op's CPU backend."""
+    if device.type != "cpu":
+        return f"it serves tensors on the CPU, not on {device}"
+    if dtype not in DTYPES:
+        return f"it serves {', '.join(str(known) for known in DTYPES)}"
+    return unavailable()
 
 
 def core() -> ModuleType:

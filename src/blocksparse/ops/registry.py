@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -87,7 +88,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 def choose(op: str, implementations: Mapping[str, ModuleType], device: torch.device, dtype: torch.dtype) -> ModuleType:
     """The implementation of `op` for tensors of this device and dtype, or a BlockSparseError that says why none."""
-    name = next(reversed(_forced.values()), _BACKEND_OF_DEVICE.get(device.type))
+    name = _wanted(device)
     if name is None or name not in implementations:
         reason = f"there is no {name or device.type} backend of it yet"
     else:
@@ -101,3 +102,13 @@ def choose(op: str, implementations: Mapping[str, ModuleType], device: torch.dev
         f"{dtype} on {device}: {reason}. The plain PyTorch definition runs anywhere, slowly: "
         f'`with blocksparse.use_backend("reference"): ...`',
     )
+
+
+def choose_or_reference(implementations: Mapping[str, ModuleType], device: torch.device, dtype: torch.dtype) -> Any:
+    """As `choose`, of an op whose definition is good enough wherever nothing else serves: there it is taken."""
+    found = implementations.get(_wanted(device) or "")
+    return implementations["reference"] if found is None or found.refusal(device, dtype) is not None else found
+
+
+def _wanted(device: torch.device) -> str | None:
+    return next(reversed(_forced.values()), _BACKEND_OF_DEVICE.get(device.type))

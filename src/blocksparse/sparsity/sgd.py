@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checked import number
+from ..ops import momentum
 
 
 class SGD(torch.optim.Optimizer):
@@ -63,8 +64,7 @@ class SGD(torch.optim.Optimizer):
                 if "momentum_buffer" not in self.state[w]:
                     self.state[w]["momentum_buffer"] = torch.zeros_like(w)
             momenta = [self.state[w]["momentum_buffer"] for w in weights]
-            torch._foreach_mul_(momenta, group["momentum"])
-            torch._foreach_sub_(momenta, [w.grad for w in weights], alpha=group["lr"])
-            torch._foreach_mul_(weights, 1 - group["weight_decay"])
-            torch._foreach_add_(weights, momenta)
+            grads = [w.grad for w in weights]
+            rates = {"momentum": group["momentum"], "rate": group["lr"], "keep": 1 - group["weight_decay"]}
+            momentum.step(weights, momenta, grads, **rates)
         return loss

@@ -9,10 +9,11 @@ import torch
 
 from ...layout import BlockLayout
 from .. import cpu_core
+from ..cpu_core import DTYPES
 from ..linear import cpu as linear
 from .plan import Axis, channel_plan, is_linear, packed_taps, runs, three_axes
 
-refusal = linear.refusal
+refusal = cpu_core.refusal
 
 
 def conv(
@@ -38,7 +39,7 @@ def conv(
     y = torch.empty(x.shape[0], *(big if scatter else small)[5 - x.dim() :], out_channels, dtype=x.dtype)
     cpu_core.core().conv(
         isa=cpu_core.isa(),
-        dtype=linear.DTYPES[x.dtype],
+        dtype=DTYPES[x.dtype],
         activation=activation or "none",
         transpose=transpose,
         block=layout.block_shape,
@@ -74,7 +75,7 @@ def conv_wgrad(
     values = torch.empty(*layout.values_shape, *kernel, dtype=x.dtype)
     cpu_core.core().conv_wgrad(
         isa=cpu_core.isa(),
-        dtype=linear.DTYPES[x.dtype],
+        dtype=DTYPES[x.dtype],
         block=layout.block_shape,
         images=x.shape[0],
         grad=grad.data_ptr(),

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ..checks import autocast, check_activation, check_alike, check_kinds, needs_grad, unobserved
+from ..checks import autocast, check_activation, check_alike, check_kinds, needs_grad, recorded_alone
 from ..gate import gated
-from .op import backend_of, indices_of, linear_op
+from .op import LinearAlone, backend_of, indices_of, linear_op
 from .reference import ACTIVATIONS
 
 
@@ -108,15 +108,18 @@ def _product(
     x, values, bias = autocast(x, values, bias)
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
     _check(x, values, layout, bias, activation, out_features, in_features)
+    differentiates = needs_grad(x, values, bias)
     # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
-    fused = activation if activation == "relu" or not needs_grad(x, values, bias) else None
+    fused = activation if activation == "relu" or not differentiates else None
     flat = x if x.dim() == 2 else x.reshape(-1, in_features)
-    if unobserved(x, values, bias):
-        y = backend_of(flat).linear(flat, values, bias, layout, transpose, activation)
-    else:
+    if not recorded_alone(x, values, bias):
         y = linear_op(flat, values, bias, indices_of(layout, flat), layout.grid[1], transpose, fused)
-        if fused != activation:
-            y = ACTIVATIONS[activation](y)
+    elif differentiates:
+        y = LinearAlone.apply(flat, values, bias, layout, transpose, fused)
+    else:
+        y = backend_of(flat).linear(flat, values, bias, layout, transpose, fused)
+    if fused != activation:
+        y = ACTIVATIONS[activation](y)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], out_features)
 
 

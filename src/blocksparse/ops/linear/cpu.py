@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from ...layout import BlockLayout
 from .. import cpu_core, workspace
+from ..cpu_core import DTYPES
 from .plan import block_plan, column_plan, row_plan
 
-DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
-
-
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cpu":
-        return f"it serves tensors on the CPU, not on {device}"
-    if dtype not in DTYPES:
-        return f"it serves {', '.join(str(known) for known in DTYPES)}"
-    return cpu_core.unavailable()
+refusal = cpu_core.refusal
 
 
 def linear(
@@ -93,6 +83,48 @@ def linear_wgrad(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout) -> to
     return values
 
 
+def gradients(
+    grad: torch.Tensor, x: torch.Tensor, values: torch.Tensor, layout: BlockLayout, needs_bias: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+    """Those of x, values and bias of a layout of single numbers in one call, or None where that is not to be had.
+
+    The numbers of `linear` and `linear_wgrad`, whose working memory holds the same twice otherwise.
+    """
+    core, isa, dtype = cpu_core.core(), cpu_core.isa(), DTYPES[x.dtype]
+    size = 0
+    if layout.block_shape == (1, 1):
+        size = core.csr_gradients_working_bytes(isa, dtype, *grad.shape, x.shape[1])
+    if not size:
+        return None
+    grad, x, values = _features_contiguous(grad), _features_contiguous(x), values.contiguous()
+    grad_x = workspace.empty(x.shape, x.dtype, x.device)
+    grad_values, working = torch.empty(layout.values_shape, dtype=x.dtype), _working(size, x)
+    grad_bias = torch.empty(grad.shape[1], dtype=x.dtype) if needs_bias else None
+    turned_start, turned_row, position = column_plan(layout)
+    core.csr_gradients(
+        isa=isa,
+        dtype=dtype,
+        tokens=x.shape[0],
+        grad=grad.data_ptr(),
+        grad_stride=grad.stride(0),
+        out_features=grad.shape[1],
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        in_features=x.shape[1],
+        values=values.data_ptr(),
+        grad_x=grad_x.data_ptr(),
+        grad_values=grad_values.data_ptr(),
+        grad_bias=0 if grad_bias is None else grad_bias.data_ptr(),
+        working=working.data_ptr(),
+        start=layout.row_start,
+        col=layout.col_of_block,
+        turned_start=turned_start,
+        turned_row=turned_row,
+        position=position,
+    )
+    return grad_x, grad_values, grad_bias
+
+
 def _csr_linear(
     x: torch.Tensor,
     values: torch.Tensor,
@@ -145,9 +177,23 @@ def _csr_wgrad(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout, values:
     )
 
 
+class _Small(threading.local):
+    """Working memory that each thread keeps, as allocating it anew takes as long as the product of a small layer."""
+
+    memory = torch.empty(0)
+
+
+_MOST_KEPT = workspace.LEAST
+_small = _Small()
+
+
 def _working(size: int, x: torch.Tensor) -> torch.Tensor:
-    # Used again from call to call where it is large; whole cache lines.
-    return workspace.empty((size // 4,), torch.float32, x.device)
+    """Memory for one call, of whole cache lines."""
+    if size > _MOST_KEPT:
+        return workspace.empty((size // 4,), torch.float32, x.device)
+    if _small.memory.nbytes < size:
+        _small.memory = torch.empty(size // 4)
+    return _small.memory
 
 
 def _features_contiguous(x: torch.Tensor) -> torch.Tensor:

@@ -6,18 +6,12 @@ import torch
 from torch import Tensor
 
 from .. import cpu_core
+from ..cpu_core import DTYPES
 from .operands import STATES, row_stride
 
-NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in STATES}
 NONE = (0, 0)
 
-
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cpu":
-        return f"it serves tensors on the CPU, not on {device}"
-    if dtype not in NAMES:
-        return f"it serves {', '.join(str(known) for known in NAMES)}"
-    return cpu_core.unavailable()
+refusal = cpu_core.refusal
 
 
 def forward(
@@ -34,7 +28,7 @@ def forward(
     state, one, all_four = STATES[dtype], (n, hidden), (n, 4 * hidden)
     cpu_core.core().gates_forward(
         cpu_core.isa(),
-        NAMES[dtype],
+        DTYPES[dtype],
         n,
         hidden,
         _rows("z", z, all_four, dtype),
@@ -62,7 +56,7 @@ def backward(
     state, one, all_four = STATES[dtype], (n, hidden), (n, 4 * hidden)
     cpu_core.core().gates_backward(
         cpu_core.isa(),
-        NAMES[dtype],
+        DTYPES[dtype],
         n,
         hidden,
         _rows("gates", gates, all_four, dtype),

@@ -1,0 +1,17 @@
+// What is done number by number: dropout with what goes before it, the step of an optimizer.
+#pragma once
+
+#include <vector>
+
+#include "kernels.hpp"
+
+namespace blocksparse {
+
+void dropout_forward(const InstructionSet& isa, DType dtype, int64_t count, const DropoutForward& dropout);
+void dropout_backward(const InstructionSet& isa, DType dtype, int64_t count, const DropoutBackward& dropout);
+
+// Of tensors with so many numbers each.
+void momentum_steps(const InstructionSet& isa, DType dtype, const std::vector<int64_t>& counts,
+                    const std::vector<MomentumStep>& steps);
+
+}  // namespace blocksparse

@@ -1,0 +1,141 @@
+// What is done number by number, in one pass over memory.
+#include "element.hpp"
+#include "kernels.hpp"
+
+namespace blocksparse {
+namespace BLOCKSPARSE_ISA {
+namespace {
+
+// Eight generators of 64 bits side by side, SFC64 of Doty-Humphrey's PractRand.
+struct Random {
+  typedef uint64_t Lanes __attribute__((vector_size(64)));
+  static constexpr int64_t kDraws = sizeof(Lanes) / sizeof(uint16_t);
+  Lanes a, b, c, counter;
+
+  BLOCKSPARSE_INLINE void start(Random& r, uint64_t seed, uint64_t stream) {
+    const Lanes zero = {}, lane = {0, 1, 2, 3, 4, 5, 6, 7};
+    r.a = zero + seed, r.b = zero + 8 * stream + lane, r.c = zero, r.counter = zero + 1;
+    for (int i = 0; i < 18; ++i) step(r);
+  }
+  BLOCKSPARSE_INLINE void step(Random& r) {
+    Lanes drawn;
+    step(r, drawn);
+  }
+  BLOCKSPARSE_INLINE void step(Random& r, Lanes& drawn) {
+    drawn = r.a + r.b + r.counter;
+    r.counter += 1;
+    r.a = r.b ^ (r.b >> 11);
+    r.b = r.c + (r.c << 3);
+    r.c = ((r.c << 24) | (r.c >> 40)) + drawn;
+  }
+};
+
+// As many small whole numbers as a vector of sums has lanes, between memory and lanes of the width of sums.
+template <class Sum>
+struct Lanewise {
+  using Wide = std::conditional_t<sizeof(Sum) == 8, uint64_t, uint32_t>;
+  template <class Small>
+  BLOCKSPARSE_INLINE Vector<Wide> widened(const Small* from) {
+    typedef Small Narrow __attribute__((vector_size(kLanes<Sum> * sizeof(Small))));
+    Narrow narrow;
+    memcpy(&narrow, from, sizeof narrow);
+    return __builtin_convertvector(narrow, Vector<Wide>);
+  }
+  BLOCKSPARSE_INLINE void write(uint8_t* to, Vector<Wide> v, int64_t count) {
+    typedef uint8_t Narrow __attribute__((vector_size(kLanes<Sum>)));
+    const Narrow narrow = __builtin_convertvector(v, Narrow);
+    memcpy(to, &narrow, count);
+  }
+};
+
+// Calls run(number, count) for the numbers [first, last): whole vectors, then what is left.
+template <class E, class Run>
+BLOCKSPARSE_INLINE void in_vectors(int64_t first, int64_t last, const Run& run) {
+  constexpr int n = kLanes<typename E::Sum>;
+  for (; first + n <= last; first += n) run(first, int64_t(n));
+  if (first < last) run(first, last - first);
+}
+
+template <class E>
+void dropout_forward(const DropoutForward& d, int64_t first, int64_t last) {
+  using Sum = typename E::Sum;
+  using V = Vector<Sum>;
+  using Codes = Lanewise<Sum>;
+  using Wide = Vector<typename Codes::Wide>;
+  const auto* x = static_cast<const typename E::Storage*>(d.x);
+  auto* y = static_cast<typename E::Storage*>(d.y);
+  const V positive = broadcast(Sum(d.factor[1])), negative = broadcast(Sum(d.factor[2]));
+  const Wide one = Wide{} + 1, two = Wide{} + 2;
+  Random random;
+  Random::start(random, d.seed, first / kPartNumbers);
+  for (int64_t at = first; at < last; at += Random::kDraws) {
+    Random::Lanes lanes;
+    Random::step(random, lanes);
+    uint16_t drawn[Random::kDraws];
+    memcpy(drawn, &lanes, sizeof drawn);
+    in_vectors<E>(at, smaller(at + Random::kDraws, last), [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const V v = read_units<E>(x + i, count);
+      const auto kept = Codes::widened(drawn + (i - at)) >= Wide{} + d.least;
+      const auto above = v > Sum(0);
+      write_sums<E>(y + i, kept ? v * (above ? positive : negative) : V{}, count, false);
+      Codes::write(d.code + i, kept ? (above ? one : two) : Wide{}, count);
+    });
+  }
+}
+
+template <class E>
+void dropout_backward(const DropoutBackward& d, int64_t first, int64_t last) {
+  using Sum = typename E::Sum;
+  using V = Vector<Sum>;
+  using Codes = Lanewise<Sum>;
+  const auto* grad = static_cast<const typename E::Storage*>(d.grad);
+  auto* grad_x = static_cast<typename E::Storage*>(d.grad_x);
+  const V positive = broadcast(Sum(d.factor[1])), negative = broadcast(Sum(d.factor[2]));
+  in_vectors<E>(first, last, [=](int64_t i, int64_t count) __attribute__((always_inline)) {
+    uint8_t code[kLanes<Sum>] = {};
+    memcpy(code, d.code + i, count);
+    const auto drawn = Codes::widened(code);
+    const V v = read_units<E>(grad + i, count);
+    write_sums<E>(grad_x + i, drawn != 0 ? v * (drawn == 1 ? positive : negative) : V{}, count, false);
+  });
+}
+
+template <class E>
+void momentum_step(const MomentumStep& step, int64_t first, int64_t last) {
+  using Sum = typename E::Sum;
+  using V = Vector<Sum>;
+  using Storage = typename E::Storage;
+  const V momentum = broadcast(Sum(step.momentum)), rate = broadcast(Sum(step.rate)), keep = broadcast(Sum(step.keep));
+  auto *weight = static_cast<Storage*>(step.weight), *velocity = static_cast<Storage*>(step.velocity);
+  const auto* grad = static_cast<const Storage*>(step.grad);
+  in_vectors<E>(first, last, [=](int64_t i, int64_t count) __attribute__((always_inline)) {
+    const V v = momentum * read_units<E>(velocity + i, count) - rate * read_units<E>(grad + i, count);
+    write_sums<E>(velocity + i, v, count, false);
+    write_sums<E>(weight + i, keep * read_units<E>(weight + i, count) + v, count, false);
+  });
+}
+
+template <class E>
+constexpr ElementwiseKernels table() {
+  return {dropout_forward<E>, dropout_backward<E>, momentum_step<E>};
+}
+
+}  // namespace
+
+const ElementwiseKernels& select_elementwise(DType dtype) {
+  static constexpr ElementwiseKernels float32 = table<Float32>(), float64 = table<Float64>(),
+                                      bfloat16 = table<BFloat16>(), float16 = table<Float16>();
+  switch (dtype) {
+    case DType::kFloat32:
+      return float32;
+    case DType::kFloat64:
+      return float64;
+    case DType::kBFloat16:
+      return bfloat16;
+    default:
+      return float16;
+  }
+}
+
+}  // namespace BLOCKSPARSE_ISA
+}  // namespace blocksparse

@@ -1,0 +1,49 @@
+"""A leaky ReLU and dropout in one pass: for tensors on the CPU, and without autograd.
+
+    y = factor[code] x,  grad_x = factor[code] grad
+
+The code of a number, a uint8, is 0 where it is dropped, else 1 where x > 0, else 2. It is dropped where one of 65,536
+equally likely numbers is below `least`: the part that goes is a whole multiple of 1 / 65,536, and the scale of what
+stays follows, so that the expectation is kept. What is drawn depends on the seed and on the place only: not on the
+backend, the instruction set, the dtype, or the number of threads.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..registry import choose_or_reference
+from . import cpu, reference
+
+IMPLEMENTATIONS = {"cpu": cpu, "reference": reference}
+LEVELS = 2**16
+
+Factors = tuple[float, float, float]
+
+
+def least_of(p: float) -> int:
+    """The numbers of `LEVELS` that are dropped for p, some stay whatever p below 1 is."""
+    return min(round(p * LEVELS), LEVELS - 1)
+
+
+def factors_of(least: int, slope: float) -> Factors:
+    """What a number is multiplied by, by its code; `slope` is that of the negative side, 1 for dropout alone."""
+    scale = LEVELS / (LEVELS - least)
+    return 0.0, scale, slope * scale
+
+
+def forward(x: Tensor, factors: Factors, seed: int, least: int) -> tuple[Tensor, Tensor]:
+    """The outputs and the codes, both of x's shape and contiguous.
+
+    >>> import torch
+    >>> y, code = forward(torch.tensor([-1.0, 2.0]), factors_of(0, 0.5), seed=0, least=0)
+    >>> y, code
+    (tensor([-0.5000,  2.0000]), tensor([2, 1], dtype=torch.uint8))
+    """
+    return choose_or_reference(IMPLEMENTATIONS, x.device, x.dtype).forward(x.contiguous(), factors, seed, least)
+
+
+def backward(grad: Tensor, code: Tensor, factors: Factors) -> Tensor:
+    """The gradient of x."""
+    backend = choose_or_reference(IMPLEMENTATIONS, grad.device, grad.dtype)
+    return backend.backward(grad.contiguous(), code, factors)

@@ -1,0 +1,33 @@
+"""A step with momentum, of many tensors at once and in place."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..registry import choose_or_reference
+from . import cpu, reference
+
+IMPLEMENTATIONS = {"cpu": cpu, "reference": reference}
+
+
+def step(
+    weights: list[Tensor],
+    velocities: list[Tensor],
+    grads: list[Tensor],
+    *,
+    momentum: float,
+    rate: float,
+    keep: float,
+) -> None:
+    """v <- momentum v - rate g;  w <- keep w + v, for each of the weights, which are one at least.
+
+    >>> import torch
+    >>> w, v, g = torch.ones(1), torch.ones(1), torch.ones(1)
+    >>> step([w], [v], [g], momentum=0.5, rate=0.25, keep=1)
+    >>> w, v
+    (tensor([1.2500]), tensor([0.2500]))
+    """
+    backend = choose_or_reference(IMPLEMENTATIONS, weights[0].device, weights[0].dtype)
+    if backend is cpu and not cpu.serves([*weights, *velocities, *grads]):
+        backend = reference
+    backend.step(weights, velocities, grads, momentum=momentum, rate=rate, keep=keep)
