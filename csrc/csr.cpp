@@ -65,15 +65,35 @@ int64_t panels_at_once(const Panels& panels, int64_t bytes) {
   return std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(bytes, 1), 1, std::max<int64_t>(panels.count, 1));
 }
 
-void pack(const CsrKernels& kernels, int64_t size, const Matrix& x, const Panels& panels, int64_t first, int64_t count,
-          int64_t bytes, void* to) {
-  const int64_t cuts = ceil_div(x.features, kPackFeatures);
-  parallel_tasks(count * cuts, [&](int64_t i) {
-    const int64_t p = first + i / cuts, begin = i % cuts * kPackFeatures;
-    kernels.pack(advance(x.data, panels.first(p) * x.stride * size), x.stride, panels.real(p), begin,
-                 std::min(begin + kPackFeatures, x.features), panels.width(p), advance(to, i / cuts * bytes));
-  });
+// Loops whose tasks are independent, to be shared among threads one by one or two together.
+template <class Loop>
+void run(const Loop& loop) {
+  parallel_tasks(loop.count(), [&](int64_t i) { loop(i); });
 }
+
+template <class First, class Second>
+void run_both(const First& first, const Second& second) {
+  const int64_t before = first.count();
+  parallel_tasks(before + second.count(), [&](int64_t i) { i < before ? first(i) : second(i - before); });
+}
+
+// `panels_here` panels of x from `first` on, packed, so many bytes apart.
+struct Packing {
+  const CsrKernels& kernels;
+  int64_t size;
+  const Matrix& x;
+  const Panels& panels;
+  int64_t first, panels_here, bytes;
+  void* to;
+
+  int64_t cuts() const { return ceil_div(x.features, kPackFeatures); }
+  int64_t count() const { return panels_here * cuts(); }
+  void operator()(int64_t i) const {
+    const int64_t p = first + i / cuts(), begin = i % cuts() * kPackFeatures;
+    kernels.pack(advance(x.data, panels.first(p) * x.stride * size), x.stride, panels.real(p), begin,
+                 std::min(begin + kPackFeatures, x.features), panels.width(p), advance(to, i / cuts() * bytes));
+  }
+};
 
 int64_t start_of(const Csr& matrix, bool wide, int64_t row) {
   return wide ? static_cast<const int64_t*>(matrix.start)[row] : static_cast<const int32_t*>(matrix.start)[row];
@@ -108,49 +128,80 @@ struct RowCuts {
   }
 };
 
-// The outputs of packed panels from `first` on, `count` of them.
-void multiply(const CsrKernels& kernels, int64_t size, Activation activation, const Panels& panels, int64_t first,
-              int64_t count, const void* packed, int64_t bytes, const void* values, const void* bias, void* y,
-              const RowCuts& cuts) {
-  const int64_t outputs = cuts.matrix.rows;
-  const bool streams = panels.tokens * outputs * size > kStreamedBytes;
-  parallel_tasks(count * cuts.tasks, [&](int64_t i) {
-    const int64_t p = first + i / cuts.tasks, task = i % cuts.tasks;
+// The outputs of `panels_here` packed panels from `first` on.
+struct Rows {
+  const CsrKernels& kernels;
+  int64_t size;
+  Activation activation;
+  const Panels& panels;
+  int64_t first, panels_here;
+  const void* packed;
+  int64_t bytes;
+  const void *values, *bias;
+  void* y;
+  const RowCuts& cuts;
+
+  int64_t count() const { return panels_here * cuts.tasks; }
+  void operator()(int64_t i) const {
+    const int64_t p = first + i / cuts.tasks, task = i % cuts.tasks, outputs = cuts.matrix.rows;
     const int64_t begin = cuts.first(task), end = task + 1 < cuts.tasks ? cuts.first(task + 1) : outputs;
     if (begin == end) return;
     kernels.rows[cuts.wide]({cuts.matrix, values, begin, end, advance(packed, (p - first) * bytes), panels.width(p),
                              panels.real(p), bytes > kCachedBytes, bias, activation,
-                             advance(y, panels.first(p) * outputs * size), outputs, streams});
-  });
-}
+                             advance(y, panels.first(p) * outputs * size), outputs,
+                             panels.tokens * outputs * size > kStreamedBytes});
+  }
+};
 
-// The products of a panel, summed for each connection, added to those of the panels before.
-void sample(const CsrKernels& kernels, const Panels& panels, int64_t p, const void* packed_grad, const void* packed_x,
-            int64_t x_bytes, void* values, const Csr& matrix, bool wide) {
-  parallel_tasks(ceil_div(matrix.connections, kTaskConnections), [&](int64_t task) {
+// The products of panel p, summed for each connection, added to those of the panels before.
+struct Samples {
+  const CsrKernels& kernels;
+  const Panels& panels;
+  int64_t p;
+  const void *packed_grad, *packed_x;
+  int64_t x_bytes;
+  void* values;
+  const Csr& matrix;
+  bool wide;
+
+  int64_t count() const { return ceil_div(matrix.connections, kTaskConnections); }
+  void operator()(int64_t task) const {
     const int64_t begin = task * kTaskConnections, end = std::min(begin + kTaskConnections, matrix.connections);
     kernels.samples[wide](
         {matrix, begin, end, packed_grad, packed_x, panels.width(p), x_bytes > kCachedBytes, p > 0, values});
-  });
+  }
+};
+
+// The features of a packed panel that one task packs, summed.
+template <class Sum>
+void sum_features(const void* packed, int64_t task, int64_t features, int64_t width, void* to) {
+  constexpr int64_t kSums = 16;
+  const int64_t end = std::min((task + 1) * kPackFeatures, features);
+  for (int64_t f = task * kPackFeatures; f < end; ++f) {
+    const Sum* from = static_cast<const Sum*>(packed) + f * width;
+    Sum sums[kSums] = {};
+    for (int64_t t = 0; t < width; t += kSums)
+      for (int64_t i = 0; i < std::min(kSums, width - t); ++i) sums[i] += from[t + i];
+    for (int64_t left = kSums / 2; left >= 1; left /= 2)
+      for (int64_t i = 0; i < left; ++i) sums[i] += sums[i + left];
+    static_cast<Sum*>(to)[f] = sums[0];
+  }
 }
 
-// Each feature of a panel, summed.
-template <class Sum>
-void sum_features(const void* packed, int64_t features, int64_t width, void* to) {
-  constexpr int64_t kFeatures = 512, kSums = 16;
-  parallel_tasks(ceil_div(features, kFeatures), [&](int64_t task) {
-    const int64_t end = std::min((task + 1) * kFeatures, features);
-    for (int64_t f = task * kFeatures; f < end; ++f) {
-      const Sum* from = static_cast<const Sum*>(packed) + f * width;
-      Sum sums[kSums] = {};
-      for (int64_t t = 0; t < width; t += kSums)
-        for (int64_t i = 0; i < std::min(kSums, width - t); ++i) sums[i] += from[t + i];
-      for (int64_t left = kSums / 2; left >= 1; left /= 2)
-        for (int64_t i = 0; i < left; ++i) sums[i] += sums[i + left];
-      static_cast<Sum*>(to)[f] = sums[0];
-    }
-  });
-}
+// A gradient, packed, and its features summed to that of a bias, unless that is null.
+struct PackedGradient {
+  Packing packing;
+  DType dtype;
+  void* grad_bias;
+
+  int64_t count() const { return packing.count(); }
+  void operator()(int64_t i) const {
+    packing(i);
+    if (!grad_bias) return;
+    const auto sum = dtype == DType::kFloat64 ? sum_features<double> : sum_features<float>;
+    sum(packing.to, i, packing.x.features, packing.panels.width(0), grad_bias);
+  }
+};
 
 template <class From, class To>
 void transpose_indices(const Csr& matrix, int64_t cols, To* start, To* row, To* position) {
@@ -196,8 +247,9 @@ void csr_linear(const InstructionSet& isa, DType dtype, Activation activation, i
 
   for (int64_t first = 0; first < panels.count; first += at_once) {
     const int64_t here = std::min(at_once, panels.count - first);
-    if (!in_place) pack(kernels, size, x, panels, first, here, bytes, working);
-    multiply(kernels, size, activation, panels, first, here, in_place ? x.data : working, bytes, values, bias, y, cuts);
+    if (!in_place) run(Packing{kernels, size, x, panels, first, here, bytes, working});
+    run(Rows{kernels, size, activation, panels, first, here, in_place ? x.data : working, bytes, values, bias, y,
+             cuts});
   }
 }
 
@@ -210,9 +262,9 @@ void csr_wgrad(const InstructionSet& isa, DType dtype, int64_t tokens, Matrix gr
   void* packed_x = advance(working, panel_bytes(panels, kernels, grad.features));
   const int64_t x_bytes = panel_bytes(panels, kernels, x.features);
   for (int64_t p = 0; p < panels.count; ++p) {
-    pack(kernels, size, grad, panels, p, 1, 0, working);
-    pack(kernels, size, x, panels, p, 1, 0, packed_x);
-    sample(kernels, panels, p, working, packed_x, x_bytes, values, matrix, wide);
+    run_both(Packing{kernels, size, grad, panels, p, 1, 0, working},
+             Packing{kernels, size, x, panels, p, 1, 0, packed_x});
+    run(Samples{kernels, panels, p, working, packed_x, x_bytes, values, matrix, wide});
   }
 }
 
@@ -232,17 +284,12 @@ void csr_gradients(const InstructionSet& isa, DType dtype, int64_t tokens, Matri
   const Panels panels = row_panels(tokens, kernels, grad.features);
   const int64_t bytes = panel_bytes(panels, kernels, grad.features);
   void* packed_x = advance(working, bytes);
-  pack(kernels, size, grad, panels, 0, 1, 0, working);
-  pack(kernels, size, x, panels, 0, 1, 0, packed_x);
-  multiply(kernels, size, Activation::kNone, panels, 0, 1, working, bytes, values, nullptr, grad_x,
-           RowCuts(turned, turned_wide));
-  sample(kernels, panels, 0, working, packed_x, panel_bytes(panels, kernels, x.features), grad_values, matrix, wide);
-  if (!grad_bias) return;
-  if (dtype == DType::kFloat64) {
-    sum_features<double>(working, grad.features, panels.width(0), grad_bias);
-  } else {
-    sum_features<float>(working, grad.features, panels.width(0), grad_bias);
-  }
+  run_both(PackedGradient{{kernels, size, grad, panels, 0, 1, 0, working}, dtype, grad_bias},
+           Packing{kernels, size, x, panels, 0, 1, 0, packed_x});
+  const RowCuts cuts(turned, turned_wide);
+  const int64_t x_bytes = panel_bytes(panels, kernels, x.features);
+  run_both(Rows{kernels, size, Activation::kNone, panels, 0, 1, working, bytes, values, nullptr, grad_x, cuts},
+           Samples{kernels, panels, 0, working, packed_x, x_bytes, grad_values, matrix, wide});
 }
 
 void csr_transposed(const Csr& matrix, bool wide, int64_t cols, void* start, void* row, void* position, bool to_wide) {
