@@ -7,11 +7,12 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 setup: .venv/installed
 
-# Rebuilt when a C++ source or a pin changes; Python sources are used in place.
+# Rebuilt when a C++ source or a pin changes; Python sources are used in place. In an isolated build, whose folder has
+# another name each time, CMake would compile everything anew.
 .venv/installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]" \
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch scikit-build-core nanobind cmake ninja
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]" \
 		--config-settings=cmake.define.BLOCKSPARSE_EMULATE_AMX=ON
 	touch $@
 

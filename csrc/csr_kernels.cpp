@@ -393,16 +393,7 @@ constexpr CsrKernels table() {
 const CsrKernels& select_csr(DType dtype) {
   static constexpr CsrKernels float32 = table<Float32>(), float64 = table<Float64>(), bfloat16 = table<BFloat16>(),
                               float16 = table<Float16>();
-  switch (dtype) {
-    case DType::kFloat32:
-      return float32;
-    case DType::kFloat64:
-      return float64;
-    case DType::kBFloat16:
-      return bfloat16;
-    default:
-      return float16;
-  }
+  return by_dtype(dtype, float32, float64, bfloat16, float16);
 }
 
 }  // namespace BLOCKSPARSE_ISA

@@ -4,6 +4,7 @@
 // of bfloat16 it is a pair of neighbours along the sum (kFold = 2).
 #pragma once
 
+#include "kernels.hpp"
 #include "simd.hpp"
 
 #if defined(__F16C__) || defined(__AVX512BF16__)
@@ -148,6 +149,22 @@ BLOCKSPARSE_INLINE void write_sums(typename E::Storage* to, Vector<typename E::S
   }
   E::store_sums(part, v);
   memcpy(to, part, count * sizeof *part);
+}
+
+// The table for a dtype, out of one for each.
+template <class Kernels>
+BLOCKSPARSE_INLINE const Kernels& by_dtype(DType dtype, const Kernels& float32, const Kernels& float64,
+                                           const Kernels& bfloat16, const Kernels& float16) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return float32;
+    case DType::kFloat64:
+      return float64;
+    case DType::kBFloat16:
+      return bfloat16;
+    default:
+      return float16;
+  }
 }
 
 }  // namespace BLOCKSPARSE_ISA

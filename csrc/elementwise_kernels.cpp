@@ -125,16 +125,7 @@ constexpr ElementwiseKernels table() {
 const ElementwiseKernels& select_elementwise(DType dtype) {
   static constexpr ElementwiseKernels float32 = table<Float32>(), float64 = table<Float64>(),
                                       bfloat16 = table<BFloat16>(), float16 = table<Float16>();
-  switch (dtype) {
-    case DType::kFloat32:
-      return float32;
-    case DType::kFloat64:
-      return float64;
-    case DType::kBFloat16:
-      return bfloat16;
-    default:
-      return float16;
-  }
+  return by_dtype(dtype, float32, float64, bfloat16, float16);
 }
 
 }  // namespace BLOCKSPARSE_ISA

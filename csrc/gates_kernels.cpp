@@ -104,16 +104,7 @@ const GatesKernels& select_gates(DType dtype) {
                                 float64 = {forward<Float64>, backward<Float64>},
                                 bfloat16 = {forward<BFloat16>, backward<BFloat16>},
                                 float16 = {forward<Float16>, backward<Float16>};
-  switch (dtype) {
-    case DType::kFloat32:
-      return float32;
-    case DType::kFloat64:
-      return float64;
-    case DType::kBFloat16:
-      return bfloat16;
-    default:
-      return float16;
-  }
+  return by_dtype(dtype, float32, float64, bfloat16, float16);
 }
 
 }  // namespace BLOCKSPARSE_ISA

@@ -409,16 +409,7 @@ const LinearKernels& select_linear(DType dtype, int64_t block_sum) {
   if (dtype == DType::kBFloat16 && block_sum % 2 == 0) return pairs;
 #endif
   (void)block_sum;
-  switch (dtype) {
-    case DType::kFloat32:
-      return float32;
-    case DType::kFloat64:
-      return float64;
-    case DType::kBFloat16:
-      return bfloat16;
-    default:
-      return float16;
-  }
+  return by_dtype(dtype, float32, float64, bfloat16, float16);
 }
 
 }  // namespace BLOCKSPARSE_ISA
