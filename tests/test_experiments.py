@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import numpy as np
@@ -226,12 +226,17 @@ def test_sparse_ones_have_a_twentieth_of_the_weights_at_most(name):
 
     assert density(recipe.epsilon) < 0.05
     assert name != "sparse-madelon" or density(recipe.epsilon + 1) > 0.05
-    for contender in chosen.contenders.values():
-        assert (
-            replace(contender.recipe, epochs=recipe.epochs)
-            == recipe
-            == replace(mlp.recipe_for(chosen.data), epochs=recipe.epochs)
-        )
+    assert recipe == chosen.contenders["fixed"].recipe == replace(mlp.recipe_for(chosen.data), epochs=recipe.epochs)
+    dense = chosen.contenders["dense"].recipe
+    own = {"epochs", "learning_rate", "init"} if name == "sparse-cifar10" else set()
+    assert {key for key, value in asdict(dense).items() if value != getattr(recipe, key)} == own
+
+
+def test_what_the_dense_net_has_of_its_own_is_told(table):
+    recipe = table.contenders["set"].recipe
+    assert classifiers._unlike(replace(recipe, epochs=9), recipe) == ""
+    told = " The dense one has learning rate 0.002 and weights drawn as xavier: it diverges with those of the others."
+    assert classifiers._unlike(replace(recipe, learning_rate=0.002, init="xavier"), recipe) == told
 
 
 def test_the_help_lists_all():
