@@ -151,6 +151,14 @@ BLOCKSPARSE_INLINE void write_sums(typename E::Storage* to, Vector<typename E::S
   memcpy(to, part, count * sizeof *part);
 }
 
+// Calls run(i, count) for the numbers [begin, end): whole vectors of sums, then what is left.
+template <class E, class Run>
+BLOCKSPARSE_INLINE void in_vectors(int64_t begin, int64_t end, const Run& run) {
+  constexpr int n = kLanes<typename E::Sum>;
+  for (; begin + n <= end; begin += n) run(begin, int64_t(n));
+  if (begin < end) run(begin, end - begin);
+}
+
 // The table for a dtype, out of one for each.
 template <class Kernels>
 BLOCKSPARSE_INLINE const Kernels& by_dtype(DType dtype, const Kernels& float32, const Kernels& float64,

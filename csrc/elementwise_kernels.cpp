@@ -48,14 +48,6 @@ struct Lanewise {
   }
 };
 
-// Calls run(number, count) for the numbers [first, last): whole vectors, then what is left.
-template <class E, class Run>
-BLOCKSPARSE_INLINE void in_vectors(int64_t first, int64_t last, const Run& run) {
-  constexpr int n = kLanes<typename E::Sum>;
-  for (; first + n <= last; first += n) run(first, int64_t(n));
-  if (first < last) run(first, last - first);
-}
-
 template <class E>
 void dropout_forward(const DropoutForward& d, int64_t first, int64_t last) {
   using Sum = typename E::Sum;

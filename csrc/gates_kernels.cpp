@@ -23,14 +23,6 @@ BLOCKSPARSE_INLINE T* row_of(const OutputRows& rows, int64_t row) {
   return rows.data ? static_cast<T*>(rows.data) + row * rows.stride : nullptr;
 }
 
-// Calls run(feature, count) for the features [begin, end): whole vectors, then what is left.
-template <class E, class Run>
-BLOCKSPARSE_INLINE void in_vectors(int64_t begin, int64_t end, const Run& run) {
-  constexpr int n = kLanes<typename E::Sum>;
-  for (; begin + n <= end; begin += n) run(begin, int64_t(n));
-  if (begin < end) run(begin, end - begin);
-}
-
 template <class E>
 void forward(const GatesForward& step, const GatesPart& part) {
   using Storage = typename E::Storage;
