@@ -183,13 +183,12 @@ class _Small(threading.local):
     memory = torch.empty(0)
 
 
-_MOST_KEPT = workspace.LEAST
 _small = _Small()
 
 
 def _working(size: int, x: torch.Tensor) -> torch.Tensor:
     """Memory for one call, of whole cache lines."""
-    if size > _MOST_KEPT:
+    if size > workspace.LEAST:
         return workspace.empty((size // 4,), torch.float32, x.device)
     if _small.memory.nbytes < size:
         _small.memory = torch.empty(size // 4)

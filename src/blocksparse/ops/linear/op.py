@@ -133,16 +133,8 @@ class _Linear(torch.autograd.Function):
             before = linear_op(x, values, bias, indices, ctx.in_blocks, ctx.transpose, None)
             backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[ctx.activation]
             grad = backward(grad, before)
-        grad_x = grad_values = grad_bias = None
-        _, needs_x, needs_values, needs_bias, *_ = ctx.needs_input_grad
-        if needs_x:
-            grad_x = linear_op(grad, values, None, indices, ctx.in_blocks, not ctx.transpose, None)
-        if needs_values:
-            left, right = (x, grad) if ctx.transpose else (grad, x)
-            grad_values = linear_wgrad_op(left, right, indices, ctx.in_blocks)
-        if bias is not None and needs_bias:
-            grad_bias = grad.sum(0)
-        return None, grad_x, grad_values, grad_bias, None, None, None, *[None] * len(indices)
+        found = _gradients(grad, x, values, indices, ctx.in_blocks, ctx.transpose, ctx.needs_input_grad[1:4])
+        return None, *found, None, None, None, *[None] * len(indices)
 
 
 class _LinearWgrad(torch.autograd.Function):
@@ -194,26 +186,39 @@ class LinearAlone(torch.autograd.Function):
         x, values, output = ctx.saved_tensors
         if output is not None:
             grad = torch.ops.aten.threshold_backward(grad, output, 0)
-        layout, (needs_x, needs_values, needs_bias, *_) = ctx.layout, ctx.needs_input_grad
-        left, right = (x, grad) if ctx.transpose else (grad, x)
-        grad_x = grad_values = None
+        layout, needed = ctx.layout, ctx.needs_input_grad[:3]
         if unobserved(grad, x, values):
-            backend = backend_of(x)
-            if needs_x and needs_values and not ctx.transpose and backend is cpu:
-                found = cpu.gradients(grad, x, values, layout, needs_bias)
-                if found is not None:
-                    return *found, None, None, None
-            if needs_x:
-                grad_x = backend.linear(grad, values, None, layout, not ctx.transpose, None)
-            if needs_values:
-                grad_values = backend.linear_wgrad(left, right, layout)
+            found = _gradients_alone(grad, x, values, layout, ctx.transpose, needed)
         else:
-            indices, in_blocks = indices_of(layout, x), layout.grid[1]
-            if needs_x:
-                grad_x = linear_op(grad, values, None, indices, in_blocks, not ctx.transpose, None)
-            if needs_values:
-                grad_values = linear_wgrad_op(left, right, indices, in_blocks)
-        return grad_x, grad_values, grad.sum(0) if needs_bias else None, None, None, None
+            found = _gradients(grad, x, values, indices_of(layout, x), layout.grid[1], ctx.transpose, needed)
+        return *found, None, None, None
+
+
+def _gradients(grad, x, values, indices, in_blocks, transpose, needed):
+    """Those of x, values and bias, by the ops, as far as they are needed."""
+    grad_x = grad_values = None
+    if needed[0]:
+        grad_x = linear_op(grad, values, None, indices, in_blocks, not transpose, None)
+    if needed[1]:
+        left, right = (x, grad) if transpose else (grad, x)
+        grad_values = linear_wgrad_op(left, right, indices, in_blocks)
+    return grad_x, grad_values, grad.sum(0) if needed[2] else None
+
+
+def _gradients_alone(grad, x, values, layout, transpose, needed):
+    """The same by the backend itself, in one call where it can."""
+    backend = backend_of(x)
+    if needed[0] and needed[1] and not transpose and backend is cpu:
+        found = cpu.gradients(grad, x, values, layout, needed[2])
+        if found is not None:
+            return found
+    grad_x = grad_values = None
+    if needed[0]:
+        grad_x = backend.linear(grad, values, None, layout, not transpose, None)
+    if needed[1]:
+        left, right = (x, grad) if transpose else (grad, x)
+        grad_values = backend.linear_wgrad(left, right, layout)
+    return grad_x, grad_values, grad.sum(0) if needed[2] else None
 
 
 def _below(op, keys, *arguments):
