@@ -140,6 +140,8 @@ struct Rows {
   const void *values, *bias;
   void* y;
   const RowCuts& cuts;
+  const void* factors = nullptr;
+  void* samples = nullptr;
 
   int64_t count() const { return panels_here * cuts.tasks; }
   void operator()(int64_t i) const {
@@ -149,7 +151,7 @@ struct Rows {
     kernels.rows[cuts.wide]({cuts.matrix, values, begin, end, advance(packed, (p - first) * bytes), panels.width(p),
                              panels.real(p), bytes > kCachedBytes, bias, activation,
                              advance(y, panels.first(p) * outputs * size), outputs,
-                             panels.tokens * outputs * size > kStreamedBytes});
+                             panels.tokens * outputs * size > kStreamedBytes, factors, samples});
   }
 };
 
@@ -172,34 +174,16 @@ struct Samples {
   }
 };
 
-// The features of a packed panel that one task packs, summed.
-template <class Sum>
-void sum_features(const void* packed, int64_t task, int64_t features, int64_t width, void* to) {
-  constexpr int64_t kSums = 16;
-  const int64_t end = std::min((task + 1) * kPackFeatures, features);
-  for (int64_t f = task * kPackFeatures; f < end; ++f) {
-    const Sum* from = static_cast<const Sum*>(packed) + f * width;
-    Sum sums[kSums] = {};
-    for (int64_t t = 0; t < width; t += kSums)
-      for (int64_t i = 0; i < std::min(kSums, width - t); ++i) sums[i] += from[t + i];
-    for (int64_t left = kSums / 2; left >= 1; left /= 2)
-      for (int64_t i = 0; i < left; ++i) sums[i] += sums[i + left];
-    static_cast<Sum*>(to)[f] = sums[0];
-  }
-}
-
 // A gradient, packed, and its features summed to that of a bias, unless that is null.
 struct PackedGradient {
   Packing packing;
-  DType dtype;
   void* grad_bias;
 
   int64_t count() const { return packing.count(); }
   void operator()(int64_t i) const {
     packing(i);
-    if (!grad_bias) return;
-    const auto sum = dtype == DType::kFloat64 ? sum_features<double> : sum_features<float>;
-    sum(packing.to, i, packing.x.features, packing.panels.width(0), grad_bias);
+    const int64_t begin = i * kPackFeatures, end = std::min(begin + kPackFeatures, packing.x.features);
+    if (grad_bias) packing.kernels.sums(packing.to, begin, end, packing.panels.width(0), grad_bias);
   }
 };
 
@@ -277,19 +261,22 @@ int64_t csr_gradients_working_bytes(const InstructionSet& isa, DType dtype, int6
 }
 
 void csr_gradients(const InstructionSet& isa, DType dtype, int64_t tokens, Matrix grad, Matrix x, const void* values,
-                   void* grad_x, void* grad_values, void* grad_bias, void* working, const Csr& matrix, bool wide,
-                   const Csr& turned, bool turned_wide) {
+                   void* grad_x, void* grad_values, void* grad_bias, void* working, const Csr& matrix, bool wide) {
   const CsrKernels& kernels = isa.csr(dtype);
   const int64_t size = size_of(dtype);
   const Panels panels = row_panels(tokens, kernels, grad.features);
   const int64_t bytes = panel_bytes(panels, kernels, grad.features);
   void* packed_x = advance(working, bytes);
-  run_both(PackedGradient{{kernels, size, grad, panels, 0, 1, 0, working}, dtype, grad_bias},
+  run_both(PackedGradient{{kernels, size, grad, panels, 0, 1, 0, working}, grad_bias},
            Packing{kernels, size, x, panels, 0, 1, 0, packed_x});
-  const RowCuts cuts(turned, turned_wide);
-  const int64_t x_bytes = panel_bytes(panels, kernels, x.features);
-  run_both(Rows{kernels, size, Activation::kNone, panels, 0, 1, working, bytes, values, nullptr, grad_x, cuts},
-           Samples{kernels, panels, 0, working, packed_x, x_bytes, grad_values, matrix, wide});
+  if (grad_x) {
+    const RowCuts cuts(matrix, wide);
+    run(Rows{kernels, size, Activation::kNone, panels, 0, 1, working, bytes, values, nullptr, grad_x, cuts, packed_x,
+             grad_values});
+  } else {
+    const int64_t x_bytes = panel_bytes(panels, kernels, x.features);
+    run(Samples{kernels, panels, 0, working, packed_x, x_bytes, grad_values, matrix, wide});
+  }
 }
 
 void csr_transposed(const Csr& matrix, bool wide, int64_t cols, void* start, void* row, void* position, bool to_wide) {

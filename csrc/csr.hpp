@@ -19,13 +19,13 @@ void csr_linear(const InstructionSet& isa, DType dtype, Activation activation, i
 void csr_wgrad(const InstructionSet& isa, DType dtype, int64_t tokens, Matrix grad, Matrix x, void* values,
                void* working, const Csr& matrix, bool wide);
 
-// Both gradients of y = x W^T and that of a bias, or null, with one packed panel of each operand; float32 and float64.
-// `turned` is the matrix by its columns. The working memory is 0 where tokens do not fit one panel: then it serves not.
+// The gradients of y = x W^T, that of a bias, or null, with one packed panel of each operand; float32 and float64. The
+// matrix is by its columns, so that a row of `grad` is read once for both others; by its rows where grad_x is null. The
+// working memory is 0 where tokens do not fit one panel: then it serves not.
 int64_t csr_gradients_working_bytes(const InstructionSet& isa, DType dtype, int64_t tokens, int64_t out_features,
                                     int64_t in_features);
 void csr_gradients(const InstructionSet& isa, DType dtype, int64_t tokens, Matrix grad, Matrix x, const void* values,
-                   void* grad_x, void* grad_values, void* grad_bias, void* working, const Csr& matrix, bool wide,
-                   const Csr& turned, bool turned_wide);
+                   void* grad_x, void* grad_values, void* grad_bias, void* working, const Csr& matrix, bool wide);
 
 // The matrix by its columns: where each starts, and the row and the position of each connection, by rising rows.
 void csr_transposed(const Csr& matrix, bool wide, int64_t cols, void* start, void* row, void* position, bool to_wide);

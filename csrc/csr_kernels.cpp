@@ -1,5 +1,7 @@
 // The linear products of unstructured weights for one instruction set: the lanes are tokens, and each connection
 // multiplies one number with a row of a packed panel. Sums are cut the same way for any number of tokens.
+#include <type_traits>
+
 #include "activation.hpp"
 #include "element.hpp"
 #include "kernels.hpp"
@@ -31,6 +33,17 @@ template <class V, class T>
 BLOCKSPARSE_INLINE V read(const T* from) {
   V v;
   memcpy(&v, from, sizeof v);
+  return v;
+}
+
+// Keeps what was read in a register: read by each instruction that uses it, it costs a load for each.
+template <class V>
+BLOCKSPARSE_INLINE V kept(V v) {
+#if defined(__x86_64__)
+  asm("" : "+v"(v));
+#elif defined(__aarch64__)
+  asm("" : "+w"(v));
+#endif
   return v;
 }
 
@@ -132,7 +145,86 @@ BLOCKSPARSE_INLINE void fetch(const T* from, int64_t count) {
     __builtin_prefetch(reinterpret_cast<const char*>(from) + b);
 }
 
-template <class E, class Index, int kWide, int kVectors>
+// The sums of a vector's number of vectors, each in its place of one.
+template <class T>
+BLOCKSPARSE_INLINE Vector<T> totals(Vector<T>* v) {
+  constexpr int n = kLanes<T>;
+#pragma GCC unroll 4
+  for (int left = n / 2; left >= 1; left /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < left; ++i) {
+      Vector<T> low, high;
+      interleave(v[i], v[i + left], low, high, std::make_index_sequence<n>{});
+      v[i] = low + high;
+    }
+  }
+  return v[0];
+}
+
+// Each connection's products of a few tokens, summed by halves.
+template <class T, int kWide>
+BLOCKSPARSE_INLINE T total_of(const T* products) {
+  if constexpr (kWide == 1) {
+    return products[0];
+  } else {
+    return total_of<T, kWide / 2>(products) + total_of<T, kWide / 2>(products + kWide / 2);
+  }
+}
+
+// The sum of each of `count` vectors or parts of one, up to a vector's number of them.
+template <class T, int kWide>
+BLOCKSPARSE_INLINE void totals_of(Part<T, kWide>* v, int64_t count, T* sums) {
+  if constexpr (kWide == kLanes<T>) {
+    (void)count;
+    store(sums, totals<T>(v));
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      T numbers[kWide];
+      memcpy(numbers, v + i, sizeof numbers);
+      sums[i] = total_of<T, kWide>(numbers);
+    }
+  }
+}
+
+// Products of connections that follow each other, kept as vectors until enough of them are there to be summed.
+template <class E, class Index, int kWide>
+class Samples {
+  using Sum = typename E::Sum;
+  using V = Part<Sum, kWide>;
+  static constexpr int n = kLanes<Sum>;
+
+  const Index* position_;
+  typename E::Storage* to_;
+  int64_t waiting_ = 0;
+  V waits_[kSumGroup + n];
+
+  void write(V* products, int64_t count) {
+    Sum sums[n];
+    totals_of<Sum, kWide>(products, count, sums);
+    for (int64_t i = 0; i < count; ++i) to_[position_[i]] = sums[i];
+    position_ += count;
+  }
+
+ public:
+  Samples(const Index* position, void* to) : position_(position), to_(static_cast<typename E::Storage*>(to)) {}
+
+  void add(V products) { waits_[waiting_++] = products; }
+
+  // Leaves room for a group.
+  void write_whole() {
+    int64_t i = 0;
+    for (; i + n <= waiting_; i += n) write(waits_ + i, n);
+    waiting_ -= i;
+    for (int64_t left = 0; left < waiting_; ++left) waits_[left] = waits_[i + left];
+  }
+  void write_all() {
+    write_whole();
+    write(waits_, waiting_);
+    waiting_ = 0;
+  }
+};
+
+template <class E, class Index, int kWide, int kVectors, bool kSampled>
 void sum_rows(const CsrRows& p, int64_t first, int64_t last, typename E::Sum* sums) {
   using Sum = typename E::Sum;
   using V = Part<Sum, kWide>;
@@ -140,10 +232,12 @@ void sum_rows(const CsrRows& p, int64_t first, int64_t last, typename E::Sum* su
   const auto *start = static_cast<const Index*>(p.matrix.start), *col = static_cast<const Index*>(p.matrix.col);
   const auto* position = static_cast<const Index*>(p.matrix.position);
   const auto* values = static_cast<const typename E::Storage*>(p.values);
-  const Sum* panel = static_cast<const Sum*>(p.panel);
+  const Sum *panel = static_cast<const Sum*>(p.panel), *factors = static_cast<const Sum*>(p.factors);
   const int64_t final = p.matrix.connections - 1;
   const bool fetches = p.fetches;
+  Samples<E, Index, kWide> samples(kSampled ? position + start[first] : nullptr, p.samples);
 
+  V factor[kVectors];
   const auto multiply = [&](int64_t k, V* sum) __attribute__((always_inline)) {
     if (fetches) {
       const int64_t next = smaller(k + kAhead, final);
@@ -152,10 +246,23 @@ void sum_rows(const CsrRows& p, int64_t first, int64_t last, typename E::Sum* su
     }
     const Sum w = E::to_sum(values[position ? position[k] : k]);
     const Sum* x = panel + col[k] * kWidth;
+    if constexpr (!kSampled) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) sum[v] = sum[v] + w * read<V>(x + v * kWide);
+      for (int v = 0; v < kVectors; ++v) sum[v] = sum[v] + w * read<V>(x + v * kWide);
+    } else {
+      V even = {}, odd = {};
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        const V numbers = kept(read<V>(x + v * kWide));
+        sum[v] = sum[v] + w * numbers;
+        (v % 2 ? odd : even) += numbers * factor[v];
+      }
+      samples.add(even + odd);
+    }
   };
   for (int64_t r = first; r < last; ++r, sums += kWidth) {
+    if constexpr (kSampled)
+      for (int v = 0; v < kVectors; ++v) factor[v] = read<V>(factors + r * kWidth + v * kWide);
     const int64_t end = start[r + 1];
     int64_t k = start[r];
     bool add = false;
@@ -174,8 +281,10 @@ void sum_rows(const CsrRows& p, int64_t first, int64_t last, typename E::Sum* su
         memcpy(sums + v * kWide, &sum, sizeof sum);
       }
       add = true;
+      if constexpr (kSampled) samples.write_whole();
     } while (k < end);
   }
+  if constexpr (kSampled) samples.write_all();
 }
 
 template <class E>
@@ -246,23 +355,23 @@ void write_rows(const CsrRows& p, int64_t first, int64_t last, const typename E:
   }
 }
 
-template <class E, class Index>
-void rows(const CsrRows& p) {
+template <class E, class Index, bool kSampled>
+void rows_of(const CsrRows& p) {
   using Sum = typename E::Sum;
   constexpr int n = kLanes<Sum>;
-  auto sum = sum_rows<E, Index, n, 1>;
+  auto sum = sum_rows<E, Index, n, 1, kSampled>;
   if (p.width > n) {
-    static constexpr decltype(sum) kSums[] = {sum_rows<E, Index, n, 1>,
-                                              sum_rows<E, Index, n, 2>,
-                                              sum_rows<E, Index, n, 3>,
-                                              sum_rows<E, Index, n, 4>,
-                                              sum_rows<E, Index, n, (kMostVectors < 5 ? kMostVectors : 5)>,
-                                              sum_rows<E, Index, n, (kMostVectors < 6 ? kMostVectors : 6)>,
-                                              sum_rows<E, Index, n, (kMostVectors < 7 ? kMostVectors : 7)>,
-                                              sum_rows<E, Index, n, kMostVectors>};
+    static constexpr decltype(sum) kSums[] = {sum_rows<E, Index, n, 1, kSampled>,
+                                              sum_rows<E, Index, n, 2, kSampled>,
+                                              sum_rows<E, Index, n, 3, kSampled>,
+                                              sum_rows<E, Index, n, 4, kSampled>,
+                                              sum_rows<E, Index, n, (kMostVectors < 5 ? kMostVectors : 5), kSampled>,
+                                              sum_rows<E, Index, n, (kMostVectors < 6 ? kMostVectors : 6), kSampled>,
+                                              sum_rows<E, Index, n, (kMostVectors < 7 ? kMostVectors : 7), kSampled>,
+                                              sum_rows<E, Index, n, kMostVectors, kSampled>};
     sum = kSums[p.width / n - 1];
   }
-  with_part<Sum, 1>(p.width, [&](auto part) { sum = sum_rows<E, Index, decltype(part)::value, 1>; });
+  with_part<Sum, 1>(p.width, [&](auto part) { sum = sum_rows<E, Index, decltype(part)::value, 1, kSampled>; });
 
   const int64_t row_bytes = p.width * int64_t(sizeof(Sum)), fitting = kSumBytes / row_bytes / n * n;
   const int64_t at_once = fitting > n ? fitting : n;
@@ -275,6 +384,14 @@ void rows(const CsrRows& p) {
 #if defined(__AVX512F__)
   if (p.streams) _mm_sfence();
 #endif
+}
+
+template <class E, class Index>
+void rows(const CsrRows& p) {
+  if constexpr (std::is_same_v<typename E::Storage, typename E::Sum>) {
+    if (p.samples) return rows_of<E, Index, true>(p);
+  }
+  rows_of<E, Index, false>(p);
 }
 
 // -- grad^T x on the connections -----------------------------------------------------------------------------------
@@ -295,32 +412,6 @@ int64_t row_of(const Csr& matrix, int64_t connection) {
   return low;
 }
 
-// The sums of each of a vector's number of vectors, in one.
-template <class T>
-BLOCKSPARSE_INLINE Vector<T> totals(Vector<T>* v) {
-  constexpr int n = kLanes<T>;
-#pragma GCC unroll 4
-  for (int left = n / 2; left >= 1; left /= 2) {
-#pragma GCC unroll 8
-    for (int i = 0; i < left; ++i) {
-      Vector<T> low, high;
-      interleave(v[i], v[i + left], low, high, std::make_index_sequence<n>{});
-      v[i] = low + high;
-    }
-  }
-  return v[0];
-}
-
-// Each connection's products of a few tokens, summed by halves.
-template <class T, int kWide>
-BLOCKSPARSE_INLINE T total_of(const T* products) {
-  if constexpr (kWide == 1) {
-    return products[0];
-  } else {
-    return total_of<T, kWide / 2>(products) + total_of<T, kWide / 2>(products + kWide / 2);
-  }
-}
-
 // kVectors 0: any number of whole vectors.
 template <class E, class Index, int kWide, int kVectors>
 void sample(const CsrSamples& p) {
@@ -333,29 +424,32 @@ void sample(const CsrSamples& p) {
   const int64_t vectors = kVectors ? kVectors : p.width / kWide, width = vectors * kWide;
   const int64_t ahead = fetch_ahead(width * int64_t(sizeof(Sum))), final = p.matrix.connections - 1;
   int64_t row = row_of<Index>(p.matrix, p.first);
+  V factor[kVectors ? kVectors : 1];
+  const auto begin_row = [&] {
+    for (int v = 0; v < kVectors; ++v) factor[v] = read<V>(grad + row * width + v * kWide);
+  };
+  begin_row();
   for (int64_t k = p.first; k < p.last; k += n) {
     const int64_t count = smaller<int64_t>(n, p.last - k);
-    Vector<Sum> sums[n] = {};
-    Sum each[n] = {};
+    V products[n] = {};
     for (int64_t i = 0; i < count; ++i) {
-      while (start[row + 1] <= k + i) ++row;
+      if (start[row + 1] <= k + i) {
+        while (start[row + 1] <= k + i) ++row;
+        begin_row();
+      }
       if (p.fetches) fetch(x + col[smaller(k + i + ahead, final)] * width, width);
       const Sum *left = grad + row * width, *right = x + col[k + i] * width;
-      V even = read<V>(left) * read<V>(right), odd = {};
+      V even = {}, odd = {};
 #pragma GCC unroll 8
-      for (int64_t v = 1; v < vectors; v += 2) {
-        odd = odd + read<V>(left + v * kWide) * read<V>(right + v * kWide);
-        if (v + 1 < vectors) even = even + read<V>(left + (v + 1) * kWide) * read<V>(right + (v + 1) * kWide);
+      for (int64_t v = 0; v < vectors; ++v) {
+        const V one = kVectors ? factor[v] : read<V>(left + v * kWide);
+        (v % 2 ? odd : even) += one * read<V>(right + v * kWide);
       }
-      if constexpr (kWide == n) {
-        sums[i] = even + odd;
-      } else {
-        Sum products[kWide];
-        memcpy(products, &even, sizeof products);
-        each[i] = total_of<Sum, kWide>(products);
-      }
+      products[i] = even + odd;
     }
-    write_sums<E>(values + k, kWide == n ? totals<Sum>(sums) : load(each), count, p.add);
+    Sum sums[n];
+    totals_of<Sum, kWide>(products, n, sums);
+    write_sums<E>(values + k, load(sums), count, p.add);
   }
 }
 
@@ -378,6 +472,33 @@ void samples(const CsrSamples& p) {
   }
 }
 
+// -- the sums over tokens ------------------------------------------------------------------------------------------
+
+template <class T, int kWide>
+void sum_tokens(const T* panel, int64_t first, int64_t last, int64_t width, T* to) {
+  using V = Part<T, kWide>;
+  constexpr int n = kLanes<T>;
+  for (int64_t f = first; f < last; f += n) {
+    const int64_t count = smaller<int64_t>(n, last - f);
+    V sums[n] = {};
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t t = 0; t < width; t += kWide) sums[i] = sums[i] + read<V>(panel + (f + i) * width + t);
+    T found[n];
+    totals_of<T, kWide>(sums, count, found);
+    memcpy(to + f, found, count * sizeof(T));
+  }
+}
+
+template <class E>
+void sums(const void* panel, int64_t first, int64_t last, int64_t width, void* to) {
+  using Sum = typename E::Sum;
+  const auto* from = static_cast<const Sum*>(panel);
+  auto* found = static_cast<Sum*>(to);
+  if (!with_part<Sum, 1>(width,
+                         [&](auto part) { sum_tokens<Sum, decltype(part)::value>(from, first, last, width, found); }))
+    sum_tokens<Sum, kLanes<Sum>>(from, first, last, width, found);
+}
+
 template <class E>
 constexpr CsrKernels table() {
   return {kLanes<typename E::Sum>,
@@ -385,7 +506,8 @@ constexpr CsrKernels table() {
           sizeof(typename E::Sum),
           pack<E>,
           {rows<E, int32_t>, rows<E, int64_t>},
-          {samples<E, int32_t>, samples<E, int64_t>}};
+          {samples<E, int32_t>, samples<E, int64_t>},
+          sums<E>};
 }
 
 }  // namespace

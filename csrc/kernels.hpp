@@ -88,6 +88,10 @@ struct CsrRows {
   void* y;  // of the panel's first token, output 0
   int64_t y_stride;
   bool streams;  // y goes past the caches
+  // Of float32 and float64, where not null: [rows, width] sums' type; the products of a connection's row of these and
+  // of the panel, summed, are put in its place of [connections].
+  const void* factors = nullptr;
+  void* samples = nullptr;
 };
 
 // values[k] = grad[row of k] . x[col of k], for the connections [first, last), over the tokens of a panel.
@@ -107,6 +111,8 @@ struct CsrKernels {
   void (*pack)(const void* x, int64_t stride, int64_t tokens, int64_t first, int64_t last, int64_t width, void* panel);
   void (*rows[2])(const CsrRows&);  // with int32 and with int64 indices
   void (*samples[2])(const CsrSamples&);
+  // to[feature] = the sum of its row of a panel, for the features [first, last).
+  void (*sums)(const void* panel, int64_t first, int64_t last, int64_t width, void* to);
 };
 using SelectCsr = const CsrKernels& (*)(DType dtype);
 

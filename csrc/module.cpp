@@ -179,18 +179,16 @@ int64_t py_csr_gradients_working_bytes(const std::string& isa, const std::string
 void py_csr_gradients(const std::string& isa, const std::string& dtype, int64_t tokens, uintptr_t grad,
                       int64_t grad_stride, int64_t out_features, uintptr_t x, int64_t x_stride, int64_t in_features,
                       uintptr_t values, uintptr_t grad_x, uintptr_t grad_values, uintptr_t grad_bias, uintptr_t working,
-                      const AnyIndex& start, const AnyIndex& col, const AnyIndex& turned_start,
-                      const AnyIndex& turned_row, const AnyIndex& position) {
-  const Csr matrix = csr<AnyIndex>(start, col, std::nullopt);
-  const Csr turned = csr<AnyIndex>(turned_start, turned_row, position);
-  const bool wide = is_wide(start), turned_wide = is_wide(turned_start);
+                      const AnyIndex& start, const AnyIndex& col, const std::optional<AnyIndex>& position) {
+  const Csr matrix = csr(start, col, position);
+  const bool wide = is_wide(start);
   const InstructionSet& set = isa_named(isa);
   const DType type = dtype_named(dtype);
   const auto writable = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
   nb::gil_scoped_release release;
   csr_gradients(set, type, tokens, {pointer(grad), grad_stride, out_features}, {pointer(x), x_stride, in_features},
                 pointer(values), writable(grad_x), writable(grad_values), writable(grad_bias), writable(working),
-                matrix, wide, turned, turned_wide);
+                matrix, wide);
 }
 
 using NewIndex = nb::ndarray<nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -362,7 +360,7 @@ NB_MODULE(_core, m) {
         "out_features"_a, "in_features"_a);
   m.def("csr_gradients", &py_csr_gradients, nb::kw_only(), "isa"_a, "dtype"_a, "tokens"_a, "grad"_a, "grad_stride"_a,
         "out_features"_a, "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "grad_x"_a, "grad_values"_a, "grad_bias"_a,
-        "working"_a, "start"_a, "col"_a, "turned_start"_a, "turned_row"_a, "position"_a);
+        "working"_a, "start"_a, "col"_a, "position"_a.none());
   m.def("csr_transposed", &py_csr_transposed, nb::kw_only(), "start"_a, "col"_a, "to_start"_a, "to_row"_a,
         "to_position"_a);
   m.def("conv", &py_conv, nb::kw_only(), "isa"_a, "dtype"_a, "activation"_a, "transpose"_a, "block"_a, "kernel"_a,

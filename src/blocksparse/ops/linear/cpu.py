@@ -84,11 +84,11 @@ def linear_wgrad(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout) -> to
 
 
 def gradients(
-    grad: torch.Tensor, x: torch.Tensor, values: torch.Tensor, layout: BlockLayout, needs_bias: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+    grad: torch.Tensor, x: torch.Tensor, values: torch.Tensor, layout: BlockLayout, needs_x: bool, needs_bias: bool
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None] | None:
     """Those of x, values and bias of a layout of single numbers in one call, or None where that is not to be had.
 
-    The numbers of `linear` and `linear_wgrad`, whose working memory holds the same twice otherwise.
+    The numbers of `linear` and `linear_wgrad`, which would each bring the same rows of `grad` from memory.
     """
     core, isa, dtype = cpu_core.core(), cpu_core.isa(), DTYPES[x.dtype]
     size = 0
@@ -97,10 +97,10 @@ def gradients(
     if not size:
         return None
     grad, x, values = _features_contiguous(grad), _features_contiguous(x), values.contiguous()
-    grad_x = workspace.empty(x.shape, x.dtype, x.device)
+    grad_x = workspace.empty(x.shape, x.dtype, x.device) if needs_x else None
     grad_values, working = torch.empty(layout.values_shape, dtype=x.dtype), _working(size, x)
     grad_bias = torch.empty(grad.shape[1], dtype=x.dtype) if needs_bias else None
-    turned_start, turned_row, position = column_plan(layout)
+    start, col, position = column_plan(layout) if needs_x else (layout.row_start, layout.col_of_block, None)
     core.csr_gradients(
         isa=isa,
         dtype=dtype,
@@ -112,14 +112,12 @@ def gradients(
         x_stride=x.stride(0),
         in_features=x.shape[1],
         values=values.data_ptr(),
-        grad_x=grad_x.data_ptr(),
+        grad_x=0 if grad_x is None else grad_x.data_ptr(),
         grad_values=grad_values.data_ptr(),
         grad_bias=0 if grad_bias is None else grad_bias.data_ptr(),
         working=working.data_ptr(),
-        start=layout.row_start,
-        col=layout.col_of_block,
-        turned_start=turned_start,
-        turned_row=turned_row,
+        start=start,
+        col=col,
         position=position,
     )
     return grad_x, grad_values, grad_bias

@@ -208,8 +208,8 @@ def _gradients(grad, x, values, indices, in_blocks, transpose, needed):
 def _gradients_alone(grad, x, values, layout, transpose, needed):
     """The same by the backend itself, in one call where it can."""
     backend = backend_of(x)
-    if needed[0] and needed[1] and not transpose and backend is cpu:
-        found = cpu.gradients(grad, x, values, layout, needed[2])
+    if needed[1] and not transpose and backend is cpu:
+        found = cpu.gradients(grad, x, values, layout, needed[0], needed[2])
         if found is not None:
             return found
     grad_x = grad_values = None
