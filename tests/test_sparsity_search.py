@@ -1,12 +1,16 @@
 """What all methods hold that find a block-sparse pattern while dense weights are trained."""
 
+import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import blocksparse as bs
+from blocksparse import BlockSparseError
 from blocksparse.nn.module import BlockSparseModule
 from blocksparse.nn.prunable import prunable
 from blocksparse.sparsity.blocks import Blocks
@@ -69,6 +73,35 @@ def test_dense_then_sparse(model, method):
     net.train()
     losses = train(net, optimizer, None, x, steps=20)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("model", ["mlp", "lstm"])
+def test_resumed_behind_the_search(model, method):
+    net, optimizer, search, x = start(model, method)
+    train(net, optimizer, search, x)
+    search.finish()
+    train(net, optimizer, None, x, steps=2)
+    other, its_optimizer, its_search, _ = start(model, method)
+    assert its_search.finish(search.layouts()) is other
+    assert its_search.layouts() == search.layouts()
+    assert not any(weights is dense for weights in other.parameters() for dense in its_search.dense.values())
+    other.load_state_dict(net.state_dict())
+    its_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, its in ((net, optimizer), (other, its_optimizer)):
+        train(one, its, None, x, steps=2)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+
+
+def test_nothing_dense_is_kept():
+    net, optimizer, search, x = start("mlp", "gradual")
+    dense = [weakref.ref(weight) for weight in search.dense.values()]
+    train(net, optimizer, search, x)
+    search.finish()
+    gc.collect()
+    assert [ref for ref in dense if ref() is not None] == []
+    with pytest.raises(BlockSparseError, match=r"layouts: expected those of .*, got "):
+        start("mlp", "gradual")[2].finish({})
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -7,8 +7,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from typer.core import TyperCommand
 
+from ..errors import BlockSparseError
 from .stages import stages
 from .train import show
 
@@ -45,7 +47,13 @@ def experiment(
     console.print(f"[bold]{name}[/]: {chosen.about}", highlight=False)
     for trainer in chosen.trainers(folder, data_dir, only or (), seed or ()):
         console.print(f"[bold]{trainer.run.name}[/]", highlight=False)
-        show(console, trainer)
+        try:
+            show(console, trainer)
+        except BlockSparseError as error:
+            if not chosen.failed(trainer, error):
+                raise
+            console.print(f"[yellow]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+            continue
         with stages(console) as tell:
             chosen.probe(trainer.run, data_dir, tell)
     for path in experiments.write(name, chosen, folder, out):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import sparsity
 from ..errors import BlockSparseError
-from ..sparsity.gates import Gated
+from ..layout import BlockLayout
 from ..sparsity.search import Search
 from .trainer import Task, Trainer, part
 
@@ -65,9 +65,8 @@ class Pruning:
 class PruneTask:
     """Another task, whose model becomes block-sparse while it is trained.
 
-    The method's `step` follows each update of the search. From then on the blocks that it has left out are kept at 0
-    and gates are no longer learnt, but the weights stay dense in memory until `finish`: so a checkpoint from anywhere
-    in a run fits the model, and what is evaluated is what `finish` gives.
+    The method's `step` follows each update of the search. Then the model is truly sparse, and so are the steps, the
+    optimizer's state and the checkpoints from there on, which bring the layouts.
 
     Args:
         task: what is trained.
@@ -90,10 +89,11 @@ class PruneTask:
     >>> optimizer = torch.optim.Adam(net.parameters())
     >>> task.attach(optimizer, {})
     >>> for step in range(inner.steps):
+    ...     _ = task.prepare(step)
     ...     optimizer.zero_grad()
     ...     task.loss(step).backward()
     ...     optimizer.step()
-    >>> task.finish()[0]
+    >>> task.model[0]
     Linear(in_features=64, out_features=64, block_size=(16, 16), nnz=4, density=0.25, bias=True)
     """
 
@@ -108,7 +108,7 @@ class PruneTask:
         self.bytes_per_step = task.bytes_per_step
         self.search = max(1, round(pruning.search * steps))
         self._penalties: list[Callable[[], Tensor]] = []
-        self._masks: dict[str, Tensor] | None = None
+        self.sparse = False  # whether the model is, truly
 
     def attach(self, optimizer: torch.optim.Optimizer, ema: dict[str, Tensor]) -> None:
         """Makes the method, which follows each update."""
@@ -146,47 +146,65 @@ class PruneTask:
         ramp: dict[str, Any] = {"start": end // 10, "ramp": end // 2, "end": end, "every": every}
         return sparsity.ThresholdPruning(model, optimizer, q, **ramp, **of)
 
+    def prepare(self, step: int) -> bool:
+        """Whether the model has got other parameters for this step: it becomes truly sparse once the search is over.
+
+        Raises:
+            BlockSparseError: nothing is left of a weight.
+        """
+        if self.sparse or not self.searched:
+            return False
+        self._finish()
+        return True
+
+    @property
+    def searched(self) -> bool:
+        """Whether the search is over."""
+        return self.method.calls >= self.search
+
     def loss(self, step: int) -> Tensor:
         """The other task's loss; while the pattern is searched, with what the method adds to it."""
-        if self.method.calls < self.search:
-            return sum((penalty() for penalty in self._penalties), self.task.loss(step))
-        if self._masks is None:  # before an update, by which zeros would be none
-            blocks, dense = self.method.blocks, self.method.dense
-            layouts = self.method.layouts().items()
-            self._masks = {name: blocks[name].spread(kept.mask().to(dense[name])) for name, kept in layouts}
-        if isinstance(self.method, Gated):  # gates are drawn and learnt no longer
-            for gate in self.method.gates.values():
-                gate.eval().requires_grad_(False)
-        return self.task.loss(step)
+        penalties = () if self.sparse else self._penalties
+        return sum((penalty() for penalty in penalties), self.task.loss(step))
 
-    @torch.no_grad()
     def _updated(self, *_: Any) -> None:
-        if self._masks is None:
+        if not self.sparse:
             self.method.step()
-        else:
-            for name, mask in self._masks.items():
-                self.method.dense[name].mul_(mask)
+
+    def _finish(self, layouts: Mapping[str, BlockLayout] | None = None) -> None:
+        self.model = self.task.model = self.method.finish(layouts)
+        self.sparse = True
 
     def finish(self) -> nn.Module:
-        """The model, truly sparse from now on.
+        """The model, truly sparse from now on, if it was not already.
 
         Raises:
             BlockSparseError: before the end of the search; nothing is left of a weight.
         """
-        self.model = self.method.finish()
+        if not self.sparse:
+            self._finish()
         return self.model
 
     def evaluate(self, model: nn.Module) -> float:
         return self.task.evaluate(model)
 
     def state_dict(self) -> dict[str, Tensor]:
-        own = {f"method.{name}": tensor for name, tensor in self.method.state_dict().items()}
+        if self.sparse:
+            own = {f"layout.{name}": layout.mask() for name, layout in self.method.layouts().items()}
+        else:
+            own = {f"method.{name}": tensor for name, tensor in self.method.state_dict().items()}
         return own | {f"task.{name}": tensor for name, tensor in self.task.state_dict().items()}
 
+    def resume(self, state: dict[str, Tensor]) -> None:
+        """Makes the model sparse where that of the state is, whose parameters fit it then."""
+        masks = part(state, "layout.").items()
+        if masks:
+            self._finish({name: BlockLayout(mask, self.method.blocks[name].block_shape) for name, mask in masks})
+
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.method.load_state_dict(part(state, "method."))
+        if not self.sparse:
+            self.method.load_state_dict(part(state, "method."))
         self.task.load_state_dict(part(state, "task."))
-        self._masks = None
 
     def about(self) -> dict[str, Any]:
         q = {"q": dict(self.q)} if self.pruning.method == "threshold" else {}

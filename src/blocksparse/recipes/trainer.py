@@ -37,8 +37,13 @@ class Task(Protocol):
 
     A task that changes its model while it is trained has `attach(optimizer, ema)` too: it is given once, before all
     else, the optimizer and the running means by the parameters' names, which are to follow. It may give the model and
-    the optimizer new parameters, in groups with rates of their own. One whose loss is in another unit than the figure
-    has `loss_unit`.
+    the optimizer new parameters, in groups with rates of their own.
+
+    A task that exchanges parameters later has `prepare(step)`, called before each step, which returns whether it has
+    done so, and `resume(state)`, called with what its `state_dict` gave, before the model's state is loaded: it
+    exchanges what was exchanged by then.
+
+    A task whose loss is in another unit than the figure has `loss_unit`.
     """
 
     model: nn.Module
@@ -135,7 +140,7 @@ class Trainer:
         self.optimizer = _optimizer(list(self.parameters.values()), settings, self.device)
         if hasattr(task, "attach"):
             task.attach(self.optimizer, self.ema)
-            self.parameters = dict(self.model.named_parameters())
+            self._take_model()
         # A group that the task has added has its rate in proportion to the settings'.
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._factors = [rate / rates[0] if rates[0] else 1.0 for rate in rates]
@@ -147,6 +152,11 @@ class Trainer:
         self._ema_weight = torch.zeros((), device=self.device)
         self._logged = (0, 0.0)  # step and seconds
         self._graph: GraphedStep | None = None
+
+    def _take_model(self) -> None:
+        """As the task has it now."""
+        self.model = self.task.model
+        self.parameters = dict(self.model.named_parameters())
 
     @property
     def path(self) -> Path:
@@ -243,6 +253,8 @@ class Trainer:
 
     def _step(self) -> None:
         s = self.settings
+        if hasattr(self.task, "prepare") and self.task.prepare(self.step):
+            self._take_model()
         for group, factor in zip(self.optimizer.param_groups, self._factors, strict=True):
             rate = factor * learning_rate(s, self.step)
             if isinstance(group["lr"], Tensor):
@@ -399,6 +411,10 @@ class Trainer:
             self._check_same(about)
             self.step, self.seconds, self._logged = about["step"], about["seconds"], tuple(about["logged"])
             self.held_out = about["held_out"]
+            state = {name: tensor.clone() for name, tensor in part(tensors, "task.").items()}
+            if hasattr(self.task, "resume"):
+                self.task.resume(state)
+                self._take_model()
             # First the model: it brings the layouts, and with them the shapes of all that follows.
             self.model.load_state_dict(part(tensors, "model."))
             for name, mean in part(tensors, "ema.").items():
@@ -407,7 +423,7 @@ class Trainer:
             for name, parameter in self.parameters.items():
                 for key, tensor in part(states, f"{name}.").items():
                     self.optimizer.state[parameter][key] = _like(tensor, parameter)
-            self.task.load_state_dict({name: tensor.clone() for name, tensor in part(tensors, "task.").items()})
+            self.task.load_state_dict(state)
             self._total.copy_(tensors["trainer.total"])
             torch.set_rng_state(tensors["rng.cpu"])
             if self.device.type == "cuda" and "rng.cuda" in tensors:

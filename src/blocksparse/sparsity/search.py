@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -80,20 +82,27 @@ class Search:
         stored = sum(layouts[name].nnz * blocks.size for name, blocks in self.blocks.items())
         return stored / sum(blocks.grid[0] * blocks.grid[1] * blocks.size for blocks in self.blocks.values())
 
-    def finish(self) -> nn.Module:
+    def finish(self, layouts: Mapping[str, BlockLayout] | None = None) -> nn.Module:
         """Makes the weights block-sparse, with exactly the blocks that are kept; gradients of them are cleared.
+
+        Args:
+            layouts: instead of its own, those that `layouts()` gave after the `finish` of a run that is to go on from a
+                checkpoint behind it. May be called at once then, before states are loaded.
 
         Returns:
             The model; another object only where the model itself is a layer that became block-sparse.
 
         Raises:
             BlockSparseError: before the last step of a schedule, a second time, a weight without any block that is
-                kept, an optimizer whose state cannot follow. Nothing is changed then.
+                kept, an optimizer whose state cannot follow, layouts that do not fit the weights.
         """
         self._check_unfinished("finish")
-        if self.end is not None and self.calls < self.end:
-            raise BlockSparseError.expected("finish", f"{self.end} calls of step before", self.calls)
-        layouts = self.layouts()
+        if layouts is not None and set(layouts) != set(self.weights):
+            raise BlockSparseError.expected("layouts", f"those of {', '.join(self.weights)}", ", ".join(layouts))
+        if layouts is None:
+            if self.end is not None and self.calls < self.end:
+                raise BlockSparseError.expected("finish", f"{self.end} calls of step before", self.calls)
+            layouts = self.layouts()
         for name, layout in layouts.items():
             if layout.nnz == 0:
                 wanted = f"a block that is kept (by {self.remedy}; or leave the weight out by skip)"
@@ -102,7 +111,10 @@ class Search:
         with torch.no_grad():
             self._settle()
         self.model = exchange(self.model, layouts, self.optimizer)
-        self._layouts = layouts
+        self._layouts = dict(layouts)
+        # Nothing dense is kept in memory by who keeps this.
+        self.dense.clear()
+        self.weights.clear()
         return self.model
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -185,6 +185,6 @@ EXPERIMENTS: dict[str, Experiment] = {
     "sparse-higgs": _methods("higgs", "Higgs", 150, "a fifth of each class, drawn once for all runs"),
     # A dense epoch takes as long as a dozen sparse ones; as the recipe has it, a dense net diverges in its first steps.
     "sparse-cifar10": _methods(
-        "cifar10", "CIFAR-10", 60, _PUBLISHED, {"epochs": 10, "learning_rate": 0.002, "init": "xavier"}
+        "cifar10", "CIFAR-10", 80, _PUBLISHED, {"epochs": 15, "learning_rate": 0.005, "init": "xavier"}
     ),
 }

@@ -56,6 +56,10 @@ class Experiment(ABC):
     ) -> None:
         """What is done with a finished run, once; kept in its folder."""
 
+    def failed(self, trainer: Trainer, error: BlockSparseError) -> bool:
+        """Whether what ended a run is a result as well, which it keeps in the run's folder; the others go on then."""
+        return False
+
     def race(self, of: Runs) -> None:  # noqa: B027
         """What is measured of the finished runs side by side, for each report anew; kept in their folders."""
 

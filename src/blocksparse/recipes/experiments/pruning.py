@@ -114,10 +114,8 @@ class PruningExperiment(Experiment):
         try:
             model = finished(trainer)
         except BlockSparseError as error:
-            # Too strong a penalty is a result as well, and the other runs are to go on.
-            if not isinstance(trainer.task, PruneTask) or trainer.step < trainer.settings.steps:
+            if not self.failed(trainer, error):
                 raise
-            checkpoint.write_text(run / PROBED, json.dumps({"failed": str(error)}, indent=1) + "\n")
             return
         task = trainer.task
         with torch.no_grad():
@@ -134,6 +132,14 @@ class PruningExperiment(Experiment):
         checkpoint.write_text(run / PROBED, json.dumps(found, indent=1) + "\n")
         tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
         checkpoint.save(run / MODEL, tensors, {"task": task.about()})
+
+    def failed(self, trainer: Trainer, error: BlockSparseError) -> bool:
+        """Too strong a penalty leaves nothing of a weight."""
+        task = trainer.task
+        if not isinstance(task, PruneTask) or task.sparse or not task.searched:
+            return False
+        checkpoint.write_text(trainer.run / PROBED, json.dumps({"failed": str(error)}, indent=1) + "\n")
+        return True
 
     def finished(self, runs: Path) -> dict[str, list[Path]]:
         """The folders of the finished runs whose models were kept, by contender."""
@@ -178,6 +184,7 @@ class PruningExperiment(Experiment):
         probes = {name: [_kept(run.path, PROBED) for run in runs] for name, runs in of.items()}
         races = {name: [_kept(run.path, RACED) for run in runs] for name, runs in of.items()}
         yield "density", [spread([one["density"] for one in some], 3) for some in probes.values()]
+        yield "dense steps, %", [_searches(self.contenders[name]) for name in of]
         if self._inputs:
             yield "inputs used", [_inputs_used(some) for some in probes.values()]
         yield "numbers stored", [spread([one["numbers"] for one in some], 0) for some in probes.values()]
@@ -197,13 +204,11 @@ class PruningExperiment(Experiment):
         return any(_of_inputs(pruning.block_size) for pruning in self.contenders.values() if pruning is not None)
 
     def notes(self, of: Runs) -> list[str]:
-        searches = {pruning.search for pruning in self.contenders.values() if pruning is not None}
-        searching = f"the first {100 * max(searches):.0f} % of its steps" if searches else "no step"
         told = [
-            f"Each sparse one looks for its blocks in {searching} and trains what is left in the others; all train "
-            "for as many steps. Density is of the weights that may become sparse, with the numbers of their stored "
-            "blocks; the figures are those of the truly sparse model. How dense threshold, group lasso and l0 come "
-            "out depends on their strength.",
+            "Each sparse one looks for its blocks in the first part of its steps, with dense weights, and then trains "
+            "what is left, truly sparse; all train for as many steps. Density is of the weights that may become "
+            "sparse, with the numbers of their stored blocks. How dense threshold, group lasso and l0 come out depends "
+            "on their strength.",
             *self._failures(next(iter(of.values()))[0].path.parent),
             *self._pruned_table(of),
             *self._layer_table(of),
@@ -218,7 +223,7 @@ class PruningExperiment(Experiment):
 
     def _failures(self, runs: Path) -> list[str]:
         """What came to no model, and why."""
-        paths = [path for of in super().finished(runs).values() for path in of if not (path / MODEL).is_file()]
+        paths = [folder(runs, name, seed) for name in self.contenders for seed in self.seeds]
         told = {path.name: _kept(path, PROBED).get("failed") for path in paths}
         return [f"{name} is left out: {why}." for name, why in told.items() if why]
 
@@ -307,6 +312,10 @@ def _stored(model: nn.Module) -> dict[str, int]:
 def _kept(run: Path, name: str) -> dict[str, Any]:
     path = run / name
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _searches(pruning: Pruning | None) -> str:
+    return f"{100 * (1 if pruning is None else pruning.search):.0f}"
 
 
 def _method(pruning: Pruning | None) -> str:
