@@ -251,8 +251,8 @@ def test_features_that_never_vary_are_0():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train_labels": torch.tensor([0, 2])}, "t, train: expected labels from 0 to 1, got 2"),
-        ({"test_labels": torch.tensor([-1])}, "t, test: expected labels from 0 to 1, got -1"),
+        ({"train_labels": torch.tensor([0, 2])}, "t, train: expected labels from 0 to 1, got 0 to 2"),
+        ({"test_labels": torch.tensor([-1])}, "t, test: expected labels from 0 to 1, got -1 to -1"),
         ({"train_labels": torch.tensor([0])}, r"t, train: expected int64 labels \[2\]"),
         ({"test": torch.zeros(1, 4)}, r"t, test: expected float32 \[n, 3\]"),
         ({"test": torch.zeros(0, 3), "test_labels": torch.zeros(0).long()}, "t, test: expected float32"),

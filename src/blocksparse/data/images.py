@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import BlockSparseError
 from . import cifar10, idx
 from .download import Progress, fetch
+from .labels import check_labels
 
 NAMES = ("cifar10", "fashion_mnist")
 
@@ -57,14 +58,7 @@ class Images:
             wanted = f"uint8 [n, {', '.join(map(str, self.shape))}]"
             if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1:] != self.shape or not len(images):
                 raise BlockSparseError.expected(f"{self.name}, {part}", wanted, f"{images.dtype} {list(images.shape)}")
-            if labels.dtype != torch.int64 or list(labels.shape) != [len(images)]:
-                got = f"{labels.dtype} {list(labels.shape)}"
-                raise BlockSparseError.expected(f"{self.name}, {part}", f"int64 labels [{len(images)}]", got)
-            if not 0 <= int(labels.min()) <= int(labels.max()) < len(self.classes):
-                got = f"{int(labels.min())} to {int(labels.max())}"
-                raise BlockSparseError.expected(
-                    f"{self.name}, {part}", f"labels from 0 to {len(self.classes) - 1}", got
-                )
+            check_labels(f"{self.name}, {part}", labels, len(images), len(self.classes))
 
     @property
     def shape(self) -> torch.Size:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BlockSparseError
+from .labels import check_labels
 
 TEST_PART = 0.2
 _ROWS_AT_ONCE = 4096
@@ -157,10 +158,6 @@ def first(name: str, paths: list[Path]) -> Path:
 def _check(name: str, rows: Tensor, labels: Tensor, features: int, classes: int) -> None:
     if rows.dim() != 2 or rows.dtype != torch.float32 or rows.shape[1] != features or not rows.numel():
         raise BlockSparseError.expected(name, f"float32 [n, {features}]", f"{rows.dtype} {list(rows.shape)}")
-    if labels.dtype != torch.int64 or labels.shape != rows.shape[:1]:
-        raise BlockSparseError.expected(name, f"int64 labels [{len(rows)}]", f"{labels.dtype} {list(labels.shape)}")
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= classes:
-        raise BlockSparseError.expected(name, f"labels from 0 to {classes - 1}", low if low < 0 else high)
+    check_labels(name, labels, len(rows), classes)
     if not all(bool(some.isfinite().all()) for some in rows.split(_ROWS_AT_ONCE)):
         raise BlockSparseError.expected(name, "finite numbers", "others")

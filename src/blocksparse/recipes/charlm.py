@@ -18,7 +18,7 @@ from ..data.text import Text
 from ..errors import BlockSparseError
 from ..models.char_lm import CharLM, CharLMConfig, multiply_adds, parameter_count
 from . import checkpoint
-from .trainer import part
+from .checkpoint import part
 
 KIND = "charlm"
 

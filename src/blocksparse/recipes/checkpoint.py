@@ -116,6 +116,11 @@ def write_text(path: Path, text: str) -> None:
         raise BlockSparseError.expected(str(path), "a file to write to", error.strerror or error) from error
 
 
+def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Those whose name begins with the prefix, by the rest of it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
 def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Gives a file what `write` writes at once, and on the disk too: its bytes are there before it has its name."""
     part = path.with_name(f"{path.name}.part")

@@ -15,7 +15,7 @@ from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule
 from ..sparsity import Evolve, ImportancePruning, RigL, carried
 from ..sparsity.method import Method
-from .trainer import part
+from .checkpoint import part
 
 KIND = "classify"
 METHODS = ("set", "rigl", "none")

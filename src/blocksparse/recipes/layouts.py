@@ -14,7 +14,7 @@ from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
 from ..topology.nnstd import Layer, layers_of, nnstd
 from . import charlm, checkpoint, classify
-from .trainer import part
+from .checkpoint import part
 
 LARGEST = 5_000  # blocks of a layer's outputs: to match more takes minutes and gigabytes
 

@@ -18,8 +18,9 @@ from ..models import logistic_mixture
 from ..models.pixelcnn import STRIDE, PixelCNN
 from ..nn import bands, fold
 from . import checkpoint
+from .checkpoint import part
 from .settings import Settings
-from .trainer import Trainer, device_of, part
+from .trainer import Trainer, device_of
 
 KIND = "pixelcnn"
 

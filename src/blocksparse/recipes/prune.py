@@ -13,7 +13,8 @@ from .. import sparsity
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..sparsity.search import Search
-from .trainer import Task, Trainer, part
+from .checkpoint import part
+from .trainer import Task, Trainer
 
 METHODS = ("one-shot", "gradual", "threshold", "group lasso", "l0", "movement")
 

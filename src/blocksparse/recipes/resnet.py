@@ -18,10 +18,11 @@ from ..data.images import Images
 from ..errors import BlockSparseError
 from ..models.resnet import ResNet
 from . import checkpoint
+from .checkpoint import part
 from .classify import ClassifyTask
 from .settings import Settings
 from .shifts import Consistency, consistency
-from .trainer import Trainer, device_of, part
+from .trainer import Trainer, device_of
 
 # Of a random crop: how far an image is moved at most, in pixels.
 MARGIN = 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 import threading
 import time
@@ -18,9 +17,9 @@ from torch import Tensor, nn
 
 from ..bench.machine import machine
 from ..errors import BlockSparseError
-from ..sparsity import SGD
 from . import checkpoint
 from .cuda_graph import GraphedStep
+from .optimizers import learning_rate, optimizer_for
 from .run_log import RunLog
 from .settings import FREE, Settings
 
@@ -137,7 +136,7 @@ class Trainer:
         self.held_out: float | None = None  # at the newest evaluation
         self.parameters = dict(self.model.named_parameters())
         self.ema = {name: p.detach().clone() for name, p in self.parameters.items()} if settings.ema else {}
-        self.optimizer = _optimizer(list(self.parameters.values()), settings, self.device)
+        self.optimizer = optimizer_for(list(self.parameters.values()), settings, self.device)
         if hasattr(task, "attach"):
             task.attach(self.optimizer, self.ema)
             self._take_model()
@@ -411,17 +410,17 @@ class Trainer:
             self._check_same(about)
             self.step, self.seconds, self._logged = about["step"], about["seconds"], tuple(about["logged"])
             self.held_out = about["held_out"]
-            state = {name: tensor.clone() for name, tensor in part(tensors, "task.").items()}
+            state = {name: tensor.clone() for name, tensor in checkpoint.part(tensors, "task.").items()}
             if hasattr(self.task, "resume"):
                 self.task.resume(state)
                 self._take_model()
             # First the model: it brings the layouts, and with them the shapes of all that follows.
-            self.model.load_state_dict(part(tensors, "model."))
-            for name, mean in part(tensors, "ema.").items():
+            self.model.load_state_dict(checkpoint.part(tensors, "model."))
+            for name, mean in checkpoint.part(tensors, "ema.").items():
                 self.ema[name] = mean.to(self.device, copy=True)
-            states = part(tensors, "optimizer.")
+            states = checkpoint.part(tensors, "optimizer.")
             for name, parameter in self.parameters.items():
-                for key, tensor in part(states, f"{name}.").items():
+                for key, tensor in checkpoint.part(states, f"{name}.").items():
                     self.optimizer.state[parameter][key] = _like(tensor, parameter)
             self.task.load_state_dict(state)
             self._total.copy_(tensors["trainer.total"])
@@ -446,26 +445,6 @@ class Trainer:
             )
 
 
-def learning_rate(settings: Settings, step: int) -> float:
-    """The learning rate of a step, counted from 0.
-
-    >>> from blocksparse.recipes.trainer import Settings, learning_rate
-    >>> settings = Settings(steps=6, warmup=2, learning_rate=1.0)
-    >>> [learning_rate(settings, step) for step in range(6)]
-    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    >>> settings = Settings(warmup=0, decay="none", decay_per_step=0.5, learning_rate=1.0)
-    >>> [learning_rate(settings, step) for step in range(3)]
-    [1.0, 0.5, 0.25]
-    """
-    s = settings
-    rate = s.learning_rate * s.decay_per_step**step
-    if step < s.warmup:
-        return rate * (step + 1) / s.warmup
-    done = (step - s.warmup) / max(1, s.steps - s.warmup)
-    falls = {"linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done), "none": 1.0}
-    return rate * falls[s.decay]
-
-
 def device_of(name: str) -> torch.device:
     """The device "cpu" or "cuda".
 
@@ -477,27 +456,6 @@ def device_of(name: str) -> torch.device:
     if name != "cuda" or not torch.cuda.is_available():
         raise BlockSparseError.expected("device", "cpu, or cuda where there is a GPU", repr(name))
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Those whose name begins with the prefix, by the rest of it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _optimizer(parameters: list[nn.Parameter], s: Settings, device: torch.device) -> torch.optim.Optimizer:
-    if s.optimizer == "sgd":
-        return SGD(parameters, s.learning_rate, s.momentum, s.weight_decay)
-    if s.optimizer == "adagrad":
-        return torch.optim.Adagrad(parameters, s.learning_rate, weight_decay=s.weight_decay)
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": s.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    graph = s.cuda_graph and device.type == "cuda"  # a rate of its own for each step, in one graph
-    rate = torch.tensor(s.learning_rate, device=device) if graph else s.learning_rate
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=rate, betas=s.betas, eps=s.eps, fused=True, capturable=graph
-    )
 
 
 def _like(tensor: Tensor, parameter: Tensor) -> Tensor:

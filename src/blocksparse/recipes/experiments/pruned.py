@@ -16,9 +16,10 @@ from ...data.table import Table
 from ...models.char_lm import CharLM, CharLMConfig
 from ...models.mlp import SparseMLP
 from .. import charlm, checkpoint
+from ..checkpoint import part
 from ..classify import ClassifyTask
 from ..prune import Pruning
-from ..trainer import Settings, device_of, part
+from ..trainer import Settings, device_of
 from .experiment import Experiment
 from .pruning import BATCH, DENSE, MODEL, PruningExperiment
 
