@@ -1,6 +1,6 @@
 """One sparse net on Fashion-MNIST, trained by one process and by WASAP-SGD with several: accuracy and throughput.
 
-    python benchmarks/wasap.py --data-dir DATA                            1, 2 and 4 processes, 30 epochs each
+    python benchmarks/wasap.py --data-dir DATA                            1, 2 and 4 processes, 100 epochs each
     python benchmarks/wasap.py --data-dir DATA --processes 1,2 --seeds 0,1,2
     python benchmarks/wasap.py --data-dir DATA --epochs 1 --rows 2000 --out /tmp/wasap      to see that it runs
 
@@ -107,6 +107,7 @@ def work(seed: int, options: Options) -> None:
         momentum=recipe.momentum,
         weight_decay=recipe.weight_decay,
         zeta=recipe.zeta,
+        regrow=recipe.regrow,
         seed=seed,
         timeout=options.patience,
     )
@@ -346,7 +347,7 @@ def checked(arguments: argparse.Namespace) -> tuple[list[Run], Options]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fashion-MNIST by one process and by WASAP-SGD with several.")
     parser.add_argument("--data-dir", help="the folder of all data, or that of Fashion-MNIST; else it is downloaded")
-    parser.add_argument("--epochs", type=int, default=30, help="of each run, both phases together")
+    parser.add_argument("--epochs", type=int, default=100, help="of each run, both phases together")
     parser.add_argument("--processes", default="1,2,4", help="of the runs")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--rows", type=int, help="so many of those to train on, for a quick look")

@@ -135,9 +135,8 @@ def same(one, other):
 def sequential(model, settings, data):
     """Sparse evolutionary training as it is told: all epochs, evolution after each but the last."""
     optimizer = bs.sparsity.SGD(model.parameters(), settings.learning_rate, settings.momentum, settings.weight_decay)
-    method = bs.sparsity.Evolve(
-        model, optimizer, settings.zeta, skip=model.output, stop=settings.epochs, seed=settings.seed
-    )
+    told = {"stop": settings.epochs, "init": settings.regrow, "seed": settings.seed}
+    method = bs.sparsity.Evolve(model, optimizer, settings.zeta, skip=model.output, **told)
     model.train()
     for epoch in range(settings.epochs):
         for rows in batches(torch.arange(len(data[0])), settings, epoch):
@@ -147,9 +146,10 @@ def sequential(model, settings, data):
         method.step()
 
 
+@pytest.mark.parametrize("regrow", ["he", "zeros"])
 @pytest.mark.parametrize("synchronous", [False, True])
-def test_alone_it_is_the_sequential_algorithm_bit_for_bit(synchronous, tmp_path):
-    settings = Settings(**SETTINGS | {"epochs": 6, "synchronous": synchronous, "seed": 3})
+def test_alone_it_is_the_sequential_algorithm_bit_for_bit(synchronous, regrow, tmp_path):
+    settings = Settings(**SETTINGS | {"epochs": 6, "synchronous": synchronous, "regrow": regrow, "seed": 3})
     data = toy(1, 200)
     wanted = network()
     with torch.random.fork_rng():
@@ -310,6 +310,7 @@ def test_bad_arguments(arguments, message):
         ({"epochs": 0}, "epochs: expected an int, 1 or more"),
         ({"batch": 1.5}, "batch: expected an int"),
         ({"first_phase": 1.1}, "first_phase: expected a number from 0 to 1"),
+        ({"regrow": "none"}, "regrow: expected one of zeros, he, xavier, got .none."),
         ({"learning_rate": -1.0}, "learning_rate: expected"),
         ({"synchronous": 1}, "synchronous: expected True or False"),
         ({"timeout": 0}, "timeout: expected a positive number"),

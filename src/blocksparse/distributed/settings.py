@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..checked import integer, number
 from ..errors import BlockSparseError
+from ..sparsity.start import INITS
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Settings:
         batch: samples of each worker in a step.
         learning_rate, momentum, weight_decay: of `bs.sparsity.SGD`.
         zeta: of `bs.sparsity.Evolve`.
+        regrow: its first values of new connections: "he", as in the papers, "xavier" or "zeros".
         synchronous: WASSP-SGD instead of WASAP-SGD.
         first_phase: the part of the epochs in which the workers train one network.
         seed: of the order of the samples, of dropout, and of what grows.
@@ -24,7 +26,7 @@ class Settings:
             and the slowest worker's lag in an epoch take together.
 
     Raises:
-        BlockSparseError: numbers out of range.
+        BlockSparseError: numbers out of range, an unknown name.
 
     >>> from blocksparse.distributed import Settings
     >>> Settings(epochs=10).together, Settings(epochs=1).together
@@ -37,6 +39,7 @@ class Settings:
     momentum: float = 0.9
     weight_decay: float = 2e-4
     zeta: float = 0.3
+    regrow: str = "he"
     synchronous: bool = False
     first_phase: float = 0.7
     seed: int = 0
@@ -48,6 +51,8 @@ class Settings:
         for name in ("momentum", "weight_decay", "zeta", "first_phase"):
             number(name, getattr(self, name), 0, 1)
         number("learning_rate", self.learning_rate, 0)
+        if self.regrow not in INITS:
+            raise BlockSparseError.expected("regrow", f"one of {', '.join(INITS)}", repr(self.regrow))
         if not isinstance(self.synchronous, bool):
             raise BlockSparseError.expected("synchronous", "True or False", repr(self.synchronous))
         if number("timeout", self.timeout, 0) == 0:

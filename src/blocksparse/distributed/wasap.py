@@ -132,8 +132,8 @@ class _Run:
         self.rank, self.workers = rank, workers
         self.flat = Flat(model)
         self.optimizer = SGD(model.parameters(), settings.learning_rate, settings.momentum, settings.weight_decay)
-        seed, stop = settings.seed, settings.epochs
-        self.method = Evolve(model, self.optimizer, settings.zeta, skip=skip, stop=stop, seed=seed)
+        seed, stop, regrow = settings.seed, settings.epochs, settings.regrow
+        self.method = Evolve(model, self.optimizer, settings.zeta, skip=skip, stop=stop, init=regrow, seed=seed)
         self.device = self.flat.parameters[0].device
         self.epochs: list[Epoch] = []
         n = len(data[0])
