@@ -169,6 +169,8 @@ def test_only_what_has_an_effect_is_told():
     assert "strength" not in Pruning("gradual").about()
     assert Pruning("threshold", penalty=0.1).about()["penalty"] == 0.1
     assert "penalty" not in Pruning("group lasso").about()
+    assert "times" not in Pruning("gradual").about()
+    assert Pruning("gradual", times=2).about()["times"] == 2
 
 
 def test_bad_input(tmp_path):
@@ -176,6 +178,8 @@ def test_bad_input(tmp_path):
         Pruning("none")
     with pytest.raises(BlockSparseError, match="search: expected a number above 0 and at most 1, got 0"):
         Pruning("l0", search=0)
+    with pytest.raises(BlockSparseError, match="times: expected an int, 1 or more, got 0"):
+        Pruning("gradual", times=0)
     with pytest.raises(BlockSparseError, match="ema: expected 0 where a model is pruned"):
         trainer("mlp", "gradual", tmp_path, ema=0.9)
     with pytest.raises(BlockSparseError, match="checkpoint: expected a file"):
@@ -229,7 +233,7 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
         batch=16,
         contenders={
             "dense": None,
-            "gradual": Pruning("gradual", 0.25, **small),
+            "gradual": Pruning("gradual", 0.25, search=1 / 3, times=2, **small),
             "l0": Pruning("l0", strength=1e-4, **small),
         },
         seeds=(0, 1),
@@ -258,6 +262,13 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
                 row["name"].replace("values", "weight") for row in run["inference"]["layers"]
             } or name != "dense"
     assert table["gradual"]["density"] == "0.250 ± 0.000"
+    steps = {name: int(row["steps"]) for name, row in table.items()}
+    assert steps == {"dense": steps["dense"], "gradual": 2 * steps["dense"], "l0": steps["dense"]}
+    assert {name: row["of them dense, %"] for name, row in table.items()} == {
+        "dense": "100",
+        "gradual": "33",
+        "l0": "67",
+    }
     assert len(found["dense"][0]["sparse"]["pruned"]) == 2
     markdown = (out / "tiny.md").read_text()
     assert "pruned by magnitude after its training" in markdown
@@ -342,4 +353,6 @@ def test_definitions(name):
     for title, of in zip(list(experiment.contenders)[1:], others, strict=True):
         by = of.strength if of.method in STRENGTHS else of.density
         assert by > 0
-        assert title in (of.method, f"{of.method}-{by:g}", "threshold-glp")
+        longer = f" x{of.times}" if of.times > 1 else ""
+        assert title.removesuffix(longer) in (of.method, f"{of.method}-{by:g}", "threshold-glp")
+        assert title.endswith(longer)

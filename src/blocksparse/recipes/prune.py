@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import sparsity
+from ..checked import integer
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..sparsity.search import Search
@@ -37,9 +38,11 @@ class Pruning:
         block_size: an int or (rows, columns).
         skip: names of what stays dense.
         search: the part of the steps that search.
+        times: steps of the whole run, as a multiple of those of the dense net: truly sparse ones cost a fraction.
 
     Raises:
-        BlockSparseError: an unknown method, a part that is none. Other numbers are checked by the methods.
+        BlockSparseError: an unknown method, a part that is none, times below 1. Other numbers are checked by the
+            methods.
     """
 
     method: str
@@ -49,17 +52,20 @@ class Pruning:
     block_size: int | tuple[int, int] = 32
     skip: tuple[str, ...] = ()
     search: float = 2 / 3
+    times: int = 1
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(self.method))
         if not 0 < self.search <= 1:
             raise BlockSparseError.expected("search", "a number above 0 and at most 1", self.search)
+        integer("times", self.times, 1)
 
     def about(self) -> dict[str, Any]:
         """What of it has an effect, ready for JSON."""
         unused = {"strength", "penalty"} if self.method in ("one-shot", "gradual", "movement") else {"density"}
         unused |= set() if self.method == "threshold" else {"penalty"}
+        unused |= set() if self.times > 1 else {"times"}
         return {key: value for key, value in asdict(self).items() if key not in unused}
 
 

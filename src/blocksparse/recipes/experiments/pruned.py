@@ -186,10 +186,12 @@ def _language() -> PruningExperiment:
         evaluated=150_000,
         contenders={
             DENSE: None,
-            "one-shot": Pruning("one-shot", density=0.1, skip=kept),
+            "one-shot": Pruning("one-shot", density=0.1, search=0.4, skip=kept),
             **_at_densities("gradual", **early),
+            "gradual x3": Pruning("gradual", density=0.1, search=0.2 / 3, times=3, skip=kept),
             "movement": Pruning("movement", density=0.1, **early),
             **_at_strengths("threshold", (0.7, 0.85, 1), search=0.4, skip=kept),
+            "threshold-0.85 x3": Pruning("threshold", strength=0.85, search=0.4 / 3, times=3, skip=kept),
             "threshold-glp": Pruning("threshold", strength=0.85, penalty=1e-3, search=0.4, skip=kept),
             **_at_strengths("group lasso", (1, 3, 10), search=0.4, skip=kept),
             **_at_strengths("l0", (1e-7, 3e-7, 1e-6), search=0.4, skip=kept),

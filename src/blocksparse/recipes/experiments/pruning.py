@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -90,6 +90,7 @@ class PruningExperiment(Experiment):
         pruning, task = self.contenders[contender], self.task(seed, data)
         settings, facts = self.settings(seed, task), self.facts(task)
         if pruning is not None:
+            settings = replace(settings, steps=pruning.times * settings.steps)
             q = self._percentiles(folder(run.parent, DENSE, seed)) if pruning.method == "threshold" else None
             task = PruneTask(task, pruning, settings.steps, seed, q)
         return Trainer(task, run, settings, facts)
@@ -184,7 +185,8 @@ class PruningExperiment(Experiment):
         probes = {name: [_kept(run.path, PROBED) for run in runs] for name, runs in of.items()}
         races = {name: [_kept(run.path, RACED) for run in runs] for name, runs in of.items()}
         yield "density", [spread([one["density"] for one in some], 3) for some in probes.values()]
-        yield "dense steps, %", [_searches(self.contenders[name]) for name in of]
+        yield "steps", [f"{runs[0].settings['steps']:,}" for runs in of.values()]
+        yield "of them dense, %", [_searches(self.contenders[name]) for name in of]
         if self._inputs:
             yield "inputs used", [_inputs_used(some) for some in probes.values()]
         yield "numbers stored", [spread([one["numbers"] for one in some], 0) for some in probes.values()]
@@ -206,9 +208,8 @@ class PruningExperiment(Experiment):
     def notes(self, of: Runs) -> list[str]:
         told = [
             "Each sparse one looks for its blocks in the first part of its steps, with dense weights, and then trains "
-            "what is left, truly sparse; all train for as many steps. Density is of the weights that may become "
-            "sparse, with the numbers of their stored blocks. How dense threshold, group lasso and l0 come out depends "
-            "on their strength.",
+            "what is left, truly sparse. Density is of the weights that may become sparse, with the numbers of their "
+            "stored blocks. How dense threshold, group lasso and l0 come out depends on their strength.",
             *self._failures(next(iter(of.values()))[0].path.parent),
             *self._pruned_table(of),
             *self._layer_table(of),
