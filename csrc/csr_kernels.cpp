@@ -439,12 +439,16 @@ void sample(const CsrSamples& p) {
       }
       if (p.fetches) fetch(x + col[smaller(k + i + ahead, final)] * width, width);
       const Sum *left = grad + row * width, *right = x + col[k + i] * width;
+      const auto product = [&](int64_t v) __attribute__((always_inline)) {
+        return (kVectors ? factor[v] : read<V>(left + v * kWide)) * read<V>(right + v * kWide);
+      };
       V even = {}, odd = {};
-#pragma GCC unroll 8
-      for (int64_t v = 0; v < vectors; ++v) {
-        const V one = kVectors ? factor[v] : read<V>(left + v * kWide);
-        (v % 2 ? odd : even) += one * read<V>(right + v * kWide);
+#pragma GCC unroll 4
+      for (int64_t v = 0; v + 1 < vectors; v += 2) {
+        even = even + product(v);
+        odd = odd + product(v + 1);
       }
+      if (vectors % 2) even = even + product(vectors - 1);
       products[i] = even + odd;
     }
     Sum sums[n];

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 import blocksparse as bs
 from blocksparse.ops import cpu_core
+from blocksparse.ops.linear import cpu
 from blocksparse.ops.linear.plan import column_plan
 from linear_backends import BACKENDS, DTYPES, assert_close, bound, dgrad, forward, running, wgrad
 from strategies import layouts
@@ -110,6 +113,56 @@ def test_hubs_and_long_sums_lose_little(backend):
         few = bs.BlockLayout.from_indices([0, 1], [1, 0], (2, 2), block_size=1)
         grad, x = torch.randn(12288, 2), torch.randn(12288, 2)
         assert_close(wgrad(grad, x, few), bs.from_dense(grad.double().T @ x.double(), few), 6e-7, "wgrad")
+
+
+@on_every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@settings(max_examples=15)
+@given(
+    layout=layouts(max_grid=90, blocks=(1,)),
+    tokens=st.integers(1, 20) | st.sampled_from([31, 32, 33, 63, 64, 100, 127, 128, 129]),
+    strides=st.sampled_from(STRIDES),
+    needs=st.tuples(st.booleans(), st.booleans()),
+    wide=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_all_gradients_at_once(backend, dtype, layout, tokens, strides, needs, wide, threads, seed):
+    torch.manual_seed(seed)
+    x, grad = (strided(tokens, size, dtype, strides) for size in layout.shape[::-1])
+    values = torch.randn(layout.values_shape, dtype=dtype)
+    before = torch.get_num_threads()
+    with running(backend):
+        expected = dgrad(grad, values, layout), wgrad(grad, x, layout)
+        if wide:
+            plan = tuple(index.astype(np.int64) for index in column_plan(layout))
+            own = {"_crow": layout.row_start.astype(np.int64), "_col": layout.col_of_block.astype(np.int64)}
+            layout = bs.BlockLayout(layout.mask(), block_size=1)
+            layout.__dict__.update(own)
+            layout.derived("linear columns", lambda: plan)
+        cpu._small.memory = torch.full((1 << 20,), math.nan)  # what is read before it is written shows
+        torch.set_num_threads(threads)
+        try:
+            found = cpu.gradients(grad, x, values, layout, *needs)
+        finally:
+            torch.set_num_threads(before)
+    if found is None:
+        assert tokens > 8, "so many fit one panel on any instruction set"
+        return
+    grad_x, grad_values, grad_bias = found
+    assert [grad_x is not None, grad_bias is not None] == list(needs)
+    assert torch.equal(grad_values, expected[1])
+    if grad_x is not None:
+        assert torch.equal(grad_x, expected[0])
+    if grad_bias is not None:
+        torch.testing.assert_close(grad_bias, grad.sum(0), rtol=1e-5, atol=1e-4)
+
+
+def test_sixteen_bits_have_each_gradient_from_a_call_of_its_own():
+    layout = bs.patterns.erdos_renyi((20, 30), block_size=1, epsilon=3, seed=0)
+    x, grad, values = torch.randn(4, 30), torch.randn(4, 20), torch.randn(layout.values_shape)
+    x, grad, values = x.bfloat16(), grad.bfloat16(), values.bfloat16()
+    assert cpu.gradients(grad, x, values, layout, True, True) is None
 
 
 @on_every_isa
