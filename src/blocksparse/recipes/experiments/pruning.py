@@ -322,7 +322,8 @@ def _searches(pruning: Pruning | None) -> str:
 def _method(pruning: Pruning | None) -> str:
     if pruning is None:
         return DENSE
-    return "threshold and group lasso" if pruning.penalty else pruning.method
+    name = "threshold and group lasso" if pruning.penalty else pruning.method
+    return f"{name}, {pruning.times} times the steps" if pruning.times > 1 else name
 
 
 def _of_inputs(block_size: int | tuple[int, int]) -> bool:
