@@ -32,7 +32,8 @@ pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
 def pruning_of(case, **other):
     method = "threshold" if case == "glp" else case
-    return Pruning(method, 0.25, STRENGTHS.get(method, 0.0), 1e-4 if case == "glp" else 0.0, block_size=4, **other)
+    density = None if method in STRENGTHS else 0.25
+    return Pruning(method, density, STRENGTHS.get(method, 0.0), 1e-4 if case == "glp" else 0.0, block_size=4, **other)
 
 
 def inner(kind):
@@ -166,11 +167,13 @@ def test_dense_runs_are_left_as_they_are(tmp_path):
 
 def test_only_what_has_an_effect_is_told():
     assert "density" not in Pruning("l0", strength=1.0).about()
-    assert "strength" not in Pruning("gradual").about()
+    assert Pruning("l0", 0.5, strength=1.0).about()["density"] == 0.5
+    assert "density" not in Pruning("threshold", 0.5, strength=1.0).about()
+    assert "strength" not in Pruning("gradual", 0.1).about()
     assert Pruning("threshold", penalty=0.1).about()["penalty"] == 0.1
     assert "penalty" not in Pruning("group lasso").about()
-    assert "times" not in Pruning("gradual").about()
-    assert Pruning("gradual", times=2).about()["times"] == 2
+    assert "times" not in Pruning("gradual", 0.1).about()
+    assert Pruning("gradual", 0.1, times=2).about()["times"] == 2
 
 
 def test_bad_input(tmp_path):
@@ -179,7 +182,9 @@ def test_bad_input(tmp_path):
     with pytest.raises(BlockSparseError, match="search: expected a number above 0 and at most 1, got 0"):
         Pruning("l0", search=0)
     with pytest.raises(BlockSparseError, match="times: expected an int, 1 or more, got 0"):
-        Pruning("gradual", times=0)
+        Pruning("gradual", 0.1, times=0)
+    with pytest.raises(BlockSparseError, match="density: expected a number for movement, got None"):
+        Pruning("movement")
     with pytest.raises(BlockSparseError, match="ema: expected 0 where a model is pruned"):
         trainer("mlp", "gradual", tmp_path, ema=0.9)
     with pytest.raises(BlockSparseError, match="checkpoint: expected a file"):
@@ -232,7 +237,8 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
         epochs=3,
         batch=16,
         contenders={
-            "dense": None,
+            "dense": pruning.Dense(),
+            "dense x2": pruning.Dense(times=2),
             "gradual": Pruning("gradual", 0.25, search=1 / 3, times=2, **small),
             "l0": Pruning("l0", strength=1e-4, **small),
         },
@@ -250,7 +256,7 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
     said = invoke("experiment", "tiny", "--runs", runs, "--out", out)
     assert said.count("this run is finished") == 1
     table, found = table_of((out / "tiny.md").read_text()), json.loads((out / "tiny.json").read_text())["runs"]
-    assert list(table) == list(found) == ["dense", "gradual", "l0"]
+    assert list(table) == list(found) == ["dense", "dense x2", "gradual", "l0"]
     for name, of in found.items():
         assert [run["settings"]["seed"] for run in of] == [0, 1]
         accuracy = [100 - run["sparse"]["held_out"] for run in of]
@@ -260,12 +266,14 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
             assert run["inference"]["speed_up"]["median"] > 0
             assert {"layers.0.weight", "layers.1.weight"} <= {
                 row["name"].replace("values", "weight") for row in run["inference"]["layers"]
-            } or name != "dense"
+            } or not name.startswith("dense")
+            assert ("pruned" in run["sparse"]) == (name == "dense"), "what the others are measured against"
     assert table["gradual"]["density"] == "0.250 ± 0.000"
     steps = {name: int(row["steps"]) for name, row in table.items()}
-    assert steps == {"dense": steps["dense"], "gradual": 2 * steps["dense"], "l0": steps["dense"]}
+    assert steps == {name: steps["dense"] * times for name, times in zip(table, (1, 2, 2, 1), strict=True)}
     assert {name: row["of them dense, %"] for name, row in table.items()} == {
         "dense": "100",
+        "dense x2": "100",
         "gradual": "33",
         "l0": "67",
     }
@@ -284,7 +292,7 @@ def test_what_comes_to_nothing_is_told(points, quick, monkeypatch, tmp_path):
         hidden=(8, 8),
         epochs=2,
         batch=16,
-        contenders={"dense": None, "group lasso": Pruning("group lasso", strength=1e4, **small)},
+        contenders={"dense": pruning.Dense(), "group lasso": Pruning("group lasso", strength=1e4, **small)},
     )
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
     for _ in range(2):
@@ -302,7 +310,7 @@ def test_inputs(points, quick, monkeypatch, tmp_path):
         hidden=(8, 8),
         epochs=2,
         batch=16,
-        contenders={"dense": None, "half": Pruning("gradual", 0.5, **columns)},
+        contenders={"dense": pruning.Dense(), "half": Pruning("gradual", 0.5, **columns)},
     )
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
     invoke("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
@@ -321,7 +329,7 @@ def test_language_models_from_nothing_to_the_report(quick, monkeypatch, tmp_path
         batch=4,
         seq=8,
         evaluated=200,
-        contenders={"dense": None, "gradual": Pruning("gradual", 0.25, **small), "threshold": threshold},
+        contenders={"dense": pruning.Dense(), "gradual": Pruning("gradual", 0.25, **small), "threshold": threshold},
         pruned=(0.5,),
         skip=("recurrent.weight_ih_l0",),
     )
@@ -347,12 +355,15 @@ def test_language_models_from_nothing_to_the_report(quick, monkeypatch, tmp_path
 @pytest.mark.parametrize("name", pruned.EXPERIMENTS)
 def test_definitions(name):
     experiment = experiments.find(name)
-    first, *others = experiment.contenders.values()
-    assert first is None
-    assert len(set(map(str, others))) == len(others)
-    for title, of in zip(list(experiment.contenders)[1:], others, strict=True):
-        by = of.strength if of.method in STRENGTHS else of.density
-        assert by > 0
+    assert next(iter(experiment.contenders.items())) == ("dense", pruning.Dense())
+    assert len(set(map(str, experiment.contenders.values()))) == len(experiment.contenders)
+    for title, of in experiment.contenders.items():
         longer = f" x{of.times}" if of.times > 1 else ""
-        assert title.removesuffix(longer) in (of.method, f"{of.method}-{by:g}", "threshold-glp")
         assert title.endswith(longer)
+        name = title.removesuffix(longer)
+        if isinstance(of, Pruning):
+            by = of.strength if of.density is None else of.density
+            assert by > 0
+            assert name in (of.method, f"{of.method}-{by:g}", "threshold-glp")
+        else:
+            assert name == "dense"

@@ -103,6 +103,23 @@ def test_penalty_and_threshold():
     assert method.finish().layout.mask().tolist() == [[True, False, False, False]]
 
 
+def test_no_more_than_a_density():
+    model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 4, bias=False))
+    model[0].weight.data = torch.tensor([[5.0, 0.0, 1.0, -4.0]])
+    model[1].weight.data = torch.tensor([[0.5], [3.0], [-2.0], [0.0]])
+
+    def left(**given):
+        method = GroupLasso(model, mode="penalty", block_size=1, **given)
+        return [layout.mask().flatten().int().tolist() for layout in method.layouts().values()]
+
+    assert left() == [[1, 0, 1, 1], [1, 1, 1, 0]]
+    assert left(density=0.5) == [[1, 0, 0, 1], [0, 1, 1, 0]]
+    assert left(density=0.25) == [[1, 0, 0, 0], [0, 1, 0, 0]], "a block of each, not both of the first"
+    assert left(density=0.5, scope="layer") == [[1, 0, 0, 1], [0, 1, 1, 0]]
+    assert left(density=1, scope="layer") == [[1, 0, 1, 1], [1, 1, 1, 0]], "what is 0 is not stored for that"
+    assert left(density=0.5, scope="layer", threshold=4.5) == [[1, 0, 0, 0], [0, 0, 0, 0]]
+
+
 def test_nothing_is_left():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -121,6 +138,12 @@ def test_nothing_is_left():
         ({}, "optimizer: expected the one whose learning rate is used, got None"),
         ({"strength": -1, "mode": "penalty"}, "strength: expected a finite number, 0 or more, got -1"),
         ({"threshold": float("nan"), "mode": "penalty"}, "threshold: expected a finite number, 0 or more, got nan"),
+        ({"mode": "penalty", "density": 2}, "density: expected a number from 0 to 1, got 2"),
+        (
+            {"mode": "penalty", "density": 0.01},
+            "density: expected 1 or more, that leaves each weight",
+        ),
+        ({"mode": "penalty", "scope": "all"}, "scope: expected one of global, layer, got 'all'"),
     ],
 )
 def test_bad_arguments(arguments, message):

@@ -140,6 +140,19 @@ def test_it_learns_which_inputs_matter():
     assert method.layouts()["weight"].mask().int().tolist() == [[1] * 4 + [0] * 16]
 
 
+def test_no_more_than_a_density():
+    layer = nn.Linear(5, 1)
+    method = L0Gates(layer, samples=1, block_size=1, density=0.4)
+    (log_alpha,) = method.parameters()
+    log_alpha.data = torch.tensor([[1.0, -3.0, 3.0, 2.0, -2.0]])
+    assert method.layouts()["weight"].mask().int().tolist() == [[0, 0, 1, 1, 0]]
+    log_alpha.data = torch.tensor([[-4.0, -3.0, 3.0, -4.0, -3.0]])
+    assert method.layouts()["weight"].mask().int().tolist() == [[0, 0, 1, 0, 0]], "what is shut stays so"
+    expected = layer.eval()(torch.eye(5)).detach()
+    sparse = method.finish()
+    torch.testing.assert_close(sparse(torch.eye(5)), expected)
+
+
 def test_log_alpha_stays_in_its_range():
     layer = nn.Linear(4, 4)
     method = L0Gates(layer, samples=1, block_size=2)
@@ -202,6 +215,7 @@ def test_sixteen_bits_copies_and_autocast():
         ({"closed": 1}, "closed: expected a number from 0.01 to 0.99, got 1"),
         ({"weight_decay": "no"}, "weight_decay: expected a finite number, 0 or more, got 'no'"),
         ({"lr": -0.1}, "lr: expected a finite number, 0 or more, got -0.1"),
+        ({"density": 0.01}, "density: expected 1 or more, that leaves each weight a block, got 0.01"),
     ],
 )
 def test_bad_arguments(arguments, message):

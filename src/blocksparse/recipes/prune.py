@@ -18,6 +18,7 @@ from .checkpoint import part
 from .trainer import Task, Trainer
 
 METHODS = ("one-shot", "gradual", "threshold", "group lasso", "l0", "movement")
+_TO_DENSITY = ("one-shot", "gradual", "movement")
 
 # What a method learns for a block it learns at so many times the rate of the weights.
 GATES_RATE = 10
@@ -29,8 +30,8 @@ class Pruning:
 
     Args:
         method: of `METHODS`. "one-shot" prunes by magnitude at the end of the search.
-        density: what "one-shot", "gradual" and "movement" come to, in each weight: magnitudes of layers of different
-            widths do not compare.
+        density: what "one-shot", "gradual" and "movement" come to, and the most that "group lasso" and "l0" leave, in
+            each weight: magnitudes of layers of different widths do not compare. None for what the strength leaves.
         strength: what the density of the others depends on: of "threshold" its q, as a multiple of the 90th percentile
             of |w| of each weight of a trained dense model; of "group lasso" lambda; of "l0" the price of a weight in
             nats.
@@ -41,12 +42,12 @@ class Pruning:
         times: steps of the whole run, as a multiple of those of the dense net: truly sparse ones cost a fraction.
 
     Raises:
-        BlockSparseError: an unknown method, a part that is none, times below 1. Other numbers are checked by the
-            methods.
+        BlockSparseError: an unknown method, one that wants a density without one, a part that is none, times below 1.
+            Other numbers are checked by the methods.
     """
 
     method: str
-    density: float = 0.1
+    density: float | None = None
     strength: float = 0.0
     penalty: float = 0.0
     block_size: int | tuple[int, int] = 32
@@ -57,13 +58,16 @@ class Pruning:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(self.method))
+        if self.density is None and self.method in _TO_DENSITY:
+            raise BlockSparseError.expected("density", f"a number for {self.method}", self.density)
         if not 0 < self.search <= 1:
             raise BlockSparseError.expected("search", "a number above 0 and at most 1", self.search)
         integer("times", self.times, 1)
 
     def about(self) -> dict[str, Any]:
         """What of it has an effect, ready for JSON."""
-        unused = {"strength", "penalty"} if self.method in ("one-shot", "gradual", "movement") else {"density"}
+        unused = {"strength"} if self.method in _TO_DENSITY else set()
+        unused |= {"density"} if self.method == "threshold" or self.density is None else set()
         unused |= set() if self.method == "threshold" else {"penalty"}
         unused |= set() if self.times > 1 else {"times"}
         return {key: value for key, value in asdict(self).items() if key not in unused}
@@ -142,11 +146,11 @@ class PruneTask:
         if p.method == "movement":
             return sparsity.MovementPruning(model, optimizer, lr=rate, **slowly, **to)
         if p.method == "l0":
-            gates = sparsity.L0Gates(model, optimizer, p.strength, samples=1, lr=rate, **of)
+            gates = sparsity.L0Gates(model, optimizer, p.strength, samples=1, lr=rate, **to)
             self._penalties = [gates.penalty]
             return gates
         if p.method == "group lasso":
-            return sparsity.GroupLasso(model, optimizer, p.strength, **of)
+            return sparsity.GroupLasso(model, optimizer, p.strength, **to)
         if p.penalty:
             self._penalties = [sparsity.GroupLasso(model, optimizer, p.penalty, mode="penalty", **of).penalty]
         q = {name: p.strength * most for name, most in self.q.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -81,5 +82,5 @@ class Gated(Search):
             for parameter in self.parameters():
                 self.optimizer.state.pop(parameter, None)
 
-    def _kept(self, name: str) -> Tensor:
-        return self.gates[name].multiplier > 0
+    def _kept(self) -> Mapping[str, Tensor]:
+        return {name: gate.multiplier > 0 for name, gate in self.gates.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from ..checked import number
 from ..errors import BlockSparseError
 from ..nn.prunable import Skip
 from .search import Search
+from .strongest import Cap
 
 MODES = ("proximal", "penalty")
 
@@ -30,12 +33,16 @@ class GroupLasso(Search):
         weighted: whether the norm of each block counts sqrt(n) times, n its number of weights, so that one strength
             suits blocks of all sizes.
         threshold: blocks whose largest |w| is at most this are not stored by `finish`.
+        density: the most that `finish` stores, whatever the strength left: the blocks of the largest norms (for each
+            number in them). None for no such bound.
+        scope: "global", where all blocks compete for that density, or "layer", where it is each weight's.
 
     With Adam the proximal step is that of the plain learning rate, not of Adam's rate for each weight.
 
     Raises:
-        BlockSparseError: as `Search`; a strength or threshold that is negative, an unknown mode, the proximal mode
-            without an optimizer; in `finish`, a weight of which nothing is left.
+        BlockSparseError: as `Search`; a strength or threshold that is negative, an unknown mode or scope, a density
+            that leaves a weight without a block, the proximal mode without an optimizer; in `finish`, a weight of
+            which nothing is left.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -66,6 +73,8 @@ class GroupLasso(Search):
         mode: str = "proximal",
         weighted: bool = False,
         threshold: float = 0.0,
+        density: float | None = None,
+        scope: str = "global",
         block_size: int | tuple[int, int] = 32,
         skip: Skip = (),
     ):
@@ -76,6 +85,7 @@ class GroupLasso(Search):
             raise BlockSparseError.expected("optimizer", "the one whose learning rate is used", optimizer)
         self.mode, self.strength = mode, number("strength", strength, 0)
         self.threshold = number("threshold", threshold, 0)
+        self.cap = Cap(density, scope, self.blocks)
         self.factors = {name: blocks.size**0.5 if weighted else 1.0 for name, blocks in self.blocks.items()}
 
     def penalty(self) -> Tensor:
@@ -98,5 +108,7 @@ class GroupLasso(Search):
             dense.mul_(self.blocks[name].spread(scale.to(dense.dtype)))
         return True
 
-    def _kept(self, name: str) -> Tensor:
-        return self.blocks[name].norms(self.dense[name], "max") > self.threshold
+    def _kept(self) -> Mapping[str, Tensor]:
+        kept = {name: blocks.norms(self.dense[name], "max") > self.threshold for name, blocks in self.blocks.items()}
+        norms = {name: blocks.norms(self.dense[name]) / blocks.size**0.5 for name, blocks in self.blocks.items()}
+        return self.cap(kept, norms)

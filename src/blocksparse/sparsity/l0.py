@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from ..checked import integer, number
 from ..nn.prunable import Skip
 from .blocks import Blocks
 from .gates import Gate, Gated
+from .strongest import Cap
 
 GAMMA, ZETA, BETA = -0.1, 1.1, 2 / 3
 LOWEST, HIGHEST = math.log(0.01), math.log(100)  # of log_alpha
@@ -75,9 +77,13 @@ class L0Gates(Gated):
         samples: N, the number of examples to train on, by which the penalty is divided.
         weight_decay: of the weights whose gates are not 0; the optimizer's own is better 0 then.
         closed: the probability p to be shut at the start: log_alpha is drawn from N(log((1 - p) / p), 0.01).
+        density: the most that `finish` stores, whatever the strength left: the blocks whose gates are most probably
+            open. None for no such bound.
+        scope: "global", where all blocks compete for that density, or "layer", where it is each weight's.
 
     Raises:
-        BlockSparseError: as `Search`; numbers out of range; in `finish`, a weight of which every gate is 0.
+        BlockSparseError: as `Search`; numbers out of range, a density that leaves a weight without a block, an unknown
+            scope; in `finish`, a weight of which every gate is 0.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -107,6 +113,8 @@ class L0Gates(Gated):
         samples: int,
         weight_decay: float = 0.0,
         closed: float = 0.5,
+        density: float | None = None,
+        scope: str = "global",
         lr: float | None = None,
         block_size: int | tuple[int, int] = 32,
         skip: Skip = (),
@@ -115,6 +123,7 @@ class L0Gates(Gated):
         self.strength, self.samples = number("strength", strength, 0), integer("samples", samples, 1)
         self.weight_decay = number("weight_decay", weight_decay, 0)
         closed = number("closed", closed, 0.01, 0.99)
+        self.cap = Cap(density, scope, self.blocks)
         gates = {name: HardConcrete(blocks, self.dense[name], closed) for name, blocks in self.blocks.items()}
         with torch.no_grad():
             self._counts = {
@@ -132,6 +141,9 @@ class L0Gates(Gated):
                 price = price + self.weight_decay / 2 * self.blocks[name].sums(dense.to(price.dtype).square())
             total = total + (open_probability(gate.log_alpha) * price).sum()
         return total / self.samples
+
+    def _kept(self) -> Mapping[str, Tensor]:
+        return self.cap(super()._kept(), {name: gate.log_alpha for name, gate in self.gates.items()})
 
     def _step(self) -> bool:
         for gate in self.gates.values():

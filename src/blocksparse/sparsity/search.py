@@ -73,7 +73,7 @@ class Search:
         if self._layouts is not None:
             return dict(self._layouts)
         with torch.no_grad():
-            return {name: BlockLayout(self._kept(name), self.blocks[name].block_shape) for name in self.weights}
+            return {name: BlockLayout(keep, self.blocks[name].block_shape) for name, keep in self._kept().items()}
 
     @property
     def density(self) -> float:
@@ -139,8 +139,8 @@ class Search:
     def _step(self) -> bool:
         raise NotImplementedError
 
-    def _kept(self, name: str) -> Tensor:
-        """Which blocks of a weight are kept, bool `[out_blocks, in_blocks]`."""
+    def _kept(self) -> Mapping[str, Tensor]:
+        """Which blocks of each weight are kept, bool `[out_blocks, in_blocks]`."""
         raise NotImplementedError
 
     def _settle(self) -> None:
@@ -191,5 +191,5 @@ class Masked(Search):
         """Brings `keep` up to date."""
         raise NotImplementedError
 
-    def _kept(self, name: str) -> Tensor:
-        return self.keep[name]
+    def _kept(self) -> Mapping[str, Tensor]:
+        return self.keep

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..checked import number
 from ..errors import BlockSparseError
 from .blocks import Blocks
 
@@ -52,6 +54,36 @@ def strongest(
     """
     groups = [list(scores)] if scope == "global" else [[name] for name in scores]
     return {name: mask for group in groups for name, mask in _strongest(group, scores, blocks, density).items()}
+
+
+@dataclass(frozen=True)
+class Cap:
+    """A density that a penalty, whose strength only hints at one, is not to leave more than.
+
+    Args:
+        density: the most, None for any.
+        scope: of `strongest`.
+        blocks: of the weights.
+
+    Raises:
+        BlockSparseError: a density that leaves a weight without a block, an unknown scope.
+    """
+
+    density: float | None
+    scope: str
+    blocks: Mapping[str, Blocks]
+
+    def __post_init__(self) -> None:
+        density = 1.0 if self.density is None else number("density", self.density, 0, 1)
+        check_density(density, self.blocks, self.scope)
+
+    def __call__(self, kept: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of `kept`, of all or as many with the highest scores; all `[out_blocks, in_blocks]` by weight."""
+        if self.density is None:
+            return dict(kept)
+        ranked = {name: scores[name].masked_fill(~keep, -torch.inf) for name, keep in kept.items()}
+        best = strongest(ranked, self.blocks, self.density, self.scope)
+        return {name: keep & best[name] for name, keep in kept.items()}
 
 
 def _strongest(

@@ -21,7 +21,7 @@ from ..classify import ClassifyTask
 from ..prune import Pruning
 from ..trainer import Settings, device_of
 from .experiment import Experiment
-from .pruning import BATCH, DENSE, MODEL, PruningExperiment
+from .pruning import BATCH, DENSE, MODEL, Dense, PruningExperiment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,13 +143,13 @@ def _classifier() -> PruningExperiment:
     return ClassifierPruning(
         about="An MLP 784-4096-4096-10 on Fashion-MNIST, dense and made block-sparse in blocks of 32 by training",
         contenders={
-            DENSE: None,
+            DENSE: Dense(),
             **_at_densities("one-shot", skip=kept),
             **_at_densities("gradual", skip=kept),
             "movement": Pruning("movement", density=0.1, skip=kept),
             **_at_strengths("threshold", (0.3, 0.4, 0.5), skip=kept),
-            **_at_strengths("group lasso", (1, 3, 6), skip=kept),
-            **_at_strengths("l0", (3e-8, 1e-7, 3e-7), skip=kept),
+            **_at_densities("group lasso", strength=2, skip=kept),
+            **_at_densities("l0", strength=5e-8, skip=kept),
         },
         pruned=(0.05, 0.1, 0.2, 0.3, 0.5),
         skip=kept,
@@ -163,7 +163,7 @@ def _inputs() -> PruningExperiment:
     return ClassifierPruning(
         about="Which inputs an MLP 784-512-512-10 needs on Fashion-MNIST: L0 gates and group lasso on inputs",
         contenders={
-            DENSE: None,
+            DENSE: Dense(),
             **_at_strengths("l0", (5e-7, 7e-7, 1e-6, 2e-6), **inputs),
             **_at_strengths("group lasso", (10, 20), **inputs),
         },
@@ -185,7 +185,8 @@ def _language() -> PruningExperiment:
         trained=Settings(steps=2000, learning_rate=0.006, warmup=50, eval_every=500, save_every=0, save_minutes=2.0),
         evaluated=150_000,
         contenders={
-            DENSE: None,
+            DENSE: Dense(),
+            "dense x3": Dense(times=3),
             "one-shot": Pruning("one-shot", density=0.1, search=0.4, skip=kept),
             **_at_densities("gradual", **early),
             "gradual x3": Pruning("gradual", density=0.1, search=0.2 / 3, times=3, skip=kept),
@@ -193,8 +194,8 @@ def _language() -> PruningExperiment:
             **_at_strengths("threshold", (0.7, 0.85, 1), search=0.4, skip=kept),
             "threshold-0.85 x3": Pruning("threshold", strength=0.85, search=0.4 / 3, times=3, skip=kept),
             "threshold-glp": Pruning("threshold", strength=0.85, penalty=1e-3, search=0.4, skip=kept),
-            **_at_strengths("group lasso", (3, 10, 30), **early),
-            **_at_strengths("l0", (1e-7, 3e-7, 1e-6), **early),
+            "group lasso": Pruning("group lasso", density=0.1, strength=6, **early),
+            "l0": Pruning("l0", density=0.1, strength=3e-8, **early),
         },
         pruned=(0.1, 0.2, 0.3, 0.5),
         skip=kept,

@@ -35,17 +35,24 @@ NOT_RETRAINED = "one-shot, not retrained"
 _MARKERS = "osD^vPX"
 
 
+@dataclass(frozen=True)
+class Dense:
+    """The net as it is, trained for `times` the steps, as `Pruning` has it."""
+
+    times: int = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class PruningExperiment(Experiment):
-    """One net, trained dense, and made block-sparse by several methods, for the same number of steps.
+    """One net, trained dense, and made block-sparse by several methods.
 
     Args:
-        contenders: how each becomes sparse, None for the dense one.
-        pruned: densities at which the dense one is pruned after its training too, by magnitude, as it is.
+        contenders: how each becomes sparse; the one of the name `DENSE` is what they are measured against.
+        pruned: densities at which that one is pruned after its training too, by magnitude, as it is.
         skip: what stays dense then.
     """
 
-    contenders: Mapping[str, Pruning | None]
+    contenders: Mapping[str, Pruning | Dense]
     seeds: tuple[int, ...] = (0,)
     pruned: tuple[float, ...] = ()
     skip: tuple[str, ...] = ()
@@ -89,8 +96,8 @@ class PruningExperiment(Experiment):
     def trainer(self, contender: str, seed: int, run: Path, data: Any) -> Trainer:
         pruning, task = self.contenders[contender], self.task(seed, data)
         settings, facts = self.settings(seed, task), self.facts(task)
-        if pruning is not None:
-            settings = replace(settings, steps=pruning.times * settings.steps)
+        settings = replace(settings, steps=pruning.times * settings.steps)
+        if isinstance(pruning, Pruning):
             q = self._percentiles(folder(run.parent, DENSE, seed)) if pruning.method == "threshold" else None
             task = PruneTask(task, pruning, settings.steps, seed, q)
         return Trainer(task, run, settings, facts)
@@ -126,6 +133,7 @@ class PruningExperiment(Experiment):
                 found["blocks"] = {name: layout.nnz for name, layout in task.method.layouts().items()}
             else:
                 found["density"] = 1.0
+            if contender == DENSE:
                 found["pruned"] = [
                     {"density": density, "held_out": task.evaluate(self._pruned(model, density))}
                     for density in self.pruned
@@ -203,13 +211,14 @@ class PruningExperiment(Experiment):
 
     @property
     def _inputs(self) -> bool:
-        return any(_of_inputs(pruning.block_size) for pruning in self.contenders.values() if pruning is not None)
+        return any(_of_inputs(one.block_size) for one in self.contenders.values() if isinstance(one, Pruning))
 
     def notes(self, of: Runs) -> list[str]:
         told = [
             "Each sparse one looks for its blocks in the first part of its steps, with dense weights, and then trains "
             "what is left, truly sparse. Density is of the weights that may become sparse, with the numbers of their "
-            "stored blocks. How dense threshold, group lasso and l0 come out depends on their strength.",
+            "stored blocks. How dense threshold comes out depends on its strength; group lasso and l0 leave no more "
+            "than a density that they are given, where they are given one.",
             *self._failures(next(iter(of.values()))[0].path.parent),
             *self._pruned_table(of),
             *self._layer_table(of),
@@ -246,8 +255,9 @@ class PruningExperiment(Experiment):
         return ["\n".join(lines)]
 
     def _layer_table(self, of: Runs) -> list[str]:
-        races = {name: _kept(runs[0].path, RACED) for name, runs in of.items()}
-        layers = {name: _by_weight(race["layers"]) for name, race in races.items() if race and name != DENSE}
+        sparse = {name: runs for name, runs in of.items() if isinstance(self.contenders[name], Pruning)}
+        races = {name: _kept(runs[0].path, RACED) for name, runs in sparse.items()}
+        layers = {name: _by_weight(race["layers"]) for name, race in races.items() if race}
         names = list(dict.fromkeys(weight for some in layers.values() for weight in some))
         if not names:
             return []
@@ -315,14 +325,14 @@ def _kept(run: Path, name: str) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def _searches(pruning: Pruning | None) -> str:
-    return f"{100 * (1 if pruning is None else pruning.search):.0f}"
+def _searches(pruning: Pruning | Dense) -> str:
+    return f"{100 * (pruning.search if isinstance(pruning, Pruning) else 1):.0f}"
 
 
-def _method(pruning: Pruning | None) -> str:
-    if pruning is None:
-        return DENSE
-    name = "threshold and group lasso" if pruning.penalty else pruning.method
+def _method(pruning: Pruning | Dense) -> str:
+    name = pruning.method if isinstance(pruning, Pruning) else DENSE
+    if isinstance(pruning, Pruning) and pruning.penalty:
+        name = f"{name} and group lasso"
     return f"{name}, {pruning.times} times the steps" if pruning.times > 1 else name
 
 
