@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from .checked import integer, number
+from .checked import checked_grid, integer, number
 from .errors import BlockSparseError
-from .layout import BlockLayout, checked_grid
+from .layout import BlockLayout
 
 PARTS = ("all", "near", "far")
 

@@ -1,4 +1,4 @@
-"""Numbers as a user hands them in, or a BlockSparseError that says what they should be."""
+"""Numbers, sizes, masks and indices as a user hands them in, or a BlockSparseError that says what they should be."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
 
 from .errors import BlockSparseError
-from .layout import is_int
+
+
+def is_int(value: Any) -> bool:
+    """Whether it is a Python or numpy integer; a bool is not."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def integer(name: str, value: Any, least: int, below: int | None = None, of: str = "") -> int:
@@ -42,3 +47,58 @@ def number(name: str, value: Any, least: float, most: float = math.inf, *, below
             wanted = f"a number from {least:g} to " + (f"below {below:g}" if below <= most else f"{most:g}")
         raise BlockSparseError.expected(name, wanted, repr(value))
     return float(value)
+
+
+def checked_block(block_size: Any) -> tuple[int, int]:
+    """(rows, columns) of a block size as a user gives it, or a BlockSparseError."""
+    pair = tuple(block_size) if isinstance(block_size, tuple | list | torch.Size) else (block_size, block_size)
+    if len(pair) != 2 or not all(is_int(size) and size > 0 for size in pair):
+        raise BlockSparseError.expected(
+            "block_size", "a positive int or a pair of them (rows, columns)", repr(block_size)
+        )
+    return int(pair[0]), int(pair[1])
+
+
+def checked_grid(grid: Any) -> tuple[int, int]:
+    """(out_blocks, in_blocks), at least one and few enough to number them all."""
+    if not isinstance(grid, tuple | list) or len(grid) != 2 or not all(is_int(n) and n > 0 for n in grid):
+        raise BlockSparseError.expected("grid", "a pair of positive ints (out_blocks, in_blocks)", repr(grid))
+    if int(grid[0]) * int(grid[1]) >= 2**63:
+        raise BlockSparseError.expected("grid", "fewer than 2^63 blocks, so that int64 can number them", repr(grid))
+    return int(grid[0]), int(grid[1])
+
+
+def checked_mask(mask: Any) -> np.ndarray:
+    """A bool matrix `[out_blocks, in_blocks]` of anything that is one, or one of 0s and 1s."""
+    array = checked_array("mask", "a bool matrix [out_blocks, in_blocks]", mask)
+    if array.ndim != 2 or 0 in array.shape:
+        raise BlockSparseError.expected(
+            "mask", "2-D [out_blocks, in_blocks], neither of them 0", f"shape {array.shape}"
+        )
+    if array.dtype == bool:
+        return array
+    if not np.issubdtype(array.dtype, np.integer):
+        raise BlockSparseError.expected("mask", "bool (of a float weight, say `mask != 0`)", f"dtype {array.dtype}")
+    if not np.isin(array, (0, 1)).all():
+        raise BlockSparseError.expected("mask", "0s and 1s", f"values {array.min()} to {array.max()}")
+    return array.astype(bool)
+
+
+def checked_indices(name: str, index: Any, bound: int) -> np.ndarray:
+    """A vector of int64 from 0 to below the bound."""
+    array = checked_array(name, "a vector of ints", index)
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise BlockSparseError.expected(name, "a vector of ints", f"shape {array.shape}, dtype {array.dtype}")
+    if array.size and (array.min() < 0 or array.max() >= bound):
+        raise BlockSparseError.expected(name, f"indices from 0 to {bound - 1}", f"{array.min()} to {array.max()}")
+    return array.astype(np.int64)
+
+
+def checked_array(name: str, expected: str, given: Any) -> np.ndarray:
+    """Anything that numpy can hold, tensors included."""
+    try:
+        return given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; dtypes and devices that numpy lacks
+        raise BlockSparseError.expected(name, expected, f"{type(given).__name__} ({error})") from error

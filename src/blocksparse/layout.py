@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from .checked import checked_array, checked_block, checked_grid, checked_indices, checked_mask
 from .errors import BlockSparseError
 
 Made = TypeVar("Made")
@@ -56,7 +57,7 @@ class BlockLayout:
     _indices: dict[torch.device, tuple[torch.Tensor, torch.Tensor]]
 
     def __init__(self, mask: Any, block_size: int | tuple[int, int] = 32):
-        mask = _checked_mask(mask)
+        mask = checked_mask(mask)
         self._fill(*_compressed(np.flatnonzero(mask), mask.shape), mask.shape, checked_block(block_size))
 
     @classmethod
@@ -78,7 +79,7 @@ class BlockLayout:
         BlockLayout(shape=(250000, 250000), block_size=(1, 1), nnz=2, density=3.2e-11)
         """
         grid = checked_grid(grid)
-        rows, cols = _checked_index("rows", rows, grid[0]), _checked_index("cols", cols, grid[1])
+        rows, cols = checked_indices("rows", rows, grid[0]), checked_indices("cols", cols, grid[1])
         if rows.shape != cols.shape:
             raise BlockSparseError.expected(
                 "rows and cols", "vectors of equal length", f"{rows.size} rows and {cols.size} columns"
@@ -233,7 +234,7 @@ class BlockLayout:
         tensor([[ True, False],
                 [False,  True]])
         """
-        keep = _array("keep", "a bool vector", keep)
+        keep = checked_array("keep", "a bool vector", keep)
         if keep.dtype != bool or keep.shape != (self.nnz,):
             raise BlockSparseError.expected(
                 "keep", f"bool [{self.nnz}] for {self!r}", f"{keep.dtype} {list(keep.shape)}"
@@ -261,8 +262,8 @@ class BlockLayout:
         >>> layout.replaced(drop=[1], rows=[0], cols=[1])
         (BlockLayout(shape=(2, 2), block_size=(1, 1), nnz=3, density=0.75), tensor([ 0, -1,  2]))
         """
-        drop = _checked_index("drop", drop, self.nnz)
-        rows, cols = _checked_index("rows", rows, self.grid[0]), _checked_index("cols", cols, self.grid[1])
+        drop = checked_indices("drop", drop, self.nnz)
+        rows, cols = checked_indices("rows", rows, self.grid[0]), checked_indices("cols", cols, self.grid[1])
         if rows.shape != cols.shape:
             raise BlockSparseError.expected(
                 "rows and cols", "vectors of equal length", f"{rows.size} rows and {cols.size} columns"
@@ -458,7 +459,7 @@ def _no_layout() -> None:
     return None
 
 
-# -- checks of what a user hands in ------------------------------------------------------------------------------
+# -- indices -----------------------------------------------------------------------------------------------------
 
 
 def _index_type(nnz: int, cols: int) -> type[np.signedinteger]:
@@ -482,21 +483,6 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array if array.size >= LARGE else array.copy())
 
 
-def _checked_mask(mask: Any) -> np.ndarray:
-    array = _array("mask", "a bool matrix [out_blocks, in_blocks]", mask)
-    if array.ndim != 2 or 0 in array.shape:
-        raise BlockSparseError.expected(
-            "mask", "2-D [out_blocks, in_blocks], neither of them 0", f"shape {array.shape}"
-        )
-    if array.dtype == bool:
-        return array
-    if not np.issubdtype(array.dtype, np.integer):
-        raise BlockSparseError.expected("mask", "bool (of a float weight, say `mask != 0`)", f"dtype {array.dtype}")
-    if not np.isin(array, (0, 1)).all():
-        raise BlockSparseError.expected("mask", "0s and 1s", f"values {array.min()} to {array.max()}")
-    return array.astype(bool)
-
-
 def rows_of(crow: np.ndarray, blocks: int, out_blocks: int) -> np.ndarray:
     """The block row of each stored block, from where each row starts, which may come from anywhere."""
     if crow.shape != (out_blocks + 1,):
@@ -512,50 +498,9 @@ def check_layout(layout: Any) -> None:
         raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
 
 
-def checked_block(block_size: Any) -> tuple[int, int]:
-    """(rows, columns) of a block size as a user gives it, or a BlockSparseError."""
-    pair = tuple(block_size) if isinstance(block_size, tuple | list | torch.Size) else (block_size, block_size)
-    if len(pair) != 2 or not all(is_int(size) and size > 0 for size in pair):
-        raise BlockSparseError.expected(
-            "block_size", "a positive int or a pair of them (rows, columns)", repr(block_size)
-        )
-    return int(pair[0]), int(pair[1])
-
-
-def checked_grid(grid: Any) -> tuple[int, int]:
-    if not isinstance(grid, tuple | list) or len(grid) != 2 or not all(is_int(n) and n > 0 for n in grid):
-        raise BlockSparseError.expected("grid", "a pair of positive ints (out_blocks, in_blocks)", repr(grid))
-    if int(grid[0]) * int(grid[1]) >= 2**63:
-        raise BlockSparseError.expected("grid", "fewer than 2^63 blocks, so that int64 can number them", repr(grid))
-    return int(grid[0]), int(grid[1])
-
-
-def _checked_index(name: str, index: Any, bound: int) -> np.ndarray:
-    array = _array(name, "a vector of ints", index)
-    if array.size == 0:
-        array = array.astype(np.int64)
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise BlockSparseError.expected(name, "a vector of ints", f"shape {array.shape}, dtype {array.dtype}")
-    if array.size and (array.min() < 0 or array.max() >= bound):
-        raise BlockSparseError.expected(name, f"indices from 0 to {bound - 1}", f"{array.min()} to {array.max()}")
-    return array.astype(np.int64)
-
-
 def _refuse_twice(keys: np.ndarray, grid: tuple[int, int]) -> None:
     """Raises a BlockSparseError where sorted block numbers are not all different."""
     same = keys[1:] == keys[:-1]
     if same.any():
         block = divmod(int(keys[np.argmax(same)]), grid[1])
         raise BlockSparseError.expected("rows and cols", "each block once", f"block {block} more than once")
-
-
-def _array(name: str, expected: str, given: Any) -> np.ndarray:
-    try:
-        return given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
-    except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; dtypes and devices that numpy lacks
-        raise BlockSparseError.expected(name, expected, f"{type(given).__name__} ({error})") from error
-
-
-def is_int(value: Any) -> bool:
-    """Whether it is a Python or numpy integer; a bool is not."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checked import is_int
 from .convert import block_coordinates
 from .errors import BlockSparseError
-from .layout import BlockLayout, is_int
+from .layout import BlockLayout
 from .ops import linear_transposed
 
 

@@ -15,9 +15,9 @@ import numpy as np
 from .attention_patterns import fixed_attention as fixed_attention
 from .attention_patterns import small_world_attention as small_world_attention
 from .attention_patterns import strided_attention as strided_attention
-from .checked import integer, number
+from .checked import checked_block, checked_grid, integer, is_int, number
 from .errors import BlockSparseError
-from .layout import BlockLayout, checked_block, checked_grid, is_int
+from .layout import BlockLayout
 
 if TYPE_CHECKING:
     from .topology.design import Proposals

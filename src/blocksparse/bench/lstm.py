@@ -28,8 +28,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor, nn
 
+from ..checked import is_int
 from ..errors import BlockSparseError
-from ..layout import is_int
 from ..models.char_lm import CharLM, CharLMConfig, parameter_count, width_for
 from ..ops.registry import use_backend
 from .linear import OURS, CaseResult, LinearBench

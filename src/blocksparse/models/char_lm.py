@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import patterns
+from ..checked import is_int
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, is_int
+from ..layout import BlockLayout
 from ..nn import LSTM, MultiplicativeLSTM, SmallWorldLSTM
 from ..nn.recurrent import State
 from ..ops.recurrent import linear_of

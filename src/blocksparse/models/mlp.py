@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import patterns
-from ..checked import integer, number
+from ..checked import checked_block, integer, is_int, number
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, checked_block, is_int
+from ..layout import BlockLayout
 from ..nn import AllReLU, Dropout, Linear
 from ..sparsity.compact import compact
 from ..sparsity.densities import erdos_renyi_density

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from .. import nn as bsnn
 from .. import patterns
+from ..checked import is_int
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, is_int
+from ..layout import BlockLayout
 from ..nn import Causal2d, Dropout, Shift2d, WeightNorm, concat_elu, initialise_from_data
 from . import logistic_mixture
 

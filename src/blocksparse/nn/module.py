@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import patterns
+from ..checked import is_int
 from ..convert import block_coordinates
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, check_layout, is_int, rows_of
+from ..layout import BlockLayout, check_layout, rows_of
 
 
 class BlockSparseModule(nn.Module):

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checked import checked_block
 from ..errors import BlockSparseError
-from ..layout import checked_block
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .lstm import LSTM
 from .module import BlockSparseModule

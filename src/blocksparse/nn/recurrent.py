@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .. import patterns
+from ..checked import is_int
 from ..convert import block_coordinates
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, check_layout, is_int
+from ..layout import BlockLayout, check_layout
 from ..ops.checks import autocast
 from ..ops.recurrent import Steps, linear_of
 from .module import Weight, draw_values

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checked import is_int
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, is_int
+from ..layout import BlockLayout
 from ..ops import recurrent
 from ..ops.recurrent import Steps, scan
 from ..ops.recurrent.small_world_lstm import EPSILON

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..checked import number
+from ..checked import checked_block, is_int, number
 from ..errors import BlockSparseError
-from ..layout import checked_block, is_int
 
 Shape = Sequence[int]
 

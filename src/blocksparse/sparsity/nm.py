@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checked import checked_block, is_int
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, checked_block, is_int
+from ..layout import BlockLayout
 from .magnitude import check_norm, norms_of
 
 

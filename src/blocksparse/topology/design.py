@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from .. import patterns
-from ..checked import integer, number
+from ..checked import integer, is_int, number
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, is_int
+from ..layout import BlockLayout
 from .summary import Summary, summary
 
 # The rest of an output's time beside its blocks, in multiply-adds per token: about 4 blocks of 32 x 32 for each row of

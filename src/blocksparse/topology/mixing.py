@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ..checked import is_int
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, import_scipy_sparse, is_int
+from ..layout import BlockLayout, import_scipy_sparse
 from .graph import Graph, arrows_of
 from .paths import chosen_sources, search
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..checked import integer
+from ..checked import integer, is_int
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, is_int
+from ..layout import BlockLayout
 from .graph import Graph, graph_of
 
 # With no number of sources given: a search from every node up to so many, and beyond from a sample of them.

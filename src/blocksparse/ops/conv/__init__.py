@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ...checked import is_int
 from ...errors import BlockSparseError
-from ...layout import BlockLayout, is_int
+from ...layout import BlockLayout
 from ..checks import autocast, check_activation, check_alike, check_kinds, needs_grad
 from ..gate import gated
 from .op import conv_op
