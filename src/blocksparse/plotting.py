@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,32 @@ def figure_and_axes(size: tuple[float, float], columns: int = 1, **grid: Any) ->
     for one in [axes] if columns == 1 else axes:
         one.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def label_points(axes: Any, labels: Iterable[tuple[float, float, str, str]], size: float = 8) -> None:
+    """Texts beside points, moved up where they would lie on others. For axes whose limits are set.
+
+    Args:
+        axes: of matplotlib.
+        labels: x, y, text and colour of each; those beyond the limits are left out.
+        size: of the texts, in points.
+    """
+    axes.figure.draw_without_rendering()  # which settles where the axes are
+    point = axes.figure.dpi / 72
+    taken: list[Any] = []
+    for x, y, text, color in sorted(labels, key=lambda label: label[1]):
+        across, up = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))
+        if not (0 <= across <= 1 and 0 <= up <= 1):
+            continue
+        aside, align = (7, "left") if across < 0.8 else (-7, "right")
+        place = {"xytext": (aside, 0), "textcoords": "offset points", "va": "center", "ha": align}
+        note = axes.annotate(text, (x, y), color=color, size=size, **place)
+        box = before = note.get_window_extent()
+        for other in taken:
+            if box.overlaps(other):
+                box = box.translated(0, other.y1 - box.y0 + 1)
+        note.set_position((aside, (box.y0 - before.y0) / point))
+        taken = sorted([*taken, box], key=lambda one: one.y0)
 
 
 def save(figure: Any, path: str | Path, dpi: float = 150) -> None:

@@ -18,7 +18,7 @@ from ...bench.report import where
 from ...bench.timing import alternate
 from ...conversion import report, sparsify
 from ...errors import BlockSparseError
-from ...plotting import COLORS, figure_and_axes, save
+from ...plotting import COLORS, figure_and_axes, label_points, save
 from .. import checkpoint
 from ..compare import Run
 from ..prune import PruneTask, Pruning, finished
@@ -280,22 +280,26 @@ class PruningExperiment(Experiment):
             super().picture(path, of)
             return
         figure, axes = figure_and_axes((8, 5.2))
+        labels: list[tuple[float, float, str, str]] = []
         for nth, (name, points) in enumerate(found.items()):
-            x, y, densities = zip(*sorted(points), strict=True)
-            style = {"color": COLORS[nth % len(COLORS)], "marker": _MARKERS[nth % len(_MARKERS)]}
-            axes.plot(x, y, label=name, ms=6, lw=1.2 if len(points) > 1 else 0, **style)
-            for at in zip(x, y, densities, strict=True):
-                axes.annotate(f"{at[2]:.2g}", at[:2], xytext=(4, 4), textcoords="offset points", size=7, color="0.4")
+            *others, last = sorted(points)
+            color, marker = COLORS[nth % len(COLORS)], _MARKERS[nth % len(_MARKERS)]
+            axes.plot(*zip(*((x, y) for x, y, _ in sorted(points)), strict=True), color=color, marker=marker, ms=6)
+            labels += [(x, y, f"{density:.2g}", color) for x, y, density in others]
+            labels.append((*last[:2], f"{name} {last[2]:.2g}", color))
         axes.set(xlabel=f"ms of inference, {BATCH} at once (beside the points: density)", ylabel=self.figure)
-        axes.set_xlim(left=0)
+        axes.set_xscale("log", subs=[2, 3, 5])
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("{x:g}")
+        axes.margins(x=0.1)
         # What was not trained again may be so much worse that it would squeeze all others.
         trained = [quality for name, points in found.items() if name != NOT_RETRAINED for _, quality, _ in points]
         room = max(0.5 * (max(trained) - min(trained)), 1e-3)
         axes.set_ylim(min(trained) - room, max(trained) + room)
         axes.grid(color="0.9", lw=0.8)
-        figure.legend(loc="outside upper left", frameon=False, fontsize=9, ncols=4)
         race = _kept(of[DENSE][0].path, RACED)
         figure.supxlabel(where(race["machine"]), size=7.5, color="0.4", x=0.01, ha="left")
+        label_points(axes, labels)
         save(figure, path)
 
     def _points(self, of: Runs) -> dict[str, list[tuple[float, float, float]]]:
