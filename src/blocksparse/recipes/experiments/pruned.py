@@ -192,6 +192,7 @@ def _language() -> PruningExperiment:
             "gradual x3": Pruning("gradual", density=0.1, search=0.2 / 3, times=3, skip=kept),
             "movement": Pruning("movement", density=0.1, **early),
             **_at_strengths("threshold", (0.7, 0.85, 1), search=0.4, skip=kept),
+            "threshold-0.8 x3": Pruning("threshold", strength=0.8, search=0.4 / 3, times=3, skip=kept),
             "threshold-0.85 x3": Pruning("threshold", strength=0.85, search=0.4 / 3, times=3, skip=kept),
             "threshold-glp": Pruning("threshold", strength=0.85, penalty=1e-3, search=0.4, skip=kept),
             "group lasso": Pruning("group lasso", density=0.1, strength=6, **early),
