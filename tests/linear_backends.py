@@ -101,9 +101,15 @@ def wgrad(grad, x, layout):
     return linear_wgrad_op(grad, x, indices_of(layout, x), layout.grid[1])
 
 
-def assert_close(got: torch.Tensor, expected: torch.Tensor, bound: float, what: str = "") -> None:
-    """Relative L2 error within the bound; what is expected to be zero throughout is exactly zero."""
+def assert_close(
+    got: torch.Tensor, expected: torch.Tensor, bound: float, what: str = "", terms: torch.Tensor | None = None
+) -> None:
+    """Relative L2 error within the bound; what is expected to be zero throughout is exactly zero.
+
+    Relative to what is expected, or to the terms of which it is a sum where these are larger.
+    """
     assert got.shape == expected.shape, f"{what}: {tuple(got.shape)} for {tuple(expected.shape)}"
     size = expected.double().norm()
+    size = size if terms is None else torch.maximum(size, terms.double().norm())
     error = (got.double() - expected.double()).norm()
     assert error <= bound * size, f"{what}: relative error {error / size:.2e}, bound {bound:.0e}"

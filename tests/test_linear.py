@@ -57,9 +57,11 @@ def check_products(backend, layout, tokens, dtype, activation=None, with_bias=Tr
         leaves = [x.detach().requires_grad_(), values.requires_grad_()]
         leaves += [bias.requires_grad_()] if with_bias else []
         found = torch.autograd.grad(bs.linear(leaves[0], values, layout, bias), leaves, grad)
-        wanted = [grad.double() @ weight, grad_values, grad.double().sum(0)]
-        for got, expected, what in zip(found, wanted, ("dgrad", "wgrad", "bias"), strict=False):
-            assert_close(got, expected, most, f"{what} by autograd")
+        assert_close(found[0], grad.double() @ weight, most, "dgrad by autograd")
+        assert_close(found[1], grad_values, most, "wgrad by autograd")
+        if with_bias:
+            # Of a single output the sum may be next to nothing beside its terms, whose rounding it has.
+            assert_close(found[2], grad.double().sum(0), most, "bias by autograd", terms=grad)
 
 
 PRODUCTS = {
