@@ -72,7 +72,7 @@ def test_the_density_is_met(scope, density):
             assert layout.density == pytest.approx(wanted, abs=0.5 / (layout.grid[0] * layout.grid[1]))
 
 
-@pytest.mark.parametrize("criterion", ["l2", "magnitude", "max", "scores", "function"])
+@pytest.mark.parametrize("criterion", ["l2", "magnitude", "max", "lamp", "scores", "function"])
 def test_the_blocks_with_the_highest_scores_stay(criterion):
     model = nn.ModuleList([nn.Linear(40, 24), nn.Conv2d(24, 16, 3), nn.ConvTranspose1d(16, 32, 2)]).double()
     wanted, given = {}, {}
@@ -84,6 +84,7 @@ def test_the_blocks_with_the_highest_scores_stay(criterion):
             "l2": folded.square().mean(2).sqrt(),
             "magnitude": folded.abs().mean(2),
             "max": folded.abs().amax(2),
+            "lamp": lamp(folded),
             "scores": torch.rand(folded.shape[:2]),
             "function": folded.mean(2),
         }[criterion]
@@ -100,6 +101,26 @@ def test_the_blocks_with_the_highest_scores_stay(criterion):
     gone = torch.cat([wanted[name][~layout.mask()] for name, layout in found.items()])
     single = {wanted[name].max().item() for name, layout in found.items() if layout.nnz == 1}
     assert all(value >= gone.max() or value in single for value in kept.tolist())
+
+
+def lamp(folded):
+    squares = folded.square().sum(2)
+    return torch.stack([one / squares[squares >= one].sum() for one in squares.flatten()]).view_as(squares)
+
+
+def test_lamp_knows_no_scale():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    small = copy.deepcopy(model)
+    with torch.no_grad():
+        small[1].weight.mul_(1e-3)
+        small[2].weight.zero_()
+    assert bs.sparsify(small, 0.2, 8, skip="2", force=True)[1].layout.nnz == 1
+    made = [bs.sparsify(one, 0.2, 8, criterion="lamp", skip="2", force=True) for one in (model, small)]
+    assert made[0][0].layout == made[1][0].layout
+    assert made[0][1].layout == made[1][1].layout
+    assert 5 < made[1][1].layout.nnz < 20
+    assert bs.sparsify(small, 0.2, 8, criterion="lamp", force=True)[2].layout.nnz == 1
 
 
 def test_blocks_of_convolutions_compete_by_number():
@@ -444,7 +465,10 @@ def test_training_goes_on_with_the_optimizer(make):
         ({"density": {"1.weight": 0.5}}, "density: expected names out of 0.weight, 2.weight, got '1.weight'"),
         ({"density": 0.01, "scope": "erk"}, "density: expected one that leaves a layer"),
         ({"block_size": 0}, "block_size: expected a positive int"),
-        ({"criterion": "l1"}, "criterion: expected one of l2, magnitude, max, scores by name or a function, got 'l1'"),
+        (
+            {"criterion": "l1"},
+            "criterion: expected one of l2, magnitude, max, lamp, scores by name or a function, got 'l1'",
+        ),
         ({"criterion": 3}, "criterion: expected .*, got 3"),
         ({"criterion": {"0.weight": torch.ones(4, 4)}}, "criterion: expected scores of 2.weight"),
         ({"criterion": lambda name, matrix: matrix}, r"the scores of 0.weight: expected finite ones, \[4, 4\], got"),

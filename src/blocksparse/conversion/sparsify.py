@@ -21,7 +21,7 @@ from .speed import speed_up_of_weight
 
 Criterion = str | Mapping[str, Tensor] | Callable[[str, Tensor], Tensor]
 
-CRITERIA = ("l2", "magnitude", "max")
+CRITERIA = ("l2", "magnitude", "max", "lamp")
 SCOPES = ("global", "layer", "erk")
 
 # Where a module keeps why its weights were left dense, by the name of the parameter; the report tells it.
@@ -56,11 +56,13 @@ def sparsify(
         density: the part of the numbers that is kept in the weights that become block-sparse, above 0 and at most 1;
             or one for each weight by its name, and those without a name stay dense.
         block_size: an int or (rows, columns) of the weights `[out, in]`; what is no multiple of it is padded.
-        criterion: the score of a block: "l2" (its l2 norm for each number in it), "magnitude" (its mean |w|) or "max"
-            (its largest |w|); scores `[out_blocks, in_blocks]` by the name of the weight; or a function of the name and
-            the weight, padded to whole blocks, that gives them.
+        criterion: the score of a block: "l2" (its l2 norm for each number in it), "magnitude" (its mean |w|), "max"
+            (its largest |w|) or "lamp" (sum w^2 over that of all blocks of the weight that have no less);
+            scores `[out_blocks, in_blocks]` by the name of the weight; or a function of the name and the weight, padded
+            to whole blocks, that gives them.
         scope: "global": one threshold over all weights, and the density is met to the nearest block of them all; a
-            weight whose numbers are small as a whole loses most. "layer": each weight has it, to its nearest block;
+            weight whose numbers are small as a whole loses most, at low densities all but a block, unless the
+            criterion is "lamp", which knows no scale. "layer": each weight has it, to its nearest block;
             "erk": densities by `sparsity.erk`. Each weight keeps a block at least.
         skip: what stays dense: modules, or names of modules or weights.
         layouts: the blocks to keep by the name of the weight, in place of densities and scores.
@@ -86,6 +88,8 @@ def sparsify(
           (1): ReLU()
           (2): Linear(in_features=512, out_features=10, bias=True)
         )
+
+    Source of "lamp": Lee, Park, Mo, Ahn, Shin, Layer-adaptive sparsity for the magnitude-based pruning (2021).
     """
     integer("tokens", tokens, 1)
     if optimizer is not None and not inplace:
@@ -170,6 +174,8 @@ class _Choice:
         weight, blocks = self.weights[name], self.blocks[name]
         if isinstance(criterion, str):
             numbers = blocks.fold(getattr(weight.module, weight.parameter).detach()).float().abs()
+            if criterion == "lamp":
+                return _lamp(numbers.double().square().sum(blocks.inside))
             if criterion == "max":
                 return numbers.amax(blocks.inside)
             # For each number: blocks of convolutions have more of them, and still compete with others.
@@ -184,6 +190,13 @@ class _Choice:
             got = type(scores).__name__ if not isinstance(scores, Tensor) else f"{list(scores.shape)}"
             raise BlockSparseError.expected(f"the scores of {name}", f"finite ones, {list(weight.grid)}", got)
         return scores.detach()
+
+
+def _lamp(squares: Tensor) -> Tensor:
+    """Of each block its part of the squares that are left once all smaller ones are gone."""
+    ranked, order = squares.flatten().sort(descending=True, stable=True)
+    parts = ranked / ranked.cumsum(0).clamp(min=torch.finfo(ranked.dtype).tiny)
+    return torch.empty_like(parts).scatter_(0, order, parts).view_as(squares)
 
 
 def _given(weights: Mapping[str, Prunable], layouts: Mapping[str, BlockLayout]) -> dict[str, BlockLayout]:
