@@ -48,7 +48,7 @@ class PruningExperiment(Experiment):
 
     Args:
         contenders: how each becomes sparse; the one of the name `DENSE` is what they are measured against.
-        pruned: densities at which that one is pruned after its training too, by magnitude, as it is.
+        pruned: densities at which that one is pruned after its training too, as it is.
         skip: what stays dense then.
     """
 
@@ -155,7 +155,7 @@ class PruningExperiment(Experiment):
         return {name: [path for path in of if (path / MODEL).is_file()] for name, of in super().finished(runs).items()}
 
     def _pruned(self, dense: nn.Module, density: float) -> nn.Module:
-        return sparsify(dense, density, scope="layer", skip=self.skip, force=True)
+        return sparsify(dense, density, criterion="lamp", skip=self.skip, force=True)
 
     def race(self, of: Runs) -> None:
         """Inference of all finished models in turn, and each layer by itself."""
@@ -243,7 +243,7 @@ class PruningExperiment(Experiment):
         run = of[DENSE][0]
         probe, race = _kept(run.path, PROBED), _kept(run.path, RACED)
         lines = [
-            "The dense one, pruned by magnitude after its training and not trained again:",
+            "The dense one, pruned in one shot after its training (criterion `lamp`) and not trained again:",
             "",
             f"| density | {self.figure} | against dense | times as fast as dense |",
             "|---:|---:|---:|---:|",
