@@ -233,7 +233,7 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
     experiment = pruned.ClassifierPruning(
         about="Tiny nets",
         data=points,
-        hidden=(16, 16),
+        hidden=(64, 64),
         epochs=3,
         batch=16,
         contenders={
@@ -243,7 +243,7 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
             "l0": Pruning("l0", strength=1e-4, **small),
         },
         seeds=(0, 1),
-        pruned=(0.25, 0.5),
+        pruned=(0.5, 0.75),
         skip=("layers.2",),
     )
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
@@ -279,7 +279,7 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
     }
     assert len(found["dense"][0]["sparse"]["pruned"]) == 2
     markdown = (out / "tiny.md").read_text()
-    assert "pruned by magnitude after its training" in markdown
+    assert "pruned in one shot after its training" in markdown
     assert "| gradual | 0.250, " in markdown
     assert (out / "tiny.png").read_bytes().startswith(b"\x89PNG")
 
