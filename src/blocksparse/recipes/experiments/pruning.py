@@ -37,9 +37,12 @@ _MARKERS = "osD^vPX"
 
 @dataclass(frozen=True)
 class Dense:
-    """The net as it is, trained for `times` the steps, as `Pruning` has it."""
+    """The net as it is, trained for `times` the steps; what a `Pruning` says that prunes nothing."""
 
     times: int = 1
+    method: ClassVar[str] = DENSE
+    penalty: ClassVar[float] = 0.0
+    search: ClassVar[float] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,11 +285,12 @@ class PruningExperiment(Experiment):
         figure, axes = figure_and_axes((8, 5.2))
         labels: list[tuple[float, float, str, str]] = []
         for nth, (name, points) in enumerate(found.items()):
-            *others, last = sorted(points)
             color, marker = COLORS[nth % len(COLORS)], _MARKERS[nth % len(_MARKERS)]
-            axes.plot(*zip(*((x, y) for x, y, _ in sorted(points)), strict=True), color=color, marker=marker, ms=6)
-            labels += [(x, y, f"{density:.2g}", color) for x, y, density in others]
-            labels.append((*last[:2], f"{name} {last[2]:.2g}", color))
+            x, y, densities = zip(*sorted(points), strict=True)
+            axes.plot(x, y, color=color, marker=marker, ms=6)
+            texts = [f"{density:.2g}" for density in densities]
+            texts[-1] = f"{name} {texts[-1]}"
+            labels += zip(x, y, texts, [color] * len(x), strict=True)
         axes.set(xlabel=f"ms of inference, {BATCH} at once (beside the points: density)", ylabel=self.figure)
         axes.set_xscale("log", subs=[2, 3, 5])
         axes.xaxis.set_major_formatter("{x:g}")
@@ -330,13 +334,11 @@ def _kept(run: Path, name: str) -> dict[str, Any]:
 
 
 def _searches(pruning: Pruning | Dense) -> str:
-    return f"{100 * (pruning.search if isinstance(pruning, Pruning) else 1):.0f}"
+    return f"{100 * pruning.search:.0f}"
 
 
 def _method(pruning: Pruning | Dense) -> str:
-    name = pruning.method if isinstance(pruning, Pruning) else DENSE
-    if isinstance(pruning, Pruning) and pruning.penalty:
-        name = f"{name} and group lasso"
+    name = "threshold and group lasso" if pruning.penalty else pruning.method
     return f"{name}, {pruning.times} times the steps" if pruning.times > 1 else name
 
 
