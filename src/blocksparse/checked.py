@@ -86,14 +86,20 @@ def checked_mask(mask: Any) -> np.ndarray:
 
 def checked_indices(name: str, index: Any, bound: int) -> np.ndarray:
     """A vector of int64 from 0 to below the bound."""
+    array = checked_ints(name, index)
+    if array.size and (array.min() < 0 or array.max() >= bound):
+        raise BlockSparseError.expected(name, f"indices from 0 to {bound - 1}", f"{array.min()} to {array.max()}")
+    return array.astype(np.int64)
+
+
+def checked_ints(name: str, index: Any) -> np.ndarray:
+    """A vector of ints, of any size and dtype of them."""
     array = checked_array(name, "a vector of ints", index)
     if array.size == 0:
         array = array.astype(np.int64)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise BlockSparseError.expected(name, "a vector of ints", f"shape {array.shape}, dtype {array.dtype}")
-    if array.size and (array.min() < 0 or array.max() >= bound):
-        raise BlockSparseError.expected(name, f"indices from 0 to {bound - 1}", f"{array.min()} to {array.max()}")
-    return array.astype(np.int64)
+    return array
 
 
 def checked_array(name: str, expected: str, given: Any) -> np.ndarray:

@@ -70,6 +70,6 @@ def to_dense(values: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
 def block_coordinates(layout: BlockLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The row and the column of each stored block, int64 on `device`."""
     # From the index tensors, so that torch.compile can follow and nothing crosses between devices.
-    per_row = layout.crow_indices(device).diff()
-    rows = torch.arange(layout.grid[0], device=device).repeat_interleave(per_row, output_size=layout.nnz)
-    return rows, layout.col_indices(device).long()
+    crow, col = layout.indices_on(device)
+    rows = torch.arange(layout.grid[0], device=device).repeat_interleave(crow.diff(), output_size=layout.nnz)
+    return rows, col.long()

@@ -10,13 +10,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from .checked import checked_array, checked_block, checked_grid, checked_indices, checked_mask
+from .checked import checked_array, checked_block, checked_grid, checked_indices, checked_ints, checked_mask
 from .errors import BlockSparseError
+from .indices import LARGE, compressed, few, index_type, read_only, refuse_twice, rows_of, tensor_of
 
 Made = TypeVar("Made")
-
-# Blocks, or rows, from which memory is saved where it would be spent on comfort; and those worked on at a time.
-LARGE = 1 << 20
 
 
 class BlockLayout:
@@ -51,14 +49,13 @@ class BlockLayout:
     nnz: int
     """The number of stored blocks."""
 
-    _crow: np.ndarray
     _col: np.ndarray
     _derived: dict[Hashable, Any]
     _indices: dict[torch.device, tuple[torch.Tensor, torch.Tensor]]
 
     def __init__(self, mask: Any, block_size: int | tuple[int, int] = 32):
         mask = checked_mask(mask)
-        self._fill(*_compressed(np.flatnonzero(mask), mask.shape), mask.shape, checked_block(block_size))
+        self._fill(*compressed(np.flatnonzero(mask), mask.shape), mask.shape, checked_block(block_size))
 
     @classmethod
     def from_indices(
@@ -88,31 +85,31 @@ class BlockLayout:
         keys += cols
         if np.any(keys[1:] <= keys[:-1]):
             keys.sort()
-            _refuse_twice(keys, grid)
+            refuse_twice(keys, grid)
         return cls._from_keys(keys, grid, checked_block(block_size))
 
     @classmethod
     def _from_keys(cls, keys: np.ndarray, grid: tuple[int, int], block: tuple[int, int]) -> BlockLayout:
         """The layout of these rising block numbers, int64 `[nnz]`."""
         layout = cls.__new__(cls)
-        layout._fill(*_compressed(keys, grid), grid, block)
+        layout._fill(*compressed(keys, grid), grid, block)
         return layout
 
-    def _fill(self, crow: np.ndarray, col: np.ndarray, grid: tuple[int, int], block: tuple[int, int]) -> None:
+    def _fill(self, lines: np.ndarray, col: np.ndarray, grid: tuple[int, int], block: tuple[int, int]) -> None:
+        # `lines` is where each row starts; where most of very many rows are empty, the row of each block.
         if max(grid[0] * block[0], grid[1] * block[1]) >= 2**63:
             raise BlockSparseError.expected("shape", "fewer than 2^63 features", f"{grid} blocks of {block}")
-        tensors = self._tag(_tensor(crow), _tensor(col))
-        for array in (crow, col):
-            array.setflags(write=False)
+        sparse = few(len(col), grid)
+        tensors = {} if sparse else {torch.device("cpu"): self._tag(tensor_of(lines), tensor_of(col))}
         # Past __setattr__, which keeps a layout from being changed.
         self.__dict__.update(
             grid=(int(grid[0]), int(grid[1])),
             block_shape=block,
             nnz=len(col),  # not read off _col: torch.compile makes a tensor of any array that it meets
-            _crow=crow,
-            _col=col,
+            _col=read_only(col),
             _derived={},
-            _indices={torch.device("cpu"): tensors},
+            _indices=tensors,
+            **{"_rows" if sparse else "_crow": read_only(lines)},
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -150,18 +147,25 @@ class BlockLayout:
         return torch.from_numpy(mask)
 
     def crow_indices(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """Where each block row starts, `[out_blocks + 1]`, int32 (int64 from 2^31 blocks on); not to be written to."""
-        return self._indices_on(device)[0]
+        """Where each block row starts, `[out_blocks + 1]`, int32 (int64 from 2^31 blocks on), newly made."""
+        with torch.inference_mode(False):
+            return self.indices_on(device)[0].clone()
 
     def col_indices(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """The block column of each stored block, `[nnz]`, dtype as `crow_indices`; not to be written to."""
-        return self._indices_on(device)[1]
+        """The block column of each stored block, `[nnz]`, dtype as `crow_indices`, newly made."""
+        crow, col = self.indices_on(device)
+        with torch.inference_mode(False):
+            col = col.clone()
+        return col if torch.compiler.is_dynamo_compiling() else self._tag(crow, col)[1]
 
-    def _indices_on(self, device: torch.device | str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def indices_on(self, device: torch.device | str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both, for the library's own ops: made once, and nobody is to write to them."""
         device = torch.device("cpu" if device is None else device)
         found = self._indices.get(device)
-        if found is None:
-            crow, col = self._indices[torch.device("cpu")]
+        if found is None and device.type == "cpu":
+            found = self._indices[device] = self._tag(tensor_of(self._crow), tensor_of(self._col))
+        elif found is None:
+            crow, col = self.indices_on("cpu")
             with torch.inference_mode(False):  # a layout met there first can still be trained on
                 found = self._tag(crow.to(device), col.to(device))
             if type(found[1]) is torch.Tensor:  # and not a fake one of some tracing mode, which must not outlive it
@@ -169,6 +173,13 @@ class BlockLayout:
         return found
 
     # For plans and kernels: read-only, whatever becomes of the index tensors in other hands.
+
+    @cached_property
+    def _crow(self) -> np.ndarray:
+        crow = np.zeros(self.grid[0] + 1, dtype=self._col.dtype)
+        rows, counts = np.unique(self.row_of_block, return_counts=True)
+        crow[rows + 1] = counts
+        return read_only(np.cumsum(crow, dtype=crow.dtype, out=crow))
 
     @property
     def row_start(self) -> np.ndarray:
@@ -185,8 +196,7 @@ class BlockLayout:
         """The block row of each stored block, int64 `[nnz]`, read-only; of a large layout newly made."""
         rows = self.__dict__.get("_rows")
         if rows is None:
-            rows = np.repeat(np.arange(self.grid[0], dtype=np.int64), np.diff(self._crow))
-            rows.setflags(write=False)
+            rows = read_only(np.repeat(np.arange(self.grid[0], dtype=np.int64), np.diff(self._crow)))
             if self.nnz < LARGE:
                 self.__dict__["_rows"] = rows
         return rows
@@ -209,10 +219,14 @@ class BlockLayout:
             order = keys % max(self.nnz, 1)
         else:
             order = np.argsort(self._col, kind="stable")
-        crow = np.zeros(self.grid[1] + 1, dtype=_index_type(self.nnz, self.grid[0]))
-        np.cumsum(np.bincount(self._col, minlength=self.grid[1]), out=crow[1:])
+        index = index_type(self.nnz, self.grid[0])
+        if few(self.nnz, self.grid[::-1]):
+            lines = self._col[order].astype(np.int64)
+        else:
+            lines = np.zeros(self.grid[1] + 1, dtype=index)
+            np.cumsum(np.bincount(self._col, minlength=self.grid[1]), out=lines[1:])
         other = BlockLayout.__new__(BlockLayout)
-        other._fill(crow, self.row_of_block[order].astype(crow.dtype), self.grid[::-1], self.block_shape[::-1])
+        other._fill(lines, self.row_of_block[order].astype(index), self.grid[::-1], self.block_shape[::-1])
         back = np.empty_like(order)
         back[order] = np.arange(order.size)
         other.__dict__["_transposed"] = (self, back)
@@ -274,7 +288,7 @@ class BlockLayout:
         if source.size != self.nnz - drop.size:
             raise BlockSparseError.expected("drop", "each position once", "a position more than once")
         came = np.sort(rows * self.grid[1] + cols)
-        _refuse_twice(came, self.grid)
+        refuse_twice(came, self.grid)
         kept = self._keys()[source]
         at = np.searchsorted(kept, came)
         here = kept[np.minimum(at, kept.size - 1)] == came if kept.size else np.zeros(0, dtype=bool)
@@ -287,7 +301,7 @@ class BlockLayout:
 
     def _keys(self) -> np.ndarray:
         """The number of each stored block in the whole grid, int64 `[nnz]`, rising."""
-        keys = np.repeat(np.arange(self.grid[0], dtype=np.int64) * self.grid[1], np.diff(self._crow))
+        keys = self.row_of_block * self.grid[1]
         keys += self._col
         return keys
 
@@ -302,9 +316,13 @@ class BlockLayout:
     @cached_property
     def _hash(self) -> int:
         # Of a large layout some of the columns say enough: equality looks at all.
-        some = self._col[:: self.nnz // LARGE + 1]
-        rows = self._crow[:: self.grid[0] // LARGE + 1]
-        return hash((self.grid, self.block_shape, self.nnz, rows.tobytes(), some.tobytes()))
+        some = (array[:: array.size // LARGE + 1].tobytes() for array in (self._lines, self._col))
+        return hash((self.grid, self.block_shape, self.nnz, *some))
+
+    @property
+    def _lines(self) -> np.ndarray:
+        """What there is of the rows: `_rows` or `_crow`."""
+        return self.row_of_block if few(self.nnz, self.grid) else self._crow
 
     def __hash__(self) -> int:
         return self._hash
@@ -317,7 +335,8 @@ class BlockLayout:
         return (
             self.grid == other.grid
             and self.block_shape == other.block_shape
-            and np.array_equal(self._crow, other._crow)
+            and self.nnz == other.nnz
+            and np.array_equal(self._lines, other._lines)
             and np.array_equal(self._col, other._col)
         )
 
@@ -346,6 +365,7 @@ class BlockLayout:
         """
         self._check_matrix_values(values)
         return torch.sparse_bsr_tensor(
+            # Its own: in-place methods of the tensor, and others, may write to them.
             self.crow_indices(values.device),
             self.col_indices(values.device),
             values,
@@ -459,48 +479,21 @@ def _no_layout() -> None:
     return None
 
 
-# -- indices -----------------------------------------------------------------------------------------------------
+def layout_of_indices(crow: Any, col: Any, grid: tuple[int, int], block: tuple[int, int]) -> BlockLayout:
+    """The layout of index vectors from a file, say, whose order is that of the values.
 
-
-def _index_type(nnz: int, cols: int) -> type[np.signedinteger]:
-    return np.int32 if max(nnz, cols) < 2**31 else np.int64
-
-
-def _compressed(keys: np.ndarray, grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Where each row starts, and the column of each block, of rising block numbers; little memory beside these."""
-    index = _index_type(len(keys), grid[1])
-    crow, col = np.zeros(grid[0] + 1, dtype=index), np.empty(len(keys), dtype=index)
-    for first in range(0, len(keys), LARGE):
-        rows, col[first : first + LARGE] = np.divmod(keys[first : first + LARGE], grid[1])
-        crow[rows[0] + 1 : rows[-1] + 2] += np.bincount(rows - rows[0]).astype(index)
-    return np.cumsum(crow, dtype=index, out=crow), col
-
-
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    # A copy, so that who writes to it leads no kernel astray; where it is large the memory is worth more.
-    # No inference tensor, wherever the layout is made: these could not be saved for a backward pass.
-    with torch.inference_mode(False):
-        return torch.from_numpy(array if array.size >= LARGE else array.copy())
-
-
-def rows_of(crow: np.ndarray, blocks: int, out_blocks: int) -> np.ndarray:
-    """The block row of each stored block, from where each row starts, which may come from anywhere."""
-    if crow.shape != (out_blocks + 1,):
-        raise BlockSparseError.expected("crow_indices", f"[{out_blocks + 1}] for {out_blocks} rows", list(crow.shape))
-    if crow[0] != 0 or crow[-1] != blocks or (np.diff(crow) < 0).any():
-        raise BlockSparseError.expected("crow_indices", f"a rise from 0 to {blocks}, the blocks", crow)
-    return np.repeat(np.arange(out_blocks), np.diff(crow))
+    Raises:
+        BlockSparseError: anything but ints, starts of rows that do not rise from 0 to the number of blocks, columns
+            out of range, or not in rising order in each row.
+    """
+    starts, cols = checked_ints("crow_indices", crow), checked_ints("col_indices", col)
+    layout = BlockLayout.from_indices(rows_of(starts, cols.size, grid[0]), cols, grid, block)
+    if not np.array_equal(layout.col_of_block, cols):
+        raise BlockSparseError.expected("col_indices", "those of each row in rising order", cols)
+    return layout
 
 
 def check_layout(layout: Any) -> None:
     """Raises a BlockSparseError unless it is a BlockLayout."""
     if not isinstance(layout, BlockLayout):
         raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
-
-
-def _refuse_twice(keys: np.ndarray, grid: tuple[int, int]) -> None:
-    """Raises a BlockSparseError where sorted block numbers are not all different."""
-    same = keys[1:] == keys[:-1]
-    if same.any():
-        block = divmod(int(keys[np.argmax(same)]), grid[1])
-        raise BlockSparseError.expected("rows and cols", "each block once", f"block {block} more than once")

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, rows_of
+from ..indices import rows_of
+from ..layout import BlockLayout
 from ..nn.exchange import exchange
 from ..nn.prunable import prunable
 

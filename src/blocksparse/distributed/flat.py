@@ -8,7 +8,8 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from ..layout import BlockLayout, rows_of
+from ..indices import rows_of
+from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
 
 

@@ -90,7 +90,7 @@ class Convolution(BlockSparseModule):
         return {name: value for name, value in settings.items() if value != usual}
 
     def extra_repr(self) -> str:
-        layout = self.layout
+        layout = self._layout
         settings = "".join(f", {name}={value!r}" for name, value in self._settings().items())
         activation = f", activation={self.activation!r}" if self.activation else ""
         return (

@@ -85,7 +85,7 @@ class Linear(BlockSparseModule):
         return y if out_features == self.out_features else y[..., : self.out_features]
 
     def extra_repr(self) -> str:
-        layout = self.layout
+        layout = self._layout
         activation = f", activation={self.activation!r}" if self.activation else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, block_size={layout.block_shape}, "

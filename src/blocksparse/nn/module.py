@@ -8,12 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .. import patterns
 from ..checked import is_int
 from ..convert import block_coordinates
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, check_layout, rows_of
+from ..layout import BlockLayout, check_layout, layout_of_indices
+
+OTHERS = (
+    "others, written to this buffer: by DistributedDataParallel, where the layouts of the ranks differ (draw them with "
+    "one seed, or load one state first); by a running mean of a model whose layout has changed (take the mean along by "
+    "blocksparse.sparsity.alongside); or by hand. The values may be mixed up: load values and indices again"
+)
 
 
 class BlockSparseModule(nn.Module):
@@ -21,11 +28,20 @@ class BlockSparseModule(nn.Module):
 
     The state dict holds `values` and the layout's `crow_indices` and `col_indices` (plain tensors, so that
     safetensors takes it). Loading one with another pattern of the same shape changes the module's layout to it.
+
+    Other indices than the layout's in these buffers, written there by whomever, make the next use of the module raise a
+    BlockSparseError: which blocks the values belong to is unknown then.
     """
 
     values: nn.Parameter
     crow_indices: Tensor
     col_indices: Tensor
+    # The buffers that were found to hold the layout, and PyTorch's counters of what was written to them until then: a
+    # look at these does while nothing happens. In-place functions count, by way of `detach()` too, as running means go,
+    # and the broadcast with which DistributedDataParallel wraps a model. What is written through `.data` or numpy does
+    # not, nor the broadcast before each forward pass (by then all ranks hold the same): that is found out when the
+    # state is saved. Compiled code was looked at when it was compiled.
+    _written: tuple[Tensor, int, Tensor, int] | None = None
 
     def __init__(self, layout: BlockLayout, kernel: tuple[int, ...], device: Any, dtype: torch.dtype | None):
         super().__init__()
@@ -37,15 +53,62 @@ class BlockSparseModule(nn.Module):
         self.reset_layout_buffers()
 
     def reset_layout_buffers(self) -> None:
-        """Writes the layout into its buffers; after `to_empty` it is due, and `reset_parameters` does it."""
-        # Copies: tensors that two modules share cannot be saved as safetensors.
-        self.crow_indices = self._layout.crow_indices().to(self.crow_indices.device, copy=True)
-        self.col_indices = self._layout.col_indices().to(self.col_indices.device, copy=True)
+        """Gives the module other buffers, with the indices of its layout."""
+        with torch.inference_mode(False):
+            for name in ("crow_indices", "col_indices"):
+                # Copies: tensors that two modules share cannot be saved as safetensors.
+                setattr(self, name, getattr(self._layout, name)().to(getattr(self, name).device))
+        self._trust()
+
+    def _trust(self) -> None:
+        crow, col = self.crow_indices, self.col_indices
+        self._written = crow, crow._version, col, col._version
 
     @property
     def layout(self) -> BlockLayout:
-        """The blocks of the weight that `values` holds."""
-        return self._layout
+        """The blocks of the weight that `values` holds.
+
+        Raises:
+            BlockSparseError: other indices were written to the module's buffers.
+        """
+        if is_dynamo_compiling():
+            if _others(self):
+                self._check_buffers()
+            return self._layout
+        mine = self.__dict__  # the way through Module is slow
+        written, buffers = mine.get("_written"), mine["_buffers"]
+        if (
+            written is None
+            or buffers["crow_indices"] is not written[0]
+            or buffers["col_indices"] is not written[2]
+            or written[0]._version != written[1]
+            or written[2]._version != written[3]
+        ):
+            self._check_buffers()
+        return mine["_layout"]
+
+    def _check_buffers(self) -> None:
+        """Raises a BlockSparseError unless the buffers hold the layout, as far as they hold anything."""
+        if others := _others(self):
+            raise BlockSparseError.expected(others, f"those of {self._layout!r}", OTHERS)
+        indices = self.crow_indices, self.col_indices
+        if all(type(index) is Tensor and not _is_wrapped(index) for index in indices):
+            if any(index.is_inference() for index in indices):  # these count nothing
+                self.reset_layout_buffers()
+            else:
+                self._trust()
+
+    def _apply(self, fn, recurse=True):
+        # New buffers come with another device and with `to_empty`; other dtypes than those of ints are not meant.
+        _, before = self.layout, self.crow_indices
+        super()._apply(fn, recurse)
+        if self.crow_indices is not before and type(self.crow_indices) is Tensor:
+            self.reset_layout_buffers()
+        return self
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        self._check_buffers()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     @property
     def used(self) -> tuple[Tensor, Tensor] | None:
@@ -91,30 +154,35 @@ class BlockSparseModule(nn.Module):
         else:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
-    def _adopt(self, crow: Tensor | None, col: Tensor | None, values: Tensor | None) -> None:
+    def _adopt(self, crow: Any, col: Any, values: Any) -> None:
         """Takes over the layout of a state dict, after checking that all of it fits: a refusal changes nothing."""
         mine = self._layout
-        if crow is None and col is None:
-            return  # only values: they must fit the layout there is
-        if crow is None or col is None:
-            got = "crow_indices" if col is None else "col_indices"
-            raise BlockSparseError.expected("layout", "both crow_indices and col_indices", f"only {got}")
-        starts, cols = crow.detach().cpu().numpy(), col.detach().cpu().numpy()
-        for name, index in (("crow_indices", starts), ("col_indices", cols)):
-            if index.ndim != 1 or not np.issubdtype(index.dtype, np.integer):
-                raise BlockSparseError.expected(name, "a vector of ints", f"shape {index.shape}, dtype {index.dtype}")
-        rows = rows_of(starts, cols.size, mine.grid[0])
-        layout = BlockLayout.from_indices(rows, cols, mine.grid, mine.block_shape)
-        if not np.array_equal(layout.col_indices().numpy(), cols):
-            raise BlockSparseError.expected("col_indices", "those of each row in rising order", cols)
-        if layout == mine:
+        given = {"crow_indices": crow, "col_indices": col, "values": values}
+        given = {name: tensor for name, tensor in given.items() if tensor is not None}
+        for name, tensor in given.items():
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                got = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise BlockSparseError.expected(name, "a dense tensor", got)
+        if not given:
             return
+        if crow is None or col is None:
+            wanted = "crow_indices and col_indices, which say where the values belong (or load values by hand)"
+            raise BlockSparseError.expected("layout", wanted, f"only {' and '.join(given)}")
+        if crow.is_meta and self.crow_indices.is_meta:
+            return  # nothing is loaded
+        layout = layout_of_indices(crow, col, mine.grid, mine.block_shape)
         shape = [layout.nnz, *self.values.shape[1:]]
-        if values is None or list(values.shape) != shape:
-            raise BlockSparseError.expected(
-                "values", f"{shape} for {layout!r}", None if values is None else list(values.shape)
-            )
-        self.set_layout(layout, self.values.new_empty(shape))
+        if values is None and layout != mine:
+            raise BlockSparseError.expected("values", f"{shape} for {layout!r}", values)
+        if values is not None:
+            if list(values.shape) != shape:
+                raise BlockSparseError.expected("values", f"{shape} for {layout!r}", list(values.shape))
+            if values.is_complex() and not self.values.is_complex():
+                raise BlockSparseError.expected("values", "real numbers", values.dtype)
+            if values.is_meta and not self.values.is_meta:
+                raise BlockSparseError.expected("values", "a tensor with numbers", "one on the meta device")
+        if layout != mine:
+            self.set_layout(layout, self.values.new_empty(shape))
 
 
 class Weight(BlockSparseModule):
@@ -124,8 +192,33 @@ class Weight(BlockSparseModule):
         super().__init__(layout, (), device, dtype)
 
     def extra_repr(self) -> str:
-        layout = self.layout
+        layout = self._layout
         return f"{layout.shape}, block_size={layout.block_shape}, nnz={layout.nnz}, density={layout.density:.4g}"
+
+
+def _others(module: BlockSparseModule) -> str | None:
+    """The name of a buffer that holds other indices than the layout's; meta and fake tensors hold none."""
+    layout = module._layout
+    for name, wanted in (("crow_indices", layout.row_start), ("col_indices", layout.col_of_block)):
+        index: Any = module._buffers[name]
+        batched = _is_wrapped(index)
+        while _is_wrapped(index):
+            index = torch._C._functorch.get_unwrapped(index)
+        if type(index) is not Tensor or index.is_meta:
+            continue
+        with torch._C._DisableTorchDispatch():  # whatever is traced or faked around
+            held = index.cpu().numpy()
+        if (held.shape[-1:] if batched else held.shape) != wanted.shape or not (held == wanted).all():
+            return name
+    return None
+
+
+# What torch.compiler.assume_constant_result sets, for which it would load the whole compiler.
+_others._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def replace_data(parameter: Tensor, data: Tensor) -> None:

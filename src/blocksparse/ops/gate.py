@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import BlockSparseError
-from ..layout import LARGE, BlockLayout
+from ..indices import LARGE
+from ..layout import BlockLayout
 from . import workspace
 from .checks import concrete, needs_grad
 

@@ -233,7 +233,7 @@ def _conv(
 
     # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
     fused = activation if activation == "relu" or not needs_grad(x, values, bias) else None
-    indices = [layout.crow_indices(x.device), layout.col_indices(x.device)]
+    indices = [*layout.indices_on(x.device)]
     last = batch.movedim(1, -1)
     flags = layout.grid[1], False, scatter
     y = conv_op(last, values, bias, indices, *flags, size, steps[0], before, steps[1], fused)

@@ -71,7 +71,7 @@ def backend_of(x: Tensor) -> ModuleType:
 
 def indices_of(layout: BlockLayout, x: Tensor) -> list[Tensor]:
     """The index tensors that stand for the layout in a call with x."""
-    indices = [layout.crow_indices(x.device), layout.col_indices(x.device)]
+    indices = [*layout.indices_on(x.device)]
     if torch.compiler.is_dynamo_compiling() and x.device.type == SEEN_THROUGH:
         indices = [*indices, *triton.schedule(layout, x.device, x.dtype, x.shape[0])]
     return indices

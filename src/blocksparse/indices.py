@@ -1,0 +1,70 @@
+"""The arrays that a layout is made of, and what they were made of."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .errors import BlockSparseError
+
+# Blocks, or rows, from which memory is saved where it would be spent on comfort; and those worked on at a time.
+LARGE = 1 << 20
+
+
+def index_type(nnz: int, cols: int) -> type[np.signedinteger]:
+    """What holds all positions of blocks, and all columns."""
+    return np.int32 if max(nnz, cols) < 2**31 else np.int64
+
+
+def compressed(keys: np.ndarray, grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Where each row starts and the column of each block, of rising block numbers; little memory beside these.
+
+    Where most of very many rows are empty, the row of each block comes in place of the starts.
+    """
+    index = index_type(len(keys), grid[1])
+    if few(len(keys), grid):
+        rows, col = np.divmod(keys, grid[1])
+        return rows, col.astype(index)
+    crow, col = np.zeros(grid[0] + 1, dtype=index), np.empty(len(keys), dtype=index)
+    for first in range(0, len(keys), LARGE):
+        rows, col[first : first + LARGE] = np.divmod(keys[first : first + LARGE], grid[1])
+        crow[rows[0] + 1 : rows[-1] + 2] += np.bincount(rows - rows[0]).astype(index)
+    return np.cumsum(crow, dtype=index, out=crow), col
+
+
+def few(nnz: int, grid: tuple[int, int]) -> bool:
+    """Whether there are so many rows, and so few blocks, that the row of each takes less memory than all starts."""
+    return grid[0] >= LARGE and 2 * nnz < grid[0]
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """The tensor that ops get for an array that kernels read."""
+    # A copy, so that who writes to it leads no kernel astray; a large one is the library's own and shares the memory.
+    # No inference tensor, wherever the layout is made: these could not be saved for a backward pass.
+    with torch.inference_mode(False):
+        return torch.from_numpy(array if array.size >= LARGE and array.flags.writeable else array.copy())
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """The same memory, of which numpy lets nobody set the flag back."""
+    return np.asarray(memoryview(array).toreadonly())  # type: ignore[arg-type]
+
+
+def rows_of(crow: np.ndarray, blocks: int, out_blocks: int) -> np.ndarray:
+    """The block row of each stored block, from where each row starts, which may come from anywhere."""
+    if crow.shape != (out_blocks + 1,):
+        raise BlockSparseError.expected("crow_indices", f"[{out_blocks + 1}] for {out_blocks} rows", list(crow.shape))
+    bounded = crow[0] == 0 and crow[-1] == blocks and crow.min() >= 0 and crow.max() <= blocks
+    # Differences of others could overflow.
+    counts: np.ndarray | None = np.diff(crow.astype(np.int64, copy=False)) if bounded else None
+    if counts is None or (counts < 0).any():
+        raise BlockSparseError.expected("crow_indices", f"a rise from 0 to {blocks}, the blocks", crow)
+    return np.repeat(np.arange(out_blocks), counts)
+
+
+def refuse_twice(keys: np.ndarray, grid: tuple[int, int]) -> None:
+    """Raises a BlockSparseError where sorted block numbers are not all different."""
+    same = keys[1:] == keys[:-1]
+    if same.any():
+        block = divmod(int(keys[np.argmax(same)]), grid[1])
+        raise BlockSparseError.expected("rows and cols", "each block once", f"block {block} more than once")
