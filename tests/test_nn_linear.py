@@ -197,13 +197,27 @@ def test_load_by_assignment_into_a_meta_module():
     assert torch.equal(target(x), source(x))
 
 
-def test_state_dict_without_layout_keeps_the_layout():
+@pytest.mark.parametrize("strict", [True, False])
+def test_values_without_indices_are_refused(strict):
+    # As many blocks, of which nobody knows where they belong.
     layer = linear()
-    values = torch.randn_like(layer.values)
-    layer.load_state_dict({"values": values}, strict=False)
-    assert torch.equal(layer.values, values)
-    with pytest.raises(RuntimeError, match=r"Missing key.*crow_indices"):
-        layer.load_state_dict({"values": values})
+    before = layer.values.detach().clone()
+    with pytest.raises(RuntimeError, match=r"expected crow_indices and col_indices, .* got only values"):
+        layer.load_state_dict({"values": torch.randn_like(before)}, strict=strict)
+    assert torch.equal(layer.values, before)
+
+
+def test_a_state_dict_of_other_modules_or_of_the_bias_alone_changes_no_layout():
+    model = nn.Sequential(linear(), nn.Linear(64, 3))
+    layout, bias = model[0].layout, torch.randn(64)
+    model.load_state_dict({"0.bias": bias, "1.bias": torch.zeros(3)}, strict=False)
+    assert model[0].layout is layout
+    assert torch.equal(model[0].bias, bias)
+
+
+def other_layout(state, values):
+    """As many blocks in other places: nothing of the layout may be taken over where the values do not fit."""
+    return state | {"col_indices": torch.tensor([0, 2, 0, 1, 0, 1], dtype=torch.int32), "values": values}
 
 
 @pytest.mark.parametrize(
@@ -222,8 +236,23 @@ def test_state_dict_without_layout_keeps_the_layout():
         (lambda s: s | {"col_indices": s["col_indices"].double()}, "col_indices: expected a vector of ints"),
         (lambda s: s | {"col_indices": s["col_indices"] - 5}, "cols: expected indices"),
         (lambda s: s | {"col_indices": s["col_indices"] * 0}, "expected each block once"),
-        (lambda s: {k: v for k, v in s.items() if k != "col_indices"}, "only crow_indices"),
-        (lambda s: {k: v for k, v in s.items() if k != "crow_indices"}, "only col_indices"),
+        (lambda s: {k: v for k, v in s.items() if k != "col_indices"}, "only crow_indices and values"),
+        (lambda s: {k: v for k, v in s.items() if k != "crow_indices"}, "only col_indices and values"),
+        (lambda s: s | {"crow_indices": [0, 2]}, "crow_indices: expected a dense tensor, got list"),
+        (lambda s: s | {"col_indices": "here"}, "col_indices: expected a dense tensor, got str"),
+        (lambda s: s | {"col_indices": s["col_indices"].to_sparse()}, "col_indices: expected a dense .*sparse_coo"),
+        (lambda s: s | {"crow_indices": s["crow_indices"].to("meta")}, "crow_indices: expected a vector of ints"),
+        (lambda s: s | {"col_indices": s["col_indices"] * math.nan}, "col_indices: expected a vector of ints"),
+        (lambda s: s | {"col_indices": s["col_indices"] * 1j}, "col_indices: expected a vector of ints"),
+        (lambda s: s | {"col_indices": s["col_indices"] == 0}, "col_indices: expected a vector of ints"),
+        (lambda s: s | {"col_indices": torch.full((6,), 2**64 - 1, dtype=torch.uint64)}, "cols: expected indices"),
+        (lambda s: s | {"crow_indices": torch.tensor([0, 2**63 - 1, -2, 6, 6])}, "crow_indices: expected a rise"),
+        (lambda s: s | {"crow_indices": torch.tensor([0, 5, 3, 6, 6], dtype=torch.uint64)}, "expected a rise"),
+        (lambda s: other_layout(s, values=[1.0]), "values: expected a dense tensor, got list"),
+        (lambda s: other_layout(s, values=torch.zeros(())), r"values: expected \[6, 16, 16\]"),
+        (lambda s: other_layout(s, values=torch.zeros(6, 16, 16).to_sparse()), "values: expected a dense tensor"),
+        (lambda s: other_layout(s, values=torch.zeros(6, 16, 16) * 1j), "values: expected real numbers"),
+        (lambda s: other_layout(s, values=torch.zeros(6, 16, 16, device="meta")), "values: .* on the meta device"),
     ],
 )
 def test_state_dicts_that_do_not_fit_say_so_and_change_nothing(change, message):

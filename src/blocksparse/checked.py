@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,26 @@ def checked_ints(name: str, index: Any) -> np.ndarray:
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise BlockSparseError.expected(name, "a vector of ints", f"shape {array.shape}, dtype {array.dtype}")
     return array
+
+
+def check_state(state: Any, like: Mapping[str, torch.Tensor]) -> None:
+    """Raises a BlockSparseError unless the state has the names of another one, and tensors of the same shape and dtype.
+
+    A tensor of one int counts something and is not negative.
+    """
+    if not isinstance(state, Mapping) or set(state) != set(like):
+        got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise BlockSparseError.expected("state", sorted(like), got)
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+            got = f"{tensor.layout} on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise BlockSparseError.expected(f"{name} in the state", "a dense tensor", got)
+        mine = like[name]
+        if tensor.shape != mine.shape or tensor.dtype != mine.dtype:
+            wanted, got = (f"{each.dtype} {list(each.shape)}" for each in (mine, tensor))
+            raise BlockSparseError.expected(f"{name} in the state", wanted, got)
+        if mine.dim() == 0 and mine.dtype == torch.int64 and int(tensor) < 0:
+            raise BlockSparseError.expected(f"{name} in the state", "0 or more", int(tensor))
 
 
 def checked_array(name: str, expected: str, given: Any) -> np.ndarray:

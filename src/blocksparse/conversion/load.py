@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from ..errors import BlockSparseError
-from ..indices import rows_of
-from ..layout import BlockLayout
+from ..layout import BlockLayout, layout_of_indices
 from ..nn.exchange import exchange
 from ..nn.prunable import prunable
 
@@ -36,6 +35,8 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise BlockSparseError.expected("state", "what state_dict gave", type(state).__name__)
     model = exchange(model, _layouts(model, state))
     try:
         model.load_state_dict(dict(state))
@@ -51,12 +52,14 @@ def _layouts(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, BlockLa
         if not key.endswith("values") or key not in weights:
             continue
         at = key.removesuffix("values")
-        if tensor.dim() < 3 or f"{at}crow_indices" not in state or f"{at}col_indices" not in state:
-            raise BlockSparseError.expected(key, "blocks with crow_indices and col_indices", list(tensor.shape))
+        shape = list(tensor.shape) if isinstance(tensor, Tensor) else []
+        if len(shape) < 3 or 0 in shape[1:3] or not {f"{at}crow_indices", f"{at}col_indices"} <= set(state):
+            got = shape or type(tensor).__name__
+            raise BlockSparseError.expected(key, "blocks with crow_indices and col_indices", got)
         name = weights[key].name
         block = (tensor.shape[1], tensor.shape[2])
         (weight,) = (each for each in prunable(model, block) if each.name == name)
-        cols = state[f"{at}col_indices"].cpu().numpy()
-        rows = rows_of(state[f"{at}crow_indices"].cpu().numpy(), cols.size, weight.grid[0])
-        layouts[name] = BlockLayout.from_indices(rows, cols, weight.grid, block)
+        layout = layout_of_indices(state[f"{at}crow_indices"], state[f"{at}col_indices"], weight.grid, block)
+        layout.check_values(tensor)
+        layouts[name] = layout
     return layouts

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..checked import integer
+from ..checked import check_state, integer
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule
 from .rewire import Follow, check_optimizer
@@ -87,8 +87,7 @@ class Method:
         Raises:
             BlockSparseError: a state of something else.
         """
-        if set(state) != {"calls", "seed"}:
-            raise BlockSparseError.expected("state", "calls and seed", sorted(state))
+        check_state(state, self.state_dict())
         self.calls, self.seed = int(state["calls"]), int(state["seed"])
 
 

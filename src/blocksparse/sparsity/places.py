@@ -10,7 +10,7 @@ from ..layout import BlockLayout
 def keys_of(layout: BlockLayout) -> np.ndarray:
     """The number row * columns + column of each stored block, int64 `[nnz]`, rising."""
     # Not by layout.row_of_block, which would stay in memory.
-    keys = np.repeat(np.arange(layout.grid[0], dtype=np.int64) * layout.grid[1], np.diff(layout.row_start))
+    keys = layout.row_of_block * layout.grid[1]
     keys += layout.col_of_block
     return keys
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ..checked import check_state
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.exchange import exchange
@@ -128,12 +129,7 @@ class Search:
             BlockSparseError: a state of something else, or after `finish`.
         """
         self._check_unfinished("load_state_dict")
-        mine = self.state_dict()
-        if set(state) != set(mine):
-            raise BlockSparseError.expected("state", sorted(mine), sorted(state))
-        for name, tensor in mine.items():
-            if state[name].shape != tensor.shape:
-                raise BlockSparseError.expected(f"{name} in the state", list(tensor.shape), list(state[name].shape))
+        check_state(state, self.state_dict())
         self.calls = int(state["calls"])
 
     def _step(self) -> bool:
