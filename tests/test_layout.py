@@ -181,6 +181,42 @@ def test_a_square_grid_of_250_000():
     assert BlockLayout.from_indices(cols, rows, (n, n), block_size=(4, 2)) == layout.T
 
 
+def test_a_few_blocks_in_very_many_rows():
+    # Where each row starts would take 4 GiB, which nothing here asks for.
+    rows, n = [5, 2**30 - 1, 5], 2**30
+    layout = BlockLayout.from_indices(rows, [1, 0, 0], (n, 2), block_size=1)
+    assert np.array_equal(layout.row_of_block, [5, 5, n - 1])
+    same = BlockLayout.from_indices([n - 1, 5, 5], [0, 0, 1], (n, 2), block_size=1)
+    assert (same, hash(same)) == (layout, hash(layout))
+    assert layout != BlockLayout.from_indices([5, 6, n - 1], [0, 1, 0], (n, 2), block_size=1)
+    assert pickle.loads(pickle.dumps(layout)) == layout
+    assert layout.T.T is layout
+    assert np.array_equal(layout.T.row_start, [0, 2, 3])
+    assert np.array_equal(layout.T.col_of_block, [5, n - 1, 5])
+    other = BlockLayout.from_indices([1, 0, 0], rows, (2, n), block_size=1)
+    assert other == layout.T
+    assert layout == other.T
+    kept = layout.select([True, False, True])
+    assert np.array_equal(kept.replaced([0], [7], [1])[0].row_of_block, [7, n - 1])
+    assert not any("_crow" in each.__dict__ for each in (layout, same, kept, other.T))
+
+
+def test_starts_of_very_many_rows_are_found_when_they_are_asked_for():
+    n = 2**20
+    layout = BlockLayout.from_indices([3, n - 1, 3], [0, 0, 1], (n, 2), block_size=1)
+    expected = np.zeros(n + 1)
+    expected[4:] = 2
+    expected[n] = 3
+    assert np.array_equal(layout.crow_indices(), expected)
+    assert np.array_equal(layout.row_start, expected)
+    assert layout.col_indices().tolist() == [0, 1, 0]
+    x, values = torch.randn(2, 2), torch.randn(3, 1, 1)
+    y = bs.linear(x, values, layout)
+    torch.testing.assert_close(y[:, 3], x @ values[:2, 0, 0])
+    torch.testing.assert_close(y[:, n - 1], x[:, 0] * values[2, 0, 0])
+    assert y.count_nonzero() == 4
+
+
 @pytest.mark.parametrize(
     ("mask", "said"),
     {

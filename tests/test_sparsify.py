@@ -515,6 +515,19 @@ def test_states_that_do_not_fit(sparse):
         ({k: v for k, v in state.items() if k != "0.col_indices"}, "0.values: expected blocks with crow_indices and"),
         ({**state, "9.weight": torch.zeros(2)}, "state: expected that of a Sequential like this one"),
         ({**state, "0.crow_indices": torch.zeros(9, dtype=torch.int32)}, r"crow_indices: expected \[4\] for 3 rows"),
+        ({**state, "0.crow_indices": None}, "crow_indices: expected a vector of ints"),
+        ({**state, "0.col_indices": state["0.col_indices"].double()}, "col_indices: expected a vector of ints"),
+        ({**state, "0.col_indices": state["0.col_indices"].to("meta")}, "col_indices: expected a vector of ints"),
+        ({**state, "0.col_indices": state["0.col_indices"] + 10**6}, "cols: expected indices from 0"),
+        ({**state, "0.values": [1.0]}, "0.values: expected blocks with .*, got list"),
+        ({**state, "0.values": torch.tensor(1.0)}, "0.values: expected blocks"),
+        ({**state, "0.values": state["0.values"][:, :0]}, "0.values: expected blocks"),
+        ({**state, "0.values": state["0.values"][1:]}, "values: expected shape"),
+        ({**state, "0.values": state["0.values"].to_sparse()}, "values: expected a dense tensor"),
+        ([1, 2], "state: expected what state_dict gave, got list"),
+        ({1: torch.ones(1)}, "state: expected what state_dict gave"),
     ):
+        model = net()
         with pytest.raises(bs.BlockSparseError, match=message):
-            bs.load_sparsified(net(), wrong)
+            bs.load_sparsified(model, wrong)
+        assert "9.weight" in wrong or type(model[0]) is nn.Conv2d, "nothing is exchanged"

@@ -246,6 +246,13 @@ def test_what_init_returns_is_checked_and_so_is_a_state():
         method.step()
     with pytest.raises(bs.BlockSparseError, match=r"state: expected \['calls', 'seed'\]"):
         method.load_state_dict({"epoch": torch.tensor(3)})
+    for value in (None, 3, torch.tensor(-1), torch.tensor(2.5), torch.tensor([1]), torch.tensor(1, device="meta")):
+        with pytest.raises(bs.BlockSparseError, match="seed in the state: expected"):
+            method.load_state_dict({"calls": torch.tensor(5), "seed": value})
+    for state in (None, [1], {3: 4}):
+        with pytest.raises(bs.BlockSparseError, match=r"state: expected \['calls', 'seed'\]"):
+            method.load_state_dict(state)
+    assert (method.calls, method.seed) == (1, 0)
 
 
 def test_nothing_dense_is_made():

@@ -180,11 +180,21 @@ def test_states_of_something_else(method):
         search.load_state_dict({"calls": torch.tensor(1), "seed": torch.tensor(0)})
     if len(search.state_dict()) > 1:
         other = METHODS[method](nn.Sequential(nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 3)), None)
-        with pytest.raises(
-            bs.BlockSparseError,
-            match=r"keep.0.weight in the state: expected torch.bool \[\d+, \d+\], got torch.bool \[\d+, ",
-        ):
+        said = r"keep.0.weight in the state: expected torch.bool \[\d+, \d+\], got torch.bool \[\d+, "
+        with pytest.raises(bs.BlockSparseError, match=said):
             search.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_states_that_are_nonsense_change_nothing(method):
+    search = start("mlp", method)[2]
+    calls, state = search.calls, search.state_dict()
+    wrong = [None, 3, torch.tensor(-1), torch.tensor(1.0), torch.tensor([1]), torch.tensor(1, device="meta")]
+    for each in [None, 7, *({**state, name: value} for name in state for value in wrong)]:
+        with pytest.raises(bs.BlockSparseError, match="state: expected"):
+            search.load_state_dict(each)
+    assert search.calls == calls
+    search.load_state_dict(state)
 
 
 @pytest.mark.parametrize("skip", [("1", "2"), "2.weight", "module"])
