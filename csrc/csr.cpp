@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "parallel.hpp"
 
@@ -192,8 +193,11 @@ void transpose_indices(const Csr& matrix, int64_t cols, To* start, To* row, To* 
   const From *from = static_cast<const From*>(matrix.start), *col = static_cast<const From*>(matrix.col);
   // Counted two places ahead and then moved on while it is filled, a start ends up in its own place.
   memset(start, 0, (cols + 1) * sizeof(To));
-  for (int64_t k = 0; k < matrix.connections; ++k)
-    if (col[k] + 2 <= cols) ++start[col[k] + 2];
+  for (int64_t k = 0; k < matrix.connections; ++k) {
+    if (col[k] < 0 || col[k] >= cols)
+      throw std::invalid_argument("the compiled core: expected columns within the matrix");
+    if (col[k] + int64_t(2) <= cols) ++start[col[k] + int64_t(2)];
+  }
   for (int64_t c = 2; c <= cols; ++c) start[c] += start[c - 1];
   for (int64_t r = 0; r < matrix.rows; ++r) {
     for (int64_t k = from[r]; k < from[r + 1]; ++k) {
@@ -241,7 +245,7 @@ void csr_wgrad(const InstructionSet& isa, DType dtype, int64_t tokens, Matrix gr
                void* working, const Csr& matrix, bool wide) {
   const CsrKernels& kernels = isa.csr(dtype);
   const int64_t size = size_of(dtype);
-  if (tokens == 0) memset(values, 0, matrix.connections * size);
+  if (tokens == 0 && matrix.connections > 0) memset(values, 0, matrix.connections * size);
   const Panels panels = sample_panels(tokens, kernels, dtype);
   void* packed_x = advance(working, panel_bytes(panels, kernels, grad.features));
   const int64_t x_bytes = panel_bytes(panels, kernels, x.features);

@@ -15,6 +15,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <class Run>
 void in_parts(int64_t rows, int64_t hidden, const Run& run) {
+  if (hidden == 0) return;
   const int64_t cuts = ceil_div(hidden, kPart), rows_of_part = std::max<int64_t>(kPart / hidden, 1);
   parallel_tasks(ceil_div(rows, rows_of_part) * cuts, [&](int64_t i) {
     const int64_t row = i / cuts * rows_of_part, begin = i % cuts * kPart;

@@ -42,7 +42,8 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
   const int64_t size = size_of(dtype), units = x.features / kernels.fold, token_bytes = units * kernels.unit_size;
   const Panels panels(tokens, kernels);
   const int64_t width_bytes = token_bytes * kernels.lanes * kernels.max_vectors;
-  const int64_t at_once = std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(width_bytes, 1), 1, panels.count);
+  const int64_t at_once =
+      std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(width_bytes, 1), 1, std::max<int64_t>(panels.count, 1));
 
   for (int64_t first = 0; first < panels.count; first += at_once) {
     const int64_t here = std::min(at_once, panels.count - first);

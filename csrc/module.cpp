@@ -1,4 +1,7 @@
-// The Python module blocksparse._core. It trusts its caller, the cpu.py of each op, to have checked sizes and dtypes.
+// The Python module blocksparse._core. Tensors come as addresses: cpu_core.py compares each with the sizes that it
+// hands over beside it, which is its only way to an address. Index arrays come as arrays: their lengths, and how many
+// entries they say that there are, are compared here. The entries are those of plans, which are made of layouts and
+// nothing else.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -76,6 +79,10 @@ Enum named(const std::array<const char*, n>& names, const std::string& name) {
   throw std::invalid_argument("unknown name " + name);
 }
 
+void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(std::string("the compiled core: expected ") + what);
+}
+
 DType dtype_named(const std::string& name) {
   return named<DType>(std::array{"float32", "float64", "bfloat16", "float16"}, name);
 }
@@ -87,6 +94,22 @@ Activation activation_named(const std::string& name) {
 template <class T>
 using Index = nb::ndarray<const T, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
+// Where each of `count` things starts, up to `total`.
+void require_starts(const Index<int64_t>& start, int64_t count, size_t total, const char* what) {
+  require(
+      count >= 0 && int64_t(start.size()) == count + 1 && start.data()[0] == 0 && start.data()[count] == int64_t(total),
+      what);
+}
+
+void require_tasks(const Index<int64_t>& task_start, size_t total) {
+  require_starts(task_start, int64_t(task_start.size()) - 1, total, "task_start to rise from 0 to all pieces");
+}
+
+int64_t blocks_in(int64_t features, int64_t block) {
+  require(block > 0 && features >= 0 && features % block == 0, "features in whole blocks");
+  return features / block;
+}
+
 const void* pointer(uintptr_t address) { return reinterpret_cast<const void*>(address); }
 
 void py_linear(const std::string& isa, const std::string& dtype, const std::string& activation, bool transpose,
@@ -97,6 +120,11 @@ void py_linear(const std::string& isa, const std::string& dtype, const std::stri
   const RowTasks tasks = {start.data(), col.data(), position.data(),   row.data(),
                           begin.data(), end.data(), task_start.data(), int64_t(task_start.size()) - 1};
   if (transpose) std::swap(block.first, block.second);
+  blocks_in(in_features, block.second);
+  require_starts(start, blocks_in(out_features, block.first), col.size(), "start for each block row, up to all blocks");
+  require(position.size() == col.size(), "a position for each block");
+  require(begin.size() == row.size() && end.size() == row.size(), "row, begin and end of one length");
+  require_tasks(task_start, row.size());
   const InstructionSet& set = isa_named(isa);
   const Activation act = activation_named(activation);
   const DType type = dtype_named(dtype);
@@ -111,6 +139,9 @@ void py_linear_wgrad(const std::string& isa, const std::string& dtype, std::pair
                      int64_t x_stride, int64_t in_features, uintptr_t values, Index<int32_t> row, Index<int32_t> col,
                      Index<int64_t> task_start) {
   const BlockTasks tasks = {row.data(), col.data(), task_start.data(), int64_t(task_start.size()) - 1};
+  blocks_in(out_features, block.first), blocks_in(in_features, block.second);
+  require(row.size() == col.size(), "row and col of one length");
+  require_tasks(task_start, row.size());
   const InstructionSet& set = isa_named(isa);
   const DType type = dtype_named(dtype);
   nb::gil_scoped_release release;
@@ -126,14 +157,28 @@ bool is_wide(const Index& index) {
   return index.dtype() == nb::dtype<int64_t>();
 }
 
-// int32 throughout, or int64 throughout.
+constexpr const char* kWorking = "as much working memory as the function for it says";
+
+// Of int32 throughout or of int64 throughout, for so many rows.
 template <class Index>
-Csr csr(const Index& start, const Index& col, const std::optional<Index>& position) {
+Csr csr(const Index& start, const Index& col, const std::optional<Index>& position, int64_t rows) {
   const auto same = [&](const Index& index) { return index.dtype() == start.dtype(); };
-  if ((!is_wide(start) && start.dtype() != nb::dtype<int32_t>()) || !same(col) || (position && !same(*position)))
-    throw std::invalid_argument("indices are all int32 or all int64");
-  return {start.data(), col.data(), position ? position->data() : nullptr, int64_t(start.size()) - 1,
-          int64_t(col.size())};
+  require((is_wide(start) || start.dtype() == nb::dtype<int32_t>()) && same(col) && (!position || same(*position)),
+          "indices that are all int32 or all int64");
+  require(rows > 0 && int64_t(start.size()) == rows + 1, "a start for each row, and the end");
+  require(!position || position->size() == col.size(), "a position for each connection");
+  return {start.data(), col.data(), position ? position->data() : nullptr, rows, int64_t(col.size())};
+}
+
+// One that is there, and not to be written.
+Csr given(const AnyIndex& start, const AnyIndex& col, const std::optional<AnyIndex>& position, int64_t rows) {
+  const Csr matrix = csr(start, col, position, rows);
+  const auto at = [&](int64_t row) {
+    return is_wide(start) ? static_cast<const int64_t*>(matrix.start)[row]
+                          : int64_t(static_cast<const int32_t*>(matrix.start)[row]);
+  };
+  require(at(0) == 0 && at(rows) == matrix.connections, "start to rise from 0 to all connections");
+  return matrix;
 }
 
 int64_t py_csr_working_bytes(const std::string& isa, const std::string& dtype, int64_t tokens, int64_t in_features) {
@@ -147,13 +192,14 @@ int64_t py_csr_wgrad_working_bytes(const std::string& isa, const std::string& dt
 
 void py_csr_linear(const std::string& isa, const std::string& dtype, const std::string& activation, int64_t tokens,
                    uintptr_t x, int64_t x_stride, int64_t in_features, uintptr_t values, uintptr_t bias, uintptr_t y,
-                   uintptr_t working, const AnyIndex& start, const AnyIndex& col,
-                   const std::optional<AnyIndex>& position) {
-  const Csr matrix = csr(start, col, position);
+                   int64_t out_features, uintptr_t working, int64_t working_bytes, const AnyIndex& start,
+                   const AnyIndex& col, const std::optional<AnyIndex>& position) {
+  const Csr matrix = given(start, col, position, out_features);
   const bool wide = is_wide(start);
   const InstructionSet& set = isa_named(isa);
   const Activation act = activation_named(activation);
   const DType type = dtype_named(dtype);
+  require(working_bytes >= csr_working_bytes(set, type, tokens, in_features), kWorking);
   nb::gil_scoped_release release;
   csr_linear(set, type, act, tokens, {pointer(x), x_stride, in_features}, pointer(values), pointer(bias),
              reinterpret_cast<void*>(y), reinterpret_cast<void*>(working), matrix, wide);
@@ -161,11 +207,12 @@ void py_csr_linear(const std::string& isa, const std::string& dtype, const std::
 
 void py_csr_wgrad(const std::string& isa, const std::string& dtype, int64_t tokens, uintptr_t grad, int64_t grad_stride,
                   int64_t out_features, uintptr_t x, int64_t x_stride, int64_t in_features, uintptr_t values,
-                  uintptr_t working, const AnyIndex& start, const AnyIndex& col) {
-  const Csr matrix = csr<AnyIndex>(start, col, std::nullopt);
+                  uintptr_t working, int64_t working_bytes, const AnyIndex& start, const AnyIndex& col) {
+  const Csr matrix = given(start, col, std::nullopt, out_features);
   const bool wide = is_wide(start);
   const InstructionSet& set = isa_named(isa);
   const DType type = dtype_named(dtype);
+  require(working_bytes >= csr_wgrad_working_bytes(set, type, tokens, out_features, in_features), kWorking);
   nb::gil_scoped_release release;
   csr_wgrad(set, type, tokens, {pointer(grad), grad_stride, out_features}, {pointer(x), x_stride, in_features},
             reinterpret_cast<void*>(values), reinterpret_cast<void*>(working), matrix, wide);
@@ -179,11 +226,14 @@ int64_t py_csr_gradients_working_bytes(const std::string& isa, const std::string
 void py_csr_gradients(const std::string& isa, const std::string& dtype, int64_t tokens, uintptr_t grad,
                       int64_t grad_stride, int64_t out_features, uintptr_t x, int64_t x_stride, int64_t in_features,
                       uintptr_t values, uintptr_t grad_x, uintptr_t grad_values, uintptr_t grad_bias, uintptr_t working,
-                      const AnyIndex& start, const AnyIndex& col, const std::optional<AnyIndex>& position) {
-  const Csr matrix = csr(start, col, position);
+                      int64_t working_bytes, const AnyIndex& start, const AnyIndex& col,
+                      const std::optional<AnyIndex>& position) {
+  const Csr matrix = given(start, col, position, grad_x ? in_features : out_features);
   const bool wide = is_wide(start);
   const InstructionSet& set = isa_named(isa);
   const DType type = dtype_named(dtype);
+  const int64_t needed = csr_gradients_working_bytes(set, type, tokens, out_features, in_features);
+  require(needed > 0 && working_bytes >= needed, kWorking);
   const auto writable = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
   nb::gil_scoped_release release;
   csr_gradients(set, type, tokens, {pointer(grad), grad_stride, out_features}, {pointer(x), x_stride, in_features},
@@ -195,35 +245,42 @@ using NewIndex = nb::ndarray<nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::c
 
 void py_csr_transposed(const AnyIndex& start, const AnyIndex& col, const NewIndex& to_start, const NewIndex& to_row,
                        const NewIndex& to_position) {
-  const Csr matrix = csr<AnyIndex>(start, col, std::nullopt);
-  csr<NewIndex>(to_start, to_row, to_position);
+  const int64_t cols = int64_t(to_start.size()) - 1;
+  const Csr matrix = given(start, col, std::nullopt, int64_t(start.size()) - 1);
+  csr<NewIndex>(to_start, to_row, to_position, cols);
   const bool wide = is_wide(start), to_wide = is_wide(to_start);
-  if (to_row.size() != col.size() || to_position.size() != col.size())
-    throw std::invalid_argument("one row and one position for each connection");
+  require(to_row.size() == col.size(), "one row and one position for each connection");
   nb::gil_scoped_release release;
-  csr_transposed(matrix, wide, int64_t(to_start.size()) - 1, to_start.data(), to_row.data(), to_position.data(),
-                 to_wide);
+  csr_transposed(matrix, wide, cols, to_start.data(), to_row.data(), to_position.data(), to_wide);
 }
 
 // The axes of a convolution as plan.py packs them, each in one array.
 template <class Axis>
-std::vector<Axis> axes_of(const std::vector<Index<int64_t>>& packed, size_t count, Axis (*unpack)(const int64_t*)) {
-  if (packed.size() != count) throw std::invalid_argument("a convolution has three axes");
+std::vector<Axis> axes_of(const std::vector<Index<int64_t>>& packed, size_t count,
+                          Axis (*unpack)(const int64_t*, int64_t)) {
+  require(packed.size() == count, "three axes of a convolution");
   std::vector<Axis> axes;
-  for (const auto& axis : packed) axes.push_back(unpack(axis.data()));
+  for (const auto& axis : packed) axes.push_back(unpack(axis.data(), int64_t(axis.size())));
   return axes;
 }
 
-AxisRuns runs(const int64_t* at) {
+constexpr const char* kAxis = "all numbers of an axis";
+
+AxisRuns runs(const int64_t* at, int64_t size) {
+  require(size >= 4 && at[0] >= 0 && at[0] <= (size - 4) / 3, kAxis);
   AxisRuns axis = {at[0], at[1], at[2]};
   const int64_t count = axis.count, taps = at[3 + 3 * count];
+  require(taps >= 0 && (size - 4 - 3 * count) % 4 == 0 && taps == (size - 4 - 3 * count) / 4, kAxis);
   axis.first = at + 3, axis.length = axis.first + count, axis.tap_start = axis.length + count;
   axis.tap = axis.tap_start + count + 1, axis.at = axis.tap + taps;
   axis.begin = axis.at + taps, axis.end = axis.begin + taps;
   return axis;
 }
 
-AxisTaps taps(const int64_t* at) { return {at[0], at[1], at + 2, at + 2 + at[0], at + 2 + 2 * at[0]}; }
+AxisTaps taps(const int64_t* at, int64_t size) {
+  require(size >= 2 && (size - 2) % 3 == 0 && at[0] == (size - 2) / 3, kAxis);
+  return {at[0], at[1], at + 2, at + 2 + at[0], at + 2 + 2 * at[0]};
+}
 
 using Size = std::array<int64_t, 3>;
 Image image(uintptr_t data, const Size& size, int64_t channels) {
@@ -238,6 +295,10 @@ void py_conv(const std::string& isa, const std::string& dtype, const std::string
   const ChannelRows rows = {start.data(), col.data(), position.data(), order.data(), int64_t(order.size())};
   const auto along = axes_of(axes, 6, runs);
   if (transpose) std::swap(block.first, block.second);
+  blocks_in(in_channels, block.second);
+  require_starts(start, blocks_in(out_channels, block.first), col.size(), "start for each block row, up to all blocks");
+  require(position.size() == col.size(), "a position for each block");
+  require(order.size() + 1 == start.size(), "each block row once in order");
   const InstructionSet& set = isa_named(isa);
   const Activation act = activation_named(activation);
   const DType type = dtype_named(dtype);
@@ -252,6 +313,8 @@ void py_conv_wgrad(const std::string& isa, const std::string& dtype, std::pair<i
                    int64_t in_channels, bool big_grad, uintptr_t values, const std::vector<Index<int64_t>>& axes,
                    Index<int32_t> row, Index<int32_t> col) {
   const auto along = axes_of(axes, 3, taps);
+  blocks_in(out_channels, block.first), blocks_in(in_channels, block.second);
+  require(row.size() == col.size(), "row and col of one length");
   const InstructionSet& set = isa_named(isa);
   const DType type = dtype_named(dtype);
   nb::gil_scoped_release release;
@@ -319,6 +382,8 @@ void py_momentum_steps(const std::string& isa, const std::string& dtype, const s
                        const std::vector<uintptr_t>& grads, double momentum, double rate, double keep) {
   const InstructionSet& set = isa_named(isa);
   const DType type = dtype_named(dtype);
+  const size_t count = counts.size();
+  require(weights.size() == count && velocities.size() == count && grads.size() == count, "lists of one length");
   std::vector<MomentumStep> steps;
   for (size_t i = 0; i < counts.size(); ++i)
     steps.push_back({reinterpret_cast<void*>(weights[i]), reinterpret_cast<void*>(velocities[i]), pointer(grads[i]),
@@ -331,6 +396,13 @@ void py_momentum_steps(const std::string& isa, const std::string& dtype, const s
 
 NB_MODULE(_core, m) {
   m.doc() = "The compiled CPU core of blocksparse.";
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const std::invalid_argument& error) {
+      PyErr_SetString(nb::module_::import_("blocksparse.errors").attr("BlockSparseError").ptr(), error.what());
+    }
+  });
   m.def("share_threads", &share_threads, "parallel_for"_a, "get_num_threads"_a,
         "Take PyTorch's threads: the addresses of torch_parallel_for and torch_get_num_threads.");
   m.def("features", &cpu_feature_names, "What this CPU can do, of what matters here.");
@@ -343,31 +415,35 @@ NB_MODULE(_core, m) {
       },
       "The instruction sets compiled in, slowest first, and whether this CPU has them.");
   m.def("linear", &py_linear, nb::kw_only(), "isa"_a, "dtype"_a, "activation"_a, "transpose"_a, "block"_a, "tokens"_a,
-        "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "bias"_a, "y"_a, "out_features"_a, "start"_a, "col"_a,
-        "position"_a, "row"_a, "begin"_a, "end"_a, "task_start"_a);
+        "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "bias"_a, "y"_a, "out_features"_a, "start"_a.noconvert(),
+        "col"_a.noconvert(), "position"_a.noconvert(), "row"_a.noconvert(), "begin"_a.noconvert(), "end"_a.noconvert(),
+        "task_start"_a.noconvert());
   m.def("linear_wgrad", &py_linear_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "block"_a, "tokens"_a, "grad"_a,
-        "grad_stride"_a, "out_features"_a, "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "row"_a, "col"_a,
-        "task_start"_a);
+        "grad_stride"_a, "out_features"_a, "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "row"_a.noconvert(),
+        "col"_a.noconvert(), "task_start"_a.noconvert());
   m.def("csr_working_bytes", &py_csr_working_bytes, "isa"_a, "dtype"_a, "tokens"_a, "in_features"_a);
   m.def("csr_wgrad_working_bytes", &py_csr_wgrad_working_bytes, "isa"_a, "dtype"_a, "tokens"_a, "out_features"_a,
         "in_features"_a);
   m.def("csr_linear", &py_csr_linear, nb::kw_only(), "isa"_a, "dtype"_a, "activation"_a, "tokens"_a, "x"_a,
-        "x_stride"_a, "in_features"_a, "values"_a, "bias"_a, "y"_a, "working"_a, "start"_a, "col"_a,
-        "position"_a.none());
+        "x_stride"_a, "in_features"_a, "values"_a, "bias"_a, "y"_a, "out_features"_a, "working"_a, "working_bytes"_a,
+        "start"_a.noconvert(), "col"_a.noconvert(), "position"_a.noconvert().none());
   m.def("csr_wgrad", &py_csr_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "tokens"_a, "grad"_a, "grad_stride"_a,
-        "out_features"_a, "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "working"_a, "start"_a, "col"_a);
+        "out_features"_a, "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "working"_a, "working_bytes"_a,
+        "start"_a.noconvert(), "col"_a.noconvert());
   m.def("csr_gradients_working_bytes", &py_csr_gradients_working_bytes, "isa"_a, "dtype"_a, "tokens"_a,
         "out_features"_a, "in_features"_a);
   m.def("csr_gradients", &py_csr_gradients, nb::kw_only(), "isa"_a, "dtype"_a, "tokens"_a, "grad"_a, "grad_stride"_a,
         "out_features"_a, "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "grad_x"_a, "grad_values"_a, "grad_bias"_a,
-        "working"_a, "start"_a, "col"_a, "position"_a.none());
-  m.def("csr_transposed", &py_csr_transposed, nb::kw_only(), "start"_a, "col"_a, "to_start"_a, "to_row"_a,
-        "to_position"_a);
+        "working"_a, "working_bytes"_a, "start"_a.noconvert(), "col"_a.noconvert(), "position"_a.noconvert().none());
+  m.def("csr_transposed", &py_csr_transposed, nb::kw_only(), "start"_a.noconvert(), "col"_a.noconvert(),
+        "to_start"_a.noconvert(), "to_row"_a.noconvert(), "to_position"_a.noconvert());
   m.def("conv", &py_conv, nb::kw_only(), "isa"_a, "dtype"_a, "activation"_a, "transpose"_a, "block"_a, "kernel"_a,
         "images"_a, "x"_a, "x_size"_a, "in_channels"_a, "values"_a, "bias"_a, "y"_a, "y_size"_a, "out_channels"_a,
-        "axes"_a, "start"_a, "col"_a, "position"_a, "order"_a);
+        "axes"_a.noconvert(), "start"_a.noconvert(), "col"_a.noconvert(), "position"_a.noconvert(),
+        "order"_a.noconvert());
   m.def("conv_wgrad", &py_conv_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "block"_a, "images"_a, "grad"_a, "grad_size"_a,
-        "out_channels"_a, "x"_a, "x_size"_a, "in_channels"_a, "big_grad"_a, "values"_a, "axes"_a, "row"_a, "col"_a);
+        "out_channels"_a, "x"_a, "x_size"_a, "in_channels"_a, "big_grad"_a, "values"_a, "axes"_a.noconvert(),
+        "row"_a.noconvert(), "col"_a.noconvert());
   // By position: called at each step of a sequence, where names would take longer than small steps.
   m.def("gates_forward", &py_gates_forward);
   m.def("gates_backward", &py_gates_backward);

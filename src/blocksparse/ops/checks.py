@@ -51,6 +51,32 @@ def check_operands(dtype: torch.dtype, device: torch.device, **tensors: tuple[Te
             raise BlockSparseError.expected(name, f"{list(shape)}, {dtype}, {device}", got)
 
 
+def row_stride(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
+    """The distance between the rows of this tensor, or of the one row of `[features]` to itself.
+
+    Raises:
+        BlockSparseError: another shape, dtype or device, or features apart from each other.
+    """
+    if (
+        tensor.shape == shape
+        and tensor.dtype is dtype
+        and tensor.device == device
+        and tensor.layout is torch.strided
+    ):
+        *rows, step = tensor.stride()
+        if step == 1 or shape[-1] == 1:
+            return rows[0] if rows else 0
+    expected = f"{list(shape)}, features side by side, {dtype}, {device}"
+    raise BlockSparseError.expected(name, expected, described(tensor))
+
+
+def described(tensor: Tensor) -> str:
+    """Shape, strides, dtype and device, as an error says them."""
+    strided = tensor.layout is torch.strided
+    memory = f"with strides {list(tensor.stride())}" if strided else f"of layout {tensor.layout}"
+    return f"{list(tensor.shape)} {memory}, {tensor.dtype}, {tensor.device}"
+
+
 def check_activation(activation: Any, known: Any) -> None:
     """Raises a BlockSparseError unless the activation is one of those known."""
     if not isinstance(activation, str | None) or activation not in known:

@@ -11,17 +11,28 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from ..errors import BlockSparseError
+from .checks import described, row_stride
+
+
+class _Dtypes(dict[torch.dtype, str]):
+    def __missing__(self, dtype: torch.dtype) -> str:
+        raise BlockSparseError.expected("dtype", f"one of {', '.join(map(str, self))}", dtype)
+
 
 ISA_VARIABLE = "BLOCKSPARSE_CPU_ISA"
 # What the core calls the dtypes that it serves.
-DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
+DTYPES = _Dtypes(
+    {
+        torch.float32: "float32",
+        torch.float64: "float64",
+        torch.bfloat16: "bfloat16",
+        torch.float16: "float16",
+    }
+)
+_CPU = torch.device("cpu")
 _forced: list[str] = []
 
 
@@ -107,3 +118,52 @@ def _checked(name: str, subject: str) -> str:
     if name not in here:
         raise BlockSparseError.expected(subject, f"an instruction set this CPU has ({', '.join(here)})", repr(name))
     return name
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------
+# The core reads and writes what it is told to: these two, which compare each tensor with what the kernels touch, are
+# the only ways to an address. (The lengths of index arrays it compares itself.)
+
+
+def address(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """The address of a contiguous tensor of this shape and dtype on the CPU, or 0 for None.
+
+    Raises:
+        BlockSparseError: any other tensor.
+    """
+    if tensor is None:
+        return 0
+    if (
+        tensor.shape != shape
+        or tensor.dtype is not dtype
+        or not tensor.is_cpu
+        or tensor.layout is not torch.strided
+        or not tensor.is_contiguous()
+    ):
+        raise BlockSparseError.expected(name, f"{list(shape)}, contiguous, {dtype}, on the CPU", described(tensor))
+    return tensor.data_ptr()
+
+
+def rows(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
+    """As `address`, of rows anywhere whose features lie side by side, and the distance between these rows.
+
+    >>> import torch
+    >>> rows("x", torch.ones(4, 6)[:, :5], (4, 5), torch.float32)[1]
+    6
+    """
+    if tensor is None:
+        return 0, 0
+    stride = row_stride(name, tensor, shape, dtype, _CPU)
+    return tensor.data_ptr(), stride
+
+
+def features_together(x: Tensor) -> Tensor:
+    """x, or a copy whose features lie side by side, as `rows` asks for."""
+    return x if x.layout is not torch.strided or x.stride()[-1:] == (1,) else x.resolve_neg().contiguous()
+
+
+def length(x: Tensor) -> int:
+    """Of the first axis, which x has to have."""
+    if x.dim() == 0:
+        raise BlockSparseError.expected("x", "rows of features", "a 0-D tensor")
+    return x.shape[0]

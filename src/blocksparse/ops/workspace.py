@@ -49,7 +49,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         return torch.empty(shape, dtype=dtype, device=device)
     with _lock:
         # The tensor refers to the storage before another thread can look.
-        return torch.empty(0, dtype=dtype).set_(_take(size), 0, tuple(shape), _strides(shape))
+        return torch.empty(0, dtype=dtype, device=device).set_(_take(size), 0, tuple(shape), _strides(shape))
 
 
 def _strides(shape: Sequence[int]) -> list[int]:

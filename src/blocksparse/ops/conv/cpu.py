@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from ...layout import BlockLayout
 from .. import cpu_core
-from ..cpu_core import DTYPES
+from ..cpu_core import DTYPES, address
 from ..linear import cpu as linear
+from ..linear.plan import block_plan
 from .plan import Axis, channel_plan, is_linear, packed_taps, runs, three_axes
 
 refusal = cpu_core.refusal
@@ -27,30 +27,35 @@ def conv(
     activation: str | None,
 ) -> torch.Tensor:
     x, values = x.contiguous(), values.contiguous()
-    out_channels = layout.shape[1 if transpose else 0]
+    dtype, images = x.dtype, cpu_core.length(x)
+    out_channels, in_channels = layout.shape[::-1] if transpose else layout.shape
+    big, small, kernel = _sizes(axes)
+    from_size, to_size = (small, big) if scatter else (big, small)
+    x_address = address("x", x, (images, *from_size, in_channels), dtype)
+    values_address = address("values", values, (*layout.values_shape, *kernel), dtype)
     if is_linear(axes):
         matrix = values.reshape(layout.values_shape)
-        y = linear.linear(x.reshape(-1, x.shape[-1]), matrix, bias, layout, transpose, activation)
-        return y.reshape(*x.shape[:-1], out_channels)
+        y = linear.linear(x.reshape(-1, in_channels), matrix, bias, layout, transpose, activation)
+        return y.reshape(images, *to_size, out_channels)
     bias = None if bias is None else bias.contiguous()
+    y = torch.empty(images, *to_size, out_channels, dtype=dtype, device=x.device)
     axes = three_axes(axes)
-    big, small, kernel = ([getattr(axis, name) for axis in axes] for name in ("big", "small", "kernel"))
+    big, small, kernel = _sizes(axes)
     plan = channel_plan(layout, transpose)
-    y = torch.empty(x.shape[0], *(big if scatter else small)[5 - x.dim() :], out_channels, dtype=x.dtype)
     cpu_core.core().conv(
         isa=cpu_core.isa(),
-        dtype=DTYPES[x.dtype],
+        dtype=DTYPES[dtype],
         activation=activation or "none",
         transpose=transpose,
         block=layout.block_shape,
         kernel=kernel,
-        images=x.shape[0],
-        x=x.data_ptr(),
+        images=images,
+        x=x_address,
         x_size=small if scatter else big,
-        in_channels=x.shape[-1],
-        values=values.data_ptr(),
-        bias=0 if bias is None else bias.data_ptr(),
-        y=y.data_ptr(),
+        in_channels=in_channels,
+        values=values_address,
+        bias=address("bias", bias, (out_channels,), dtype),
+        y=address("y", y, (images, *to_size, out_channels), dtype),
         y_size=big if scatter else small,
         out_channels=out_channels,
         axes=[runs(axis, scatter, cut).packed for cut in (True, False) for axis in axes],
@@ -66,28 +71,39 @@ def conv_wgrad(
     grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout, scatter: bool, axes: Sequence[Axis]
 ) -> torch.Tensor:
     grad, x = grad.contiguous(), x.contiguous()
-    kernel = [axis.kernel for axis in axes]
+    dtype, images = x.dtype, cpu_core.length(x)
+    out_channels, in_channels = layout.shape
+    big, small, kernel = _sizes(axes)
+    grad_size, x_size = (big, small) if scatter else (small, big)
+    x_address = address("x", x, (images, *x_size, in_channels), dtype)
+    grad_address = address("grad", grad, (images, *grad_size, out_channels), dtype)
+    shape = *layout.values_shape, *kernel
     if is_linear(axes):
-        values = linear.linear_wgrad(grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]), layout)
-        return values.reshape(*layout.values_shape, *kernel)
+        return linear.linear_wgrad(grad.reshape(-1, out_channels), x.reshape(-1, in_channels), layout).reshape(shape)
+    values = torch.empty(shape, dtype=dtype, device=x.device)
     axes = three_axes(axes)
-    big, small = ([getattr(axis, name) for axis in axes] for name in ("big", "small"))
-    values = torch.empty(*layout.values_shape, *kernel, dtype=x.dtype)
+    big, small, kernel = _sizes(axes)
+    plan = block_plan(layout)
     cpu_core.core().conv_wgrad(
         isa=cpu_core.isa(),
-        dtype=DTYPES[x.dtype],
+        dtype=DTYPES[dtype],
         block=layout.block_shape,
-        images=x.shape[0],
-        grad=grad.data_ptr(),
+        images=images,
+        grad=grad_address,
         grad_size=big if scatter else small,
-        out_channels=grad.shape[-1],
-        x=x.data_ptr(),
+        out_channels=out_channels,
+        x=x_address,
         x_size=small if scatter else big,
-        in_channels=x.shape[-1],
+        in_channels=in_channels,
         big_grad=scatter,
-        values=values.data_ptr(),
+        values=address("values", values, shape, dtype),
         axes=[packed_taps(axis) for axis in axes],
-        row=layout.row_of_block.astype(np.int32),
-        col=layout.col_of_block.astype(np.int32, copy=False),
+        row=plan.row,
+        col=plan.col,
     )
     return values
+
+
+def _sizes(axes: Sequence[Axis]) -> tuple[list[int], list[int], list[int]]:
+    """Of both images and of the kernel."""
+    return [axis.big for axis in axes], [axis.small for axis in axes], [axis.kernel for axis in axes]

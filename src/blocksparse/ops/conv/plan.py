@@ -17,6 +17,7 @@ import numpy as np
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
+from ..linear.plan import check_int32
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Axis:
         offset = tap * self.dilation - self.padding
         first = max(0, -(offset // self.stride))
         last = min(self.small - 1, (self.big - 1 - offset) // self.stride)
-        return max(0, last - first + 1), first, first * self.stride + offset
+        return (last - first + 1, first, first * self.stride + offset) if first <= last else (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ def channel_plan(layout: BlockLayout, transpose: bool) -> ChannelPlan:
     """
 
     def build() -> ChannelPlan:
+        check_int32(layout)
         rows = layout.T if transpose else layout
         return ChannelPlan(
             start=rows.row_start.astype(np.int64),
@@ -188,6 +190,8 @@ def axes_of(
     for axis in axes:
         if min(axis.stride, axis.dilation, axis.kernel) < 1 or min(axis.big, axis.small) < 0:
             raise BlockSparseError.expected("stride, dilation and kernel", "positive ints, and sizes from 0 on", axis)
+        if max(axis.stride, axis.dilation, abs(axis.padding)) >= 2**31:  # products of them stay within int64
+            raise BlockSparseError.expected("stride, dilation and padding", "less than 2^31 each", axis)
     return axes
 
 

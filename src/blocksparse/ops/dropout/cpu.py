@@ -6,20 +6,21 @@ import torch
 from torch import Tensor
 
 from .. import cpu_core, workspace
-from ..cpu_core import DTYPES
+from ..cpu_core import DTYPES, address
 
 refusal = cpu_core.refusal
 
 
 def forward(x: Tensor, factors: tuple[float, float, float], seed: int, least: int) -> tuple[Tensor, Tensor]:
-    y, code = workspace.empty_like(x), torch.empty_like(x, dtype=torch.uint8)
+    shape, dtype = x.shape, x.dtype
+    y, code = workspace.empty_like(x), torch.empty(shape, dtype=torch.uint8, device=x.device)
     cpu_core.core().dropout_forward(
         isa=cpu_core.isa(),
-        dtype=DTYPES[x.dtype],
+        dtype=DTYPES[dtype],
         count=x.numel(),
-        x=x.data_ptr(),
-        y=y.data_ptr(),
-        code=code.data_ptr(),
+        x=address("x", x, shape, dtype),
+        y=address("y", y, shape, dtype),
+        code=address("code", code, shape, torch.uint8),
         factors=factors,
         seed=seed,
         least=least,
@@ -28,14 +29,15 @@ def forward(x: Tensor, factors: tuple[float, float, float], seed: int, least: in
 
 
 def backward(grad: Tensor, code: Tensor, factors: tuple[float, float, float]) -> Tensor:
+    shape, dtype = grad.shape, grad.dtype
     grad_x = workspace.empty_like(grad)
     cpu_core.core().dropout_backward(
         isa=cpu_core.isa(),
-        dtype=DTYPES[grad.dtype],
+        dtype=DTYPES[dtype],
         count=grad.numel(),
-        grad=grad.data_ptr(),
-        code=code.data_ptr(),
-        grad_x=grad_x.data_ptr(),
+        grad=address("grad", grad, shape, dtype),
+        code=address("code", code, shape, torch.uint8),
+        grad_x=address("grad_x", grad_x, shape, dtype),
         factors=factors,
     )
     return grad_x

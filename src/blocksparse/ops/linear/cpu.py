@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 
 from ...layout import BlockLayout
 from .. import cpu_core, workspace
-from ..cpu_core import DTYPES
+from ..cpu_core import DTYPES, address, features_together, rows
 from .plan import block_plan, column_plan, row_plan
 
 refusal = cpu_core.refusal
+_CPU = torch.device("cpu")
 
 
 def linear(
@@ -23,29 +25,38 @@ def linear(
     activation: str | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    x, values = _features_contiguous(x), values.contiguous()
+    x, values = features_together(x), values.contiguous()
     bias = None if bias is None else bias.contiguous()
-    y = out
-    if y is None:
-        y = workspace.empty((x.shape[0], layout.shape[1 if transpose else 0]), x.dtype, x.device)
+    core, isa, dtype, name = cpu_core.core(), cpu_core.isa(), x.dtype, DTYPES[x.dtype]
+    out_features, in_features = layout.shape[::-1] if transpose else layout.shape
+    tokens = cpu_core.length(x)
+    x_address, x_stride = rows("x", x, (tokens, in_features), dtype)
+    y = workspace.empty((tokens, out_features), dtype, x.device) if out is None else out
+    operands = {
+        "isa": isa,
+        "dtype": name,
+        "activation": activation or "none",
+        "tokens": tokens,
+        "x": x_address,
+        "x_stride": x_stride,
+        "in_features": in_features,
+        "values": address("values", values, layout.values_shape, dtype),
+        "bias": address("bias", bias, (out_features,), dtype),
+        "y": address("out", y, (tokens, out_features), dtype),
+        "out_features": out_features,
+    }
     if layout.block_shape == (1, 1):
-        _csr_linear(x, values, bias, layout, transpose, activation, y)
+        start, col, position = layout.row_start, layout.col_of_block, None
+        if transpose:
+            start, col, position = column_plan(layout)
+        working = _working(core.csr_working_bytes(isa, name, tokens, in_features))
+        core.csr_linear(**operands, **_handed(working), start=start, col=col, position=position)
         return y
     plan = row_plan(layout, transpose)
-    cpu_core.core().linear(
-        isa=cpu_core.isa(),
-        dtype=DTYPES[x.dtype],
-        activation=activation or "none",
+    core.linear(
+        **operands,
         transpose=transpose,
         block=layout.block_shape,
-        tokens=x.shape[0],
-        x=x.data_ptr(),
-        x_stride=x.stride(0),
-        in_features=x.shape[1],
-        values=values.data_ptr(),
-        bias=0 if bias is None else bias.data_ptr(),
-        y=y.data_ptr(),
-        out_features=y.shape[1],
         start=plan.start,
         col=plan.col,
         position=plan.block,
@@ -58,28 +69,17 @@ def linear(
 
 
 def linear_wgrad(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-    grad, x = _features_contiguous(grad), _features_contiguous(x)
-    values = torch.empty(layout.values_shape, dtype=x.dtype)
+    grad, x = features_together(grad), features_together(x)
+    core, operands = cpu_core.core(), _gradient_operands(grad, x, layout)
+    values = torch.empty(layout.values_shape, dtype=x.dtype, device=_CPU)
+    operands["values"] = address("values", values, layout.values_shape, x.dtype)
     if layout.block_shape == (1, 1):
-        _csr_wgrad(grad, x, layout, values)
+        sizes = operands["tokens"], *layout.shape
+        working = _working(core.csr_wgrad_working_bytes(operands["isa"], operands["dtype"], *sizes))
+        core.csr_wgrad(**operands, **_handed(working), start=layout.row_start, col=layout.col_of_block)
         return values
     plan = block_plan(layout)
-    cpu_core.core().linear_wgrad(
-        isa=cpu_core.isa(),
-        dtype=DTYPES[x.dtype],
-        block=layout.block_shape,
-        tokens=x.shape[0],
-        grad=grad.data_ptr(),
-        grad_stride=grad.stride(0),
-        out_features=grad.shape[1],
-        x=x.data_ptr(),
-        x_stride=x.stride(0),
-        in_features=x.shape[1],
-        values=values.data_ptr(),
-        row=plan.row,
-        col=plan.col,
-        task_start=plan.task_start,
-    )
+    core.linear_wgrad(**operands, block=layout.block_shape, row=plan.row, col=plan.col, task_start=plan.task_start)
     return values
 
 
@@ -90,32 +90,25 @@ def gradients(
 
     The numbers of `linear` and `linear_wgrad`, which would each bring the same rows of `grad` from memory.
     """
-    core, isa, dtype = cpu_core.core(), cpu_core.isa(), DTYPES[x.dtype]
-    size = 0
-    if layout.block_shape == (1, 1):
-        size = core.csr_gradients_working_bytes(isa, dtype, *grad.shape, x.shape[1])
+    if layout.block_shape != (1, 1):
+        return None
+    core, dtype = cpu_core.core(), x.dtype
+    size = core.csr_gradients_working_bytes(cpu_core.isa(), DTYPES[dtype], cpu_core.length(x), *layout.shape)
     if not size:
         return None
-    grad, x, values = _features_contiguous(grad), _features_contiguous(x), values.contiguous()
-    grad_x = workspace.empty(x.shape, x.dtype, x.device) if needs_x else None
-    grad_values, working = torch.empty(layout.values_shape, dtype=x.dtype), _working(size, x)
-    grad_bias = torch.empty(grad.shape[1], dtype=x.dtype) if needs_bias else None
+    grad, x, values = features_together(grad), features_together(x), values.contiguous()
+    operands, working = _gradient_operands(grad, x, layout), _working(size)
+    grad_x = workspace.empty(x.shape, dtype, _CPU) if needs_x else None
+    grad_values = torch.empty(layout.values_shape, dtype=x.dtype, device=_CPU)
+    grad_bias = torch.empty(layout.shape[:1], dtype=dtype, device=_CPU) if needs_bias else None
     start, col, position = column_plan(layout) if needs_x else (layout.row_start, layout.col_of_block, None)
     core.csr_gradients(
-        isa=isa,
-        dtype=dtype,
-        tokens=x.shape[0],
-        grad=grad.data_ptr(),
-        grad_stride=grad.stride(0),
-        out_features=grad.shape[1],
-        x=x.data_ptr(),
-        x_stride=x.stride(0),
-        in_features=x.shape[1],
-        values=values.data_ptr(),
-        grad_x=0 if grad_x is None else grad_x.data_ptr(),
-        grad_values=grad_values.data_ptr(),
-        grad_bias=0 if grad_bias is None else grad_bias.data_ptr(),
-        working=working.data_ptr(),
+        **operands,
+        values=address("values", values, layout.values_shape, dtype),
+        grad_x=address("grad_x", grad_x, x.shape, dtype),
+        grad_values=address("grad_values", grad_values, layout.values_shape, dtype),
+        grad_bias=address("grad_bias", grad_bias, layout.shape[:1], dtype),
+        **_handed(working),
         start=start,
         col=col,
         position=position,
@@ -123,76 +116,45 @@ def gradients(
     return grad_x, grad_values, grad_bias
 
 
-def _csr_linear(
-    x: torch.Tensor,
-    values: torch.Tensor,
-    bias: torch.Tensor | None,
-    layout: BlockLayout,
-    transpose: bool,
-    activation: str | None,
-    y: torch.Tensor,
-) -> None:
-    start, col, position = layout.row_start, layout.col_of_block, None
-    if transpose:
-        start, col, position = column_plan(layout)
-    core, isa, dtype = cpu_core.core(), cpu_core.isa(), DTYPES[x.dtype]
-    working = _working(core.csr_working_bytes(isa, dtype, *x.shape), x)
-    core.csr_linear(
-        isa=isa,
-        dtype=dtype,
-        activation=activation or "none",
-        tokens=x.shape[0],
-        x=x.data_ptr(),
-        x_stride=x.stride(0),
-        in_features=x.shape[1],
-        values=values.data_ptr(),
-        bias=0 if bias is None else bias.data_ptr(),
-        y=y.data_ptr(),
-        working=working.data_ptr(),
-        start=start,
-        col=col,
-        position=position,
-    )
-
-
-def _csr_wgrad(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout, values: torch.Tensor) -> None:
-    core, isa, dtype = cpu_core.core(), cpu_core.isa(), DTYPES[x.dtype]
-    working = _working(core.csr_wgrad_working_bytes(isa, dtype, *grad.shape, x.shape[1]), x)
-    core.csr_wgrad(
-        isa=isa,
-        dtype=dtype,
-        tokens=x.shape[0],
-        grad=grad.data_ptr(),
-        grad_stride=grad.stride(0),
-        out_features=grad.shape[1],
-        x=x.data_ptr(),
-        x_stride=x.stride(0),
-        in_features=x.shape[1],
-        values=values.data_ptr(),
-        working=working.data_ptr(),
-        start=layout.row_start,
-        col=layout.col_of_block,
-    )
+def _gradient_operands(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout) -> dict[str, Any]:
+    """What the products of grad and x take of them."""
+    tokens, (out_features, in_features) = cpu_core.length(x), layout.shape
+    x_address, x_stride = rows("x", x, (tokens, in_features), x.dtype)
+    grad_address, grad_stride = rows("grad", grad, (tokens, out_features), x.dtype)
+    return {
+        "isa": cpu_core.isa(),
+        "dtype": DTYPES[x.dtype],
+        "tokens": tokens,
+        "grad": grad_address,
+        "grad_stride": grad_stride,
+        "out_features": out_features,
+        "x": x_address,
+        "x_stride": x_stride,
+        "in_features": in_features,
+    }
 
 
 class _Small(threading.local):
     """Working memory that each thread keeps, as allocating it anew takes as long as the product of a small layer."""
 
-    memory = torch.empty(0)
+    memory = torch.empty(0, dtype=torch.uint8, device=_CPU)
 
 
 _small = _Small()
 
 
-def _working(size: int, x: torch.Tensor) -> torch.Tensor:
-    """Memory for one call, of whole cache lines."""
+def _working(size: int) -> torch.Tensor:
+    """Memory for one call, of so many bytes at least."""
     if size > workspace.LEAST:
-        return workspace.empty((size // 4,), torch.float32, x.device)
+        return workspace.empty((size,), torch.uint8, _CPU)
     if _small.memory.nbytes < size:
-        _small.memory = torch.empty(size // 4)
+        _small.memory = torch.empty(size, dtype=torch.uint8, device=_CPU)
     return _small.memory
 
 
-def _features_contiguous(x: torch.Tensor) -> torch.Tensor:
-    # The kernels take any distance between tokens, but the features of one token side by side.
-    return x if x.stride(1) == 1 else x.contiguous()
+def _handed(working: torch.Tensor) -> dict[str, int]:
+    """Working memory as the core takes it, which knows how much of it is needed."""
+    return {
+        "working": address("working", working, working.shape, torch.uint8),
+        "working_bytes": working.nbytes,
+    }

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from .. import cpu_core
 
@@ -56,7 +57,16 @@ def row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
     return layout.derived(("linear rows", transpose), lambda: _row_plan(layout, transpose))
 
 
+def check_int32(layout: BlockLayout) -> None:
+    """Raises a BlockSparseError unless int32 numbers the block rows and columns, and the rows within a block."""
+    if max(*layout.grid, *layout.block_shape) >= 2**31:
+        raise BlockSparseError.expected(
+            "layout", "below 2^31 rows and columns of blocks, and below 2^31 features per block", repr(layout)
+        )
+
+
 def _row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
+    check_int32(layout)
     block = np.arange(layout.nnz, dtype=np.int64)
     if transpose:
         layout, block = layout.T, layout.transpose_order
@@ -90,6 +100,7 @@ def block_plan(layout: BlockLayout) -> BlockPlan:
     """The plan of the sampled product (the gradient of the values)."""
 
     def build() -> BlockPlan:
+        check_int32(layout)
         cost = np.full(layout.nnz, layout.block_shape[0] * layout.block_shape[1])
         return BlockPlan(
             row=layout.row_of_block.astype(np.int32),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...errors import BlockSparseError
 from .. import cpu_core
-from ..cpu_core import DTYPES
-from .operands import STATES, row_stride
-
-NONE = (0, 0)
+from ..cpu_core import DTYPES, address, rows
+from .operands import STATES
 
 refusal = cpu_core.refusal
 
@@ -24,20 +23,20 @@ def forward(
     c_out: Tensor,
     gates_out: Tensor | None = None,
 ) -> None:
-    dtype, (n, hidden) = z.dtype, c.shape
+    dtype, name, n, hidden = z.dtype, DTYPES[z.dtype], *_sizes(c)
     state, one, all_four = STATES[dtype], (n, hidden), (n, 4 * hidden)
     cpu_core.core().gates_forward(
         cpu_core.isa(),
-        DTYPES[dtype],
+        name,
         n,
         hidden,
-        _rows("z", z, all_four, dtype),
-        NONE if add is None else _rows("add", add, all_four if add.dim() == 2 else all_four[1:], dtype),
-        0 if gain is None else _rows("gain", gain, all_four[1:], dtype)[0],
-        _rows("c", c, one, state),
-        _rows("h_out", h_out, one, dtype),
-        _rows("c_out", c_out, one, state),
-        NONE if gates_out is None else _rows("gates_out", gates_out, all_four, dtype),
+        rows("z", z, all_four, dtype),
+        rows("add", add, all_four if add is None or add.dim() == 2 else all_four[1:], dtype),
+        address("gain", gain, all_four[1:], dtype),
+        rows("c", c, one, state),
+        rows("h_out", h_out, one, dtype),
+        rows("c_out", c_out, one, state),
+        rows("gates_out", gates_out, all_four, dtype),
     )
 
 
@@ -52,27 +51,27 @@ def backward(
     grad_pre_out: Tensor,
     grad_c_out: Tensor,
 ) -> None:
-    dtype, (n, hidden) = gates.dtype, c.shape
+    dtype, name, n, hidden = gates.dtype, DTYPES[gates.dtype], *_sizes(c)
     state, one, all_four = STATES[dtype], (n, hidden), (n, 4 * hidden)
     cpu_core.core().gates_backward(
         cpu_core.isa(),
-        DTYPES[dtype],
+        name,
         n,
         hidden,
-        _rows("gates", gates, all_four, dtype),
-        _rows("c_before", c_before, one, state),
-        _rows("c", c, one, state),
-        NONE if grad_h is None else _rows("grad_h", grad_h, one, dtype),
-        NONE if grad_y is None else _rows("grad_y", grad_y, one, dtype),
-        NONE if grad_c is None else _rows("grad_c", grad_c, one, state),
-        _rows("grad_pre_out", grad_pre_out, all_four, dtype),
-        _rows("grad_c_out", grad_c_out, one, state),
+        rows("gates", gates, all_four, dtype),
+        rows("c_before", c_before, one, state),
+        rows("c", c, one, state),
+        rows("grad_h", grad_h, one, dtype),
+        rows("grad_y", grad_y, one, dtype),
+        rows("grad_c", grad_c, one, state),
+        rows("grad_pre_out", grad_pre_out, all_four, dtype),
+        rows("grad_c_out", grad_c_out, one, state),
     )
 
 
-_CPU = torch.device("cpu")
 
-
-def _rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
-    stride = row_stride(name, tensor, shape, dtype, _CPU)
-    return tensor.data_ptr(), stride
+def _sizes(c: Tensor) -> torch.Size:
+    """[n, H] of all tensors is that of the state."""
+    if c.dim() != 2:
+        raise BlockSparseError.expected("c", "[n, H]", list(c.shape))
+    return c.shape

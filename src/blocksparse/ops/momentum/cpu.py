@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .. import cpu_core
-from ..cpu_core import DTYPES
+from ..cpu_core import DTYPES, address
+from .reference import check_count
 
 refusal = cpu_core.refusal
 
@@ -35,13 +36,19 @@ def step(
     rate: float,
     keep: float,
 ) -> None:
+    dtype, shapes = weights[0].dtype, [w.shape for w in weights]
+
+    def addresses(name: str, tensors: list[Tensor]) -> list[int]:
+        check_count(name, tensors, weights)
+        return [address(f"{name}[{i}]", tensor, shapes[i], dtype) for i, tensor in enumerate(tensors)]
+
     cpu_core.core().momentum_steps(
         isa=cpu_core.isa(),
-        dtype=DTYPES[weights[0].dtype],
+        dtype=DTYPES[dtype],
         counts=[w.numel() for w in weights],
-        weights=[w.data_ptr() for w in weights],
-        velocities=[v.data_ptr() for v in velocities],
-        grads=[g.data_ptr() for g in grads],
+        weights=addresses("weights", weights),
+        velocities=addresses("velocities", velocities),
+        grads=addresses("grads", grads),
         momentum=momentum,
         rate=rate,
         keep=keep,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...errors import BlockSparseError
+
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
@@ -20,7 +22,18 @@ def step(
     rate: float,
     keep: float,
 ) -> None:
+    for name, tensors in (("velocities", velocities), ("grads", grads)):
+        check_count(name, tensors, weights)
+        for i, (w, tensor) in enumerate(zip(weights, tensors, strict=True)):
+            if tensor.shape != w.shape:
+                raise BlockSparseError.expected(f"{name}[{i}]", f"{list(w.shape)}, as its weight", list(tensor.shape))
     torch._foreach_mul_(velocities, momentum)
     torch._foreach_sub_(velocities, grads, alpha=rate)
     torch._foreach_mul_(weights, keep)
     torch._foreach_add_(weights, velocities)
+
+
+def check_count(name: str, tensors: list[Tensor], weights: list[Tensor]) -> None:
+    """Raises a BlockSparseError unless there is a tensor for each weight."""
+    if len(tensors) != len(weights):
+        raise BlockSparseError.expected(name, f"one for each of {len(weights)} weights", len(tensors))
