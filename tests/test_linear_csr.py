@@ -140,7 +140,8 @@ def test_all_gradients_at_once(backend, dtype, layout, tokens, strides, needs, w
             layout = bs.BlockLayout(layout.mask(), block_size=1)
             layout.__dict__.update(own)
             layout.derived("linear columns", lambda: plan)
-        cpu._small.memory = torch.full((1 << 20,), math.nan).view(torch.uint8)  # what is read before it is written shows
+        # What is read before it is written shows.
+        cpu._small.memory = torch.full((1 << 20,), math.nan).view(torch.uint8)
         torch.set_num_threads(threads)
         try:
             found = cpu.gradients(grad, x, values, layout, *needs)

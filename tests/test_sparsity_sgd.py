@@ -64,3 +64,43 @@ def test_closures_and_parameters_without_gradients():
 def test_bad_arguments(arguments):
     with pytest.raises(bs.BlockSparseError, match=f"{next(iter(arguments))}: expected"):
         bs.sparsity.SGD([nn.Parameter(torch.ones(1))], **arguments)
+
+
+def trained(density):
+    torch.manual_seed(0)
+    layer = bs.nn.Linear(64, 64, block_size=16, density=density)
+    optimizer = bs.sparsity.SGD(layer.parameters(), lr=0.1)
+    layer(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    return layer, optimizer
+
+
+@pytest.mark.parametrize("first", ["module", "optimizer"])
+def test_a_state_of_another_layout(first):
+    small, its_optimizer = trained(0.25)
+    layer, optimizer = trained(1.0)
+    loads = [
+        lambda: layer.load_state_dict(small.state_dict()),
+        lambda: optimizer.load_state_dict(its_optimizer.state_dict()),
+    ]
+    loads = loads if first == "module" else loads[::-1]
+    loads[0]()
+    layer(torch.randn(4, 64)).sum().backward()
+    with pytest.raises(bs.BlockSparseError, match=r"momentum_buffer: expected .* optimizer\.state\.clear\(\)"):
+        optimizer.step()
+    loads[1]()
+    layer(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+
+
+def test_a_state_of_torch_sgd_without_momentum_and_one_of_adam():
+    w = nn.Parameter(torch.ones(2))
+    w.grad = torch.ones(2)
+    theirs = torch.optim.SGD([w], lr=0.5)
+    theirs.step()
+    ours = bs.sparsity.SGD([w])
+    ours.load_state_dict(theirs.state_dict())
+    ours.step()
+    assert torch.equal(w.detach(), torch.zeros(2))
+    with pytest.raises(bs.BlockSparseError, match="momentum: expected"):
+        ours.load_state_dict(torch.optim.Adam([w]).state_dict())

@@ -57,12 +57,7 @@ def row_stride(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.d
     Raises:
         BlockSparseError: another shape, dtype or device, or features apart from each other.
     """
-    if (
-        tensor.shape == shape
-        and tensor.dtype is dtype
-        and tensor.device == device
-        and tensor.layout is torch.strided
-    ):
+    if tensor.shape == shape and tensor.dtype is dtype and tensor.device == device and tensor.layout is torch.strided:
         *rows, step = tensor.stride()
         if step == 1 or shape[-1] == 1:
             return rows[0] if rows else 0

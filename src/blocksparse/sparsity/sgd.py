@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checked import number
+from ..errors import BlockSparseError
 from ..ops import momentum
 
 
@@ -24,8 +25,13 @@ class SGD(torch.optim.Optimizer):
         params: parameters, or groups of them.
         lr, momentum, weight_decay: by default those of the papers; 0 or more.
 
+    A state dict holds a momentum of each parameter's shape. Where parameters change with their layout, as they do when
+    the state dict of a module with another pattern is loaded, the momentum has to change too: load the state dict that
+    the optimizer had then, before or after, or clear `optimizer.state`.
+
     Raises:
-        BlockSparseError: numbers out of range.
+        BlockSparseError: numbers out of range; from `load_state_dict`, parameter groups without these; from `step`, a
+            momentum or a gradient of another shape than its parameter's.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -46,8 +52,13 @@ class SGD(torch.optim.Optimizer):
         momentum: float = 0.9,
         weight_decay: float = 2e-4,
     ):
-        bounds = {"lr": (lr, math.inf), "momentum": (momentum, 1), "weight_decay": (weight_decay, 1)}
-        super().__init__(params, {name: number(name, value, 0, most) for name, (value, most) in bounds.items()})
+        super().__init__(params, _checked({"lr": lr, "momentum": momentum, "weight_decay": weight_decay}))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state; momenta are compared with their parameters in `step`, for these may be loaded later."""
+        for group in state_dict.get("param_groups", ()):
+            _checked(group)
+        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -60,11 +71,31 @@ class SGD(torch.optim.Optimizer):
             weights = [w for w in group["params"] if w.grad is not None]
             if not weights:
                 continue
-            for w in weights:
-                if "momentum_buffer" not in self.state[w]:
-                    self.state[w]["momentum_buffer"] = torch.zeros_like(w)
-            momenta = [self.state[w]["momentum_buffer"] for w in weights]
+            momenta = [self._momentum(w) for w in weights]
             grads = [w.grad for w in weights]
             rates = {"momentum": group["momentum"], "rate": group["lr"], "keep": 1 - group["weight_decay"]}
             momentum.step(weights, momenta, grads, **rates)
         return loss
+
+    def _momentum(self, w: Tensor) -> Tensor:
+        state = self.state[w]
+        found = state.get("momentum_buffer")
+        if found is None:  # not yet; torch.optim.SGD saves None for it where it has no momentum
+            found = state["momentum_buffer"] = torch.zeros_like(w)
+        elif not isinstance(found, Tensor) or found.shape != w.shape:
+            got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise BlockSparseError.expected(
+                "momentum_buffer",
+                f"{list(w.shape)}, as its parameter (after a change of the layout: load the optimizer's state of the "
+                "same time, or begin again with optimizer.state.clear())",
+                got,
+            )
+        return found
+
+
+_MOST = {"lr": math.inf, "momentum": 1, "weight_decay": 1}
+
+
+def _checked(rates: dict[str, Any]) -> dict[str, float]:
+    """Those of a group; a BlockSparseError where one is missing or out of range."""
+    return {name: number(name, rates.get(name), 0, most) for name, most in _MOST.items()}

@@ -13,7 +13,7 @@ import torch
 from ...errors import BlockSparseError
 from .. import vmap
 from ..checks import check_operands
-from ..linear.op import layout_of
+from ..linear.op import grid_of, layout_of
 from ..registry import choose
 from . import cpu, reference, triton
 from .plan import axes_of
@@ -35,11 +35,7 @@ conv_wgrad_op = torch.ops.blocksparse.conv_wgrad.default
 
 
 def _conv(x, values, bias, indices, in_blocks, transpose, scatter, size, stride, padding, dilation, activation):
-    if x.dim() < 3 or values.dim() != x.dim() + 1 or activation not in reference.ACTIVATIONS:
-        shapes = f"{list(x.shape)}, {list(values.shape)}, {activation!r}"
-        expected = f"[n, *space, channels], [nnz, block_out, block_in, *kernel], one of {list(reference.ACTIVATIONS)}"
-        raise BlockSparseError.expected("x, values, activation", expected, shapes)
-    layout = layout_of(indices, in_blocks, (values.shape[1], values.shape[2]))
+    layout = layout_of(indices, *_of_conv(x, values, indices, in_blocks, size, activation))
     out_channels, in_channels = layout.shape[::-1] if transpose else layout.shape
     space = x.shape[1:-1]
     check_operands(
@@ -56,10 +52,7 @@ def _conv(x, values, bias, indices, in_blocks, transpose, scatter, size, stride,
 
 
 def _conv_wgrad(grad, x, indices, in_blocks, scatter, kernel, stride, padding, dilation):
-    if x.dim() < 3 or grad.dim() != x.dim() or in_blocks < 1:
-        shapes = f"{list(grad.shape)}, {list(x.shape)}, {in_blocks}"
-        raise BlockSparseError.expected("grad, x, in_blocks", "two [n, *space, channels], a positive int", shapes)
-    layout = layout_of(indices, in_blocks, (grad.shape[-1] // (indices[0].shape[0] - 1), x.shape[-1] // in_blocks))
+    layout = layout_of(indices, *_of_conv_wgrad(grad, x, indices, in_blocks, kernel))
     out_channels, in_channels = layout.shape
     check_operands(
         x.dtype,
@@ -72,17 +65,37 @@ def _conv_wgrad(grad, x, indices, in_blocks, scatter, kernel, stride, padding, d
     return choose("conv_wgrad", IMPLEMENTATIONS, x.device, x.dtype).conv_wgrad(grad, x, layout, scatter, axes)
 
 
+def _of_conv(x, values, indices, in_blocks, size, activation):
+    """Grid and block, of what has the axes that the op asks for."""
+    axes = len(size)
+    if axes < 1 or x.dim() != axes + 2 or values.dim() != axes + 3 or activation not in reference.ACTIVATIONS:
+        shapes = f"{list(x.shape)}, {list(values.shape)}, {list(size)}, {activation!r}"
+        expected = "[n, *space, channels], [nnz, block_out, block_in, *kernel], a size of each axis, one of "
+        expected += f"{list(reference.ACTIVATIONS)}"
+        raise BlockSparseError.expected("x, values, size, activation", expected, shapes)
+    return grid_of(indices, in_blocks), (values.shape[1], values.shape[2])
+
+
+def _of_conv_wgrad(grad, x, indices, in_blocks, kernel):
+    if not 1 <= len(kernel) == x.dim() - 2 == grad.dim() - 2:
+        shapes = f"{list(grad.shape)}, {list(x.shape)}, {list(kernel)}"
+        raise BlockSparseError.expected("grad, x, kernel", "two [n, *space, channels], a size of each axis", shapes)
+    out_blocks, in_blocks = grid_of(indices, in_blocks)
+    return (out_blocks, in_blocks), (grad.shape[-1] // out_blocks, x.shape[-1] // in_blocks)
+
+
 # -- meta kernels ------------------------------------------------------------------------------------------------
 
 
 def _conv_meta(x, values, bias, indices, in_blocks, transpose, scatter, size, stride, padding, dilation, activation):
-    channels = in_blocks * values.shape[2] if transpose else (indices[0].shape[0] - 1) * values.shape[1]
-    return x.new_empty(x.shape[0], *size, channels)
+    grid, block = _of_conv(x, values, indices, in_blocks, size, activation)
+    axis = 1 if transpose else 0
+    return x.new_empty(x.shape[0], *size, grid[axis] * block[axis])
 
 
 def _conv_wgrad_meta(grad, x, indices, in_blocks, scatter, kernel, stride, padding, dilation):
-    block_out, block_in = grad.shape[-1] // (indices[0].shape[0] - 1), x.shape[-1] // in_blocks
-    return x.new_empty(indices[1].shape[0], block_out, block_in, *kernel)
+    _, block = _of_conv_wgrad(grad, x, indices, in_blocks, kernel)
+    return x.new_empty(indices[1].shape[0], *block, *kernel)
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------

@@ -10,8 +10,11 @@ backend, the instruction set, the dtype, or the number of threads.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from ...checked import integer
+from ...errors import BlockSparseError
 from ..registry import choose_or_reference
 from . import cpu, reference
 
@@ -40,10 +43,21 @@ def forward(x: Tensor, factors: Factors, seed: int, least: int) -> tuple[Tensor,
     >>> y, code
     (tensor([-0.5000,  2.0000]), tensor([2, 1], dtype=torch.uint8))
     """
+    integer("seed", seed, 0, below=2**64), integer("least", least, 0, below=LEVELS)
+    _check_factors(factors)
     return choose_or_reference(IMPLEMENTATIONS, x.device, x.dtype).forward(x.contiguous(), factors, seed, least)
 
 
 def backward(grad: Tensor, code: Tensor, factors: Factors) -> Tensor:
     """The gradient of x."""
+    _check_factors(factors)
+    if code.shape != grad.shape or code.dtype is not torch.uint8 or code.device != grad.device:
+        expected = f"uint8 {list(grad.shape)} on {grad.device}, as grad"
+        raise BlockSparseError.expected("code", expected, f"{code.dtype} {list(code.shape)} on {code.device}")
     backend = choose_or_reference(IMPLEMENTATIONS, grad.device, grad.dtype)
-    return backend.backward(grad.contiguous(), code, factors)
+    return backend.backward(grad.contiguous(), code.contiguous(), factors)
+
+
+def _check_factors(factors: Factors) -> None:
+    if len(factors) != 3 or not all(isinstance(factor, int | float) for factor in factors):
+        raise BlockSparseError.expected("factors", "three numbers, one for each code", factors)

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
+from ...checked import checked_ints
 from ...errors import BlockSparseError
-from ...layout import BlockLayout
+from ...layout import BlockLayout, layout_of_indices
 from .. import vmap
 from ..checks import check_operands, needs_grad, unobserved
 from ..registry import choose
@@ -38,15 +40,13 @@ linear_wgrad_op = torch.ops.blocksparse.linear_wgrad.default
 
 
 def _linear(x, values, bias, indices, in_blocks, transpose, activation):
-    if values.dim() != 3 or activation not in reference.ACTIVATIONS:
-        expected = f"3-D, one of {list(reference.ACTIVATIONS)}"
-        raise BlockSparseError.expected("values, activation", expected, f"{values.dim()}-D, {activation!r}")
-    layout = layout_of(indices, in_blocks, (values.shape[1], values.shape[2]))
+    grid, block = _of_linear(x, values, indices, in_blocks, activation)
+    layout = layout_of(indices, grid, block)
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
     check_operands(
         x.dtype,
         x.device,
-        x=(x, (*x.shape[:1], in_features)),
+        x=(x, (x.shape[0], in_features)),
         values=(values, layout.values_shape),
         bias=(bias, (out_features,)),
     )
@@ -54,14 +54,28 @@ def _linear(x, values, bias, indices, in_blocks, transpose, activation):
 
 
 def _linear_wgrad(grad, x, indices, in_blocks):
-    if grad.dim() != 2 or x.dim() != 2 or in_blocks < 1:
-        shapes = f"{list(grad.shape)}, {list(x.shape)}, {in_blocks}"
-        raise BlockSparseError.expected("grad, x, in_blocks", "[tokens, out], [tokens, in], a positive int", shapes)
-    block = (grad.shape[1] // (indices[0].shape[0] - 1), x.shape[1] // in_blocks)
-    layout = layout_of(indices, in_blocks, block)
+    layout = layout_of(indices, *_of_linear_wgrad(grad, x, indices, in_blocks))
     out_features, in_features = layout.shape
     check_operands(x.dtype, x.device, x=(x, (len(x), in_features)), grad=(grad, (len(x), out_features)))
     return backend_of(x).linear_wgrad(grad, x, layout)
+
+
+def _of_linear(x, values, indices, in_blocks, activation):
+    """Grid and block, of what has the axes that the op asks for."""
+    if x.dim() != 2 or values.dim() != 3 or activation not in reference.ACTIVATIONS:
+        expected = f"2-D, 3-D, one of {list(reference.ACTIVATIONS)}"
+        got = f"{x.dim()}-D, {values.dim()}-D, {activation!r}"
+        raise BlockSparseError.expected("x, values, activation", expected, got)
+    return grid_of(indices, in_blocks), (values.shape[1], values.shape[2])
+
+
+def _of_linear_wgrad(grad, x, indices, in_blocks):
+    if grad.dim() != 2 or x.dim() != 2:
+        raise BlockSparseError.expected(
+            "grad, x", "[tokens, out], [tokens, in]", f"{list(grad.shape)}, {list(x.shape)}"
+        )
+    out_blocks, in_blocks = grid_of(indices, in_blocks)
+    return (out_blocks, in_blocks), (grad.shape[1] // out_blocks, x.shape[1] // in_blocks)
 
 
 def backend_of(x: Tensor) -> ModuleType:
@@ -77,35 +91,54 @@ def indices_of(layout: BlockLayout, x: Tensor) -> list[Tensor]:
     return indices
 
 
-def layout_of(indices: Sequence[Tensor], in_blocks: int, block: tuple[int, int]) -> BlockLayout:
-    """The layout that these index tensors came from, or one made of them (in a graph loaded from a file, say)."""
+def grid_of(indices: Sequence[Tensor], in_blocks: int) -> tuple[int, int]:
+    """(out_blocks, in_blocks) as the sizes of index tensors say it, which may be traced."""
+    vectors = len(indices) >= 2 and all(index.dim() == 1 for index in indices)
+    if not vectors or indices[0].shape[0] < 2 or in_blocks < 1:
+        got = f"{[list(index.shape) for index in indices]}, {in_blocks}"
+        raise BlockSparseError.expected(
+            "indices, in_blocks", "crow [out_blocks + 1], col [nnz] of at least one block row, a positive int", got
+        )
+    return indices[0].shape[0] - 1, in_blocks
+
+
+def layout_of(indices: Sequence[Tensor], grid: tuple[int, int], block: tuple[int, int]) -> BlockLayout:
+    """The layout that these index tensors are those of, or one made of them (in a graph loaded from a file, say).
+
+    Raises:
+        BlockSparseError: index tensors that are not those of a layout of this grid.
+    """
     crow, col = indices[:2]
     known = getattr(col, "_blocksparse_layout", None)
     layout = known() if known is not None else None
-    if layout is not None and layout.block_shape == block and layout.grid[1] == in_blocks:
-        return layout
-    return _layout_from_bytes(crow.cpu().numpy().tobytes(), col.cpu().numpy().tobytes(), col.dtype, in_blocks, block)
+    if layout is not None and layout.block_shape == block and layout.grid == grid:
+        # Others, a copy that was written to say, are looked at.
+        own_crow, own_col = layout.indices_on(col.device)
+        if own_crow is crow and own_col is col:
+            return layout
+    starts, cols = checked_ints("crow_indices", crow), checked_ints("col_indices", col)
+    return _layout_from_bytes((starts.tobytes(), starts.dtype), (cols.tobytes(), cols.dtype), grid, block)
 
 
 @lru_cache(maxsize=64)
-def _layout_from_bytes(crow: bytes, col: bytes, dtype: torch.dtype, in_blocks: int, block: tuple[int, int]):
-    starts, cols = (torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0) for data in (crow, col))
-    rows = torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff().long())
-    return BlockLayout.from_indices(rows, cols.long(), (len(starts) - 1, in_blocks), block)
+def _layout_from_bytes(
+    crow: tuple[bytes, np.dtype], col: tuple[bytes, np.dtype], grid: tuple[int, int], block: tuple[int, int]
+) -> BlockLayout:
+    return layout_of_indices(np.frombuffer(*crow), np.frombuffer(*col), grid, block)
 
 
 # -- meta kernels ------------------------------------------------------------------------------------------------
 
 
 def _linear_meta(x, values, bias, indices, in_blocks, transpose, activation):
-    if transpose:
-        return x.new_empty(x.shape[0], in_blocks * values.shape[2])
-    return x.new_empty(x.shape[0], (indices[0].shape[0] - 1) * values.shape[1])
+    grid, block = _of_linear(x, values, indices, in_blocks, activation)
+    axis = 1 if transpose else 0
+    return x.new_empty(x.shape[0], grid[axis] * block[axis])
 
 
 def _linear_wgrad_meta(grad, x, indices, in_blocks):
-    block_out, block_in = grad.shape[1] // (indices[0].shape[0] - 1), x.shape[1] // in_blocks
-    return x.new_empty(indices[1].shape[0], block_out, block_in)
+    _, block = _of_linear_wgrad(grad, x, indices, in_blocks)
+    return x.new_empty(indices[1].shape[0], *block)
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------

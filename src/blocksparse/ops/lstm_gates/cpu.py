@@ -69,7 +69,6 @@ def backward(
     )
 
 
-
 def _sizes(c: Tensor) -> torch.Size:
     """[n, H] of all tensors is that of the state."""
     if c.dim() != 2:
