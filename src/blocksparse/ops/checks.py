@@ -54,12 +54,16 @@ def check_operands(dtype: torch.dtype, device: torch.device, **tensors: tuple[Te
 def row_stride(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
     """The distance between the rows of this tensor, or of the one row of `[features]` to itself.
 
+    A tensor that is written to has a name that ends in `_out`.
+
     Raises:
-        BlockSparseError: another shape, dtype or device, or features apart from each other.
+        BlockSparseError: another shape, dtype or device, features apart from each other, rows of an output within
+            each other, or a lazy change of sign.
     """
     if tensor.shape == shape and tensor.dtype is dtype and tensor.device == device and tensor.layout is torch.strided:
         *rows, step = tensor.stride()
-        if step == 1 or shape[-1] == 1:
+        overlapping = name.endswith("_out") and rows[0] < shape[-1] and shape[0] > 1
+        if (step == 1 or shape[-1] == 1) and not overlapping and not tensor.is_neg():
             return rows[0] if rows else 0
     expected = f"{list(shape)}, features side by side, {dtype}, {device}"
     raise BlockSparseError.expected(name, expected, described(tensor))
@@ -115,10 +119,10 @@ def recorded_alone(*tensors: Tensor | None) -> bool:
 
 
 def concrete(*tensors: Tensor | None) -> bool:
-    """Whether these are numbers that can be read: no tracer, mode, transform or subclass stands between."""
+    """Whether these are numbers that can be read: no tracer, mode, transform, subclass or lazy sign stands between."""
     return (
         not torch.compiler.is_compiling()
-        and all(tensor is None or (type(tensor) in _PLAIN and not tensor.is_meta) for tensor in tensors)
+        and all(tensor is None or _is_plain(tensor) for tensor in tensors)
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.maybe_current_level() is None
         and torch._C._get_tracing_state() is None
@@ -126,3 +130,8 @@ def concrete(*tensors: Tensor | None) -> bool:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    # What PyTorch negates when it is read, or has no memory for, its dispatcher makes numbers of.
+    return type(tensor) in _PLAIN and not (tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor())

@@ -139,6 +139,7 @@ def address(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: tor
         or not tensor.is_cpu
         or tensor.layout is not torch.strided
         or not tensor.is_contiguous()
+        or tensor.is_neg()  # its numbers are not what lies in its memory
     ):
         raise BlockSparseError.expected(name, f"{list(shape)}, contiguous, {dtype}, on the CPU", described(tensor))
     return tensor.data_ptr()

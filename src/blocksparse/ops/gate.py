@@ -33,6 +33,7 @@ def gated(values: Tensor, layout: BlockLayout, gate: Tensor) -> tuple[Tensor, Bl
     they are not there yet.
     """
     _check(values, layout, gate)
+    values, gate = values.resolve_neg(), gate.resolve_neg()
     readable = gate.device.type == "cpu" and layout.nnz < LARGE and concrete(values, gate)
     if not readable or needs_grad(values, gate):
         if readable:

@@ -14,6 +14,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from ..errors import BlockSparseError
 
 if TYPE_CHECKING:
+    from ..layout import BlockLayout
     from .linear.tiles import Tile
 
 CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 and asynchronous copies
@@ -74,6 +75,24 @@ def _refusal_of_gpu(index: int | None) -> str | None:
 # -- launches ---------------------------------------------------------------------------------------------------
 
 MOST_PROGRAMS = 2**31 - 1
+MOST_SLICES = 2**16 - 1  # along the other two axes of a grid
+# Kernels count in int32, and beyond the last number up to a tile more before they mask it; addresses are int64.
+MOST_COUNTED = 2**31 - 2**16
+
+
+def check_fits(name: str, what: str, count: int) -> None:
+    """Raises a BlockSparseError for more of something than kernels count."""
+    if count > MOST_COUNTED:
+        raise BlockSparseError.expected(name, f"at most {MOST_COUNTED} {what} on a GPU", f"{count}")
+
+
+def check_layout_fits(layout: BlockLayout) -> None:
+    """Raises a BlockSparseError for a layout with more blocks or features than kernels count."""
+    check_fits("layout", "blocks", layout.nnz)
+    for blocks, size in zip(layout.grid, layout.block_shape, strict=True):
+        # Lanes are those of blocks rounded up.
+        check_fits("layout", "features, in blocks of a power of two,", blocks * power_of_two(size))
+    check_fits("layout", "numbers in a block", layout.block_shape[0] * layout.block_shape[1])
 
 
 class Launch:
@@ -92,6 +111,11 @@ class Launch:
         slots: int = 0,
         splits: int = 1,
     ) -> None:
+        for count, most in zip(grid, (MOST_PROGRAMS, MOST_SLICES, MOST_SLICES), strict=True):
+            if count > most:
+                raise BlockSparseError.expected(
+                    "x", "fewer tokens in one call on a GPU, or smaller blocks", f"{grid} tiles of work"
+                )
         self.kernel, self.grid, self.slots, self.splits = kernel, grid, slots, splits
         self.arguments = tuple(arguments[name] for name in kernel.arg_names[tensors:])
         self.options = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -120,14 +144,6 @@ class Launch:
             raise
         if compiled is not None:  # the interpreter compiles nothing
             self.compiled = compiled[self.grid]
-
-
-def programs(token_tiles: int, tasks: int, slices: int) -> tuple[int, int, int]:
-    """The grid of so many programs."""
-    count = token_tiles * tasks * slices
-    if count > MOST_PROGRAMS:
-        raise BlockSparseError.expected("x", "fewer tokens in one call on a GPU", f"{count} tiles of work")
-    return count, 1, 1
 
 
 def common(dtype: torch.dtype, tile: Tile) -> dict[str, Any]:

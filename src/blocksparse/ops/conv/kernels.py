@@ -58,7 +58,7 @@ def conv_kernel(
     width: tl.constexpr = block_out if TRANSPOSE else block_in
     WIDTH: tl.constexpr = triton.next_power_of_2(width)
     slices: tl.constexpr = triton.cdiv(height, OUTPUTS)
-    task = tl.program_id(0) // slices % tasks
+    task = (tl.program_id(0) // slices % tasks).to(tl.int64)
     tile = tl.program_id(0) // slices // tasks
     output = tl.program_id(0) % slices * OUTPUTS + tl.arange(0, OUTPUTS)
     phase = phase_ptr + tl.program_id(1) * 21
@@ -88,7 +88,7 @@ def conv_kernel(
         inside = valid & (i0 >= 0) & (i0 < in_size0) & (i1 >= 0) & (i1 < in_size1) & (i2 >= 0) & (i2 < in_size2)
         x_rows = x_ptr + (((image * in_size0 + i0) * in_size1 + i1) * in_size2 + i2) * in_channels
         tap = ((tap0 + t0 * tap_step0) * kernel1 + tap1 + t1 * tap_step1) * kernel2 + tap2 + t2 * tap_step2
-        weights = values_ptr + (tap * nnz).to(tl.int64) * (block_out * block_in)
+        weights = values_ptr + tap.to(tl.int64) * nnz * (block_out * block_in)
         entry, k, there = lanes(first, last, step % steps * LANES, width, WIDTH, LANES)
         x = load_inputs(x_rows, inside, col_ptr, entry, k, there, width)
         w = load_weights(weights, block_ptr, entry, k, there, output, block_out, block_in, TRANSPOSE)
@@ -143,7 +143,7 @@ def conv_wgrad_kernel(
     """One tap of LANES lanes of one row's entries, summed over a part of the positions of the small image."""
     taps: tl.constexpr = kernel0 * kernel1 * kernel2
     slices: tl.constexpr = triton.cdiv(block_out, OUTPUTS)
-    task = tl.program_id(0) // (taps * slices)
+    task = (tl.program_id(0) // (taps * slices)).to(tl.int64)
     tap = tl.program_id(0) // slices % taps
     split = tl.program_id(1)
     row = tl.load(task_ptr + 4 * task)
@@ -179,7 +179,7 @@ def conv_wgrad_kernel(
             grad_rows[:, None] + grad_lane[None, :], mask=inside[:, None] & (o < block_out)[None, :], other=0
         )
         sums = dot(x, grad, sums, PRECISION, WIDEN)
-    block = (split * taps + tap).to(tl.int64) * nnz + entry
+    block = (split.to(tl.int64) * taps + tap) * nnz + entry
     offset = (block[:, None] * block_out + o[None, :]) * block_in + i[:, None]
     tl.store(values_ptr + offset, sums, mask=there[:, None] & (o < block_out)[None, :])
 

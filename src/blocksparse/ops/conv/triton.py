@@ -13,7 +13,7 @@ from ...layout import BlockLayout
 from ..linear import triton as linear
 from ..linear.gpu_plan import linear_plan, wgrad_tasks
 from ..linear.tiles import Tile, Work, bucket, gpu_of, tile_for
-from ..triton_runtime import Launch, cdiv, common, power_of_two, programs, sums_of
+from ..triton_runtime import Launch, cdiv, check_fits, check_layout_fits, common, power_of_two, sums_of
 from .gpu_plan import phase_table
 from .plan import Axis, is_linear, three_axes
 
@@ -32,7 +32,7 @@ def conv(
 ) -> Tensor:
     from . import kernels
 
-    x = x.contiguous()
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     out_channels = layout.shape[transpose]
     if is_linear(axes):
         matrix = values.reshape(layout.values_shape)
@@ -42,12 +42,14 @@ def conv(
     y = torch.empty(x.shape[0], *out_space, out_channels, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
+    _check_fits(layout, axes)
     axes = three_axes(axes)
     big, small, kernel, stride = (
         [getattr(axis, name) for axis in axes] for name in ("big", "small", "kernel", "stride")
     )
     table = phase_table(tuple(axes), scatter)
     tokens = x.shape[0] * int(table[:, :, 1].astype("int64").prod(1).max())
+    check_fits("x", "positions in one call", tokens)
     tile = _tile("dgrad" if transpose else "forward", x, layout, tokens)
     tasks, col, block = _tasks(layout, transpose, x.device)
     height = layout.block_shape[transpose]
@@ -72,7 +74,7 @@ def conv(
         "ACTIVATION": activation or "",
         **common(x.dtype, tile),
     }
-    (count, _, _) = programs(cdiv(tokens, tile.tokens), tasks.shape[0], cdiv(height, tile.outputs))
+    count = cdiv(tokens, tile.tokens) * tasks.shape[0] * cdiv(height, tile.outputs)
     launch = Launch(kernels.conv_kernel, (count, len(table), 1), 4, arguments, tile)
     launch(x, _taps_first(values), bias, y)
     return y
@@ -90,6 +92,8 @@ def conv_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, scatter: bool, axes
     tokens = small_image[..., 0].numel()
     if layout.nnz == 0 or tokens == 0:
         return torch.zeros(*layout.values_shape, *kernel, dtype=x.dtype, device=x.device)
+    _check_fits(layout, axes)
+    check_fits("x", "positions in one call", tokens)
     tile, gpu = _tile("wgrad", x, layout, tokens), gpu_of(x.device)
     tasks = _on(layout, ("conv wgrad tasks", tile.lanes), x.device, lambda: wgrad_tasks(layout, tile.lanes))
     col = _on(layout, ("conv col",), x.device, lambda: layout.col_of_block.astype("int32"))
@@ -121,7 +125,15 @@ def conv_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, scatter: bool, axes
     launch = Launch(kernels.conv_wgrad_kernel, (tasks.shape[0] * taps * slices, splits, 1), 3, arguments, tile)
     launch(grad, x, parts)
     values = parts[0] if splits == 1 else parts.sum(0).to(x.dtype)
-    return values.permute(1, 2, 3, 0).reshape(*layout.values_shape, *kernel)
+    return values.permute(1, 2, 3, 0).contiguous().view(*layout.values_shape, *kernel)
+
+
+def _check_fits(layout: BlockLayout, axes: Sequence[Axis]) -> None:
+    """Raises a BlockSparseError for more blocks, channels or positions along an axis than kernels count."""
+    check_layout_fits(layout)
+    for axis in axes:
+        reach = axis.big + (axis.small - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + abs(axis.padding)
+        check_fits("x", "positions along an axis with all that its taps reach", reach)
 
 
 def _taps_first(values: Tensor) -> Tensor:

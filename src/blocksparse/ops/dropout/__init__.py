@@ -45,7 +45,7 @@ def forward(x: Tensor, factors: Factors, seed: int, least: int) -> tuple[Tensor,
     """
     integer("seed", seed, 0, below=2**64), integer("least", least, 0, below=LEVELS)
     _check_factors(factors)
-    return choose_or_reference(IMPLEMENTATIONS, x.device, x.dtype).forward(x.contiguous(), factors, seed, least)
+    return choose_or_reference(IMPLEMENTATIONS, x.device, x.dtype).forward(_plain(x), factors, seed, least)
 
 
 def backward(grad: Tensor, code: Tensor, factors: Factors) -> Tensor:
@@ -55,9 +55,14 @@ def backward(grad: Tensor, code: Tensor, factors: Factors) -> Tensor:
         expected = f"uint8 {list(grad.shape)} on {grad.device}, as grad"
         raise BlockSparseError.expected("code", expected, f"{code.dtype} {list(code.shape)} on {code.device}")
     backend = choose_or_reference(IMPLEMENTATIONS, grad.device, grad.dtype)
-    return backend.backward(grad.contiguous(), code.contiguous(), factors)
+    return backend.backward(_plain(grad), _plain(code), factors)
 
 
 def _check_factors(factors: Factors) -> None:
     if len(factors) != 3 or not all(isinstance(factor, int | float) for factor in factors):
         raise BlockSparseError.expected("factors", "three numbers, one for each code", factors)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """In one piece, and as it lies in memory where PyTorch had put off a change of sign."""
+    return tensor.resolve_neg().contiguous()

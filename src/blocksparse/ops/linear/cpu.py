@@ -25,6 +25,8 @@ def linear(
     activation: str | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if out is not None and not out.is_contiguous():
+        return out.copy_(linear(x, values, bias, layout, transpose, activation))
     x, values = features_together(x), values.contiguous()
     bias = None if bias is None else bias.contiguous()
     core, isa, dtype, name = cpu_core.core(), cpu_core.isa(), x.dtype, DTYPES[x.dtype]

@@ -152,7 +152,7 @@ def linear_reduce_kernel(
     """The rows that came in parts: their sums in the order of the slots, whichever program wrote them first."""
     slices: tl.constexpr = triton.cdiv(height, OUTPUTS)
     tiles = tl.cdiv(tokens, TOKENS)
-    first = tl.program_id(0) // (tiles * slices)
+    first = (tl.program_id(0) // (tiles * slices)).to(tl.int64)
     rest = tl.program_id(0) % (tiles * slices)
     row = tl.load(slot_ptr + 2 * first)
     end = tl.load(slot_ptr + 2 * first + 1)
@@ -161,8 +161,7 @@ def linear_reduce_kernel(
     here = (token < tokens)[:, None] & (output < height)[None, :]
     sums = tl.zeros((TOKENS, OUTPUTS), SUM)
     for part in range(0, end - first):
-        slot = first + part
-        offset = (slot.to(tl.int64) * tokens + token[:, None]) * height + output[None, :]
+        offset = ((first + part) * tokens + token[:, None]) * height + output[None, :]
         sums += tl.load(partial_ptr + offset, mask=here, other=0)
     y_rows = y_ptr + token.to(tl.int64) * y_stride
     if end >= 0:
@@ -191,7 +190,7 @@ def linear_wgrad_kernel(
     LANES: tl.constexpr,
 ):
     """The blocks of grad^T x that the layout stores: LANES lanes of one row's entries, a part of the tokens."""
-    task = tl.program_id(0)
+    task = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     row = tl.load(task_ptr + 4 * task)
     first = tl.load(task_ptr + 4 * task + 1)
@@ -229,7 +228,8 @@ def _program(tokens, tasks, height: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS:
     slices: tl.constexpr = triton.cdiv(height, OUTPUTS)
     tiles = tl.cdiv(tokens, TOKENS)
     program = tl.program_id(0)
-    group = program // (GROUP * tasks * slices)
+    per_group = tl.minimum(tiles, GROUP) * tasks * slices  # never more than there are programs
+    group = program // per_group
     size = tl.minimum(tiles - group * GROUP, GROUP)
-    rest = program - group * (GROUP * tasks * slices)
-    return rest // size // slices, rest // size % slices, group * GROUP + rest % size
+    rest = program - group * per_group
+    return (rest // size // slices).to(tl.int64), rest // size % slices, group * GROUP + rest % size

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from .. import triton_runtime
-from ..triton_runtime import Launch, cdiv, common, precision, programs, sums_of
+from ..triton_runtime import Launch, cdiv, check_fits, check_layout_fits, common, precision, sums_of
 from .gpu_plan import LinearPlan, linear_plan, pair_plan, wgrad_tasks
 from .tiles import Gpu, Tile, Work, bucket, forced, gpu_of, tile_for
 
@@ -85,8 +84,7 @@ _schedule_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defi
 
 
 def _schedule(layout: BlockLayout, device: torch.device, dtype: torch.dtype, tokens: int) -> Schedule:
-    if layout.nnz >= 2**31:
-        raise BlockSparseError.expected("layout", "fewer than 2^31 blocks on a GPU", f"{layout.nnz}")
+    check_layout_fits(layout)
     gpu = gpu_of(device)
     forward, dgrad = (
         _plan(layout, transpose, tile_for(_work(pass_, dtype, layout, tokens), gpu), tokens, gpu)
@@ -133,12 +131,18 @@ def linear(
     out: Tensor | None = None,
 ) -> Tensor:
     tokens, out_blocks, height = x.shape[0], layout.grid[transpose], layout.block_shape[transpose]
+    check_fits("x", "tokens", tokens)
+    if out is not None and out.stride(1) != 1:
+        return out.copy_(linear(x, values, bias, layout, transpose, activation))
     y = torch.empty(tokens, out_blocks * height, dtype=x.dtype, device=x.device) if out is None else out
     if tokens == 0:
         return y
     x, values = _features_contiguous(x), values.contiguous()
-    kind = ("linear", transpose, activation)
-    launches = _prepared(layout, kind, x, (values, bias, y), lambda: _linear_launches(x, layout, transpose, activation))
+    bias = None if bias is None else bias.contiguous()
+    kind = ("linear", transpose, activation, y.stride(0))
+    launches = _prepared(
+        layout, kind, x, (values, bias, y), lambda: _linear_launches(x, y, layout, transpose, activation)
+    )
     if len(launches) == 1:
         launches[0](x, values, bias, y, None)
         return y
@@ -153,6 +157,7 @@ def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) ->
     shape = (layout.nnz, *layout.block_shape)
     if layout.nnz == 0 or x.shape[0] == 0:
         return torch.zeros(shape, dtype=x.dtype, device=x.device)
+    check_fits("x", "tokens", x.shape[0])
     grad, x = _features_contiguous(grad), _features_contiguous(x)
     kind = ("wgrad", grad.stride(0))
     (launch,) = _prepared(layout, kind, x, (grad,), lambda: [_wgrad_launch(grad, x, layout)])
@@ -187,7 +192,7 @@ def _prepared(
 
 
 def _linear_launches(
-    x: Tensor, layout: BlockLayout | TracedLayout, transpose: bool, activation: str | None
+    x: Tensor, y: Tensor, layout: BlockLayout | TracedLayout, transpose: bool, activation: str | None
 ) -> list[Launch]:
     from . import kernels
 
@@ -205,7 +210,7 @@ def _linear_launches(
         "tokens": tokens,
         "tasks": count,
         "x_stride": x.stride(0),
-        "y_stride": layout.grid[transpose] * height,
+        "y_stride": y.stride(0),
         "block_out": layout.block_shape[0],
         "block_in": layout.block_shape[1],
         "height": height,
@@ -216,10 +221,10 @@ def _linear_launches(
         **common(x.dtype, tile),
     }
     kernel = kernels.linear_pair_kernel if pairs else kernels.linear_kernel
-    product = Launch(kernel, programs(token_tiles, count, slices), 5, arguments, tile, slots=parts)
+    product = Launch(kernel, (token_tiles * count * slices, 1, 1), 5, arguments, tile, slots=parts)
     if parts == 0:
         return [product]
-    reduction = programs(token_tiles, parts, slices)
+    reduction = token_tiles * parts * slices, 1, 1
     return [product, Launch(kernels.linear_reduce_kernel, reduction, 3, arguments, tile)]
 
 

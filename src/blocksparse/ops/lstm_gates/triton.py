@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import triton_runtime
 from ..linear.tiles import Tile
-from ..triton_runtime import Launch, cdiv, power_of_two, programs
+from ..triton_runtime import Launch, cdiv, check_fits, power_of_two
 from .operands import STATES, row_stride
 
 # Numbers of h per program: four for each of its threads, so that few rows have many programs.
@@ -108,6 +108,7 @@ def _launch(
     from . import kernels
 
     n, hidden = shape
+    check_fits("c", "features of the four gates", 4 * hidden)
     names = FORWARD if pass_ == "forward" else BACKWARD
     features = min(power_of_two(hidden), NUMBERS)
     rows = min(NUMBERS // features, power_of_two(n))
@@ -120,5 +121,5 @@ def _launch(
         "FEATURES": features,
     }
     kernel = kernels.lstm_gates_forward_kernel if pass_ == "forward" else kernels.lstm_gates_backward_kernel
-    grid = programs(cdiv(n, rows), cdiv(hidden, features), 1)
+    grid = cdiv(n, rows) * cdiv(hidden, features), 1, 1
     return Launch(kernel, grid, len(names), arguments, Tile(rows, features, 1, WARPS, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...errors import BlockSparseError
 from ..registry import choose_or_reference
 from . import cpu, reference
 
@@ -21,12 +22,19 @@ def step(
 ) -> None:
     """v <- momentum v - rate g;  w <- keep w + v, for each of the weights, which are one at least.
 
+    Raises:
+        BlockSparseError: weights or velocities that PyTorch negates when they are read.
+
     >>> import torch
     >>> w, v, g = torch.ones(1), torch.ones(1), torch.ones(1)
     >>> step([w], [v], [g], momentum=0.5, rate=0.25, keep=1)
     >>> w, v
     (tensor([1.2500]), tensor([0.2500]))
     """
+    for tensor in (*weights, *velocities):
+        if tensor.is_neg():  # its numbers are not what lies in its memory
+            raise BlockSparseError.expected("weights, velocities", "tensors that are not lazily negated", "such a view")
+    grads = [grad.resolve_neg() for grad in grads]
     backend = choose_or_reference(IMPLEMENTATIONS, weights[0].device, weights[0].dtype)
     if backend is cpu and not cpu.serves([*weights, *velocities, *grads]):
         backend = reference

@@ -36,7 +36,15 @@ def scan(recurrence: Recurrence, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """The outputs of a recurrence, differentiable as often as one likes."""
     if torch.compiler.is_compiling():
         return recurrence.definition(*tensors)
-    return _Scan.apply(recurrence, torch.is_grad_enabled(), *tensors)
+    return _Scan.apply(recurrence, torch.is_grad_enabled(), *map(_resolved, tensors))
+
+
+def _resolved(tensor: Tensor | None) -> Tensor | None:
+    """The tensor as it lies in memory, where PyTorch had put off a change of sign; vectors in one piece."""
+    if tensor is None:
+        return None
+    tensor = tensor.resolve_neg()
+    return tensor.contiguous() if tensor.dim() == 1 else tensor
 
 
 class _Scan(torch.autograd.Function):
@@ -53,6 +61,8 @@ class _Scan(torch.autograd.Function):
         tensors, kept, needed = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :], ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
             return None, None, *_differentiable(ctx.recurrence, tensors, grads, needed)
+        # Users hand in gradients of any strides; the gates want the features of a row side by side.
+        grads = tuple(grad.resolve_neg().contiguous() for grad in grads)
         return None, None, *ctx.recurrence.backward(tensors, kept, grads, needed)
 
 
