@@ -99,7 +99,7 @@ def test_more_tiles_than_a_grid_holds_are_refused(monkeypatch):
 
 
 def test_too_many_blocks_for_its_indices_are_refused():
-    with pytest.raises(bs.BlockSparseError, match=r"layout: expected at most 2147418112 blocks on a GPU, got 2147483648"):
+    with pytest.raises(bs.BlockSparseError, match="layout: expected at most 2147418112 blocks on a GPU, got"):
         backend._schedule(SimpleNamespace(nnz=2**31), DEVICE, torch.float32, 16)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import blocksparse as bs
 from blocksparse.ops import dropout, lstm_gates, momentum
-from blocksparse.ops.linear.op import backend_of
+from blocksparse.ops.linear.op import backend_of, indices_of, linear_op, linear_wgrad_op
 from blocksparse.ops.recurrent import Steps, scan
 from conv_backends import FAST as CONV_FAST
 from conv_backends import SLOW as CONV_SLOW
@@ -238,3 +238,44 @@ def test_momentum(backend):
                         momentum.step(*([each] for each in given.values()), **rates)
                     for got, want in zip(given.values(), expected.values(), strict=True):
                         torch.testing.assert_close(got, want, msg=f"{name} {odd}")
+
+
+# -- what compilers are told ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu-portable", "triton-tuned"])
+def test_outputs_lie_in_memory_as_fake_ones(backend):
+    if backend not in FAST + SLOW:
+        pytest.skip(f"no {backend} here")
+    layout = LAYOUTS["a block"]
+    with running(backend):
+        x, grad, values = torch.randn(3, 2).T, torch.randn(2, 2).T, torch.randn(1, 3, 2).mT
+        images, grads = (each.unsqueeze(1).expand(2, 4, -1) for each in (x, grad))
+        kernels = torch.randn(2, 1, 2, 3).permute(1, 2, 3, 0)
+        steps = (1,), (0,), (1,)
+        calls = {
+            "linear": (forward, (x, values, layout)),
+            "dgrad": (dgrad, (grad, values, layout)),
+            "wgrad": (wgrad, (grad, x, layout)),
+            "conv": (conv, (images, kernels, layout, (3,), *steps)),
+            "conv_wgrad": (conv_wgrad, (grads[:, :3], images, layout, (2,), *steps)),
+        }
+        for name, (call, arguments) in calls.items():
+            real = call(*arguments)
+            fake = call(*(each.to("meta") if isinstance(each, torch.Tensor) else each for each in arguments))
+            assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype), name
+
+
+def test_opcheck_of_strided_operands():
+    layout = LAYOUTS["a block"]
+    indices = indices_of(layout, torch.empty(0)), layout.grid[1]
+    x, grad = torch.randn(3, 2).T.requires_grad_(), torch.randn(1, 2).expand(2, 2)
+    values, bias = torch.randn(1, 3, 2).mT.requires_grad_(), torch.randn(1).expand(2)
+    torch.library.opcheck(linear_op, (x, values, bias, *indices, False, "relu"))
+    torch.library.opcheck(linear_wgrad_op, (grad, x, *indices))
+
+
+def test_zeros_without_memory():
+    layout = LAYOUTS["blocks"]
+    x, values = torch._efficientzerotensor((3, 24)), torch.randn(layout.values_shape)
+    assert torch.equal(bs.linear(x, values, layout), torch.zeros(3, 8))
