@@ -10,9 +10,10 @@ from blocksparse.ops import lstm_gates, triton_runtime
 from blocksparse.ops.conv import triton as conv_backend
 from blocksparse.ops.conv.plan import Axis
 from blocksparse.ops.linear import triton as linear_backend
+from blocksparse.ops.linear.tiles import Tile, use_tiles
 from conv_backends import conv
 from conv_backends import wgrad as conv_wgrad
-from linear_backends import forward, running
+from linear_backends import forward
 
 pytestmark = pytest.mark.skipif(triton_runtime.unavailable() is not None, reason=str(triton_runtime.unavailable()))
 
@@ -90,26 +91,23 @@ def changed(monkeypatch, backend, **arguments):
 
 
 def test_tasks_in_groups(monkeypatch):
-    # A program divides by the tasks times the tiles of a group, of which there may be fewer than that.
-    with running("triton-small"):
-        x, values = torch.randn(2, 2), torch.randn(1, 2, 2)
-        expected = x @ values[0].T
-        changed(monkeypatch, linear_backend, tasks=2**30)
-        layout = bs.BlockLayout(LAYOUT.mask(), 2)
-        torch.testing.assert_close(forward(x, values, layout), expected, atol=1e-5, rtol=0)
+    # Four times these tasks are 0 in int32, and programs are divided among groups of up to four tiles.
+    changed(monkeypatch, linear_backend, tasks=2**30)
+    x, values = torch.randn(2, 2, device=DEVICE), torch.randn(1, 2, 2, device=DEVICE)
+    with bs.use_backend("triton"), use_tiles(forward=Tile(16, 16, 16, 1, 2, group=4)):
+        y = forward(x, values, bs.BlockLayout(LAYOUT.mask(), 2))
+    torch.testing.assert_close(y, x @ values[0].T, atol=1e-2, rtol=0)
 
 
 @pytest.mark.skipif(not triton_runtime.interpreting(), reason="of memory that is never touched")
 def test_weights_of_a_tap_beyond_int32(monkeypatch):
     apart = 2**30 + 2**20
-    changed(monkeypatch, conv_backend, nnz=apart // 4)
-    values = torch.randn(1, 2, 2, 3).bfloat16()
-    x = torch.randn(1, 3, 2).bfloat16()
-    memory = torch.UntypedStorage(2 * (2 * apart + 4))
-    taps = torch.empty(0, dtype=torch.bfloat16).set_(memory, 0, (3, 1, 2, 2), (apart, 4, 2, 1))
-    taps.copy_(values.permute(3, 0, 1, 2))
+    changed(monkeypatch, conv_backend, nnz=apart)
+    x, values = torch.randn(1, 3, 1).bfloat16(), torch.randn(1, 1, 1, 3).bfloat16()
+    taps = torch.empty(2 * apart + 1, dtype=torch.bfloat16)[::apart].copy_(values.flatten())
     monkeypatch.setattr(conv_backend, "_taps_first", lambda values: taps)
     with bs.use_backend("triton"):
-        y = conv(x, values, LAYOUT, (1,), (1,), (0,), (1,))
-    expected = sum(x[:, t].float() @ values[0, :, :, t].float().T for t in range(3))
-    torch.testing.assert_close(y[:, 0].float(), expected, atol=0.1, rtol=0.02)
+        y = conv(x, values, bs.patterns.dense((1, 1), 1), (1,), (1,), (0,), (1,))
+    torch.testing.assert_close(
+        y.float().sum(), (x.float().flatten() * values.float().flatten()).sum(), atol=0.1, rtol=0.02
+    )
