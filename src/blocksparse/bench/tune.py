@@ -17,6 +17,7 @@ from time import perf_counter
 
 import torch
 
+from ..checked import number
 from ..errors import BlockSparseError
 from ..ops.linear import tiles
 from ..ops.linear.specs import LinearSpec
@@ -79,8 +80,9 @@ def cases(
     for name, values in given.items():
         if not values:
             raise BlockSparseError.expected(name, "at least one", "none")
-    if min(densities) <= 0:
-        raise BlockSparseError.expected("density", "a number above 0", min(densities))
+    for density in densities:
+        if not number("density", density, 0, 1):
+            raise BlockSparseError.expected("density", "a number above 0", density)
     for pass_ in passes:
         if pass_ not in tiles.PASSES:
             raise BlockSparseError.expected("passes", f"some of {', '.join(tiles.PASSES)}", repr(pass_))

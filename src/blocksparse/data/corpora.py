@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import files
 from ..errors import BlockSparseError
 from . import reviews, text
 from .download import Progress, fetch
@@ -68,10 +70,12 @@ def load(name: str, data_dir: str | Path | None = None, progress: Progress | Non
         return text.python_topics()
     if name == "imdb":
         return b"".join(map(reviews.encode, reviews.unlabelled(data_dir, progress)))
-    source = SOURCES.get(name)
+    source = SOURCES.get(name) if isinstance(name, str) else None
     if source is None:
-        if data_dir is not None and (Path(data_dir) / name).is_file():
-            return text.read(Path(data_dir) / name)
+        if data_dir is not None and isinstance(name, str):
+            path = files.path_of("data_dir", data_dir) / name
+            if os.path.isfile(path):
+                return text.read(path)
         more = (
             f" or a file in {data_dir}" if data_dir is not None else ", or a file's name with its folder as --data-dir"
         )
@@ -84,13 +88,9 @@ def load(name: str, data_dir: str | Path | None = None, progress: Progress | Non
 
 def _path(name: str, source: _Source, data_dir: str | Path | None, progress: Progress | None) -> Path:
     if data_dir is not None:
-        paths = [Path(data_dir) / path for path in source.paths]
-        for path in paths:
-            if path.is_file():
-                return path
-        raise BlockSparseError.expected(name, f"a file {' or '.join(map(str, paths))}", "neither")
+        return files.first(name, data_dir, *source.paths)
     if source.url is None:
-        files = " or ".join(source.paths)
-        raise BlockSparseError.expected(name, f"--data-dir, a folder with {files}: it has no download", "none")
+        places = " or ".join(source.paths)
+        raise BlockSparseError.expected(name, f"--data-dir, a folder with {places}: it has no download", "none")
     fetched = fetch(source.url, source.known_hash, name, progress)
     return fetched / name if fetched.is_dir() else fetched

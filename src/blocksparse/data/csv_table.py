@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .. import files
 from ..errors import BlockSparseError
 
 LABEL_COLUMNS = ("label", "class", "target")
@@ -30,7 +30,9 @@ def read(path: str | Path, columns: Sequence[str] | None = None) -> tuple[Tensor
 
     Raises:
         BlockSparseError: no such file; with line and column, a hole or something that is no finite number; a line with
-            fewer or more columns than the first; labels that are all the same.
+            fewer or more columns than the first; labels that are all the same, or numbers of which there are so many
+            that they look like the target of a regression: more different ones than half the rows and 1000, or of
+            those with fractions more than half the rows and 20, or than 1000.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -42,41 +44,71 @@ def read(path: str | Path, columns: Sequence[str] | None = None) -> tuple[Tensor
     (tensor([[4., 0.],
             [2., 2.]]), tensor([1, 0]), ('bird', 'cat'))
     """
-    path = Path(path)
+    path = files.path_of("csv file", path)
     numbers, found = array("f"), array("q")
     names: dict[str, int] = {}
     line = 0
     try:
-        with (
-            gzip.open(path, "rt", encoding="utf-8-sig", newline="")
-            if path.suffix == ".gz"
-            else open(path, encoding="utf-8-sig", newline="") as file
-        ):
-            rows = csv.reader(file, strict=True)
-            header = [name.strip() for name in next(rows, [])]
+        told = rows(path, (text for _, text in files.lines(path, "csv file", "utf-8-sig")))
+        _, header = next(told, (0, []))
+        header = [name.strip() for name in header]
+        waiting = None
+        if columns is not None and _all_numbers(header):
+            waiting, header = (1, header), list(columns)
+        label_at = _label_column(path, header)
+        line = 1
+        while waiting is not None or (waiting := next(told, None)) is not None:
+            line, row = waiting
+            if row:
+                label = _append(path, line, header, label_at, row, numbers)
+                found.append(names.setdefault(label, len(names)))
             waiting = None
-            if columns is not None and _all_numbers(header):
-                waiting, header = header, list(columns)
-            label_at = _label_column(path, header)
-            line = 1
-            while waiting is not None or (waiting := next(rows, None)) is not None:
-                line = rows.line_num
-                if waiting:
-                    label = _append(path, line, header, label_at, waiting, numbers)
-                    found.append(names.setdefault(label, len(names)))
-                waiting = None
-    except (OSError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BlockSparseError.expected("csv file", "a readable file", f"{path}: {reason}") from error
     except (csv.Error, UnicodeDecodeError) as error:
         raise BlockSparseError.expected(f"{path}, after line {line}", "rows of a csv file in UTF-8", error) from error
     if len(names) < 2:
         got = f"only {next(iter(names))} down to line {line}" if names else "no row"
         raise BlockSparseError.expected(str(path), "labels of two classes or more", got)
+    _check_classes(f"{path}, column {header[label_at]}", names, len(found))
     features = torch.from_numpy(np.frombuffer(numbers, np.float32).reshape(-1, len(header) - 1).copy())
-    classes = _in_order(list(names))
-    order = np.array([classes.index(name) for name in names], dtype=np.int64)
+    classes = in_order(list(names))
+    at = {name: number for number, name in enumerate(classes)}
+    order = np.array([at[name] for name in names], dtype=np.int64)
     return features, torch.from_numpy(order[np.frombuffer(found, np.int64)]), classes
+
+
+def rows(path: Path, texts: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """The rows of a csv file whose lines are given, each with the number of its last line.
+
+    Raises:
+        BlockSparseError: a row of more than 16 Mi characters, which quoted fields may spread over lines.
+        csv.Error: no csv.
+    """
+    taken = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal taken
+        for text in texts:
+            taken += len(text)
+            if taken > files.MOST_IN_A_LINE:
+                wanted = f"rows of {files.MOST_IN_A_LINE:,} characters at most"
+                raise BlockSparseError.expected(f"{path}, line {reader.line_num + 1}", wanted, "more")
+            yield text
+
+    reader = csv.reader(counted(), strict=True)
+    for row in reader:
+        taken = 0
+        yield reader.line_num, row
+
+
+def number(text: str) -> float:
+    """The number that a field is, in digits from 0 to 9; Python itself would read 1_0 as ten, and digits of others.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if "_" in text or not text.isascii():
+        raise ValueError(text)
+    return float(text)
 
 
 def number_at(where: str, text: str) -> float:
@@ -86,11 +118,11 @@ def number_at(where: str, text: str) -> float:
         BlockSparseError: there is none, or one that float32 does not have.
     """
     try:
-        value = float(text)
+        value = number(text)
     except ValueError:
         value = math.nan
     if not abs(value) <= 3.4028235e38:
-        raise BlockSparseError.expected(where, "a finite number", repr(text) if text.strip() else "a hole")
+        raise BlockSparseError.expected(where, "a finite number", repr(text[:40]) if text.strip() else "a hole")
     return value
 
 
@@ -103,7 +135,9 @@ def _append(path: Path, line: int, header: list[str], label_at: int, row: list[s
         raise BlockSparseError.expected(f"{path}, line {line}, column {header[label_at]}", "a label", "a hole")
     try:
         values = list(map(float, row))
-        fine = max(map(abs, values)) <= 3.4028235e38 and sum(values) == sum(values)
+        text = "".join(row)
+        plain = "_" not in text and text.isascii()
+        fine = plain and max(map(abs, values)) <= 3.4028235e38 and sum(values) == sum(values)
     except ValueError:
         fine = False
     if not fine:  # which of them?
@@ -117,7 +151,7 @@ def _plain(label: str) -> str:
     """The label, a whole number without its fraction: HIGGS.csv has 1.000000000000000000e+00."""
     label = label.strip()
     try:
-        value = float(label)
+        value = number(label)
     except ValueError:
         return label
     if math.isnan(value):
@@ -127,7 +161,7 @@ def _plain(label: str) -> str:
 
 def _all_numbers(fields: list[str]) -> bool:
     try:
-        return bool([float(field) for field in fields])
+        return bool([number(field) for field in fields])
     except ValueError:
         return False
 
@@ -141,8 +175,22 @@ def _label_column(path: Path, header: list[str]) -> int:
     return found[0]
 
 
-def _in_order(labels: list[str]) -> tuple[str, ...]:
+def _check_classes(where: str, names: Iterable[str], rows: int) -> None:
+    """Refuses what looks like the target of a regression: too many classes, all of them numbers."""
     try:
-        return tuple(sorted(labels, key=float))
+        numbers = [number(name) for name in names]
+    except ValueError:
+        return
+    count, whole = len(numbers), all(map(float.is_integer, numbers))
+    if count > (max(1000, rows // 2) if whole else min(max(20, rows // 2), 1000)):
+        wanted = "labels of classes (words, where there are that many)"
+        got = f"{count:,} different numbers in {rows:,} rows, which looks like the target of a regression"
+        raise BlockSparseError.expected(where, wanted, got)
+
+
+def in_order(labels: list[str]) -> tuple[str, ...]:
+    """The names of classes in the order of the numbers that they are, or else of the alphabet."""
+    try:
+        return tuple(sorted(labels, key=number))
     except ValueError:
         return tuple(sorted(labels, key=lambda label: (label.lower(), label)))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import tarfile
 import tempfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from .. import files
 from ..errors import BlockSparseError
 
 # Told how many bytes are there, and of how many (0 where the server does not say).
@@ -22,7 +21,8 @@ def cache() -> Path:
     """The folder that downloads go to: BLOCKSPARSE_DATA, or else the usual one for a user's caches."""
     import pooch
 
-    return Path(os.environ.get("BLOCKSPARSE_DATA") or pooch.os_cache("blocksparse")).expanduser().absolute()
+    # Path.expanduser has errors of its own, of users that are not there.
+    return Path(os.path.expanduser(os.environ.get("BLOCKSPARSE_DATA") or pooch.os_cache("blocksparse"))).absolute()
 
 
 def fetch(url: str, known_hash: str, name: str, progress: Progress | None = None) -> Path:
@@ -38,10 +38,11 @@ def fetch(url: str, known_hash: str, name: str, progress: Progress | None = None
         progress: told after each chunk how many bytes are there, and of how many.
 
     Raises:
-        BlockSparseError: no connection, another checksum, a broken archive, no room on the disk.
+        BlockSparseError: no connection, another checksum, a broken archive or one that `files.unpack` refuses, no room
+            on the disk.
     """
     target = cache() / name
-    if target.exists():
+    if os.path.exists(target):
         return target
     archive = url.endswith((".zip", ".tar.gz"))
     path = target.with_name(url.rsplit("/", 1)[1]) if archive else target
@@ -50,8 +51,8 @@ def fetch(url: str, known_hash: str, name: str, progress: Progress | None = None
         if archive:
             _unpack(path, target)
             path.unlink(missing_ok=True)
-    except (OSError, ValueError, EOFError, tarfile.TarError, zipfile.BadZipFile) as error:
-        # requests' errors are OSErrors, pooch's of a wrong checksum is a ValueError.
+    except (OSError, ValueError) as error:
+        # requests' errors are OSErrors, pooch's of a wrong checksum is a ValueError, and so are ours.
         raise BlockSparseError.expected(
             name,
             f"a download from {url} to {target.parent}, or the files at hand in a folder given by --data-dir",
@@ -72,12 +73,7 @@ def _unpack(archive: Path, target: Path) -> None:
     # Renamed when complete: a folder half unpacked would be taken for the data set.
     folder = Path(tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent))
     try:
-        if archive.suffix == ".zip":
-            with zipfile.ZipFile(archive) as packed:
-                packed.extractall(folder)
-        else:
-            with tarfile.open(archive) as tar:
-                tar.extractall(folder, filter="data")
+        files.unpack(archive, folder)
         folder.chmod(0o755)
         folder.rename(target)
     except OSError:
@@ -122,7 +118,9 @@ def _reason(error: Exception, url: str) -> str:
         return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
     if type(error) is ValueError and "hash" in str(error):
         return f"a file with another checksum ({_found_hash(error)}), so it is broken or a new edition"
-    return f"a broken archive or answer ({type(error).__name__}: {error})"
+    if isinstance(error, BlockSparseError):
+        return str(error)
+    return f"a broken answer ({type(error).__name__}: {error})"
 
 
 def _found_hash(error: Any) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .. import files
 from ..errors import BlockSparseError
 from . import csv_table
-from .table import Table, first, split
+from .table import Table, split
 
 LOW_LEVEL = (
     "lepton_pT", "lepton_eta", "lepton_phi", "missing_energy_magnitude", "missing_energy_phi",
@@ -35,7 +36,7 @@ def load(data_dir: str | Path | None = None, seed: int = 0) -> Table:
     """
     if data_dir is None:
         raise BlockSparseError.expected("higgs", "HIGGS.csv in a folder given by --data-dir", "none")
-    path = first("higgs", [place / name for place in (Path(data_dir) / "higgs", Path(data_dir)) for name in FILES])
+    path = files.first("higgs", data_dir, *(f"higgs/{name}" for name in FILES), *FILES)
     rows, labels, classes = csv_table.read(path, columns=COLUMNS)
     if rows.shape[1] != len(COLUMNS) - 1 or classes != ("0", "1"):
         got = f"{rows.shape[1]} and {', '.join(classes[:5])}"

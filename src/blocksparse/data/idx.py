@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import files
 from ..errors import BlockSparseError
 
 _DTYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+MOST_DIMENSIONS = 8
+_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -29,23 +33,27 @@ def read(path: str | Path) -> Tensor:
     """The tensor in an idx file, compressed with gzip or not.
 
     Raises:
-        BlockSparseError: no such file, or one that is not in this format or breaks off.
+        BlockSparseError: no such file, or one that is not in this format, breaks off or goes on.
     """
-    try:
-        data = Path(path).read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-    except (OSError, EOFError) as error:
-        raise BlockSparseError.expected("idx file", "a readable file", f"{path}: {error}") from error
-    if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in _DTYPES or len(data) < 4 + 4 * data[3]:
-        raise BlockSparseError.expected("idx file", "two zero bytes, a known dtype, the sizes", f"{path}: {data[:4]!r}")
-    shape = np.frombuffer(data, ">u4", count=data[3], offset=4).astype(np.int64)
-    dtype = np.dtype(_DTYPES[data[2]])
-    found, expected = len(data) - 4 - 4 * data[3], int(shape.prod()) * dtype.itemsize
-    if found != expected:
-        raise BlockSparseError.expected("idx file", f"{expected} bytes for {shape.tolist()}", f"{path}: {found} bytes")
-    array = np.frombuffer(data, dtype, offset=4 + 4 * data[3]).reshape(shape)
-    return torch.from_numpy(array.astype(dtype.newbyteorder("=")))
+    with files.opened(path, "idx file", gzipped=True) as file:
+        head = file.read(4)
+        sizes = file.read(4 * head[3]) if len(head) == 4 else b""
+        if head[:2] != b"\0\0" or len(head) < 4 or head[2] not in _DTYPES or len(sizes) < 4 * head[3]:
+            raise BlockSparseError.expected("idx file", "two zero bytes, a known dtype, the sizes", f"{path}: {head!r}")
+        dtype = np.dtype(_DTYPES[head[2]])
+        shape = [int(size) for size in np.frombuffer(sizes, ">u4")]
+        if len(shape) > MOST_DIMENSIONS:
+            got = f"{path}: {len(shape)}"
+            raise BlockSparseError.expected("idx file", f"{MOST_DIMENSIONS} dimensions at most", got)
+        expected = math.prod(shape) * dtype.itemsize
+        data = bytearray()
+        while len(data) <= expected and (some := file.read(min(_AT_ONCE, expected + 1 - len(data)))):
+            data += some
+    if len(data) != expected or math.prod(filter(None, shape)) >= 2**60:
+        got = "more" if len(data) > expected else f"{len(data)} bytes"
+        raise BlockSparseError.expected("idx file", f"{expected} bytes for {shape}", f"{path}: {got}")
+    array = np.frombuffer(data, dtype).reshape(shape)
+    return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=False))
 
 
 def mnist(folder: str | Path) -> Images:
@@ -56,7 +64,7 @@ def mnist(folder: str | Path) -> Images:
     """
     parts = []
     for name in ("train", "t10k"):
-        images, labels = (_find(Path(folder), f"{name}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
+        images, labels = (_find(folder, f"{name}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
         if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
             got = f"{list(images.shape)} and {list(labels.shape)}"
             raise BlockSparseError.expected(f"{name} images and labels", "[n, height, width] and [n]", got)
@@ -64,8 +72,8 @@ def mnist(folder: str | Path) -> Images:
     return Images(*parts)
 
 
-def _find(folder: Path, name: str) -> Tensor:
-    for path in (folder / f"{name}.gz", folder / name):
-        if path.exists():
+def _find(folder: str | Path, name: str) -> Tensor:
+    for path in (files.path_of("folder", folder) / file for file in (f"{name}.gz", name)):
+        if os.path.exists(path):
             return read(path)
     raise BlockSparseError.expected("folder", f"one with {name}.gz or {name}", folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import files
 from ..errors import BlockSparseError
 from . import cifar10, idx
 from .download import Progress, fetch
@@ -109,5 +111,6 @@ def _fashion_mnist_folder(data_dir: str | Path | None, progress: Progress | None
         for file, known_hash in FASHION_MNIST_HASHES.items():
             path = fetch(FASHION_MNIST_URL + file, known_hash, f"fashion_mnist/{file}", progress)
         return path.parent
-    inner = Path(data_dir) / "fashion_mnist"
-    return inner if inner.is_dir() else Path(data_dir)
+    folder = files.path_of("data_dir", data_dir)
+    inner = folder / "fashion_mnist"
+    return inner if os.path.isdir(inner) else folder

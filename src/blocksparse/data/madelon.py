@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from .. import files
 from ..errors import BlockSparseError
 from .csv_table import number_at
-from .table import Table, first, standardised
+from .table import Table, standardised
 
 FEATURES = 500
 CLASSES = ("-1", "1")
@@ -30,8 +32,7 @@ def load(data_dir: str | Path | None = None) -> Table:
     """
     if data_dir is None:
         raise BlockSparseError.expected("madelon", "its files in a folder given by --data-dir", "none")
-    places = [Path(data_dir) / "madelon", Path(data_dir)]
-    folder = first("madelon", [place / "madelon_train.data" for place in places]).parent
+    folder = files.first("madelon", data_dir, "madelon/madelon_train.data", "madelon_train.data").parent
     train, train_labels = read(folder / "madelon_train.data")
     test, test_labels = read(folder / "madelon_valid.data")
     train, test = standardised(train, test)
@@ -53,17 +54,17 @@ def read(path: Path) -> tuple[Tensor, Tensor]:
     beside = path.with_suffix(".labels")
     for line, fields in _lines(beside):
         if len(fields) != 1 or fields[0].lstrip("+") not in CLASSES:
-            raise BlockSparseError.expected(f"{beside}, line {line}", "-1 or 1", " ".join(fields))
+            raise BlockSparseError.expected(f"{beside}, line {line}", "-1 or 1", " ".join(fields)[:40])
         labels.append(CLASSES.index(fields[0].lstrip("+")))
     if len(labels) != len(rows) or not rows:
         raise BlockSparseError.expected(str(beside), f"{len(rows) or 'some'} labels, one for each row", len(labels))
     return torch.tensor(rows), torch.tensor(labels)
 
 
-def _lines(path: Path) -> list[tuple[int, list[str]]]:
+def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     try:
-        text = path.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BlockSparseError.expected("madelon", "a readable file", f"{path}: {reason}") from error
-    return [(number, line.split()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        for number, line in files.lines(path, "madelon", "ascii"):
+            if line.strip():
+                yield number, line.split()
+    except UnicodeDecodeError as error:
+        raise BlockSparseError.expected("madelon", "a readable file", f"{path}: {error}") from error

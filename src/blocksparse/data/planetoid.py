@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import files
 from ..errors import BlockSparseError
-from ..layout import import_scipy_sparse
-from .table import first
+from . import pickles
 
 NAMES = ("cora", "citeseer", "pubmed")
 
@@ -59,72 +57,111 @@ def load(name: str = "cora", data_dir: str | Path | None = None) -> Graph:
         raise BlockSparseError.expected("graph", f"one of {', '.join(NAMES)}", repr(name))
     if data_dir is None:
         raise BlockSparseError.expected(name, "its files in a folder given by --data-dir", "none")
-    places = [Path(data_dir) / "planetoid", Path(data_dir)]
-    folder = first(name, [place / f"ind.{name}.graph" for place in places]).parent
+    folder = files.first(name, data_dir, f"planetoid/ind.{name}.graph", f"ind.{name}.graph").parent
     paths = {part: folder / f"ind.{name}.{part}" for part in ("allx", "ally", "tx", "ty", "graph")}
-    found = {part: _unpickled(path) for part, path in paths.items()}
-    tested = _numbers(folder / f"ind.{name}.test.index")
+    found = {part: pickles.read(path, name, "a pickle of planetoid") for part, path in paths.items()}
+    tested = _numbers(folder / f"ind.{name}.test.index", name)
     try:
         return _graph(name, found, tested)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except BlockSparseError:
+        raise
+    except ValueError as error:
         raise BlockSparseError.expected(str(folder), f"the parts of {name}, which fit each other", error) from error
 
 
 def _graph(name: str, found: dict[str, Any], tested: np.ndarray) -> Graph:
-    sparse = import_scipy_sparse()
-    known, count = found["allx"].shape[0], len(found["graph"])
-    # The rows of tx and ty are in the order of the index file; between its numbers there may be nodes of neither.
-    features = np.zeros((count, found["allx"].shape[1]), np.float32)
-    labels = np.zeros((count, found["ally"].shape[1]))
-    for into, all_, some in ((features, "allx", "tx"), (labels, "ally", "ty")):
-        parts = [part.toarray() if sparse.issparse(part) else part for part in (found[all_], found[some])]
-        into[:known], into[tested] = parts
-    ends = [(a, b) for a, neighbours in found["graph"].items() for b in neighbours]
-    edges = np.unique(np.sort(np.asarray(ends, np.int64), axis=1), axis=0)
-    edges = edges[edges[:, 0] != edges[:, 1]]
-    if edges.size and not 0 <= edges.min() <= edges.max() < count:
-        raise ValueError(f"edges of nodes {edges.min()} to {edges.max()}, of {count}")
-    return Graph(name, torch.from_numpy(features), torch.from_numpy(labels.argmax(1)), torch.from_numpy(edges.T.copy()))
+    edges, count = _edges(found["graph"])
+    known, others = ([_matrix(part, found[part]) for part in parts] for parts in (("allx", "ally"), ("tx", "ty")))
+    if known[0].rows != known[1].rows:
+        raise ValueError(f"{known[0].rows} rows of words, {known[1].rows} of classes")
+    features, labels = (_rows(name, *pair, tested, count) for pair in zip(known, others, strict=True))
+    return Graph(name, torch.from_numpy(features), torch.from_numpy(labels.argmax(1)), torch.from_numpy(edges))
 
 
-def _unpickled(path: Path) -> Any:
-    try:
-        with open(path, "rb") as file:
-            return _Arrays(file, encoding="latin1").load()
-    except BlockSparseError:
-        raise
-    except OSError as error:
-        raise BlockSparseError.expected(str(path), "a readable file", error.strerror or error) from error
-    except Exception as error:  # of a broken pickle anything may come
-        raise BlockSparseError.expected(str(path), "a whole pickle of planetoid", error) from error
+def _rows(name: str, known: _Matrix, others: _Matrix, tested: np.ndarray, count: int) -> np.ndarray:
+    """The rows of all nodes: those of allx or ally, and behind them those of tx or ty, where the index file says."""
+    wide = known.columns
+    if others.columns != wide or not wide:
+        raise ValueError(f"{wide} and {others.columns} columns")
+    # Between the numbers of the index file there may be nodes of neither.
+    if len(tested) != others.rows or len(np.unique(tested)) != len(tested):
+        raise ValueError(f"{len(np.unique(tested))} numbers of nodes for {others.rows} rows")
+    if known.rows > count or (len(tested) and not known.rows <= tested.min() <= tested.max() < count):
+        raise ValueError(f"{known.rows} rows, and numbers from {tested.min()} to {tested.max()}, of {count} nodes")
+    files.check_unpacked(name, 4 * count * wide, 0)
+    rows = np.zeros((count, wide), np.float32)
+    known.into(rows, np.arange(known.rows))
+    others.into(rows, tested)
+    if not np.isfinite(rows).all():
+        raise ValueError("numbers that are not finite")
+    return rows
 
 
-class _Arrays(pickle.Unpickler):
-    """Of what a pickle may call, only what arrays, sparse matrices and dicts are made of: others run as programs."""
+@dataclass(frozen=True)
+class _Matrix:
+    """The entries of a matrix by their rows and columns."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        if name == "csr_matrix" and module.startswith("scipy.sparse"):
-            return import_scipy_sparse().csr_matrix
-        made_of = {
-            "_reconstruct": np.empty(0).__reduce__()[0],
-            "ndarray": np.ndarray,
-            "dtype": np.dtype,
-            "scalar": np.float64(0).__reduce__()[0],
-            "defaultdict": collections.defaultdict,
-            "list": list,
-            "encode": _latin1,
-        }
-        if name in made_of and module.split(".")[0] in ("numpy", "collections", "__builtin__", "builtins", "_codecs"):
-            return made_of[name]
-        raise BlockSparseError.expected("planetoid", "a pickle of arrays and dicts", f"one that calls {module}.{name}")
+    rows: int
+    columns: int
+    row: np.ndarray
+    column: np.ndarray
+    entry: np.ndarray
+
+    def into(self, whole: np.ndarray, at: np.ndarray) -> None:
+        """Adds its rows to those of a dense matrix."""
+        np.add.at(whole, (at[self.row], self.column), self.entry)
 
 
-def _latin1(text: str, encoding: str) -> bytes:
-    return text.encode("latin1")
+def _matrix(part: str, found: Any) -> _Matrix:
+    """The matrix that an array of two dimensions, or scipy's sparse matrix, is."""
+    if isinstance(found, pickles.Array):
+        array = _array(part, found, 2)
+        row, column = np.nonzero(array)
+        return _Matrix(array.shape[0], array.shape[1], row, column, array[row, column])
+    parts = found.parts if isinstance(found, pickles.Csr) else {}
+    shape = parts.get("_shape", parts.get("shape"))
+    if not isinstance(shape, tuple) or len(shape) != 2 or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"{part} without a shape of two dimensions")
+    entry, column, ends = (_array(part, parts.get(key), 1) for key in ("data", "indices", "indptr"))
+    if any(index.dtype.kind not in "iu" for index in (column, ends)) or len(ends) != shape[0] + 1:
+        raise ValueError(f"{part} of {shape[0]} rows with {len(ends)} bounds")
+    inside = 0 <= ends.min() <= ends.max() <= len(column)  # before differences, which may wrap
+    counts = np.diff(ends.astype(np.int64) if inside else ends)
+    if not inside or counts.min(initial=0) < 0 or ends[0] != 0 or not ends[-1] == len(column) == len(entry):
+        raise ValueError(f"{part} with {len(column)} indices and {len(entry)} numbers in rows that do not hold them")
+    if len(column) and not 0 <= column.min() <= column.max() < shape[1]:
+        raise ValueError(f"{part} with indices {column.min()} to {column.max()} in {shape[1]} columns")
+    return _Matrix(shape[0], shape[1], np.repeat(np.arange(shape[0]), counts), column.astype(np.int64), entry)
 
 
-def _numbers(path: Path) -> np.ndarray:
-    try:
-        return np.array(path.read_text(encoding="ascii").split(), dtype=np.int64)
-    except (OSError, ValueError) as error:
-        raise BlockSparseError.expected(str(path), "a file of node numbers", error) from error
+def _array(part: str, found: Any, dimensions: int) -> np.ndarray:
+    if not isinstance(found, pickles.Array):
+        raise ValueError(f"{part} without an array")
+    array = found.numpy()
+    if array.ndim != dimensions:
+        raise ValueError(f"an array {list(array.shape)} in {part}, where it has {dimensions} dimensions")
+    return array
+
+
+def _edges(graph: Any) -> tuple[np.ndarray, int]:
+    """int64 `[2, edges]`, each pair once, and the number of nodes."""
+    if not isinstance(graph, dict) or not graph or not all(isinstance(some, list) for some in graph.values()):
+        raise ValueError("a graph that is no dict of lists")
+    # A list may be there for many nodes: those of planetoid are not.
+    if sum(map(len, graph.values())) > pickles.MOST_STEPS:
+        raise ValueError("a graph with more neighbours than its file has room for")
+    ends = [(a, b) for a, neighbours in graph.items() for b in neighbours]
+    wrong = [end for pair in ends for end in pair if type(end) is not int or not 0 <= end < len(graph)]
+    if wrong:
+        got = wrong[0] if type(wrong[0]) is int else f"a {type(wrong[0]).__name__}"
+        raise ValueError(f"edges of node {got}, of {len(graph)}")
+    edges = np.unique(np.sort(np.array(ends, np.int64).reshape(-1, 2), axis=1), axis=0)
+    return edges[edges[:, 0] != edges[:, 1]].T.copy(), len(graph)
+
+
+def _numbers(path: Path, name: str) -> np.ndarray:
+    fields = files.read(path, name).split()
+    # Up to 18 digits are an int64.
+    if not all(text.isdigit() and len(text) <= 18 for text in fields):
+        raise BlockSparseError.expected(str(path), "a file of node numbers", "something else")
+    return np.array([int(text) for text in fields], np.int64)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import html
 import io
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from .. import files
 from ..errors import BlockSparseError
+from . import csv_table
 from .download import Progress, fetch
 
 IMDB_URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
@@ -109,8 +112,8 @@ def load(
         return sst(data_dir, progress)
     if str(data) == "imdb":
         return imdb(data_dir, seed, progress)
-    path = Path(data)
-    if not path.is_file():
+    path = files.path_of("data", data)
+    if not os.path.isfile(path):
         raise BlockSparseError.expected("data", "sst, imdb or a csv file", data)
     everything, classes = read_csv(path)
     rarer = min(everything.labels.count(0), everything.labels.count(1))
@@ -135,7 +138,7 @@ def sst(data_dir: str | Path | None = None, progress: Progress | None = None) ->
         if data_dir is None:
             path = fetch(SST_URL + name, known_hash, f"sst/{name}", progress)
         else:
-            path = _first("sst", [Path(data_dir) / "sst" / name, Path(data_dir) / name])
+            path = files.first("sst", data_dir, f"sst/{name}", name)
         parts.append(read_csv(path)[0])
     return Splits("sst", ("negative", "positive"), *parts)
 
@@ -171,29 +174,26 @@ def read_csv(path: str | Path) -> tuple[Labelled, tuple[str, str]]:
     Raises:
         BlockSparseError: no such file; with its line, a column, a text or a label that is missing, or a third class.
     """
-    path = Path(path)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise BlockSparseError.expected("csv file", "a readable file", f"{path}: {error.strerror}") from error
+    path = files.path_of("csv file", path)
+    data = files.read(path, "csv file")
     try:
         content = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise BlockSparseError.expected(f"{path}, line {line}", "UTF-8", f"byte {data[error.start]:#x}") from error
 
-    rows = csv.reader(io.StringIO(content, newline=""), strict=True)
+    rows = csv_table.rows(path, io.StringIO(content, newline=""))
     done = 0
     try:
-        header = [name.strip().lower() for name in next(rows, [])]
+        done, header = next(rows, (0, []))
+        header = [name.strip().lower() for name in header]
         text_at, label_at = (_column(path, header, names) for names in (TEXT_COLUMNS, LABEL_COLUMNS))
         texts: list[str] = []
         labels: list[str] = []
         classes: list[str] = []
-        done = rows.line_num
-        for row in rows:
+        for last, row in rows:
             # A text may span lines: the line of a row is the first of them.
-            where, done = f"{path}, line {done + 1}", rows.line_num
+            where, done = f"{path}, line {done + 1}", last
             if not row:
                 continue
             if len(row) != len(header):
@@ -213,7 +213,7 @@ def read_csv(path: str | Path) -> tuple[Labelled, tuple[str, str]]:
     if len(classes) < 2:
         got = f"only {classes[0]} down to line {done}" if classes else "no row below the header"
         raise BlockSparseError.expected(str(path), "labels of two classes", got)
-    negative, positive = _in_order(classes)
+    negative, positive = csv_table.in_order(classes)
     return Labelled(texts, [int(label == positive) for label in labels]), (negative, positive)
 
 
@@ -246,33 +246,19 @@ def _column(path: Path, header: list[str], names: tuple[str, ...]) -> int:
     return found[0]
 
 
-def _in_order(labels: list[str]) -> tuple[str, str]:
-    try:
-        low, high = sorted(labels, key=float)
-    except ValueError:
-        low, high = sorted(labels, key=lambda label: (label.lower(), label))
-    return low, high
-
-
 def _imdb(data_dir: str | Path | None, progress: Progress | None) -> Path:
     if data_dir is None:
         return fetch(IMDB_URL, IMDB_HASH, "imdb", progress) / "aclImdb"
-    folders = [Path(data_dir) / "aclImdb", Path(data_dir)]
-    return _first("imdb", [folder / "train" for folder in folders]).parent
-
-
-def _first(name: str, paths: Sequence[Path]) -> Path:
-    for path in paths:
-        if path.exists():
-            return path
-    raise BlockSparseError.expected(name, " or ".join(map(str, paths)), "neither")
+    return files.first("imdb", data_dir, "aclImdb/train", "train").parent
 
 
 def _reviews(folder: Path) -> list[str]:
     """The reviews in a folder, in the order of the numbers their names begin with."""
     try:
         paths = sorted(folder.glob("*_*.txt"), key=lambda path: (int(path.name.split("_")[0]), path.name))
-        texts = [path.read_text(encoding="utf-8") for path in paths]
+        texts = [files.read(path, "imdb").decode() for path in paths]
+    except BlockSparseError:
+        raise
     except (OSError, ValueError) as error:
         raise BlockSparseError.expected("imdb", f"reviews NUMBER_STARS.txt in UTF-8 in {folder}", error) from error
     if not texts:

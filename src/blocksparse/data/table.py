@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -133,26 +132,15 @@ def split(name: str, rows: Tensor, labels: Tensor, classes: tuple[str, ...], see
     """
     rng = np.random.default_rng(seed)
     testing = np.zeros(len(labels), dtype=bool)
-    for number, label in enumerate(classes):
-        of = np.flatnonzero(labels.numpy() == number)
+    counts = labels.bincount(minlength=len(classes))
+    by_class = labels.argsort(stable=True).numpy()
+    for label, of in zip(classes, np.split(by_class, counts.cumsum(0).numpy()[:-1]), strict=True):
         if len(of) < 2:
             raise BlockSparseError.expected(name, f"two rows or more of class {label}, to split them", len(of))
         testing[rng.permutation(of)[: max(1, round(TEST_PART * len(of)))]] = True
     test = torch.from_numpy(testing)
     train_rows, test_rows = standardised(rows[~test], rows[test])
     return Table(name, train_rows, labels[~test], test_rows, labels[test], classes)
-
-
-def first(name: str, paths: list[Path]) -> Path:
-    """The first of the paths that is there.
-
-    Raises:
-        BlockSparseError: none is.
-    """
-    for path in paths:
-        if path.exists():
-            return path
-    raise BlockSparseError.expected(name, " or ".join(map(str, paths)), "neither" if len(paths) == 2 else "none")
 
 
 def _check(name: str, rows: Tensor, labels: Tensor, features: int, classes: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from .. import files
 from ..errors import BlockSparseError
 from . import cifar10, csv_table, higgs, images, madelon
 from .download import Progress
@@ -34,8 +36,8 @@ def load(
         return madelon.load(data_dir)
     if str(data) == "higgs":
         return higgs.load(data_dir, seed)
-    path = Path(data)
-    if not path.is_file():
+    path = files.path_of("data", data)
+    if not os.path.isfile(path):
         raise BlockSparseError.expected("data", f"one of {', '.join(NAMES)}, or a csv file", data)
     return split(path.name, *csv_table.read(path), seed=seed)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .. import files
 from ..errors import BlockSparseError
 
 
@@ -43,10 +44,7 @@ def read(path: str | Path) -> bytes:
     Raises:
         BlockSparseError: no such file, one that cannot be read, or an empty one.
     """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise BlockSparseError.expected("text", "a readable file", f"{path}: {error.strerror}") from error
+    data = files.read(path, "text")
     if not data:
         raise BlockSparseError.expected("text", "a file with some bytes in it", f"{path}, which is empty")
     return data

@@ -18,14 +18,19 @@ from typing import Any
 
 import torch
 
+from ... import files
+from ...checked import checked_block, integer, is_int, number
 from ...errors import BlockSparseError
 from ..triton_runtime import power_of_two, tf32
 
 PASSES = ("forward", "dgrad", "wgrad")
+DTYPES = ("float16", "bfloat16", "float32", "tf32", "float64")
 # Up to so many tokens the weights' bytes are the bound, above it the tensor cores and the L2 cache.
 FEW_TOKENS = 64
 # Tiles, splits and schedules change with the token count at powers of two between these.
 LEAST_TOKENS, MOST_TOKENS = 16, 8192
+# What no kernel goes beyond: sums on a side of a tile, and warps of a program.
+MOST_SIZE, MOST_WARPS = 1 << 16, 32
 # Bytes of shared memory for what waits for copies and tensor cores.
 BARRIERS = 64
 
@@ -48,12 +53,13 @@ class Tile:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "outputs", "lanes", "warps"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 1 or size & (size - 1):
-                raise BlockSparseError.expected(f"{name} of a tile", "a power of two", repr(size))
+            size, most = getattr(self, name), MOST_WARPS if name == "warps" else MOST_SIZE
+            if not is_int(size) or not 1 <= size <= most or size & (size - 1):
+                raise BlockSparseError.expected(f"{name} of a tile", f"a power of two, {most} at most", repr(size))
         for name in ("stages", "group"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise BlockSparseError.expected(f"{name} of a tile", "a positive int", repr(getattr(self, name)))
+            integer(f"{name} of a tile", getattr(self, name), 1, below=MOST_SIZE + 1)
+        if not isinstance(self.pairs, bool):
+            raise BlockSparseError.expected("pairs of a tile", "True or False", repr(self.pairs))
 
 
 @dataclass(frozen=True)
@@ -261,16 +267,20 @@ def read(path: Path) -> dict[Work, Tile]:
         BlockSparseError: no such file, or not one that `write` wrote.
     """
     try:
-        entries = json.loads(path.read_text())["tiles"]
+        entries = files.read_json(path, "tuned tiles")["tiles"]
         return {_work(entry): Tile(**entry["tile"]) for entry in entries}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BlockSparseError.expected(
             "tuned tiles", "a file that `blocksparse tune` wrote", f"{path}: {error}"
         ) from error
 
 
 def write(path: Path, gpu: Gpu, tiles: Mapping[Work, Tile], facts: Mapping[str, Any]) -> None:
-    """Tuned tiles as JSON, with the facts of the run that found them."""
+    """Tuned tiles as JSON, with the facts of the run that found them.
+
+    Raises:
+        BlockSparseError: the file cannot be written.
+    """
     entries = [
         {
             "pass": work.pass_,
@@ -282,17 +292,26 @@ def write(path: Path, gpu: Gpu, tiles: Mapping[Work, Tile], facts: Mapping[str, 
         }
         for work, tile in tiles.items()
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"gpu": asdict(gpu), **facts, "tiles": entries}, indent=1) + "\n"
     # First beside it: a run that is killed while it writes leaves the file as it was.
     beside = path.with_suffix(".part")
-    beside.write_text(json.dumps({"gpu": asdict(gpu), **facts, "tiles": entries}, indent=1) + "\n")
-    beside.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text)
+        beside.replace(path)
+    except OSError as error:
+        raise BlockSparseError.expected(str(path), "a file to write to", error.strerror or error) from error
 
 
 def _work(entry: Mapping[str, Any]) -> Work:
-    block, name = entry["block"], entry["dtype"]
+    pass_, name = entry["pass"], entry["dtype"]
+    if pass_ not in PASSES or name not in DTYPES:
+        raise BlockSparseError.expected("pass and dtype", f"of {', '.join(PASSES)} and {', '.join(DTYPES)}", "others")
     dtype = torch.float32 if name == "tf32" else getattr(torch, name)
-    return Work(entry["pass"], dtype, (block[0], block[1]), entry["tokens"], entry["density"], name == "tf32")
+    tokens, density = integer("tokens", entry["tokens"], 1, below=2**31), number("density", entry["density"], 0, 1)
+    block = checked_block(entry["block"])
+    integer("block", max(block), 1, below=2**31)
+    return Work(pass_, dtype, block, tokens, density, name == "tf32")
 
 
 def nearest(work: Work, tuned: Mapping[Work, Tile]) -> Tile | None:

@@ -1,0 +1,257 @@
+"""Files as others made them, read within bounds of memory and time: what cannot be read raises a BlockSparseError."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import io
+import json
+import math
+import os
+import stat
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .errors import BlockSparseError
+
+# Characters of a line, or of a row of a csv file; 65,536 numbers with 17 digits are a tenth of it.
+MOST_IN_A_LINE = 1 << 24
+# Empty lines of a text: it takes minutes to read over the billions that few gzipped bytes may hold.
+MOST_EMPTY = 1_000_000
+# Files in an archive; aclImdb has 100,000.
+MOST_MEMBERS = 1_000_000
+# Bytes of a JSON file.
+MOST_JSON = 1 << 24
+GIB = 1 << 30
+
+
+def first(name: str, folder: Any, *places: str) -> Path:
+    """The first of the places in a folder that is there.
+
+    Raises:
+        BlockSparseError: none is; the folder is no path.
+    """
+    paths = [path_of("data_dir", folder) / place for place in places]
+    for path in paths:
+        if os.path.exists(path):  # Path.exists has errors of its own, of names that are too long
+            return path
+    raise BlockSparseError.expected(name, " or ".join(map(str, paths)), "neither" if len(paths) == 2 else "none")
+
+
+def path_of(name: str, given: Any) -> Path:
+    """What was given, as a path.
+
+    Raises:
+        BlockSparseError: it is none.
+    """
+    try:
+        return Path(given)
+    except TypeError as error:
+        raise BlockSparseError.expected(name, "a path", repr(given)) from error
+
+
+@contextmanager
+def opened(path: Any, subject: str, *, gzipped: bool = False) -> Iterator[BinaryIO]:
+    """A file to read bytes from; what goes wrong while they are read within the `with` is told by a BlockSparseError.
+
+    Args:
+        path: of a file: folders, pipes and devices are refused.
+        subject: what the error is about.
+        gzipped: unpack it, where it begins as gzip does, up to `most_unpacked`.
+
+    Raises:
+        BlockSparseError: no such file, one that cannot be read or unpacked, or holds more than may be unpacked or fits
+            into the memory.
+    """
+    path = path_of(subject, path)
+    try:
+        with _stream(path, gzipped) as file:
+            yield file
+    except (OSError, EOFError, zlib.error, MemoryError) as error:
+        reason = "more than fits into the memory" if isinstance(error, MemoryError) else error
+        raise BlockSparseError.expected(
+            subject, "a readable file", f"{path}: {getattr(error, 'strerror', None) or reason}"
+        ) from error
+
+
+def read(path: Any, subject: str) -> bytes:
+    """All bytes of a file; errors as of `opened`."""
+    with opened(path, subject) as file:
+        return file.read()
+
+
+def lines(path: Any, subject: str, encoding: str) -> Iterator[tuple[int, str]]:
+    """The lines of a text, gzipped or not, with their numbers from 1 on.
+
+    Raises:
+        BlockSparseError: as `opened`; a line of more than 16 Mi characters; more than a million empty ones.
+        UnicodeDecodeError: bytes that are not of the encoding.
+    """
+    with opened(path, subject, gzipped=True) as file, io.TextIOWrapper(file, encoding=encoding, newline="") as text:
+        number = empty = 0
+        while line := text.readline(MOST_IN_A_LINE):
+            number += 1
+            if len(line) == MOST_IN_A_LINE and line[-1] not in "\r\n":
+                wanted = f"fewer than {MOST_IN_A_LINE:,} characters"
+                raise BlockSparseError.expected(f"{path}, line {number}", wanted, "more")
+            empty += len(line) < 3 and line.isspace()
+            if empty > MOST_EMPTY:
+                raise BlockSparseError.expected(str(path), f"{MOST_EMPTY:,} empty lines at most", "more")
+            yield number, line
+
+
+def read_json(path: Any, subject: str) -> Any:
+    """What a JSON file of 16 MiB at most says.
+
+    Raises:
+        BlockSparseError: as `opened`; a larger one, or one that is no JSON.
+    """
+    with opened(path, subject) as file:
+        data = file.read(MOST_JSON + 1)
+    if len(data) > MOST_JSON:
+        raise BlockSparseError.expected(str(path), f"a JSON file of {MOST_JSON:,} bytes at most", "more")
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise BlockSparseError.expected(str(path), "a JSON file", error) from error
+
+
+# -- what is packed ---------------------------------------------------------------------------------------------
+
+
+def most_unpacked(packed: int) -> int:
+    """The bytes that so many packed ones may unpack to.
+
+    2 GiB, or eight times the packed bytes where those are more, as with HIGGS.csv.gz; the environment variable
+    BLOCKSPARSE_MAX_UNPACKED, in GiB, says otherwise.
+
+    >>> from blocksparse.files import most_unpacked
+    >>> most_unpacked(10**6) == 2 * 2**30, most_unpacked(10**9) == 8 * 10**9
+    (True, True)
+    """
+    given = os.environ.get("BLOCKSPARSE_MAX_UNPACKED")
+    if not given:
+        return max(2 * GIB, 8 * packed)
+    try:
+        size = float(given)
+    except ValueError:
+        size = math.nan
+    if not 0 < size < math.inf:
+        raise BlockSparseError.expected("BLOCKSPARSE_MAX_UNPACKED", "a positive number of GiB", repr(given))
+    return int(size * GIB)
+
+
+def check_unpacked(subject: str, size: int, packed: int) -> None:
+    """Raises a BlockSparseError where `packed` bytes may not unpack to `size`."""
+    most = most_unpacked(packed)
+    if size > most:
+        wanted = f"{most / GIB:.3g} GiB unpacked at most (more where BLOCKSPARSE_MAX_UNPACKED, in GiB, says so)"
+        raise BlockSparseError.expected(subject, wanted, "more")
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpacks a `.zip` or `.tar.gz` of files and folders into a folder.
+
+    Raises:
+        BlockSparseError: a broken archive; one with more than a million files, with links, devices or names that lead
+            out of the folder, or with more than may be unpacked.
+        OSError: the archive cannot be read, or the folder not be written to.
+    """
+    try:
+        (_unzip if archive.suffix == ".zip" else _untar)(archive, folder)
+    except BlockSparseError:
+        raise
+    except Exception as error:  # of a broken archive anything may come
+        if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+            raise
+        raise BlockSparseError.expected(
+            archive.name, "a whole archive", f"a broken archive ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _unzip(archive: Path, folder: Path) -> None:
+    packed = archive.stat().st_size
+    with zipfile.ZipFile(archive) as file:
+        members = file.infolist()
+        _check_members(archive, len(members))
+        # No member is unpacked to more than the size that it states.
+        check_unpacked(archive.name, sum(member.file_size for member in members), packed)
+        for member in members:
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise zipfile.BadZipFile(f"method {member.compress_type}, neither stored nor deflated")
+        file.extractall(folder)
+
+
+def _untar(archive: Path, folder: Path) -> None:
+    packed, total = archive.stat().st_size, 0
+    with _stream(archive, gzipped=True) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        for count, member in enumerate(tar, 1):
+            _check_members(archive, count)
+            total += member.size
+            check_unpacked(archive.name, total, packed)
+            if not (member.isfile() or member.isdir()) or member.issparse():
+                raise tarfile.ExtractError(f"{member.name[:100]} is neither a plain file nor a folder")
+            tar.extract(member, folder, filter="data")
+
+
+def _check_members(archive: Path, count: int) -> None:
+    if count > MOST_MEMBERS:
+        raise BlockSparseError.expected(archive.name, f"{MOST_MEMBERS:,} files at most", "more")
+
+
+def _stream(path: Path, gzipped: bool) -> BinaryIO:
+    try:
+        mode = os.stat(path).st_mode
+    except ValueError as error:  # a zero byte in its name
+        raise OSError(errno.ENOENT, str(error)) from error
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):  # a pipe would be waited for
+        raise OSError(errno.EINVAL, "neither a file nor a link to one")
+    file = open(path, "rb")  # noqa: SIM115
+    if not gzipped or file.peek(2)[:2] != b"\x1f\x8b":
+        return file
+    return io.BufferedReader(_Gunzipped(path, file), 1 << 17)
+
+
+class _Gunzipped(io.RawIOBase):
+    """What a gzip file unpacks to, up to the limit."""
+
+    def __init__(self, path: Path, packed: BinaryIO):
+        self.path = path
+        self.packed = packed
+        self.size = os.fstat(packed.fileno()).st_size
+        self.file = gzip.GzipFile(fileobj=packed)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        found = self.file.read(len(buffer))
+        buffer[: len(found)] = found
+        self._check(self.file.tell())
+        return len(found)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._check(offset)
+        return self.file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def _check(self, size: int) -> None:
+        check_unpacked(str(self.path), size, self.size)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.file.close()
+            self.packed.close()
+        super().close()

@@ -1,0 +1,156 @@
+"""Reads broken files until one does harm: `python tests/hostile/mutate.py --cases 10000 --seed 1`.
+
+A file either loads or raises a BlockSparseError, in little time and memory. Whatever else comes ends the run with an
+exit status that is not 0, and what was read is left in the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gzip
+import os
+import random
+import resource
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from blocksparse import BlockSparseError, files
+from blocksparse.data import pickles
+from hostile.formats import FORMATS, MIB, Format
+
+# Of one file: seconds, and bytes of memory beyond what is there at the start.
+MOST_SECONDS = 60
+MOST_MEMORY = 400 * MIB
+# Bounds that are lower here than they are for a user, to be met in little time.
+MOST_UNPACKED = str(1 / 1024)
+LOWER = ((files, "MOST_IN_A_LINE", MIB), (files, "MOST_EMPTY", 10_000), (pickles, "MOST_STEPS", 1 << 17))
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """The file with one to four changes: of bits, bytes, lengths, order; cut short, or with a part of it twice."""
+    found = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        at = rng.randrange(len(found) + 1) if rng.random() < 0.5 else rng.randrange(min(len(found), 64) + 1)
+        end = min(len(found), at + rng.choice((1, 2, 4, 8, 64)))
+        match rng.randrange(7):
+            case 0 if at < len(found):
+                found[at] ^= 1 << rng.randrange(8)
+            case 1:
+                found[at:end] = rng.randbytes(end - at)
+            case 2:
+                del found[at : rng.choice((end, len(found)))]
+            case 3:
+                found[at:at] = found[at:end] * rng.choice((1, 2, 1000))
+            case 4:  # what may be a length or an index
+                size = rng.choice((1, 2, 4, 8))
+                number = rng.choice((0, 1, 2**7, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1))
+                found[at : at + size] = (number % 256**size).to_bytes(size, rng.choice(("little", "big")))
+            case 5:
+                other = rng.randrange(len(found) + 1)
+                found[at:end] = found[other : other + end - at]
+            case _:
+                some = (b"\0", b"\xff", b"_", b"-", b'"', b"nan", b"1e999", b"[" * 2000, b",", b"\n", b"9" * 5000)
+                found[at:end] = rng.choice(some)
+    return bytes(found)
+
+
+def cases(seed: int) -> Iterator[tuple[Format, bytes]]:
+    """First the files that are hostile on purpose, then changed ones of each format in turn, without an end."""
+    for form in FORMATS:
+        yield form, form.valid[form.name]
+        for made in form.hostile.values():
+            yield form, made
+    rng = random.Random(seed)
+    while True:
+        for form in FORMATS:
+            data = form.valid[form.name]
+            if data[:2] == b"\x1f\x8b" and rng.random() < 0.7:  # past its sum
+                yield form, gzip.compress(mutated(gzip.decompress(data), rng), mtime=0)
+            else:
+                yield form, mutated(data, rng)
+
+
+def run(form: Format, content: bytes, folder: Path) -> bool:
+    """Whether it loads.
+
+    Raises:
+        Exception: whatever a reader raises but BlockSparseError.
+    """
+    for name, data in form.valid.items():
+        (folder / name).write_bytes(content if name == form.name else data)
+    try:
+        form.read(folder)
+    except BlockSparseError:
+        return False
+    return True
+
+
+def on_purpose() -> int:
+    """The files that are not drawn at random."""
+    return sum(1 + len(form.hostile) for form in FORMATS)
+
+
+def _memory() -> int:
+    """The most bytes of memory so far."""
+    with suppress(OSError):  # of Linux; what the other call says of a process begins with its parent's there
+        return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def main(cases_: int = 3000, seed: int = 0, minutes: float | None = None, folder: Path | None = None) -> str:
+    """Reads the hostile files and so many changed ones, or as many as the minutes allow; in a process of its own.
+
+    Raises:
+        RuntimeError: a file took too much memory, or raised anything but a BlockSparseError.
+    """
+    warnings.simplefilter("error")
+    os.environ["BLOCKSPARSE_MAX_UNPACKED"] = MOST_UNPACKED
+    for module, name, bound in LOWER:
+        setattr(module, name, bound)
+    faulthandler.enable()
+    end = time.monotonic() + 60 * minutes if minutes is not None else None
+    work = Path(folder or tempfile.mkdtemp(prefix="hostile-"))
+    print(f"files in {work}", flush=True)
+    start, count, loaded = _memory(), 0, 0
+    most = on_purpose() + cases_
+    for count, (form, content) in enumerate(cases(seed)):
+        if (count >= most) if end is None else time.monotonic() > end:
+            break
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)
+        try:
+            fine = run(form, content, work)
+        except Exception as error:
+            raise RuntimeError(f"case {count} of seed {seed}, {work / form.name}: {type(error).__name__}") from error
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        loaded += fine
+        if content == form.valid[form.name] and not fine:
+            raise RuntimeError(f"case {count}, a valid {form.name}, was refused")
+        if _memory() > start + MOST_MEMORY:
+            raise RuntimeError(
+                f"case {count} of seed {seed}, {work / form.name}: {_memory() - start:,} bytes of memory"
+            )
+    shutil.rmtree(work, ignore_errors=True)
+    return f"{count} files, of which {loaded} loaded; {(_memory() - start) / MIB:.0f} MiB of memory at most"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument("--folder", type=Path, help="where the files are written")
+    given = parser.parse_args()
+    print(main(given.cases, given.seed, given.minutes, given.folder))

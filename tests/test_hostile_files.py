@@ -1,0 +1,380 @@
+"""Files that are broken by chance or on purpose: they load or raise a BlockSparseError, in bounded time and memory."""
+
+import gzip
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from blocksparse import BlockSparseError, files
+from blocksparse.data import cifar10, corpora, csv_table, download, idx, images, pickles, planetoid, reviews, tables
+from blocksparse.data.table import split
+from blocksparse.ops.linear import tiles
+from hostile import formats, mutate
+
+MUTATE = Path(mutate.__file__)
+# The nightly run reads more.
+CASES = int(os.environ.get("BLOCKSPARSE_HOSTILE_CASES", "1600"))
+
+
+def refused(message):
+    return pytest.raises(BlockSparseError, match=message)
+
+
+def write(path, content):
+    path.write_bytes(content)
+    return path
+
+
+def test_hostile_and_changed_files_load_or_are_refused(tmp_path):
+    # In a process of its own, which a crash may end, and in which memory is measured.
+    command = [sys.executable, str(MUTATE), "--cases", str(CASES), "--seed", "0", "--folder", str(tmp_path / "work")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"{mutate.on_purpose() + CASES} files" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        ("{}[1]", "KeyError"),
+        ("len(bytearray(b'x') * 2 * mutate.MOST_MEMORY)", "bytes of memory"),
+        ("__import__('ctypes').string_at(0)", "Segmentation fault"),
+    ],
+    ids=["a raw error", "memory", "a crash"],
+)
+def test_the_run_finds_what_does_harm(harm, message):
+    script = f"""
+import sys
+sys.path.insert(0, {str(MUTATE.parents[1])!r})
+from hostile import formats, mutate
+mutate.FORMATS = (formats.Format(lambda folder: {harm}, {{"a": b"some bytes"}}),)
+mutate.main(3)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+# -- what may be unpacked ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def a_mebibyte(monkeypatch):
+    monkeypatch.setenv("BLOCKSPARSE_MAX_UNPACKED", str(1 / 1024))
+
+
+def test_a_gzip_file_is_unpacked_up_to_the_limit(tmp_path, a_mebibyte, monkeypatch):
+    data = formats.idx_bytes((2 << 20,), bytes(2 << 20))
+    path = write(tmp_path / "idx.gz", gzip.compress(data))
+    table = write(tmp_path / "a.csv.gz", gzip.compress(b"x,label\n" + b"1,a\n2,b\n" * 200_000))
+    message = (
+        r"expected 0\.000977 GiB unpacked at most \(more where BLOCKSPARSE_MAX_UNPACKED, in GiB, says so\), got more"
+    )
+    for read in (lambda: idx.read(path), lambda: csv_table.read(table)):
+        with refused(message):
+            read()
+    monkeypatch.setenv("BLOCKSPARSE_MAX_UNPACKED", "0.01")
+    assert idx.read(path).shape == (2 << 20,)
+    assert len(csv_table.read(table)[1]) == 400_000
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar.gz"])
+def test_an_archive_is_unpacked_up_to_the_limit(tmp_path, a_mebibyte, monkeypatch, kind):
+    content = {"a": bytes(600 << 10), "b": bytes(600 << 10)}
+    data = formats.zipped(content) if kind == "zip" else formats.tarred(*map(formats.entry, content, content.values()))
+    path = write(tmp_path / f"set.{kind}", data)
+    (tmp_path / "out").mkdir()
+    with refused(r"set\.(zip|tar\.gz): expected .* GiB unpacked at most"):
+        files.unpack(path, tmp_path / "out")
+    assert not (tmp_path / "out" / "b").exists()
+    monkeypatch.delenv("BLOCKSPARSE_MAX_UNPACKED")
+    files.unpack(path, tmp_path / "out")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == content
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar.gz"])
+def test_an_archive_has_so_many_files_at_most(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(files, "MOST_MEMBERS", 2)
+    content = dict.fromkeys("abc", b"")
+    data = formats.zipped(content) if kind == "zip" else formats.tarred(*map(formats.entry, content))
+    with refused("expected 2 files at most"):
+        files.unpack(write(tmp_path / f"set.{kind}", data), tmp_path)
+
+
+@pytest.mark.parametrize("given", ["some", "0", "-1", "nan", "inf"])
+def test_a_limit_that_is_none(monkeypatch, given):
+    monkeypatch.setenv("BLOCKSPARSE_MAX_UNPACKED", given)
+    with refused("BLOCKSPARSE_MAX_UNPACKED: expected a positive number of GiB"):
+        files.most_unpacked(1)
+
+
+def test_the_limit_lets_the_published_sets_through():
+    # Bytes packed and unpacked: HIGGS.csv.gz, aclImdb, CIFAR-10, enwik8.
+    for packed, size in (
+        (2_816_407_858, 8_035_497_980),
+        (84_125_825, 500 << 20),
+        (170_498_071, 178 << 20),
+        (36, 10**8),
+    ):
+        files.check_unpacked("set", size, packed)
+
+
+@pytest.mark.parametrize(
+    "name", ["a link that leads out", "a hard link", "a device", "a pipe", "a name that leads out"]
+)
+def test_an_archive_has_files_and_folders_alone(tmp_path, name):
+    (tmp_path / "out").mkdir()
+    with refused(r"set\.tar\.gz: expected a whole archive, got a broken archive"):
+        files.unpack(write(tmp_path / "set.tar.gz", formats.TARS[name]), tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_corrupt_archive_is_told_by_the_download(tmp_path, monkeypatch):
+    monkeypatch.setenv("BLOCKSPARSE_DATA", str(tmp_path))
+    monkeypatch.setattr(
+        download, "_download", lambda url, hash_, path, progress: path.write_bytes(formats.ZIPS["a corrupt block"])
+    )
+    with refused(
+        r"set: expected a download from .* got set\.zip: expected a whole archive, got a broken archive \(error:"
+    ):
+        download.fetch("http://nowhere/set.zip", "sha256:0", "set")
+
+
+# -- what is no file ---------------------------------------------------------------------------------------------
+
+READERS = {
+    "idx": idx.read,
+    "csv": csv_table.read,
+    "reviews": reviews.read_csv,
+    "cifar10": cifar10.read_batch,
+    "text": lambda path: corpora.text.read(path),
+    "tiles": tiles.read,
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_what_is_no_file_is_refused_at_once(tmp_path, read):
+    os.mkfifo(tmp_path / "pipe")  # which would be waited for
+    for path in (
+        tmp_path / "pipe",
+        "/dev/zero",
+        tmp_path,
+        tmp_path / "nothing",
+        tmp_path / ("a" * 5000),
+        "a\0b",
+        3,
+        None,
+    ):
+        with refused("expected a "):
+            read(path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read all files")
+def test_a_file_that_may_not_be_read(tmp_path):
+    path = write(tmp_path / "a", b"some")
+    path.chmod(0)
+    with refused("Permission denied"):
+        files.read(path, "file")
+
+
+@pytest.mark.parametrize("folder", ["a" * 5000, "a\0b", 3, ["a"]])
+def test_folders_that_are_none(folder):
+    calls = [
+        lambda: tables.load("cifar10", folder),
+        lambda: tables.load("fashion_mnist", folder),
+        lambda: tables.load("higgs", folder),
+        lambda: images.load("cifar10", folder),
+        lambda: planetoid.load("cora", folder),
+        lambda: reviews.load("sst", folder),
+        lambda: corpora.load("enwik8", folder),
+        lambda: corpora.load("mine", folder),
+    ]
+    for call in calls:
+        with refused("expected"):
+            call()
+
+
+def test_names_that_are_none(tmp_path):
+    for call in (lambda: tables.load(3), lambda: reviews.load([1]), lambda: corpora.load(["a"], tmp_path)):
+        with refused("expected"):
+            call()
+
+
+def test_a_cache_of_a_user_who_is_not_there(monkeypatch):
+    monkeypatch.setenv("BLOCKSPARSE_DATA", "~no-such-user/data")
+    assert download.cache().name == "data"
+
+
+# -- csv ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("field", "shown"), [("1_0", "1_0"), ("\u0661", "\u0661"), ("9" * 500, "9" * 40)])
+def test_numbers_are_of_plain_digits(tmp_path, field, shown):
+    path = write(tmp_path / "a.csv", f"x,y,label\n1,1,a\n1,{field},b\n".encode())
+    with refused(f"line 3, column y: expected a finite number, got '{shown}'$"):
+        csv_table.read(path)
+
+
+def test_a_label_with_an_underscore_is_a_word(tmp_path):
+    path = write(tmp_path / "a.csv", b"x,label\n1,1_0\n1,9\n1,x_1\n")
+    assert csv_table.read(path)[2] == ("1_0", "9", "x_1")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"x,label\n" + b"1," * 600, "line 2: expected fewer than 1,000 characters, got more"),
+        (b"x,label\n" + b'"\n",' * 300, "expected rows of 1,000 characters at most, got more"),
+        (b"x,label\n" + b"\n" * 101, "expected 100 empty lines at most, got more"),
+    ],
+    ids=["a line", "a row of many lines", "empty lines"],
+)
+def test_lines_and_rows_have_a_length(tmp_path, monkeypatch, content, message):
+    monkeypatch.setattr(files, "MOST_IN_A_LINE", 1000)
+    monkeypatch.setattr(files, "MOST_EMPTY", 100)
+    with refused(rf"a\.csv.*{message}"):
+        csv_table.read(write(tmp_path / "a.csv", content))
+
+
+def test_what_looks_like_a_regression(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("x,target\n" + "".join(f"1,{i}.5\n" for i in range(40)))
+    with refused(r"a\.csv, column target: expected labels of classes.*, got 40 different numbers in 40 rows, which"):
+        csv_table.read(path)
+    path.write_text("x,label\n" + "".join(f"1,{i}\n" for i in range(1001)))
+    with refused("got 1,001 different numbers in 1,001 rows, which looks like the target of a regression"):
+        csv_table.read(path)
+    # Halves of a star; many classes of many rows; as many by words.
+    path.write_text("x,label\n" + "".join(f"1,{i % 10 / 2}\n" for i in range(20)))
+    assert len(csv_table.read(path)[2]) == 10
+    for word in ("", "w"):
+        path.write_text("x,label\n" + "".join(f"1,{word}{i % 1200}\n" for i in range(2400)))
+        assert len(csv_table.read(path)[2]) == 1200
+
+
+def test_many_classes_are_found_and_split_in_linear_time(tmp_path):
+    # Of 300,000 classes each pair would be 9e10 steps: hours.
+    path = tmp_path / "a.csv"
+    path.write_text("x,label\n" + "".join(f"{i % 7},w{i // 2}\n" for i in range(200_000)))
+    rows, labels, classes = csv_table.read(path)
+    assert [classes[label] for label in labels[[0, 1, 54_321, 199_999]]] == ["w0", "w0", "w27160", "w99999"]
+    table = split("a", rows, labels, classes)
+    assert torch.equal(table.train_labels, torch.arange(100_000)[labels[::2]])
+
+
+# -- pickles -----------------------------------------------------------------------------------------------------
+
+
+HARMLESS = (
+    "lists in lists",
+    "marks in marks",
+    "a memo of 4 G",
+    "a frame of 1 T",
+    "millions of lists",
+    "an array that demands 1 T",
+    "a dict that grows",
+)
+
+
+@pytest.mark.parametrize("name", formats.PICKLES)
+def test_a_pickle_does_what_it_says_or_nothing(tmp_path, name):
+    path = write(tmp_path / "a", formats.PICKLES[name])
+    if name in HARMLESS:
+        pickles.read(path, "file", "a pickle")
+    else:
+        with refused("a: expected a pickle, got a broken one"):
+            pickles.read(path, "file", "a pickle")
+
+
+def test_a_pickle_has_so_many_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(pickles, "MOST_STEPS", 100)
+    path = write(tmp_path / "a", pickle.dumps(list(range(50))))
+    assert pickles.read(path, "file", "a pickle") == list(range(50))
+    with refused("more than 100 steps"):
+        pickles.read(write(path, pickle.dumps(list(range(200)))), "file", "a pickle")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("dtype", ["uint8", "int32", ">i8", "float32", "float64", "bool"])
+def test_arrays_are_read_as_numpy_writes_them(tmp_path, protocol, dtype):
+    for array in (np.arange(12).reshape(3, 4), np.arange(12).reshape(3, 4).T, np.zeros((0, 3)), np.array(7)):
+        path = write(tmp_path / "a", pickle.dumps({"a": array.astype(dtype)}, protocol))
+        found = pickles.read(path, "file", "a pickle")["a"].numpy()
+        assert found.dtype == np.dtype(dtype).newbyteorder("=")
+        np.testing.assert_array_equal(found, array.astype(dtype))
+
+
+# -- planetoid ---------------------------------------------------------------------------------------------------
+
+
+def write_planetoid(folder, **changed):
+    for name, data in formats.PLANETOID.items():
+        (folder / name).write_bytes(changed.get(name.removeprefix("ind.cora."), data))
+
+
+@pytest.mark.parametrize("name", formats.ALLX)
+def test_words_that_are_broken(tmp_path, name):
+    write_planetoid(tmp_path, allx=formats.ALLX[name])
+    with refused(
+        r"expected (a pickle of planetoid|the parts of cora, which fit each other|.* GiB unpacked at most), got"
+    ):
+        planetoid.load("cora", tmp_path)
+
+
+def test_words_that_are_whole(tmp_path):
+    write_planetoid(tmp_path)
+    graph = planetoid.load("cora", tmp_path)
+    assert graph.features.nonzero().tolist() == [[0, 0], [1, 4], [2, 2], [3, 1]]
+    assert graph.labels.tolist() == [0, 1, 1, 0]
+    assert graph.edges.tolist() == [[0, 0, 1, 2], [1, 3, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    "name", ["a node far outside", "a node below 0", "no node", "words for nodes", "lists of lists"]
+)
+def test_graphs_that_are_broken(tmp_path, name):
+    write_planetoid(tmp_path, graph=formats.GRAPHS[name])
+    with refused("expected the parts of cora, which fit each other, got (edges of node|a graph that is no dict)"):
+        planetoid.load("cora", tmp_path)
+
+
+@pytest.mark.parametrize("name", formats.INDICES)
+def test_numbers_of_nodes_that_are_broken(tmp_path, name):
+    (tmp_path / "planetoid").mkdir()
+    write_planetoid(tmp_path / "planetoid")
+    (tmp_path / "planetoid" / "ind.cora.test.index").write_bytes(formats.INDICES[name])
+    with refused(r"expected (a file of node numbers|the parts of cora)"):
+        planetoid.load("cora", tmp_path)
+
+
+# -- tiles -------------------------------------------------------------------------------------------------------
+
+
+def test_tiles_of_odd_values_are_refused_where_they_are_read(tmp_path):
+    loaded = []
+    for name, content in formats.TILES.items():
+        path = write(tmp_path / "tiles.json", content)
+        try:
+            tiles.read(path)
+            loaded.append(name)
+        except BlockSparseError as error:
+            assert f"tuned tiles: expected a file that `blocksparse tune` wrote, got {path}: " in str(error)  # noqa: PT017
+    assert loaded == ["density 0", "tile's pairs True", "UTF-16"]
+
+
+def test_tiles_that_cannot_be_written(tmp_path):
+    with refused("expected a file to write to, got"):
+        tiles.write(write(tmp_path / "file", b"") / "tiles.json", formats.GPU, {}, {})
+
+
+def test_a_large_json_file_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_JSON", 10)
+    with refused("expected a JSON file of 10 bytes at most, got more"):
+        files.read_json(write(tmp_path / "a.json", b"[" * 11), "file")
