@@ -51,7 +51,7 @@ def test_corpora_must_be_what_their_names_say(tmp_path):
     write(tmp_path / "enwik8", "a part of it")
     with pytest.raises(BlockSparseError, match="enwik8: expected all of its 100,000,000 bytes, got 12 bytes"):
         corpora.load("enwik8", tmp_path)
-    with pytest.raises(BlockSparseError, match=r"text8: expected a file .*text8 or .*text8, got neither"):
+    with pytest.raises(BlockSparseError, match=r"text8: expected .*text8 or .*text8, got neither"):
         corpora.load("text8", tmp_path)
 
 

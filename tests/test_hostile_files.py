@@ -366,7 +366,7 @@ def test_tiles_of_odd_values_are_refused_where_they_are_read(tmp_path):
             loaded.append(name)
         except BlockSparseError as error:
             assert f"tuned tiles: expected a file that `blocksparse tune` wrote, got {path}: " in str(error)  # noqa: PT017
-    assert loaded == ["density 0", "tile's pairs True", "UTF-16"]
+    assert loaded == ["density 0", "density 0.5", "tile's pairs True", "UTF-16"]
 
 
 def test_tiles_that_cannot_be_written(tmp_path):
