@@ -28,12 +28,17 @@ BLOCKSPARSE_INLINE Vector<float> exponential(Vector<float> x) {
   return p * bits<V>((bits<Vector<uint32_t>>(shifted) << 23) + 0x3f800000u);
 }
 
-BLOCKSPARSE_INLINE Vector<float> sigmoid(Vector<float> x) { return 1.0f / (1.0f + exponential(-x)); }
-
 // The sigmoid of a gate: 0 where it would be subnormal, at -infinity too.
-BLOCKSPARSE_INLINE Vector<float> logistic(Vector<float> x) { return x < -87.0f ? Vector<float>{} : sigmoid(x); }
+BLOCKSPARSE_INLINE Vector<float> logistic(Vector<float> x) {
+  return x < -87.0f ? Vector<float>{} : 1.0f / (1.0f + exponential(-x));
+}
 
-// Cephes' tanhf, within 2 ulp: a polynomial where 1 - 2 / (e^2x + 1) would cancel; NaN stays NaN.
+// As PyTorch's: -0 where e^-x is out of range, NaN at -infinity.
+BLOCKSPARSE_INLINE Vector<float> silu(Vector<float> x) {
+  return x / (x < -88.3f ? broadcast(__builtin_inff()) : 1.0f + exponential(-x));
+}
+
+// Cephes' tanhf, within 2 ulp: a polynomial where 1 - 2 / (e^2x + 1) would cancel; NaN stays NaN, and -0 is -0.
 BLOCKSPARSE_INLINE Vector<float> tangent(Vector<float> x) {
   using V = Vector<float>;
   const V size = x < 0.0f ? -x : x, square = x * x;
@@ -41,7 +46,7 @@ BLOCKSPARSE_INLINE Vector<float> tangent(Vector<float> x) {
   p = p * square - 5.37397155531e-2f;
   p = p * square + 1.33314422036e-1f;
   p = p * square - 3.33332819422e-1f;
-  const V near = p * square * x + x, far = 1.0f - 2.0f / (1.0f + exponential(size + size));
+  const V near = (p * square + 1.0f) * x, far = 1.0f - 2.0f / (1.0f + exponential(size + size));
   return size < 0.625f ? near : x < 0.0f ? -far : far;
 }
 
@@ -71,7 +76,7 @@ BLOCKSPARSE_INLINE Vector<float> activated(Vector<float> x, Activation activatio
     case Activation::kGelu:
       return 0.5f * x * complementary_error(x * -0.70710678118654752f);
     case Activation::kSilu:
-      return x * sigmoid(x);
+      return silu(x);
     case Activation::kNone:
       break;
   }

@@ -204,6 +204,7 @@ struct Place {
 void conv(const InstructionSet& isa, DType dtype, Activation activation, bool transposed, int64_t block_out,
           int64_t block_sum, const int64_t* kernel, int64_t n, const Image& x, const void* values, const void* bias,
           const Image& y, const AxisRuns* cut_axes, const AxisRuns* whole, const ChannelRows& rows) {
+  const FlushSubnormals flush(dtype == DType::kBFloat16);
   const ConvKernels& kernels = isa.conv(dtype, block_sum);
   const int64_t size = size_of(dtype), unit = kernels.unit_size, nnz = rows.start[rows.rows];
   const int64_t taps = kernel[0] * kernel[1] * kernel[2], steps = block_sum / kernels.fold;
@@ -311,6 +312,7 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
 void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64_t block_in, int64_t n,
                 const Image& grad, const Image& x, bool big_grad, void* values, const AxisTaps* axes,
                 const int32_t* row, const int32_t* col, int64_t nnz) {
+  const FlushSubnormals flush(dtype == DType::kBFloat16);
   const LinearKernels& packing = isa.linear(dtype, 1);  // the sum is over positions, which taps shift one by one
   const ConvKernels& kernels = isa.conv(dtype, 1);
   const int64_t size = size_of(dtype), unit = kernels.unit_size, sum = kernels.sum_size;

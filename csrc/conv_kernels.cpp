@@ -299,7 +299,7 @@ constexpr ConvKernels table() {
 const ConvKernels& select_conv(DType dtype, int64_t block_sum) {
   static constexpr ConvKernels float32 = table<Float32>(), float64 = table<Float64>(), bfloat16 = table<BFloat16>(),
                                float16 = table<Float16>();
-#if defined(__AVX512BF16__)
+#if defined(BLOCKSPARSE_PAIRS)
   static constexpr ConvKernels pairs = table<BFloat16Pairs>();
   if (dtype == DType::kBFloat16 && block_sum % 2 == 0) return pairs;
 #endif

@@ -7,6 +7,7 @@
 namespace blocksparse {
 
 struct CpuFeatures {
+  bool portable = true;
   bool avx2 = false;         // with FMA and F16C
   bool avx512 = false;       // F, BW, DQ, VL
   bool avx512_bf16 = false;  // on top of avx512

@@ -226,6 +226,7 @@ int64_t csr_wgrad_working_bytes(const InstructionSet& isa, DType dtype, int64_t 
 
 void csr_linear(const InstructionSet& isa, DType dtype, Activation activation, int64_t tokens, Matrix x,
                 const void* values, const void* bias, void* y, void* working, const Csr& matrix, bool wide) {
+  const FlushSubnormals flush(dtype == DType::kBFloat16);
   const CsrKernels& kernels = isa.csr(dtype);
   const int64_t size = size_of(dtype);
   const Panels panels = row_panels(tokens, kernels, x.features);
@@ -243,6 +244,7 @@ void csr_linear(const InstructionSet& isa, DType dtype, Activation activation, i
 
 void csr_wgrad(const InstructionSet& isa, DType dtype, int64_t tokens, Matrix grad, Matrix x, void* values,
                void* working, const Csr& matrix, bool wide) {
+  const FlushSubnormals flush(dtype == DType::kBFloat16);
   const CsrKernels& kernels = isa.csr(dtype);
   const int64_t size = size_of(dtype);
   if (tokens == 0 && matrix.connections > 0) memset(values, 0, matrix.connections * size);

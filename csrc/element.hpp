@@ -7,8 +7,11 @@
 #include "kernels.hpp"
 #include "simd.hpp"
 
-#if defined(__F16C__) || defined(__AVX512BF16__)
+#if defined(__F16C__)
 #include <immintrin.h>
+#endif
+#if defined(__AVX512BF16__) || defined(BLOCKSPARSE_EMULATED_PAIRS)
+#define BLOCKSPARSE_PAIRS
 #endif
 
 namespace blocksparse {
@@ -56,8 +59,8 @@ struct Float16Bits {
 #else
     const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
     if (rest >= 0x7c00) return bits<float>(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-    // As a float with the exponent 112 too small; the product puts that right, for subnormal halves too.
-    return bits<float>(sign | bits<uint32_t>(bits<float>(rest << 13) * 0x1p112f));
+    // Subnormal halves are normal floats, and must not be lost where subnormal floats count as 0.
+    return bits<float>(sign | (rest < 0x400 ? bits<uint32_t>(float(rest) * 0x1p-24f) : (rest << 13) + 0x38000000));
 #endif
   }
   BLOCKSPARSE_INLINE Half narrow(float value) {
@@ -109,7 +112,19 @@ struct Widened {  // 16 bits in memory, float32 in registers
 using BFloat16 = Widened<BFloat16Bits>;
 using Float16 = Widened<Float16Bits>;
 
-#if defined(__AVX512BF16__)
+#if defined(BLOCKSPARSE_PAIRS)
+// What VDPBF16PS does (Intel's Software Developer's Manual, volume 2): two fused multiply-adds, that of the upper
+// numbers first. It takes subnormal numbers as 0 always, here it is up to the thread (FlushSubnormals).
+BLOCKSPARSE_INLINE Vector<float> multiply_add_pairs(Vector<uint32_t> a, Vector<uint32_t> b, Vector<float> sum) {
+#if defined(BLOCKSPARSE_EMULATED_PAIRS)
+  const Vector<float> upper =
+      _mm512_fmadd_ps(bits<__m512>(a & 0xffff0000u), bits<__m512>(b & 0xffff0000u), bits<__m512>(sum));
+  return _mm512_fmadd_ps(bits<__m512>(a << 16), bits<__m512>(b << 16), upper);
+#else
+  return _mm512_dpbf16_ps(sum, bits<__m512bh>(a), bits<__m512bh>(b));
+#endif
+}
+
 struct BFloat16Pairs {  // two products and two sums per lane and instruction
   using Storage = uint16_t;
   using Unit = uint32_t;
@@ -124,7 +139,7 @@ struct BFloat16Pairs {  // two products and two sums per lane and instruction
   BLOCKSPARSE_INLINE void store_sums(Storage* to, Vector<Sum> v) { BFloat16Bits::narrow(to, v); }
   BLOCKSPARSE_INLINE Sum to_sum(Storage value) { return BFloat16Bits::widen(value); }
   BLOCKSPARSE_INLINE Vector<Sum> multiply_add(Unit w, Vector<Unit> x, Vector<Sum> sum) {
-    return _mm512_dpbf16_ps(sum, bits<__m512bh>(_mm512_set1_epi32(int(w))), bits<__m512bh>(x));
+    return multiply_add_pairs(broadcast(w), x, sum);
   }
 };
 #endif

@@ -38,6 +38,7 @@ struct Panels {
 void linear(const InstructionSet& isa, DType dtype, Activation activation, bool transposed, int64_t block_out,
             int64_t block_sum, int64_t tokens, Matrix x, const void* values, const void* bias, void* y,
             int64_t out_features, const RowTasks& tasks) {
+  const FlushSubnormals flush(dtype == DType::kBFloat16);
   const LinearKernels& kernels = isa.linear(dtype, block_sum);
   const int64_t size = size_of(dtype), units = x.features / kernels.fold, token_bytes = units * kernels.unit_size;
   const Panels panels(tokens, kernels);
@@ -74,6 +75,7 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
 
 void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64_t block_in, int64_t tokens,
                   Matrix grad, Matrix x, void* values, const BlockTasks& tasks) {
+  const FlushSubnormals flush(dtype == DType::kBFloat16);
   const LinearKernels& kernels = isa.linear(dtype, 2);  // the sum is over tokens, padded to whole units
   const int64_t size = size_of(dtype), unit = kernels.unit_size;
   const int64_t padded_in = kernels.padded_in(block_in), strip = kernels.strip(block_in);

@@ -399,7 +399,7 @@ constexpr LinearKernels table(int max_vectors) {
 const LinearKernels& select_linear(DType dtype, int64_t block_sum) {
   static constexpr LinearKernels float32 = table<Float32>(kTileVectors), float64 = table<Float64>(kTileVectors),
                                  bfloat16 = table<BFloat16>(kTileVectors), float16 = table<Float16>(kTileVectors);
-#if defined(__AVX512BF16__)
+#if defined(BLOCKSPARSE_PAIRS)
   // Panels of pairs take half the room: wider ones, since the transposed product pairs its weights once per panel.
 #if defined(BLOCKSPARSE_TILES)
   static constexpr LinearKernels pairs = table<BFloat16Pairs>(kPanelTiles);

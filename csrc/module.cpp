@@ -41,30 +41,37 @@ BLOCKSPARSE_DECLARE(avx2)
 BLOCKSPARSE_DECLARE(avx512)
 BLOCKSPARSE_DECLARE(avx512_bf16)
 BLOCKSPARSE_DECLARE(amx)
+BLOCKSPARSE_DECLARE(avx512_bf16_emulated)
 BLOCKSPARSE_DECLARE(amx_emulated)
 #undef BLOCKSPARSE_DECLARE
 
 namespace {
 
-// Slowest first: the last one present is the default.
+// `base` is the set without pairs of bfloat16: what does not multiply is the same.
+#define BLOCKSPARSE_SET(isa, feature, base) \
+  {#isa,                                    \
+   [] { return cpu_features().feature; },   \
+   isa::select_linear,                      \
+   base::select_csr,                        \
+   isa::select_conv,                        \
+   base::select_gates,                      \
+   base::select_elementwise}
+
+// Slowest first: the last one present is the default, apart from the emulated ones.
 const InstructionSet kInstructionSets[] = {
-    {"portable", [] { return true; }, portable::select_linear, portable::select_csr, portable::select_conv,
-     portable::select_gates, portable::select_elementwise},
+    BLOCKSPARSE_SET(portable, portable, portable),
 #if defined(BLOCKSPARSE_HAS_avx2)
-    {"avx2", [] { return cpu_features().avx2; }, avx2::select_linear, avx2::select_csr, avx2::select_conv,
-     avx2::select_gates, avx2::select_elementwise},
-    {"avx512", [] { return cpu_features().avx512; }, avx512::select_linear, avx512::select_csr, avx512::select_conv,
-     avx512::select_gates, avx512::select_elementwise},
-    {"avx512_bf16", [] { return cpu_features().avx512_bf16; }, avx512_bf16::select_linear, avx512_bf16::select_csr,
-     avx512_bf16::select_conv, avx512_bf16::select_gates, avx512_bf16::select_elementwise},
-    {"amx", [] { return cpu_features().amx_bf16; }, amx::select_linear, amx::select_csr, amx::select_conv,
-     amx::select_gates, amx::select_elementwise},
+    BLOCKSPARSE_SET(avx2, avx2, avx2),
+    BLOCKSPARSE_SET(avx512, avx512, avx512),
+    BLOCKSPARSE_SET(avx512_bf16, avx512_bf16, avx512),
+    BLOCKSPARSE_SET(amx, amx_bf16, avx512),
 #endif
 #if defined(BLOCKSPARSE_HAS_amx_emulated)
-    {"amx_emulated", [] { return cpu_features().avx512_bf16; }, amx_emulated::select_linear, amx_emulated::select_csr,
-     amx_emulated::select_conv, amx_emulated::select_gates, amx_emulated::select_elementwise},
+    BLOCKSPARSE_SET(avx512_bf16_emulated, avx512, avx512),
+    BLOCKSPARSE_SET(amx_emulated, avx512, avx512),
 #endif
 };
+#undef BLOCKSPARSE_SET
 
 const InstructionSet& isa_named(const std::string& name) {
   for (const InstructionSet& isa : kInstructionSets)

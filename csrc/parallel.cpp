@@ -1,5 +1,9 @@
 #include "parallel.hpp"
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 #include <atomic>
 #include <cstdlib>
 #include <new>
@@ -16,12 +20,51 @@ using GetNumThreads = int32_t (*)(uint32_t* count);
 ParallelFor torch_parallel_for = nullptr;
 GetNumThreads torch_get_num_threads = nullptr;
 
+// The flags of a thread that make subnormal numbers count as 0.
+#if defined(__x86_64__)
+constexpr uint64_t kFlush = 0x8040;  // FTZ and DAZ of MXCSR
+uint64_t control() { return _mm_getcsr(); }
+void set_control(uint64_t flags) { _mm_setcsr(static_cast<unsigned>(flags)); }
+#elif defined(__aarch64__)
+constexpr uint64_t kFlush = 1 << 24;  // FZ of FPCR
+uint64_t control() {
+  uint64_t flags;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(flags));
+  return flags;
+}
+void set_control(uint64_t flags) { __asm__ volatile("msr fpcr, %0" : : "r"(flags) : "memory"); }
+#else
+constexpr uint64_t kFlush = 0;
+uint64_t control() { return 0; }
+void set_control(uint64_t) {}
+#endif
+
+thread_local bool flushes = false;
+
+// Sets these flags as long as it lives.
+class FlushAs {
+ public:
+  explicit FlushAs(uint64_t wanted) : before_(control() & kFlush) { set(wanted); }
+  ~FlushAs() { set(before_); }
+  FlushAs(const FlushAs&) = delete;
+  FlushAs& operator=(const FlushAs&) = delete;
+
+ private:
+  static void set(uint64_t wanted) {
+    const uint64_t flags = control();
+    if ((flags & kFlush) != wanted) set_control((flags & ~kFlush) | wanted);
+  }
+  const uint64_t before_;
+};
+
 struct Loop {
   const std::function<void(int64_t)>& task;
   int64_t count;
+  uint64_t flush;
   std::atomic<int64_t> next{0};
 
   void work() {
+    const FlushAs mode(flush);
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(i);
   }
 };
@@ -60,9 +103,12 @@ int64_t thread_count() {
   return threads;
 }
 
+FlushSubnormals::FlushSubnormals(bool flush) : before_(flushes) { flushes = flush; }
+FlushSubnormals::~FlushSubnormals() { flushes = before_; }
+
 void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task) {
   const int64_t threads = thread_count();
-  Loop loop{task, count};
+  Loop loop{task, count, flushes ? kFlush : control() & kFlush};
   const int64_t workers = count < threads ? count : threads;
   if (workers <= 1) return loop.work();
   const int32_t error = torch_parallel_for(

@@ -47,7 +47,7 @@ def conv2d(
     All tensors have one device and one dtype out of float32, float64, bfloat16 and float16 (16 bits accumulate in
     float32); under `torch.autocast` they are cast to its dtype first. Differentiable in x, values, bias and gate as
     often as one likes; the gradient of `values` exists on the layout only. Time and memory grow with `nnz`: the image
-    is never unfolded.
+    is never unfolded. On the CPU, numbers of bfloat16 below 2^-126 in size count as 0, as in `linear`.
 
     Returns:
         `[n, out_channels, height, width]`, channels-last where x is. Outputs that no block reaches are

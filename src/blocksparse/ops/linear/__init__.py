@@ -34,6 +34,9 @@ def linear(
     float32); under `torch.autocast` they are cast to its dtype first. Differentiable in x, values, bias and gate as
     often as one likes; the gradient of `values` exists on the layout only. Time and memory grow with `nnz`.
 
+    On the CPU, numbers of bfloat16 below 2^-126 in size count as 0 here, in operands and in results, whatever
+    `torch.set_flush_denormal` says: its instructions for bfloat16 know no other way.
+
     Where neither values nor gate want a gradient, the CPU leaves blocks out whose gate is 0: the product runs on
     `layout.select(gate != 0)`, planned once as long as the same gates are 0, and on a copy of the values left, made in
     each call. Other devices and traced graphs multiply all blocks, so that the host need not wait for the gate. To
