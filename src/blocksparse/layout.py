@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from .cached import cached_property
 from .checked import checked_array, checked_block, checked_grid, checked_indices, checked_ints, checked_mask
 from .errors import BlockSparseError
 from .indices import LARGE, compressed, few, index_type, read_only, refuse_twice, rows_of, tensor_of

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
 from .. import patterns
@@ -222,8 +223,10 @@ def _is_wrapped(tensor: Tensor) -> bool:
 
 
 def replace_data(parameter: Tensor, data: Tensor) -> None:
-    """Other data of any shape for a parameter, whose gradient is cleared."""
+    """Other data of any shape for a parameter, whose gradient is cleared; what wants the old in backward is refused."""
     parameter.grad = None
+    if not parameter.is_inference():
+        increment_version(parameter)
     if data.shape != parameter.shape:
         # A graph that is still held, that of the last loss say, has a node for the gradient in the old shape. PyTorch
         # makes a new one only where the dtype changes.

@@ -33,7 +33,9 @@ DTYPES = _Dtypes(
     }
 )
 _CPU = torch.device("cpu")
-_forced: list[str] = []
+_OMP_PAUSE_HARD = 2
+# As in `registry`.
+_forced: dict[object, str] = {}
 
 
 @cache
@@ -46,14 +48,33 @@ def _load() -> tuple[ModuleType | None, str | None]:
             "source tree (needs a C++17 compiler), or `make setup` for development"
         )
     # The addresses of PyTorch's own parallel loop: one pool of threads for both, sized by torch.set_num_threads.
-    (library,) = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")
-    torch_cpu = ctypes.CDLL(str(library))
+    torch_cpu = _torch_cpu()
     try:
         loop, count = torch_cpu.torch_parallel_for, torch_cpu.torch_get_num_threads
     except AttributeError:
         return None, f"PyTorch {torch.__version__} does not share its threads: 2.10 or newer is needed"
     _core.share_threads(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (loop, count)))
     return _core, None
+
+
+@cache
+def _torch_cpu() -> ctypes.CDLL:
+    (library,) = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")
+    return ctypes.CDLL(str(library))
+
+
+def _end_idle_threads() -> None:
+    """Before a fork: the child would wait for ever for the threads of GNU's OpenMP, which it knows but has not got.
+
+    PyTorch's own products hang so too. A pool that was given back starts again with the next loop, in both processes.
+    """
+    pause = getattr(_torch_cpu(), "omp_pause_resource_all", None)  # since OpenMP 5.0
+    if pause is not None:
+        pause(_OMP_PAUSE_HARD)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_end_idle_threads)
 
 
 @cache
@@ -92,7 +113,8 @@ def isas() -> dict[str, bool]:
 
 def isa() -> str:
     """The instruction set in use: the best this CPU has, or what the environment variable says; chosen once."""
-    return _forced[-1] if _forced else _chosen()
+    forced = [*_forced.values()]  # at once: other threads change it
+    return forced[-1] if forced else _chosen()
 
 
 @cache
@@ -105,12 +127,13 @@ def _chosen() -> str:
 
 @contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Within it, the CPU kernels run with the instruction set `name`: for tests and comparisons."""
-    _forced.append(_checked(name, "isa"))
+    """Within it, the CPU kernels of the whole process run with the instruction set `name`: for tests, comparisons."""
+    key = object()
+    _forced[key] = _checked(name, "isa")
     try:
         yield
     finally:
-        _forced.pop()
+        del _forced[key]
 
 
 def _checked(name: str, subject: str) -> str:

@@ -47,7 +47,8 @@ def gated(values: Tensor, layout: BlockLayout, gate: Tensor) -> tuple[Tensor, Bl
     if found is None:
         found = _read(gate.detach(), layout, remembered)
         if len(remembered) >= REMEMBERED:
-            remembered.pop(next(iter(remembered)), None)  # another thread may have
+            oldest, *_ = remembered
+            remembered.pop(oldest, None)  # another thread may have
         remembered[gate.dtype, numbers] = found
     return _kept(values.detach(), found), found.layout or layout
 

@@ -111,4 +111,5 @@ def choose_or_reference(implementations: Mapping[str, ModuleType], device: torch
 
 
 def _wanted(device: torch.device) -> str | None:
-    return next(reversed(_forced.values()), _BACKEND_OF_DEVICE.get(device.type))
+    forced = [*_forced.values()]  # at once: other threads change it
+    return forced[-1] if forced else _BACKEND_OF_DEVICE.get(device.type)

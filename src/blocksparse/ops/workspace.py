@@ -2,11 +2,14 @@
 
 The C library hands allocations above 32 MiB back to the system when they are freed. The next one of the size then costs
 a page fault for every 4 KiB, which takes several times as long as writing it. (On a GPU PyTorch keeps its own.)
+
+Threads and forked processes may all call it: `docs/threads.md` says what holds for the library as a whole.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,9 +50,15 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not LEAST <= size <= MOST:
         return torch.empty(shape, dtype=dtype, device=device)
-    with _lock:
+    # Nobody waits: the lock may be held by this very thread, below a signal handler or a finalizer that came here.
+    lock = _lock  # a child that was forked from here has another one
+    if not lock.acquire(blocking=False):
+        return torch.empty(shape, dtype=dtype, device=device)
+    try:
         # The tensor refers to the storage before another thread can look.
         return torch.empty(0, dtype=dtype, device=device).set_(_take(size), 0, tuple(shape), _strides(shape))
+    finally:
+        lock.release()
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
@@ -65,6 +74,17 @@ def clear() -> None:
     """Gives the memory that is not in use back to the system."""
     with _lock:
         _kept[:] = [buffer for buffer in _kept if not buffer.is_free]
+
+
+def _renew_lock() -> None:
+    """In the child of a fork: the thread that held the lock is not there. The list is whole, as Python forks between
+    two of its instructions, and so is the memory, each process having its own copy."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _take(size: int) -> torch.UntypedStorage:

@@ -26,7 +26,7 @@ def conv(
     axes: Sequence[Axis],
     activation: str | None,
 ) -> torch.Tensor:
-    x, values = x.contiguous(), values.contiguous()
+    x, values = x.contiguous(), values.data.contiguous()  # as in `linear`
     dtype, images = x.dtype, cpu_core.length(x)
     out_channels, in_channels = layout.shape[::-1] if transpose else layout.shape
     big, small, kernel = _sizes(axes)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 
+from ...cached import cached_property
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..linear.plan import check_int32

@@ -27,7 +27,8 @@ def linear(
 ) -> torch.Tensor:
     if out is not None and not out.is_contiguous():
         return out.copy_(linear(x, values, bias, layout, transpose, activation))
-    x, values = features_together(x), values.contiguous()
+    # `.data`: what the values are now. Another thread may give the parameter other ones, while the core reads these.
+    x, values = features_together(x), values.data.contiguous()
     bias = None if bias is None else bias.contiguous()
     core, isa, dtype, name = cpu_core.core(), cpu_core.isa(), x.dtype, DTYPES[x.dtype]
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
@@ -98,7 +99,7 @@ def gradients(
     size = core.csr_gradients_working_bytes(cpu_core.isa(), DTYPES[dtype], cpu_core.length(x), *layout.shape)
     if not size:
         return None
-    grad, x, values = features_together(grad), features_together(x), values.contiguous()
+    grad, x, values = features_together(grad), features_together(x), values.data.contiguous()
     operands, working = _gradient_operands(grad, x, layout), _working(size)
     grad_x = workspace.empty(x.shape, dtype, _CPU) if needs_x else None
     grad_values = torch.empty(layout.values_shape, dtype=x.dtype, device=_CPU)
