@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import queue
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,6 +28,10 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    # Ctrl-C ends it at once and quietly, while it imports and, in the processes of a run, whatever they wait for.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 from rich.console import Console
@@ -358,6 +363,7 @@ def main() -> None:
     if arguments.work:
         work(arguments.work["seed"], Options(**arguments.work["options"]))
         return
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on there is something to clear up
     console = Console()
 
     def say(text: str, style: str = "") -> None:

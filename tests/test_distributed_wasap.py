@@ -1,7 +1,9 @@
 """WASAP-SGD and WASSP-SGD: alone the sequential algorithm, with torchrun as good, and stopped by whoever dies."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -280,6 +282,157 @@ def test_the_others_say_who_is_gone(workers, killed, synchronous, tmp_path):
         gone = "the other processes" if synchronous else f"process {1 - min(rank, 1)}"
         wanted = f"BlockSparseError: {gone}: expected an answer in time, got none: dead, or out of reach"
         assert wanted in errors[rank], errors[rank]
+
+
+START = """
+import os, sys
+import torch
+from blocksparse import BlockSparseError
+from blocksparse.distributed import Settings, train
+from blocksparse.models.mlp import SparseMLP
+
+torch.set_num_threads(1)
+rank, options = int(os.environ["RANK"]), eval(sys.argv[1])
+mine = options.get(rank, {})
+x = torch.randn(mine.get("rows", 64), 20, generator=torch.Generator().manual_seed(mine.get("data", 0)))
+model = SparseMLP([20, mine.get("hidden", 16), 2], density=0.5, activation="relu", dropout=0, seed=rank)
+told = {"epochs": 2, "batch": 16, "timeout": options["timeout"]} | mine.get("settings", {})
+steps = 0
+
+
+def loss(y, target):
+    global steps
+    steps += 1
+    if "stop" in mine and steps == mine["stop"]:
+        os.kill(os.getpid(), mine["signal"])
+    return torch.nn.functional.cross_entropy(y, target)
+
+
+try:
+    print("joining", flush=True)
+    train(model, (x, (x[:, 0] > 0).long()), Settings(**told), skip=model.output, loss=loss)
+except BlockSparseError as error:
+    print("error:", error, flush=True)
+    os._exit(1)
+print("done")
+"""
+
+
+class Ranks:
+    """Processes of one group on this machine, without torchrun."""
+
+    def __init__(self, ranks, options, variables=None, timeout=20.0):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "WORLD_SIZE": str(max(ranks) + 1)}
+        self.processes = {}
+        for rank in ranks:
+            own = environment() | shared | {"RANK": str(rank)} | (variables or {}).get(rank, {})
+            command = [sys.executable, "-c", START, repr(options | {"timeout": timeout})]
+            self.processes[rank] = subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes.values():
+            process.kill()
+            process.communicate()
+
+    def joining(self):
+        for process in self.processes.values():
+            assert process.stdout.readline() == "joining\n"
+        return time.monotonic()
+
+    def said(self, rank, timeout=100):
+        return self.processes[rank].communicate(timeout=timeout)[0].strip()
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({1: {"data": 5}}, "inputs"),
+        ({1: {"settings": {"synchronous": True}}}, "settings (synchronous)"),
+        ({1: {"hidden": 24}}, "parameters"),
+    ],
+    ids=["data", "settings", "model"],
+)
+def test_a_process_that_was_given_something_else_is_named_by_all(options, what):
+    with Ranks([0, 1, 2], options) as ranks:
+        wanted = f"error: processes: expected the same model, settings and data in all, got others in process 1: {what}"
+        assert [ranks.said(rank) for rank in range(3)] == [f"joining\n{wanted}"] * 3
+
+
+def test_of_three_processes_the_two_that_agree_are_right():
+    with Ranks([0, 1, 2], {0: {"rows": 60}}) as ranks:
+        assert ranks.said(2).endswith("got others in process 0: inputs")
+
+
+def test_a_port_in_use_is_said_at_once_and_no_process_waits_longer_than_told():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        with Ranks([0, 1], {}, {rank: {"MASTER_PORT": port} for rank in (0, 1)}, timeout=8.0) as ranks:
+            begun = ranks.joining()
+            wanted = (
+                f"error: 127.0.0.1:{port}: expected a free port: choose another with MASTER_PORT, in torchrun with "
+            )
+            assert ranks.said(0) == f"{wanted}--master-port, got one that another program has"
+            assert f"error: process 0 at 127.0.0.1:{port}: expected an answer within 8 s" in ranks.said(1)
+            assert time.monotonic() - begun < 30, "and not after the minute of PyTorch"
+
+
+def test_processes_that_have_not_started_are_named():
+    with Ranks([0, 2], {}, {0: {"WORLD_SIZE": "4"}, 2: {"WORLD_SIZE": "4"}}, timeout=8.0) as ranks:
+        wanted = "error: processes 1, 3: expected to have started within 8 s, got nothing from there"
+        assert ranks.said(0) == f"joining\n{wanted}"
+        assert "error: process" in ranks.said(2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "3"}, "process 1: expected WORLD_SIZE 2, as in process 0, got 3"),
+        ({"RANK": "x"}, "environment variable RANK: expected an int from 0 to 1, got 'x'"),
+        ({"WORLD_SIZE": "-1"}, "environment variable WORLD_SIZE: expected an int from 1 to 2147483647, got '-1'"),
+        ({"MASTER_ADDR": ""}, "environment variable MASTER_ADDR: expected one, as torchrun sets it, got none"),
+    ],
+    ids=["size", "rank", "nonsense", "missing"],
+)
+def test_wrong_variables(variables, message, monkeypatch):
+    if variables == {"WORLD_SIZE": "3"}:
+        with Ranks([0, 1], {}, {1: variables}) as ranks:
+            assert [ranks.said(rank) for rank in (0, 1)] == [f"joining\nerror: {message}"] * 2
+        return
+    usual = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (usual | variables).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(bs.BlockSparseError, match=re.escape(message)):
+        train(network(), (X, Y), Settings(epochs=1, timeout=5.0))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="has no SIGSTOP")
+@pytest.mark.parametrize(("which", "number"), [(1, "SIGSTOP"), (2, "SIGKILL"), (0, "SIGSTOP")])
+def test_who_is_stuck_or_gone_in_a_step_of_all_is_named(which, number):
+    together = {rank: {"settings": {"synchronous": True, "epochs": 4}} for rank in range(3)}
+    together[which] |= {"stop": 3, "signal": int(getattr(signal, number))}
+    with Ranks([0, 1, 2], together, timeout=6.0) as ranks:
+        for rank in {0, 1, 2} - {which}:
+            assert f"error: process {which}: expected an answer in time, got none: dead, or" in ranks.said(rank)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGINT to send")
+def test_an_interrupt_while_others_are_waited_for_ends_it_at_once():
+    with Ranks([1], {}, timeout=100.0) as ranks:
+        ranks.joining()
+        time.sleep(0.5)
+        begun = time.monotonic()
+        ranks.processes[1].send_signal(signal.SIGINT)
+        ranks.said(1)
+        assert ranks.processes[1].returncode in (130, -signal.SIGINT)
+        assert time.monotonic() - begun < 30, "and not after the 100 seconds of the time-out"
 
 
 X, Y = toy(0, 8)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +20,17 @@ from torch import Tensor
 
 from ..errors import BlockSparseError
 
+Made = TypeVar("Made")
+
 MASTER = 0
+
+
+# How often this process has joined a group: torchrun keeps what an earlier one left in the store.
+_joined = itertools.count()
+# What the processes of a group that was made here can tell each other when messages fail.
+_store: dist.Store | None = None
+# Seconds in which those that still run report, after a failure.
+ROLL_CALL = 2.0
 
 
 @contextmanager
@@ -22,31 +38,169 @@ def joined(timeout: float) -> Iterator[tuple[int, int]]:
     """(rank, number of processes): of the group there is, of the one that `torchrun` asks for, or of this one alone.
 
     A group that is made here has gloo for CPU tensors and, where there is CUDA, nccl for those; it ends with the block.
+
+    Raises:
+        BlockSparseError: not all processes are there within `timeout` seconds, the port is in use, variables of
+            torchrun that are missing, no numbers, or differ between processes.
     """
+    global _store
     if dist.is_available() and dist.is_initialized():
         yield dist.get_rank(), dist.get_world_size()
-    elif int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-        with answers("all processes"):
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        yield dist.get_rank(), dist.get_world_size()
+    elif (workers := _variable("WORLD_SIZE", 1, 2**31, 1)) > 1:
+        rank = _variable("RANK", 0, workers)
+        _store = _within(timeout, lambda: _meet(rank, workers, timeout))
+        try:
+            yield rank, workers
+        finally:
+            _store = None
         # Not after an error: threads may still wait for messages, and the process ends anyway.
         dist.destroy_process_group()
     else:
         yield MASTER, 1
 
 
+def _variable(name: str, least: int, end: int, default: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default)).strip()
+    if not text.isdecimal() or not least <= int(text) < end:
+        got = repr(text) if text else "none: start the processes with torchrun"
+        raise BlockSparseError.expected(f"environment variable {name}", f"an int from {least} to {end - 1}", got)
+    return int(text)
+
+
+def _within(seconds: float, work: Callable[[], Made]) -> Made:
+    """What `work` returns or raises, in a thread of its own: PyTorch waits longer than told, and deaf to Ctrl-C."""
+    done: list[Made] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds + 1)  # whose own errors say more
+    for error in failed:
+        raise error
+    if not done:
+        raise BlockSparseError.expected(f"process 0 at {_place()}", f"an answer within {seconds:g} s", _NO_ANSWER)
+    return done[0]
+
+
+_NO_ANSWER = "none: it has not started, is out of reach, or another program has the port"
+
+
+def _place() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def _meet(rank: int, workers: int, timeout: float) -> dist.Store:
+    """Makes the group, once all processes are there and say the same of its size."""
+    deadline = time.monotonic() + timeout
+
+    def left() -> timedelta:
+        return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise BlockSparseError.expected(f"environment variable {name}", "one, as torchrun sets it", "none")
+    port = _variable("MASTER_PORT", 1, 2**16)
+    # As PyTorch's own "env://", which does not tell who is missing: torchrun may keep the store, for all attempts.
+    torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        whole: dist.Store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], port, workers, rank == MASTER and not torchruns, left(), wait_for_workers=False
+        )
+    except (RuntimeError, ValueError) as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            wanted = "a free port: choose another with MASTER_PORT, in torchrun with --master-port"
+            raise BlockSparseError.expected(_place(), wanted, "one that another program has") from error
+        wanted = f"an answer within {timeout:g} s"
+        raise BlockSparseError.expected(
+            f"process 0 at {_place()}", wanted, f"{_NO_ANSWER} ({_first_line(error)})"
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"blocksparse/{attempt}/{next(_joined)}", whole)
+    with answers(f"process 0 at {_place()}"):
+        # Who differs from the master knows it before the master does, which ends and takes the store with it.
+        if rank == MASTER:
+            store.set("workers", str(workers))
+        store.wait(["workers"], left())
+        masters = int(store.get("workers"))
+        twice = store.add(f"count/{rank}", 1) > 1
+        store.set(f"process/{rank}", str(workers))
+    if twice:
+        raise BlockSparseError.expected("environment variable RANK", "another one in each process", f"{rank} twice")
+    _refuse_size(rank, workers, masters)
+    for other in range(workers):
+        try:
+            store.wait([f"process/{other}"], left())
+            size = int(store.get(f"process/{other}"))
+        except (RuntimeError, ValueError) as error:
+            missing = [k for k in range(workers) if not _is_there(store, f"process/{k}")]
+            if not missing or rank in missing:  # the store itself is gone
+                missing = [MASTER]
+            raise BlockSparseError.expected(
+                _named(missing), f"to have started within {timeout:g} s", "nothing from there"
+            ) from error
+        _refuse_size(other, size, masters)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    with answers("all processes"):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=timedelta(seconds=timeout))
+    return store
+
+
+def _refuse_size(rank: int, size: int, masters: int) -> None:
+    if size != masters:
+        raise BlockSparseError.expected(f"process {rank}", f"WORLD_SIZE {masters}, as in process 0", size)
+
+
+def _is_there(store: dist.Store, key: str) -> bool:
+    try:
+        return store.check([key])
+    except RuntimeError:  # the process that keeps it is gone
+        return False
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _silent() -> list[int]:
+    """Those of the group that do not report after a failure, which every process that runs sees."""
+    store, rank, workers = _store, dist.get_rank(), dist.get_world_size()
+    if store is None:
+        return []
+
+    def ask() -> list[int]:
+        store.set(f"runs/{rank}", "")
+        time.sleep(ROLL_CALL / 2)
+        return [k for k in range(workers) if not store.check([f"runs/{k}"])]
+
+    try:
+        return _within(ROLL_CALL, ask)
+    except (RuntimeError, ValueError):  # it is the master that keeps the store
+        return [] if rank == MASTER else [MASTER]
+
+
 @contextmanager
-def answers(whose: str) -> Iterator[None]:
-    """Turns the errors of torch.distributed into a BlockSparseError that says who did not answer."""
+def answers(whose: str | None = None) -> Iterator[None]:
+    """Turns the errors of torch.distributed into a BlockSparseError that says who did not answer: None asks around."""
     try:
         yield
     except (RuntimeError, ValueError) as error:  # dist.DistError is a RuntimeError
         if isinstance(error, BlockSparseError):
             raise
-        reason = str(error).splitlines()[0]
+        if whose is None:
+            silent = _silent()
+            whose = _named(silent) if silent else "the other processes"
         raise BlockSparseError.expected(
-            whose, "an answer in time", f"none: dead, or out of reach ({reason})"
+            whose, "an answer in time", f"none: dead, or out of reach ({_first_line(error)})"
         ) from error
 
 
@@ -66,7 +220,7 @@ def add_up(tensor: Tensor) -> Tensor:
     """The sum over all processes, in place."""
     if alone():
         return tensor
-    with answers("the other processes"):
+    with answers():
         dist.all_reduce(tensor)
     return tensor
 
@@ -75,7 +229,7 @@ def spread(tensor: Tensor) -> Tensor:
     """The master's tensor, in place."""
     if alone():
         return tensor
-    with answers("the other processes"):
+    with answers():
         dist.broadcast(tensor, MASTER)
     return tensor
 
@@ -86,9 +240,41 @@ def collect(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     mine = dist.get_rank() == MASTER
     found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())] if mine else []
-    with answers("the other processes"):
+    with answers():
         dist.gather(tensor, found if mine else None, MASTER)
     return found
+
+
+def differing(facts: Mapping[str, object]) -> list[tuple[int, str]]:
+    """Which process says something else than most do (of as many, than the master's side), and the first such name.
+
+    All processes ask with the same names, and get the same answer.
+    """
+    mine = torch.tensor([_digest(fact) for fact in facts.values()])
+    if alone():
+        return []
+    all_of = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    with answers():
+        dist.all_gather(all_of, mine)
+    found = []
+    rows = [row.tolist() for row in all_of]
+    usual = [Counter(column).most_common(1)[0][0] for column in zip(*rows, strict=True)]
+    for rank, row in enumerate(rows):
+        if names := [name for name, one, most in zip(facts, row, usual, strict=True) if one != most]:
+            found.append((rank, names[0]))
+    return found
+
+
+def _digest(fact: object) -> int:
+    """63 bits that are the same for what is: a tensor by its numbers, all else by its `repr`."""
+    if isinstance(fact, Tensor):
+        about = f"{fact.dtype}, {list(fact.shape)}".encode()
+        content = fact.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        hashed = hashlib.sha256(about)
+        hashed.update(content)
+    else:
+        hashed = hashlib.sha256(repr(fact).encode())
+    return int.from_bytes(hashed.digest()[:8], "little") >> 1
 
 
 def alone() -> bool:

@@ -279,12 +279,22 @@ class _Run:
     # -- what the processes tell each other --------------------------------------------------------------------
 
     def check_alike(self) -> None:
-        mine = torch.tensor([self.flat.numbers, self.flat.topology().numel(), len(self.data[0]), self.settings.epochs])
-        masters = group.spread(mine.clone())
-        differ = group.add_up((mine != masters).any().long().view(1))
-        if differ:
-            what = "parameters, indices, samples and epochs as on the master"
-            raise BlockSparseError.expected(f"process {self.rank}", f"{what}, {masters.tolist()}", mine.tolist())
+        """All must have been given the same: what they would send each other does not fit, or trains something else."""
+        flat, settings = self.flat, asdict(self.settings)
+        del settings["timeout"]
+        shapes = [(name, list(p.shape), p.dtype) for name, p in zip(flat.names, flat.parameters, strict=True)]
+        facts = {
+            "parameters": shapes,
+            "numbers of connections": [(layout.grid, layout.block_shape, layout.nnz) for layout in flat.layouts()],
+            **{f"settings ({name})": value for name, value in settings.items()},
+            "inputs": self.data[0],
+            "targets": self.data[1],
+        }
+        if differ := group.differing(facts):
+            ranks = ", ".join(f"process {rank}: {what}" for rank, what in differ)
+            raise BlockSparseError.expected(
+                "processes", "the same model, settings and data in all", f"others in {ranks}"
+            )
 
     def share(self) -> None:
         """Gives all the master's network, momentum and count of evolutions."""

@@ -123,9 +123,11 @@ def _transformers(path: Path) -> Stored:
         raise BlockSparseError.expected("transformers", wanted, error) from error
     transformers.utils.logging.disable_progress_bar()
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         names = config.architectures or ["AutoModel"]
-        model = getattr(transformers, names[0]).from_pretrained(path, local_files_only=True)
+        model = getattr(transformers, names[0]).from_pretrained(
+            path, config=config, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # of many kinds, by file and architecture
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise BlockSparseError.expected(str(path), "a model that transformers loads", first[0]) from error
