@@ -2,9 +2,12 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from test_data_idx import write
 
@@ -20,3 +23,15 @@ def test_wasap_fashion_mnist(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"epoch (\d) (\w+): loss \d.*, accuracy 0\.\d+, [\d,]+ samples/s\n", done.stdout)
     assert lines == [("1", "asynchronous"), ("2", "asynchronous"), ("3", "alone"), ("3", "average")]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGINT to send")
+@pytest.mark.parametrize(
+    "script", [EXAMPLE, EXAMPLE.parents[1] / "benchmarks" / "wasap.py"], ids=lambda path: path.stem
+)
+def test_ctrl_c_is_quiet_while_a_script_imports(script, tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(script), "--data", "nowhere"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

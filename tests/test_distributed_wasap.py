@@ -284,15 +284,27 @@ def test_the_others_say_who_is_gone(workers, killed, synchronous, tmp_path):
         assert wanted in errors[rank], errors[rank]
 
 
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="its processes are forked")
+
 START = """
-import os, sys
+import os, signal, sys, threading
 import torch
 from blocksparse import BlockSparseError
 from blocksparse.distributed import Settings, train
 from blocksparse.models.mlp import SparseMLP
 
 torch.set_num_threads(1)
-rank, options = int(os.environ["RANK"]), eval(sys.argv[1])
+options, where = eval(sys.argv[1]), sys.argv[2]
+# Forked, as PyTorch takes long to import.
+for rank, variables in options["ranks"].items():
+    if os.fork() == 0:
+        os.environ |= variables
+        sys.stdout = open(f"{where}/{rank}", "w")
+        break
+else:
+    for _ in options["ranks"]:
+        os.wait()
+    sys.exit()
 mine = options.get(rank, {})
 x = torch.randn(mine.get("rows", 64), 20, generator=torch.Generator().manual_seed(mine.get("data", 0)))
 model = SparseMLP([20, mine.get("hidden", 16), 2], density=0.5, activation="relu", dropout=0, seed=rank)
@@ -308,104 +320,100 @@ def loss(y, target):
     return torch.nn.functional.cross_entropy(y, target)
 
 
+if "interrupt" in mine:
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
-    print("joining", flush=True)
     train(model, (x, (x[:, 0] > 0).long()), Settings(**told), skip=model.output, loss=loss)
+    said = "done"
 except BlockSparseError as error:
-    print("error:", error, flush=True)
-    os._exit(1)
-print("done")
+    said = str(error)
+except KeyboardInterrupt:
+    said = "interrupted"
+print(said, end=".\\n", flush=True)
+os._exit(0)
 """
 
 
-class Ranks:
-    """Processes of one group on this machine, without torchrun."""
-
-    def __init__(self, ranks, options, variables=None, timeout=20.0):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "WORLD_SIZE": str(max(ranks) + 1)}
-        self.processes = {}
-        for rank in ranks:
-            own = environment() | shared | {"RANK": str(rank)} | (variables or {}).get(rank, {})
-            command = [sys.executable, "-c", START, repr(options | {"timeout": timeout})]
-            self.processes[rank] = subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in self.processes.values():
-            process.kill()
-            process.communicate()
-
-    def joining(self):
-        for process in self.processes.values():
-            assert process.stdout.readline() == "joining\n"
-        return time.monotonic()
-
-    def said(self, rank, timeout=100):
-        return self.processes[rank].communicate(timeout=timeout)[0].strip()
+def said_by_ranks(tmp_path, ranks, given=None, variables=None, timeout=20.0, of=None):
+    """What each process `of` a group without torchrun said before it ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    shared |= {"WORLD_SIZE": str(max(ranks) + 1)}
+    own = {rank: shared | {"RANK": str(rank)} | (variables or {}).get(rank, {}) for rank in ranks}
+    options = repr((given or {}) | {"ranks": own, "timeout": timeout})
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", START, options, str(tmp_path)], env=environment(), start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 100
+        waiting = {tmp_path / str(rank) for rank in of or ranks}
+        while waiting and time.monotonic() < deadline:
+            time.sleep(0.1)
+            waiting = {path for path in waiting if not path.exists() or not path.read_text().endswith(".\n")}
+    finally:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+    return [(tmp_path / str(rank)).read_text() for rank in of or ranks]
 
 
+@needs_fork
 @pytest.mark.parametrize(
-    ("options", "what"),
+    ("given", "what"),
     [
-        ({1: {"data": 5}}, "inputs"),
-        ({1: {"settings": {"synchronous": True}}}, "settings (synchronous)"),
-        ({1: {"hidden": 24}}, "parameters"),
+        ({1: {"data": 5}}, "process 1: inputs"),
+        ({1: {"settings": {"synchronous": True}}}, "process 1: settings (synchronous)"),
+        ({1: {"hidden": 24}}, "process 1: parameters"),
+        ({0: {"rows": 60}}, "process 0: inputs"),  # two agree
     ],
-    ids=["data", "settings", "model"],
+    ids=["data", "settings", "model", "master"],
 )
-def test_a_process_that_was_given_something_else_is_named_by_all(options, what):
-    with Ranks([0, 1, 2], options) as ranks:
-        wanted = f"error: processes: expected the same model, settings and data in all, got others in process 1: {what}"
-        assert [ranks.said(rank) for rank in range(3)] == [f"joining\n{wanted}"] * 3
+def test_a_process_that_was_given_something_else_is_named_by_all(given, what, tmp_path):
+    wanted = f"processes: expected the same model, settings and data in all, got others in {what}.\n"
+    assert said_by_ranks(tmp_path, [0, 1, 2], given) == [wanted] * 3
 
 
-def test_of_three_processes_the_two_that_agree_are_right():
-    with Ranks([0, 1, 2], {0: {"rows": 60}}) as ranks:
-        assert ranks.said(2).endswith("got others in process 0: inputs")
-
-
-def test_a_port_in_use_is_said_at_once_and_no_process_waits_longer_than_told():
+@needs_fork
+def test_a_port_in_use_is_said_and_no_process_waits_longer_than_told(tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        with Ranks([0, 1], {}, {rank: {"MASTER_PORT": port} for rank in (0, 1)}, timeout=8.0) as ranks:
-            begun = ranks.joining()
-            wanted = (
-                f"error: 127.0.0.1:{port}: expected a free port: choose another with MASTER_PORT, in torchrun with "
-            )
-            assert ranks.said(0) == f"{wanted}--master-port, got one that another program has"
-            assert f"error: process 0 at 127.0.0.1:{port}: expected an answer within 8 s" in ranks.said(1)
-            assert time.monotonic() - begun < 30, "and not after the minute of PyTorch"
+        begun = time.monotonic()
+        port_of = {rank: {"MASTER_PORT": port} for rank in (0, 1)}
+        first, second = said_by_ranks(tmp_path, [0, 1], variables=port_of, timeout=5.0)
+    wanted = "expected a free port: choose another with MASTER_PORT, in torchrun with --master-port"
+    assert first == f"127.0.0.1:{port}: {wanted}, got one that another program has.\n"
+    assert f"process 0 at 127.0.0.1:{port}: expected an answer within 5 s" in second
+    assert time.monotonic() - begun < 45, "and not after the minute that PyTorch waits"
 
 
-def test_processes_that_have_not_started_are_named():
-    with Ranks([0, 2], {}, {0: {"WORLD_SIZE": "4"}, 2: {"WORLD_SIZE": "4"}}, timeout=8.0) as ranks:
-        wanted = "error: processes 1, 3: expected to have started within 8 s, got nothing from there"
-        assert ranks.said(0) == f"joining\n{wanted}"
-        assert "error: process" in ranks.said(2)
+@needs_fork
+def test_processes_that_have_not_started_are_named(tmp_path):
+    four = {rank: {"WORLD_SIZE": "4"} for rank in (0, 2)}
+    first, third = said_by_ranks(tmp_path, [0, 2], variables=four, timeout=5.0)
+    assert first == "processes 1, 3: expected to have started within 5 s, got nothing from there.\n"
+    assert third.startswith("process")
+
+
+@needs_fork
+def test_processes_that_do_not_agree_on_their_number(tmp_path):
+    wanted = "process 1: expected WORLD_SIZE 2, as in process 0, got 3.\n"
+    assert said_by_ranks(tmp_path, [0, 1], variables={1: {"WORLD_SIZE": "3"}}) == [wanted] * 2
 
 
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"WORLD_SIZE": "3"}, "process 1: expected WORLD_SIZE 2, as in process 0, got 3"),
         ({"RANK": "x"}, "environment variable RANK: expected an int from 0 to 1, got 'x'"),
+        ({"RANK": "2"}, "environment variable RANK: expected an int from 0 to 1, got '2'"),
         ({"WORLD_SIZE": "-1"}, "environment variable WORLD_SIZE: expected an int from 1 to 2147483647, got '-1'"),
         ({"MASTER_ADDR": ""}, "environment variable MASTER_ADDR: expected one, as torchrun sets it, got none"),
+        ({"MASTER_PORT": ""}, "environment variable MASTER_PORT: expected one, as torchrun sets it, got none"),
     ],
-    ids=["size", "rank", "nonsense", "missing"],
+    ids=["rank", "rank too high", "size", "address", "port"],
 )
 def test_wrong_variables(variables, message, monkeypatch):
-    if variables == {"WORLD_SIZE": "3"}:
-        with Ranks([0, 1], {}, {1: variables}) as ranks:
-            assert [ranks.said(rank) for rank in (0, 1)] == [f"joining\nerror: {message}"] * 2
-        return
     usual = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in (usual | variables).items():
         monkeypatch.setenv(name, value)
@@ -413,26 +421,19 @@ def test_wrong_variables(variables, message, monkeypatch):
         train(network(), (X, Y), Settings(epochs=1, timeout=5.0))
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="has no SIGSTOP")
+@needs_fork
 @pytest.mark.parametrize(("which", "number"), [(1, "SIGSTOP"), (2, "SIGKILL"), (0, "SIGSTOP")])
-def test_who_is_stuck_or_gone_in_a_step_of_all_is_named(which, number):
-    together = {rank: {"settings": {"synchronous": True, "epochs": 4}} for rank in range(3)}
-    together[which] |= {"stop": 3, "signal": int(getattr(signal, number))}
-    with Ranks([0, 1, 2], together, timeout=6.0) as ranks:
-        for rank in {0, 1, 2} - {which}:
-            assert f"error: process {which}: expected an answer in time, got none: dead, or" in ranks.said(rank)
+def test_who_is_stuck_or_gone_in_a_step_of_all_is_named(which, number, tmp_path):
+    given = {rank: {"settings": {"synchronous": True, "epochs": 4}} for rank in range(3)}
+    given[which]["stop"], given[which]["signal"] = 3, int(getattr(signal, number))
+    for said in said_by_ranks(tmp_path, [0, 1, 2], given, timeout=8.0, of=sorted({0, 1, 2} - {which})):
+        assert said.startswith(f"process {which}: expected an answer in time, got none: dead, or out of reach"), said
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGINT to send")
-def test_an_interrupt_while_others_are_waited_for_ends_it_at_once():
-    with Ranks([1], {}, timeout=100.0) as ranks:
-        ranks.joining()
-        time.sleep(0.5)
-        begun = time.monotonic()
-        ranks.processes[1].send_signal(signal.SIGINT)
-        ranks.said(1)
-        assert ranks.processes[1].returncode in (130, -signal.SIGINT)
-        assert time.monotonic() - begun < 30, "and not after the 100 seconds of the time-out"
+@needs_fork
+def test_an_interrupt_while_others_are_waited_for_ends_it_at_once(tmp_path):
+    (said,) = said_by_ranks(tmp_path, [1], {1: {"interrupt": True}}, timeout=300.0)
+    assert said == "interrupted.\n"
 
 
 X, Y = toy(0, 8)

@@ -179,11 +179,16 @@ def _silent() -> list[int]:
 
     def ask() -> list[int]:
         store.set(f"runs/{rank}", "")
-        time.sleep(ROLL_CALL / 2)
-        return [k for k in range(workers) if not store.check([f"runs/{k}"])]
+        time.sleep(ROLL_CALL)
+        silent = [k for k in range(workers) if not store.check([f"runs/{k}"])]
+        store.set(f"asked/{rank}", "")
+        if rank == MASTER:  # whose end is that of the store
+            asked = [f"asked/{k}" for k in range(workers) if k not in silent]
+            store.wait(asked, timedelta(seconds=ROLL_CALL))
+        return silent
 
     try:
-        return _within(ROLL_CALL, ask)
+        return _within(4 * ROLL_CALL, ask)
     except (RuntimeError, ValueError):  # it is the master that keeps the store
         return [] if rank == MASTER else [MASTER]
 
