@@ -1,5 +1,6 @@
 """Checkpoints: what is stored comes back, and whatever happens while one is written, a whole one is there."""
 
+import json
 import os
 import subprocess
 import sys
@@ -175,7 +176,7 @@ def test_files_of_others(path):
     with pytest.raises(BlockSparseError, match="format 'pt'"):
         checkpoint.load(path)
     save_file({"x": torch.ones(3)}, path, {"format": checkpoint.FORMAT, "version": "99", "about": "{}"})
-    with pytest.raises(BlockSparseError, match="version 1 of the format, got 99"):
+    with pytest.raises(BlockSparseError, match="version 2 of the format, got 99"):
         checkpoint.load(path)
 
 
@@ -187,3 +188,68 @@ def test_a_text_is_written_whole_too(tmp_path, monkeypatch):
             checkpoint.write_text(tmp_path / "a.json", "new")
     assert (tmp_path / "a.json").read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+# -- damage and strangers ------------------------------------------------------------------------------------------
+
+
+def test_a_byte_that_changed_anywhere_is_noticed(path):
+    tensors = {"x": torch.randn(40), "layer.weight": torch.randn(3, 5).bfloat16(), "n": torch.tensor(3)}
+    checkpoint.save(path, tensors, {"step": 7, "name": "walk"})
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        for bit in (1 << at % 8, 0x20):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
+            with pytest.raises(BlockSparseError):
+                checkpoint.load(path)
+
+
+def test_a_damaged_tensor_is_named(path):
+    checkpoint.save(path, {"x": torch.ones(3), "y": torch.zeros(2)}, {})
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(BlockSparseError, match=r"expected y as it was written, with checksum \w{8}, got \w{8}: the f"):
+        checkpoint.load(path)
+    assert checkpoint.about(path) == {}
+
+
+@pytest.mark.parametrize(
+    "about", ["[1, 2]", "null", "7", "{", "[" * 100_000, '{"a":' * 100_000, "1" * 5000], ids=lambda text: text[:6]
+)
+def test_a_description_that_is_none(about, path, monkeypatch):
+    monkeypatch.setattr(checkpoint.json, "dumps", lambda found, own=json.dumps: about if found == {} else own(found))
+    checkpoint.save(path, {"x": torch.ones(3)}, {})
+    monkeypatch.undo()
+    for read in (checkpoint.load, checkpoint.about):
+        with pytest.raises(BlockSparseError, match="expected a whole checkpoint"):
+            read(path)
+
+
+@pytest.mark.parametrize("target", ["elsewhere", "nowhere"])
+@pytest.mark.parametrize("make", [os.symlink, os.link], ids=["symlink", "link"])
+def test_a_remnant_that_is_a_link_is_not_followed(make, target, path):
+    elsewhere = path.with_name("elsewhere")
+    elsewhere.write_text("precious")
+    if make is os.symlink or target == "elsewhere":
+        make(path.with_name(target), path.with_name("last.safetensors.part"))
+    checkpoint.save(path, {"x": torch.ones(3)}, {"step": 1})
+    checkpoint.write_text(path.with_name("config.json"), "{}")
+    assert elsewhere.read_text() == "precious"
+    assert not path.with_name("nowhere").exists()
+    assert not path.is_symlink()
+    assert checkpoint.load(path)[1] == {"step": 1}
+
+
+def test_two_that_write_the_same_file_do_not_mix(path, monkeypatch):
+    checkpoint.save(path, {"x": torch.zeros(3)}, {"step": 1})
+    own = os.fsync
+
+    def other(*arguments):
+        monkeypatch.undo()
+        os.unlink(f"{path}.part")
+        path.with_name(f"{path.name}.part").write_bytes(b"half of what another writes")
+        own(*arguments)
+
+    monkeypatch.setattr(os, "fsync", other)
+    with pytest.raises(BlockSparseError, match="another process writes it too; the checkpoint before it is whole"):
+        checkpoint.save(path, {"x": torch.ones(3)}, {"step": 2})
+    assert checkpoint.load(path)[1] == {"step": 1}

@@ -1,9 +1,15 @@
-"""Checkpoints: tensors and what they are about in one safetensors file, which is whole at any moment."""
+"""Checkpoints: tensors and what they are about in one safetensors file, which is whole at any moment.
+
+The file has a CRC-32 of each tensor and one of its header. It is for what disks, memory and networks do to files, and
+is several times as fast as a cryptographic digest, which would not keep anybody from writing another file either.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +22,13 @@ from torch import Tensor
 from ..errors import BlockSparseError
 
 FORMAT = "blocksparse checkpoint"
-VERSION = 1
+VERSION = 2  # 1 had no checksums
+
+# What each file begins with after its length, and then the checksum of the header, as if it were zeros there.
+_BEGIN = b'{"__metadata__": {"checksum": "'
+_ZEROS = b"00000000"
+
+_BINARY = getattr(os, "O_BINARY", 0)  # on Windows
 
 # As safetensors names them.
 DTYPES = {
@@ -65,7 +77,8 @@ def load(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a checkpoint, on the CPU, and what it is about.
 
     Raises:
-        BlockSparseError: no such file, one cut short, one that is no checkpoint of ours or of a later version.
+        BlockSparseError: no such file, one cut short, one of which a byte has changed, one that is no checkpoint of
+            ours or of another version.
     """
     with opened(path) as (tensors, about):
         # Copies: a file that is mapped must not be replaced on every system.
@@ -89,19 +102,58 @@ def opened(path: str | Path) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]
     tensor([1., 1., 1.])
     """
     path = Path(path)
-    if not path.is_file():
-        raise BlockSparseError.expected("checkpoint", "a file", f"{path}, which is {_kind(path)}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            _check(path, metadata)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            about = json.loads(metadata["about"])
-    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
-        raise BlockSparseError.expected(
-            str(path), "a whole checkpoint", f"{path.stat().st_size:,} bytes, cut short or of another kind: {error}"
-        ) from error
+    with _file(path) as (file, metadata):
+        about, sums = parsed(metadata["about"]), parsed(metadata["checksums"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if not isinstance(about, dict) or not isinstance(sums, dict) or sums.keys() != tensors.keys():
+            raise ValueError("its description is that of no checkpoint")
+        for name, tensor in tensors.items():
+            if (found := _checksum(_bytes(tensor))) != sums[name]:
+                raise BlockSparseError.expected(
+                    str(path), f"{name} as it was written, with checksum {sums[name]}", f"{found}: the file is damaged"
+                )
     yield tensors, about
+
+
+def about(path: str | Path) -> dict[str, Any]:
+    """What a checkpoint is about, without a look at its tensors.
+
+    Raises:
+        BlockSparseError: as `load`, but that tensors may be damaged.
+    """
+    with _file(Path(path)) as (_, metadata):
+        found = parsed(metadata["about"])
+        if not isinstance(found, dict):
+            raise ValueError("its description is that of no checkpoint")
+    return found
+
+
+def parsed(text: str | bytes) -> Any:
+    """What JSON says.
+
+    Raises:
+        ValueError: it is none, or is nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The dict in a file of JSON.
+
+    Raises:
+        BlockSparseError: no such file, or something else in it.
+    """
+    try:
+        found = parsed(path.read_bytes())
+    except (OSError, ValueError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise BlockSparseError.expected(str(path), "a file of JSON", said) from error
+    if not isinstance(found, dict):
+        raise BlockSparseError.expected(str(path), "a dict in JSON", type(found).__name__)
+    return found
 
 
 def write_text(path: Path, text: str) -> None:
@@ -124,11 +176,16 @@ def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Gives a file what `write` writes at once, and on the disk too: its bytes are there before it has its name."""
     part = path.with_name(f"{path.name}.part")
+    # What a killed process left is removed, not opened: it may be a link to what is elsewhere.
+    part.unlink(missing_ok=True)
+    made = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | _BINARY, 0o666)
     try:
-        with open(part, "wb") as file:
+        with open(made, "wb") as file:
             write(file)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(made)
+            if not os.path.samestat(os.fstat(made), os.lstat(part)):
+                raise OSError(errno.EBUSY, "another process writes it too")
         os.replace(part, path)
     finally:
         with suppress(OSError):  # where all went well it has moved by now
@@ -145,19 +202,69 @@ def _write(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str
     """In the format of safetensors, whose own `save_file` leaves a file of a random name behind when it is killed."""
     # The widest numbers first, so that each tensor begins at a multiple of its numbers' size.
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
+    sums = dict.fromkeys(order, _ZEROS.decode())
+    file.write(bytes(len(_header(tensors, metadata, sums))))
     for name in order:
+        numbers = _bytes(tensors[name])
+        sums[name] = _checksum(numbers)
+        file.write(numbers)
+    file.seek(0)
+    file.write(_header(tensors, metadata, sums))
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], sums: Mapping[str, str]) -> bytes:
+    """What is before the tensors, which are in the order of their checksums, with its length; as long for any sums."""
+    own = {"checksum": _ZEROS.decode(), **metadata, "checksums": json.dumps(sums)}
+    header: dict[str, Any] = {"__metadata__": own}
+    end = 0
+    for name in sums:
         tensor = tensors[name]
         begin, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in order:
-        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
-        if flat.numel():
-            file.write(flat.view(torch.uint8).numpy().data)
+    text = len(text).to_bytes(8, "little") + text
+    at = 8 + len(_BEGIN)
+    return text[:at] + _checksum(text).encode() + text[at + len(_ZEROS) :]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def _checksum(data: bytes | memoryview) -> str:
+    return f"{zlib.crc32(data):08x}"
+
+
+@contextmanager
+def _file(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
+    """A checkpoint with its metadata, once its header is checked; what fails meanwhile is said to be the file's."""
+    if not path.is_file():
+        raise BlockSparseError.expected("checkpoint", "a file", f"{path}, which is {_kind(path)}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            _check(path, metadata)
+            _check_header(path)
+            yield file, metadata
+    except BlockSparseError:
+        raise
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise BlockSparseError.expected(
+            str(path), "a whole checkpoint", f"{path.stat().st_size:,} bytes, cut short or of another kind: {error}"
+        ) from error
+
+
+def _check_header(path: Path) -> None:
+    with open(path, "rb") as file:
+        length = file.read(8)
+        text = length + file.read(int.from_bytes(length, "little"))
+    at = 8 + len(_BEGIN)
+    end = at + len(_ZEROS)
+    found = _checksum(text[:at] + _ZEROS + text[end:])
+    if text[8:at] != _BEGIN or text[at:end] != found.encode():
+        raise ValueError("its header is damaged")
 
 
 def _check(path: Path, metadata: Mapping[str, str]) -> None:
