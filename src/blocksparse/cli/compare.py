@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..errors import BlockSparseError
@@ -64,17 +65,17 @@ def _table(runs: list[Run], narrow: bool) -> Table:
         held_out = "" if run.held_out is None else f"{run.held_out:.4f}"
         rows.append(
             {
-                "run": run.name,
-                "method": model.get("method", ""),
-                "net": "-".join(map(str, model.get("sizes", []))),
-                "cell": model.get("cell", ""),
-                "pattern": model.get("pattern", "").replace("_", "_\n" if narrow else "_"),
+                "run": escape(run.name),
+                "method": _word(model.get("method")),
+                "net": "-".join(map(_word, sizes if isinstance(sizes := model.get("sizes"), list) else [])),
+                "cell": _word(model.get("cell")),
+                "pattern": _word(model.get("pattern")).replace("_", "_\n" if narrow else "_"),
                 "width": _count(model.get("width")),
                 "params": _short(numbers.get("parameters")),
                 "mul-adds\nper byte": _short(numbers.get("multiply_adds_per_byte")),
                 "steps": _count(run.steps) if run.result else f"{run.steps:,}\nof {planned:,}",
                 "bytes\nseen": _short(numbers["bytes"]),
-                "\n".join(run.unit.rsplit(" ", 1)): f"[bold]{held_out}[/]" if run.held_out == best else held_out,
+                "\n".join(_word(run.unit).rsplit(" ", 1)): f"[bold]{held_out}[/]" if run.held_out == best else held_out,
                 "bytes/s": _short(numbers["bytes_per_second"]),
             }
         )
@@ -92,18 +93,27 @@ def _seeds(groups: list[Group]) -> Table:
     table = Table(box=SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
     table.add_column("over seeds")
     table.add_column("runs", justify="right")
-    table.add_column(f"{groups[0].runs[0].unit} ± deviation", justify="right", no_wrap=True)
+    table.add_column(f"{_word(groups[0].runs[0].unit)} ± deviation", justify="right", no_wrap=True)
     for group in groups:
         spread = group.held_out
         shown = "" if spread is None else f"{spread[0]:.4f}"
         if spread is not None and len(group.runs) > 1:
             shown += f" ± {spread[1]:.4f}"
-        table.add_row(group.label, str(len(group.runs)), shown)
+        table.add_row(escape(group.label), str(len(group.runs)), shown)
     return table
 
 
+def _word(value: Any) -> str:
+    """What a file says, without what would steer the table; nothing of what is no word or number."""
+    return escape("".join(filter(str.isprintable, str(value)))) if isinstance(value, str | int) else ""
+
+
 def _count(number: Any) -> str:
-    return "" if number is None else f"{number:,.0f}"
+    return f"{number:,.0f}" if _shown(number) else ""
+
+
+def _shown(number: Any) -> bool:
+    return isinstance(number, int | float) and abs(number) < 1e100
 
 
 def _short(number: Any) -> str:
@@ -111,7 +121,7 @@ def _short(number: Any) -> str:
     >>> _short(86_319_360), _short(49_152), _short(512)
     ('86.3M', '49.2k', '512')
     """
-    if number is None:
+    if not _shown(number):
         return ""
     for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= scale:

@@ -29,9 +29,7 @@ def sample(
     from ..recipes import pixelcnn
 
     path = checkpoint / "last.safetensors" if checkpoint.is_dir() else checkpoint
-    with checkpoints.opened(path) as (_, about):
-        kind = about.get("task", {}).get("kind")
-    if kind == pixelcnn.KIND:
+    if checkpoints.task_of(checkpoints.about(path)).get("kind") == pixelcnn.KIND:
         _draw(path, count, out, seed)
     else:
         _write(path, prompt, length, temperature, top_k, seed)

@@ -77,9 +77,9 @@ def charlm(
     """
     from ..data import corpora
     from ..data import text as texts
-    from ..models.char_lm import CharLM, CharLMConfig, width_for
-    from ..recipes.charlm import CharLMTask
-    from ..recipes.charlm import facts as facts_of
+    from ..models.char_lm import CharLMConfig, width_for
+    from ..recipes import charlm as recipes
+    from ..recipes.memory import check_room
     from ..recipes.trainer import Settings, Trainer, device_of
 
     if (text is None) == (data is None):
@@ -91,7 +91,9 @@ def charlm(
         pattern=pattern, block_size=block_size, m=m, neighbors=neighbors, rewire=rewire, density=density, seed=seed,
     )  # fmt: skip
     if params is not None:
-        config = width_for(config, parse_count(params))
+        wanted = parse_count(params)
+        check_room(f"params {wanted:,}", wanted)
+        config = width_for(config, wanted)
     settings = Settings(
         steps=steps, learning_rate=lr, warmup=warmup, decay=decay, weight_decay=weight_decay, clip=clip, ema=ema,
         dtype=dtype, device=device, cuda_graph=cuda_graph, eval_every=eval_every, log_every=log_every,
@@ -103,8 +105,9 @@ def charlm(
     else:
         content, name = corpora.load(str(data), data_dir), str(data)
     parts = texts.split(content, seq, name=name, held_out=held_out)
-    facts = facts_of(config, name)
-    task = CharLMTask(CharLM(config), parts, batch, seq, eval_bytes, device_of(device))
+    model = recipes.network(config)
+    facts = recipes.facts(config, name)
+    task = recipes.CharLMTask(model, parts, batch, seq, eval_bytes, device_of(device))
     said = f"{name}: {len(parts.train):,} bytes to train on, {len(parts.held_out):,} held out"
     console.print(f"[bold]{_named(config)}[/], width {config.width:,}", highlight=False)
     console.print(

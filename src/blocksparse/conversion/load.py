@@ -19,7 +19,8 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     loaded as by `load_state_dict`.
 
     Args:
-        model: of the kind that was sparsified, with any values.
+        model: of the kind that was sparsified, with any values. One on the meta device takes the tensors themselves,
+            of any dtype.
         state: what `state_dict` of the sparsified one gave, from a safetensors file say.
 
     Returns:
@@ -38,8 +39,9 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise BlockSparseError.expected("state", "what state_dict gave", type(state).__name__)
     model = exchange(model, _layouts(model, state))
+    empty = any(tensor.is_meta for tensor in model.state_dict().values())
     try:
-        model.load_state_dict(dict(state))
+        model.load_state_dict(dict(state), assign=empty)
     except RuntimeError as error:
         raise BlockSparseError.expected("state", f"that of a {type(model).__name__} like this one", error) from error
     return model
@@ -47,7 +49,7 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
 
 def _layouts(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, BlockLayout]:
     layouts = {}
-    weights = {weight.values_name: weight for weight in prunable(model, 1)}
+    weights = {weight.values_name: weight for weight in prunable(model, 1, empty=True)}
     for key, tensor in state.items():
         if not key.endswith("values") or key not in weights:
             continue
@@ -58,7 +60,7 @@ def _layouts(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, BlockLa
             raise BlockSparseError.expected(key, "blocks with crow_indices and col_indices", got)
         name = weights[key].name
         block = (tensor.shape[1], tensor.shape[2])
-        (weight,) = (each for each in prunable(model, block) if each.name == name)
+        (weight,) = (each for each in prunable(model, block, empty=True) if each.name == name)
         layout = layout_of_indices(state[f"{at}crow_indices"], state[f"{at}col_indices"], weight.grid, block)
         layout.check_values(tensor)
         layouts[name] = layout

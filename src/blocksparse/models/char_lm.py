@@ -152,6 +152,26 @@ def parameter_count(config: CharLMConfig) -> int:
         return sum(parameter.numel() for parameter in CharLM(config).parameters())
 
 
+def least_parameters(config: CharLMConfig) -> float:
+    """What the CharLM of this configuration learns at least, reckoned without making anything of it.
+
+    >>> from blocksparse.models.char_lm import CharLMConfig, least_parameters, parameter_count
+    >>> config = CharLMConfig(cell="mlstm", width=4096)
+    >>> 0.9 < least_parameters(config) / parameter_count(config) <= 1
+    True
+    """
+    nodes = max(1, config.width // config.block_size)
+    # Each node of a graph brings so many ties, of which some may be there already.
+    kept = {
+        "barabasi_albert": config.m / nodes,
+        "watts_strogatz": config.neighbors / nodes,
+        "random": config.density,
+    }.get(config.pattern, 1)
+    squares = {"lstm": 4, "mlstm": 5, "smallworld": config.depth + 3}[config.cell]
+    recurrent = squares * config.width * config.width * max(0, min(1, kept))
+    return config.layers * (recurrent + config.width) + 256 * (config.embedding + config.width)
+
+
 def multiply_adds(config: CharLMConfig) -> int:
     """Multiply-adds per byte: one for each weight of a product; the embedding is a look-up."""
     with torch.device("meta"):

@@ -87,7 +87,9 @@ class Prunable:
         return parts_of(self.module, self.parameter)
 
 
-def prunable(model: nn.Module, block_size: int | tuple[int, int] = 32, skip: Skip = ()) -> list[Prunable]:
+def prunable(
+    model: nn.Module, block_size: int | tuple[int, int] = 32, skip: Skip = (), empty: bool = False
+) -> list[Prunable]:
     """Every weight of a model that can become block-sparse, in the order of `named_modules`.
 
     These are the weights of torch.nn's linear layers, of convolutions without groups and of their transposes, of LSTMs,
@@ -99,6 +101,7 @@ def prunable(model: nn.Module, block_size: int | tuple[int, int] = 32, skip: Ski
         model: any module, or one such layer.
         block_size: an int or (rows, columns). What is no multiple of it is padded.
         skip: modules of the model with all that is in them, or names of modules or parameters.
+        empty: whether parameters may be on the meta device: for those who do not look at the values.
 
     Raises:
         BlockSparseError: no module, one on the meta device, a block size that is none, something to skip that the model
@@ -110,11 +113,11 @@ def prunable(model: nn.Module, block_size: int | tuple[int, int] = 32, skip: Ski
     >>> [(weight.name, weight.grid) for weight in prunable(model, block_size=16)]
     [('0.weight', (3, 4)), ('2.weight', (1, 3))]
     """
-    return [weight for weight, reason in survey(model, block_size, skip) if reason is None]
+    return [weight for weight, reason in survey(model, block_size, skip, empty) if reason is None]
 
 
 def survey(
-    model: nn.Module, block_size: int | tuple[int, int] = 32, skip: Skip = ()
+    model: nn.Module, block_size: int | tuple[int, int] = 32, skip: Skip = (), empty: bool = False
 ) -> list[tuple[Prunable, str | None]]:
     """Every dense weight of a model, and None or the reason why it cannot become block-sparse.
 
@@ -137,7 +140,7 @@ def survey(
             if parameter is None or not _is_weight(key, parameter):
                 continue
             weight = Prunable(_dotted(name, key), module, key, block)
-            if parameter.is_meta:
+            if parameter.is_meta and not empty:
                 raise BlockSparseError.expected("model", "parameters with values", f"{weight.name} on the meta device")
             reason = _obstacle(weight)
             others = [other for other in owners[parameter] if other != weight.name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from ..conversion import load_sparsified
 from ..data.text import Text
 from ..errors import BlockSparseError
-from ..models.char_lm import CharLM, CharLMConfig, multiply_adds, parameter_count
+from ..models.char_lm import CharLM, CharLMConfig, least_parameters, multiply_adds, parameter_count
 from . import checkpoint
 from .checkpoint import part
+from .memory import check_room
 
 KIND = "charlm"
 
@@ -137,7 +138,7 @@ class CharLMTask:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for nth, own in enumerate(self._state):
-            own.copy_(state[f"state.{nth}"])
+            own.copy_(state[f"state.{nth}"].reshape(own.shape))
 
     def about(self) -> dict[str, Any]:
         config = getattr(self.model, "config", None)
@@ -149,6 +150,16 @@ class CharLMTask:
             "seq": self.seq,
             "evaluated": len(self._held_out),
         }
+
+
+def network(config: CharLMConfig) -> CharLM:
+    """The language model, newly drawn.
+
+    Raises:
+        BlockSparseError: more than there is memory for.
+    """
+    check_room(f"width {config.width:,}, layers {config.layers:,}", least_parameters(config))
+    return CharLM(config)
 
 
 def facts(config: CharLMConfig, text: str) -> dict[str, Any]:
@@ -170,18 +181,24 @@ def load(path: str | Path) -> CharLM:
     path = Path(path)
     path = path / "last.safetensors" if path.is_dir() else path
     tensors, about = checkpoint.load(path)
-    task = about.get("task", {})
+    task = checkpoint.task_of(about)
     if task.get("kind") != KIND:
         raise BlockSparseError.expected(str(path), "a byte-level language model", task.get("kind", "something else"))
-    config = task["model"]
-    if not isinstance(config, dict) or not config.keys() <= {field.name for field in fields(CharLMConfig)}:
-        raise BlockSparseError.expected(str(path), "the configuration of a CharLM of this version", config)
-    model = CharLM(CharLMConfig(**config))
+    given = task.get("model")
+    if not isinstance(given, dict) or not given.keys() <= {field.name for field in fields(CharLMConfig)}:
+        raise BlockSparseError.expected(str(path), "the configuration of a CharLM of this version", f"{given!r:.200}")
+    usual = asdict(CharLMConfig()) | given
+    sizes = ("width", "embedding", "layers", *(("depth",) if usual["cell"] == "smallworld" else ()))
+    checkpoint.check_sizes(path, tensors, {name: usual[name] for name in sizes})
+    config = CharLMConfig(**given)
+    # The tensors bring the layouts, those of weights that were made block-sparse after the training too.
+    with torch.device("meta"):
+        model = CharLM(replace(config, pattern="dense", seed=0))
+    model.config = config
     try:
-        # Weights that were made block-sparse after the training have no layout in the configuration.
         load_sparsified(model, part(tensors, "model.") | part(tensors, "ema."))
     except BlockSparseError as error:
-        raise BlockSparseError.expected(str(path), f"parameters of {model.config}", error) from error
+        raise BlockSparseError.expected(str(path), f"parameters of {config}", error) from error
     return model.eval()
 
 

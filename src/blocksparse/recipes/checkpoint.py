@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..checked import is_int
 from ..errors import BlockSparseError
 
 FORMAT = "blocksparse checkpoint"
@@ -27,6 +28,9 @@ VERSION = 2  # 1 had no checksums
 # What each file begins with after its length, and then the checksum of the header, as if it were zeros there.
 _BEGIN = b'{"__metadata__": {"checksum": "'
 _ZEROS = b"00000000"
+
+# Levels of JSON: whoever goes through it may call himself for each.
+DEEPEST = 50
 
 _BINARY = getattr(os, "O_BINARY", 0)  # on Windows
 
@@ -135,9 +139,19 @@ def parsed(text: str | bytes) -> Any:
         ValueError: it is none, or is nested too deeply.
     """
     try:
-        return json.loads(text)
+        found = json.loads(text)
+        _check_depth(found, DEEPEST)
     except RecursionError:
         raise ValueError("JSON that is nested too deeply") from None
+    return found
+
+
+def _check_depth(found: Any, left: int) -> None:
+    if left == 0:
+        raise RecursionError
+    if isinstance(found, dict | list):
+        for one in found.values() if isinstance(found, dict) else found:
+            _check_depth(one, left - 1)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -154,6 +168,25 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BlockSparseError.expected(str(path), "a dict in JSON", type(found).__name__)
     return found
+
+
+def task_of(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What the task of the trainer said of itself; {} where there was none."""
+    task = about.get("task")
+    return task if isinstance(task, dict) else {}
+
+
+def check_sizes(path: Path, tensors: Mapping[str, Tensor], sizes: Mapping[str, Any]) -> None:
+    """Refuses a configuration with sizes that no tensor has, before anything of such a size is made.
+
+    Raises:
+        BlockSparseError: what is no positive int, or more than the largest size and the number of the tensors.
+    """
+    most = max([len(tensors), *(size for tensor in tensors.values() for size in tensor.shape)], default=0)
+    for name, size in sizes.items():
+        if not is_int(size) or not 1 <= size <= most:
+            wanted = f"{name} as its tensors have it, an int from 1 to {most:,}"
+            raise BlockSparseError.expected(str(path), wanted, f"{size!r:.99}")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checked import integer, is_int
 from ..errors import BlockSparseError
 from ..plotting import COLORS, figure_and_axes, save
 from . import run_log
+from .checkpoint import read_json
 from .settings import Settings
 
 _DASHES = ("-", "--", "-.", ":")
@@ -20,6 +22,16 @@ _POINTS = 60  # of a curve, at most, for them to be told apart
 
 # What says nothing of how a run was meant: how often it was looked at, and where it ran.
 _ASIDE = ("seed", "log_every", "eval_every", "save_every", "save_minutes", "cuda_graph")
+
+# Of config.json.
+_CONFIG: dict[str, tuple[Any, str]] = {
+    "unit": (str, "text"),
+    "bytes_per_step": (int, "an int"),
+    "task": (dict, "a dict"),
+    "settings": (dict, "a dict"),
+    "facts": (dict, "a dict"),
+}
+_LARGEST = 1e100  # of numbers whose squares are summed up
 
 # Options of a model that others of its cell or pattern do not look at.
 _ONLY_OF = {
@@ -96,7 +108,7 @@ class Run:
             **self.config["facts"],
             "task": self.task,
             "settings": self.settings,
-            "machine": self.result["machine"] if self.result else None,
+            "machine": self.result.get("machine") if self.result else None,
             "curve": self.evaluations,
         }
 
@@ -123,7 +135,7 @@ class Group:
     def steps_per_epoch(self) -> float | None:
         """Where the run tells of epochs."""
         epochs = self.runs[0].config["facts"].get("epochs")
-        return self.runs[0].settings["steps"] / epochs if epochs else None
+        return self.runs[0].settings["steps"] / epochs if _is_number(epochs) and epochs > 0 else None
 
     def curve(self, of: str) -> tuple[list[float], list[float], list[float]]:
         """Where all runs were evaluated: the median of "step" or "seconds", and the figures' mean and deviation."""
@@ -138,20 +150,25 @@ def read(path: str | Path) -> Run:
     """A run from its folder.
 
     Raises:
-        BlockSparseError: a folder without a run.
+        BlockSparseError: a folder without a run, or with files of one that are broken.
     """
-    path = Path(path)
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        log = run_log.read(path)
-        result_path = path / "result.json"
-        result = json.loads(result_path.read_text(encoding="utf-8")) if result_path.exists() else None
-        needed = {"unit", "bytes_per_step", "task", "settings", "facts"} - set(config)
-    except (OSError, ValueError, TypeError) as error:
-        raise BlockSparseError.expected("run", "a folder with a run's config.json", f"{path} ({error})") from error
-    if needed:
-        raise BlockSparseError.expected(str(path / "config.json"), "that of a run", f"none of {', '.join(needed)}")
-    return Run(path, config, log, result)
+    path, there = Path(path), Path(path) / "config.json"
+    if not there.is_file():
+        raise BlockSparseError.expected("run", "a folder with a run's config.json", path)
+    config = read_json(there)
+    for key, (kind, wanted) in _CONFIG.items():
+        if not isinstance(config.get(key), kind) or isinstance(config[key], bool):
+            raise BlockSparseError.expected(f"{there}, {key}", f"that of a run, {wanted}", f"{config.get(key)!r:.99}")
+    integer(f"{there}, steps", config["settings"].get("steps"), 1, 2**63)
+    integer(f"{there}, bytes_per_step", config["bytes_per_step"], 0, 2**63)
+    # What is no number, or one that is too large to be reckoned with, is not known.
+    lines = [{key: value for key, value in line.items() if _is_number(value)} for line in run_log.read(path)]
+    result = read_json(path / "result.json") if (path / "result.json").exists() else None
+    return Run(path, config, [line for line in lines if {"step", "seconds"} <= line.keys()], result)
+
+
+def _is_number(value: Any) -> bool:
+    return (is_int(value) or isinstance(value, float)) and abs(value) < _LARGEST
 
 
 def groups(runs: Sequence[Run]) -> list[Group]:
@@ -212,7 +229,10 @@ def picture(path: str | Path, of: Sequence[Group]) -> None:
         one.grid(color="0.9", lw=0.8)
     axes[0].set_ylabel(f"held out, {of[0].runs[0].unit}")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", frameon=False, fontsize=9)
-    facts = {where(run.result["machine"]) for group in of for run in group.runs if run.result}
+    try:
+        facts = {where(run.result["machine"]) for group in of for run in group.runs if run.result}
+    except (KeyError, TypeError, AttributeError):
+        facts = set()  # of another version, or not known
     if len(facts) == 1:
         figure.supxlabel(facts.pop(), size=7.5, color="0.4", x=0.01, ha="left")
     save(figure, path)

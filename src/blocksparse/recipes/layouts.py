@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from ..checked import integer
 from ..errors import BlockSparseError
-from ..layout import BlockLayout
+from ..layout import BlockLayout, rows_of
 from ..nn.module import BlockSparseModule
 from ..topology.nnstd import Layer, layers_of, nnstd
 from . import charlm, checkpoint, classify
@@ -46,9 +48,16 @@ def read(run: str | Path) -> RunLayouts:
     path = Path(run) / "last.safetensors"
     name = Path(run).resolve().name
     with checkpoint.opened(path) as (tensors, about):
-        task = about.get("task", {})
+        task = checkpoint.task_of(about)
         if task.get("kind") == classify.KIND:
-            return RunLayouts(name, _perceptron(path, part(tensors, "model."), task["model"]["sizes"][0]), fed=True)
+            model = task.get("model")
+            sizes = model.get("sizes") if isinstance(model, dict) else None
+            if not isinstance(sizes, list) or not sizes:
+                raise BlockSparseError.expected(str(path), "the sizes of its layers", f"{model!r:.200}")
+            # With a connection for every few inputs there are more bytes than inputs.
+            most = sum(tensor.nbytes for tensor in tensors.values())
+            features = integer(f"{path}, its inputs", sizes[0], 1, most + 1, "what its tensors have bytes for")
+            return RunLayouts(name, _perceptron(path, part(tensors, "model."), features), fed=True)
     if task.get("kind") != charlm.KIND:
         wanted = "a run of train charlm or train mlp"
         raise BlockSparseError.expected(str(path), wanted, task.get("kind", "something else"))
@@ -95,19 +104,22 @@ def _distance(a: RunLayouts, b: RunLayouts) -> float:
 def _perceptron(path: Path, tensors: dict[str, Tensor], features: int) -> dict[str, Layer]:
     """The layers of a `SparseMLP`, whose sizes pruning may have changed: they are those of its biases."""
     layers: dict[str, Layer] = {}
-    names = sorted({name.rpartition(".")[0] for name in tensors if name.startswith("layers.")}, key=_number)
-    for name in names:
-        outputs = tensors[f"{name}.bias"].numel()
-        if f"{name}.crow_indices" in tensors:
-            height, width = tensors[f"{name}.values"].shape[1:]
+    names = {name.rpartition(".")[0] for name in tensors if re.fullmatch(r"layers\.\d{1,9}\..*", name)}
+    for name in sorted(names, key=_number):
+        if (bias := tensors.get(f"{name}.bias")) is None:
+            raise BlockSparseError.expected(f"{path}, {name}", "a bias", "none")
+        outputs = bias.numel()
+        crow, cols, values = (tensors.get(f"{name}.{key}") for key in ("crow_indices", "col_indices", "values"))
+        if crow is not None:
+            if cols is None or values is None or values.dim() != 3 or not outputs or not values.numel():
+                raise BlockSparseError.expected(f"{path}, {name}", "blocks with their places, and outputs", "others")
+            height, width = values.shape[1:]
             grid = -(-outputs // height), -(-features // width)
-            per_row = tensors[f"{name}.crow_indices"].diff().numpy()
-            if len(per_row) != grid[0]:
-                raise BlockSparseError.expected(f"{path}, {name}", f"{grid[0]} rows of blocks", len(per_row))
-            rows, cols = np.repeat(np.arange(grid[0]), per_row), tensors[f"{name}.col_indices"].numpy().copy()
-            used = np.arange(grid[0] * height) < outputs, np.arange(grid[1] * width) < features
-            layout = BlockLayout.from_indices(rows, cols, grid, (height, width))
-            layers[name] = Layer(layout, None if all(of.all() for of in used) else used)
+            rows = rows_of(crow.numpy(), cols.numel(), grid[0])
+            layout = BlockLayout.from_indices(rows, cols.numpy().copy(), grid, (height, width))
+            whole = layout.shape == (outputs, features)
+            used = None if whole else (np.arange(layout.shape[0]) < outputs, np.arange(layout.shape[1]) < features)
+            layers[name] = Layer(layout, used)
         features = outputs
     return layers
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import BlockSparseError
 from ..models.mlp import SparseMLP
 from .classify import ClassifyTask, Data, Topology
+from .memory import check_room
 from .settings import Settings
 from .trainer import Trainer, device_of
 
@@ -118,12 +119,17 @@ def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> S
         seed: of layouts and weights.
 
     Raises:
-        BlockSparseError: an unknown method, sizes or numbers out of range, a layer without a connection.
+        BlockSparseError: an unknown method, sizes or numbers out of range, a layer without a connection, more than
+            there is memory for.
     """
     if method not in METHODS:
         raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(method))
     sparse: dict[str, Any] = {"density": None} if method == "dense" else {"epsilon": recipe.epsilon}
     sizes = (data.features, *recipe.hidden, len(data.classes))
+    pairs = list(zip(sizes, sizes[1:], strict=False))
+    least = (a * b if method == "dense" else min(a * b, recipe.epsilon * (a + b)) for a, b in pairs)
+    # Of a random layout, half as many would be far off.
+    check_room(f"{sum(sizes):,} neurons", sum(least) / 2)
     return SparseMLP(sizes, alpha=recipe.alpha, dropout=recipe.dropout, init=recipe.init, seed=seed, **sparse)
 
 

@@ -13,16 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from ..data.images import Images
+from ..checked import integer, is_int
 from ..errors import BlockSparseError
 from ..models import logistic_mixture
 from ..models.pixelcnn import STRIDE, PixelCNN
 from ..nn import bands, fold
 from . import checkpoint
 from .checkpoint import part
+from .memory import check_room
 from .settings import Settings
 from .trainer import Trainer, device_of
 
 KIND = "pixelcnn"
+
+# Pixels of a side, which a network without an idea of the size takes from the file.
+LARGEST = 1024
 
 # Images that gains and biases begin with.
 INITIAL_BATCH = 64
@@ -42,7 +47,15 @@ class Network:
     seed: int = 0
 
     def made(self, channels: int) -> PixelCNN:
-        """The network for images of so many channels, as drawn; the global generator is left as it was."""
+        """The network for images of so many channels, as drawn; the global generator is left as it was.
+
+        Raises:
+            BlockSparseError: as `PixelCNN`; more than there is memory for.
+        """
+        # Of both streams and ways: the gated layers' convolutions, and those that halve and double the size.
+        groups = self.sparse if is_int(self.sparse) and self.sparse else 1
+        least = self.filters**2 * (6 * 62 * self.resnets * self.depth / groups + 40)
+        check_room(f"{self.filters:,} filters, {self.resnets * self.depth:,} deep", least)
         options = asdict(self)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(options.pop("seed"))
@@ -210,16 +223,33 @@ def load(path: str | Path) -> tuple[PixelCNN, tuple[int, int, int]]:
     path = Path(path)
     path = path / "last.safetensors" if path.is_dir() else path
     tensors, about = checkpoint.load(path)
-    task = about.get("task", {})
+    task = checkpoint.task_of(about)
     if task.get("kind") != KIND:
         raise BlockSparseError.expected(str(path), "a PixelCNN", task.get("kind", "something else"))
-    config, shape = task["model"], task.get("data", {}).get("shape", ())
-    if not config.keys() <= {field.name for field in fields(Network)} or len(shape) != 3:
-        raise BlockSparseError.expected(str(path), "the configuration of a PixelCNN of this version", config)
-    model = Network(**config).made(shape[0])
+    config, data = task.get("model"), task.get("data")
+    shape = data.get("shape") if isinstance(data, dict) else None
+    known = isinstance(config, dict) and config.keys() <= {field.name for field in fields(Network)}
+    if not known or not isinstance(shape, list) or len(shape) != 3:
+        raise BlockSparseError.expected(
+            str(path), "the configuration of a PixelCNN of this version", f"{config!r:.200}, images {shape!r:.99}"
+        )
+    usual = asdict(Network()) | config
+    sizes = {name: usual[name] for name in ("filters", "resnets", "depth", "mixtures")} | {"channels": shape[0]}
+    checkpoint.check_sizes(path, tensors, sizes)
+    state = part(tensors, "model.") | part(tensors, "ema.")
+    # Of the filters by the filters there is a dense weight, and of each layer there are tensors.
+    least = max(usual["filters"] ** 2, usual["resnets"] * usual["depth"] * usual["filters"])
+    if (there := sum(tensor.numel() for tensor in state.values())) < least:
+        raise BlockSparseError.expected(str(path), f"{least:,} parameters or more, for {config}", f"{there:,}")
+    for side in shape[1:]:
+        integer(f"{path}, a side of its images", side, 1, LARGEST + 1)
+    network = Network(**(config | {"seed": 0}))  # all that it draws is in the tensors
     try:
-        model.load_state_dict(part(tensors, "model.") | part(tensors, "ema."))
-    except RuntimeError as error:
+        with torch.device("meta"):
+            network.made(shape[0]).load_state_dict(state)
+        model = network.made(shape[0])
+        model.load_state_dict(state)
+    except (RuntimeError, BlockSparseError) as error:
         raise BlockSparseError.expected(str(path), f"parameters of {config}", error) from error
     return model.eval(), (shape[0], shape[1], shape[2])
 

@@ -20,6 +20,7 @@ from ..models.resnet import ResNet
 from . import checkpoint
 from .checkpoint import part
 from .classify import ClassifyTask
+from .memory import check_room
 from .settings import Settings
 from .shifts import Consistency, consistency
 from .trainer import Trainer, device_of
@@ -28,6 +29,9 @@ from .trainer import Trainer, device_of
 MARGIN = 4
 
 NETWORK = "resnet"
+
+# Of a `ResNet`.
+_OPTIONS = {"classes", "channels", "width", "blocks", "downsample", "density", "block_size", "blur", "padding_mode"}
 
 
 @dataclass(frozen=True)
@@ -146,8 +150,7 @@ def options(recipe: Recipe, images: Images) -> dict[str, Any]:
     if any(side % parts for side in size):
         wanted = f"images whose sides divide by {parts}, to be halved between {len(recipe.blocks)} stages"
         raise BlockSparseError.expected(images.name, wanted, " x ".join(map(str, size)))
-    names = ("width", "blocks", "downsample", "density", "block_size", "blur", "padding_mode")
-    own = {name: getattr(recipe, name) for name in names}
+    own = {name: value for name, value in asdict(recipe).items() if name in _OPTIONS}
     return {"classes": len(images.classes), "channels": channels, **own}
 
 
@@ -162,9 +165,12 @@ def trainer(recipe: Recipe, images: Images, run: str | Path, seed: int = 0, devi
         device: "cpu" or "cuda".
 
     Raises:
-        BlockSparseError: as `options`, `ResNet`, `ClassifyTask` and `Settings`.
+        BlockSparseError: as `options`, `ResNet`, `ClassifyTask` and `Settings`; more than there is memory for.
     """
     about = options(recipe, images)
+    stages = [(recipe.width << stage, count) for stage, count in enumerate(recipe.blocks)]
+    kept = 1 if recipe.density is None else max(0, recipe.density)
+    check_room(f"width {recipe.width:,}", sum(kept * count * 13 * width**2 for width, count in stages))
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         model = _network(about)
@@ -201,12 +207,24 @@ def load(run: str | Path) -> ResNet:
     """
     path = Path(run) / "last.safetensors"
     tensors, about = checkpoint.load(path)
-    config = about.get("task", {}).get("model", {})
-    if config.get("network") != NETWORK:
-        raise BlockSparseError.expected(str(path), "a residual network", about.get("task", {}).get("kind", "another"))
+    task = checkpoint.task_of(about)
+    config = task.get("model")
+    if not isinstance(config, dict) or config.get("network") != NETWORK:
+        raise BlockSparseError.expected(str(path), "a residual network", task.get("kind", "another"))
     known = {key: value for key, value in config.items() if key not in ("network", "seed")}
-    model = _network(known)
-    model.load_state_dict(part(tensors, "model."))
+    blocks = known.get("blocks")
+    if not isinstance(blocks, list) or known.keys() != _OPTIONS:
+        raise BlockSparseError.expected(str(path), "the configuration of a residual network", f"{config!r:.200}")
+    sizes = {name: known[name] for name in ("classes", "channels", "width")} | {"stages": len(blocks)}
+    checkpoint.check_sizes(path, tensors, sizes | {f"blocks {nth}": count for nth, count in enumerate(blocks)})
+    try:
+        with torch.device("meta"):
+            # The tensors bring the layouts; until then there is a block in each row and column.
+            model = _network(known | {"density": None if known["density"] is None else 1e-9})
+        model.load_state_dict(part(tensors, "model."), assign=True)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    except (RuntimeError, BlockSparseError) as error:
+        raise BlockSparseError.expected(str(path), f"parameters of {config}", error) from error
     return model.eval()
 
 

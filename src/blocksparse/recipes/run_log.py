@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ..checked import is_int
 from ..errors import BlockSparseError
+from .checkpoint import parsed
 
 try:
     import fcntl
@@ -41,37 +44,43 @@ class RunLog:
         self.path = Path(run) / "log.jsonl"
         self._events: Any = None
         try:
-            self._file = open(self.path, "a+b")  # noqa: SIM115
+            # Not through a link, which would let a folder from elsewhere have another file written to.
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+            self._file = os.fdopen(os.open(self.path, flags, 0o666), "a+b")
         except OSError as error:
             raise BlockSparseError.expected("run", "a folder to write to", f"{run} ({error.strerror})") from error
         if fcntl is not None:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 self._file.close()
                 raise BlockSparseError.expected(str(run), "a run to itself", "one that trains already") from error
+            except OSError:  # a file system without locks
+                pass
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # of a full disk the checkpoint has told already
-            if self._events is not None:
-                self._events.close()
-            self._file.close()
+        # Of a full disk the checkpoint has told already; and the lock must go in any case.
+        for one in (self._events, self._file):
+            with suppress(OSError):
+                if one is not None:
+                    one.close()
 
     def is_empty(self) -> bool:
         return self.path.stat().st_size == 0
 
     def cut(self, step: int) -> None:
         """Drops what was logged after `step`, and a last line that was not written to its end."""
-        self._file.seek(0)
-        kept = 0
-        for line in self._file:
-            if _step(line) > step:
-                break
-            kept += len(line)
-        self._file.truncate(kept)
+        with self._room():
+            self._file.seek(0)
+            kept = 0
+            for line in self._file:
+                if _step(line) > step:
+                    break
+                kept += len(line)
+            self._file.truncate(kept)
 
     def draw(self, after: int) -> bool:
         """Sends what follows to TensorBoard too, which forgets what it had after that step; False without it."""
@@ -107,15 +116,23 @@ class RunLog:
 
 
 def read(run: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's log, [] where it has none; one that is being written is left out."""
+    """The lines of a run's log, [] where it has none; one that is being written, or broken, is left out.
+
+    Raises:
+        BlockSparseError: a log that cannot be read.
+    """
     path = Path(run) / "log.jsonl"
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if _step(line) < float("inf")]
+    try:
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    except OSError as error:
+        raise BlockSparseError.expected(str(path), "a file to read", error.strerror) from error
+    return [json.loads(line) for line in lines if _step(line) < math.inf]
 
 
 def _step(line: bytes) -> float:
+    """Infinity of what is no line of a log."""
     try:
-        return json.loads(line)["step"] if line.endswith(b"\n") else float("inf")
+        step = parsed(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):
-        return float("inf")
+        step = None
+    return step if is_int(step) else math.inf

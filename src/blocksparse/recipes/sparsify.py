@@ -48,10 +48,10 @@ def open_model(path: str | Path) -> Stored:
     """
     path = Path(path)
     if path.is_dir():
+        if (path / "last.safetensors").is_file():  # before a look for config.json, which a run has too
+            return _charlm(path / "last.safetensors")
         if (path / "config.json").is_file():
             return _transformers(path)
-        if (path / "last.safetensors").is_file():
-            return _charlm(path / "last.safetensors")
         wanted = "one with last.safetensors (a run), or with config.json and model.safetensors (transformers)"
         raise BlockSparseError.expected("the folder", wanted, path)
     if not path.is_file():

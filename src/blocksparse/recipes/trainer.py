@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,11 +15,12 @@ from torch import Tensor, nn
 
 from ..bench.machine import machine
 from ..errors import BlockSparseError
-from . import checkpoint
+from . import checkpoint, resume
 from .cuda_graph import GraphedStep
 from .optimizers import learning_rate, optimizer_for
 from .run_log import RunLog
 from .settings import FREE, Settings
+from .signals import Interrupted, signals
 
 
 class Task(Protocol):
@@ -83,19 +82,6 @@ class Watcher:
 
     def note(self, text: str) -> None:
         """Something that one should know."""
-
-
-class Interrupted(Exception):
-    """A training that was told to stop by a signal, and has saved.
-
-    Args:
-        number: the signal.
-        step: the steps done.
-    """
-
-    def __init__(self, number: int, step: int):
-        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
-        self.number, self.step = number, step
 
 
 class Trainer:
@@ -179,12 +165,12 @@ class Trainer:
         except OSError as error:
             raise BlockSparseError.expected("run", "a folder to write to", f"{self.run} ({error.strerror})") from error
         devices = [self.device] if self.device.type == "cuda" else []
-        with RunLog(self.run) as log, torch.random.fork_rng(devices), _signals() as caught:
+        with RunLog(self.run) as log, torch.random.fork_rng(devices), signals() as caught:
             self._begin(log)
             watch.began(self.step)
             result = self.run / "result.json"
             if self.step == s.steps and result.exists():
-                return json.loads(result.read_text(encoding="utf-8"))
+                return resume.result(result)
             if not log.draw(self.step):
                 watch.note("no curves for TensorBoard, which is not installed: pip install tensorboard")
             self.model.train()
@@ -239,7 +225,7 @@ class Trainer:
             "parameters": sum(p.numel() for p in self.parameters.values()),
             "seconds": self.seconds,
             "bytes": read,
-            "bytes_per_second": read / self.seconds,
+            "bytes_per_second": read / max(self.seconds, 1e-9),
             "task": self.task.about(),
             "settings": asdict(s),
             "facts": self.facts,
@@ -403,34 +389,39 @@ class Trainer:
         """Brings the model and the task to the newest checkpoint, and PyTorch's generators too.
 
         Raises:
-            BlockSparseError: there is none, or it is of another task or of other settings.
+            BlockSparseError: there is none, it is of another task or of other settings, or a tensor of it does not fit.
         """
         # Each tensor is copied to its place from the file: all of them at once would take the memory of two models.
         with checkpoint.opened(self.path) as (tensors, about):
             self._check_same(about)
-            self.step, self.seconds, self._logged = about["step"], about["seconds"], tuple(about["logged"])
-            self.held_out = about["held_out"]
+            at = resume.progress(self.path, about, self.settings.steps)
             state = {name: tensor.clone() for name, tensor in checkpoint.part(tensors, "task.").items()}
-            if hasattr(self.task, "resume"):
-                self.task.resume(state)
-                self._take_model()
-            # First the model: it brings the layouts, and with them the shapes of all that follows.
-            self.model.load_state_dict(checkpoint.part(tensors, "model."))
-            for name, mean in checkpoint.part(tensors, "ema.").items():
-                self.ema[name] = mean.to(self.device, copy=True)
-            states = checkpoint.part(tensors, "optimizer.")
-            for name, parameter in self.parameters.items():
-                for key, tensor in checkpoint.part(states, f"{name}.").items():
-                    self.optimizer.state[parameter][key] = _like(tensor, parameter)
-            self.task.load_state_dict(state)
-            self._total.copy_(tensors["trainer.total"])
-            torch.set_rng_state(tensors["rng.cpu"])
-            if self.device.type == "cuda" and "rng.cuda" in tensors:
-                torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
+            with resume.taking_over(self.path):
+                if hasattr(self.task, "resume"):
+                    self.task.resume(state)
+                    self._take_model()
+                resume.check_tensors(self.path, tensors, self.model, self.ema)
+                # First the model: it brings the layouts, and with them the shapes of all that follows.
+                self.model.load_state_dict(checkpoint.part(tensors, "model."))
+                for name, mean in checkpoint.part(tensors, "ema.").items():
+                    self.ema[name] = mean.to(self.device, copy=True)
+                states = checkpoint.part(tensors, "optimizer.")
+                for name, parameter in self.parameters.items():
+                    for key, tensor in checkpoint.part(states, f"{name}.").items():
+                        self.optimizer.state[parameter][key] = _like(tensor, parameter)
+                self.task.load_state_dict(state)
+                self._total.copy_(tensors["trainer.total"])
+                torch.set_rng_state(tensors["rng.cpu"])
+                if self.device.type == "cuda" and "rng.cuda" in tensors:
+                    torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
+            self.step, self.seconds, self._logged, self.held_out = at.step, at.seconds, at.logged, at.held_out
 
     def _check_same(self, about: Mapping[str, Any]) -> None:
         # A setting that there was not yet when the run began is as by default.
-        theirs = _flat({"task": about.get("task", {}), "settings": asdict(Settings()) | about.get("settings", {})})
+        settings = about.get("settings", {})
+        if not isinstance(settings, dict):
+            raise BlockSparseError.expected(f"{self.path}, settings", "a dict", f"{settings!r:.99}")
+        theirs = _flat({"task": about.get("task", {}), "settings": asdict(Settings()) | settings})
         mine = _flat({"task": self.task.about(), "settings": asdict(self.settings)})
         free = {f"settings.{name}" for name in FREE}
         differ = [
@@ -474,24 +465,3 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{key}"] = json.loads(json.dumps(value))
     return found
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying of them; the second one is a KeyboardInterrupt."""
-    caught: list[int] = []
-
-    def catch(number: int, frame: object) -> None:
-        caught.append(number)
-        if len(caught) > 1:
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...data import corpora, reviews
 from ...data import text as texts
-from ...models.char_lm import CharLM, CharLMConfig
+from ...models.char_lm import CharLMConfig
 from .. import charlm, sentiment
 from ..compare import Run
 from ..trainer import Settings, Trainer, device_of
@@ -62,7 +62,7 @@ class LanguageExperiment(Experiment):
         config = replace(of.config, seed=seed)
         settings = replace(self.settings, learning_rate=of.learning_rate, seed=seed)
         device = device_of(settings.device)
-        task = charlm.CharLMTask(CharLM(config), data, self.batch, self.seq, self.evaluated, device)
+        task = charlm.CharLMTask(charlm.network(config), data, self.batch, self.seq, self.evaluated, device)
         return Trainer(task, run, settings, charlm.facts(config, self.text))
 
     def probe(

@@ -13,7 +13,7 @@ from ...conversion import load_sparsified
 from ...data import corpora, tables
 from ...data import text as texts
 from ...data.table import Table
-from ...models.char_lm import CharLM, CharLMConfig
+from ...models.char_lm import CharLMConfig
 from ...models.mlp import SparseMLP
 from .. import charlm, checkpoint
 from ..checkpoint import part
@@ -101,7 +101,7 @@ class LanguagePruning(PruningExperiment):
         return texts.split(corpora.load(self.text, data_dir), self.seq, name=self.text, held_out=self.held_out)
 
     def task(self, seed: int, data: texts.Text) -> charlm.CharLMTask:
-        model, device = CharLM(replace(self.config, seed=seed)), device_of(self.trained.device)
+        model, device = charlm.network(replace(self.config, seed=seed)), device_of(self.trained.device)
         return charlm.CharLMTask(model, data, self.batch, self.seq, self.evaluated, device)
 
     def settings(self, seed: int, task: Any) -> Settings:

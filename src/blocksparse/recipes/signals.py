@@ -1,0 +1,42 @@
+"""Signals that end a training: it stops after the step, not in it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Interrupted(Exception):
+    """A training that was told to stop by a signal, and has saved.
+
+    Args:
+        number: the signal.
+        step: the steps done.
+    """
+
+    def __init__(self, number: int, step: int):
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
+        self.number, self.step = number, step
+
+
+@contextmanager
+def signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM instead of dying of them; the second one is a KeyboardInterrupt."""
+    caught: list[int] = []
+
+    def catch(number: int, frame: object) -> None:
+        caught.append(number)
+        if len(caught) > 1:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
