@@ -1,0 +1,25 @@
+"""The command `blocksparse`: beside the package, whose own import takes seconds in which Ctrl-C shall be quiet too."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+
+def main() -> None:
+    """Runs the command line."""
+    # One that is ignored, as in the background of a script, stays so.
+    waits = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if waits:
+        signal.signal(signal.SIGINT, _leave)
+    from blocksparse.cli import app
+
+    if waits:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    app()
+
+
+def _leave(number: int, frame: object) -> None:
+    # At once: an exception would go through half-imported modules, some of which catch any.
+    os.write(2, b"interrupted\n")
+    os._exit(128 + number)

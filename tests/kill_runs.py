@@ -1,0 +1,231 @@
+"""Kills training runs at random moments, again and again until they end: each is to end with the same tensors.
+
+    python tests/kill_runs.py --kills 100 --seed 0 --log docs/results/kills.md
+
+Each run is tiny, with a checkpoint after each step, on a disk that is made slow, so that many kills hit a file that is
+being written. It is a process of its own, forked once all is imported, and gets SIGKILL, SIGINT or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from blocksparse.bench.machine import machine
+from blocksparse.data import text
+from blocksparse.data.images import Images
+from blocksparse.data.synthetic import Synthetic
+from blocksparse.models.char_lm import CharLM, CharLMConfig
+from blocksparse.recipes import checkpoint, mlp, pixelcnn, resnet, run_log
+from blocksparse.recipes.charlm import CharLMTask
+from blocksparse.recipes.classify import ClassifyTask
+from blocksparse.recipes.prune import PruneTask, Pruning
+from blocksparse.recipes.settings import Settings
+from blocksparse.recipes.trainer import Interrupted, Trainer
+
+SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
+SLOW = 0.01  # seconds of each fsync and replace
+KILLS_OF_A_RUN = 4
+TIMES = {"seconds", "bytes_per_second"}
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------
+
+
+def charlm(run: Path) -> Trainer:
+    parts = text.split(bytes(random.Random(0).choices(b"a rose is ", k=4000)), context=16)
+    config = CharLMConfig(cell="mlstm", width=32, embedding=8, pattern="barabasi_albert", block_size=8, m=1)
+    settings = Settings(steps=25, warmup=5, ema=0.9, log_every=4, eval_every=10, save_every=1)
+    return Trainer(CharLMTask(CharLM(config), parts, batch=4, seq=16), run, settings)
+
+
+def set_mlp(run: Path) -> Trainer:
+    recipe = mlp.Recipe(hidden=(48, 48), epsilon=4, epochs=8, batch=16)
+    return often(mlp.trainer(recipe, Synthetic(features=40, rows=64, tested=20), run, "set"))
+
+
+def resnet_run(run: Path) -> Trainer:
+    recipe = resnet.Recipe(width=8, blocks=(1, 1), density=0.5, block_size=4, epochs=3, batch=8)
+    return often(resnet.trainer(recipe, noise(), run))
+
+
+def pixelcnn_run(run: Path) -> Trainer:
+    how = pixelcnn.settings(6, ema=0.9, log_every=2, eval_every=4, save_every=1)
+    return pixelcnn.trainer(pixelcnn.Network(8, 1, sparse=2, block_size=4), noise(4), run, how, batch=4, evaluated=4)
+
+
+def prune(run: Path) -> Trainer:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+    inner = ClassifyTask(net, Synthetic(features=32, rows=64, tested=20), epochs=6, batch=16)
+    task = PruneTask(inner, Pruning("gradual", density=0.25, block_size=8, skip=("2",)), inner.steps)
+    return Trainer(task, run, Settings(steps=inner.steps, warmup=0, log_every=5, eval_every=8, save_every=1))
+
+
+def noise(side: int = 8) -> Images:
+    pixels = torch.randint(256, (40, 1, side, side), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    labels = torch.arange(40) % 2
+    return Images("noise", pixels[:24], labels[:24], pixels[24:], labels[24:], ("a", "b"))
+
+
+def often(trainer: Trainer) -> Trainer:
+    trainer.settings = replace(trainer.settings, save_every=1)
+    return trainer
+
+
+KINDS = {"charlm": charlm, "mlp": set_mlp, "resnet": resnet_run, "pixelcnn": pixelcnn_run, "prune": prune}
+
+
+# -- their ends ----------------------------------------------------------------------------------------------------
+
+
+def begun(kind: str, run: Path) -> int:
+    """The process that trains in the folder."""
+    if (process := os.fork()) > 0:
+        return process
+    code = 1
+    try:
+        for name in ("fsync", "replace"):
+            setattr(os, name, slowly(getattr(os, name)))
+        with torch.random.fork_rng(devices=[]):
+            KINDS[kind](run).train()
+        code = 0
+    except (Interrupted, KeyboardInterrupt):
+        code = 130
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def slowly(call):
+    def slow(*arguments):
+        time.sleep(SLOW)
+        return call(*arguments)
+
+    return slow
+
+
+def ended(process: int) -> int:
+    """The exit status; negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def state(run: Path):
+    tensors, about = checkpoint.load(run / "last.safetensors")
+    lines = [{key: value for key, value in line.items() if key not in TIMES} for line in run_log.read(run)]
+    return tensors, about["step"], about["held_out"], lines
+
+
+def same(run: Path, other: Path) -> bool:
+    (ours, *rest), (theirs, *others) = state(run), state(other)
+    equal = ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return equal and rest == others and (run / "result.json").is_file() and not list(run.glob("*.part"))
+
+
+def killed(kind: str, number: int, wanted: int, run: Path, seconds: float, rng: random.Random) -> tuple[int, int]:
+    """Trains to the end, with so many kills on the way at most; how many hit, and how many of them a file in writing.
+
+    Raises:
+        RuntimeError: it ended by itself with an error.
+    """
+    hits = writing = 0
+    while hits < wanted:
+        process = begun(kind, run)
+        # Some in the start, which each process has; most in a step, or in the writing after it.
+        time.sleep(rng.uniform(0, seconds / 2))
+        os.kill(process, number)
+        status = ended(process)
+        if status == 0:
+            break
+        if status not in (-number, 130):
+            raise RuntimeError(f"{kind} ended with status {status} after {signal.Signals(number).name}")
+        hits += 1
+        writing += bool(list(run.glob("*.part")))
+    else:
+        if (status := ended(begun(kind, run))) != 0:
+            raise RuntimeError(f"{kind} ended with status {status}")
+    return hits, writing
+
+
+def campaign(kinds: list[str], kills: int, seed: int, folder: Path):
+    """(kind, signal) by (kills, of them in a writing, runs, kills of runs that ended with the same tensors)."""
+    rng, found = random.Random(seed), {}
+    charlm(folder / "first").train()  # what it imports takes seconds, of which no run is to have any
+    cells = [(kind, number) for kind in kinds for number in SIGNALS]
+    share = {cell: kills // len(cells) + (nth < kills % len(cells)) for nth, cell in enumerate(cells)}
+    for kind in kinds:
+        whole = folder / kind
+        started = time.perf_counter()
+        if (status := ended(begun(kind, whole))) != 0:
+            raise RuntimeError(f"{kind} ended with status {status}")
+        seconds = time.perf_counter() - started
+        for number in SIGNALS:
+            count: Counter[str] = Counter()
+            for nth in range(20 * kills):
+                if count["kills"] == share[kind, number]:
+                    break
+                run = folder / f"{kind}-{number}-{nth}"
+                wanted = min(KILLS_OF_A_RUN, share[kind, number] - count["kills"])
+                hits, writing = killed(kind, number, wanted, run, seconds, rng)
+                count += Counter(kills=hits, writing=writing, runs=1, same=hits * same(run, whole))
+            found[kind, number] = count
+            name = signal.Signals(number).name
+            print(f"{kind}, {name}: {count['same']} of {count['kills']} to the same tensors", flush=True)
+    return found
+
+
+def report(found, seed: int) -> str:
+    total = sum(found.values(), Counter())
+    here = machine("cpu")
+    commit = f"{here['commit'][:8]}{' with changes' if here['dirty'] else ''}" if here["commit"] else "unknown"
+    lines = [
+        "# Runs that were killed",
+        "",
+        f"{total['same']} of {total['kills']} kills at random moments: the run, trained again, ended with the same",
+        "tensors, log and figure, bit for bit, as one that was never killed. Tiny runs with a checkpoint after each step,",
+        f"up to {KILLS_OF_A_RUN} kills each. A kill in writing left a part of a file behind; a process that gets SIGINT or",
+        "SIGTERM finishes its step and saves, unless it has not begun.",
+        "",
+        "| run | signal | kills | in writing | runs | ended with the same tensors |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for (kind, number), of in [*found.items(), (("all", None), total)]:
+        name = signal.Signals(number).name if number else ""
+        ended_same = f"{of['same']} of {of['kills']}"
+        lines.append(f"| {kind} | {name} | {of['kills']} | {of['writing']} | {of['runs']} | {ended_same} |")
+    versions = f"Python {sys.version.split()[0]}, torch {here['torch']}, blocksparse {here['blocksparse']}"
+    command = f"python tests/kill_runs.py --kills {total['kills']} --seed {seed}"
+    return "\n".join([*lines, "", f"Made by `{command}`: commit {commit}, {versions}.", ""])
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--kills", type=int, default=100)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--kinds", default=",".join(KINDS))
+    options.add_argument("--log", type=Path)
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        found = campaign(given.kinds.split(","), given.kills, given.seed, Path(folder))
+    if given.log is not None:
+        given.log.write_text(report(found, given.seed))
+    total = sum(found.values(), Counter())
+    print(f"{total['same']} of {total['kills']} in {total['runs']} runs, {total['writing']} of them in writing")
+    sys.exit(total["same"] != total["kills"] or total["kills"] != given.kills)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The command before it can do anything: Ctrl-C while its imports run."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[1] / "src"
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
+
+# A torch that has begun to be imported, and catches what it can.
+TORCH = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
+except BaseException:
+    raise ImportError("half of it is there")
+"""
+MAIN = "import sys; sys.path[:0] = sys.argv[1:]; from blocksparse_cli import main; main()"
+
+
+def started(folder, program=MAIN):
+    (folder / "torch.py").write_text(TORCH)
+    return subprocess.run([sys.executable, "-c", program, folder, SOURCES], capture_output=True, text=True, timeout=60)
+
+
+def test_ctrl_c_while_it_imports_is_quiet(tmp_path):
+    done = started(tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_where_it_is_ignored_it_stays_so(tmp_path):
+    ignored = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import time; time.sleep = int; {MAIN}"
+    done = started(tmp_path, ignored)
+    assert "interrupted" not in done.stderr
+    assert done.returncode != 130
+
+
+def test_afterwards_it_is_an_exception_again(tmp_path):
+    package = tmp_path / "blocksparse"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    handler = "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    (package / "cli.py").write_text(f"import signal\ndef app():\n    {handler}\n")
+    assert started(tmp_path).stdout == "True\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
