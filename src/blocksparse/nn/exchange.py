@@ -189,7 +189,8 @@ def _weights_of(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> dict[st
     for name, layout in layouts.items():
         check_layout(layout)
         if layout.block_shape not in surveys:
-            surveys[layout.block_shape] = {w.name: (w, reason) for w, reason in survey(model, layout.block_shape, empty=True)}
+            found_now = survey(model, layout.block_shape, empty=True)
+            surveys[layout.block_shape] = {w.name: (w, reason) for w, reason in found_now}
         weight, reason = surveys[layout.block_shape].get(name, (None, "the model has none of this name"))
         if weight is None or reason is not None:
             raise BlockSparseError.expected("layouts", f"weights that can be block-sparse, not {name}", reason)

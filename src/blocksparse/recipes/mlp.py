@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ..checked import integer
 from ..errors import BlockSparseError
 from ..models.mlp import SparseMLP
 from .classify import ClassifyTask, Data, Topology
@@ -126,8 +128,9 @@ def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> S
         raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(method))
     sparse: dict[str, Any] = {"density": None} if method == "dense" else {"epsilon": recipe.epsilon}
     sizes = (data.features, *recipe.hidden, len(data.classes))
-    pairs = list(zip(sizes, sizes[1:], strict=False))
-    least = (a * b if method == "dense" else min(a * b, recipe.epsilon * (a + b)) for a, b in pairs)
+    for size in sizes:
+        integer("sizes", size, 1)
+    least = (a * b if method == "dense" else min(a * b, recipe.epsilon * (a + b)) for a, b in pairwise(sizes))
     # Of a random layout, half as many would be far off.
     check_room(f"{sum(sizes):,} neurons", sum(least) / 2)
     return SparseMLP(sizes, alpha=recipe.alpha, dropout=recipe.dropout, init=recipe.init, seed=seed, **sparse)

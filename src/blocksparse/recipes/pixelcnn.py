@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data.images import Images
 from ..checked import integer, is_int
+from ..data.images import Images
 from ..errors import BlockSparseError
 from ..models import logistic_mixture
 from ..models.pixelcnn import STRIDE, PixelCNN
@@ -52,6 +52,8 @@ class Network:
         Raises:
             BlockSparseError: as `PixelCNN`; more than there is memory for.
         """
+        for name, size in (("filters", self.filters), ("resnets", self.resnets), ("depth", self.depth)):
+            integer(name, size, 1)
         # Of both streams and ways: the gated layers' convolutions, and those that halve and double the size.
         groups = self.sparse if is_int(self.sparse) and self.sparse else 1
         least = self.filters**2 * (6 * 62 * self.resnets * self.depth / groups + 40)
@@ -228,8 +230,8 @@ def load(path: str | Path) -> tuple[PixelCNN, tuple[int, int, int]]:
         raise BlockSparseError.expected(str(path), "a PixelCNN", task.get("kind", "something else"))
     config, data = task.get("model"), task.get("data")
     shape = data.get("shape") if isinstance(data, dict) else None
-    known = isinstance(config, dict) and config.keys() <= {field.name for field in fields(Network)}
-    if not known or not isinstance(shape, list) or len(shape) != 3:
+    names = {field.name for field in fields(Network)}
+    if not isinstance(config, dict) or not config.keys() <= names or not isinstance(shape, list) or len(shape) != 3:
         raise BlockSparseError.expected(
             str(path), "the configuration of a PixelCNN of this version", f"{config!r:.200}, images {shape!r:.99}"
         )
@@ -246,10 +248,9 @@ def load(path: str | Path) -> tuple[PixelCNN, tuple[int, int, int]]:
     network = Network(**(config | {"seed": 0}))  # all that it draws is in the tensors
     try:
         with torch.device("meta"):
-            network.made(shape[0]).load_state_dict(state)
-        model = network.made(shape[0])
-        model.load_state_dict(state)
-    except (RuntimeError, BlockSparseError) as error:
+            model = network.made(shape[0])
+        model.load_state_dict(state, assign=True)
+    except (RuntimeError, TypeError, BlockSparseError) as error:
         raise BlockSparseError.expected(str(path), f"parameters of {config}", error) from error
     return model.eval(), (shape[0], shape[1], shape[2])
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checked import integer
 from ..data.images import Images
 from ..errors import BlockSparseError
 from ..models.resnet import ResNet
@@ -168,6 +169,7 @@ def trainer(recipe: Recipe, images: Images, run: str | Path, seed: int = 0, devi
         BlockSparseError: as `options`, `ResNet`, `ClassifyTask` and `Settings`; more than there is memory for.
     """
     about = options(recipe, images)
+    integer("width", recipe.width, 1)
     stages = [(recipe.width << stage, count) for stage, count in enumerate(recipe.blocks)]
     kept = 1 if recipe.density is None else max(0, recipe.density)
     check_room(f"width {recipe.width:,}", sum(kept * count * 13 * width**2 for width, count in stages))
@@ -223,7 +225,7 @@ def load(run: str | Path) -> ResNet:
             model = _network(known | {"density": None if known["density"] is None else 1e-9})
         model.load_state_dict(part(tensors, "model."), assign=True)
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    except (RuntimeError, BlockSparseError) as error:
+    except (RuntimeError, TypeError, BlockSparseError) as error:  # types of options too
         raise BlockSparseError.expected(str(path), f"parameters of {config}", error) from error
     return model.eval()
 

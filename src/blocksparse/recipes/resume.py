@@ -77,10 +77,9 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor], model: nn.Module, m
         raise BlockSparseError.expected(str(path), "the tensors of the model", f"model.{unknown} besides")
     for name, tensor in own.items():
         module, _, last = name.rpartition(".")
-        index = name if last in ("crow_indices", "col_indices") else None
-        if index or f"{module}.col_indices".removeprefix(".") in own and last == "values":
+        if last in ("values", "crow_indices", "col_indices") and f"{module}.col_indices".removeprefix(".") in own:
             # The checkpoint brings the layout, which the module checks itself.
-            check(f"model.{name}", [None, *tensor.shape[1:]], None if index else tensor.dtype)
+            check(f"model.{name}", [None, *tensor.shape[1:]], tensor.dtype if last == "values" else None)
         else:
             check(f"model.{name}", list(tensor.shape), tensor.dtype)
     found = part(tensors, "ema.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -46,7 +45,7 @@ class RunLog:
         try:
             # Not through a link, which would let a folder from elsewhere have another file written to.
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-            self._file = os.fdopen(os.open(self.path, flags, 0o666), "a+b")
+            self._file = open(os.open(self.path, flags, 0o666), "a+b")  # noqa: SIM115
         except OSError as error:
             raise BlockSparseError.expected("run", "a folder to write to", f"{run} ({error.strerror})") from error
         if fcntl is not None:
@@ -126,7 +125,7 @@ def read(run: str | Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     except OSError as error:
         raise BlockSparseError.expected(str(path), "a file to read", error.strerror) from error
-    return [json.loads(line) for line in lines if _step(line) < math.inf]
+    return [json.loads(line) for line in lines if _step(line) < float("inf")]
 
 
 def _step(line: bytes) -> float:
@@ -135,4 +134,4 @@ def _step(line: bytes) -> float:
         step = parsed(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):
         step = None
-    return step if is_int(step) else math.inf
+    return float("inf") if step is None or not is_int(step) else step

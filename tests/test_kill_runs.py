@@ -1,0 +1,16 @@
+"""Runs that are killed end as others do: a few kills; `kill_runs.py` does as many as one likes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="forks")
+def test_killed_at_random_it_ends_with_the_same_tensors():
+    program = Path(__file__).with_name("kill_runs.py")
+    arguments = ["--kills", "6", "--kinds", "mlp,prune"]
+    done = subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 of 6 in" in done.stdout

@@ -1,0 +1,311 @@
+"""Run folders from elsewhere, broken or made up: one line of what is wrong, in bounded time and memory."""
+
+import json
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from blocksparse import BlockSparseError
+from blocksparse.cli import app
+from blocksparse.models.char_lm import CELLS, CharLM, CharLMConfig
+from blocksparse.recipes import charlm, checkpoint, layouts, memory, mlp, pixelcnn, resnet, sparsify
+from blocksparse.recipes.trainer import Settings, Trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
+
+DEEP = json.loads("[" * 45 + "]" * 45)
+ODD = [None, "7", -1, 0, 1.5, True, float("nan"), 10**6, 10**9, 10**30, [], {}, DEEP]
+CONFIG = {"width": 16, "embedding": 8, "block_size": 8, "pattern": "random", "density": 0.5}
+IMAGES = {"name": "noise", "shape": [1, 8, 8]}
+
+
+def error(*arguments):
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exit_code == 1, (arguments, result.output, result.exception)
+    assert result.stderr.startswith("error: ")
+    return result.stderr
+
+
+def saved(folder, model, task):
+    folder.mkdir(exist_ok=True)
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    checkpoint.save(folder / "last.safetensors", tensors, {"task": task})
+    return folder
+
+
+def charlm_run(folder, **changes):
+    cell = changes.get("cell") if changes.get("cell") in CELLS else "lstm"
+    model = CharLM(CharLMConfig(**CONFIG | {"cell": cell}))
+    return saved(folder, model, {"kind": "charlm", "model": CONFIG | changes})
+
+
+def pixelcnn_run(folder, images=(), **changes):
+    config = {"filters": 8, "resnets": 1, "sparse": 2, "block_size": 4}
+    model = pixelcnn.Network(**config).made(1)
+    task = {"kind": "pixelcnn", "model": config | changes, "data": IMAGES | dict(images)}
+    return saved(folder, model, task)
+
+
+def resnet_run(folder, **changes):
+    config = {
+        "classes": 2, "channels": 1, "width": 8, "blocks": [1, 1], "downsample": "stride", "density": 0.5,
+        "block_size": 4, "blur": 1, "padding_mode": None,
+    }  # fmt: skip
+    model = resnet._network(config)
+    return saved(folder, model, {"kind": "classify", "model": {"network": "resnet", **config, **changes}})
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("pattern", ["dense", "random"])
+def test_a_language_model_comes_back_as_it_was(cell, pattern, tmp_path):
+    config = CharLMConfig(cell=cell, width=16, embedding=8, layers=2, pattern=pattern, block_size=8, density=0.5)
+    model = CharLM(config)
+    loaded = charlm.load(saved(tmp_path / "run", model, {"kind": "charlm", "model": vars(config)}))
+    text = torch.randint(256, (5, 2))
+    assert torch.equal(loaded(text)[0], model(text)[0])
+    assert loaded.config == config
+    assert all(p.requires_grad and p.device.type == "cpu" for p in loaded.parameters())
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: str(value)[:8])
+@pytest.mark.parametrize(
+    ("made", "load", "names"),
+    [
+        (charlm_run, charlm.load, ("cell", "width", "embedding", "layers", "pattern", "block_size")),
+        (pixelcnn_run, pixelcnn.load, ("filters", "resnets", "depth", "mixtures", "sparse", "block_size", "dropout")),
+        (resnet_run, resnet.load, ("classes", "channels", "width", "blocks", "downsample", "block_size", "density")),
+    ],
+    ids=["charlm", "pixelcnn", "resnet"],
+)
+def test_a_configuration_that_its_tensors_do_not_have(made, load, names, value, tmp_path):
+    started = time.monotonic()
+    for name in names:
+        # What does not change the parameters, or is as good as what was there, loads as it should.
+        harmless = (name == "dropout" and value == 0) or name == "density" or (name == "sparse" and value is True)
+        if harmless:
+            continue
+        run = made(tmp_path / "run", **{name: value})
+        with pytest.raises(BlockSparseError):
+            load(run)
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("task", [None, 7, "charlm", [], {"kind": "charlm"}, {"kind": "charlm", "model": [1]}, DEEP])
+def test_what_is_no_description_of_a_task(task, tmp_path):
+    run = saved(tmp_path / "run", torch.nn.Linear(2, 2), task)
+    for load in (charlm.load, pixelcnn.load, resnet.load, layouts.read, sparsify.open_model):
+        with pytest.raises(BlockSparseError):
+            load(run)
+    error("sample", run)
+    error("sparsify", run, "--report-only")
+    error("compare", "--topology", run)
+
+
+@pytest.mark.parametrize("shape", [None, 8, [1, 8], [1, "8", 8], [1, 10**6, 8], [1, 8, None], [10**9, 8, 8]])
+def test_images_of_no_size(shape, tmp_path):
+    with pytest.raises(BlockSparseError):
+        pixelcnn.load(pixelcnn_run(tmp_path / "run", {"shape": shape}))
+
+
+@pytest.mark.parametrize("model", [None, {}, {"sizes": None}, {"sizes": [10**9]}, {"sizes": ["7"]}, {"sizes": [-1]}])
+def test_layouts_of_a_net_without_its_sizes(model, tmp_path):
+    net = mlp.network(mlp.Recipe(hidden=(20, 20), epsilon=2), mlp_data())
+    run = saved(tmp_path / "run", net, {"kind": "classify", "model": model})
+    with pytest.raises(BlockSparseError):
+        layouts.read(run)
+
+
+def mlp_data():
+    from blocksparse.data.synthetic import Synthetic
+
+    return Synthetic(features=30, rows=16, tested=4)
+
+
+def test_a_run_has_a_config_too_and_is_no_folder_of_transformers(tmp_path):
+    run = charlm_run(tmp_path / "run")
+    (run / "config.json").write_text("{}")
+    assert isinstance(sparsify.open_model(run).model, CharLM)
+
+
+# -- compare -------------------------------------------------------------------------------------------------------
+
+RUN = {"unit": "nats", "bytes_per_step": 4, "task": {"model": {}}, "settings": {"steps": 9}, "facts": {}}
+
+
+def compared(folder, config=RUN, log='{"step": 3, "seconds": 1.5, "held_out": 2.5}\n', result=None):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    (folder / "log.jsonl").write_text(log)
+    if result is not None:
+        (folder / "result.json").write_text(result)
+    return folder
+
+
+@pytest.mark.parametrize("key", RUN)
+@pytest.mark.parametrize("value", [None, [], 1.5, True, -1, DEEP], ids=lambda value: str(value)[:8])
+def test_a_config_of_other_types(key, value, tmp_path):
+    assert f"{key}: expected" in error("compare", compared(tmp_path / "run", RUN | {key: value}))
+    config = {name: of for name, of in RUN.items() if name != key}
+    assert f"{key}: expected" in error("compare", compared(tmp_path / "run", config))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, "\0"], ids=lambda text: repr(text[:3]))
+def test_files_that_are_no_json(text, tmp_path):
+    assert "config.json: expected" in error("compare", compared(tmp_path / "run", text))
+    assert "result.json: expected" in error("compare", compared(tmp_path / "run", result=text))
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: str(value)[:8])
+def test_facts_and_lines_that_are_unknown(value, tmp_path):
+    model = {"method": value, "sizes": value, "cell": value, "pattern": value, "width": value}
+    facts = {"parameters": value, "multiply_adds_per_byte": value, "epochs": value}
+    config = RUN | {"task": {"model": model}, "facts": facts, "unit": "[/bold] nats"}
+    lines = [value, {"step": value}, {"step": 4, "seconds": value, "held_out": value, "loss": value}, {"seconds": 1}]
+    log = "".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 5, "sec'
+    good = compared(tmp_path / "[good]", RUN | {"unit": "[/bold] nats"})
+    run = compared(tmp_path / "run", config, log, json.dumps({"machine": value}))
+    arguments = ["compare", run, run, good, "--json", tmp_path / "c.json", "--out", tmp_path / "c.png"]
+    pytest.importorskip("matplotlib")
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, list(map(str, arguments)))
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "2.5000" in result.stdout
+    assert "[good]" in result.stdout
+
+
+# -- training ------------------------------------------------------------------------------------------------------
+
+
+class Line:
+    """A task with a line for a model."""
+
+    unit, per_nat, bytes_per_step = "nats", 1.0, 4
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(3, 2)
+
+    def loss(self, step):
+        return self.model(torch.ones(4, 3)).square().mean()
+
+    def evaluate(self, model):
+        return 1.0
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+    def about(self):
+        return {"kind": "line"}
+
+
+SETTINGS = Settings(steps=4, save_every=2, ema=0.9)
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    task = Line()
+    task.model.register_forward_pre_hook(lambda *_: None if trainer.step < 3 else 1 / 0)
+    trainer = Trainer(task, tmp_path, SETTINGS)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model.weight", torch.zeros(2, 4), r"model\.weight: expected \[2, 3\], torch\.float32, got \[2, 4\]"),
+        ("model.weight", torch.zeros(2, 3).double(), "got .2, 3., torch.float64"),
+        ("model.bias", None, r"model\.bias: expected \[2\], torch.float32, got none"),
+        ("model.colour", torch.zeros(1), "expected the tensors of the model, got model.colour besides"),
+        ("ema.weight", torch.zeros(3), r"ema\.weight: expected \[2, 3\]"),
+        ("ema.weight", None, "ema.weight only in one"),
+        ("optimizer.weight.exp_avg", torch.zeros(1), r"optimizer\.weight\.exp_avg: expected \[2, 3\], got \[1\]"),
+        ("optimizer.weight.exp_avg_sq", torch.zeros(6), r"expected \[2, 3\], got \[6\]"),
+        ("optimizer.weight.step", torch.zeros(2), r"optimizer\.weight\.step: expected \[\], got \[2\]"),
+        ("optimizer.colour.step", torch.zeros(()), "got optimizer.colour.step"),
+        ("trainer.total", None, "trainer.total: expected"),
+        ("rng.cpu", torch.zeros(3, dtype=torch.uint8), "rng.cpu: expected"),
+        ("rng.cpu", torch.zeros(5056, dtype=torch.uint8), "the state of this task"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(name, tensor, message, stopped):
+    path = stopped / "last.safetensors"
+    tensors, about = checkpoint.load(path)
+    tensors = {key: of for key, of in tensors.items() if key != name} | ({} if tensor is None else {name: tensor})
+    checkpoint.save(path, tensors, about)
+    before = path.read_bytes()
+    trainer = Trainer(Line(), stopped, SETTINGS)
+    own = {key: of.clone() for key, of in trainer.model.state_dict().items()}
+    with pytest.raises(BlockSparseError, match=message):
+        trainer.train()
+    if "state" not in message:
+        assert all(torch.equal(of, own[key]) for key, of in trainer.model.state_dict().items())
+        assert not trainer.optimizer.state
+    assert (trainer.step, path.read_bytes()) == (0, before)
+
+
+@pytest.mark.parametrize("key", ["step", "seconds", "logged", "held_out", "settings", "task"])
+@pytest.mark.parametrize("value", ["7", -1, [], [1, None], DEEP, 10**9, float("nan"), ...], ids=lambda x: str(x)[:8])
+def test_a_checkpoint_that_does_not_say_where_it_stood(key, value, stopped):
+    path = stopped / "last.safetensors"
+    tensors, about = checkpoint.load(path)
+    about[key] = value
+    if value is ...:
+        del about[key]
+    checkpoint.save(path, tensors, about)
+    harmless = (key == "held_out" and (value is ... or isinstance(value, int | float))) or (
+        key == "settings" and value is ...
+    )
+    if harmless or (key == "seconds" and value == 10**9):
+        return
+    with pytest.raises(BlockSparseError):
+        Trainer(Line(), stopped, SETTINGS).train()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"held_out": "1"}', "[" * 100_000], ids=lambda text: text[:5])
+def test_a_result_that_is_broken(text, tmp_path):
+    Trainer(Line(), tmp_path, SETTINGS).train()
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(BlockSparseError, match=r"result\.json"):
+        Trainer(Line(), tmp_path, SETTINGS).train()
+    (tmp_path / "result.json").unlink()
+    assert Trainer(Line(), tmp_path, SETTINGS).train()["held_out"] == 1.0
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["dense", "barabasi_albert", "watts_strogatz", "random"])
+def test_a_width_that_finds_no_room(pattern, tmp_path):
+    (tmp_path / "text").write_bytes(b"a rose is a rose. " * 500)
+    arguments = ["train", "charlm", "--out", tmp_path / "run", "--text", tmp_path / "text", "--batch", 2, "--seq", 8]
+    said = error(*arguments, "--pattern", pattern, "--width", 3_200_000_000)
+    assert "width 3,200,000,000, layers 1: expected a model that trains in the " in said
+    assert "which take " in said
+    assert "params 1,000,000,000,000,000: expected" in error(*arguments, "--params", "1000000G")
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_models_that_find_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 20)
+    noise = torch.zeros(8, 1, 8, 8, dtype=torch.uint8)
+    for make in (
+        lambda: mlp.network(mlp.Recipe(hidden=(10**5, 10**5)), mlp_data()),
+        lambda: mlp.network(mlp.Recipe(hidden=(10**4, 10**4)), mlp_data(), "dense"),
+        lambda: pixelcnn.Network(filters=10**6).made(1),
+        lambda: resnet.trainer(resnet.Recipe(width=10**6), images(noise), tmp_path / "run"),
+    ):
+        with pytest.raises(BlockSparseError, match=r"expected a model that trains in the 0\.0 GB there are"):
+            make()
+
+
+def images(pixels):
+    from blocksparse.data.images import Images
+
+    labels = torch.zeros(len(pixels), dtype=torch.int64)
+    return Images("noise", pixels, labels, pixels, labels, ("a", "b"))
