@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..checked import integer
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, rows_of
+from ..layout import layout_of_indices
 from ..nn.module import BlockSparseModule
 from ..topology.nnstd import Layer, layers_of, nnstd
 from . import charlm, checkpoint, classify
@@ -115,8 +115,7 @@ def _perceptron(path: Path, tensors: dict[str, Tensor], features: int) -> dict[s
                 raise BlockSparseError.expected(f"{path}, {name}", "blocks with their places, and outputs", "others")
             height, width = values.shape[1:]
             grid = -(-outputs // height), -(-features // width)
-            rows = rows_of(crow.numpy(), cols.numel(), grid[0])
-            layout = BlockLayout.from_indices(rows, cols.numpy().copy(), grid, (height, width))
+            layout = layout_of_indices(crow.clone(), cols.clone(), grid, (height, width))
             whole = layout.shape == (outputs, features)
             used = None if whole else (np.arange(layout.shape[0]) < outputs, np.arange(layout.shape[1]) < features)
             layers[name] = Layer(layout, used)
