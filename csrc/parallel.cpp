@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 #include <stdexcept>
 
@@ -71,18 +72,27 @@ struct Loop {
 
 constexpr int64_t kKeptBytes = 64 << 20;
 
+#if defined(BLOCKSPARSE_SANITIZE)
+// Each request has memory of its own, to the byte and full of NaN: what goes beyond it, what is used after the next
+// request and what nobody wrote is seen.
+constexpr bool kReuses = false;
+constexpr int64_t kWhole = 1;
+#else
+constexpr bool kReuses = true;
+constexpr int64_t kWhole = 64;
+#endif
+
 struct Buffer {
   void* data = nullptr;
   int64_t bytes = 0;
 
   void resize(int64_t wanted) {
     std::free(data);
-    bytes = (wanted + 63) / 64 * 64;
-    data = bytes ? std::aligned_alloc(64, bytes) : nullptr;
-    if (bytes && !data) {
-      bytes = 0;
-      throw std::bad_alloc();
-    }
+    data = nullptr, bytes = 0;
+    wanted = (wanted + kWhole - 1) / kWhole * kWhole;
+    if (wanted && posix_memalign(&data, 64, wanted)) throw std::bad_alloc();
+    bytes = wanted;
+    if (!kReuses && data) std::memset(data, 0xff, bytes);
   }
   ~Buffer() { std::free(data); }
 };
@@ -122,7 +132,7 @@ void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task) {
 
 void* scratch(Scratch slot, int64_t bytes) {
   Buffer& buffer = buffers[static_cast<int>(slot)];
-  if (buffer.bytes < bytes) buffer.resize(bytes);
+  if (!kReuses || buffer.bytes < bytes) buffer.resize(bytes);
   return buffer.data;
 }
 

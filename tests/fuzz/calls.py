@@ -1,0 +1,118 @@
+"""One case: its calls on each instruction set, counted, and what their results are held against."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from blocksparse.ops import cpu_core
+
+DTYPES = {str(dtype)[6:]: dtype for dtype in cpu_core.DTYPES}
+# Half the distance of two numbers at 1, and at 0.
+ROUNDING = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+LEAST = {torch.float32: 1e-35, torch.float64: 1e-300, torch.bfloat16: 1e-35, torch.float16: 2.0**-24}
+
+
+class Fault(AssertionError):
+    """A wrong result."""
+
+
+class Calls:
+    """Runs functions on each instruction set and counts: `counts[op, isa, dtype]`."""
+
+    def __init__(self, isas: list[str] | None = None):
+        self.isas = isas or [name for name, here in cpu_core.isas().items() if here]
+        self.counts: Counter[tuple[str, str, str]] = Counter()
+
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def on_each(
+        self, op: str, dtype: torch.dtype | None, call: Callable, check: Callable, threads: int = 1, any_isa=False
+    ) -> None:
+        """Checks what `call` returns on each instruction set; with more threads it is the very same."""
+        for isa in self.isas[-1:] if any_isa else self.isas:
+            try:
+                with cpu_core.use_isa(isa):
+                    got = self._counted(op, isa, dtype, call)
+                    check(got)
+                    if threads > 1:
+                        self._same_on_threads(got, op, isa, dtype, call, threads)
+            except Exception as error:
+                error.add_note(f"in {op} on {isa}, {dtype}")
+                raise
+
+    def _counted(self, op, isa, dtype, call):
+        self.counts[op, isa, "" if dtype is None else str(dtype)[6:]] += 1
+        return call()
+
+    def _same_on_threads(self, expected, op, isa, dtype, call, threads) -> None:
+        torch.set_num_threads(threads)
+        try:
+            got = self._counted(op, isa, dtype, call)
+        finally:
+            torch.set_num_threads(1)
+        for one, other in zip(_tensors(expected), _tensors(got), strict=True):
+            if not same_bits(one, other):
+                raise Fault(f"not the same on {threads} threads: {where(one, other, one != other)}")
+
+
+def _tensors(results) -> list[Tensor]:
+    results = results if isinstance(results, tuple) else (results,)
+    return [result for result in results if result is not None]
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def sum_bound(terms: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """What a sum of so many products may be off: count + 2 roundings of `terms`, the sum of their sizes.
+
+    Twice that, as the float64 it is held against rounds too. Source: Higham, Accuracy and Stability of Numerical
+    Algorithms (2002), section 3.1.
+    """
+    return 2 * (count + 2) * ROUNDING[torch.float64 if dtype == torch.float64 else torch.float32] * terms
+
+
+def assert_within(got: Tensor, expected: Tensor, bound: Tensor | float, what: str = "result") -> None:
+    """Each number within its bound, and what rounding the result to its dtype adds."""
+    if got.shape != expected.shape:
+        raise Fault(f"{what}: {list(got.shape)} for {list(expected.shape)}")
+    dtype = got.dtype
+    size = expected.abs() + bound
+    wrong = ~((got.double() - expected).abs() <= bound + 1.01 * ROUNDING[dtype] * size + LEAST[dtype])
+    if wrong.any():
+        raise Fault(f"{what}: {where(got, expected, wrong)}")
+
+
+def assert_same(got: Tensor, expected: Tensor, what: str = "result") -> None:
+    if got.shape != expected.shape or not torch.equal(got, expected):
+        raise Fault(f"{what}: {where(got, expected, got != expected)}")
+
+
+def where(got: Tensor, expected: Tensor, wrong: Tensor) -> str:
+    """The first wrong number."""
+    at = tuple(wrong.nonzero()[0].tolist()) if wrong.any() else ()
+    return f"{got[at]} for {expected[at]} at {list(at)}, {int(wrong.sum())} of {wrong.numel()} wrong"
+
+
+# -- activations -----------------------------------------------------------------------------------------------------
+
+ACTIVATIONS = (None, None, "relu", "gelu", "silu")
+# How much faster than its input each one changes at most.
+STEEPEST = {None: 1.0, "relu": 1.0, "gelu": 1.13, "silu": 1.1}
+
+
+def activated(expected: Tensor, bound: Tensor, activation: str | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The result and its bound behind an activation; those of float32 are polynomials, good to 1e-5 of themselves."""
+    if activation is None:
+        return expected, bound
+    function = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}[activation]
+    result = function(expected)
+    # GELU in float64 is 1 + erf, which cancels on the negative side.
+    own = (2e-15 * expected.abs() if dtype == torch.float64 else 2e-5 * result.abs()) if activation != "relu" else 0
+    return result, STEEPEST[activation] * bound + own

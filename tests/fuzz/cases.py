@@ -1,0 +1,40 @@
+"""From (seed, index) to a case, and from a case to its calls."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import numpy as np
+import torch
+
+from . import convolutions, elementwise, mistakes, products
+from .calls import Calls
+
+# The families: how often, how they are drawn, how they run.
+FAMILIES = {
+    "linear": (8, products.draw_linear, products.run),
+    "csr": (5, products.draw_csr, products.run),
+    "conv": (8, convolutions.draw, convolutions.run),
+    "gates": (3, elementwise.draw_gates, elementwise.run_gates),
+    "dropout": (1, elementwise.draw_dropout, elementwise.run_dropout),
+    "momentum": (1, elementwise.draw_momentum, elementwise.run_momentum),
+    "mistakes": (2, mistakes.draw, mistakes.run),
+}
+
+
+def draw(seed: int, index: int) -> dict:
+    """The case of this seed and index: the same on every machine."""
+    rng = Random(f"{seed} {index}")
+    (family,) = rng.choices(list(FAMILIES), [often for often, *_ in FAMILIES.values()])
+    return {"family": family, "numbers": rng.getrandbits(32), **FAMILIES[family][1](rng)}
+
+
+def run(case: dict, calls: Calls) -> None:
+    """Raises what went wrong, a `Fault` where a result is."""
+    torch.set_num_threads(1)
+    FAMILIES[case["family"]][2](case, np.random.default_rng(case["numbers"]), calls)
+
+
+def as_line(case: dict) -> str:
+    return json.dumps(case, separators=(",", ":"))

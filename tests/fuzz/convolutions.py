@@ -1,0 +1,145 @@
+"""The convolutions over one to three axes, their transposes, and the gradients of their values."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blocksparse import to_dense
+from blocksparse.ops.conv import cpu
+from blocksparse.ops.conv.plan import Axis
+
+from .calls import ACTIVATIONS, DTYPES, Calls, activated, assert_within, sum_bound
+from .layouts import SPREADS, draw_layout, layout_of, normal, spread
+from .memory import whole
+
+CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+SCATTER = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+WGRAD = {1: torch.nn.grad.conv1d_weight, 2: torch.nn.grad.conv2d_weight, 3: torch.nn.grad.conv3d_weight}
+
+
+def draw(rng: Random) -> dict:
+    dims = rng.choice((1, 2, 2, 3))
+    block = (rng.choice((1, 2, 4, 8, 16, 32, 64)),) * 2
+    if rng.random() < 0.4:
+        block = rng.choice((rng.randint(1, 100), rng.randint(1, 12))), rng.choice((rng.randint(1, 100), rng.randint(1, 12)))
+    return {
+        "layout": draw_layout(rng, block, max(2000, block[0] * block[1]), 12),
+        "images": rng.choice((0, 1, 1, 1, 2, 3)),
+        "axes": [_draw_axis(rng, {1: 70, 2: 14, 3: 6}[dims]) for _ in range(dims)],
+        "transpose": rng.random() < 0.5,
+        "dtype": rng.choice(list(DTYPES)),
+        "offset": rng.choice((0, 0, 1, 3)),
+        "spread": rng.choice(SPREADS),
+        "bias": rng.random() < 0.5,
+        "activation": rng.choice(ACTIVATIONS),
+        "threads": 2 if rng.random() < 0.1 else 1,
+    }
+
+
+def _draw_axis(rng: Random, longest: int) -> list[int]:
+    """[big, small, kernel, stride, padding, dilation], whose two images need not reach as far as each other."""
+    kernel = rng.choice((1, 1, 2, 3, 3, 4, 5))
+    stride, dilation = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 1, 2, 3))
+    reach = dilation * (kernel - 1) + 1
+    padding = rng.choice((0, 0, reach // 2, rng.randint(0, reach)))
+    small = rng.choice((1, 2, rng.randint(1, longest)))
+    exact = (small - 1) * stride + reach - 2 * padding
+    more = rng.choice((0, 0, rng.randint(0, max(stride, dilation) - 1), rng.randint(-2, 2)))
+    return [max(1, min(2 * longest, exact + more)), small, kernel, stride, padding, dilation]
+
+
+def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
+    layout, dtype, images = layout_of(case["layout"], numbers), DTYPES[case["dtype"]], case["images"]
+    axes = [Axis(*axis) for axis in case["axes"]]
+    big, small, kernel = ([getattr(axis, name) for axis in axes] for name in ("big", "small", "kernel"))
+    transpose, kind, offset = case["transpose"], case["spread"], case["offset"]
+    outs, ins = layout.shape[::-1] if transpose else layout.shape
+    values = whole(spread(numbers, normal(numbers, *layout.values_shape, *kernel), kind), dtype, offset)
+    bias = whole(normal(numbers, outs), dtype, offset) if case["bias"] else None
+    threads, taps = case["threads"], int(np.prod(kernel))
+
+    def image(space: list[int], channels: int) -> Tensor:
+        return whole(spread(numbers, normal(numbers, images, *space, channels), kind), dtype, offset)
+
+    weight = to_dense(values.double(), layout)
+    weight = weight.transpose(0, 1) if transpose else weight
+    for scatter in (False, True):
+        x, size = image(small if scatter else big, ins), big if scatter else small
+        # The weight of the dense ones is [channels of the small image, channels of the big one].
+        dense = weight.transpose(0, 1) if scatter else weight
+        product = _scatter if scatter else _gather
+        expected, terms = (product(a, b, axes) for a, b in ((x.double(), dense), (x.double().abs(), dense.abs())))
+        if bias is not None:
+            expected, terms = expected + bias.double(), terms + bias.double().abs()
+        expected, bound = activated(expected, sum_bound(terms, ins * taps, dtype), case["activation"], dtype)
+        calls.on_each(
+            f"conv {'scatter' if scatter else 'gather'}",
+            dtype,
+            lambda x=x, scatter=scatter: cpu.conv(
+                x, values, bias, layout, transpose, scatter, axes, case["activation"]
+            ),
+            lambda y, expected=expected, bound=bound: assert_within(y, expected, bound),
+            threads,
+        )
+        grad, x = image(size, layout.shape[0]), image(small if scatter else big, layout.shape[1])
+        small_one, big_one = (x, grad) if scatter else (grad, x)
+        expected, terms = (
+            _blocks(_wgrad(a, b, axes), layout, scatter)
+            for a, b in ((small_one.double(), big_one.double()), (small_one.double().abs(), big_one.double().abs()))
+        )
+        bound = sum_bound(terms, images * int(np.prod(small)), dtype)
+        calls.on_each(
+            "conv wgrad",
+            dtype,
+            lambda x=x, grad=grad, scatter=scatter: cpu.conv_wgrad(grad, x, layout, scatter, axes),
+            lambda got, expected=expected, bound=bound: assert_within(got, expected, bound),
+            threads,
+        )
+
+
+def _reach(axis: Axis) -> int:
+    """The big positions that the small image meets, from -padding on."""
+    return (axis.small - 1) * axis.stride + axis.dilation * (axis.kernel - 1) + 1
+
+
+def _padded(image: Tensor, axes: list[Axis]) -> Tensor:
+    """A big image, channels first, of just these positions."""
+    pads = [pad for axis in reversed(axes) for pad in (axis.padding, _reach(axis) - axis.padding - axis.big)]
+    return F.pad(image.movedim(-1, 1), pads)
+
+
+def _steps(axes: list[Axis]) -> dict:
+    return {name: [getattr(axis, name) for axis in axes] for name in ("stride", "dilation")}
+
+
+def _gather(x: Tensor, weight: Tensor, axes: list[Axis]) -> Tensor:
+    if not x.numel():
+        return x.new_zeros(0, *(axis.small for axis in axes), weight.shape[0])
+    return CONV[len(axes)](_padded(x, axes), weight, **_steps(axes)).movedim(1, -1)
+
+
+def _scatter(x: Tensor, weight: Tensor, axes: list[Axis]) -> Tensor:
+    if not x.numel():
+        return x.new_zeros(0, *(axis.big for axis in axes), weight.shape[1])
+    y = SCATTER[len(axes)](x.movedim(-1, 1), weight, **_steps(axes))
+    pads = [pad for axis in reversed(axes) for pad in (-axis.padding, axis.padding + axis.big - _reach(axis))]
+    return F.pad(y, pads).movedim(1, -1)
+
+
+def _wgrad(small: Tensor, big: Tensor, axes: list[Axis]) -> Tensor:
+    shape = small.shape[-1], big.shape[-1], *(axis.kernel for axis in axes)
+    if not small.numel():
+        return small.new_zeros(shape)
+    return WGRAD[len(axes)](_padded(big, axes), shape, small.movedim(-1, 1), **_steps(axes))
+
+
+def _blocks(dense: Tensor, layout, scatter: bool) -> Tensor:
+    dense = dense.transpose(0, 1) if scatter else dense
+    (rows, cols), (high, wide) = layout.grid, layout.block_shape
+    blocks = dense.reshape(rows, high, cols, wide, *dense.shape[2:]).transpose(1, 2)
+    return blocks[torch.from_numpy(layout.row_of_block), torch.from_numpy(layout.col_of_block.astype(np.int64))]

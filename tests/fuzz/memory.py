@@ -1,0 +1,65 @@
+"""Operands as callers may hand them over, each in memory of its own and of just its size."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from random import Random
+
+import torch
+from torch import Tensor
+
+from blocksparse.ops import workspace
+from blocksparse.ops.linear import cpu as linear_cpu
+
+ROWS = ("plain", "plain", "apart", "offset", "expanded", "sliding", "columns")
+
+
+def draw_rows(rng: Random) -> str:
+    """How the rows of a matrix lie: one after the other, apart, from an odd address on, all the same one, ..."""
+    how = rng.choice(ROWS)
+    return f"{how} {rng.randint(1, 17)}" if how in ("apart", "offset", "sliding") else how
+
+
+def rows(data: Tensor, dtype: torch.dtype, how: str) -> Tensor:
+    """The numbers of `[n, features]` in memory that lies like this, with NaN between the rows and before them.
+
+    Where memory is shared the last number written holds.
+    """
+    n, features = data.shape
+    how, *numbers = how.split()
+    step = int(numbers[0]) if numbers else 0
+    if how == "columns":
+        return _full(features, n, dtype=dtype).t().copy_(data)
+    stride = {"apart": features + step, "expanded": 0, "sliding": min(step, features)}.get(how, features)
+    offset = step if how == "offset" else 0
+    memory = _full(offset + (max(n - 1, 0) * stride + features if n else 0), dtype=dtype)
+    placed = memory.as_strided((n, features), (stride, 1), offset)
+    for i in range(n) if stride < features else ():
+        placed[i] = data[i]
+    return placed if stride < features else placed.copy_(data)
+
+
+def whole(data: Tensor, dtype: torch.dtype, offset: int = 0) -> Tensor:
+    """A contiguous copy, `offset` numbers behind an aligned address."""
+    return _full(offset + data.numel(), dtype=dtype)[offset:].view(data.shape).copy_(data)
+
+
+def _full(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
+@contextmanager
+def tight():
+    """Within it, what the CPU backends allocate is full of NaN, of just the size asked for, and new for each call."""
+    empty, least, working = torch.empty, workspace.LEAST, linear_cpu._working
+
+    def poisoned(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else 0x55)
+
+    torch.empty, workspace.LEAST = poisoned, 1 << 62
+    linear_cpu._working = lambda size, x: poisoned(size // 4, dtype=torch.float32)
+    try:
+        yield
+    finally:
+        torch.empty, workspace.LEAST, linear_cpu._working = empty, least, working

@@ -1,0 +1,188 @@
+"""The linear products: blocks, and blocks of 1 by their own kernels."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blocksparse import BlockLayout, to_dense
+from blocksparse.ops import cpu_core
+from blocksparse.ops.linear import cpu
+
+from .calls import ACTIVATIONS, DTYPES, Calls, activated, assert_same, assert_within, sum_bound
+from .layouts import SPREADS, draw_layout, draw_tokens, layout_of, normal, spread, touched
+from .memory import draw_rows, rows, whole
+
+SQUARES = (2, 3, 4, 5, 8, 16, 24, 32, 33, 64, 128)
+
+
+def _draw(rng: Random, layout: dict, tokens: int) -> dict:
+    return {
+        "layout": layout,
+        "tokens": tokens,
+        "dtype": rng.choice(list(DTYPES)),
+        "x": draw_rows(rng),
+        "grad": draw_rows(rng),
+        "offset": rng.choice((0, 0, 1, 3)),
+        "spread": rng.choice(SPREADS),
+        "bias": rng.random() < 0.5,
+        "activation": rng.choice(ACTIVATIONS),
+        "threads": 2 if rng.random() < 0.1 else 1,
+    }
+
+
+def draw_linear(rng: Random) -> dict:
+    block = (rng.choice(SQUARES),) * 2
+    if rng.random() < 0.5:
+        block = rng.choice((rng.randint(1, 128), rng.randint(1, 20))), rng.choice((rng.randint(2, 128), rng.randint(2, 20)))
+    most = 150_000 if rng.random() < 0.03 else 10_000
+    tokens = draw_tokens(rng) if rng.random() < 0.97 else rng.randint(200, 700)
+    return _draw(rng, draw_layout(rng, block, max(most, block[0] * block[1])), tokens)
+
+
+def draw_csr(rng: Random) -> dict:
+    layout = draw_layout(rng, (1, 1), *((10_000, 200) if rng.random() < 0.9 else (60_000, 5000)))
+    tokens = draw_tokens(rng)
+    if rng.random() < 0.005:  # rows that no cache holds, and outputs that go past the caches
+        layout.update(grid=rng.choice(([3, 17_000], [70_000, 3])), filling="random", density=0.05)
+        tokens = rng.choice((1, 65, 130))
+    return _draw(rng, layout, tokens)
+
+
+def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
+    layout, dtype, tokens = layout_of(case["layout"], numbers), DTYPES[case["dtype"]], case["tokens"]
+    name = "csr" if layout.block_shape == (1, 1) else "linear"
+    out_features, in_features = layout.shape
+    kind = case["spread"]
+    x = spread(numbers, normal(numbers, tokens, in_features), kind)
+    grad = spread(numbers, normal(numbers, tokens, out_features), kind)
+    values = spread(numbers, normal(numbers, *layout.values_shape), kind)
+    x, grad = rows(x, dtype, case["x"]), rows(grad, dtype, case["grad"])
+    values = whole(values, dtype, case["offset"])
+    bias = whole(normal(numbers, out_features), dtype, case["offset"]) if case["bias"] else None
+    product = Product(layout, values.double())
+    threads = case["threads"]
+
+    # What no block meets takes no part.
+    clean = []
+    for tensor, columns in ((x, True), (grad, False)):
+        clean.append(tensor.double())
+        if tensor.stride(0) >= tensor.shape[1]:
+            tensor[:, ~touched(layout, columns)] = torch.nan
+    clean_x, clean_grad = clean
+
+    expected, terms = product(clean_x, False)
+    if bias is not None:
+        expected, terms = expected + bias.double(), terms + bias.double().abs()
+    expected, bound = activated(expected, sum_bound(terms, in_features, dtype), case["activation"], dtype)
+    calls.on_each(
+        name,
+        dtype,
+        lambda: cpu.linear(x, values, bias, layout, False, case["activation"]),
+        lambda y: assert_within(y, expected, bound),
+        threads,
+    )
+    expected_x, terms = product(clean_grad, True)
+    bound_x = sum_bound(terms, out_features, dtype)
+    out = whole(torch.full((tokens, in_features), torch.nan), dtype, case["offset"])
+    calls.on_each(
+        f"{name} transposed",
+        dtype,
+        lambda: cpu.linear(grad, values, None, layout, True, None, out=out.fill_(torch.nan)).clone(),
+        lambda y: assert_within(y, expected_x, bound_x),
+        threads,
+    )
+    x, grad = rows(clean_x, dtype, case["x"]), rows(clean_grad, dtype, case["grad"])
+    expected_values, terms = product.sampled(clean_grad, clean_x)
+    bound_values = sum_bound(terms, tokens, dtype)
+    calls.on_each(
+        f"{name} wgrad",
+        dtype,
+        lambda: cpu.linear_wgrad(grad, x, layout),
+        lambda got: assert_within(got, expected_values, bound_values),
+        threads,
+    )
+    if name != "csr":
+        return
+
+    needs_x = case["offset"] != 1
+    bound_bias = sum_bound(clean_grad.abs().sum(0), tokens, dtype)
+
+    def check(found):
+        if found is None:
+            return
+        grad_x, grad_values, grad_bias = found
+        assert_within(grad_values, expected_values, bound_values, "values")
+        if needs_x:
+            assert_within(grad_x, expected_x, bound_x, "x")
+        if case["bias"]:
+            assert_within(grad_bias, clean_grad.sum(0), bound_bias, "bias")
+
+    calls.on_each(
+        "csr gradients",
+        dtype,
+        lambda: cpu.gradients(grad, x, values, layout, needs_x, case["bias"]),
+        check,
+        threads,
+    )
+    transposed(layout, calls)
+
+
+def transposed(layout: BlockLayout, calls: Calls) -> None:
+    """The indices by column, of both widths."""
+    order = np.argsort(layout.col_of_block, kind="stable")
+    expected = (
+        np.concatenate([[0], np.cumsum(np.bincount(layout.col_of_block, minlength=layout.grid[1]))]),
+        layout.row_of_block[order],
+        order,
+    )
+    for index in (np.int32, np.int64):
+        found = [np.full(len(array), 77, dtype=index) for array in expected]
+        call = dict(zip(("to_start", "to_row", "to_position"), found, strict=True))
+        calls.on_each(
+            "csr transposed indices",
+            None,
+            lambda call=call: cpu_core.core().csr_transposed(start=layout.row_start, col=layout.col_of_block, **call),
+            lambda _, found=found: [
+                assert_same(torch.from_numpy(got).long(), torch.from_numpy(right).long())
+                for got, right in zip(found, expected, strict=True)
+            ],
+            any_isa=True,
+        )
+
+
+class Product:
+    """The products in float64, and the sums of the sizes of their terms."""
+
+    def __init__(self, layout: BlockLayout, values: Tensor):
+        self.layout, self.values = layout, values
+        self.few = layout.block_shape == (1, 1) and layout.nnz * 4 < layout.shape[0] * layout.shape[1]
+        if self.few:
+            self.row = torch.from_numpy(layout.row_of_block)
+            self.col = torch.from_numpy(layout.col_of_block.astype(np.int64))
+        else:
+            self.weight = to_dense(values, layout)
+
+    def __call__(self, x: Tensor, transpose: bool) -> tuple[Tensor, Tensor]:
+        if not self.few:
+            weight = self.weight if transpose else self.weight.T
+            return x @ weight, x.abs() @ weight.abs()
+        to, of = (self.col, self.row) if transpose else (self.row, self.col)
+        terms = x[:, of] * self.values.flatten()
+        zeros = terms.new_zeros(x.shape[0], self.layout.shape[1 if transpose else 0])
+        return zeros.index_add(1, to, terms), zeros.index_add(1, to, terms.abs())
+
+    def sampled(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        shape = self.layout.values_shape
+        if self.few:
+            terms = grad[:, self.row] * x[:, self.col]
+            return terms.sum(0).view(shape), terms.abs().sum(0).view(shape)
+        return self._blocks(grad.T @ x), self._blocks(grad.T.abs() @ x.abs())
+
+    def _blocks(self, dense: Tensor) -> Tensor:
+        (rows, cols), (high, wide) = self.layout.grid, self.layout.block_shape
+        blocks = dense.view(rows, high, cols, wide).transpose(1, 2)
+        return blocks[torch.from_numpy(self.layout.row_of_block), self.layout.col_of_block.astype(np.int64)]

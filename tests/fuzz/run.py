@@ -1,0 +1,178 @@
+"""The fuzz: cases in a loop, by several processes, which may die of what they find."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from . import cases, log, memory
+from .calls import Calls
+
+HERE = Path(__file__).parent
+CORPUS = HERE / "corpus.jsonl"
+# The exit status of who found a fault and went on.
+FOUND = 3
+# Seconds after which a case counts as one that does not end.
+PATIENCE = 300
+# Seconds between two lines of the log.
+EVERY = 30
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    if options.seed is None:
+        options.seed = int(time.time())
+    if options.summary:
+        print(log.summary(options.summary), end="")
+        return 0
+    if options.worker:
+        return _work(options)
+    if options.only is not None or options.corpus:
+        return _replay(options)
+    return _supervise(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python tests/fuzz", description="Random calls of the compiled core.")
+    parser.add_argument("--seed", type=int, help="of the cases (default: the time)")
+    parser.add_argument("--minutes", type=float, default=1, help="how long (default 1)")
+    parser.add_argument("--calls", type=int, help="stop after so many calls of the core")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default one per CPU)")
+    parser.add_argument("--first", type=int, default=0, metavar="INDEX", help="start with this case")
+    parser.add_argument("--only", type=int, metavar="INDEX", help="run this case alone, and print it")
+    parser.add_argument("--corpus", action="store_true", help="run the cases kept in corpus.jsonl alone")
+    parser.add_argument("--isa", action="append", help="only on this instruction set; may be repeated")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="append counts and faults to it, as JSON lines")
+    parser.add_argument("--summary", type=Path, metavar="LOG", help="print what a log says, as a page")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser
+
+
+def corpus(file: Path = CORPUS) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines() if line] if file.exists() else []
+
+
+# -- one case --------------------------------------------------------------------------------------------------------
+
+
+def attempt(case: dict, calls: Calls) -> str | None:
+    """What goes wrong in this case, or None."""
+    try:
+        with memory.tight():
+            cases.run(case, calls)
+    except Exception as error:
+        return ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    return None
+
+
+def run_cases(seed: int, indices: Iterable[int], calls: Calls) -> list[str]:
+    """Runs the cases of these indices; for each that fails, what goes wrong and the command that replays it."""
+    found = ((index, attempt(cases.draw(seed, index), calls)) for index in indices)
+    return [report(seed, index, fault) for index, fault in found if fault]
+
+
+def report(seed: int, index: int, fault: str) -> str:
+    return f"FAULT {fault}\n  {command(seed, index)}"
+
+
+def command(seed: int, index: int) -> str:
+    return f"python tests/fuzz --seed {seed} --only {index}"
+
+
+def _replay(options: argparse.Namespace) -> int:
+    faults = 0
+    chosen = corpus() if options.only is None else [cases.draw(options.seed, options.only)]
+    calls = Calls(options.isa)
+    for case in chosen:
+        print(json.dumps(case), flush=True)
+        fault = attempt(case, calls)
+        print(f"FAULT {fault}" if fault else "right")
+        faults += bool(fault)
+    return FOUND if faults else 0
+
+
+# -- a process that works, and the one that waits for it ------------------------------------------------------------
+
+
+def _work(options: argparse.Namespace) -> int:
+    """Cases first, first + step, ...; before each it writes which, for who waits and sees it die there."""
+    place, first, step, calls_left, until = json.loads(options.worker)
+    calls, faults, began, found = Calls(options.isa), [], time.time(), False
+    with open(place, "r+b") as file, mmap.mmap(file.fileno(), 8) as where:
+        index = first
+        while time.time() < until and calls.total() < calls_left:
+            where[:] = struct.pack("<q", index)
+            fault = attempt(cases.draw(options.seed, index), calls)
+            if fault:
+                print(report(options.seed, index, fault), flush=True)
+                faults.append({"index": index, "fault": fault})
+                found = True
+            index += step
+            if time.time() > began + EVERY:
+                log.add(options, calls.counts, faults, time.time() - began)
+                calls_left -= calls.total()
+                calls.counts.clear()
+                faults, began = [], time.time()
+    log.add(options, calls.counts, faults, time.time() - began)
+    return FOUND if found else 0
+
+
+def _supervise(options: argparse.Namespace) -> int:
+    print(f"seed {options.seed}", flush=True)
+    found = subprocess.run([sys.executable, str(HERE), "--corpus"], stdout=subprocess.DEVNULL).returncode != 0
+    if found:
+        print("FAULT in the corpus\n  python tests/fuzz --corpus", flush=True)
+    until = time.time() + 60 * options.minutes
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        jobs = [pool.submit(_keep_working, options, Path(folder) / str(n), n, until) for n in range(options.jobs)]
+        found |= any([job.result() for job in jobs])
+    return FOUND if found else 0
+
+
+def _keep_working(options: argparse.Namespace, place: Path, nth: int, until: float) -> bool:
+    """One worker after the other, each behind the case in which the one before it died; whether any found a fault."""
+    first, found, calls = options.first + nth, False, options.calls // options.jobs if options.calls else 1 << 62
+    while True:
+        place.write_bytes(struct.pack("<q", first))
+        given = [str(place), first, options.jobs, calls, until]
+        again = [f"--seed={options.seed}", *(f"--isa={isa}" for isa in options.isa or ())]
+        again += [f"--log={options.log}"] if options.log else []
+        with tempfile.TemporaryFile() as told:
+            worker = subprocess.Popen(
+                [sys.executable, str(HERE), *again, f"--worker={json.dumps(given)}"], stderr=told
+            )
+            status = _wait(worker, place)
+            told.seek(0)
+            said = told.read().decode(errors="replace")
+        if status in (0, FOUND):
+            return found or status == FOUND
+        (index,) = struct.unpack("<q", place.read_bytes())
+        fault = f"died with status {status}" if status is not None else f"no end within {PATIENCE} s"
+        print(f"{said}\n{report(options.seed, index, fault)}", flush=True)
+        log.add(options, {}, [{"index": index, "fault": fault, "said": said[-4000:]}], 0)
+        first, found = index + options.jobs, True
+
+
+def _wait(worker: subprocess.Popen, place: Path) -> int | None:
+    """The status in which it ends, or None, when it is ended for staying in one case."""
+    before, since = b"", time.time()
+    while worker.poll() is None:
+        time.sleep(0.2)
+        now = place.read_bytes()
+        if now != before:
+            before, since = now, time.time()
+        elif time.time() > since + PATIENCE:
+            worker.kill()
+            worker.wait()
+            return None
+    return worker.returncode
