@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: setup demo test lint bench bench-gpu clean
+.PHONY: setup demo test lint fuzz sanitize bench bench-gpu clean
 
 setup: .venv/installed
 
@@ -27,6 +27,23 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror csrc/*
+
+# Random calls of the compiled core against float64. A fault comes with the command that shows it again.
+FUZZ_MINUTES ?= 10
+FUZZ ?= --minutes $(FUZZ_MINUTES) --log build/fuzz.jsonl
+fuzz: setup
+	mkdir -p build
+	$(BIN)/python tests/fuzz $(FUZZ)
+
+# The same on a core of its own, built by gcc with AddressSanitizer and UndefinedBehaviorSanitizer.
+SANITIZED = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:abort_on_error=1 \
+	BLOCKSPARSE_FUZZ_CORE="$$(ls build/sanitize/_core*.so)"
+sanitize: setup
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_CXX_COMPILER=g++ -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+		-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DBLOCKSPARSE_SANITIZE=ON -DBLOCKSPARSE_EMULATE_AMX=ON
+	$(BIN)/cmake --build build/sanitize
+	$(SANITIZED) $(BIN)/python tests/fuzz $(FUZZ)
 
 bench: setup
 	$(BIN)/python benchmarks/reach.py

@@ -14,7 +14,7 @@ from blocksparse.ops.conv import cpu
 from blocksparse.ops.conv.plan import Axis
 
 from .calls import ACTIVATIONS, DTYPES, Calls, activated, assert_within, sum_bound
-from .layouts import SPREADS, draw_layout, layout_of, normal, spread
+from .layouts import SPREADS, at, draw_block, draw_layout, layout_of, normal, spread
 from .memory import whole
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -24,9 +24,7 @@ WGRAD = {1: torch.nn.grad.conv1d_weight, 2: torch.nn.grad.conv2d_weight, 3: torc
 
 def draw(rng: Random) -> dict:
     dims = rng.choice((1, 2, 2, 3))
-    block = (rng.choice((1, 2, 4, 8, 16, 32, 64)),) * 2
-    if rng.random() < 0.4:
-        block = rng.choice((rng.randint(1, 100), rng.randint(1, 12))), rng.choice((rng.randint(1, 100), rng.randint(1, 12)))
+    block = draw_block(rng, (1, 2, 4, 8, 16, 32, 64), 100)
     return {
         "layout": draw_layout(rng, block, max(2000, block[0] * block[1]), 12),
         "images": rng.choice((0, 1, 1, 1, 2, 3)),
@@ -142,4 +140,4 @@ def _blocks(dense: Tensor, layout, scatter: bool) -> Tensor:
     dense = dense.transpose(0, 1) if scatter else dense
     (rows, cols), (high, wide) = layout.grid, layout.block_shape
     blocks = dense.reshape(rows, high, cols, wide, *dense.shape[2:]).transpose(1, 2)
-    return blocks[torch.from_numpy(layout.row_of_block), torch.from_numpy(layout.col_of_block.astype(np.int64))]
+    return blocks[at(layout.row_of_block), at(layout.col_of_block)]

@@ -62,13 +62,10 @@ def run_gates(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
     of_state = at_gates.view(n, 4, hidden).amax(1) if n else at_gates[:, :hidden]
     of_state = of_state * (2 + wide[3].abs())
 
-    def outputs(*kinds: tuple[int, torch.dtype]) -> list[Tensor]:
-        where = [next(places), next(places), next(places)]
-        return [
-            rows(torch.full((n, k * hidden), torch.nan), of, place) for (k, of), place in zip(kinds, where, strict=False)
-        ]
+    def output(features: int, of: torch.dtype) -> Tensor:
+        return rows(torch.full((n, features), torch.nan), of, next(places))
 
-    h_out, c_out, gates_out = outputs((1, dtype), (1, state), (4, dtype))
+    h_out, c_out, gates_out = output(hidden, dtype), output(hidden, state), output(4 * hidden, dtype)
 
     def forward():
         before, kept = c, gates_out if case["keep"] else None
@@ -86,22 +83,21 @@ def run_gates(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
 
     calls.on_each("gates forward", dtype, forward, check, case["threads"])
 
-    grad_h, grad_y, grad_c = (given(hidden, of, wanted) for of, wanted in zip((dtype, dtype, state), case["given"], strict=True))
+    grad_h, grad_y, grad_c = (
+        given(hidden, of, wanted) for of, wanted in zip((dtype, dtype, state), case["given"], strict=True)
+    )
     saved, ended = whole(gates, dtype), whole(after, state)
     wide = [None if tensor is None else tensor.double() for tensor in (saved, c, ended, grad_h, grad_y, grad_c)]
     pre, before = (torch.empty(n, k * hidden, dtype=torch.float64) for k in (4, 1))
     gates_reference.backward(*wide, grad_pre_out=pre, grad_c_out=before)
-    terms = sum((tensor.abs() for tensor in wide[3:] if tensor is not None), torch.zeros(n, hidden, dtype=torch.float64))
-    bound = unit * terms * (2 + wide[1].abs())
-    pre_out, before_out = (
-        rows(torch.full((n, k * hidden), torch.nan), of, place)
-        for k, of, place in ((4, dtype, case["places"][0]), (1, state, case["places"][1]))
+    terms = sum(
+        (tensor.abs() for tensor in wide[3:] if tensor is not None), torch.zeros(n, hidden, dtype=torch.float64)
     )
+    bound = unit * terms * (2 + wide[1].abs())
+    pre_out, before_out = output(4 * hidden, dtype), output(hidden, state)
 
     def backward():
-        gates_cpu.backward(
-            saved, c, ended, grad_h, grad_y, grad_c, grad_pre_out=pre_out, grad_c_out=before_out
-        )
+        gates_cpu.backward(saved, c, ended, grad_h, grad_y, grad_c, grad_pre_out=pre_out, grad_c_out=before_out)
         return pre_out.clone(), before_out.clone()
 
     def check_backward(got):

@@ -34,6 +34,13 @@ def draw_layout(rng: Random, block: tuple[int, int], most: int, longest: int = 4
     }
 
 
+def draw_block(rng: Random, sizes: tuple[int, ...], most: int) -> tuple[int, int]:
+    """A square block of one of these sizes, or one of any two sides, a short one among them half of the time."""
+    if rng.random() < 0.5:
+        return (rng.choice(sizes),) * 2
+    return tuple(rng.randint(1, rng.choice((20, most))) for _ in range(2))
+
+
 def layout_of(case: dict, numbers: np.random.Generator) -> BlockLayout:
     """The layout that a case describes; a `wide` one has int64 indices."""
     grid, filling, density = tuple(case["grid"]), case["filling"], case["density"]
@@ -82,3 +89,8 @@ def touched(layout: BlockLayout, columns: bool) -> Tensor:
     blocks = np.zeros(layout.grid[side], dtype=bool)
     blocks[layout.col_of_block if columns else layout.row_of_block] = True
     return torch.from_numpy(np.repeat(blocks, layout.block_shape[side]))
+
+
+def at(index: np.ndarray) -> Tensor:
+    """A layout's index, to index tensors with."""
+    return torch.from_numpy(index.astype(np.int64))

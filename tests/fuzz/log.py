@@ -77,7 +77,11 @@ def summary(file: Path) -> str:
             "",
             *_table(["Dtype", "calls"], [[dtype, f"{count:,}"] for dtype, count in sorted(dtypes.items())]),
             *(["", "## Reports", ""] if faults else []),
-            *(f"- seed {line['seed']}, case {fault['index']}: {fault['fault']}" for line in lines for fault in line["faults"]),
+            *(
+                f"- seed {line['seed']}, case {fault['index']}: {fault['fault']}"
+                for line in lines
+                for fault in line["faults"]
+            ),
             "",
         ]
     )

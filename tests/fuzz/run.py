@@ -135,8 +135,7 @@ def _supervise(options: argparse.Namespace) -> int:
     until = time.time() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         jobs = [pool.submit(_keep_working, options, Path(folder) / str(n), n, until) for n in range(options.jobs)]
-        found |= any([job.result() for job in jobs])
-    return FOUND if found else 0
+    return FOUND if any([found, *(job.result() for job in jobs)]) else 0
 
 
 def _keep_working(options: argparse.Namespace, place: Path, nth: int, until: float) -> bool:
@@ -148,9 +147,7 @@ def _keep_working(options: argparse.Namespace, place: Path, nth: int, until: flo
         again = [f"--seed={options.seed}", *(f"--isa={isa}" for isa in options.isa or ())]
         again += [f"--log={options.log}"] if options.log else []
         with tempfile.TemporaryFile() as told:
-            worker = subprocess.Popen(
-                [sys.executable, str(HERE), *again, f"--worker={json.dumps(given)}"], stderr=told
-            )
+            worker = subprocess.Popen([sys.executable, str(HERE), *again, f"--worker={json.dumps(given)}"], stderr=told)
             status = _wait(worker, place)
             told.seek(0)
             said = told.read().decode(errors="replace")
