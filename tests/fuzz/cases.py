@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import torch
 
-from . import convolutions, elementwise, mistakes, products
+from . import convolutions, elementwise, mistakes, products, recurrent
 from .calls import Calls
 
 # The families: how often, how they are drawn, how they run.
@@ -19,6 +19,7 @@ FAMILIES = {
     "gates": (3, elementwise.draw_gates, elementwise.run_gates),
     "dropout": (1, elementwise.draw_dropout, elementwise.run_dropout),
     "momentum": (1, elementwise.draw_momentum, elementwise.run_momentum),
+    "recurrent": (0.5, recurrent.draw, recurrent.run),
     "mistakes": (2, mistakes.draw, mistakes.run),
 }
 

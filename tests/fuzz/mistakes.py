@@ -139,24 +139,24 @@ def _call(case: dict, layout: BlockLayout, dtype: torch.dtype):
         "linear op": lambda: (
             lambda x, values, bias=None: linear_op(x, values, bias, indices, in_blocks, False, None),
             tensors(x=(tokens, ins), values=values, **bias),
-            {"x": (0,)},
+            {"x": (0,), "values": (1,)},  # the ops of functions take blocks of any height
         ),
         "wgrad op": lambda: (
             lambda grad, x: linear_wgrad_op(grad, x, indices, in_blocks),
             tensors(grad=(tokens, outs), x=(tokens, ins)),
-            {},
+            {"grad": (1,), "x": (1,)},  # blocks are as large as these say
         ),
         "conv op": lambda: (
             lambda x, values, bias=None: conv_op(
                 x, values, bias, indices, in_blocks, False, False, smaller, ones, [0] * dims, ones, None
             ),
             tensors(x=(tokens, *space, ins), values=filters, **bias),
-            {"x": tuple(range(1 + dims)), "values": tuple(range(3, 3 + dims))},
+            {"x": tuple(range(1 + dims)), "values": (1, *range(3, 3 + dims))},
         ),
         "conv wgrad op": lambda: (
             lambda grad, x: conv_wgrad_op(grad, x, indices, in_blocks, False, kernel, ones, [0] * dims, ones),
             tensors(grad=(tokens, *smaller, outs), x=(tokens, *space, ins)),
-            {"grad": tuple(range(1, 1 + dims)), "x": tuple(range(1, 1 + dims))},
+            {"grad": tuple(range(1, 2 + dims)), "x": tuple(range(1, 2 + dims))},
         ),
         "gates forward": lambda: (
             gates_forward,
@@ -164,7 +164,7 @@ def _call(case: dict, layout: BlockLayout, dtype: torch.dtype):
                 **tensors(z=four, add=four, gain=four[1:], h_out=one, gates_out=four),
                 **tensors(state, c=one, c_out=one),
             },
-            {},
+            {"add": (-1,)},
         ),
         "gates backward": lambda: (
             gates_backward,

@@ -1,0 +1,76 @@
+"""Recurrent layers, whose steps work in parts of larger memory, and their gradients."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import blocksparse as bs
+
+from .calls import DTYPES, Calls, Fault
+from .layouts import normal
+from .memory import whole
+
+# Of the largest numbers of each tensor. Gates keep them in bounds; the normalised layers divide by the spread of few
+# numbers, which may cancel: they are held against float64 in float64 only.
+BOUNDS = {torch.float32: 2e-5, torch.float64: 1e-12}
+NORMALISED = 1e-7
+
+
+def draw(rng: Random) -> dict:
+    block = rng.choice((1, 2, 3, 8, 16))
+    layer = rng.choice(("LSTM", "SmallWorldLSTM", "MultiplicativeLSTM"))
+    return {
+        "layer": layer,
+        "input": block * rng.randint(1, 4),
+        "hidden": block * rng.randint(1, 6),
+        "block": block,
+        "density": rng.choice((None, 0.2, 0.6)),
+        "directions": rng.choice((1, 1, 2)),
+        "lengths": sorted((rng.randint(1, 7) for _ in range(rng.randint(1, 20))), reverse=True),
+        "packed": rng.random() < 0.5,
+        "dtype": "float64" if layer == "SmallWorldLSTM" else rng.choice(("float32", "float64")),
+        # PyTorch's own gradient of a layer normalisation depends on them.
+        "threads": 2 if layer != "SmallWorldLSTM" and rng.random() < 0.1 else 1,
+    }
+
+
+def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
+    dtype, lengths, two = DTYPES[case["dtype"]], case["lengths"], case["directions"] == 2
+    torch.manual_seed(case["numbers"])
+    layer = getattr(bs.nn, case["layer"])(
+        case["input"], case["hidden"], bidirectional=two, density=case["density"], block_size=case["block"], dtype=dtype
+    )
+    x = whole(normal(numbers, lengths[0], len(lengths), case["input"]), dtype)
+    grad = normal(numbers, sum(lengths), case["hidden"] * case["directions"])
+
+    def outputs_and_gradients(layer: torch.nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        x = x.clone().requires_grad_()
+        y, state = layer(pack_padded_sequence(x, lengths) if case["packed"] else x)
+        y = y.data if case["packed"] else y
+        rows = y.reshape(-1, y.shape[-1])
+        leaves = [x, *layer.parameters()]
+        found = torch.autograd.grad((rows[: len(grad)] * grad.to(x.dtype)).sum(), leaves, allow_unused=True)
+        return y.detach(), *(part.detach() for part in state), *found
+
+    with bs.use_backend("reference"):
+        expected = outputs_and_gradients(deepcopy(layer).double(), x.double())
+
+    bound = NORMALISED if case["layer"] == "SmallWorldLSTM" else BOUNDS[dtype]
+
+    def check(got: tuple[Tensor, ...]) -> None:
+        for i, (one, right) in enumerate(zip(got, expected, strict=True)):
+            if (one is None) != (right is None) or (one is not None and one.shape != right.shape):
+                raise Fault(f"tensor {i}: another shape, or none")
+            # A gradient that cancels is as exact as what it is a sum of, of about the size of 1.
+            if one is not None and one.numel():
+                error = (one.double() - right).abs().max()
+                if not error <= bound * max(1.0, float(right.abs().max())):
+                    raise Fault(f"tensor {i}: off by {error}")
+
+    calls.on_each(case["layer"], dtype, lambda: outputs_and_gradients(layer, x), check, case["threads"])
