@@ -104,7 +104,7 @@ ENTRIES = {
     ),
     "momentum": a_momentum(),
 }
-# Strided operands that are copied, and outputs that are written where they are.
+# What takes strided operands, by a copy where kernels do not.
 COPIED = {"linear", "csr", "conv"}
 
 
@@ -153,7 +153,7 @@ def test_a_wrong_operand_is_refused_by_name(entry, operand, wrong):
 def test_strided_operands_are_copied_or_refused(entry, operand):
     operands, call = operands_of(entry)
     strided = {**operands, operand: apart(operands[operand])}
-    if entry.split("_")[0] not in COPIED or operand == "out":
+    if entry.split("_")[0] not in COPIED:
         with pytest.raises(bs.BlockSparseError, match=rf"^{operand}(\[1\])?: expected"):
             call(**strided)
         return
@@ -404,3 +404,23 @@ def test_geometry_that_int64_does_not_hold_is_refused():
     assert packed_taps(axis).dtype == np.int64
     assert runs(axis, False, True).packed.dtype == np.int64
     assert column_plan(NUMBERS)[0].dtype == np.int32
+
+
+@pytest.mark.parametrize("name", ["linear", "csr_linear"])
+def test_a_strided_output_of_another_shape_is_refused(name):
+    operands, call = operands_of(name)
+    with pytest.raises(bs.BlockSparseError, match="out: expected"):
+        call(**{**operands, "out": apart(torch.zeros(2, *operands["out"].shape))})
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops_refuse_sparse_tensors(name):
+    x, grad, values = tensors_of_ops()
+    calls = {
+        "linear": lambda: linear_op(x[0, 0].to_sparse(), values, None, [CROW, COL], 3, False, None),
+        "linear_wgrad": lambda: linear_wgrad_op(grad[0, 0], x[0, 0].to_sparse(), [CROW, COL], 3),
+        "conv": lambda: OPS["conv"](x.to_sparse(), grad, values, [CROW, COL], 3),
+        "conv_wgrad": lambda: OPS["conv_wgrad"](x.to_sparse(), grad, values, [CROW, COL], 3),
+    }
+    with pytest.raises(bs.BlockSparseError, match=r"x: expected .* dense"):
+        calls[name]()

@@ -48,6 +48,11 @@ class BlockLayout:
     """(rows, columns) of a block, in features."""
     nnz: int
     """The number of stored blocks."""
+    # Not computed: each product asks for these.
+    shape: tuple[int, int]
+    """(out_features, in_features) of the weight."""
+    values_shape: tuple[int, int, int]
+    """The shape of the values of a linear weight: (nnz, block_out, block_in)."""
 
     _col: np.ndarray
     _derived: dict[Hashable, Any]
@@ -105,6 +110,8 @@ class BlockLayout:
         self.__dict__.update(
             grid=(int(grid[0]), int(grid[1])),
             block_shape=block,
+            shape=(int(grid[0]) * block[0], int(grid[1]) * block[1]),
+            values_shape=(len(col), *block),
             nnz=len(col),  # not read off _col: torch.compile makes a tensor of any array that it meets
             _col=read_only(col),
             _derived={},
@@ -126,19 +133,9 @@ class BlockLayout:
     # -- what it is --------------------------------------------------------------------------------------------
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(out_features, in_features) of the weight."""
-        return self.grid[0] * self.block_shape[0], self.grid[1] * self.block_shape[1]
-
-    @property
     def density(self) -> float:
         """Stored blocks / all blocks of the grid."""
         return self.nnz / (self.grid[0] * self.grid[1])
-
-    @property
-    def values_shape(self) -> tuple[int, int, int]:
-        """The shape of the values of a linear weight: (nnz, block_out, block_in)."""
-        return self.nnz, *self.block_shape
 
     def mask(self) -> torch.Tensor:
         """The dense bool mask `[out_blocks, in_blocks]`, newly made."""

@@ -46,9 +46,13 @@ def check_operands(dtype: torch.dtype, device: torch.device, **tensors: tuple[Te
     The public functions have checked and said more; this keeps who calls an op itself inside of the memory.
     """
     for name, (tensor, shape) in tensors.items():
-        if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device):
-            got = f"{list(tensor.shape)}, {tensor.dtype}, {tensor.device}"
-            raise BlockSparseError.expected(name, f"{list(shape)}, {dtype}, {device}", got)
+        if tensor is not None and (
+            tuple(tensor.shape) != shape
+            or tensor.dtype != dtype
+            or tensor.device != device
+            or tensor.layout != torch.strided
+        ):
+            raise BlockSparseError.expected(name, f"{list(shape)}, dense, {dtype}, {device}", described(tensor))
 
 
 def row_stride(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BlockSparseError
+from . import workspace
 from .checks import described, row_stride
 
 
@@ -144,8 +145,8 @@ def _checked(name: str, subject: str) -> str:
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------
-# The core reads and writes what it is told to: these two, which compare each tensor with what the kernels touch, are
-# the only ways to an address. (The lengths of index arrays it compares itself.)
+# The core reads and writes what it is told to: these, which compare each tensor with what the kernels touch, are the
+# only ways to an address. (The lengths of index arrays it compares itself.)
 
 
 def address(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -183,7 +184,13 @@ def rows(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.
 
 def features_together(x: Tensor) -> Tensor:
     """x, or a copy whose features lie side by side, as `rows` asks for."""
-    return x if x.layout is not torch.strided or x.stride()[-1:] == (1,) else x.resolve_neg().contiguous()
+    return x if x.stride()[-1:] == (1,) else x.resolve_neg().contiguous()
+
+
+def new(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, int]:
+    """Memory for an output, and its address."""
+    made = workspace.empty(shape, dtype, _CPU)
+    return made, made.data_ptr()
 
 
 def length(x: Tensor) -> int:

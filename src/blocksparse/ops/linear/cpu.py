@@ -9,7 +9,8 @@ import torch
 
 from ...layout import BlockLayout
 from .. import cpu_core, workspace
-from ..cpu_core import DTYPES, address, features_together, rows
+from ..checks import check_operands
+from ..cpu_core import DTYPES, address, features_together, new, rows
 from .plan import block_plan, column_plan, row_plan
 
 refusal = cpu_core.refusal
@@ -26,40 +27,58 @@ def linear(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if out is not None and not out.is_contiguous():
-        return out.copy_(linear(x, values, bias, layout, transpose, activation))
+        y = linear(x, values, bias, layout, transpose, activation)
+        check_operands(y.dtype, y.device, out=(out, tuple(y.shape)))
+        return out.copy_(y)
     # `.data`: what the values are now. Another thread may give the parameter other ones, while the core reads these.
     x, values = features_together(x), values.data.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    core, isa, dtype, name = cpu_core.core(), cpu_core.isa(), x.dtype, DTYPES[x.dtype]
+    bias = bias if bias is None else bias.contiguous()
+    core, isa, dtype, tokens = cpu_core.core(), cpu_core.isa(), x.dtype, cpu_core.length(x)
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
-    tokens = cpu_core.length(x)
     x_address, x_stride = rows("x", x, (tokens, in_features), dtype)
-    y = workspace.empty((tokens, out_features), dtype, x.device) if out is None else out
-    operands = {
-        "isa": isa,
-        "dtype": name,
-        "activation": activation or "none",
-        "tokens": tokens,
-        "x": x_address,
-        "x_stride": x_stride,
-        "in_features": in_features,
-        "values": address("values", values, layout.values_shape, dtype),
-        "bias": address("bias", bias, (out_features,), dtype),
-        "y": address("out", y, (tokens, out_features), dtype),
-        "out_features": out_features,
-    }
+    values_address = address("values", values, layout.values_shape, dtype)
+    bias_address = address("bias", bias, (out_features,), dtype)
+    if out is None:
+        y, y_address = new((tokens, out_features), dtype)
+    else:
+        y, y_address = out, address("out", out, (tokens, out_features), dtype)
     if layout.block_shape == (1, 1):
-        start, col, position = layout.row_start, layout.col_of_block, None
-        if transpose:
-            start, col, position = column_plan(layout)
-        working = _working(core.csr_working_bytes(isa, name, tokens, in_features))
-        core.csr_linear(**operands, **_handed(working), start=start, col=col, position=position)
+        start, col, position = column_plan(layout) if transpose else (layout.row_start, layout.col_of_block, None)
+        working = _working(core.csr_working_bytes(isa, DTYPES[dtype], tokens, in_features))
+        core.csr_linear(
+            isa=isa,
+            dtype=DTYPES[dtype],
+            activation=activation or "none",
+            tokens=tokens,
+            x=x_address,
+            x_stride=x_stride,
+            in_features=in_features,
+            values=values_address,
+            bias=bias_address,
+            y=y_address,
+            out_features=out_features,
+            working=address("working", working, working.shape, torch.uint8),
+            working_bytes=working.nbytes,
+            start=start,
+            col=col,
+            position=position,
+        )
         return y
     plan = row_plan(layout, transpose)
     core.linear(
-        **operands,
+        isa=isa,
+        dtype=DTYPES[dtype],
+        activation=activation or "none",
         transpose=transpose,
         block=layout.block_shape,
+        tokens=tokens,
+        x=x_address,
+        x_stride=x_stride,
+        in_features=in_features,
+        values=values_address,
+        bias=bias_address,
+        y=y_address,
+        out_features=out_features,
         start=plan.start,
         col=plan.col,
         position=plan.block,
@@ -101,14 +120,14 @@ def gradients(
         return None
     grad, x, values = features_together(grad), features_together(x), values.data.contiguous()
     operands, working = _gradient_operands(grad, x, layout), _working(size)
-    grad_x = workspace.empty(x.shape, dtype, _CPU) if needs_x else None
+    grad_x, grad_x_address = new(x.shape, dtype) if needs_x else (None, 0)
     grad_values = torch.empty(layout.values_shape, dtype=x.dtype, device=_CPU)
     grad_bias = torch.empty(layout.shape[:1], dtype=dtype, device=_CPU) if needs_bias else None
     start, col, position = column_plan(layout) if needs_x else (layout.row_start, layout.col_of_block, None)
     core.csr_gradients(
         **operands,
         values=address("values", values, layout.values_shape, dtype),
-        grad_x=address("grad_x", grad_x, x.shape, dtype),
+        grad_x=grad_x_address,
         grad_values=address("grad_values", grad_values, layout.values_shape, dtype),
         grad_bias=address("grad_bias", grad_bias, layout.shape[:1], dtype),
         **_handed(working),
