@@ -107,5 +107,5 @@ def test_a_process_that_dies_is_reported_and_another_goes_on(tmp_path, monkeypat
     index = next(indices_of("linear"))
     assert f"python tests/fuzz --seed {SEED} --only {index}" in capsys.readouterr().out
     page = log.summary(tmp_path / "log")
-    assert ": 1 reports." in page
+    assert "reports: 1." in page
     assert f"- seed {SEED}, case {index}: died with status -6" in page

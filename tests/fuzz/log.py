@@ -67,7 +67,7 @@ def summary(file: Path) -> str:
             "UndefinedBehaviorSanitizer, by `make sanitize`. What is drawn: `tests/fuzz/`.",
             "",
             f"{total:,} calls in {sum(line['seconds'] for line in lines) / 3600:.1f} hours of a process, {how}: "
-            f"{len(faults)} reports.",
+            f"reports: {len(faults)}.",
             "",
             f"- commits: {', '.join(sorted({line['commit'] for line in lines}))}",
             f"- machines: {', '.join(sorted({line['machine'] for line in lines}))}",
