@@ -1,6 +1,7 @@
 """`blocksparse sparsify`, as users call it."""
 
 import json
+import sys
 
 import pytest
 import safetensors.torch
@@ -135,6 +136,16 @@ def test_a_folder_that_transformers_cannot_load(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "abacus"}')
     assert "expected a model that transformers loads" in error(tmp_path / "model", "--report-only")
+
+
+def test_code_in_a_folder_is_not_run_whatever_its_config_says(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\nclass Config: pass\n")
+    (tmp_path / "config.json").write_text('{"model_type": "none of theirs", "auto_map": {"AutoConfig": "evil.Config"}}')
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks, where nobody told it not to
+    monkeypatch.setattr("sys.path", [*sys.path])
+    assert "expected a model that transformers loads" in error(tmp_path, "--report-only")
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_transformers_a_folder_says_what_is_missing(tmp_path, monkeypatch):
