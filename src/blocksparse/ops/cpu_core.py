@@ -161,7 +161,6 @@ def address(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: tor
         tensor.shape != shape
         or tensor.dtype is not dtype
         or not tensor.is_cpu
-        or tensor.layout is not torch.strided
         or not tensor.is_contiguous()
         or tensor.is_neg()  # its numbers are not what lies in its memory
     ):
@@ -178,6 +177,10 @@ def rows(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.
     """
     if tensor is None:
         return 0, 0
+    strides = tensor.stride()
+    usual = len(strides) == 2 and strides[1] == 1 and strides[0] >= shape[-1]
+    if usual and tensor.shape == shape and tensor.dtype is dtype and tensor.is_cpu and not tensor.is_neg():
+        return tensor.data_ptr(), strides[0]
     stride = row_stride(name, tensor, shape, dtype, _CPU)
     return tensor.data_ptr(), stride
 

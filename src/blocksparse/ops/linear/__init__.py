@@ -8,6 +8,7 @@ from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..checks import autocast, check_activation, check_alike, check_kinds, needs_grad, recorded_alone
 from ..gate import gated
+from . import cpu
 from .op import LinearAlone, backend_of, indices_of, linear_op
 from .reference import ACTIVATIONS
 
@@ -109,9 +110,16 @@ def _product(
     if gate is not None:
         values, layout = gated(values, layout, gate)
     x, values, bias = autocast(x, values, bias)
+    check_activation(activation, ACTIVATIONS)
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
-    _check(x, values, layout, bias, activation, out_features, in_features)
     differentiates = needs_grad(x, values, bias)
+    if x.dim() == 2 and not differentiates and recorded_alone(x, values, bias) and backend_of(x) is cpu:
+        try:
+            return cpu.linear(x, values, bias, layout, transpose, activation)
+        except BlockSparseError:  # it compares all sizes itself: nothing is checked twice, but said better
+            _check(x, values, layout, bias, out_features, in_features)
+            raise
+    _check(x, values, layout, bias, out_features, in_features)
     # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
     fused = activation if activation == "relu" or not differentiates else None
     flat = x if x.dim() == 2 else x.reshape(-1, in_features)
@@ -131,7 +139,6 @@ def _check(
     values: Tensor,
     layout: BlockLayout,
     bias: Tensor | None,
-    activation: str | None,
     out_features: int,
     in_features: int,
 ) -> None:
@@ -142,4 +149,3 @@ def _check(
     if bias is not None and tuple(bias.shape) != (out_features,):
         raise BlockSparseError.expected("bias", f"[{out_features}] for {layout!r}", list(bias.shape))
     check_alike(x, values, bias)
-    check_activation(activation, ACTIVATIONS)
