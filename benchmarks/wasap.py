@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored
     # Ctrl-C ends it at once and quietly, while it imports and, in the processes of a run, whatever they wait for.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -363,7 +363,8 @@ def main() -> None:
     if arguments.work:
         work(arguments.work["seed"], Options(**arguments.work["options"]))
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on there is something to clear up
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on there is something to clear up
     console = Console()
 
     def say(text: str, style: str = "") -> None:

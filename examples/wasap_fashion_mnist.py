@@ -7,13 +7,13 @@ the threads of OMP_NUM_THREADS, which torchrun sets to 1. With --checkpoint FILE
 command with --resume goes on.
 """
 
-# ruff: noqa: E402
 import argparse
 import os
 import signal
 
 # Ctrl-C ends a process at once and without a word, whatever it is waiting for: Python's own way waits for messages.
-signal.signal(signal.SIGINT, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as in the background of a script
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from blocksparse.data import idx
 from blocksparse.distributed import Epoch, Settings, train
