@@ -17,9 +17,9 @@ from pathlib import Path
 from rich.console import Console
 
 from blocksparse import BlockSparseError
-from blocksparse.bench import extreme
-from blocksparse.bench.extreme import Extreme
-from blocksparse.cli.train import parse_count
+from blocksparse_lab.bench import extreme
+from blocksparse_lab.bench.extreme import Extreme
+from blocksparse_lab.cli.train import parse_count
 
 OUT = Path(__file__).parent.parent / "docs" / "results" / "extreme.json"
 

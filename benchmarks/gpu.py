@@ -23,11 +23,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from blocksparse import BlockSparseError
-from blocksparse.bench import machine, report, rows
-from blocksparse.bench.device import Cuda, Device, Host
-from blocksparse.bench.gpu import GpuReach, Job, write_chart
-from blocksparse.bench.linear import LinearBench
-from blocksparse.bench.rows import Row
+from blocksparse_lab import machine
+from blocksparse_lab.bench import report, rows
+from blocksparse_lab.bench.device import Cuda, Device, Host
+from blocksparse_lab.bench.gpu import GpuReach, Job, write_chart
+from blocksparse_lab.bench.linear import LinearBench
+from blocksparse_lab.bench.rows import Row
 
 RESULTS = Path(__file__).parent / "results"
 

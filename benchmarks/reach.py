@@ -24,15 +24,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 import blocksparse as bs
-from blocksparse.bench import attention, gates, lstm_reach, machine, mlp, pixelcnn, report, rows
-from blocksparse.bench.conv import ConvBench
-from blocksparse.bench.linear import LinearBench
-from blocksparse.bench.rows import Row, not_measured, times
-from blocksparse.bench.timing import Spread, alternate
+from blocksparse.measure import Spread, alternate
 from blocksparse.ops import cpu_core
 from blocksparse.ops.conv import specs as conv_specs
 from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.linear.specs import LINE_DENSITIES, LINE_INTERCEPT, REACH, SMALL_BLOCKS, TRAINING, LinearSpec
+from blocksparse_lab import machine
+from blocksparse_lab.bench import attention, gates, lstm_reach, mlp, pixelcnn, report, rows
+from blocksparse_lab.bench.conv import ConvBench
+from blocksparse_lab.bench.linear import LinearBench
+from blocksparse_lab.bench.rows import Row, not_measured, times
 
 RESULTS = Path(__file__).parent / "results"
 BUDGET = 5.0  # seconds of timing per row

@@ -37,12 +37,12 @@ import torch
 from rich.console import Console
 
 from blocksparse import BlockSparseError
-from blocksparse.bench import report
-from blocksparse.bench.machine import machine
-from blocksparse.data import tables
 from blocksparse.distributed import Epoch, Settings, train
-from blocksparse.recipes import mlp
-from blocksparse.recipes.experiments.report import spread
+from blocksparse_lab.bench import report
+from blocksparse_lab.data import tables
+from blocksparse_lab.experiments.report import spread
+from blocksparse_lab.machine import machine
+from blocksparse_lab.recipes import mlp
 
 NAME = "wasap-fashion_mnist"
 RESULTS = Path(__file__).parents[1] / "docs" / "results"

@@ -12,8 +12,8 @@ import time
 import torch
 import torch.nn.functional as F
 
-from blocksparse.data import idx
-from blocksparse.models.resnet import ResNet
+from blocksparse_lab.data import idx
+from blocksparse_lab.models.resnet import ResNet
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder")
@@ -67,7 +67,7 @@ first, last = sum(losses[:tail]) / tail, sum(losses[-tail:]) / tail
 print(f"loss {first:.4f} -> {last:.4f} in {steps} steps, {seconds:.0f} s; test accuracy {accuracy:.4f}")
 
 if options.json:
-    from blocksparse.bench.machine import machine
+    from blocksparse_lab.machine import machine
 
     settings = {name: value for name, value in vars(options).items() if name not in ("folder", "json")}
     result = {"parameters": weights, "steps": steps, "seconds": seconds, "loss": [first, last], "accuracy": accuracy}

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.bench.timing import alternate
-from blocksparse.data import idx
+from blocksparse.measure import alternate
+from blocksparse_lab.data import idx
 
 METHODS = ("dense", "oneshot", "gradual", "threshold", "group_lasso", "l0", "movement")
 STRENGTHS = {"threshold": 0.9, "group_lasso": 4.0, "l0": 0.3}
@@ -134,7 +134,7 @@ for name in options.method:
     )
 
 if options.json:
-    from blocksparse.bench.machine import machine
+    from blocksparse_lab.machine import machine
 
     settings = {name: value for name, value in vars(options).items() if name not in ("folder", "json")}
     content = {"what": "MLP on Fashion-MNIST, made sparse", "machine": machine(), "settings": settings}

@@ -31,8 +31,13 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))
 # A fifth of the blocks are dropped and grown elsewhere: Adam's moments follow, and so does the running mean.
-evolve = bs.sparsity.Evolve(
-    model, optimizer, zeta=0.2, every=max(1, steps // 10), norm="max", follow=bs.sparsity.alongside(model, mean)
+evolve = bs.sparsity.SET(
+    model,
+    optimizer,
+    zeta=0.2,
+    every=max(1, steps // 10),
+    norm="max",
+    on_layout_change=bs.sparsity.sync_ema(model, mean),
 )
 
 direction = torch.randn(64, 1) / 8  # of what is to be learnt

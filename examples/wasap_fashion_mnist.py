@@ -15,9 +15,9 @@ import signal
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as in the background of a script
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from blocksparse.data import idx
 from blocksparse.distributed import Epoch, Settings, train
-from blocksparse.models.mlp import SparseMLP
+from blocksparse_lab.data import idx
+from blocksparse_lab.models.mlp import SparseMLP
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", required=True, help="the folder")

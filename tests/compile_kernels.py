@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 import blocksparse as bs
-from blocksparse.ops.linear import tiles
-from blocksparse.ops.linear.tiles import Gpu, Tile, Work
+from blocksparse.ops.gpu import tiles
+from blocksparse.ops.gpu.tiles import Gpu, Tile, Work
 from blocksparse.ops.lstm_gates.operands import STATES
 
 GPUS = {

@@ -22,17 +22,18 @@ from pathlib import Path
 
 import torch
 
-from blocksparse.bench.machine import machine
-from blocksparse.data import text
-from blocksparse.data.images import Images
-from blocksparse.data.synthetic import Synthetic
-from blocksparse.models.char_lm import CharLM, CharLMConfig
-from blocksparse.recipes import checkpoint, mlp, pixelcnn, resnet, run_log
-from blocksparse.recipes.charlm import CharLMTask
-from blocksparse.recipes.classify import ClassifyTask
-from blocksparse.recipes.prune import PruneTask, Pruning
-from blocksparse.recipes.settings import Settings
-from blocksparse.recipes.trainer import Interrupted, Trainer
+from blocksparse import checkpoint
+from blocksparse_lab.data import text
+from blocksparse_lab.data.images import Images
+from blocksparse_lab.data.synthetic import Synthetic
+from blocksparse_lab.machine import machine
+from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
+from blocksparse_lab.recipes import mlp, pixelcnn, resnet, run_log
+from blocksparse_lab.recipes.charlm import CharLMTask
+from blocksparse_lab.recipes.classify import ClassifyTask
+from blocksparse_lab.recipes.prune import PruneTask, Pruning
+from blocksparse_lab.recipes.settings import Settings
+from blocksparse_lab.recipes.trainer import Interrupted, Trainer
 
 SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 SLOW = 0.01  # seconds of each fsync and replace

@@ -11,9 +11,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 import blocksparse as bs
-from blocksparse.ops import cpu_core, triton_runtime
+from blocksparse.ops import cpu_core
+from blocksparse.ops.gpu import runtime as triton_runtime
+from blocksparse.ops.gpu.tiles import Tile, use_tiles
 from blocksparse.ops.linear.op import indices_of, linear_op, linear_wgrad_op
-from blocksparse.ops.linear.tiles import Tile, use_tiles
 
 SMALL = Tile(tokens=32, outputs=32, lanes=32, warps=1, stages=2, group=2)
 PAIRS = Tile(tokens=32, outputs=32, lanes=64, warps=4, stages=3, pairs=True)

@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from blocksparse.nn.prunable import prunable
+from blocksparse.surgery.prunable import prunable
 
 
 def elements(layout, matrix, name):

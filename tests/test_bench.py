@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.bench import machine, report
-from blocksparse.bench.linear import OURS, PEERS, LinearBench, Problem
-from blocksparse.bench.timing import Samples, alternate
+from blocksparse.measure import Samples, alternate
 from blocksparse.ops.linear.specs import DTYPES, PASSES, REACH, LinearSpec
+from blocksparse_lab import machine
+from blocksparse_lab.bench import report
+from blocksparse_lab.bench.linear import OURS, PEERS, LinearBench, Problem
 
 WIDE = {**os.environ, "COLUMNS": "300"}  # of the terminal: no line of a table wraps
 SMALL = LinearSpec(64, 96, tokens=10, block=8, density=0.3)
@@ -117,7 +118,7 @@ def test_a_wrong_result_stops_the_run(pass_, monkeypatch):
 
 @pytest.mark.parametrize("pass_", ["forward", "dgrad", "wgrad"])
 def test_the_check_of_a_part_sees_the_ends(pass_, monkeypatch):
-    from blocksparse.bench import linear
+    from blocksparse_lab.bench import linear
 
     monkeypatch.setattr(linear, "CHECKED_WEIGHT", 2 * 8 * 96)
     monkeypatch.setattr(linear, "CHECKED_TOKENS", 3)

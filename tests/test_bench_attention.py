@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.bench import attention
-from blocksparse.bench.attention import AttentionProblem, AttentionSpec
-from blocksparse.bench.timing import Samples
+from blocksparse.measure import Samples
+from blocksparse_lab.bench import attention
+from blocksparse_lab.bench.attention import AttentionProblem, AttentionSpec
 
 SPEC = AttentionSpec(tokens=64, d=8, block=8)
 

@@ -7,10 +7,10 @@ import torch
 from typer.testing import CliRunner
 
 import blocksparse as bs
-from blocksparse.bench.conv import ConvBench, ConvProblem
-from blocksparse.cli import app
 from blocksparse.ops.conv.specs import LAYERS, REACH, ConvSpec
 from blocksparse.ops.linear.specs import DTYPES, PASSES
+from blocksparse_lab.bench.conv import ConvBench, ConvProblem
+from blocksparse_lab.cli import app
 
 SMALL = {"out_channels": 32, "in_channels": 48, "size": 6, "images": 2, "block": 8, "density": 0.4}
 

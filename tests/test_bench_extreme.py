@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 import pytest
 
 import blocksparse as bs
-from blocksparse.bench import extreme
-from blocksparse.bench.extreme import Extreme, Found, Line, Phases
+from blocksparse_lab.bench import extreme
+from blocksparse_lab.bench.extreme import Extreme, Found, Line, Phases
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 

@@ -13,13 +13,13 @@ import torch
 from typer.testing import CliRunner
 
 import blocksparse as bs
-from blocksparse.bench import gpu, peers, report, rows
-from blocksparse.bench.device import Host, Rotation, device_of
-from blocksparse.bench.linear import OURS, PEERS, CaseResult, LinearBench, Problem
-from blocksparse.bench.timing import Samples, Spread
-from blocksparse.cli import app
+from blocksparse.measure import Samples, Spread
+from blocksparse.ops.gpu.tiles import INTERPRETED
 from blocksparse.ops.linear.specs import GPU_HUBS, GPU_MEAN, GPU_REACH, LinearSpec, Target
-from blocksparse.ops.linear.tiles import INTERPRETED
+from blocksparse_lab.bench import gpu, peers, report, rows
+from blocksparse_lab.bench.device import Host, Rotation, device_of
+from blocksparse_lab.bench.linear import OURS, PEERS, CaseResult, LinearBench, Problem
+from blocksparse_lab.cli import app
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -8,13 +8,13 @@ import torch
 from typer.testing import CliRunner
 
 import blocksparse as bs
-from blocksparse.bench import lstm_reach
-from blocksparse.bench.gpu import GpuReach
-from blocksparse.bench.linear import OURS, LinearBench
-from blocksparse.bench.lstm import PASSES, PEERS, LstmBench, LstmProblem, LstmResult, LstmSpec, write_chart
-from blocksparse.bench.timing import Samples
-from blocksparse.cli import app
-from blocksparse.models.char_lm import CELLS, CharLMConfig
+from blocksparse.measure import Samples
+from blocksparse_lab.bench import lstm_reach
+from blocksparse_lab.bench.gpu import GpuReach
+from blocksparse_lab.bench.linear import OURS, LinearBench
+from blocksparse_lab.bench.lstm import PASSES, PEERS, LstmBench, LstmProblem, LstmResult, LstmSpec, write_chart
+from blocksparse_lab.cli import app
+from blocksparse_lab.models.char_lm import CELLS, CharLMConfig
 
 CONFIG = CharLMConfig(width=64, embedding=8, block_size=8, pattern="barabasi_albert", m=2, depth=2)
 SPEC = LstmSpec(CONFIG, batch=2, seq=3)

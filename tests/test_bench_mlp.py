@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.bench import mlp
-from blocksparse.bench.linear import OURS
-from blocksparse.bench.mlp import MlpProblem, MlpSpec
-from blocksparse.bench.timing import Samples
+from blocksparse.measure import Samples
+from blocksparse_lab.bench import mlp
+from blocksparse_lab.bench.linear import OURS
+from blocksparse_lab.bench.mlp import MlpProblem, MlpSpec
 
 pytest.importorskip("scipy")
 SPEC = MlpSpec((30, 40, 35, 5), epsilon=3, batch=8, rows=80)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from blocksparse import BlockSparseError
-from blocksparse.bench.machine import machine
+from blocksparse_lab.machine import machine
 from test_data_idx import write
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "wasap.py"

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from blocksparse import BlockSparseError
-from blocksparse.data import text
-from blocksparse.models.char_lm import CharLM, CharLMConfig
-from blocksparse.recipes import charlm, checkpoint
-from blocksparse.recipes.charlm import CharLMTask, sample
-from blocksparse.recipes.trainer import Settings, Trainer
+from blocksparse import BlockSparseError, checkpoint
+from blocksparse_lab.data import text
+from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
+from blocksparse_lab.recipes import charlm
+from blocksparse_lab.recipes.charlm import CharLMTask, sample
+from blocksparse_lab.recipes.trainer import Settings, Trainer
 
 CONFIG = CharLMConfig(width=32, embedding=8, pattern="barabasi_albert", m=1, block_size=8)
 SETTINGS = Settings(steps=6, learning_rate=0.01, warmup=2, eval_every=3, save_every=3, ema=0.5)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from blocksparse import BlockSparseError
-from blocksparse.recipes import checkpoint
+from blocksparse import BlockSparseError, checkpoint
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ def test_a_dtype_that_the_format_has_not(path):
 MEMORY = """
 import sys, torch
 from pathlib import Path
-from blocksparse.recipes import checkpoint
+from blocksparse import checkpoint
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024

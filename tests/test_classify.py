@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse import BlockSparseError
-from blocksparse.data.synthetic import Synthetic
-from blocksparse.data.table import Table
-from blocksparse.models.mlp import SparseMLP
-from blocksparse.recipes import checkpoint, run_log
-from blocksparse.recipes.classify import ClassifyTask, Topology
-from blocksparse.recipes.trainer import Settings, Trainer
+from blocksparse import BlockSparseError, checkpoint
+from blocksparse_lab.data.synthetic import Synthetic
+from blocksparse_lab.data.table import Table
+from blocksparse_lab.models.mlp import SparseMLP
+from blocksparse_lab.recipes import run_log
+from blocksparse_lab.recipes.classify import ClassifyTask, Topology
+from blocksparse_lab.recipes.trainer import Settings, Trainer
 
 SGD = Settings(
     learning_rate=0.02, warmup=0, decay="none", weight_decay=2e-4, clip=0, log_every=3, eval_every=4, save_every=5,

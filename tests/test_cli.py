@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 import blocksparse as bs
-from blocksparse.cli import app
-from blocksparse.cli.layout import PATTERNS
 from blocksparse.topology.drawings.matrix import cells
+from blocksparse_lab.cli import app
+from blocksparse_lab.cli.layout import PATTERNS
 
 TINY = ["--hidden", "64", "--block-size", "16", "--batch", "8", "--rounds", "2", "--budget", "0.01"]
 
@@ -41,7 +41,7 @@ def test_help_lists_the_commands():
 
 
 def test_the_command_line_imports_nothing_heavy():
-    loaded = "import sys, blocksparse.cli; print([m for m in ('matplotlib', 'scipy', 'triton') if m in sys.modules])"
+    loaded = "import sys, blocksparse_lab.cli; print(sorted(sys.modules.keys() & {'matplotlib', 'scipy', 'triton'}))"
     done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -104,7 +104,7 @@ def test_an_unknown_option_is_a_usage_error():
 
 
 def test_ctrl_c_ends_quietly(monkeypatch, tmp_path):
-    from blocksparse.bench.linear import LinearBench
+    from blocksparse_lab.bench.linear import LinearBench
 
     def interrupted(*arguments):
         raise KeyboardInterrupt

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from blocksparse import BlockSparseError
-from blocksparse.cli.train import parse_sizes
-from blocksparse.data.synthetic import Synthetic
-from blocksparse.models.mlp import SparseMLP
-from blocksparse.recipes import checkpoint, compare, mlp, run_log
+from blocksparse import BlockSparseError, checkpoint
+from blocksparse_lab.cli.train import parse_sizes
+from blocksparse_lab.data.synthetic import Synthetic
+from blocksparse_lab.models.mlp import SparseMLP
+from blocksparse_lab.recipes import compare, mlp, run_log
 from test_cli_train import COMMAND, error, run, wait_for_step
 from test_data_tables import write_madelon
 

@@ -10,10 +10,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import blocksparse as bs
-from blocksparse.cli import app
-from blocksparse.models.char_lm import CharLM, CharLMConfig
-from blocksparse.recipes import charlm, checkpoint
-from blocksparse.recipes import sparsify as recipe
+from blocksparse import checkpoint
+from blocksparse_lab.cli import app
+from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
+from blocksparse_lab.recipes import charlm
+from blocksparse_lab.recipes import sparsify as recipe
 
 OPTIONS = ["--block-size", 16, "--density", 0.25, "--force", "--tokens", 4]
 

@@ -14,13 +14,13 @@ import torch
 from typer.testing import CliRunner
 
 import blocksparse as bs
-from blocksparse import BlockSparseError
-from blocksparse.cli import app
-from blocksparse.cli.train import parse_count
-from blocksparse.data import text
-from blocksparse.models.char_lm import CharLMConfig, parameter_count
-from blocksparse.recipes import checkpoint, run_log
-from blocksparse.recipes.charlm import CharLMTask
+from blocksparse import BlockSparseError, checkpoint
+from blocksparse_lab.cli import app
+from blocksparse_lab.cli.train import parse_count
+from blocksparse_lab.data import text
+from blocksparse_lab.models.char_lm import CharLMConfig, parameter_count
+from blocksparse_lab.recipes import run_log
+from blocksparse_lab.recipes.charlm import CharLMTask
 
 TINY = [
     "--pattern", "barabasi_albert", "--m", "1", "--block-size", "8", "--width", "64", "--embedding", "16",
@@ -94,7 +94,7 @@ def test_a_text_by_its_name(tmp_path):
 COMMAND = """
 import blocksparse as bs
 from contextlib import nullcontext
-from blocksparse.cli import app
+from blocksparse_lab.cli import app
 with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
     app()
 """
@@ -270,7 +270,7 @@ def test_runs_that_are_not_finished_are_shown_as_far_as_they_are(trained, tmp_pa
 
 
 def test_options_that_a_pattern_does_not_look_at_set_no_runs_apart(trained):
-    from blocksparse.recipes import compare
+    from blocksparse_lab.recipes import compare
 
     dense, sparse = (compare.read(trained / name) for name in ("dense", "sparse0"))
     other = compare.read(trained / "dense")

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from blocksparse.ops import triton_runtime
-from blocksparse.ops.linear import tiles
-from blocksparse.ops.linear.tiles import Gpu
+from blocksparse.ops.gpu import runtime as triton_runtime
+from blocksparse.ops.gpu import tiles
+from blocksparse.ops.gpu.tiles import Gpu
 from compile_kernels import GPUS
 
 pytestmark = pytest.mark.skipif(not triton_runtime._installed(), reason="Triton is not installed")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import blocksparse as bs
 from blocksparse.ops.conv.op import conv_op, conv_wgrad_op
-from blocksparse.ops.linear.tiles import Tile, use_tiles
+from blocksparse.ops.gpu.tiles import Tile, use_tiles
 from conv_backends import (
     BACKENDS,
     DTYPES,

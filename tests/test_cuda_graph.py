@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from blocksparse.data import text
-from blocksparse.models.char_lm import CharLM, CharLMConfig
-from blocksparse.recipes.charlm import CharLMTask
-from blocksparse.recipes.cuda_graph import GraphedStep
-from blocksparse.recipes.trainer import Settings, Trainer, Watcher
+from blocksparse_lab.data import text
+from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
+from blocksparse_lab.recipes.charlm import CharLMTask
+from blocksparse_lab.recipes.cuda_graph import GraphedStep
+from blocksparse_lab.recipes.trainer import Settings, Trainer, Watcher
 
 
 class FakeGraph:

@@ -10,7 +10,7 @@ import zipfile
 import pytest
 
 from blocksparse import BlockSparseError
-from blocksparse.data import corpora, download, reviews
+from blocksparse_lab.data import corpora, download, reviews
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.data import idx
+from blocksparse_lab.data import idx
 
 
 def idx_bytes(tensor: torch.Tensor) -> bytes:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from blocksparse import BlockSparseError
-from blocksparse.data import cifar10, images
+from blocksparse_lab.data import cifar10, images
 from test_data_idx import write as write_mnist
 from test_data_tables import write_cifar10
 

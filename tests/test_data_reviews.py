@@ -5,7 +5,7 @@ import os
 import pytest
 
 from blocksparse import BlockSparseError
-from blocksparse.data import corpora, reviews
+from blocksparse_lab.data import corpora, reviews
 
 
 def write_imdb(folder, per_class=20, unlabelled=12):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from blocksparse import BlockSparseError
-from blocksparse.data import cifar10, csv_table, higgs, images, madelon, tables
-from blocksparse.data.synthetic import Synthetic
-from blocksparse.data.table import Table, standardised
+from blocksparse_lab.data import cifar10, csv_table, higgs, images, madelon, tables
+from blocksparse_lab.data.synthetic import Synthetic
+from blocksparse_lab.data.table import Table, standardised
 from test_data_idx import write as write_mnist
 
 rng = np.random.default_rng(0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from blocksparse import BlockSparseError
-from blocksparse.data import text
+from blocksparse_lab.data import text
 
 
 def test_python_topics_are_english_in_a_fixed_order():

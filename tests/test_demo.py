@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from blocksparse.cli import app, page, plot, svg
-from blocksparse.cli.demo import Sizes, play
-from blocksparse.recipes import next_byte
+from blocksparse_lab.cli import app, page, plot, svg
+from blocksparse_lab.cli.demo import Sizes, play
+from blocksparse_lab.recipes import next_byte
 
 TINY = Sizes(
     hidden=128,
@@ -124,7 +124,7 @@ def test_ctrl_c_keeps_what_is_done(novel, tmp_path, monkeypatch, steps):
 
 def test_ctrl_c_before_the_training(novel, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "blocksparse.recipes.example_2017.run", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
+        "blocksparse_lab.recipes.example_2017.run", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(typer.Exit):
         run(novel, tmp_path)

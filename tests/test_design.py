@@ -9,13 +9,13 @@ from typer.testing import CliRunner
 
 import blocksparse as bs
 from blocksparse import BlockSparseError
-from blocksparse.cli import app
-from blocksparse.topology.design import MEASURES, predicted_time
+from blocksparse.topology.proposals import MEASURES, predicted_time
+from blocksparse_lab.cli import app
 
 
 @pytest.mark.parametrize(("features", "params"), [(2048, 400_000), (2048, 64 * 64 * 1024), (96, 5000), (64, 2048)])
 def test_proposals_are_within_the_budget_and_can_be_made_again(features, params):
-    found = bs.patterns.design(features, params, block_size=32, tolerance=0.05)
+    found = bs.topology.design(features, params, block_size=32, tolerance=0.05)
     assert found
     for one in found:
         assert one.layout.shape == (features, features)
@@ -29,7 +29,7 @@ def test_proposals_are_within_the_budget_and_can_be_made_again(features, params)
 
 @pytest.mark.parametrize("objective", MEASURES)
 def test_the_objective_comes_first(objective):
-    found = bs.patterns.design(2048, 720_000, block_size=32, objective=objective)
+    found = bs.topology.design(2048, 720_000, block_size=32, objective=objective)
     assert {one.pattern for one in found} >= {"random", "barabasi_albert", "watts_strogatz", "watts_strogatz_2d"}
     measures = {
         "mixing": lambda one: one.measures.steps_to_mix,
@@ -50,7 +50,7 @@ def test_the_objective_comes_first(objective):
 
 @pytest.mark.parametrize("objective", MEASURES)
 def test_what_is_not_connected_comes_last(objective):
-    found = bs.patterns.design(64, 190, block_size=1, objective=objective)
+    found = bs.topology.design(64, 190, block_size=1, objective=objective)
     apart = [one.measures.components > 1 for one in found]
     assert apart == sorted(apart)
     assert not apart[0]
@@ -91,13 +91,13 @@ def test_the_predicted_time_counts_blocks_rows_and_the_fullest_row():
 )
 def test_what_cannot_be_met_is_said(arguments, message):
     with pytest.raises(BlockSparseError, match=message):
-        bs.patterns.design(*arguments)
+        bs.topology.design(*arguments)
 
 
 def test_numbers_out_of_range_are_said():
     for name, value in (("tolerance", 1), ("tolerance", math.nan), ("workers", 0), ("seed", -1)):
         with pytest.raises(BlockSparseError, match=name):
-            bs.patterns.design(1024, 10**5, **{name: value})
+            bs.topology.design(1024, 10**5, **{name: value})
 
 
 def run(*arguments):
@@ -109,7 +109,7 @@ def test_the_command_line_proposes_and_draws_the_first(tmp_path):
     picture = tmp_path / "first.png"
     done = run("design", "--features", 1024, "--params", "200k", "--objective", "path", "--out", picture)
     assert done.exit_code == 0
-    assert done.output.startswith(str(bs.patterns.design(1024, 200_000, objective="path")))
+    assert done.output.startswith(str(bs.topology.design(1024, 200_000, objective="path")))
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

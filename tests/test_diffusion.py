@@ -11,9 +11,10 @@ import scipy.sparse
 import torch
 
 import blocksparse as bs
-from blocksparse.data import planetoid
-from blocksparse.models.dcnn import DCNN
-from blocksparse.recipes import dcnn, experiments
+from blocksparse_lab import experiments
+from blocksparse_lab.data import planetoid
+from blocksparse_lab.models.dcnn import DCNN
+from blocksparse_lab.recipes import dcnn
 
 SHARED = Path(__file__).parents[2] / "shared" / "data" / "planetoid"
 

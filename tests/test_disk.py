@@ -8,9 +8,9 @@ from contextlib import suppress
 import pytest
 import torch
 
-from blocksparse import BlockSparseError
-from blocksparse.recipes import checkpoint, run_log
-from blocksparse.recipes.trainer import Settings, Trainer
+from blocksparse import BlockSparseError, checkpoint
+from blocksparse_lab.recipes import run_log
+from blocksparse_lab.recipes.trainer import Settings, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import blocksparse as bs
+from blocksparse import checkpoint
 from blocksparse.distributed import Settings, train
 from blocksparse.distributed.wasap import batches
-from blocksparse.models.mlp import SparseMLP
-from blocksparse.recipes import checkpoint
+from blocksparse_lab.models.mlp import SparseMLP
 
 SCRIPT = """
 import datetime, os, signal, sys
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from blocksparse import BlockSparseError
 from blocksparse.distributed import Settings, train
-from blocksparse.models.mlp import SparseMLP
+from blocksparse_lab.models.mlp import SparseMLP
 
 torch.set_num_threads(1)
 where, settings, options = sys.argv[1], Settings(**eval(sys.argv[2])), eval(sys.argv[3])
@@ -138,7 +138,7 @@ def sequential(model, settings, data):
     """Sparse evolutionary training as it is told: all epochs, evolution after each but the last."""
     optimizer = bs.sparsity.SGD(model.parameters(), settings.learning_rate, settings.momentum, settings.weight_decay)
     told = {"stop": settings.epochs, "init": settings.regrow, "seed": settings.seed}
-    method = bs.sparsity.Evolve(model, optimizer, settings.zeta, skip=model.output, **told)
+    method = bs.sparsity.SET(model, optimizer, settings.zeta, skip=model.output, **told)
     model.train()
     for epoch in range(settings.epochs):
         for rows in batches(torch.arange(len(data[0])), settings, epoch):
@@ -291,7 +291,7 @@ import os, signal, sys, threading
 import torch
 from blocksparse import BlockSparseError
 from blocksparse.distributed import Settings, train
-from blocksparse.models.mlp import SparseMLP
+from blocksparse_lab.models.mlp import SparseMLP
 
 torch.set_num_threads(1)
 options, where = eval(sys.argv[1]), sys.argv[2]

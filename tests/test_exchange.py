@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.nn.exchange import exchange
-from blocksparse.nn.prunable import prunable, survey
 from blocksparse.nn.recurrent import Recurrent
+from blocksparse.surgery.prunable import prunable, survey
+from blocksparse.surgery.replace import replace_with_sparse
 from masked import masked
 
 
@@ -71,7 +71,7 @@ def test_layers_compute_what_masked_ones_do(name, block_size):
     model = make().double()
     layouts = random_layouts(model, block_size)
     expected = masked(model, layouts)
-    new = exchange(model, layouts)
+    new = replace_with_sparse(model, layouts)
     x = torch.randn(shape, dtype=torch.float64)
     close(new(x), expected(x))
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_lstms_compute_what_masked_ones_do(name, which, ours):
     layouts = random_layouts(model, (8, 16))
     layouts = {key: layout for key, layout in layouts.items() if which == "all" or which in key}
     expected = masked(dense, layouts)
-    new = exchange(model, layouts)
+    new = replace_with_sparse(model, layouts)
     assert isinstance(new, bs.nn.LSTM)
     x = torch.randn(3, 5, dense.input_size, dtype=torch.float64)
     for actual, wanted in zip(new(x)[1], expected(x)[1], strict=True):
@@ -108,7 +108,7 @@ def test_other_recurrent_layers_of_ours(make):
         for weight, twin in zip(weights, prunable(expected, 16), strict=True):
             values = bs.from_dense(weight.matrix(), layouts[weight.name])
             twin.matrix().copy_(bs.to_dense(values, layouts[weight.name]))
-    new = exchange(model, layouts)
+    new = replace_with_sparse(model, layouts)
     x = torch.randn(4, 3, 32, dtype=torch.float64)
     close(new(x)[0], expected(x)[0])
     assert all("no multiple" in reason for _, reason in survey(make(30, 40), 16) if reason)
@@ -127,7 +127,7 @@ def test_prunable_lists_weights_by_their_names():
         assert weight.matrix().data_ptr() == getattr(weight.module, weight.parameter).data_ptr()
         assert weight.padded().shape[:2] == weight.shape
         assert weight.padded().sum().item() == pytest.approx(weight.matrix().sum().item(), abs=1e-3)
-    exchange(model, random_layouts(model, 32))
+    replace_with_sparse(model, random_layouts(model, 32))
     assert {weight.values_name for weight in weights} <= dict(model.named_parameters()).keys()
     assert [w.name for w in prunable(nn.Linear(3, 4), 2)] == ["weight"]
 
@@ -182,7 +182,7 @@ def test_a_module_with_two_parents_is_exchanged_once():
     shared = nn.Linear(16, 16)
     model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared, nn.ReLU()))
     assert [weight.name for weight in prunable(model, 8)] == ["0.0.weight"]
-    exchange(model, random_layouts(model, 8))
+    replace_with_sparse(model, random_layouts(model, 8))
     assert isinstance(model[0][0], bs.nn.Linear)
     assert model[0][0] is model[1][0]
 
@@ -193,7 +193,7 @@ def test_what_else_the_module_has_goes_along():
     bias, seen, layouts = model[0].bias, [], random_layouts(model, 8)
     model[0].register_forward_hook(lambda *given: seen.append(given[0]))
     state = torch.get_rng_state()
-    exchange(model, layouts)
+    replace_with_sparse(model, layouts)
     assert torch.equal(torch.get_rng_state(), state), "nothing is drawn"
     assert model[0].bias is bias
     assert not model[0].training
@@ -219,7 +219,7 @@ def test_the_optimizer_goes_on_as_that_of_the_masked_model(make):
     parameters = dict(twin.named_parameters())
     for step in range(6):
         if step == 3:
-            exchange(model, layouts, optimizers[0])
+            replace_with_sparse(model, layouts, optimizers[0])
             assert [len(group["params"]) for group in optimizers[0].param_groups] == [2, 6]
         x = torch.randn(3, 4, 20, dtype=torch.float64)
         with torch.no_grad():
@@ -263,7 +263,7 @@ def test_a_refusal_changes_nothing(root):
     before, text = copy.deepcopy(model.state_dict()), repr(model)
     for layouts, optimizer, message in wrong:
         with pytest.raises(bs.BlockSparseError, match=message):
-            exchange(model, layouts, optimizer)
+            replace_with_sparse(model, layouts, optimizer)
         assert repr(model) == text
         torch.testing.assert_close(model.state_dict(), before)
 

@@ -11,13 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 import blocksparse as bs
-from blocksparse.cli import app
-from blocksparse.models.char_lm import CharLMConfig, multiply_adds, parameter_count
-from blocksparse.recipes import experiments, mlp
-from blocksparse.recipes.experiments import classifiers, language
-from blocksparse.recipes.experiments.classifiers import ClassifierExperiment
-from blocksparse.recipes.experiments.language import Contender, LanguageExperiment
-from blocksparse.recipes.trainer import Settings
+from blocksparse_lab import experiments
+from blocksparse_lab.cli import app
+from blocksparse_lab.experiments import classifiers, language
+from blocksparse_lab.experiments.classifiers import ClassifierExperiment
+from blocksparse_lab.experiments.language import Contender, LanguageExperiment
+from blocksparse_lab.models.char_lm import CharLMConfig, multiply_adds, parameter_count
+from blocksparse_lab.recipes import mlp
+from blocksparse_lab.recipes.trainer import Settings
 from test_data_tables import write_madelon
 
 

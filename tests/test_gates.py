@@ -243,7 +243,7 @@ def test_dropping_closed_blocks_changes_nothing_else(name, make, any_backend):
 
     keep = gate.detach() != 0
     expected, values, seen = layer.layout.select(keep), layer.values, []
-    source = bs.sparsity.drop_closed(layer, gate, optimizer, follow=lambda *given: seen.append(given))
+    source = bs.sparsity.prune_gated_blocks(layer, gate, optimizer, on_layout_change=lambda *given: seen.append(given))
     assert layer.values is values
     assert layer.layout == expected
     assert torch.equal(source, keep.nonzero().squeeze(1))
@@ -276,7 +276,7 @@ def test_dropping_refuses_and_changes_nothing():
     }
     for said, given in wrong.items():
         with pytest.raises(bs.BlockSparseError, match=said):
-            bs.sparsity.drop_closed(*given)
+            bs.sparsity.prune_gated_blocks(*given)
     assert layer.layout.nnz == len(gate) == 4
     assert torch.equal(layer.values, before)
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.ops import lstm_gates, triton_runtime
+from blocksparse.ops import lstm_gates
 from blocksparse.ops.conv import triton as conv_backend
 from blocksparse.ops.conv.plan import Axis
+from blocksparse.ops.gpu import runtime as triton_runtime
+from blocksparse.ops.gpu.tiles import Tile, use_tiles
 from blocksparse.ops.linear import triton as linear_backend
-from blocksparse.ops.linear.tiles import Tile, use_tiles
 from conv_backends import conv
 from conv_backends import wgrad as conv_wgrad
 from linear_backends import forward

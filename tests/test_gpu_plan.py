@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import blocksparse as bs
-from blocksparse.ops.linear import gpu_plan
-from blocksparse.ops.linear.gpu_plan import linear_plan, matching, pair_plan, share, wgrad_tasks
+from blocksparse.ops.gpu import plan as gpu_plan
+from blocksparse.ops.gpu.plan import linear_plan, matching, pair_plan, share, wgrad_tasks
 from strategies import layouts
 
 both_ways = pytest.mark.parametrize("transpose", [False, True], ids=["forward", "dgrad"])

@@ -12,9 +12,20 @@ import pytest
 import torch
 
 from blocksparse import BlockSparseError, files
-from blocksparse.data import cifar10, corpora, csv_table, download, idx, images, pickles, planetoid, reviews, tables
-from blocksparse.data.table import split
-from blocksparse.ops.linear import tiles
+from blocksparse.ops.gpu import tiles
+from blocksparse_lab.data import (
+    cifar10,
+    corpora,
+    csv_table,
+    download,
+    idx,
+    images,
+    pickles,
+    planetoid,
+    reviews,
+    tables,
+)
+from blocksparse_lab.data.table import split
 from hostile import formats, mutate
 
 MUTATE = Path(mutate.__file__)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import blocksparse as bs
-from blocksparse.cli.layout_page import BLOCKS, Distances, Shown, render
+from blocksparse_lab.cli.layout_page import BLOCKS, Distances, Shown, render
 from browser import Browser, program
 
 needs_browser = pytest.mark.skipif(program() is None, reason="no chromium on the PATH (apt-get install chromium)")

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import blocksparse as bs
 
 OTHERS = "got others, written to this buffer"
-SAID = f"(crow|col)_indices: expected those of .*, {OTHERS}.*DistributedDataParallel.*sparsity.alongside"
+SAID = f"(crow|col)_indices: expected those of .*, {OTHERS}.*DistributedDataParallel.*sparsity.sync_ema"
 
 
 def linear(seed, **options):
@@ -163,7 +163,7 @@ def test_an_ensemble_has_one_layout(pair):
 def test_a_running_mean_of_an_evolving_model(options):
     model = nn.Sequential(linear(0))
     mean = AveragedModel(model, **options)
-    method = bs.sparsity.Evolve(model, zeta=0.5)
+    method = bs.sparsity.SET(model, zeta=0.5)
     for _ in range(2):
         mean.update_parameters(model)
         mean(X)

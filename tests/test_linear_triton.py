@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.ops import triton_runtime
+from blocksparse.ops.gpu import runtime as triton_runtime
+from blocksparse.ops.gpu.tiles import Tile, Work, bucket, forget_tuned, gpu_of, slug, use_tiles, write
 from blocksparse.ops.linear import triton as backend
-from blocksparse.ops.linear.tiles import Tile, Work, bucket, forget_tuned, gpu_of, slug, use_tiles, write
 from linear_backends import assert_close, forward, running, wgrad
 
 pytestmark = pytest.mark.skipif(triton_runtime.unavailable() is not None, reason=str(triton_runtime.unavailable()))

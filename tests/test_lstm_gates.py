@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.ops import cpu_core, lstm_gates, triton_runtime
+from blocksparse.ops import cpu_core, lstm_gates
+from blocksparse.ops.gpu import runtime as triton_runtime
 from blocksparse.ops.lstm_gates.operands import STATES
 from blocksparse.ops.lstm_gates.specs import SPECS, TEST_SHAPES
 

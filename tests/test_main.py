@@ -1,5 +1,6 @@
 """The command before it can do anything: Ctrl-C while its imports run."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ try:
 except BaseException:
     raise ImportError("half of it is there")
 """
-MAIN = "import sys; sys.path[:0] = sys.argv[1:]; from blocksparse_cli import main; main()"
+MAIN = "import sys; sys.path[:0] = sys.argv[1:]; from blocksparse_lab.__main__ import main; main()"
 
 
 def started(folder, program=MAIN):
@@ -41,9 +42,10 @@ def test_where_it_is_ignored_it_stays_so(tmp_path):
 
 
 def test_afterwards_it_is_an_exception_again(tmp_path):
-    package = tmp_path / "blocksparse"
+    package = tmp_path / "blocksparse_lab"
     package.mkdir()
     (package / "__init__.py").write_text("")
+    shutil.copy(SOURCES / "blocksparse_lab" / "__main__.py", package)
     handler = "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     (package / "cli.py").write_text(f"import signal\ndef app():\n    {handler}\n")
     assert started(tmp_path).stdout == "True\n"

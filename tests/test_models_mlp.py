@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.models.mlp import SparseMLP
+from blocksparse_lab.models.mlp import SparseMLP
 
 
 def test_erdos_renyi_layers_of_a_published_network():

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.data import text
-from blocksparse.models.bytes import ByteMLP, dense_width, multiply_adds, parameters, small_world_layouts
-from blocksparse.recipes import example_2017
-from blocksparse.recipes.next_byte import Race, Settings, bits_per_byte, contenders, outcomes
+from blocksparse_lab.data import text
+from blocksparse_lab.models.bytes import ByteMLP, dense_width, multiply_adds, parameters, small_world_layouts
+from blocksparse_lab.recipes import example_2017
+from blocksparse_lab.recipes.next_byte import Race, Settings, bits_per_byte, contenders, outcomes
 
 TINY = {"width": 256, "depth": 1, "embedding": 8, "block_size": 8}
 RATES = {"dense": 0.004, "block-sparse": 0.01}

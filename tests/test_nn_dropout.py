@@ -5,7 +5,7 @@ import torch
 
 import blocksparse as bs
 from blocksparse.layout import LARGE
-from blocksparse.models.mlp import SparseMLP
+from blocksparse_lab.models.mlp import SparseMLP
 
 
 @pytest.mark.parametrize("p", [0.001, 0.3, 0.5, 0.9])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.models import logistic_mixture as mixture
-from blocksparse.models.pixelcnn import PixelCNN, parameter_count
+from blocksparse_lab.models import logistic_mixture as mixture
+from blocksparse_lab.models.pixelcnn import PixelCNN, parameter_count
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 

@@ -10,15 +10,17 @@ import torch
 from typer.testing import CliRunner
 
 import blocksparse as bs
-from blocksparse.bench import pixelcnn as pixelcnn_bench
-from blocksparse.bench.timing import Samples
-from blocksparse.cli import app
-from blocksparse.data.images import Images
-from blocksparse.models import logistic_mixture
-from blocksparse.recipes import checkpoint, experiments, pixelcnn
-from blocksparse.recipes.pixelcnn import Network
-from blocksparse.recipes.run_log import read
-from blocksparse.recipes.trainer import Interrupted, Watcher
+from blocksparse import checkpoint
+from blocksparse.measure import Samples
+from blocksparse_lab import experiments
+from blocksparse_lab.bench import pixelcnn as pixelcnn_bench
+from blocksparse_lab.cli import app
+from blocksparse_lab.data.images import Images
+from blocksparse_lab.models import logistic_mixture
+from blocksparse_lab.recipes import pixelcnn
+from blocksparse_lab.recipes.pixelcnn import Network
+from blocksparse_lab.recipes.run_log import read
+from blocksparse_lab.recipes.trainer import Interrupted, Watcher
 from test_data_tables import write_cifar10
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from blocksparse.plotting import figure_and_axes, label_points
+from blocksparse.topology.drawings.style import figure_and_axes, label_points
 
 
 def test_labels_lie_beside_their_points_and_not_on_each_other():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import blocksparse as bs
-from blocksparse.models.resnet import ResNet
+from blocksparse_lab.models.resnet import ResNet
 
 HALF = bs.nn.AdaptivePolyphaseDownsample
 

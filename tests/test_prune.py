@@ -9,17 +9,18 @@ import torch
 from typer.testing import CliRunner
 
 import blocksparse as bs
-from blocksparse import BlockSparseError
-from blocksparse.cli import app
-from blocksparse.data import text
-from blocksparse.data.synthetic import Synthetic
-from blocksparse.models.char_lm import CharLM, CharLMConfig
+from blocksparse import BlockSparseError, checkpoint
 from blocksparse.nn.module import BlockSparseModule
-from blocksparse.recipes import charlm, checkpoint, experiments, run_log
-from blocksparse.recipes.classify import ClassifyTask
-from blocksparse.recipes.experiments import pruned, pruning
-from blocksparse.recipes.prune import METHODS, PruneTask, Pruning, finished
-from blocksparse.recipes.trainer import Settings, Trainer
+from blocksparse_lab import experiments
+from blocksparse_lab.cli import app
+from blocksparse_lab.data import text
+from blocksparse_lab.data.synthetic import Synthetic
+from blocksparse_lab.experiments import pruned, pruning
+from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
+from blocksparse_lab.recipes import charlm, run_log
+from blocksparse_lab.recipes.classify import ClassifyTask
+from blocksparse_lab.recipes.prune import METHODS, PruneTask, Pruning, finished
+from blocksparse_lab.recipes.trainer import Settings, Trainer
 
 STRENGTHS = {"threshold": 0.54, "group lasso": 7.0, "l0": 1e-4}
 CASES = [*METHODS, "glp"]

@@ -11,13 +11,14 @@ import torch
 from typer.testing import CliRunner
 
 import blocksparse as bs
-from blocksparse.cli import app
-from blocksparse.data.images import Images
-from blocksparse.models.resnet import ResNet
-from blocksparse.recipes import experiments, resnet
-from blocksparse.recipes.resnet import Recipe, Rows, augmented
-from blocksparse.recipes.shifts import all_shifts, consistency
-from blocksparse.recipes.trainer import Interrupted, Watcher
+from blocksparse_lab import experiments
+from blocksparse_lab.cli import app
+from blocksparse_lab.data.images import Images
+from blocksparse_lab.models.resnet import ResNet
+from blocksparse_lab.recipes import resnet
+from blocksparse_lab.recipes.resnet import Recipe, Rows, augmented
+from blocksparse_lab.recipes.shifts import all_shifts, consistency
+from blocksparse_lab.recipes.trainer import Interrupted, Watcher
 from test_data_tables import write_cifar10
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
@@ -213,11 +214,11 @@ def test_bad_input(tmp_path):
 
 
 def test_another_kind_of_run(tmp_path):
-    from blocksparse.data.synthetic import Synthetic
-    from blocksparse.models.mlp import SparseMLP
-    from blocksparse.recipes.classify import ClassifyTask
-    from blocksparse.recipes.settings import Settings
-    from blocksparse.recipes.trainer import Trainer
+    from blocksparse_lab.data.synthetic import Synthetic
+    from blocksparse_lab.models.mlp import SparseMLP
+    from blocksparse_lab.recipes.classify import ClassifyTask
+    from blocksparse_lab.recipes.settings import Settings
+    from blocksparse_lab.recipes.trainer import Trainer
 
     task = ClassifyTask(SparseMLP([6, 4, 2], density=None), Synthetic(6, 8, 2), epochs=1, batch=8)
     Trainer(task, tmp_path, Settings(steps=1)).train()

@@ -11,10 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from blocksparse import BlockSparseError
-from blocksparse.cli import app
-from blocksparse.data import reviews
-from blocksparse.data.reviews import Labelled, Splits, encode
-from blocksparse.recipes import sentiment
+from blocksparse_lab.cli import app
+from blocksparse_lab.data import reviews
+from blocksparse_lab.data.reviews import Labelled, Splits, encode
+from blocksparse_lab.recipes import sentiment
 
 WIDTH = 24
 
@@ -274,9 +274,9 @@ def run(tmp_path, monkeypatch):
         loaded.append(path)
         return Bytes(seed=3)
 
-    charlm = types.ModuleType("blocksparse.recipes.charlm")
+    charlm = types.ModuleType("blocksparse_lab.recipes.charlm")
     charlm.load = load
-    monkeypatch.setitem(sys.modules, "blocksparse.recipes.charlm", charlm)
+    monkeypatch.setitem(sys.modules, "blocksparse_lab.recipes.charlm", charlm)
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     rows = [f'{label},"{" ".join(rng.choice(["a", "b"], 6))} {"xyz"[label] * 9}"' for label in [0, 1] * 60]
@@ -356,7 +356,9 @@ def test_a_probe_without_scikit_learn_says_what_to_install(monkeypatch):
 
 
 def test_importing_the_library_loads_no_tools_of_the_probe():
-    code = "import sys, blocksparse.cli; assert not sys.modules.keys() & {'sklearn', 'scipy', 'pooch', 'matplotlib'}"
+    code = (
+        "import sys, blocksparse_lab.cli; assert not sys.modules.keys() & {'sklearn', 'scipy', 'pooch', 'matplotlib'}"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

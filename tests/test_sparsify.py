@@ -12,7 +12,7 @@ from torch import nn
 import blocksparse as bs
 from blocksparse.conversion import speed
 from blocksparse.nn.module import BlockSparseModule
-from blocksparse.nn.prunable import prunable
+from blocksparse.surgery.prunable import prunable
 from masked import elements, masked
 
 

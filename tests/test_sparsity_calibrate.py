@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import blocksparse as bs
-from blocksparse.nn.prunable import prunable
-from blocksparse.sparsity.least_squares import best_columns, block_counts, least_squares
-from blocksparse.sparsity.reconstruction import _moments, _rows
+from blocksparse.sparsity.calibration.least_squares import best_columns, block_counts, least_squares
+from blocksparse.sparsity.calibration.reconstruction import _moments, _rows
+from blocksparse.surgery.prunable import prunable
 
 
 @pytest.fixture(autouse=True)

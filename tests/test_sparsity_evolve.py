@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.models.mlp import SparseMLP
-from blocksparse.sparsity.evolve import nearest_zero
+from blocksparse.sparsity.sparse_training.set import nearest_zero
+from blocksparse_lab.models.mlp import SparseMLP
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,9 @@ def test_the_published_rule():
     optimizer.step()
     momentum = optimizer.state[layer.values]["momentum_buffer"].flatten().clone()
     sources = []
-    method = bs.sparsity.Evolve(layer, optimizer, 0.4, init="zeros", follow=lambda _, source: sources.append(source))
+    method = bs.sparsity.SET(
+        layer, optimizer, 0.4, init="zeros", on_layout_change=lambda _, source: sources.append(source)
+    )
     assert method.step()
     assert layer.layout.nnz == 15
     source = sources[0]
@@ -89,7 +91,7 @@ def test_nnz_and_padding_are_kept(case, init):
     torch.manual_seed(0)
     model, x = case()
     optimizer = torch.optim.Adam(model.parameters())
-    method = bs.sparsity.Evolve(model, optimizer, zeta=0.5, init=init)
+    method = bs.sparsity.SET(model, optimizer, zeta=0.5, init=init)
     before = {name: module.layout for name, module in method.modules.items()}
     model.eval()
     for _ in range(3):
@@ -116,7 +118,7 @@ def test_nnz_and_padding_are_kept(case, init):
 def test_new_weights_are_uniform(init, bound):
     layer = bs.nn.Linear(400, 600, density=0.1, block_size=1)
     sources = []
-    method = bs.sparsity.Evolve(layer, zeta=1.0, init=init, follow=lambda _, source: sources.append(source))
+    method = bs.sparsity.SET(layer, zeta=1.0, init=init, on_layout_change=lambda _, source: sources.append(source))
     method.step()
     new = layer.values.detach().flatten()
     assert (sources[0] == -1).all()
@@ -129,7 +131,7 @@ def test_every_stop_and_full_layers():
     full = bs.nn.Linear(8, 8, density=1.0, block_size=4)
     model = nn.Sequential(bs.nn.Linear(32, 32, density=0.2, block_size=4), full)
     values = full.values.detach().clone()
-    method = bs.sparsity.Evolve(model, every=2, stop=6)
+    method = bs.sparsity.SET(model, every=2, end=6)
     assert [method.step() for _ in range(8)] == [False, True, False, True, False, False, False, False]
     assert torch.equal(full.values, values)
 
@@ -138,8 +140,8 @@ def test_skip():
     model = SparseMLP([30, 40, 40, 10], epsilon=4)
     layouts = [layer.layout for layer in model.layers]
     for skip in (model.output, "layers.2", [model.layers[2]]):
-        assert list(bs.sparsity.Evolve(model, skip=skip).modules) == ["layers.0", "layers.1"]
-    bs.sparsity.Evolve(list(model.layers[:2])).step()
+        assert list(bs.sparsity.SET(model, skip=skip).modules) == ["layers.0", "layers.1"]
+    bs.sparsity.SET(list(model.layers[:2])).step()
     assert [layer.layout == before for layer, before in zip(model.layers, layouts, strict=True)] == [False, False, True]
 
 
@@ -170,7 +172,7 @@ def test_training_goes_on_and_a_resumed_run_has_the_same_bits(block_size, tmp_pa
         sizes = [20, 64, 64, 2]
         model = SparseMLP(sizes, density=0.3, block_size=block_size, activation="relu", dropout=0.1, init="fan_in")
         optimizer = bs.sparsity.SGD(model.parameters(), lr=0.2)
-        return model, optimizer, bs.sparsity.Evolve(model, optimizer, zeta=0.1, skip=model.output, seed=3)
+        return model, optimizer, bs.sparsity.SET(model, optimizer, zeta=0.1, skip=model.output, seed=3)
 
     whole = start()
     losses = epochs(*whole, 0, 12)
@@ -196,7 +198,7 @@ def test_a_copy_evolves_alike():
     model = SparseMLP([20, 64, 64, 2], epsilon=6)
     twin = copy.deepcopy(model)
     for one in (model, twin):
-        bs.sparsity.Evolve(one, zeta=0.4, seed=7).step()
+        bs.sparsity.SET(one, zeta=0.4, seed=7).step()
     for layer, other in zip(model.layers, twin.layers, strict=True):
         assert layer.layout == other.layout
         assert torch.equal(layer.values, other.values)
@@ -230,18 +232,18 @@ def test_a_copy_evolves_alike():
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(bs.BlockSparseError, match=message):
-        bs.sparsity.Evolve(**{"modules": SparseMLP([8, 8, 2], density=0.5)} | arguments)
+        bs.sparsity.SET(**{"modules": SparseMLP([8, 8, 2], density=0.5)} | arguments)
 
 
 def test_shared_parameters_are_refused():
     one, other = (bs.nn.Linear(8, 8, layout=bs.patterns.banded((8, 8), 1)) for _ in range(2))
     other.values = one.values
     with pytest.raises(bs.BlockSparseError, match="expected a parameter of one module"):
-        bs.sparsity.Evolve([one, other])
+        bs.sparsity.SET([one, other])
 
 
 def test_what_init_returns_is_checked_and_so_is_a_state():
-    method = bs.sparsity.Evolve(bs.nn.Linear(8, 8, density=0.5, block_size=1), init=lambda *_: torch.ones(1))
+    method = bs.sparsity.SET(bs.nn.Linear(8, 8, density=0.5, block_size=1), init=lambda *_: torch.ones(1))
     with pytest.raises(bs.BlockSparseError, match="what init returns: expected a tensor"):
         method.step()
     with pytest.raises(bs.BlockSparseError, match=r"state: expected \['calls', 'seed'\]"):
@@ -259,7 +261,7 @@ def test_nothing_dense_is_made():
     # The dense mask alone would have 10^10 entries.
     layout = bs.patterns.random((100_000, 100_000), 1, density=2e-5, seed=0)
     layer = bs.nn.Linear(100_000, 100_000, layout=layout)
-    bs.sparsity.Evolve(layer).step()
+    bs.sparsity.SET(layer).step()
     assert layer.layout.nnz == layout.nnz == 200_000
     before, after = (np.stack([one.row_of_block, one.col_of_block]).T for one in (layout, layer.layout))
     same = len(set(map(tuple, before)) & set(map(tuple, after)))

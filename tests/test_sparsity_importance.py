@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.models.mlp import SparseMLP
+from blocksparse_lab.models.mlp import SparseMLP
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_schedules_of_the_two_codes():
 def test_nnz_shrinks_for_good_beside_evolution():
     model = SparseMLP([30, 60, 60, 4], epsilon=5)
     optimizer = torch.optim.Adam(model.parameters())
-    evolve = bs.sparsity.Evolve(model, optimizer, skip=model.output)
+    evolve = bs.sparsity.SET(model, optimizer, skip=model.output)
     prune = bs.sparsity.ImportancePruning(model, optimizer, start=1, every=2, skip=model.output)
     counts = []
     for _ in range(6):
@@ -130,7 +130,7 @@ def test_compact_computes_the_same(sizes, block, fused):
     after = bs.to_dense(optimizer.state[second.values]["exp_avg"], second.layout)
     assert torch.equal(after[:, : len(kept)], columns[:, : sizes[1]][:, kept])
     trained(model, optimizer, x)
-    bs.sparsity.Evolve(model, optimizer).step()
+    bs.sparsity.SET(model, optimizer).step()
     for layer in (first, second):
         dense = bs.to_dense(layer.values.detach(), layer.layout)
         assert (dense[layer.out_features :] == 0).all()

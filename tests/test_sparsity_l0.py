@@ -10,7 +10,7 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.sparsity import L0Gates
-from blocksparse.sparsity.l0 import final_gate, open_probability, sampled_gate
+from blocksparse.sparsity.pruning.l0 import final_gate, open_probability, sampled_gate
 
 
 @pytest.fixture(autouse=True)

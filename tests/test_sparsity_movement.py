@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.nn.prunable import prunable
 from blocksparse.sparsity import MovementPruning
-from blocksparse.sparsity.blocks import Blocks
-from blocksparse.sparsity.movement import StraightThrough
+from blocksparse.sparsity.pruning.blocks import Blocks
+from blocksparse.sparsity.pruning.movement import StraightThrough
+from blocksparse.surgery.prunable import prunable
 
 
 @pytest.fixture(autouse=True)

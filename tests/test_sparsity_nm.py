@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.sparsity.nm_permutation import _Search
+from blocksparse.sparsity.nm.permutation import _Search
 
 
 @pytest.fixture(autouse=True)

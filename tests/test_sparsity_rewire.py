@@ -7,8 +7,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import blocksparse as bs
-from blocksparse.sparsity.magnitude import smallest
-from blocksparse.sparsity.places import draw_unused
+from blocksparse.sparsity.pruning.magnitude import smallest
+from blocksparse.sparsity.sparse_training.sampling import draw_unused
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_survivors_keep_all_and_new_ones_begin_at_zero(model, x, make):
     values = bs.to_dense(parameter.detach(), layout)
     state = {name: kept.clone() for name, kept in optimizer.state[parameter].items() if isinstance(kept, torch.Tensor)}
     seen = []
-    source = bs.sparsity.rewire(module, drop, rows, cols, optimizer, follow=lambda *given: seen.append(given))
+    source = bs.sparsity.rewire(module, drop, rows, cols, optimizer, on_layout_change=lambda *given: seen.append(given))
     assert module.values is parameter
     assert parameter.grad is None
     assert seen[0][0] is module
@@ -119,13 +119,13 @@ def test_a_running_mean_goes_along():
     mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     layer, twin, sources = model[0], mean.module[0], {}
-    goes_along = bs.sparsity.alongside(model, mean)
+    goes_along = bs.sparsity.sync_ema(model, mean)
 
-    def follow(module, source):
+    def on_layout_change(module, source):
         sources[module] = source
         goes_along(module, source)
 
-    method = bs.sparsity.Evolve(model, optimizer, 0.4, every=2, follow=follow)
+    method = bs.sparsity.SET(model, optimizer, 0.4, every=2, on_layout_change=on_layout_change)
     expected, first = bs.to_dense(layer.values.detach(), layer.layout).double(), True
     for step in range(6):
         optimizer.zero_grad()
@@ -146,9 +146,9 @@ def test_a_running_mean_goes_along():
         torch.testing.assert_close(bs.to_dense(twin.values.detach(), twin.layout).double(), expected, rtol=0, atol=1e-6)
     for other in (nn.Linear(2, 2), nn.Sequential(model[0])):
         with pytest.raises(bs.BlockSparseError, match="other: expected a copy of the model, with its 2 layouts"):
-            bs.sparsity.alongside(model, other)
+            bs.sparsity.sync_ema(model, other)
     with pytest.raises(bs.BlockSparseError, match="model: expected one with block-sparse weights, got Linear"):
-        bs.sparsity.alongside(nn.Linear(2, 2), mean)
+        bs.sparsity.sync_ema(nn.Linear(2, 2), mean)
 
 
 @pytest.mark.parametrize("kernel", [(), (2, 3)], ids=["matrix", "kernel"])

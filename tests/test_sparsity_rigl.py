@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.sparsity.dense_gradient import LinearPass, Watch, gradient_norms, largest
+from blocksparse.sparsity.sparse_training.dense_gradient import LinearPass, Watch, gradient_norms, largest
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_the_choice_is_that_of_the_dense_gradient(sizes, block, activation, norm
     layer = bs.nn.Linear(*sizes, density=0.5, block_size=block, activation=activation, dtype=torch.float64)
     layout, block_shape = layer.layout, layer.layout.block_shape
     optimizer = torch.optim.Adam(layer.parameters())
-    method = bs.sparsity.RigL(layer, optimizer, t_end=10, every=2, alpha=1.0, norm=norm)
+    method = bs.sparsity.RigL(layer, optimizer, end=10, every=2, alpha=1.0, norm=norm)
     passes = [(torch.randn(3, 2, sizes[0]).double(), torch.randn(3, 2, sizes[1]).double()) for _ in range(4)]
 
     def backward(passes):
@@ -131,7 +131,7 @@ def test_convolutions_grow_where_their_gradient_is():
     torch.manual_seed(0)
     model = nn.Sequential(bs.nn.Conv2d(3, 16, 3, density=None), bs.nn.Conv2d(16, 16, 3, density=0.25, block_size=4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    method = bs.sparsity.RigL(model, optimizer, t_end=10, every=2, alpha=1.0, skip="0")
+    method = bs.sparsity.RigL(model, optimizer, end=10, every=2, alpha=1.0, skip="0")
     layouts = {model[1].layout}
     for _ in range(6):
         optimizer.zero_grad()
@@ -145,7 +145,7 @@ def test_convolutions_grow_where_their_gradient_is():
 
 def test_schedule():
     layer = bs.nn.Linear(8, 8, density=0.5, block_size=1)
-    method = bs.sparsity.RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), t_end=30, every=10, alpha=0.3)
+    method = bs.sparsity.RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), end=30, every=10, alpha=0.3)
     assert method.fraction(0) == pytest.approx(0.3)
     assert method.fraction(10) == pytest.approx(0.15 * 1.5)
     assert method.fraction(15) == pytest.approx(0.15)
@@ -165,7 +165,7 @@ def test_training_and_resuming(tmp_path):
             bs.nn.Linear(20, 64, density=0.2, block_size=4, activation="relu"), bs.nn.Linear(64, 2, density=None)
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return model, optimizer, bs.sparsity.RigL(model, optimizer, t_end=60, every=5, skip="1")
+        return model, optimizer, bs.sparsity.RigL(model, optimizer, end=60, every=5, skip="1")
 
     def train(model, optimizer, method, first, last):
         losses = []
@@ -198,7 +198,7 @@ def test_under_autocast(activation):
     torch.manual_seed(0)
     model = nn.Sequential(*(bs.nn.Linear(32, 32, density=0.5, block_size=8, activation=activation) for _ in range(2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    method = bs.sparsity.RigL(model, optimizer, t_end=10, every=1, alpha=1.0)
+    method = bs.sparsity.RigL(model, optimizer, end=10, every=1, alpha=1.0)
     layouts = [layer.layout for layer in model]
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(torch.randn(8, 32)).float().square().sum()
@@ -242,7 +242,7 @@ def test_a_whole_step_stays_within_a_tile(monkeypatch):
     monkeypatch.setattr(gradient_norms, "__defaults__", ((), "l2", tile))
     layer = bs.nn.Linear(features, features, layout=bs.patterns.random((features, features), 8, 0.01, seed=0))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    method = bs.sparsity.RigL(layer, optimizer, t_end=10, every=1)
+    method = bs.sparsity.RigL(layer, optimizer, end=10, every=1)
     layer(torch.randn(4, features)).square().sum().backward()
     with Largest() as seen:
         method.step()
@@ -252,7 +252,7 @@ def test_a_whole_step_stays_within_a_tile(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"t_end": 0}, "t_end: expected an int, 1 or more"),
+        ({"end": 0}, "end: expected an int, 1 or more"),
         ({"every": 0}, "every: expected an int, 1 or more"),
         ({"alpha": 1.5}, "alpha: expected a number from 0 to 1"),
         ({"norm": "min"}, "norm: expected one of"),
@@ -264,11 +264,11 @@ def test_bad_arguments(arguments, message):
     modules = arguments.get("modules", bs.nn.Linear(8, 8, density=0.5, block_size=1))
     optimizer = torch.optim.SGD(modules.parameters(), lr=0.1)
     with pytest.raises(bs.BlockSparseError, match=message):
-        bs.sparsity.RigL(**{"modules": modules, "optimizer": optimizer, "t_end": 100} | arguments)
+        bs.sparsity.RigL(**{"modules": modules, "optimizer": optimizer, "end": 100} | arguments)
 
 
 def test_a_step_without_a_gradient():
     layer = bs.nn.Linear(8, 8, density=0.5, block_size=1)
-    method = bs.sparsity.RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), t_end=10, every=1)
+    method = bs.sparsity.RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), end=10, every=1)
     with pytest.raises(bs.BlockSparseError, match="expected a backward pass before it, got none"):
         method.step()

@@ -12,10 +12,10 @@ from torch import nn
 import blocksparse as bs
 from blocksparse import BlockSparseError
 from blocksparse.nn.module import BlockSparseModule
-from blocksparse.nn.prunable import prunable
-from blocksparse.sparsity.blocks import Blocks
-from blocksparse.sparsity.schedule import CubicSchedule
-from blocksparse.sparsity.strongest import strongest
+from blocksparse.sparsity.pruning.blocks import Blocks
+from blocksparse.sparsity.pruning.schedule import CubicSchedule
+from blocksparse.sparsity.pruning.strongest import strongest
+from blocksparse.surgery.prunable import prunable
 from dense_models import METHODS, MODELS, mlp, start, train
 
 

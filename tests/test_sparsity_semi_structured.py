@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import blocksparse as bs
-from blocksparse.sparsity import semi_structured
+from blocksparse.sparsity.nm import semi_structured
 
 
 def pruned(out=32, in_=64, dtype=torch.float16):

@@ -7,7 +7,7 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.sparsity import GroupLasso, ThresholdPruning, percentiles
-from blocksparse.sparsity.threshold import Ramp
+from blocksparse.sparsity.pruning.threshold import Ramp
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from blocksparse import BlockSparseError
-from blocksparse.cli import app
-from blocksparse.models.char_lm import CELLS, CharLM, CharLMConfig
-from blocksparse.recipes import charlm, checkpoint, layouts, memory, mlp, pixelcnn, resnet, sparsify
-from blocksparse.recipes.trainer import Settings, Trainer
+from blocksparse import BlockSparseError, checkpoint
+from blocksparse_lab.cli import app
+from blocksparse_lab.models.char_lm import CELLS, CharLM, CharLMConfig
+from blocksparse_lab.recipes import charlm, layouts, memory, mlp, pixelcnn, resnet, sparsify
+from blocksparse_lab.recipes.trainer import Settings, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
@@ -118,7 +118,7 @@ def test_layouts_of_a_net_without_its_sizes(model, tmp_path):
 
 
 def mlp_data():
-    from blocksparse.data.synthetic import Synthetic
+    from blocksparse_lab.data.synthetic import Synthetic
 
     return Synthetic(features=30, rows=16, tested=4)
 
@@ -305,7 +305,7 @@ def test_other_models_that_find_no_room(tmp_path, monkeypatch):
 
 
 def images(pixels):
-    from blocksparse.data.images import Images
+    from blocksparse_lab.data.images import Images
 
     labels = torch.zeros(len(pixels), dtype=torch.int64)
     return Images("noise", pixels, labels, pixels, labels, ("a", "b"))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.ops.linear import tiles
-from blocksparse.ops.linear.tiles import Gpu, Tile, Work
+from blocksparse.ops.gpu import tiles
+from blocksparse.ops.gpu.tiles import Gpu, Tile, Work
 from compile_kernels import GPUS
 
 H200 = Gpu("NVIDIA H200", "sm90", 132, 227 * 1024)

@@ -10,14 +10,15 @@ import torch
 from typer.testing import CliRunner
 
 import blocksparse as bs
-from blocksparse.cli import app
-from blocksparse.models.char_lm import CharLM, CharLMConfig
-from blocksparse.models.mlp import SparseMLP
-from blocksparse.recipes import checkpoint, layouts
+from blocksparse import checkpoint
 from blocksparse.topology import drawings
 from blocksparse.topology.drawings.degrees import bins
 from blocksparse.topology.drawings.matrix import cells, coarse
 from blocksparse.topology.drawings.replacement import reach
+from blocksparse_lab.cli import app
+from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
+from blocksparse_lab.models.mlp import SparseMLP
+from blocksparse_lab.recipes import layouts
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
@@ -139,7 +140,7 @@ def test_distances_are_drawn(tmp_path):
 
 def test_an_evolution_records_each_epoch():
     pytest.importorskip("sklearn")
-    from blocksparse.recipes.evolution import evolve
+    from blocksparse_lab.recipes.evolution import evolve
 
     with bs.use_backend("cpu" if bs.backends()["cpu"] else "reference"):
         found = evolve(epochs=1, runs=2)

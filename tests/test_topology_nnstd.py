@@ -12,9 +12,9 @@ from scipy.optimize import linear_sum_assignment
 
 import blocksparse as bs
 from blocksparse import BlockLayout, BlockSparseError
-from blocksparse.models.mlp import SparseMLP
-from blocksparse.sparsity.places import draw_unused, keys_of
+from blocksparse.sparsity.sparse_training.sampling import draw_unused, keys_of
 from blocksparse.topology import Trajectory, distances, embedding, linkage, nnstd, nnstd_matching
+from blocksparse_lab.models.mlp import SparseMLP
 
 
 def neurons(layout):
@@ -178,7 +178,7 @@ def test_what_cannot_be_compared_is_said(a, b, message):
 
 def test_a_trajectory_of_an_evolving_net():
     model = SparseMLP([40, 48, 48, 5], epsilon=3, seed=0)
-    method = bs.sparsity.Evolve(model, torch.optim.SGD(model.parameters(), lr=0.1), zeta=0.3, skip=model.output)
+    method = bs.sparsity.SET(model, torch.optim.SGD(model.parameters(), lr=0.1), zeta=0.3, skip=model.output)
     trajectory = Trajectory()
     for epoch in range(5):
         trajectory.record(model, f"epoch {epoch}")

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse import BlockSparseError
-from blocksparse.recipes import checkpoint, run_log
-from blocksparse.recipes.checkpoint import part
-from blocksparse.recipes.optimizers import learning_rate
-from blocksparse.recipes.trainer import Interrupted, Settings, Trainer, Watcher
+from blocksparse import BlockSparseError, checkpoint
+from blocksparse.checkpoint import part
+from blocksparse_lab.recipes import run_log
+from blocksparse_lab.recipes.optimizers import learning_rate
+from blocksparse_lab.recipes.trainer import Interrupted, Settings, Trainer, Watcher
 
 SETTINGS = Settings(
     steps=24, learning_rate=0.02, warmup=4, ema=0.9, clip=0.5, weight_decay=0.1, log_every=5, eval_every=8, save_every=7

@@ -11,14 +11,14 @@ import torch
 from typer.testing import CliRunner
 
 import blocksparse as bs
-from blocksparse.bench import tune
-from blocksparse.bench.device import Host
-from blocksparse.bench.tune import Case, Tuner, neighbours, search, valid
-from blocksparse.cli import app
-from blocksparse.ops import triton_runtime
-from blocksparse.ops.linear import tiles
+from blocksparse.ops.gpu import runtime as triton_runtime
+from blocksparse.ops.gpu import tiles
+from blocksparse.ops.gpu.tiles import Tile, Work
 from blocksparse.ops.linear.specs import LinearSpec
-from blocksparse.ops.linear.tiles import Tile, Work
+from blocksparse_lab.bench import tune
+from blocksparse_lab.bench.device import Host
+from blocksparse_lab.bench.tune import Case, Tuner, neighbours, search, valid
+from blocksparse_lab.cli import app
 from compile_kernels import GPUS
 
 TINY = LinearSpec(64, 64, tokens=32, block=16, density=0.5)

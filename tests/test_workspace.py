@@ -68,7 +68,7 @@ def test_small_ones_are_not_kept():
 
 def test_what_is_of_no_use_is_given_back(monkeypatch):
     workspace.empty(SHAPE, torch.float32, CPU)
-    for i in range(workspace.PATIENCE + 2):
+    for i in range(workspace.MAX_IDLE_FACTOR + 2):
         workspace.empty((4096 + i, 1024), torch.float32, CPU)
     workspace.empty((9999, 1024), torch.float32, CPU)
     assert all(buffer.storage.nbytes() > 4 * 1024 * 1024 for buffer in workspace._kept)
@@ -82,7 +82,7 @@ def test_what_is_of_no_use_is_given_back(monkeypatch):
 
 def test_many_small_requests_drive_out_no_large_buffer():
     large = workspace.empty((64, 1024, 1024), torch.float32, CPU).data_ptr()
-    for _ in range(2 * workspace.PATIENCE):
+    for _ in range(2 * workspace.MAX_IDLE_FACTOR):
         workspace.empty(SHAPE, torch.float32, CPU)
     workspace.empty((9999, 1024), torch.float32, CPU)  # a new one, for which there has to be room
     assert workspace.empty((64, 1024, 1024), torch.float32, CPU).data_ptr() == large

@@ -51,16 +51,16 @@ def _full(*shape: int, dtype: torch.dtype) -> Tensor:
 @contextmanager
 def tight():
     """Within it, what the CPU backends allocate is new for each call, of just the size asked for, and full of NaN."""
-    empty, least, working = torch.empty, workspace.LEAST, linear_cpu._working
+    empty, least, working = torch.empty, workspace.MIN_BYTES, linear_cpu._working
 
     # Bytes of 0xFF are NaN in every dtype.
     def poisoned(*args, **kwargs):
         tensor = empty(*args, **kwargs)
         return tensor.fill_(torch.nan if tensor.is_floating_point() else 0xFF)
 
-    torch.empty, workspace.LEAST = poisoned, 1 << 62
+    torch.empty, workspace.MIN_BYTES = poisoned, 1 << 62
     linear_cpu._working = lambda size: poisoned(size, dtype=torch.uint8)
     try:
         yield
     finally:
-        torch.empty, workspace.LEAST, linear_cpu._working = empty, least, working
+        torch.empty, workspace.MIN_BYTES, linear_cpu._working = empty, least, working

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from blocksparse import files
-from blocksparse.data import cifar10, corpora, idx, madelon, planetoid, reviews, tables
-from blocksparse.ops.linear import tiles
-from blocksparse.ops.linear.tiles import Gpu, Work
+from blocksparse.ops.gpu import tiles
+from blocksparse.ops.gpu.tiles import Gpu, Work
+from blocksparse_lab.data import cifar10, corpora, idx, madelon, planetoid, reviews, tables
 
 MIB = 1 << 20
 

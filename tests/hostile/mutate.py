@@ -25,7 +25,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from blocksparse import BlockSparseError, files
-from blocksparse.data import pickles
+from blocksparse_lab.data import pickles
 from hostile.formats import FORMATS, MIB, Format
 
 # Of one file: seconds, and bytes of memory beyond what is there at the start.

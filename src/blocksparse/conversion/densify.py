@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ..convert import to_dense
 from ..errors import BlockSparseError
-from ..nn.exchange import like
 from ..nn.linear import Linear
 from ..nn.module import Weight
-from ..nn.prunable import CONVOLUTIONS, TRANSPOSED
 from ..nn.recurrent import Recurrent, Size
+from ..surgery.prunable import CONVOLUTIONS, TRANSPOSED
+from ..surgery.replace import like
 
 ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
 DENSE: dict[Any, Any] = {Linear: nn.Linear}

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, layout_of_indices
-from ..nn.exchange import exchange
-from ..nn.prunable import prunable
+from ..surgery.prunable import prunable
+from ..surgery.replace import replace_with_sparse
 
 
 def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
@@ -38,7 +38,7 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise BlockSparseError.expected("state", "what state_dict gave", type(state).__name__)
-    model = exchange(model, _layouts(model, state))
+    model = replace_with_sparse(model, _layouts(model, state))
     empty = any(tensor.is_meta for tensor in model.state_dict().values())
     try:
         model.load_state_dict(dict(state), assign=empty)

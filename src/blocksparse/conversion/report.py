@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..checked import integer
 from ..nn.module import BlockSparseModule, Weight
-from ..nn.prunable import survey
 from ..nn.recurrent import Recurrent
+from ..surgery.prunable import survey
 from .sparsify import REASONS
 from .speed import speed_up_of_module
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from ..checked import integer
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
-from ..nn.exchange import exchange
-from ..nn.prunable import Prunable, Skip, survey
-from ..sparsity.blocks import Blocks
-from ..sparsity.densities import erk
-from ..sparsity.strongest import check_density, strongest
+from ..sparsity.pruning.blocks import Blocks
+from ..sparsity.pruning.strongest import check_density, strongest
+from ..sparsity.sparse_training.densities import erk
+from ..surgery.prunable import Prunable, Skip, survey
+from ..surgery.replace import replace_with_sparse
 from .speed import speed_up_of_weight
 
 Criterion = str | Mapping[str, Tensor] | Callable[[str, Tensor], Tensor]
@@ -119,7 +119,7 @@ def sparsify(
             break
         chosen = rest if layouts is not None else choice.layouts(list(rest))
     model = model if inplace else copy.deepcopy(model)
-    model = exchange(model, chosen, optimizer)
+    model = replace_with_sparse(model, chosen, optimizer)
     for name, reason in reasons.items():
         module, _, parameter = name.rpartition(".")
         owner = model.get_submodule(module)

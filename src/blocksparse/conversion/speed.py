@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..bench.timing import Clock, alternate, host_clock
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
-from ..nn.exchange import exchange
+from ..measure import Clock, alternate, cuda_clock, host_clock
 from ..nn.linear import Linear
 from ..nn.module import BlockSparseModule, Weight
-from ..nn.prunable import Prunable
 from ..nn.recurrent import Recurrent
 from ..ops.linear.op import backend_of
+from ..surgery.prunable import Prunable
+from ..surgery.replace import replace_with_sparse
 from .densify import densify
 
 # Layers alike in all of this are taken to be equally fast.
@@ -31,7 +31,7 @@ def speed_up_of_weight(weight: Prunable, layout: BlockLayout, tokens: int) -> fl
         module = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
         module.weight = nn.Parameter(weight.padded().detach())
     # A module that is the whole model is replaced, not changed.
-    sparse: Any = lambda: exchange(module, {"weight": layout})  # noqa: E731
+    sparse: Any = lambda: replace_with_sparse(module, {"weight": layout})  # noqa: E731
     return _speed_up(_key(module, layout, module.weight, tokens), lambda: module, sparse, tokens)
 
 
@@ -99,8 +99,4 @@ def _input(layer: Any, tokens: int) -> Tensor:
 
 
 def _clock(device: torch.device) -> Clock:
-    if device.type != "cuda":
-        return host_clock
-    from ..bench.device import Cuda
-
-    return Cuda().clock
+    return cuda_clock if device.type == "cuda" else host_clock

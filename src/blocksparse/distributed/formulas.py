@@ -11,9 +11,9 @@ from torch import Tensor
 from ..checked import integer, number
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
-from ..sparsity.magnitude import magnitudes, smallest
-from ..sparsity.places import keys_of
-from ..sparsity.rewire import carried
+from ..sparsity.pruning.magnitude import magnitudes, smallest
+from ..sparsity.sparse_training.sampling import keys_of
+from ..surgery.rewire import remap_blocks
 
 WARM_EPOCHS = 5
 
@@ -50,7 +50,7 @@ def retain_valid(grad_values: Tensor, of_layout: BlockLayout, now_layout: BlockL
     if there.size == 0:
         return grad_values.new_zeros(wanted.size, *grad_values.shape[1:])
     at = np.minimum(np.searchsorted(there, wanted), there.size - 1)
-    return carried(grad_values, torch.from_numpy(np.where(there[at] == wanted, at, -1)))
+    return remap_blocks(grad_values, torch.from_numpy(np.where(there[at] == wanted, at, -1)))
 
 
 def union_average(layouts: Sequence[BlockLayout], values: Sequence[Tensor]) -> tuple[BlockLayout, Tensor]:
@@ -122,7 +122,7 @@ def prune_to(layout: BlockLayout, values: Tensor, nnz: int) -> tuple[BlockLayout
         raise BlockSparseError.expected("nnz", f"at most the {layout.nnz} blocks of {layout!r}", nnz)
     drop = np.flatnonzero(smallest(magnitudes(values), layout.nnz - nnz))
     pruned, source = layout.replaced(drop, [], [])
-    return pruned, carried(values.detach(), source)
+    return pruned, remap_blocks(values.detach(), source)
 
 
 def warm_up(rate: float, workers: int, epoch: int) -> float:

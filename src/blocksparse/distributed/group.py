@@ -34,7 +34,7 @@ ROLL_CALL = 2.0
 
 
 @contextmanager
-def joined(timeout: float) -> Iterator[tuple[int, int]]:
+def process_group(timeout: float) -> Iterator[tuple[int, int]]:
     """(rank, number of processes): of the group there is, of the one that `torchrun` asks for, or of this one alone.
 
     A group that is made here has gloo for CPU tensors and, where there is CUDA, nccl for those; it ends with the block.
@@ -122,7 +122,7 @@ def _meet(rank: int, workers: int, timeout: float) -> dist.Store:
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"blocksparse/{attempt}/{next(_joined)}", whole)
-    with answers(f"process 0 at {_place()}"):
+    with reraise_comm_errors(f"process 0 at {_place()}"):
         # Who differs from the master knows it before the master does, which ends and takes the store with it.
         if rank == MASTER:
             store.set("workers", str(workers))
@@ -146,7 +146,7 @@ def _meet(rank: int, workers: int, timeout: float) -> dist.Store:
             ) from error
         _refuse_size(other, size, masters)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    with answers("all processes"):
+    with reraise_comm_errors("all processes"):
         dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=timedelta(seconds=timeout))
     return store
 
@@ -194,7 +194,7 @@ def _silent() -> list[int]:
 
 
 @contextmanager
-def answers(whose: str | None = None) -> Iterator[None]:
+def reraise_comm_errors(whose: str | None = None) -> Iterator[None]:
     """Turns the errors of torch.distributed into a BlockSparseError that says who did not answer: None asks around."""
     try:
         yield
@@ -210,42 +210,42 @@ def answers(whose: str | None = None) -> Iterator[None]:
 
 
 def send(tensor: Tensor, to: int) -> None:
-    with answers(f"process {to}"):
+    with reraise_comm_errors(f"process {to}"):
         dist.send(tensor, to)
 
 
 def receive(tensor: Tensor, source: int) -> Tensor:
     """Fills the tensor with the next one that the process sent."""
-    with answers(f"process {source}"):
+    with reraise_comm_errors(f"process {source}"):
         dist.recv(tensor, source)
     return tensor
 
 
-def add_up(tensor: Tensor) -> Tensor:
+def all_reduce(tensor: Tensor) -> Tensor:
     """The sum over all processes, in place."""
-    if alone():
+    if is_single_process():
         return tensor
-    with answers():
+    with reraise_comm_errors():
         dist.all_reduce(tensor)
     return tensor
 
 
-def spread(tensor: Tensor) -> Tensor:
+def broadcast(tensor: Tensor) -> Tensor:
     """The master's tensor, in place."""
-    if alone():
+    if is_single_process():
         return tensor
-    with answers():
+    with reraise_comm_errors():
         dist.broadcast(tensor, MASTER)
     return tensor
 
 
-def collect(tensor: Tensor) -> list[Tensor]:
+def gather(tensor: Tensor) -> list[Tensor]:
     """The tensors of all processes, on the master; none elsewhere."""
-    if alone():
+    if is_single_process():
         return [tensor]
     mine = dist.get_rank() == MASTER
     found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())] if mine else []
-    with answers():
+    with reraise_comm_errors():
         dist.gather(tensor, found if mine else None, MASTER)
     return found
 
@@ -256,10 +256,10 @@ def differing(facts: Mapping[str, object]) -> list[tuple[int, str]]:
     All processes ask with the same names, and get the same answer.
     """
     mine = torch.tensor([_digest(fact) for fact in facts.values()])
-    if alone():
+    if is_single_process():
         return []
     all_of = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    with answers():
+    with reraise_comm_errors():
         dist.all_gather(all_of, mine)
     found = []
     rows = [row.tolist() for row in all_of]
@@ -282,5 +282,5 @@ def _digest(fact: object) -> int:
     return int.from_bytes(hashed.digest()[:8], "little") >> 1
 
 
-def alone() -> bool:
+def is_single_process() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1

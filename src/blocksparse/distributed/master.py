@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..layout import BlockLayout
-from ..sparsity.evolve import Evolve
-from ..sparsity.sgd import SGD
+from ..sparsity.sparse_training.set import SET
+from ..sparsity.sparse_training.sgd import SGD
 from . import group
 from .flat import Flat, topology_of
 from .formulas import retain_valid
@@ -47,7 +47,7 @@ class Master:
     Every worker other than the master's own has a thread here, `serve`.
     """
 
-    def __init__(self, flat: Flat, optimizer: SGD, method: Evolve, first: int, last: int, steps: int):
+    def __init__(self, flat: Flat, optimizer: SGD, method: SET, first: int, last: int, steps: int):
         self.flat, self.optimizer, self.method = flat, optimizer, method
         self.epoch, self.steps, self.left = first, steps, (last - first) * steps
         self.lock = threading.Lock()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..checked import integer, number
 from ..errors import BlockSparseError
-from ..sparsity.start import INITS
+from ..sparsity.sparse_training.start import INITS
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Settings:
         epochs: of both phases.
         batch: samples of each worker in a step.
         learning_rate, momentum, weight_decay: of `bs.sparsity.SGD`.
-        zeta: of `bs.sparsity.Evolve`.
+        zeta: of `bs.sparsity.SET`.
         regrow: its first values of new connections: "he", as in the papers, "xavier" or "zeros".
         synchronous: WASSP-SGD instead of WASAP-SGD.
         first_phase: the part of the epochs in which the workers train one network.

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import checkpoint as checkpoints
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
-from ..recipes import checkpoint as checkpoints
-from ..sparsity.evolve import Evolve
-from ..sparsity.method import Skip
-from ..sparsity.sgd import SGD
+from ..sparsity.sparse_training.dynamic_sparsity import Skip
+from ..sparsity.sparse_training.set import SET
+from ..sparsity.sparse_training.sgd import SGD
 from . import group
 from .flat import Flat
 from .formulas import prune_to, union_average, warm_up
@@ -68,7 +68,7 @@ def train(
         model: alike in all processes; the master's is what training begins with. In the end all have the result.
         data: inputs `[n, ...]` and targets `[n, ...]`, alike in all processes; worker k takes rows k, k + K, ...
         test: inputs and class numbers `[m]`, on which the master measures the accuracy.
-        skip: as for `bs.sparsity.Evolve`: what does not evolve.
+        skip: as for `bs.sparsity.SET`: what does not evolve.
         loss: of outputs and targets, a mean over samples.
         checkpoint: the file for it.
         resume: whether to go on from that file.
@@ -85,7 +85,7 @@ def train(
     Example:
         >>> import torch, blocksparse as bs
         >>> from blocksparse.distributed import Settings, train
-        >>> from blocksparse.models.mlp import SparseMLP
+        >>> from blocksparse_lab.models.mlp import SparseMLP
         >>> x = torch.randn(256, 20, generator=torch.Generator().manual_seed(0))
         >>> model = SparseMLP([20, 64, 2], epsilon=5, activation="relu", dropout=0)
         >>> epochs = train(model, (x, (x[:, 0] > 0).long()), Settings(epochs=3, batch=32), skip=model.output)
@@ -98,7 +98,7 @@ def train(
     _check(model, data, test)
     if resume and checkpoint is None:
         raise BlockSparseError.expected("resume", "a checkpoint to go on from", "None")
-    with group.joined(settings.timeout) as (rank, workers):
+    with group.process_group(settings.timeout) as (rank, workers):
         if workers > len(data[0]):
             raise BlockSparseError.expected("data", f"a sample or more for each of {workers} workers", len(data[0]))
         run = _Run(model, data, settings, test, skip, loss, rank, workers)
@@ -133,7 +133,7 @@ class _Run:
         self.flat = Flat(model)
         self.optimizer = SGD(model.parameters(), settings.learning_rate, settings.momentum, settings.weight_decay)
         seed, stop, regrow = settings.seed, settings.epochs, settings.regrow
-        self.method = Evolve(model, self.optimizer, settings.zeta, skip=skip, stop=stop, init=regrow, seed=seed)
+        self.method = SET(model, self.optimizer, settings.zeta, skip=skip, end=stop, init=regrow, seed=seed)
         self.device = self.flat.parameters[0].device
         self.epochs: list[Epoch] = []
         n = len(data[0])
@@ -143,13 +143,13 @@ class _Run:
     def all(self, resume: bool) -> None:
         self.check_alike()
         start = self.resumed() if resume and self.rank == group.MASTER else 0
-        start = int(group.spread(torch.tensor(start)))
+        start = int(group.broadcast(torch.tensor(start)))
         self.share()
         together = self.settings.together
         if start < together:
             (self.synchronous if self.settings.synchronous else self.asynchronous)(start)
         if start < self.settings.epochs:
-            self.alone(max(start, together))
+            self.is_single_process(max(start, together))
             self.average()
 
     # -- data --------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class _Run:
             samples = sum(min(batch, max(0, size - step * batch)) for size in self.shards)
             if not len(rows):
                 self.model.zero_grad(set_to_none=True)
-            mean = group.add_up(self.flat.gradients() * (len(rows) / samples))
+            mean = group.all_reduce(self.flat.gradients() * (len(rows) / samples))
             for parameter, part in zip(self.flat.parameters, self.flat.split(mean), strict=True):
                 parameter.grad = part.to(parameter)
         self.optimizer.step()
@@ -251,7 +251,7 @@ class _Run:
 
     # -- second phase ------------------------------------------------------------------------------------------
 
-    def alone(self, start: int) -> None:
+    def is_single_process(self, start: int) -> None:
         if self.rank != group.MASTER:
             self.method.seed = number_of(self.settings.seed, 0, self.rank)
         for epoch in range(start, self.settings.epochs):
@@ -264,7 +264,7 @@ class _Run:
 
     def average(self) -> None:
         """The networks' mean on the union of their topologies, with the connections that each has."""
-        values, topologies = group.collect(self.flat.values()), group.collect(self.flat.topology())
+        values, topologies = group.gather(self.flat.values()), group.gather(self.flat.topology())
         if self.rank == group.MASTER:
             layouts = [self.flat.layouts_of(topology) for topology in topologies]
             parts = [self.flat.split(one) for one in values]
@@ -300,9 +300,9 @@ class _Run:
         """Gives all the master's network, momentum and count of evolutions."""
         if self.workers == 1:
             return
-        topology = group.spread(self.flat.topology())
-        values, momentum = group.spread(self.flat.values()), group.spread(self.flat.momentum(self.optimizer))
-        self.method.calls = int(group.spread(torch.tensor(self.method.calls)))
+        topology = group.broadcast(self.flat.topology())
+        values, momentum = group.broadcast(self.flat.values()), group.broadcast(self.flat.momentum(self.optimizer))
+        self.method.calls = int(group.broadcast(torch.tensor(self.method.calls)))
         if self.rank != group.MASTER:
             load(self.flat, self.flat.layouts_of(topology), values)
             self.flat.load_momentum(self.optimizer, momentum)
@@ -310,7 +310,7 @@ class _Run:
     def end(self, epoch: int, clock: float, loss: float, phase: str) -> None:
         """Of an epoch in which all processes work in step, or each alone."""
         self.method.step()
-        total, samples = group.add_up(torch.tensor([loss, len(self.rows)], dtype=torch.float64)).tolist()
+        total, samples = group.all_reduce(torch.tensor([loss, len(self.rows)], dtype=torch.float64)).tolist()
         if self.rank == group.MASTER:
             seconds, flat = time.perf_counter() - clock, self.flat
             momentum, calls = flat.momentum(self.optimizer), self.method.calls

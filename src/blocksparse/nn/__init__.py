@@ -1,7 +1,7 @@
 """Modules named as in torch.nn, with block-sparse weights."""
 
+from ..ops.attention import attention
 from .all_relu import AllReLU
-from .attention import attention
 from .causal import Causal2d, Shift2d, bands, concat_elu
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .diffusion_conv import Diffusion, DiffusionConv

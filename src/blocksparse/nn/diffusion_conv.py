@@ -36,7 +36,7 @@ class Diffusion(nn.Module):
 
     Raises:
         BlockSparseError: nodes out of range, a threshold that removes every edge, numbers out of range; scipy is
-            missing (`pip install blocksparse-torch[scipy]`).
+            missing (`pip install blocksparse-torch[lab]`).
 
     Example:
         >>> import torch, blocksparse as bs

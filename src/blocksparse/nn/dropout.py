@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..checked import number
 from ..ops import dropout
-from ..ops.checks import concrete
+from ..ops.checks import is_eager
 
 
 class Dropout(nn.Module):
@@ -45,7 +45,7 @@ class Dropout(nn.Module):
 
     def forward(self, x: Tensor, slope: float = 1.0) -> Tensor:
         drops = self.training and self.p > 0
-        if drops and x.device.type == "cpu" and concrete(x):
+        if drops and x.device.type == "cpu" and is_eager(x):
             least = dropout.least_of(self.p)
             seed = int(torch.randint(-(2**63), 2**63 - 1, (), device="cpu")) % 2**64
             return _Dropped.apply(x, dropout.factors_of(least, slope), seed, least)

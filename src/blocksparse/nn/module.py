@@ -20,7 +20,7 @@ from ..layout import BlockLayout, check_layout, layout_of_indices
 OTHERS = (
     "others, written to this buffer: by DistributedDataParallel, where the layouts of the ranks differ (draw them with "
     "one seed, or load one state first); by a running mean of a model whose layout has changed (take the mean along by "
-    "blocksparse.sparsity.alongside); or by hand. The values may be mixed up: load values and indices again"
+    "blocksparse.sparsity.sync_ema); or by hand. The values may be mixed up: load values and indices again"
 )
 
 

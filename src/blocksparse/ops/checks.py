@@ -109,20 +109,20 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
-def unobserved(*tensors: Tensor | None) -> bool:
+def can_skip_dispatcher(*tensors: Tensor | None) -> bool:
     """Whether nobody watches ops go by: no gradient, tracer, mode, transform or subclass needs to see one.
 
     A product may then be called as it is. PyTorch's way through an op written in Python takes 6 microseconds.
     """
-    return not needs_grad(*tensors) and recorded_alone(*tensors)
+    return not needs_grad(*tensors) and only_autograd_active(*tensors)
 
 
-def recorded_alone(*tensors: Tensor | None) -> bool:
+def only_autograd_active(*tensors: Tensor | None) -> bool:
     """Whether nobody but autograd, where it records, watches ops on these go by."""
-    return concrete(*tensors) and not torch.autograd._profiler_enabled()
+    return is_eager(*tensors) and not torch.autograd._profiler_enabled()
 
 
-def concrete(*tensors: Tensor | None) -> bool:
+def is_eager(*tensors: Tensor | None) -> bool:
     """Whether these are numbers that can be read: no tracer, mode, transform, subclass or lazy sign stands between."""
     return (
         not torch.compiler.is_compiling()

@@ -11,7 +11,7 @@ from ..errors import BlockSparseError
 from ..indices import LARGE
 from ..layout import BlockLayout
 from . import workspace
-from .checks import concrete, needs_grad
+from .checks import is_eager, needs_grad
 
 # Gates that a layout remembers, the newest ones: several weights may share it.
 REMEMBERED = 8
@@ -34,7 +34,7 @@ def gated(values: Tensor, layout: BlockLayout, gate: Tensor) -> tuple[Tensor, Bl
     """
     _check(values, layout, gate)
     values, gate = values.resolve_neg(), gate.resolve_neg()
-    readable = gate.device.type == "cpu" and layout.nnz < LARGE and concrete(values, gate)
+    readable = gate.device.type == "cpu" and layout.nnz < LARGE and is_eager(values, gate)
     if not readable or needs_grad(values, gate):
         if readable:
             _refuse_nan(gate)

@@ -50,7 +50,8 @@ def backends() -> dict[str, BackendStatus]:
     >>> bs.backends()["reference"].usable
     True
     """
-    from . import cpu_core, triton_runtime
+    from . import cpu_core
+    from .gpu import runtime as triton_runtime
 
     no_gpu, no_core = triton_runtime.unavailable(), cpu_core.unavailable()
     return {

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 # Smaller ones the C library keeps.
-LEAST = 1 << 20
+MIN_BYTES = 1 << 20
 # Larger ones, and more than this in all, are not kept.
-MOST = 2 << 30
+MAX_BYTES = 2 << 30
 # A buffer is given back when so many times its size was asked for since it was taken last: of the many small
 # buffers of a sequence's steps, none drives out a large one.
-PATIENCE = 64
+MAX_IDLE_FACTOR = 64
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     `clear` gives back what is not in use.
     """
     size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not LEAST <= size <= MOST:
+    if device.type != "cpu" or not MIN_BYTES <= size <= MAX_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
     # Nobody waits: the lock may be held by this very thread, below a signal handler or a finalizer that came here.
     lock = _lock  # a child that was forked from here has another one
@@ -96,7 +96,7 @@ def _take(size: int) -> torch.UntypedStorage:
     if fitting:
         buffer = min(fitting, key=lambda buffer: buffer.storage.nbytes())
     else:
-        _give_back(MOST - size)
+        _give_back(MAX_BYTES - size)
         buffer = _Buffer(torch.UntypedStorage(size))
         _kept.append(buffer)
     buffer.taken = _asked
@@ -109,6 +109,6 @@ def _give_back(most: int) -> None:
     size = sum(buffer.storage.nbytes() for buffer in idle)
     for buffer in idle:
         own = buffer.storage.nbytes()
-        if size > most or _asked - buffer.taken > PATIENCE * own:
+        if size > most or _asked - buffer.taken > MAX_IDLE_FACTOR * own:
             size -= own
             _kept.remove(buffer)

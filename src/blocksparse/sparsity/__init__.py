@@ -1,28 +1,29 @@
 """Methods that train sparse networks, and methods that make dense ones sparse."""
 
-from .activations import ActivationScores, activation_scores
-from .alongside import alongside
-from .closed import drop_closed
-from .compact import compact
-from .densities import erdos_renyi_density, erk
-from .evolve import Evolve
-from .gradual import GradualPruning
-from .group_lasso import GroupLasso
-from .importance import ImportancePruning, importance
-from .l0 import L0Gates
-from .magnitude import block_norms
-from .movement import MovementPruning
-from .nm import nm_layout, nm_mask
-from .nm_permutation import nm_efficacy, nm_permutation
-from .reconstruction import Reconstruction, reconstruct
-from .rewire import carried, rewire
-from .rigl import RigL
-from .semi_structured import to_semi_structured
-from .sgd import SGD
-from .sr_ste import SRSTE
-from .threshold import ThresholdPruning, percentiles
+from ..surgery.compact import compact
+from ..surgery.rewire import remap_blocks, rewire
+from .calibration.activations import ActivationScores, activation_scores
+from .calibration.reconstruction import Reconstruction, reconstruct
+from .nm.mask import nm_layout, nm_mask
+from .nm.permutation import nm_efficacy, nm_permutation
+from .nm.semi_structured import to_semi_structured
+from .nm.sr_ste import SRSTE
+from .pruning.gradual import GradualPruning
+from .pruning.group_lasso import GroupLasso
+from .pruning.l0 import L0Gates
+from .pruning.magnitude import block_norms
+from .pruning.movement import MovementPruning
+from .pruning.prune_gated_blocks import prune_gated_blocks
+from .pruning.threshold import ThresholdPruning, percentiles
+from .sparse_training.densities import erdos_renyi_density, erk
+from .sparse_training.importance import ImportancePruning, importance
+from .sparse_training.rigl import RigL
+from .sparse_training.set import SET, Evolve
+from .sparse_training.sgd import SGD
+from .sparse_training.sync_ema import sync_ema
 
 __all__ = [
+    "SET",
     "SGD",
     "SRSTE",
     "ActivationScores",
@@ -36,11 +37,8 @@ __all__ = [
     "RigL",
     "ThresholdPruning",
     "activation_scores",
-    "alongside",
     "block_norms",
-    "carried",
     "compact",
-    "drop_closed",
     "erdos_renyi_density",
     "erk",
     "importance",
@@ -49,7 +47,10 @@ __all__ = [
     "nm_mask",
     "nm_permutation",
     "percentiles",
+    "prune_gated_blocks",
     "reconstruct",
+    "remap_blocks",
     "rewire",
+    "sync_ema",
     "to_semi_structured",
 ]

@@ -5,6 +5,7 @@ from .degrees import DegreeDistribution, degree_distribution, degrees, hub_load
 from .mixing import steps_from, steps_to_mix
 from .nnstd import Matching, nnstd, nnstd_matching
 from .paths import PathLengths, average_path_length, connected_components, diameter, path_lengths
+from .proposals import Proposal, Proposals, design
 from .small_world import SmallWorld, small_world, small_world_omega, small_world_sigma
 from .spectrum import spectral_gap
 from .summary import Summary, summary
@@ -14,6 +15,8 @@ __all__ = [
     "DegreeDistribution",
     "Matching",
     "PathLengths",
+    "Proposal",
+    "Proposals",
     "SmallWorld",
     "Summary",
     "Trajectory",
@@ -22,6 +25,7 @@ __all__ = [
     "connected_components",
     "degree_distribution",
     "degrees",
+    "design",
     "diameter",
     "distances",
     "embedding",

@@ -27,7 +27,7 @@ def steps_from(layout: BlockLayout, block: int) -> np.ndarray:
 
     Raises:
         BlockSparseError: a grid that is not square, no such block; scipy is missing
-            (`pip install blocksparse-torch[scipy]`).
+            (`pip install blocksparse-torch[lab]`).
 
     >>> import blocksparse as bs
     >>> bs.topology.steps_from(bs.BlockLayout([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]], 8), 0)
@@ -64,7 +64,7 @@ def steps_to_mix(
     Raises:
         BlockSparseError: a layout that is not square, or of a single unit; one on which some units never reach some
             others, or without identity never all at the same time (said with the period); fewer than two sources;
-            scipy is missing (`pip install blocksparse-torch[scipy]`).
+            scipy is missing (`pip install blocksparse-torch[lab]`).
 
     >>> import blocksparse as bs
     >>> bs.topology.steps_to_mix(bs.patterns.barabasi_albert(576, block_size=1, m=8))

@@ -78,7 +78,7 @@ def nnstd(a: Net, b: Net, *, level: str = "neuron") -> float:
     Raises:
         BlockSparseError: nets of different sizes or numbers of layers, layers that do not feed each other, no
             block-sparse weight, on level "block" different blocks; scipy is missing
-            (`pip install blocksparse-torch[scipy]`).
+            (`pip install blocksparse-torch[lab]`).
 
     >>> import numpy as np, blocksparse as bs
     >>> net = [bs.patterns.random((64, 64), block_size=1, density=0.2, seed=seed) for seed in (0, 1)]

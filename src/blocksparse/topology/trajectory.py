@@ -18,7 +18,7 @@ class Trajectory:
 
     >>> import torch, blocksparse as bs
     >>> model = torch.nn.Sequential(bs.nn.Linear(64, 64, density=0.1, block_size=4), bs.nn.Linear(64, 8, block_size=4))
-    >>> method = bs.sparsity.Evolve(model, torch.optim.SGD(model.parameters(), lr=0.1), zeta=0.3)
+    >>> method = bs.sparsity.SET(model, torch.optim.SGD(model.parameters(), lr=0.1), zeta=0.3)
     >>> trajectory = bs.topology.Trajectory()
     >>> for epoch in range(3):
     ...     trajectory.record(model, epoch)
@@ -92,7 +92,7 @@ def linkage(distances: np.ndarray) -> np.ndarray:
 
     Raises:
         BlockSparseError: no symmetric matrix with zeros on its diagonal; scipy is missing
-            (`pip install blocksparse-torch[scipy]`).
+            (`pip install blocksparse-torch[lab]`).
 
     >>> import numpy as np, blocksparse as bs
     >>> bs.topology.linkage(np.array([[0, 0.1, 0.8], [0.1, 0, 0.6], [0.8, 0.6, 0]])).round(2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_device import dot, finish, lanes, load_inputs, load_weights
+from ..gpu.device import dot, finish, lanes, load_inputs, load_weights
 
 
 @triton.jit

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
+from ..gpu.plan import linear_plan, wgrad_tasks
+from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common, power_of_two, sums_of
+from ..gpu.tiles import Tile, Work, bucket, gpu_of, tile_for
 from ..linear import triton as linear
-from ..linear.gpu_plan import linear_plan, wgrad_tasks
-from ..linear.tiles import Tile, Work, bucket, gpu_of, tile_for
-from ..triton_runtime import Launch, cdiv, check_fits, check_layout_fits, common, power_of_two, sums_of
 from .gpu_plan import phase_table
 from .plan import Axis, is_linear, three_axes
 

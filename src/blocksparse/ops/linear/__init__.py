@@ -6,10 +6,10 @@ from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ..checks import autocast, check_activation, check_alike, check_kinds, needs_grad, recorded_alone
+from ..checks import autocast, check_activation, check_alike, check_kinds, needs_grad, only_autograd_active
 from ..gate import gated
 from . import cpu
-from .op import LinearAlone, backend_of, indices_of, linear_op
+from .op import EagerLinear, backend_of, indices_of, linear_op
 from .reference import ACTIVATIONS
 
 
@@ -41,8 +41,8 @@ def linear(
     Where neither values nor gate want a gradient, the CPU leaves blocks out whose gate is 0: the product runs on
     `layout.select(gate != 0)`, planned once as long as the same gates are 0, and on a copy of the values left, made in
     each call. Other devices and traced graphs multiply all blocks, so that the host need not wait for the gate. To
-    leave blocks out for good, and the copy too, there is `select`, or `bs.sparsity.drop_closed` for a module and its
-    optimizer.
+    leave blocks out for good, and the copy too, there is `select`, or `bs.sparsity.prune_gated_blocks` for a module
+    and its optimizer.
 
     Returns:
         `[..., out_features]`. The outputs of empty rows are activation(bias), or exactly 0.
@@ -113,7 +113,7 @@ def _product(
     check_activation(activation, ACTIVATIONS)
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
     differentiates = needs_grad(x, values, bias)
-    if x.dim() == 2 and not differentiates and recorded_alone(x, values, bias) and backend_of(x) is cpu:
+    if x.dim() == 2 and not differentiates and only_autograd_active(x, values, bias) and backend_of(x) is cpu:
         try:
             return cpu.linear(x, values, bias, layout, transpose, activation)
         except BlockSparseError:  # it compares all sizes itself: nothing is checked twice, but said better
@@ -123,10 +123,10 @@ def _product(
     # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
     fused = activation if activation == "relu" or not differentiates else None
     flat = x if x.dim() == 2 else x.reshape(-1, in_features)
-    if not recorded_alone(x, values, bias):
+    if not only_autograd_active(x, values, bias):
         y = linear_op(flat, values, bias, indices_of(layout, flat), layout.grid[1], transpose, fused)
     elif differentiates:
-        y = LinearAlone.apply(flat, values, bias, layout, transpose, fused)
+        y = EagerLinear.apply(flat, values, bias, layout, transpose, fused)
     else:
         y = backend_of(flat).linear(flat, values, bias, layout, transpose, fused)
     if fused != activation:

@@ -167,7 +167,7 @@ _small = _Small()
 
 def _working(size: int) -> torch.Tensor:
     """Memory for one call, of so many bytes at least."""
-    if size > workspace.LEAST:
+    if size > workspace.MIN_BYTES:
         return workspace.empty((size,), torch.uint8, _CPU)
     if _small.memory.nbytes < size:
         _small.memory = torch.empty(size, dtype=torch.uint8, device=_CPU)

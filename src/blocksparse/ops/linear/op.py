@@ -21,7 +21,7 @@ from ...checked import checked_ints
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, layout_of_indices
 from .. import vmap
-from ..checks import check_operands, needs_grad, unobserved
+from ..checks import can_skip_dispatcher, check_operands, needs_grad
 from ..registry import choose
 from . import cpu, reference, triton
 
@@ -151,7 +151,7 @@ def _linear_wgrad_meta(grad, x, indices, in_blocks):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keys, x, values, bias, in_blocks, transpose, activation, *indices):
-        output = _below(linear_op, keys, x, values, bias, indices, in_blocks, transpose, activation)
+        output = _redispatch_after_autograd(linear_op, keys, x, values, bias, indices, in_blocks, transpose, activation)
         ctx.in_blocks, ctx.transpose, ctx.activation = in_blocks, transpose, activation
         ctx.save_for_backward(x, values, bias, output if activation == "relu" else None, *indices)
         return output
@@ -175,7 +175,7 @@ class _LinearWgrad(torch.autograd.Function):
     def forward(ctx, keys, grad, x, in_blocks, *indices):
         ctx.in_blocks = in_blocks
         ctx.save_for_backward(grad, x, *indices)
-        return _below(linear_wgrad_op, keys, grad, x, indices, in_blocks)
+        return _redispatch_after_autograd(linear_wgrad_op, keys, grad, x, indices, in_blocks)
 
     @staticmethod
     def backward(ctx, grad_values):
@@ -191,16 +191,16 @@ class _LinearWgrad(torch.autograd.Function):
 def _linear_autograd(keys, x, values, bias, indices, in_blocks, transpose, activation):
     if needs_grad(x, values, bias):
         return _Linear.apply(keys, x, values, bias, in_blocks, transpose, activation, *indices)
-    return _below(linear_op, keys, x, values, bias, indices, in_blocks, transpose, activation)
+    return _redispatch_after_autograd(linear_op, keys, x, values, bias, indices, in_blocks, transpose, activation)
 
 
 def _linear_wgrad_autograd(keys, grad, x, indices, in_blocks):
     if needs_grad(grad, x):
         return _LinearWgrad.apply(keys, grad, x, in_blocks, *indices)
-    return _below(linear_wgrad_op, keys, grad, x, indices, in_blocks)
+    return _redispatch_after_autograd(linear_wgrad_op, keys, grad, x, indices, in_blocks)
 
 
-class LinearAlone(torch.autograd.Function):
+class EagerLinear(torch.autograd.Function):
     """The product where nobody but autograd watches, on operands that were checked.
 
     PyTorch's way through ops written in Python takes longer than the products of a small layer. Of the activations it
@@ -220,8 +220,8 @@ class LinearAlone(torch.autograd.Function):
         if output is not None:
             grad = torch.ops.aten.threshold_backward(grad, output, 0)
         layout, needed = ctx.layout, ctx.needs_input_grad[:3]
-        if unobserved(grad, x, values):
-            found = _gradients_alone(grad, x, values, layout, ctx.transpose, needed)
+        if can_skip_dispatcher(grad, x, values):
+            found = _eager_gradients(grad, x, values, layout, ctx.transpose, needed)
         else:
             found = _gradients(grad, x, values, indices_of(layout, x), layout.grid[1], ctx.transpose, needed)
         return *found, None, None, None
@@ -238,7 +238,7 @@ def _gradients(grad, x, values, indices, in_blocks, transpose, needed):
     return grad_x, grad_values, grad.sum(0) if needed[2] else None
 
 
-def _gradients_alone(grad, x, values, layout, transpose, needed):
+def _eager_gradients(grad, x, values, layout, transpose, needed):
     """The same by the backend itself, in one call where it can."""
     backend = backend_of(x)
     if needed[1] and not transpose and backend is cpu:
@@ -254,7 +254,7 @@ def _gradients_alone(grad, x, values, layout, transpose, needed):
     return grad_x, grad_values, grad.sum(0) if needed[2] else None
 
 
-def _below(op, keys, *arguments):
+def _redispatch_after_autograd(op, keys, *arguments):
     """The op as those see it that are called after autograd: compilers, fake tensors, the kernels."""
     with torch._C._AutoDispatchBelowAutograd():
         return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
-from .. import triton_runtime
-from ..triton_runtime import Launch, cdiv, check_fits, check_layout_fits, common, precision, sums_of
-from .gpu_plan import LinearPlan, linear_plan, pair_plan, wgrad_tasks
-from .tiles import Gpu, Tile, Work, bucket, forced, gpu_of, tile_for
+from ..gpu import runtime as triton_runtime
+from ..gpu.plan import LinearPlan, linear_plan, pair_plan, wgrad_tasks
+from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common, precision, sums_of
+from ..gpu.tiles import Gpu, Tile, Work, bucket, forced, gpu_of, tile_for
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Kept per layout; who calls with ever new token counts starts over at so many.

@@ -7,9 +7,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .. import triton_runtime
-from ..linear.tiles import Tile
-from ..triton_runtime import Launch, cdiv, check_fits, power_of_two
+from ..gpu import runtime as triton_runtime
+from ..gpu.runtime import Launch, cdiv, check_fits, power_of_two
+from ..gpu.tiles import Tile
 from .operands import STATES, row_stride
 
 # Numbers of h per program: four for each of its threads, so that few rows have many programs.
@@ -104,7 +104,7 @@ def _launch(
     strides: tuple[int, ...],
     kinds: tuple[bool | None, ...],
 ) -> Launch:
-    from ..triton_device import DTYPES
+    from ..gpu.device import DTYPES
     from . import kernels
 
     n, hidden = shape

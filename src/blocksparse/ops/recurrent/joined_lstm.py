@@ -14,7 +14,7 @@ from ...layout import BlockLayout
 from .. import lstm_gates, workspace
 from .lstm import LSTM, outputs
 from .product import Product
-from .steps import Returning, Trajectory
+from .steps import StateGradient, Trajectory
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class JoinedLSTM(LSTM):
         joined, inputs = Product(values, layout, steps.batch), x.shape[1]
         grad_pre, grad_x = workspace.empty_like(gates), workspace.empty_like(x)
         grad_bias = c_after.new_zeros(gates.shape[1]) if needed[5] else None
-        dh, dc = Returning(steps, grad_h), grad_c.clone()
+        dh, dc = StateGradient(steps, grad_h), grad_c.clone()
         views = [steps.cut(each) for each in (gates, c_before, c_after, grad_y.contiguous(), grad_pre, grad_x)]
         run = lstm_gates.backend_for(gates.device, gates.dtype).backward
         for t in reversed(steps.order):

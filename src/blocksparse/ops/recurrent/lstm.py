@@ -12,7 +12,7 @@ from ...layout import BlockLayout
 from .. import lstm_gates, workspace
 from .product import Product, linear_of
 from .rows import Rows, collected, gathered
-from .steps import Returning, Steps, Trajectory
+from .steps import StateGradient, Steps, Trajectory
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class LSTM:
         grad_y, grad_h, grad_c = grads
         recurrent, *projection = self._products(weights)
         grad_pre = workspace.empty_like(gates)
-        dh, dc = Returning(steps, grad_h), grad_c.clone()
+        dh, dc = StateGradient(steps, grad_h), grad_c.clone()
         views = [steps.cut(each) for each in (gates, c_before, c_after, grad_y.contiguous(), grad_pre)]
         if projection:
             grad_projected = torch.empty_like(grad_y)

@@ -12,7 +12,7 @@ from .. import lstm_gates, workspace
 from .lstm import gates, outputs, unrolled
 from .product import Product, linear_of
 from .rows import Rows, collected, gathered
-from .steps import Returning, Steps, Trajectory
+from .steps import StateGradient, Steps, Trajectory
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class MultiplicativeLSTM:
         state_product = Product(state_weight, self.state_layout, steps.batch)
         grad_pre = workspace.empty_like(gates)
         grad_of_x, grad_of_h = workspace.empty_like(of_h), workspace.empty_like(of_h)
-        dh, dc = Returning(steps, grad_h), grad_c.clone()
+        dh, dc = StateGradient(steps, grad_h), grad_c.clone()
         views = [steps.cut(each) for each in (gates, c_before, c_after, grad_y.contiguous(), grad_pre)]
         factor_views = [steps.cut(each) for each in (of_h, grad_of_x, grad_of_h)]
         factors = Rows(steps, of_x, index)

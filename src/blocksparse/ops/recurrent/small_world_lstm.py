@@ -14,7 +14,7 @@ from .. import lstm_gates, workspace
 from .lstm import gates, outputs, unrolled
 from .product import Product, linear_of
 from .rows import Rows, collected, gathered
-from .steps import Returning, Steps, Trajectory
+from .steps import StateGradient, Steps, Trajectory
 
 EPSILON = 1e-5
 
@@ -137,22 +137,22 @@ class SmallWorldLSTM:
         grad_normed = factors.new_empty(steps.batch, hidden)
         grad_gains, grad_biases = ([torch.zeros_like(each, dtype=c.dtype) for each in of] for of in (gains, biases))
         factor = Rows(steps, factors, index)
-        dh, dc = Returning(steps, grad_h), grad_c.clone()
+        dh, dc = StateGradient(steps, grad_h), grad_c.clone()
         wide = c.dtype
         wide_norms = [(gains[k].to(wide), biases[k].to(wide)) for k in range(depth)]
         run = lstm_gates.backend_for(factors.device, factors.dtype).backward
         for t in reversed(steps.order):
             rows = slice(steps.start[t], steps.start[t + 1])
-            carried = dc[: steps.sizes[t]]
+            remap_blocks = dc[: steps.sizes[t]]
             run(
                 activated[rows],
                 c_before[rows],
                 c_after[rows],
                 dh.at(t),
                 grad_y[rows],
-                carried,
+                remap_blocks,
                 grad_pre_out=grad_pre[rows],
-                grad_c_out=carried,
+                grad_c_out=remap_blocks,
             )
             # Sums while what is summed is in the cache.
             grad_gains[-1] += (grad_pre[rows] * z_normed[rows]).sum(0)

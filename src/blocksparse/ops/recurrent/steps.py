@@ -117,7 +117,7 @@ class Trajectory:
         return self._final
 
 
-class Returning:
+class StateGradient:
     """The gradient at a state on its way back through the steps.
 
     Args:

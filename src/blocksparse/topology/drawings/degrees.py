@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from ...layout import BlockLayout, import_scipy_sparse
-from ...plotting import COLORS, figure_and_axes, save
 from ..degrees import degrees
+from .style import COLORS, figure_and_axes, save
 
 BINS = 40  # at most, for the bars to be told apart
 HUBS = 8  # where the fullest has so many times the middle one's blocks, both axes are logarithmic

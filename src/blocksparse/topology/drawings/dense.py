@@ -8,8 +8,8 @@ from pathlib import Path
 from ... import patterns
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ...plotting import figure_and_axes, save
 from .matrix import show
+from .style import figure_and_axes, save
 
 
 def dense_against_sparse(layout: BlockLayout, path: str | Path, title: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import BlockSparseError
-from ...plotting import COLORS, figure_and_axes, save
 from ..trajectory import embedding, linkage
+from .style import COLORS, figure_and_axes, save
 
 LEAVES = 40  # of a tree whose names can be read
 

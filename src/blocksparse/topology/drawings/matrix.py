@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...layout import BlockLayout
-from ...plotting import figure_and_axes, save
+from .style import figure_and_axes, save
 
 # A grid of more blocks than this to a side is drawn in cells of several blocks, as dark as they are full.
 LARGEST = 512

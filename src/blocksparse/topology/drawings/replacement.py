@@ -12,9 +12,9 @@ import numpy as np
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, import_scipy_sparse
-from ...plotting import COLORS, figure_and_axes, save
 from ..summary import summary
 from .matrix import show
+from .style import COLORS, figure_and_axes, save
 
 DRAWN = 6  # layers of the deep one, at most
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ...plotting import COLORS, figure_and_axes
 from ..mixing import steps_from
+from .style import COLORS, figure_and_axes
 
 FRAMES = 40  # at most; of a longer spreading every second, third, ... step is shown
 LARGEST = 300  # of the picture, in blocks to a side

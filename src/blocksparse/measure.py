@@ -1,0 +1,136 @@
+"""Alternating timing: A B A B ... in one process, so that whatever disturbs the machine disturbs all alike."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+import torch
+
+Call = Callable[[], object]
+Clock = Callable[[Call, int], float]
+
+# A shorter call is repeated up to this, so that neither the clock nor a wake-up of threads is what we measure.
+SHORTEST_SAMPLE = 1e-3
+
+
+def host_clock(call: Call, repeat: int) -> float:
+    """Seconds per call over `repeat` calls in a row. A device has a clock of its own, of the same signature."""
+    start = perf_counter()
+    for _ in range(repeat):
+        call()
+    return (perf_counter() - start) / repeat
+
+
+def cuda_clock(call: Call, repeat: int) -> float:
+    """Seconds per call on the current GPU, by its own events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeat):
+        call()
+    end.record()
+    end.synchronize()
+    return 1e-3 * start.elapsed_time(end) / repeat
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with its quartiles.
+
+    >>> Spread.of([1.0, 2.0, 3.0, 4.0, 100.0])
+    Spread(median=3.0, low=2.0, high=4.0, count=5)
+    """
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        low, median, high = (float(value) for value in np.percentile(samples, (25, 50, 75)))
+        return cls(median, low, high, len(samples))
+
+
+@dataclass
+class Samples:
+    """What `alternate` measured: seconds per call by name and round; a call that sat a round out has NaN there."""
+
+    seconds: dict[str, list[float]]
+    repeat: dict[str, int]
+    names: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = list(self.seconds)
+
+    def time(self, name: str) -> Spread:
+        """Median seconds of one call."""
+        return Spread.of([value for value in self.seconds[name] if not math.isnan(value)])
+
+    def ratio(self, name: str, base: str) -> Spread:
+        """How many times longer `name` takes than `base`: the median over the rounds that both were in."""
+        pairs = zip(self.seconds[name], self.seconds[base], strict=True)
+        return Spread.of([a / b for a, b in pairs if not math.isnan(a / b)])
+
+    def per(self, counts: Mapping[str, int]) -> Samples:
+        """Of calls that each do their work so many times: seconds per time."""
+        seconds = {name: [value / counts[name] for value in values] for name, values in self.seconds.items()}
+        return Samples(seconds, self.repeat)
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """The mean of ratios in which 2 and 1/2 make 1.
+
+    >>> geometric_mean([2.0, 0.5, 8.0])
+    2.0
+    """
+    return math.exp(math.fsum(math.log(ratio) for ratio in ratios) / len(ratios))
+
+
+def alternate(
+    calls: Mapping[str, Call], *, rounds: int = 21, budget: float = 4.0, clock: Clock = host_clock
+) -> Samples:
+    """Times several calls in turn, A B C A B C ...
+
+    Args:
+        calls: what to time, by name; the first one, to which the others are compared, is in every round.
+        rounds: how many rounds at most.
+        budget: seconds for all of them together. Each has an equal share, and one that has used its share sits out
+            the rounds that are left: a slow peer gets fewer rounds, though never less than one. With the last
+            peer out it is over: alone, the first one would have its caches to itself.
+        clock: `clock(call, repeat)` gives the seconds per call.
+
+    >>> samples = alternate({"ours": lambda: sum(range(100)), "theirs": lambda: sum(range(10_000))}, rounds=3)
+    >>> samples.ratio("theirs", "ours").median > 1
+    True
+    """
+    share = budget / len(calls)
+    first_name, *peers = calls
+    repeat = {}
+    for name, call in calls.items():
+        first = clock(call, 1)  # makes plans, caches and threads
+        once = first if first > share / 8 else clock(call, 1)
+        repeat[name] = max(1, math.ceil(SHORTEST_SAMPLE / max(once, 1e-9)))
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    spent = dict.fromkeys(calls, 0.0)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            running = [name for name in peers or [first_name] if spent[name] < share]
+            if not running:
+                break
+            for name, call in calls.items():
+                if name != first_name and name not in running:
+                    seconds[name].append(math.nan)
+                    continue
+                seconds[name].append(clock(call, repeat[name]))
+                spent[name] += seconds[name][-1] * repeat[name]
+    finally:
+        if collecting:
+            gc.enable()
+    return Samples(seconds, repeat)

@@ -1,0 +1,1 @@
+"""What the GPU backends of all ops share: tiles, plans, launches, device functions."""

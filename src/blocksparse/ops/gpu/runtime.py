@@ -1,0 +1,188 @@
+"""What all Triton backends share: whether Triton can serve here, on a GPU or in its interpreter, and launches."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from ...errors import BlockSparseError
+
+if TYPE_CHECKING:
+    from ...layout import BlockLayout
+    from .tiles import Tile
+
+CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 and asynchronous copies
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU: slow, for tests and debugging."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unavailable() -> str | None:
+    """Why no Triton kernel can run here, or None. Does not import Triton."""
+    if interpreting() and _installed():
+        return None
+    if torch.cuda.is_available():
+        return _refusal_of_gpu(torch.cuda.current_device())
+    if not _installed():
+        return _MISSING
+    return "PyTorch sees no GPU (with TRITON_INTERPRET=1 the kernels run on the CPU, slowly)"
+
+
+def details() -> str:
+    """What the kernels run on."""
+    return "Triton's interpreter, on the CPU" if interpreting() else torch.cuda.get_device_name()
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why tensors on this device cannot be served, or None."""
+    if interpreting() and device.type != "cpu":
+        return f"Triton interprets here (TRITON_INTERPRET=1), tensors on the CPU, not on {device}"
+    if device.type == "cuda" and not interpreting():
+        return _refusal_of_gpu(device.index)
+    reason = unavailable()
+    if reason is None and not interpreting():
+        reason = f"it serves tensors on a GPU, not on {device}"
+    return reason
+
+
+_MISSING = "Triton is not installed; on Linux it comes with PyTorch for GPUs, or from `pip install triton`"
+
+
+@lru_cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache
+def _refusal_of_gpu(index: int | None) -> str | None:
+    if not _installed():
+        return _MISSING
+    capability = torch.cuda.get_device_capability(index)
+    if torch.version.hip is None and capability < CAPABILITY:
+        here, least = (".".join(map(str, version)) for version in (capability, CAPABILITY))
+        return f"{torch.cuda.get_device_name(index)} has compute capability {here}, and the kernels need {least}"
+    return None
+
+
+# -- launches ---------------------------------------------------------------------------------------------------
+
+MOST_PROGRAMS = 2**31 - 1
+MOST_SLICES = 2**16 - 1  # along the other two axes of a grid
+# Kernels count in int32, and beyond the last number up to a tile more before they mask it; addresses are int64.
+MOST_COUNTED = 2**31 - 2**16
+
+
+def check_fits(name: str, what: str, count: int) -> None:
+    """Raises a BlockSparseError for more of something than kernels count."""
+    if count > MOST_COUNTED:
+        raise BlockSparseError.expected(name, f"at most {MOST_COUNTED} {what} on a GPU", f"{count}")
+
+
+def check_layout_fits(layout: BlockLayout) -> None:
+    """Raises a BlockSparseError for a layout with more blocks or features than kernels count."""
+    check_fits("layout", "blocks", layout.nnz)
+    for blocks, size in zip(layout.grid, layout.block_shape, strict=True):
+        # Lanes are those of blocks rounded up.
+        check_fits("layout", "features, in blocks of a power of two,", blocks * power_of_two(size))
+    check_fits("layout", "numbers in a block", layout.block_shape[0] * layout.block_shape[1])
+
+
+class Launch:
+    """A kernel, its grid, and all of its arguments but the tensors of a call.
+
+    Triton looks a compiled kernel up anew in each launch, for the price of a small product: here it is kept.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        tensors: int,
+        arguments: dict[str, Any],
+        tile: Tile,
+        slots: int = 0,
+        splits: int = 1,
+    ) -> None:
+        for count, most in zip(grid, (MOST_PROGRAMS, MOST_SLICES, MOST_SLICES), strict=True):
+            if count > most:
+                raise BlockSparseError.expected(
+                    "x", "fewer tokens in one call on a GPU, or smaller blocks", f"{grid} tiles of work"
+                )
+        self.kernel, self.grid, self.slots, self.splits = kernel, grid, slots, splits
+        self.arguments = tuple(arguments[name] for name in kernel.arg_names[tensors:])
+        self.options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        self.compiled: Any = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        x: Any = tensors[0]
+        if isinstance(x, FunctionalTensor):  # traced: the graph launches it
+            torch.library.wrap_triton(self.kernel)[self.grid](*tensors, *self.arguments, **self.options)
+        elif x.is_cuda and x.device.index != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                self._launch(*tensors)
+        else:
+            self._launch(*tensors)
+
+    def _launch(self, *tensors: Tensor | None) -> None:
+        if self.compiled is not None:
+            self.compiled(*tensors, *self.arguments)
+            return
+        try:
+            compiled = self.kernel[self.grid](*tensors, *self.arguments, **self.options)
+        except Exception as error:
+            if type(error).__name__ == "OutOfResources":  # of Triton, which need not be there for an isinstance
+                expected = "enough shared memory and registers for its tile; `blocksparse tune` finds others"
+                raise BlockSparseError.expected("GPU", expected, error) from error
+            raise
+        if compiled is not None:  # the interpreter compiles nothing
+            self.compiled = compiled[self.grid]
+
+
+def common(dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
+    """The arguments that every product takes for tensors of this dtype and this tile."""
+    from .device import DTYPES
+
+    return {
+        "PRECISION": precision(dtype),
+        "SUM": DTYPES[sums_of(dtype)],
+        "WIDEN": interpreting(),
+        "TOKENS": tile.tokens,
+        "OUTPUTS": tile.outputs,
+        "LANES": tile.lanes,
+    }
+
+
+def precision(dtype: torch.dtype) -> str:
+    """TF32 for float32 where PyTorch's own switch allows it."""
+    return "tf32" if dtype == torch.float32 and tf32() else "ieee"
+
+
+def tf32() -> bool:
+    """Whether PyTorch's own switch allows TF32 in products of float32."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# Dynamo cannot trace it; graphs are guarded by the switch anyway.
+tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def sums_of(dtype: torch.dtype) -> torch.dtype:
+    """What sums of `dtype` are accumulated in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two from `size` on."""
+    return 1 << (max(size, 1) - 1).bit_length()

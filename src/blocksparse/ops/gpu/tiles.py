@@ -1,0 +1,333 @@
+"""Which tile a Triton kernel runs with: the nearest tuned one of this GPU model, else a rule.
+
+Tuned tiles are JSON, one file per GPU model: those that `blocksparse tune` wrote on this machine come first, then those
+in the folder `tiles` beside this file. Nothing is ever tuned in a call.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import files
+from ...checked import checked_block, integer, is_int, number
+from ...errors import BlockSparseError
+from .runtime import power_of_two, tf32
+
+PASSES = ("forward", "dgrad", "wgrad")
+DTYPES = ("float16", "bfloat16", "float32", "tf32", "float64")
+# Up to so many tokens the weights' bytes are the bound, above it the tensor cores and the L2 cache.
+FEW_TOKENS = 64
+# Tiles, splits and schedules change with the token count at powers of two between these.
+LEAST_TOKENS, MOST_TOKENS = 16, 8192
+# What no kernel goes beyond: sums on a side of a tile, and warps of a program.
+MOST_SIZE, MOST_WARPS = 1 << 16, 32
+# Bytes of shared memory for what waits for copies and tensor cores.
+BARRIERS = 64
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The tile of one program, and how Triton compiles it.
+
+    `tokens` x `outputs` sums, `lanes` of the inner dimension per step; of wgrad: `lanes` x `outputs` sums, `tokens` per
+    step. `stages` is the depth of the software pipeline; loads behind an index load get about half of it in buffers.
+    """
+
+    tokens: int
+    outputs: int
+    lanes: int
+    warps: int
+    stages: int
+    group: int = 1  # tiles of tokens that come to one task side by side, to share its weights in the cache
+    pairs: bool = False  # two rows per task, inputs that both need loaded once
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "outputs", "lanes", "warps"):
+            size, most = getattr(self, name), MOST_WARPS if name == "warps" else MOST_SIZE
+            if not is_int(size) or not 1 <= size <= most or size & (size - 1):
+                raise BlockSparseError.expected(f"{name} of a tile", f"a power of two, {most} at most", repr(size))
+        for name in ("stages", "group"):
+            integer(f"{name} of a tile", getattr(self, name), 1, below=MOST_SIZE + 1)
+        if not isinstance(self.pairs, bool):
+            raise BlockSparseError.expected("pairs of a tile", "True or False", repr(self.pairs))
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What of a GPU the choice depends on."""
+
+    name: str
+    kind: str  # "sm80", "sm90", "gfx942": instruction set
+    multiprocessors: int
+    shared_memory: int  # bytes a program may use
+
+
+@dataclass(frozen=True)
+class Work:
+    """One product, as far as the choice of its tile goes."""
+
+    pass_: str
+    dtype: torch.dtype
+    block: tuple[int, int]
+    tokens: int  # of a bucket
+    density: float
+    tf32: bool = field(default_factory=tf32)
+
+    def __post_init__(self) -> None:
+        if self.dtype != torch.float32:
+            object.__setattr__(self, "tf32", False)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as a name, "tf32" where that is what products of float32 are rounded to."""
+        return "tf32" if self.tf32 else str(self.dtype).removeprefix("torch.")
+
+
+def bucket(tokens: int) -> int:
+    """The power of two that stands for this many tokens, by comparisons only, so that a traced size keeps its freedom.
+
+    >>> bucket(1), bucket(33), bucket(64), bucket(10**6)
+    (16, 64, 64, 8192)
+    """
+    size = LEAST_TOKENS
+    while size < MOST_TOKENS and tokens > size:
+        size *= 2
+    return size
+
+
+def tile_for(work: Work, gpu: Gpu) -> Tile:
+    """The tile to run this work with on this GPU."""
+    return _tile_for(work, gpu, _forced.get(work.pass_))
+
+
+@lru_cache(maxsize=4096)
+def _tile_for(work: Work, gpu: Gpu, forced: Tile | None) -> Tile:
+    return fit(forced or nearest(work, _tuned(gpu.name)) or rule(work, gpu), work, gpu)
+
+
+_forced: dict[str, Tile] = {}
+
+
+@contextmanager
+def use_tiles(**tiles: Tile) -> Iterator[None]:
+    """Within it the given passes run with the given tiles: `use_tiles(forward=..., dgrad=..., wgrad=...)`."""
+    before = dict(_forced)
+    _forced.update(tiles)
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
+
+
+def forced() -> tuple[Any, ...]:
+    """What a tile depends on beside the work: a schedule or launch made under one of these serves no other."""
+    return tf32(), _readings, *_forced.items()
+
+
+def rule(work: Work, gpu: Gpu) -> Tile:
+    """A tile from the bounds alone (bytes of the weights, L2 traffic of the inputs, registers), for any GPU."""
+    height = work.block[1] if work.pass_ == "dgrad" else work.block[0]
+    outputs = min(max(power_of_two(height), 16), 128)
+    if work.dtype == torch.float64 or (work.dtype == torch.float32 and not work.tf32):
+        tile = _rule_of_exact_products(work, min(outputs, 64))
+    elif work.pass_ == "wgrad":
+        tokens = min(work.tokens, 32 if work.tf32 else 64)
+        tile = Tile(tokens, outputs, lanes=128, warps=8 if outputs > 64 else 4, stages=4)
+    elif work.tokens <= FEW_TOKENS:
+        tile = Tile(work.tokens, min(outputs, 64), lanes=64 if work.tf32 else 128, warps=4, stages=7)
+    elif _reads_shared_memory(gpu):
+        tokens = 256 if gpu.kind == "sm90" or not work.tf32 else 128
+        tile = Tile(min(work.tokens, tokens), outputs, lanes=32 if work.tf32 else 64, warps=8, stages=5)
+    else:
+        large = outputs > 64
+        lanes = 16 if large and work.tf32 else 32
+        tile = Tile(min(work.tokens, 128), outputs, lanes, warps=8 if large else 4, stages=5)
+    # Triton's pipeline for AMD keeps one step in registers and one in shared memory.
+    return replace(tile, stages=2) if gpu.kind.startswith("gfx") else tile
+
+
+def _rule_of_exact_products(work: Work, outputs: int) -> Tile:
+    # Plain multiply-adds, or products of 16 x 8 in float64: sums and operands share the registers.
+    double = work.dtype == torch.float64
+    if work.pass_ == "wgrad":
+        return Tile(tokens=16, outputs=outputs, lanes=64 if double or outputs > 32 else 128, warps=4, stages=4)
+    if work.tokens <= FEW_TOKENS:
+        outputs = min(outputs, 32)
+    lanes = 16 if double else 32 if work.tokens <= 32 else max(outputs // 2, 16)
+    return Tile(min(work.tokens, 64), outputs, lanes, warps=4, stages=5)
+
+
+def _reads_shared_memory(gpu: Gpu) -> bool:
+    """Whether tensor cores take operands from there (wgmma, tcgen05), which leaves the registers to large tiles."""
+    return gpu.kind.startswith("sm") and 90 <= int(gpu.kind[2:]) < 120
+
+
+def fit(tile: Tile, work: Work, gpu: Gpu) -> Tile:
+    """The tile made to fit the shared memory of a program: fewer stages, then smaller steps.
+
+    Raises:
+        BlockSparseError: not even the smallest fits.
+    """
+    while shared_memory(tile, work) > gpu.shared_memory:
+        if tile.stages > 2:
+            tile = replace(tile, stages=max(tile.stages - 2, 2))
+        elif tile.lanes > 16 and work.pass_ != "wgrad":
+            tile = replace(tile, lanes=tile.lanes // 2)
+        elif tile.tokens > 16:
+            tile = replace(tile, tokens=tile.tokens // 2)
+        else:
+            expected = f"at least {shared_memory(tile, work)} bytes of shared memory per program for this {work}"
+            raise BlockSparseError.expected("GPU", expected, f"{gpu.shared_memory} on {gpu.name}")
+    return tile
+
+
+def shared_memory(tile: Tile, work: Work) -> int:
+    """An upper estimate of the bytes of shared memory that the pipeline's buffers take."""
+    itemsize = work.dtype.itemsize
+    if work.pass_ == "wgrad":
+        return max(tile.stages, 1) * (tile.lanes + tile.outputs) * tile.tokens * itemsize + BARRIERS
+    buffers = tile.stages // 2 + 1
+    rows = tile.tokens + tile.outputs * (2 if tile.pairs else 1)
+    return buffers * (rows * itemsize + 12) * tile.lanes + BARRIERS
+
+
+@lru_cache
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU of this device; where kernels are interpreted, one to plan for."""
+    if device.type != "cuda":
+        return INTERPRETED
+    facts = torch.cuda.get_device_properties(device)
+    kind = facts.gcnArchName.split(":")[0] if torch.version.hip else f"sm{facts.major}{facts.minor}"
+    memory = getattr(facts, "shared_memory_per_block_optin", None) or facts.shared_memory_per_block
+    return Gpu(facts.name, kind, facts.multi_processor_count, memory)
+
+
+INTERPRETED = Gpu("Triton's interpreter", "sm90", 132, 227 * 1024)
+
+
+# -- tuned tiles ------------------------------------------------------------------------------------------------
+
+
+def slug(name: str) -> str:
+    """The file name of a GPU model.
+
+    >>> slug("NVIDIA H200")
+    'nvidia-h200'
+    """
+    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
+def user_folder() -> Path:
+    """Where `blocksparse tune` writes: $BLOCKSPARSE_TILES, or the user's cache folder."""
+    given = os.environ.get("BLOCKSPARSE_TILES")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(given) if given else cache / "blocksparse" / "tiles"
+
+
+def shipped_folder() -> Path:
+    return Path(__file__).parent / "tiles"
+
+
+@lru_cache
+def _tuned(name: str) -> dict[Work, Tile]:
+    found: dict[Work, Tile] = {}
+    for folder in (shipped_folder(), user_folder()):  # the user's own come before the shipped ones
+        path = folder / f"{slug(name)}.json"
+        if path.exists():
+            found |= read(path)
+    return found
+
+
+def forget_tuned() -> None:
+    """Reads the files anew at the next call."""
+    global _readings
+    _readings += 1
+    _tuned.cache_clear()
+    _tile_for.cache_clear()
+
+
+_readings = 0
+
+
+def read(path: Path) -> dict[Work, Tile]:
+    """The tuned tiles in a file.
+
+    Raises:
+        BlockSparseError: no such file, or not one that `write` wrote.
+    """
+    try:
+        entries = files.read_json(path, "tuned tiles")["tiles"]
+        return {_work(entry): Tile(**entry["tile"]) for entry in entries}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BlockSparseError.expected(
+            "tuned tiles", "a file that `blocksparse tune` wrote", f"{path}: {error}"
+        ) from error
+
+
+def write(path: Path, gpu: Gpu, tiles: Mapping[Work, Tile], facts: Mapping[str, Any]) -> None:
+    """Tuned tiles as JSON, with the facts of the run that found them.
+
+    Raises:
+        BlockSparseError: the file cannot be written.
+    """
+    entries = [
+        {
+            "pass": work.pass_,
+            "dtype": work.dtype_name,
+            "block": list(work.block),
+            "tokens": work.tokens,
+            "density": work.density,
+            "tile": asdict(tile),
+        }
+        for work, tile in tiles.items()
+    ]
+    text = json.dumps({"gpu": asdict(gpu), **facts, "tiles": entries}, indent=1) + "\n"
+    # First beside it: a run that is killed while it writes leaves the file as it was.
+    beside = path.with_suffix(".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text)
+        beside.replace(path)
+    except OSError as error:
+        raise BlockSparseError.expected(str(path), "a file to write to", error.strerror or error) from error
+
+
+def _work(entry: Mapping[str, Any]) -> Work:
+    pass_, name = entry["pass"], entry["dtype"]
+    if pass_ not in PASSES or name not in DTYPES:
+        raise BlockSparseError.expected("pass and dtype", f"of {', '.join(PASSES)} and {', '.join(DTYPES)}", "others")
+    dtype = torch.float32 if name == "tf32" else getattr(torch, name)
+    tokens, density = integer("tokens", entry["tokens"], 1, below=2**31), number("density", entry["density"], 0, 1)
+    block = checked_block(entry["block"])
+    integer("block", max(block), 1, below=2**31)
+    return Work(pass_, dtype, block, tokens, density, name == "tf32")
+
+
+def nearest(work: Work, tuned: Mapping[Work, Tile]) -> Tile | None:
+    """The tile of the tuned work of the same pass, dtype and block that is nearest in tokens, then density."""
+
+    def same(other: Work) -> bool:
+        return (other.pass_, other.dtype_name, other.block) == (work.pass_, work.dtype_name, work.block)
+
+    def few(other: Work) -> bool:
+        return (other.tokens <= FEW_TOKENS) == (work.tokens <= FEW_TOKENS)
+
+    def distance(other: Work) -> float:
+        return abs(math.log2(other.tokens / work.tokens)) + abs(
+            math.log(max(other.density, 1e-4) / max(work.density, 1e-4))
+        )
+
+    known: Iterable[Work] = [other for other in tuned if same(other) and few(other)]
+    nearest = min(known, key=distance, default=None)
+    return None if nearest is None else tuned[nearest]

@@ -1,0 +1,1 @@
+"""Pruning after training, with some data: scores by activations, and values that reconstruct the outputs."""

@@ -1,0 +1,123 @@
+"""Which blocks count, by their weights and by what reaches them: Wanda, for blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ...errors import BlockSparseError
+from ...surgery.prunable import Prunable, Skip, as_matrix, prunable
+from ..pruning.blocks import Blocks
+from .calibrate import Batches, as_rows, channel_axis, check_finite, observe
+
+
+class ActivationScores(dict[str, Tensor]):
+    """Scores `[out_blocks, in_blocks]` by the name of the weight, as `sparsify` takes them for its criterion."""
+
+    by_magnitude: dict[str, str]
+    """The weights whose inputs were not seen, with the reason: their scores are sums of |w|."""
+
+
+def activation_scores(
+    model: nn.Module, batches: Batches, block_size: int | tuple[int, int] = 32, skip: Skip = ()
+) -> ActivationScores:
+    """The score of each block by some calibration data: the sum over it of |w_ij| * ||x_j||, Wanda's for weights.
+
+    x_j is input j over all tokens of all batches: of a convolution input channel j at all positions, of an LSTM's
+    recurrent weight the state j after each step. Only sums of squares are kept, in float64. The model runs in its
+    evaluation mode.
+
+    Args:
+        model: any module; as it is afterwards.
+        batches: what the model is called with, some hundred samples say: an iterable of tensors, of tuples or lists of
+            arguments, or of dicts of arguments by name.
+        block_size: an int or (rows, columns).
+        skip: what gets no score: modules, or names of modules or weights.
+
+    Returns:
+        float64 `[out_blocks, in_blocks]` for each weight that can become block-sparse, for
+        `sparsify(model, criterion=scores, scope="layer")`: how much a score means differs from layer to layer. Scores
+        of weights that no batch reaches are sums of |w|; `by_magnitude` lists them.
+
+    Raises:
+        BlockSparseError: no batch, batches that reach no weight, inputs of a layer that are not finite, no weight that
+            can become block-sparse, a block size that is none, something to skip that the model does not have.
+
+    >>> import torch, blocksparse as bs
+    >>> layer = torch.nn.Linear(4, 2, bias=False)
+    >>> layer.weight.data = torch.tensor([[1.0, 1.0, 2.0, 2.0], [1.0, 1.0, 0.0, 0.0]])
+    >>> bs.sparsity.activation_scores(layer, [torch.tensor([[3.0, 0, 1, 0], [4, 0, 0, 0]])], block_size=2)
+    {'weight': tensor([[10.,  2.]], dtype=torch.float64)}
+
+    Source: Sun et al., A simple and effective pruning approach for large language models (2023).
+    """
+    weights = prunable(model, block_size, skip)
+    if not weights:
+        raise BlockSparseError.expected("model", "dense weights that can become block-sparse", type(model).__name__)
+    by_module: dict[nn.Module, dict[str, Prunable]] = {}
+    for weight in weights:
+        by_module.setdefault(weight.module, {})[weight.parameter] = weight
+    squares: dict[str, Tensor] = {}
+
+    def see(module: nn.Module, args: tuple[Any, ...]) -> None:
+        here = by_module[module]
+        for parameter, rows in _inputs(module, next(iter(here.values())), args):
+            if parameter in here:
+                name, sums = here[parameter].name, rows.double().square().sum(0)
+                squares[name] = squares[name] + sums if name in squares else sums
+
+    observe(model, batches, by_module, see)
+    if not squares:
+        raise BlockSparseError.expected("batches", "ones that reach a weight of the model", "none that does")
+    for name, sums in squares.items():
+        check_finite(name, sums)
+    scores = ActivationScores()
+    scores.by_magnitude = {weight.name: _unseen(weight) for weight in weights if weight.name not in squares}
+    for weight in weights:
+        scores[weight.name] = _scores(weight, squares.get(weight.name))
+    return scores
+
+
+def _scores(weight: Prunable, squares: Tensor | None) -> Tensor:
+    matrix = weight.matrix().detach().double().abs()
+    if squares is not None:
+        matrix = matrix * squares.sqrt().view(1, -1, *[1] * (matrix.dim() - 2))
+    return Blocks(weight).sums(as_matrix(weight.module, matrix))
+
+
+def _unseen(weight: Prunable) -> str:
+    kind = type(weight.module)
+    known = kind is nn.LSTM and not weight.parameter.startswith("weight_hr")
+    several = weight.parameter != "weight"
+    return f"what reaches it inside of {kind.__name__} is not seen" if several and not known else "no batch reaches it"
+
+
+def _inputs(module: nn.Module, weight: Prunable, args: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
+    """The names of a module's parameters, and what each is multiplied with in this call, `[tokens, features]`."""
+    if type(module) is nn.LSTM:
+        yield from _inputs_of_lstm(module, *args)
+    elif weight.parameter == "weight":
+        yield "weight", as_rows(args[0], channel_axis(weight))
+
+
+def _inputs_of_lstm(
+    module: nn.LSTM, x: Tensor | PackedSequence, state: tuple[Tensor, Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Layer by layer: PyTorch does not give away what goes from one to the next."""
+    directions = 2 if module.bidirectional else 1
+    for level in range(module.num_layers):
+        size = module.input_size if level == 0 else directions * (module.proj_size or module.hidden_size)
+        names = ("hidden_size", "bias", "batch_first", "bidirectional", "proj_size")
+        layer = nn.LSTM(size, **{name: getattr(module, name) for name in names}, device="meta")
+        for key in list(layer._parameters):
+            setattr(layer, key, getattr(module, key.replace("_l0", f"_l{level}")))
+        part = slice(level * directions, (level + 1) * directions)
+        rows = as_rows(x.data if isinstance(x, PackedSequence) else x)
+        x, _ = layer(x, None if state is None else (state[0][part], state[1][part]))
+        after = as_rows(x.data if isinstance(x, PackedSequence) else x).chunk(directions, dim=1)
+        for suffix, states in zip(("", "_reverse"), after, strict=False):
+            yield f"weight_ih_l{level}{suffix}", rows
+            yield f"weight_hh_l{level}{suffix}", states

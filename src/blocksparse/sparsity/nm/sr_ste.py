@@ -1,0 +1,140 @@
+"""N:M sparsity while a network trains: SR-STE, and retraining with a fixed mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ...checked import number
+from ...errors import BlockSparseError
+from ...surgery.prunable import Skip, survey
+from .mask import check_nm, nm_mask
+
+
+class SRSTE:
+    """Trains a model with N:M sparse weights by the sparse-refined straight-through estimator.
+
+    The forward pass takes mask * w with the mask of the moment, `nm_mask(w, n, m)`. Backward, the gradient g of that is
+    passed to all of w, and the weights that are masked decay: g + decay (1 - mask) w. So weights can come back, and
+    masks settle.
+
+    Args:
+        model: linear layers, convolutions and their transposes, and the Conv1D of transformers are parametrized in
+            place; the parameters stay the same objects, so that an optimizer may exist already.
+        n, m: 0 < n <= m.
+        decay: lambda in the paper, 2e-4 there.
+        skip: what is left as it is: modules, or names of modules or parameters.
+
+    `weights` are the names of the weights; `left` has those that stay dense, with the reason: inputs that m does not
+    divide, shared weights, other kinds of modules. In a state dict, a weight is
+    `parametrizations.weight.original` until `finish`.
+
+    Raises:
+        BlockSparseError: n or m out of range, a decay below 0, no weight that could be N:M sparse, something to skip
+            that the model does not have. Nothing is changed then.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 10))
+        >>> method = bs.sparsity.SRSTE(model, n=2, m=4)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # then train as ever
+        >>> method.finish()
+        >>> (model[0].weight.detach() != 0).view(16, 2, 4).sum(-1).unique()
+        tensor([2])
+
+    Source: Zhou et al., Learning N:M fine-grained structured sparse neural networks from scratch (2021).
+    """
+
+    def __init__(self, model: nn.Module, n: int = 2, m: int = 4, *, decay: float = 2e-4, skip: Skip = ()):
+        check_nm(n, m)
+        decay = number("decay", decay, 0)
+        found = survey(model, 1, skip)
+        self.left: dict[str, str] = {}
+        chosen = []
+        for weight, reason in found:
+            if reason is None and weight.parameter != "weight":
+                reason = f"{type(weight.module).__name__} has several weights in one call"
+            if reason is None and weight.matrix().shape[1] % m:
+                reason = f"{weight.matrix().shape[1]} inputs are no multiple of {m}"
+            if reason is None:
+                chosen.append(weight)
+            else:
+                self.left[weight.name] = reason
+        if not chosen:
+            raise BlockSparseError.expected("model", f"a weight that can be {n}:{m} sparse", self.left or "no weight")
+        self.weights = tuple(weight.name for weight in chosen)
+        self._modules = [weight.module for weight in chosen]
+        for weight in chosen:
+            swapped = weight.matrix() is not getattr(weight.module, weight.parameter)
+            parametrize.register_parametrization(weight.module, "weight", _Masked(n, m, decay, swapped), unsafe=True)
+
+    def freeze(self) -> None:
+        """Keeps the masks as they are from now on; the gradient is then mask * g.
+
+        At once on a trained model, this is pruning in one shot and retraining with a fixed mask.
+
+        Raises:
+            BlockSparseError: after `finish`.
+        """
+        for module in self._parametrized():
+            with torch.no_grad():
+                module.parametrizations.weight[0].freeze(module.parametrizations.weight.original)
+
+    def finish(self) -> None:
+        """Takes the parametrizations off: the weights are plain parameters again, the same objects, with zeros.
+
+        Raises:
+            BlockSparseError: a second time.
+        """
+        for module in self._parametrized():
+            parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
+        self._modules = []
+
+    def _parametrized(self) -> list[Any]:
+        if not self._modules:
+            raise BlockSparseError.expected("SRSTE", "a method that goes on", "one that is finished")
+        return self._modules
+
+
+class _Masked(nn.Module):
+    """A weight's N:M mask, found anew in each call unless it is frozen, and applied."""
+
+    mask: Tensor | None
+
+    def __init__(self, n: int, m: int, decay: float, swapped: bool):
+        super().__init__()
+        self.n, self.m, self.decay, self.swapped = n, m, decay, swapped
+        self.register_buffer("mask", None)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if self.mask is not None:
+            return weight * self.mask
+        return _Refined.apply(weight, self._mask(weight), self.decay)
+
+    def freeze(self, weight: Tensor) -> None:
+        if self.mask is None:
+            self.mask = self._mask(weight)
+
+    def _mask(self, weight: Tensor) -> Tensor:
+        """Of a weight whose first axis is the inputs where `swapped`."""
+        if self.swapped:
+            return nm_mask(weight.transpose(0, 1), self.n, self.m).transpose(0, 1)
+        return nm_mask(weight, self.n, self.m)
+
+
+class _Refined(torch.autograd.Function):
+    """mask * w, with the gradient g + decay (1 - mask) w."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, mask: Tensor, decay: float) -> Tensor:
+        ctx.save_for_backward(weight, mask)
+        ctx.decay = decay
+        return weight * mask
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        weight, mask = ctx.saved_tensors
+        return grad + ctx.decay * weight.masked_fill(mask, 0), None, None

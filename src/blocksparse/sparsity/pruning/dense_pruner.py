@@ -1,0 +1,191 @@
+"""What the methods share that look for a block-sparse pattern while the weights are still dense."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ...checked import check_state
+from ...errors import BlockSparseError
+from ...layout import BlockLayout
+from ...surgery.prunable import Skip, prunable
+from ...surgery.replace import replace_with_sparse
+from ...surgery.rewire import check_optimizer
+from .blocks import Blocks
+
+
+class DensePruner:
+    """A method that finds the blocks to keep while a dense model is trained, and then stores only these.
+
+    `step` is called after each `optimizer.step()`, and `finish` once, at the end: it puts block-sparse modules in the
+    place of the dense ones, whose outputs are the same, and takes the optimizer's state along.
+
+    Args:
+        model: with dense weights of torch.nn's linear layers, convolutions and LSTMs.
+        optimizer: the one that trains them, or None for none that keeps a state.
+        block_size: an int or (rows, columns) of the weights `[out, in]`. Of one column and all rows a block is an
+            input feature.
+        skip: what stays dense: modules, or their names in the model, or names of weights.
+
+    Raises:
+        BlockSparseError: a model without weights that can become block-sparse, or with one on the meta device; an
+            optimizer without one of them; a name that the model does not have.
+    """
+
+    end: int | None = None
+    """The call of `step` from which on `finish` may be called; None for any."""
+    remedy = "a higher density"
+    """What is to be changed where a weight was left without a block."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        block_size: int | tuple[int, int] = 32,
+        skip: Skip = (),
+    ):
+        found = prunable(model, block_size, skip)
+        if not found:
+            wanted = "one with dense weights that can become block-sparse, not all of them skipped"
+            raise BlockSparseError.expected("model", wanted, type(model).__name__)
+        self.model, self.optimizer = model, optimizer
+        self.weights = {weight.name: weight for weight in found}
+        self.dense: dict[str, Tensor] = {}
+        for weight in found:
+            dense = getattr(weight.module, weight.parameter)
+            check_optimizer(optimizer, dense, weight.name)
+            self.dense[weight.name] = dense
+        self.blocks = {weight.name: Blocks(weight) for weight in found}
+        self.calls = 0
+        self._layouts: dict[str, BlockLayout] | None = None
+
+    def step(self) -> bool:
+        """Counts a call; returns whether it was one that could change the pattern."""
+        self._check_unfinished("step")
+        self.calls += 1
+        with torch.no_grad():
+            return self._step()
+
+    def layouts(self) -> dict[str, BlockLayout]:
+        """The layout that each weight would get now, by its name; after `finish` the one that it has got."""
+        if self._layouts is not None:
+            return dict(self._layouts)
+        with torch.no_grad():
+            return {name: BlockLayout(keep, self.blocks[name].block_shape) for name, keep in self._kept().items()}
+
+    @property
+    def density(self) -> float:
+        """The part of the numbers in all these weights that the layouts store."""
+        layouts = self.layouts()
+        stored = sum(layouts[name].nnz * blocks.size for name, blocks in self.blocks.items())
+        return stored / sum(blocks.grid[0] * blocks.grid[1] * blocks.size for blocks in self.blocks.values())
+
+    def finish(self, layouts: Mapping[str, BlockLayout] | None = None) -> nn.Module:
+        """Makes the weights block-sparse, with exactly the blocks that are kept; gradients of them are cleared.
+
+        Args:
+            layouts: instead of its own, those that `layouts()` gave after the `finish` of a run that is to go on from a
+                checkpoint behind it. May be called at once then, before states are loaded.
+
+        Returns:
+            The model; another object only where the model itself is a layer that became block-sparse.
+
+        Raises:
+            BlockSparseError: before the last step of a schedule, a second time, a weight without any block that is
+                kept, an optimizer whose state cannot follow, layouts that do not fit the weights.
+        """
+        self._check_unfinished("finish")
+        if layouts is not None and set(layouts) != set(self.weights):
+            raise BlockSparseError.expected("layouts", f"those of {', '.join(self.weights)}", ", ".join(layouts))
+        if layouts is None:
+            if self.end is not None and self.calls < self.end:
+                raise BlockSparseError.expected("finish", f"{self.end} calls of step before", self.calls)
+            layouts = self.layouts()
+        for name, layout in layouts.items():
+            if layout.nnz == 0:
+                wanted = f"a block that is kept (by {self.remedy}; or leave the weight out by skip)"
+                raise BlockSparseError.expected(name, wanted, repr(layout))
+            check_optimizer(self.optimizer, self.dense[name], name)
+        with torch.no_grad():
+            self._settle()
+        self.model = replace_with_sparse(self.model, layouts, self.optimizer)
+        self._layouts = dict(layouts)
+        # Nothing dense is kept in memory by who keeps this.
+        self.dense.clear()
+        self.weights.clear()
+        return self.model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What is to be saved besides the states of the model and the optimizer."""
+        return {"calls": torch.tensor(self.calls)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Goes on where the method of that state was; the model's and the optimizer's states are loaded as usual.
+
+        Raises:
+            BlockSparseError: a state of something else, or after `finish`.
+        """
+        self._check_unfinished("load_state_dict")
+        check_state(state, self.state_dict())
+        self.calls = int(state["calls"])
+
+    def _step(self) -> bool:
+        raise NotImplementedError
+
+    def _kept(self) -> Mapping[str, Tensor]:
+        """Which blocks of each weight are kept, bool `[out_blocks, in_blocks]`."""
+        raise NotImplementedError
+
+    def _settle(self) -> None:
+        """Leaves the model with plain weights that have their last values, before the exchange."""
+
+    def _check_unfinished(self, what: str) -> None:
+        if self._layouts is not None:
+            raise BlockSparseError.expected(what, "a method that goes on", "one that is finished")
+
+
+class Masked(DensePruner):
+    """A search that sets blocks to 0 and keeps them there: after each `step` they are 0, whatever the optimizer did."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        block_size: int | tuple[int, int] = 32,
+        skip: Skip = (),
+    ):
+        super().__init__(model, optimizer, block_size=block_size, skip=skip)
+        self.keep = {
+            name: torch.ones(blocks.grid, dtype=torch.bool, device=self.dense[name].device)
+            for name, blocks in self.blocks.items()
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return super().state_dict() | {f"keep.{name}": keep.clone() for name, keep in self.keep.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        self.keep = {name: state[f"keep.{name}"].to(keep, copy=True) for name, keep in self.keep.items()}
+
+    def _step(self) -> bool:
+        due = self._due(self.calls)
+        if due:
+            self._change()
+        for name, keep in self.keep.items():
+            dense = self.dense[name]
+            dense.masked_fill_(~self.blocks[name].spread(keep.to(dense.device)), 0)
+        return due
+
+    def _due(self, call: int) -> bool:
+        raise NotImplementedError
+
+    def _change(self) -> None:
+        """Brings `keep` up to date."""
+        raise NotImplementedError
+
+    def _kept(self) -> Mapping[str, Tensor]:
+        return self.keep

@@ -1,0 +1,83 @@
+"""Gradual magnitude pruning: ever more of the smallest blocks go, by a cubic schedule."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ...surgery.prunable import Skip
+from .dense_pruner import Masked
+from .magnitude import check_norm
+from .schedule import CubicSchedule
+from .strongest import check_density, strongest
+
+
+class GradualPruning(Masked):
+    """Gradual magnitude pruning of blocks. `step` is called after each `optimizer.step()`.
+
+    From call `begin` to call `end` the density falls from 1 to `density` by a cubic schedule (`CubicSchedule`), at
+    each `every`-th call: the blocks of the smallest magnitude become 0, and stay so. With `begin=0, end=1` one call
+    after the training prunes in one shot.
+
+    Args:
+        model, optimizer, block_size, skip: as for all methods that start from dense weights; see `DensePruner`.
+        density: of all these weights together, at the end.
+        begin, end, every: calls of `step`.
+        norm: the magnitude of a block: "l2" (for each number in it), "mean" (of |w|) or "max".
+        scope: "global", where all blocks compete and each weight keeps its strongest one at least; or "layer", where
+            each weight has that density.
+
+    Raises:
+        BlockSparseError: as `DensePruner`; a density that leaves a weight without a block; numbers out of range, an
+            unknown norm or scope.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 32))
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> method = bs.sparsity.GradualPruning(model, optimizer, density=0.25, block_size=8, begin=0, end=10, every=2)
+        >>> for _ in range(10):
+        ...     optimizer.zero_grad()
+        ...     model(torch.randn(16, 64)).square().mean().backward()
+        ...     optimizer.step()
+        ...     pruned = method.step()
+        >>> model = method.finish()
+        >>> type(model[0]) is bs.nn.Linear, method.density
+        (True, 0.25)
+
+    Source: Zhu, Gupta, To prune, or not to prune: exploring the efficacy of pruning for model compression (2017).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        density: float = 0.1,
+        *,
+        begin: int = 0,
+        end: int,
+        every: int = 100,
+        block_size: int | tuple[int, int] = 32,
+        norm: str = "l2",
+        scope: str = "global",
+        skip: Skip = (),
+    ):
+        super().__init__(model, optimizer, block_size=block_size, skip=skip)
+        self.schedule = CubicSchedule(density, begin, end, every)
+        check_norm(norm)
+        check_density(density, self.blocks, scope)
+        self.norm, self.scope, self.end = norm, scope, end
+
+    def _due(self, call: int) -> bool:
+        return self.schedule.due(call)
+
+    def _change(self) -> None:
+        scores = {}
+        for name, keep in self.keep.items():
+            blocks, dense = self.blocks[name], self.dense[name]
+            norms = blocks.norms(dense, self.norm)
+            # For each number: blocks of convolutions have more of them, and still compete with others.
+            norms = norms / blocks.size**0.5 if self.norm == "l2" else norms
+            # What is gone has a lower score than any zero that is kept, and so it never comes back.
+            scores[name] = norms.masked_fill(~keep.to(dense.device), -1)
+        self.keep = strongest(scores, self.blocks, self.schedule(self.calls), self.scope)

@@ -1,0 +1,114 @@
+"""Group lasso over blocks: a penalty on their norms that makes whole blocks 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ...checked import number
+from ...errors import BlockSparseError
+from ...surgery.prunable import Skip
+from .dense_pruner import DensePruner
+from .strongest import Cap
+
+MODES = ("proximal", "penalty")
+
+
+class GroupLasso(DensePruner):
+    """Group lasso: the loss plus strength * sum_g ||w_g||, over all blocks g, with l2 norms.
+
+    Mode "proximal": `step`, after each `optimizer.step()`, takes the proximal step of that term with the optimizer's
+    learning rate, w_g <- w_g max(0, 1 - lr strength / ||w_g||): a block with ||w_g|| <= lr strength becomes exactly 0.
+    It may come back as long as its gradient wants it. Mode "penalty": `penalty()` is added to the loss, and blocks
+    become small but hardly ever 0; a `threshold` then says what counts as 0. Or, for the paper's GLP, add the penalty
+    and prune by `ThresholdPruning` on the same model, and call the `finish` of that.
+
+    Args:
+        model, optimizer, block_size, skip: as for all methods that start from dense weights; see `DensePruner`. The
+            proximal mode wants the optimizer.
+        strength: lambda. Too much of it, and nothing of a weight is left.
+        mode: "proximal" or "penalty".
+        weighted: whether the norm of each block counts sqrt(n) times, n its number of weights, so that one strength
+            suits blocks of all sizes.
+        threshold: blocks whose largest |w| is at most this are not stored by `finish`.
+        density: the most that `finish` stores, whatever the strength left: the blocks of the largest norms (for each
+            number in them). None for no such bound.
+        scope: "global", where all blocks compete for that density, or "layer", where it is each weight's.
+
+    With Adam the proximal step is that of the plain learning rate, not of Adam's rate for each weight.
+
+    Raises:
+        BlockSparseError: as `DensePruner`; a strength or threshold that is negative, an unknown mode or scope, a
+            density that leaves a weight without a block, the proximal mode without an optimizer; in `finish`, a weight
+            of which nothing is left.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> method = bs.sparsity.GroupLasso(model, optimizer, strength=0.3, block_size=8)
+        >>> x = torch.randn(256, 64)
+        >>> for _ in range(40):
+        ...     optimizer.zero_grad()
+        ...     (model(x) - x.roll(8, 1)).square().sum(1).mean().backward()     # one block of each row would do
+        ...     optimizer.step()
+        ...     changed = method.step()
+        >>> method.finish().layout.nnz
+        8
+
+    Source: Yuan, Lin, Model selection and estimation in regression with grouped variables (2006); Narang, Undersander,
+    Diamos, Block-sparse recurrent neural networks (2017).
+    """
+
+    remedy = "a lower strength"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        strength: float = 1e-3,
+        *,
+        mode: str = "proximal",
+        weighted: bool = False,
+        threshold: float = 0.0,
+        density: float | None = None,
+        scope: str = "global",
+        block_size: int | tuple[int, int] = 32,
+        skip: Skip = (),
+    ):
+        super().__init__(model, optimizer, block_size=block_size, skip=skip)
+        if mode not in MODES:
+            raise BlockSparseError.expected("mode", f"one of {', '.join(MODES)}", repr(mode))
+        if mode == "proximal" and optimizer is None:
+            raise BlockSparseError.expected("optimizer", "the one whose learning rate is used", optimizer)
+        self.mode, self.strength = mode, number("strength", strength, 0)
+        self.threshold = number("threshold", threshold, 0)
+        self.cap = Cap(density, scope, self.blocks)
+        self.factors = {name: blocks.size**0.5 if weighted else 1.0 for name, blocks in self.blocks.items()}
+
+    def penalty(self) -> Tensor:
+        """strength * sum_g ||w_g||, a differentiable scalar; only in mode "penalty" it belongs into the loss."""
+        total: Tensor | float = 0.0
+        for name, dense in self.dense.items():
+            blocks = self.blocks[name].fold(dense if dense.dtype == torch.float64 else dense.float())
+            norms = torch.linalg.vector_norm(blocks, dim=self.blocks[name].inside)
+            total = total + self.factors[name] * norms.sum()
+        return self.strength * torch.as_tensor(total)
+
+    def _step(self) -> bool:
+        if self.mode == "penalty" or self.optimizer is None:
+            return False
+        rates = {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
+        for name, dense in self.dense.items():
+            norms = self.blocks[name].norms(dense)
+            least = float(rates[id(dense)]) * self.strength * self.factors[name]
+            scale = (1 - least / norms).masked_fill(norms <= least, 0)
+            dense.mul_(self.blocks[name].spread(scale.to(dense.dtype)))
+        return True
+
+    def _kept(self) -> Mapping[str, Tensor]:
+        kept = {name: blocks.norms(self.dense[name], "max") > self.threshold for name, blocks in self.blocks.items()}
+        norms = {name: blocks.norms(self.dense[name]) / blocks.size**0.5 for name, blocks in self.blocks.items()}
+        return self.cap(kept, norms)

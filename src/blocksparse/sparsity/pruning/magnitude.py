@@ -1,0 +1,77 @@
+"""Which blocks are the smallest: exact, without a sort, the same blocks every time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import BlockSparseError
+
+NORMS = ("l2", "mean", "max")
+
+
+def check_norm(norm: object) -> None:
+    """Raises a BlockSparseError unless it is one of them."""
+    if norm not in NORMS:
+        raise BlockSparseError.expected("norm", f"one of {', '.join(NORMS)}", repr(norm))
+
+
+def block_norms(values: Tensor, norm: str = "l2") -> Tensor:
+    """The magnitude of each stored block, `[nnz]`: "l2", or the "mean" or "max" of |w|; differentiable.
+
+    Args:
+        values: `[nnz, block_out, block_in]`, with a convolution's `*kernel` behind or not. Norms of 16-bit values are
+            float32.
+        norm: which.
+
+    Raises:
+        BlockSparseError: another norm, or values that are no blocks.
+
+    >>> import torch, blocksparse as bs
+    >>> values = torch.tensor([[[3.0, -4.0]], [[1.0, 0.0]]])
+    >>> bs.sparsity.block_norms(values), bs.sparsity.block_norms(values, "max")
+    (tensor([5., 1.]), tensor([4., 1.]))
+
+    Source: `blocksparse_norm` of openai/blocksparse (2017). The sum of the l2 norms is the penalty of the group lasso.
+    """
+    check_norm(norm)
+    if not isinstance(values, Tensor) or values.dim() < 3:
+        got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise BlockSparseError.expected("values", "blocks [nnz, block_out, block_in, ...]", got)
+    return _norms(values, norm, tuple(range(1, values.dim())))
+
+
+def norms_of(blocks: Tensor, norm: str, dims: tuple[int, ...]) -> Tensor:
+    """The l2 norm, the mean or the largest |w| over these dimensions, without gradients."""
+    return _norms(blocks.detach(), norm, dims)
+
+
+def magnitudes(values: Tensor, norm: str = "l2") -> np.ndarray:
+    """The norms of blocks as numbers, to choose by."""
+    return block_norms(values.detach(), norm).cpu().numpy()
+
+
+def _norms(blocks: Tensor, norm: str, dims: tuple[int, ...]) -> Tensor:
+    blocks = blocks if blocks.dtype in (torch.float32, torch.float64) else blocks.float()
+    if norm == "mean":
+        return blocks.abs().mean(dims)
+    return torch.linalg.vector_norm(blocks, math.inf if norm == "max" else 2, dims)
+
+
+def smallest(magnitudes: np.ndarray, count: int) -> np.ndarray:
+    """Bool `[n]`: True for the `count` smallest; of equals those that come first.
+
+    >>> import numpy as np
+    >>> from blocksparse.sparsity.pruning.magnitude import smallest
+    >>> smallest(np.array([3.0, 1.0, 2.0, 1.0]), 1).tolist()
+    [False, True, False, False]
+    """
+    if count <= 0:
+        return np.zeros(magnitudes.size, dtype=bool)
+    bound = np.partition(magnitudes, count - 1)[count - 1]
+    chosen = magnitudes < bound
+    chosen[np.flatnonzero(magnitudes == bound)[: count - np.count_nonzero(chosen)]] = True
+    return chosen

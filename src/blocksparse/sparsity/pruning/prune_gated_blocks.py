@@ -1,0 +1,68 @@
+"""Blocks whose gate is closed leave for good."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import BlockSparseError
+from ...nn.module import BlockSparseModule, replace_data
+from ...surgery.optimizer import check_state, has_parameter
+from ...surgery.rewire import OnLayoutChange, carry_state, check_module, rewire
+
+
+@torch.no_grad()
+def prune_gated_blocks(
+    module: BlockSparseModule,
+    gate: Tensor,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    on_layout_change: OnLayoutChange | None = None,
+) -> Tensor:
+    """Takes the blocks whose gate is 0 out of a module, and out of the gate, in place.
+
+    The module with its gate computes what it did before, and training goes on as it would have with these gates held
+    at 0: values, gate, and what the optimizer keeps for both follow. `module.values.mul_(gate[:, None, None])` makes
+    the gate part of the values then, if it is to be trained no more.
+
+    Args:
+        module: any block-sparse module.
+        gate: `[nnz]`, a parameter or another leaf; see `blocksparse.linear`.
+        optimizer: the one that trains `module.values`, and perhaps the gate; or None.
+        on_layout_change: as for `rewire`.
+
+    Returns:
+        int64 `[new nnz]`: where each block was before.
+
+    Raises:
+        BlockSparseError: as `rewire`; a gate of another length, all 0 or not finite, or the result of an operation.
+            Nothing is changed then.
+
+    >>> import torch, blocksparse as bs
+    >>> layer = bs.nn.Linear(4, 4, block_size=2)
+    >>> gate = torch.nn.Parameter(torch.tensor([1.0, 0.0, 0.0, 0.5]))
+    >>> x = torch.randn(3, 4)
+    >>> before = layer(x, gate=gate)
+    >>> bs.sparsity.prune_gated_blocks(layer, gate)
+    tensor([0, 3])
+    >>> layer.layout.nnz, gate.data, torch.allclose(layer(x, gate=gate), before)
+    (2, tensor([1.0000, 0.5000]), True)
+
+    Source: `prune(param, gate)` of openai/blocksparse (2017).
+    """
+    check_module(module)
+    if not isinstance(gate, Tensor) or list(gate.shape) != [module.layout.nnz]:
+        got = list(gate.shape) if isinstance(gate, Tensor) else type(gate).__name__
+        raise BlockSparseError.expected("gate", f"[{module.layout.nnz}] for {module.layout!r}", got)
+    if not gate.is_leaf:
+        raise BlockSparseError.expected("gate", "a leaf, a parameter say", "the result of an operation")
+    if not gate.isfinite().all() or not gate.any():
+        raise BlockSparseError.expected("gate", "finite numbers, not all of them 0", gate)
+    trained = optimizer is not None and has_parameter(optimizer, gate)
+    if optimizer is not None and trained:
+        check_state(optimizer, gate, "gate")
+    drop = (gate == 0).nonzero().squeeze(1)
+    source = rewire(module, drop, [], [], optimizer, on_layout_change=on_layout_change).to(gate.device)
+    carry_state(optimizer if trained else None, gate, source)
+    replace_data(gate, gate.detach()[source])
+    return source

@@ -1,0 +1,159 @@
+"""The pruning of block-sparse RNN: a threshold for |w| that rises step by step, once slowly and then faster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...checked import integer, number
+from ...errors import BlockSparseError
+from ...surgery.prunable import Skip, prunable
+from .dense_pruner import Masked
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """The threshold at step t, of slope theta from `start` on and phi = 1.5 theta from `ramp` on:
+
+        theta (t - start + 1) / every                                        for t < ramp
+        (theta (ramp - start + 1) + phi (t - ramp + 1)) / every              for t >= ramp
+
+    It is used at each step from `start` to `end` that is a multiple of `every`.
+
+    Raises:
+        BlockSparseError: steps that do not follow each other.
+
+    >>> from blocksparse.sparsity.pruning.threshold import Ramp
+    >>> ramp = Ramp(start=100, ramp=300, end=500, every=100)
+    >>> theta = ramp.theta(q=0.5)
+    >>> theta, [round(ramp.threshold(t, theta), 4) for t in (100, 200, 300, 500)]
+    (0.1, [0.001, 0.101, 0.2025, 0.5025])
+    """
+
+    start: int
+    ramp: int
+    end: int
+    every: int = 100
+
+    def __post_init__(self) -> None:
+        integer("start", self.start, 0)
+        integer("ramp", self.ramp, self.start)
+        integer("end", self.end, self.ramp + 1)
+        integer("every", self.every, 1)
+
+    def theta(self, q: float) -> float:
+        """The slope with which the threshold ends near q: 2 q every / (2 (ramp - start) + 3 (end - ramp))."""
+        return 2 * q * self.every / (2 * (self.ramp - self.start) + 3 * (self.end - self.ramp))
+
+    def threshold(self, t: int, theta: float) -> float:
+        """The threshold at step t."""
+        if t < self.ramp:
+            return theta * (t - self.start + 1) / self.every
+        return (theta * (self.ramp - self.start + 1) + 1.5 * theta * (t - self.ramp + 1)) / self.every
+
+    def due(self, t: int) -> bool:
+        """Whether blocks are pruned at step t."""
+        return self.start <= t <= self.end and t % self.every == 0
+
+
+def percentiles(model: nn.Module, percent: float = 90, skip: Skip = ()) -> dict[str, float]:
+    """This percentile of |w| of each dense weight of a model, by the weight's name: the q of `ThresholdPruning`.
+
+    Args:
+        model: a trained one, of the architecture that is to be pruned.
+        percent: 0 to 100.
+        skip: modules or names that are left out.
+
+    Raises:
+        BlockSparseError: a percent out of range, a name that the model does not have.
+
+    >>> import torch, blocksparse as bs
+    >>> layer = torch.nn.Linear(100, 1)
+    >>> layer.weight.data = torch.arange(-50.0, 50.0)[None]
+    >>> bs.sparsity.percentiles(layer)
+    {'weight': 45.0}
+    """
+    number("percent", percent, 0, 100)
+    weights = {weight.name: weight.matrix().detach().float().abs().cpu() for weight in prunable(model, 1, skip)}
+    return {name: float(np.percentile(weight.numpy(), percent)) for name, weight in weights.items()}
+
+
+class ThresholdPruning(Masked):
+    """Block-sparse RNN: blocks whose largest |w| is below a rising threshold become 0, and stay so.
+
+    `step` is called after each `optimizer.step()`. The threshold is that of `Ramp`, times n^(1/4) for blocks of n
+    weights. The number of blocks that are left depends on the weights; `q` is its measure. With the penalty of
+    `GroupLasso` in the loss this is the paper's GLP.
+
+    Args:
+        model, optimizer, block_size, skip: as for all methods that start from dense weights; see `DensePruner`. Any
+            layers, though made for recurrent ones.
+        q: where the threshold for a single weight is to end; the paper takes the 90th percentile of |w| of a trained
+            dense model: `percentiles(dense_model)`. One number, or one for each weight by its name.
+        start, ramp, end, every: calls of `step`: where the pruning starts, where the threshold begins to rise faster,
+            where it ends, and how often blocks are pruned in between. The paper starts in the second epoch, and
+            takes 20 % and 40 % of the training for `ramp` and `end`.
+
+    Raises:
+        BlockSparseError: as `DensePruner`; a q that is negative or missing for a weight, steps that do not follow each
+            other; in `finish`, a weight of which nothing was left.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> model = torch.nn.LSTM(16, 64)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        >>> q = bs.sparsity.percentiles(model)      # of a trained one, better
+        >>> method = bs.sparsity.ThresholdPruning(model, optimizer, q, start=1, ramp=4, end=8, every=1, block_size=16)
+        >>> for _ in range(8):
+        ...     optimizer.zero_grad()
+        ...     model(torch.randn(5, 2, 16))[0].square().mean().backward()
+        ...     optimizer.step()
+        ...     pruned = method.step()
+        >>> pruned
+        True
+
+    Source: Narang, Undersander, Diamos, Block-sparse recurrent neural networks (2017).
+    """
+
+    remedy = "a lower q"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        q: float | Mapping[str, float],
+        *,
+        start: int,
+        ramp: int,
+        end: int,
+        every: int = 100,
+        block_size: int | tuple[int, int] = 32,
+        skip: Skip = (),
+    ):
+        super().__init__(model, optimizer, block_size=block_size, skip=skip)
+        self.ramp = Ramp(start, ramp, end, every)
+        self.end = end
+        given = q if isinstance(q, Mapping) else dict.fromkeys(self.weights, q)
+        missing = [name for name in self.weights if name not in given]
+        if missing:
+            raise BlockSparseError.expected("q", f"a number for {missing[0]}", sorted(given))
+        self.theta = {
+            name: self.ramp.theta(number(f"q of {name}", given[name], 0)) * blocks.size**0.25
+            for name, blocks in self.blocks.items()
+        }
+
+    def threshold(self, name: str, t: int) -> float:
+        """The threshold for a block of this weight at step t."""
+        return self.ramp.threshold(t, self.theta[name])
+
+    def _due(self, call: int) -> bool:
+        return self.ramp.due(call)
+
+    def _change(self) -> None:
+        for name, keep in self.keep.items():
+            largest = self.blocks[name].norms(self.dense[name], "max")
+            self.keep[name] = keep.to(largest.device) & (largest >= self.threshold(name, self.calls))

@@ -1,0 +1,1 @@
+"""Methods that train a model that is sparse from the first step to the last."""

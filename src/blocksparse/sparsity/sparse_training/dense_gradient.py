@@ -1,0 +1,169 @@
+"""The gradient that all blocks of a weight would have, as norms per block, a few rows of blocks at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from functools import partial, reduce
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...layout import BlockLayout
+from ...nn.conv import Convolution
+from ...nn.linear import Linear
+from ..pruning.magnitude import norms_of, smallest
+
+TILE = 1 << 20  # weights in a tile, unless one row of blocks has more
+
+
+class Pass(Protocol):
+    """What a layer's inputs and the gradients of its outputs say of the dense gradient."""
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """Of these outputs, `[rows, in, *kernel]`."""
+        ...
+
+
+class LinearPass:
+    """grad^T x.
+
+    Args:
+        x: `[..., in]`.
+        grad: `[..., out]`, of the outputs before any activation.
+        shape: (out, in) of the layout, up to which they are padded.
+    """
+
+    def __init__(self, x: Tensor, grad: Tensor, shape: tuple[int, int]):
+        self.x = _wide(x.reshape(-1, x.shape[-1]), shape[1])
+        self.grad = _wide(grad.reshape(-1, grad.shape[-1]), shape[0])
+
+    def rows(self, first: int, last: int) -> Tensor:
+        return self.grad[:, first:last].T @ self.x
+
+
+class ConvolutionPass:
+    """The same of a convolution or a transposed one.
+
+    Args:
+        x: `[n, in, *sizes]`, with its margins.
+        grad: `[n, out, *sizes]`, before any activation.
+        layer: whose strides and paddings count.
+    """
+
+    def __init__(self, x: Tensor, grad: Tensor, layer: Convolution):
+        self.x, self.grad = _wide(x, layer.layout.shape[1]), _wide(grad, layer.layout.shape[0])
+        self.kernel, self.axes = layer.kernel_size, layer.axes
+        more = getattr(layer, "output_padding", None)
+        self.transposed = more is not None
+        padding = layer.padding if self.transposed else (0,) * self.axes  # else x has it
+        self.steps = (layer.stride, padding, layer.dilation, self.transposed, more or (0,) * self.axes)
+
+    def rows(self, first: int, last: int) -> Tensor:
+        grad = self.grad[:, first:last]
+        shape = (self.x.shape[1], last - first) if self.transposed else (last - first, self.x.shape[1])
+        weight = self.x.new_empty(1).expand(*shape, *self.kernel)  # only its shape counts
+        of_weight = (False, True, False)
+        found = torch.ops.aten.convolution_backward(grad, self.x, weight, None, *self.steps, 1, of_weight)[1]
+        return found.transpose(0, 1) if self.transposed else found
+
+
+class Watch:
+    """Sees the inputs of a layer, and the gradients of its outputs before any activation, until `close`.
+
+    All calls of the layer count, and all backward passes: their gradients add up.
+    """
+
+    def __init__(self, layer: Linear | Convolution):
+        self.layer = layer
+        self.seen: list[Pass] = []
+        self._hook = layer.register_forward_hook(self._forward)
+
+    def close(self) -> None:
+        self._hook.remove()
+        self.seen = []
+
+    def _forward(self, layer: Linear | Convolution, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(partial(self._backward, inputs[0].detach(), output.detach()))
+
+    @torch.no_grad()
+    def _backward(self, x: Tensor, output: Tensor, grad: Tensor) -> None:
+        layer, activation = self.layer, self.layer.activation
+        grad = grad.detach()
+        if activation == "relu":
+            grad = torch.ops.aten.threshold_backward(grad, output, 0)
+        elif activation is not None:
+            plain: Any = copy.copy(layer)  # with the same parameters
+            plain.activation = None
+            before = plain(x.to(layer.values.dtype))  # which autocast may have changed
+            backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[activation]
+            grad = backward(grad, before.to(grad.dtype))
+        if isinstance(layer, Linear):
+            self.seen.append(LinearPass(x, grad, layer.layout.shape))
+            return
+        if x.dim() == layer.axes + 1:
+            x, grad = x[None], grad[None]
+        padded = getattr(layer, "padded", lambda x: x)
+        self.seen.append(ConvolutionPass(padded(x), grad, layer))
+
+
+def gradient_norms(
+    seen: Sequence[Pass], layout: BlockLayout, kernel: tuple[int, ...] = (), norm: str = "l2", tile: int = TILE
+) -> Iterator[tuple[int, Tensor]]:
+    """Norms of the blocks of the dense gradient, of which only one tile exists at a time.
+
+    Args:
+        seen: passes, whose gradients add up.
+        layout: of the weight.
+        kernel: of a convolution.
+        norm: "l2", "mean" or "max".
+        tile: as many rows of blocks are computed at once as have so many weights; one at least.
+
+    Yields:
+        (first row of blocks, norms `[rows, in_blocks]`).
+
+    >>> import torch, blocksparse as bs
+    >>> from blocksparse.sparsity.sparse_training.dense_gradient import LinearPass, gradient_norms
+    >>> seen = LinearPass(torch.ones(1, 4), torch.tensor([[0.0, 2.0]]), (2, 4))
+    >>> [(first, norms.tolist()) for first, norms in gradient_norms([seen], bs.patterns.dense((2, 4), (1, 2)))]
+    [(0, [[0.0, 0.0], [2.8284270763397217, 2.8284270763397217]])]
+    """
+    (out, in_), (height, width) = layout.shape, layout.block_shape
+    step = max(1, tile // (height * in_ * prod(kernel))) * height
+    of_block = (1, 3, *range(4, 4 + len(kernel)))
+    for first in range(0, out, step):
+        last = min(first + step, out)
+        total = reduce(torch.add, (one.rows(first, last) for one in seen))
+        yield first // height, norms_of(total.reshape(-1, height, in_ // width, width, *kernel), norm, of_block)
+
+
+def largest(tiles: Iterator[tuple[int, Tensor]], taken: np.ndarray, columns: int, count: int) -> np.ndarray:
+    """The numbers row * columns + column of the `count` largest norms, rising, without those taken.
+
+    Of equal ones those that come first. Besides a tile only the best so far are kept.
+    """
+    keys, norms = np.empty(0, dtype=np.int64), np.empty(0)
+    for first, tile in tiles:
+        mine = tile.flatten().cpu().numpy()
+        start = first * columns
+        free = np.ones(mine.size, dtype=bool)
+        free[taken[slice(*np.searchsorted(taken, [start, start + mine.size]))] - start] = False
+        found = np.flatnonzero(free)
+        keys = np.concatenate([keys, start + found])
+        norms = np.concatenate([norms, mine[found]])
+        if keys.size > count:
+            best = smallest(-norms, count)
+            keys, norms = keys[best], norms[best]
+    return keys
+
+
+def _wide(tensor: Tensor, features: int) -> Tensor:
+    """In the dtype of sums, its axis 1 padded to so many features."""
+    tensor = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+    missing = features - tensor.shape[1]
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 2) + [0, missing]) if missing else tensor

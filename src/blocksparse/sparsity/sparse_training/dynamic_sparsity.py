@@ -1,0 +1,116 @@
+"""What the methods share: which modules they change, when, and how they go on after a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...checked import check_state, integer
+from ...errors import BlockSparseError
+from ...nn.module import BlockSparseModule
+from ...surgery.rewire import OnLayoutChange, check_optimizer
+
+Modules = nn.Module | Iterable[nn.Module]
+Skip = str | nn.Module | Iterable[str | nn.Module]
+
+
+class DynamicSparsity:
+    """A method that changes the layouts of block-sparse modules while they are trained.
+
+    Args:
+        modules: a model, or some modules; all block-sparse weights in them are meant.
+        optimizer: the one that trains them, or None for none that keeps a state.
+        skip: what is left as it is: modules, or their names in the model, with all that is in them.
+        every: `step` works at each so many-th call.
+        seed: of all that is drawn.
+        on_layout_change: as for `rewire`.
+
+    What is drawn depends on the seed and the number of calls only, so these two are the state that a checkpoint needs
+    besides the model's and the optimizer's.
+
+    Raises:
+        BlockSparseError: a model without block-sparse weights, or with one that is empty; nothing left after `skip`; a
+            name that the model does not have; an optimizer without the parameter of one of them; numbers out of range.
+    """
+
+    def __init__(
+        self,
+        modules: Modules,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        skip: Skip = (),
+        every: int = 1,
+        seed: int = 0,
+        on_layout_change: OnLayoutChange | None = None,
+    ):
+        self.modules = find_modules(modules, skip)
+        parameters: set[Tensor] = set()
+        for name, module in self.modules.items():
+            check_optimizer(optimizer, module.values, f"{name}.values" if name else "values")
+            if module.layout.nnz == 0:
+                raise BlockSparseError.expected(name or "modules", "a layer with connections", repr(module.layout))
+            if module.values in parameters:
+                raise BlockSparseError.expected(f"{name}.values", "a parameter of one module", "one that others share")
+            parameters.add(module.values)
+        self.optimizer, self.on_layout_change = optimizer, on_layout_change
+        self.every, self.seed = integer("every", every, 1), integer("seed", seed, 0)
+        self.calls = 0
+
+    def step(self) -> bool:
+        """Counts a call; returns whether the layouts were changed in this one."""
+        self.calls += 1
+        due = self._due(self.calls)
+        if due:
+            self._change()
+        return due
+
+    def _due(self, call: int) -> bool:
+        return call % self.every == 0
+
+    def _change(self) -> None:
+        raise NotImplementedError
+
+    def _generator(self, module: int) -> np.random.Generator:
+        """For one module in one call."""
+        return np.random.default_rng([self.seed, self.calls, module])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What is to be saved besides the states of the model and the optimizer."""
+        return {"calls": torch.tensor(self.calls), "seed": torch.tensor(self.seed)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Goes on where the method of that state was.
+
+        Raises:
+            BlockSparseError: a state of something else.
+        """
+        check_state(state, self.state_dict())
+        self.calls, self.seed = int(state["calls"]), int(state["seed"])
+
+
+def find_modules(modules: Modules, skip: Skip = ()) -> dict[str, BlockSparseModule]:
+    """The block-sparse modules in a model, or in several, by name, without those to be skipped."""
+    several = not isinstance(modules, nn.Module)
+    roots = list(modules) if isinstance(modules, Iterable) and several else [modules]
+    named: dict[nn.Module, str] = {}
+    for i, root in enumerate(roots):
+        if not isinstance(root, nn.Module):
+            raise BlockSparseError.expected("modules", "a model, or some modules", type(root).__name__)
+        if not any(isinstance(module, BlockSparseModule) for module in root.modules()):
+            raise BlockSparseError.expected("modules", "one with block-sparse weights", type(root).__name__)
+        for name, module in root.named_modules():
+            named.setdefault(module, f"{i}.{name}".rstrip(".") if several else name)
+    left_out: set[nn.Module] = set()
+    for item in [skip] if isinstance(skip, str | nn.Module) else skip:
+        found = [module for module, name in named.items() if module is item or name == item]
+        if not found:
+            got = type(item).__name__ if isinstance(item, nn.Module) else repr(item)
+            raise BlockSparseError.expected("skip", "modules of the model, or their names", got)
+        left_out.update(found[0].modules())
+    chosen = {name: m for m, name in named.items() if isinstance(m, BlockSparseModule) and m not in left_out}
+    if not chosen:
+        raise BlockSparseError.expected("skip", "something but it with block-sparse weights", "nothing")
+    return chosen

@@ -1,0 +1,99 @@
+"""Pruning of the least important neurons while the network trains."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...checked import integer, number
+from ...errors import BlockSparseError
+from ...nn.module import BlockSparseModule, Weight
+from ...surgery.rewire import OnLayoutChange, check_module, rewire
+from ..pruning.magnitude import magnitudes
+from .dynamic_sparsity import DynamicSparsity, Modules, Skip
+
+
+class ImportancePruning(DynamicSparsity):
+    """Importance pruning. `step`, after each epoch, removes all connections into the least important neurons.
+
+    A neuron's importance is the sum of |w| over its incoming connections, I_j = sum_i |w_ij|. Those below the
+    percentile of their layer lose all incoming connections, and nothing grows instead: the stored blocks become fewer
+    for good. With blocks of several rows a row of blocks goes as a whole, by the mean importance of its neurons.
+    Neurons without connections that are left can be taken out of the network by `compact`.
+
+    Args:
+        modules: a model, or some modules: linear layers and convolutions.
+        optimizer: the one that trains them.
+        percentile: 20 in the papers' sequential code, 10 in the parallel one.
+        start: calls of `step` before the first pruning: epochs, 200 in the papers.
+        every: calls from one pruning to the next: 10 in the sequential code, 20 in the parallel one.
+        skip: what is left as it is: modules, or their names. The output layer is to be.
+        on_layout_change: called as (module, source) after each change; see `rewire`.
+
+    Raises:
+        BlockSparseError: a model without block-sparse weights, or with those of recurrent layers; an optimizer without
+            the parameter of one of them; a percentile outside of 0 to 100.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> layer = bs.nn.Linear(100, 50, density=0.1, block_size=1)
+        >>> method = bs.sparsity.ImportancePruning(layer, percentile=20, start=0, every=1)
+        >>> method.step()
+        True
+        >>> int((bs.sparsity.importance(layer) == 0).sum())
+        10
+
+    Source: Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021), and its code.
+    """
+
+    def __init__(
+        self,
+        modules: Modules,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        percentile: float = 20,
+        start: int = 200,
+        every: int = 10,
+        skip: Skip = (),
+        on_layout_change: OnLayoutChange | None = None,
+    ):
+        super().__init__(modules, optimizer, skip=skip, every=every, on_layout_change=on_layout_change)
+        self.percentile = number("percentile", percentile, 0, 100)
+        self.start = integer("start", start, 0)
+        for name, module in self.modules.items():
+            if isinstance(module, Weight):
+                raise BlockSparseError.expected(name, "a linear layer or a convolution (or it in skip)", "a weight")
+
+    def _due(self, call: int) -> bool:
+        return super()._due(call) and call > self.start
+
+    def _change(self) -> None:
+        for module in self.modules.values():
+            important = importance(module).numpy()
+            unimportant = important < np.percentile(important, self.percentile)
+            drop = np.flatnonzero(np.repeat(unimportant, np.diff(module.layout.row_start)))
+            rewire(module, drop, [], [], self.optimizer, on_layout_change=self.on_layout_change)
+
+
+def importance(module: BlockSparseModule) -> Tensor:
+    """The sum of |w| over what comes into each row of blocks, per neuron of the row: float64 `[out_blocks]`, CPU.
+
+    With blocks of one row this is I_j = sum_i |w_ij| of each neuron j.
+
+    >>> import torch, blocksparse as bs
+    >>> layer = bs.nn.Linear(2, 2, layout=bs.BlockLayout([[1, 1], [0, 1]], block_size=1))
+    >>> layer.values.data = torch.tensor([1.0, -2.0, 0.5]).reshape(3, 1, 1)
+    >>> bs.sparsity.importance(layer)
+    tensor([3.0000, 0.5000], dtype=torch.float64)
+    """
+    check_module(module)
+    layout = module.layout
+    sums = magnitudes(module.values, "mean").astype(np.float64) * module.values[:1].numel()
+    rows = np.repeat(np.arange(layout.grid[0]), np.diff(layout.row_start))
+    total = np.bincount(rows, weights=sums, minlength=layout.grid[0])
+    if module.used is None:
+        neurons = np.full(layout.grid[0], layout.block_shape[0])
+    else:
+        neurons = module.used[0].view(layout.grid[0], -1).sum(1).numpy()
+    return torch.from_numpy(total / np.maximum(neurons, 1))

@@ -1,0 +1,135 @@
+"""RigL: drop the smallest weights, grow where the dense gradient is largest."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...checked import integer, number
+from ...errors import BlockSparseError
+from ...nn.conv import Convolution
+from ...nn.linear import Linear
+from ...surgery.rewire import OnLayoutChange, rewire
+from ..pruning.magnitude import check_norm, magnitudes, smallest
+from .dense_gradient import Watch, gradient_norms, largest
+from .dynamic_sparsity import DynamicSparsity, Modules, Skip
+from .sampling import keys_of
+
+
+class RigL(DynamicSparsity):
+    """RigL. `step` is called in each iteration between `loss.backward()` and `optimizer.step()`.
+
+    In each `every`-th one, until end, the fraction alpha / 2 (1 + cos(pi t / end)) of the blocks, those of the
+    smallest magnitude, goes; as many grow where the gradient of the dense weight has the largest norm, with zeros for
+    values and for what the optimizer keeps. A block that would go and grow at once stays as it is. In that iteration
+    all gradients of the optimizer's parameters are cleared, so that its `step` moves no weight. (A
+    `torch.amp.GradScaler` wants gradients: call it only where `step` returned False.)
+
+    The dense gradient exists as norms per block only, computed a few rows of blocks at a time from the layers' inputs
+    and the gradients of their outputs, which are kept in that one iteration; of several passes before `step` the
+    gradients add up.
+
+    Args:
+        modules: a model, or some modules, of linear layers and convolutions, transposed ones too; recurrent weights are
+            to be skipped, or evolved by `SET`.
+        optimizer: the one that trains them.
+        end: iterations after which the layouts stay; in the paper 3/4 of the training.
+        every: iterations from one change to the next.
+        alpha: the fraction at the beginning, 0 to 1.
+        skip: what is left as it is: modules, or their names in the model.
+        norm: of a block, for weights and gradients: "l2", "mean" or "max".
+        on_layout_change: called as (module, source) after each change; see `rewire`.
+
+    Raises:
+        BlockSparseError: a model without block-sparse weights or with recurrent ones, an optimizer
+            without the parameter of one of them, numbers out of range; in `step`, a layer whose gradient was not
+            computed since the last call.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> layer = bs.nn.Linear(64, 64, density=0.25, block_size=8)
+        >>> optimizer = torch.optim.Adam(layer.parameters())
+        >>> method = bs.sparsity.RigL(layer, optimizer, end=75, every=2)
+        >>> for iteration in range(4):
+        ...     optimizer.zero_grad()
+        ...     layer(torch.randn(16, 64)).square().mean().backward()
+        ...     changed = method.step()
+        ...     optimizer.step()
+        >>> changed, layer.layout.nnz
+        (True, 16)
+
+    Source: Evci, Gale, Menick, Castro, Elsen, Rigging the lottery: making all tickets winners (2020).
+    """
+
+    modules: dict[str, Linear | Convolution]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        modules: Modules,
+        optimizer: torch.optim.Optimizer,
+        end: int,
+        *,
+        every: int = 100,
+        alpha: float = 0.3,
+        skip: Skip = (),
+        norm: str = "l2",
+        on_layout_change: OnLayoutChange | None = None,
+    ):
+        super().__init__(modules, optimizer, skip=skip, every=every, on_layout_change=on_layout_change)
+        for name, module in self.modules.items():
+            if not isinstance(module, Linear | Convolution):
+                wanted = "a linear layer or a convolution (or it in skip)"
+                raise BlockSparseError.expected(name or "modules", wanted, type(module))
+        self.end = integer("end", end, 1)
+        self.alpha = number("alpha", alpha, 0, 1)
+        check_norm(norm)
+        self.norm = norm
+        self._watches: list[Watch] = []
+        self._prepare()
+
+    def fraction(self, t: int) -> float:
+        """The part of the blocks that goes in iteration t, counted from 1."""
+        return self.alpha / 2 * (1 + math.cos(math.pi * t / self.end))
+
+    def step(self) -> bool:
+        """Counts an iteration; returns whether it was one of the topology, in which no weight is to move."""
+        changed = super().step()
+        if changed and self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        self._prepare()
+        return changed
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        self._prepare()
+
+    def _due(self, call: int) -> bool:
+        return super()._due(call) and call < self.end
+
+    def _prepare(self) -> None:
+        """Watches the layers in the iteration that will be one of the topology, and in no other."""
+        for watch in self._watches:
+            watch.close()
+        self._watches = [Watch(layer) for layer in self.modules.values()] if self._due(self.calls + 1) else []
+
+    def _change(self) -> None:
+        for name, watch in zip(self.modules, self._watches, strict=True):
+            if not watch.seen:
+                raise BlockSparseError.expected(f"step of {name or 'RigL'}", "a backward pass before it", "none")
+        for watch in self._watches:
+            self._rig(watch)
+
+    def _rig(self, watch: Watch) -> None:
+        layer, layout = watch.layer, watch.layer.layout
+        count = int(self.fraction(self.calls) * layout.nnz)
+        keys = keys_of(layout)
+        drop = smallest(magnitudes(layer.values, self.norm), count)
+        kernel = tuple(layer.values.shape[3:])
+        norms = gradient_norms(watch.seen, layout, kernel, self.norm)
+        grown = largest(norms, keys[~drop], layout.grid[1], count)
+        drop &= ~np.isin(keys, grown)
+        rows, cols = np.divmod(np.setdiff1d(grown, keys, assume_unique=True), layout.grid[1])
+        rewire(layer, np.flatnonzero(drop), rows, cols, self.optimizer, on_layout_change=self.on_layout_change)

@@ -1,0 +1,138 @@
+"""Sparse evolutionary training: drop the weights nearest zero, grow as many at random."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ...checked import integer, number
+from ...nn.module import BlockSparseModule
+from ...surgery.rewire import OnLayoutChange, rewire
+from ..pruning.magnitude import check_norm, magnitudes, smallest
+from .dynamic_sparsity import DynamicSparsity, Modules, Skip
+from .sampling import draw_unused, keys_of
+from .start import Init, check_init, first_values
+
+
+class SET(DynamicSparsity):
+    """Sparse evolutionary training (SET). `step`, after each epoch, evolves the topology.
+
+    Of each weight the fraction zeta of the positives and the fraction zeta of the negatives that are nearest zero go
+    (rounded to whole numbers), and those that are exactly 0; blocks of more than one weight have no sign, and the
+    fraction zeta of the smallest magnitude goes. As many grow at random places that are unused then. Their number
+    never changes, nothing dense is made, and the optimizer's state follows: momentum is kept for survivors only.
+
+    Args:
+        modules: a model, or some modules; all block-sparse weights in them evolve, those of recurrent layers too.
+        optimizer: the one that trains them.
+        zeta: from 0 to 1.
+        skip: what is left as it is: modules, or their names in the model. In the papers, the output layer.
+        every: calls of `step` per evolution.
+        end: from this call on nothing evolves; with the number of epochs, the last one is left out, as in the papers.
+        init: of new weights: "he", uniform within sqrt(6 / n_in), as in the papers; "xavier"; "zeros"; or a function
+            of (module, shape, torch.Generator) that returns a CPU tensor.
+        norm: the magnitude of a block: "l2", "mean" (of |w|) or "max".
+        seed: of all that is drawn.
+        on_layout_change: called as (module, source) after each change; see `rewire`.
+
+    A weight whose blocks are all stored is left as it is.
+
+    Raises:
+        BlockSparseError: a model without block-sparse weights, an optimizer without the parameter of one of them, a
+            zeta outside of 0 to 1, an unknown init, norm or name.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> model = torch.nn.Sequential(bs.nn.Linear(64, 96, density=0.2, block_size=8), bs.nn.Linear(96, 10))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        >>> method = bs.sparsity.SET(model, optimizer, zeta=0.3, skip="1")
+        >>> before = model[0].layout
+        >>> method.step()       # after each epoch
+        True
+        >>> before.nnz == model[0].layout.nnz, before == model[0].layout
+        (True, False)
+
+    Source: Mocanu et al., Scalable training of artificial neural networks with adaptive sparse connectivity (2018);
+    Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021).
+    """
+
+    def __init__(
+        self,
+        modules: Modules,
+        optimizer: torch.optim.Optimizer | None = None,
+        zeta: float = 0.3,
+        *,
+        skip: Skip = (),
+        every: int = 1,
+        end: int | None = None,
+        init: Init = "he",
+        norm: str = "l2",
+        seed: int = 0,
+        on_layout_change: OnLayoutChange | None = None,
+    ):
+        super().__init__(modules, optimizer, skip=skip, every=every, seed=seed, on_layout_change=on_layout_change)
+        self.zeta = number("zeta", zeta, 0, 1)
+        check_init(init)
+        check_norm(norm)
+        self.end = None if end is None else integer("end", end, 0)
+        self.init, self.norm = init, norm
+
+    def _due(self, call: int) -> bool:
+        return super()._due(call) and (self.end is None or call < self.end)
+
+    def _change(self) -> None:
+        for i, module in enumerate(self.modules.values()):
+            if module.layout.nnz < module.layout.grid[0] * module.layout.grid[1]:
+                self._evolve(module, self._generator(i))
+
+    def _evolve(self, module: BlockSparseModule, generator: np.random.Generator) -> None:
+        layout = module.layout
+        drop = nearest_zero(module, self.zeta, self.norm)
+        taken = keys_of(layout)[~drop]
+        rows, cols = draw_unused(taken, layout.grid, int(drop.sum()), generator, _lines(module))
+        new = None
+        if self.init != "zeros":
+            torch_generator = torch.Generator().manual_seed(int(generator.integers(2**63)))
+            new = first_values(module, len(rows), self.init, torch_generator, lambda: (rows, cols))
+        rewire(
+            module, np.flatnonzero(drop), rows, cols, self.optimizer, new=new, on_layout_change=self.on_layout_change
+        )
+
+
+def nearest_zero(module: BlockSparseModule, zeta: float, norm: str = "l2") -> np.ndarray:
+    """Which blocks SET drops, bool `[nnz]`: see `SET`.
+
+    >>> import torch, blocksparse as bs
+    >>> from blocksparse.sparsity.sparse_training.set import nearest_zero
+    >>> layer = bs.nn.Linear(6, 1, block_size=1, bias=False)
+    >>> layer.values.data = torch.tensor([0.5, -0.1, 0.2, -0.3, 0.1, 0.0]).reshape(6, 1, 1)
+    >>> nearest_zero(layer, 0.5).tolist()       # of three positives two, of two negatives one
+    [False, True, True, False, True, True]
+    """
+    values = module.values.detach()
+    if zeta == 0:
+        return np.zeros(len(values), dtype=bool)
+    if values.numel() != len(values):
+        return smallest(magnitudes(values, norm), round(zeta * len(values)))
+    wide = values if values.dtype == torch.float64 else values.float()
+    weights = wide.reshape(-1).cpu().numpy()
+    drop = weights == 0
+    for side in (weights > 0, weights < 0):
+        drop |= smallest(np.where(side, np.abs(weights), np.inf), round(zeta * np.count_nonzero(side)))
+    return drop
+
+
+def _lines(module: BlockSparseModule) -> tuple[np.ndarray, np.ndarray] | None:
+    """The rows and columns of blocks that are not padding throughout; None for all."""
+    if module.used is None:
+        return None
+    height, width = module.layout.block_shape
+    out, in_ = module.used
+    rows, cols = out.view(-1, height).any(1), in_.view(-1, width).any(1)
+    if rows.all() and cols.all():
+        return None
+    return rows.nonzero().squeeze(1).numpy(), cols.nonzero().squeeze(1).numpy()
+
+
+# The name that it had first.
+Evolve = SET

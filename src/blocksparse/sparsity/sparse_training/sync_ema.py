@@ -1,0 +1,58 @@
+"""A copy of a model, its running mean say, whose layouts follow those of the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import BlockSparseError
+from ...nn.module import BlockSparseModule
+from ...surgery.rewire import OnLayoutChange, remap_blocks
+
+
+def sync_ema(model: nn.Module, other: nn.Module) -> OnLayoutChange:
+    """What `SET`, `RigL`, `rewire` and the like take as `on_layout_change`, so that a copy of the model goes along.
+
+    The copy keeps its values of the blocks that stay, and takes over those of the model for the blocks that come: a
+    mean of what was not there before begins with its first value.
+
+    Args:
+        model: with the block-sparse modules that change.
+        other: a copy of it, such as `torch.optim.swa_utils.AveragedModel(model)`, with the same layouts.
+
+    Raises:
+        BlockSparseError: a model without block-sparse weights, or a copy with others.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+        >>> model = torch.nn.Sequential(bs.nn.Linear(64, 64, density=0.25, block_size=8), torch.nn.ReLU())
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+        >>> method = bs.sparsity.SET(model, optimizer, on_layout_change=bs.sparsity.sync_ema(model, mean))
+        >>> for _ in range(3):
+        ...     optimizer.zero_grad()
+        ...     model(torch.randn(8, 64)).square().mean().backward()
+        ...     optimizer.step()
+        ...     mean.update_parameters(model)
+        ...     changed = method.step()
+        >>> mean.module[0].layout == model[0].layout
+        True
+    """
+    mine, theirs = (
+        [module for module in each.modules() if isinstance(module, BlockSparseModule)] for each in (model, other)
+    )
+    if not mine:
+        raise BlockSparseError.expected("model", "one with block-sparse weights", type(model).__name__)
+    if [module.layout for module in mine] != [module.layout for module in theirs]:
+        wanted = f"a copy of the model, with its {len(mine)} layouts"
+        raise BlockSparseError.expected("other", wanted, [module.layout for module in theirs])
+    twins = dict(zip(mine, theirs, strict=True))
+
+    @torch.no_grad()
+    def on_layout_change(module: BlockSparseModule, source: Tensor) -> None:
+        twin = twins[module]
+        new = module.values[source < 0].to(twin.values)
+        twin.set_layout(module.layout, remap_blocks(twin.values.detach(), source, new))
+
+    return on_layout_change

@@ -1,0 +1,130 @@
+"""Layers really smaller: neurons without incoming connections leave the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import ops
+from ..errors import BlockSparseError
+from ..layout import BlockLayout
+from ..nn.linear import Linear
+from ..nn.module import replace_data
+from ..ops.linear import ACTIVATIONS
+from .rewire import carry_state, check_optimizer, remap_blocks
+
+
+@torch.no_grad()
+def compact(
+    first: Linear,
+    second: Linear,
+    activation: Callable[[Tensor], Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Tensor:
+    """Takes the outputs of a layer that have no incoming connections out of it, and out of the next one, in place.
+
+    Such a neuron is a constant, activation(bias); what it adds to the next layer goes into the bias of that one. So
+    nothing that the network computes changes, but for rounding (and dropout between the two, which no longer drops
+    that constant). Where the next layer has no bias, neurons with connections to it stay unless their constant is 0.
+    With blocks of several rows a row of blocks goes as a whole. The optimizer's state follows.
+
+    Args:
+        first, second: linear layers; the outputs of the first are the inputs of the second.
+        activation: elementwise, between the two, besides the one that `first` may have itself.
+        optimizer: the one that trains them, or None.
+
+    Returns:
+        int64, the outputs of `first` that are left, by their old numbers.
+
+    Raises:
+        BlockSparseError: layers that do not fit, blocks as high in the first as they are not wide in the second, an
+            optimizer without a parameter, or layers of which nothing would be left. Nothing is changed then.
+
+    >>> import torch, blocksparse as bs
+    >>> first = bs.nn.Linear(8, 3, layout=bs.BlockLayout([[1] * 8, [0] * 8, [1] * 8], block_size=1))
+    >>> second = bs.nn.Linear(3, 2, block_size=1)
+    >>> x = torch.randn(5, 8)
+    >>> before = second(first(x).relu())
+    >>> bs.sparsity.compact(first, second, torch.relu)
+    tensor([0, 2])
+    >>> first.out_features, second.in_features, torch.allclose(second(first(x).relu()), before, atol=1e-6)
+    (2, 2, True)
+    """
+    _check(first, second, optimizer)
+    height, out = first.layout.block_shape[0], first.out_features
+    constant = _constants(first, activation)
+    gone = np.diff(first.layout.row_start) == 0
+    if second.bias is None:
+        leads_on = np.bincount(second.layout.col_of_block, minlength=gone.size) > 0
+        gone &= ~(leads_on & (constant != 0).view(-1, height).any(1).cpu().numpy())
+    if gone.all() or gone[second.layout.col_of_block].all():
+        raise BlockSparseError.expected("layers", "some connections that are left", f"none of {first} and {second}")
+    kept = np.flatnonzero((~gone).repeat(height)[:out])
+    if kept.size == out:
+        return torch.from_numpy(kept)
+    if second.bias is not None:
+        constant = constant * torch.from_numpy(gone.repeat(height)).to(constant)
+        moved = ops.linear(constant.to(second.values.dtype), second.values.detach(), second.layout)
+        second.bias.add_(moved[: second.out_features])
+    _shrink_outputs(first, gone, torch.from_numpy(kept), optimizer)
+    _shrink_inputs(second, gone, kept.size, optimizer)
+    return torch.from_numpy(kept)
+
+
+def _check(first: Linear, second: Linear, optimizer: torch.optim.Optimizer | None) -> None:
+    for name, layer in (("first", first), ("second", second)):
+        if not isinstance(layer, Linear):
+            raise BlockSparseError.expected(name, "a bs.nn.Linear", type(layer).__name__)
+        check_optimizer(optimizer, layer.values, f"{name}.values")
+    if first.bias is not None:
+        check_optimizer(optimizer, first.bias, "first.bias")
+    if second.in_features != first.out_features:
+        raise BlockSparseError.expected("second", f"one with {first.out_features} inputs", second)
+    if second.layout.block_shape[1] != first.layout.block_shape[0]:
+        wanted = f"blocks as wide as those of the first are high, {first.layout.block_shape[0]}"
+        raise BlockSparseError.expected("second", wanted, second.layout.block_shape)
+
+
+def _constants(first: Linear, activation: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """What outputs are whose inputs are all absent, `[out_features, padded]`; the padding is 0."""
+    bias = first.bias if first.bias is not None else first.values.new_zeros(first.out_features)
+    constant = ACTIVATIONS[first.activation](bias) if first.activation else bias
+    constant = constant if activation is None else activation(constant)
+    return F.pad(constant, (0, first.layout.shape[0] - first.out_features))
+
+
+def _shrink_outputs(layer: Linear, gone: np.ndarray, kept: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+    layout, bias = layer.layout, layer.bias
+    rows = (np.cumsum(~gone) - 1)[layout.row_of_block]
+    grid = (int(np.count_nonzero(~gone)), layout.grid[1])
+    smaller = BlockLayout.from_indices(rows, layout.col_of_block, grid, layout.block_shape)
+    layer.out_features = kept.numel()
+    if bias is not None:
+        source = kept.to(bias.device)
+        carry_state(optimizer, bias, source)
+        replace_data(bias, bias.detach()[source])
+    layer.set_layout(smaller, layer.values.detach(), _used(layer, smaller))
+
+
+def _shrink_inputs(layer: Linear, gone: np.ndarray, inputs: int, optimizer: torch.optim.Optimizer | None) -> None:
+    layout, values = layer.layout, layer.values
+    stay = np.flatnonzero(~gone[layout.col_of_block])
+    cols = (np.cumsum(~gone) - 1)[layout.col_of_block[stay]]
+    grid = (layout.grid[0], int(np.count_nonzero(~gone)))
+    smaller = BlockLayout.from_indices(layout.row_of_block[stay], cols, grid, layout.block_shape)
+    source = torch.from_numpy(stay).to(values.device)
+    carry_state(optimizer, values, source)
+    layer.in_features = inputs
+    layer.set_layout(smaller, remap_blocks(values.detach(), source), _used(layer, smaller))
+
+
+def _used(layer: Linear, layout: BlockLayout) -> tuple[Tensor, Tensor] | None:
+    sizes = (layer.out_features, layer.in_features)
+    if sizes == layout.shape:
+        return None
+    out, in_ = (torch.arange(padded, device="cpu") < size for padded, size in zip(layout.shape, sizes, strict=True))
+    return out, in_

@@ -1,0 +1,244 @@
+"""Dense weights of a model in place of which block-sparse ones can stand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..checked import checked_block
+from ..errors import BlockSparseError
+from ..nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from ..nn.lstm import LSTM
+from ..nn.module import BlockSparseModule
+from ..nn.recurrent import Recurrent
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+Skip = str | nn.Module | Iterable[str | nn.Module]
+
+CONVOLUTIONS: dict[type[nn.Module], Any] = {
+    nn.Conv1d: Conv1d,
+    nn.Conv2d: Conv2d,
+    nn.Conv3d: Conv3d,
+}
+TRANSPOSED: dict[type[nn.Module], Any] = {
+    nn.ConvTranspose1d: ConvTranspose1d,
+    nn.ConvTranspose2d: ConvTranspose2d,
+    nn.ConvTranspose3d: ConvTranspose3d,
+}
+
+
+@dataclass(frozen=True)
+class Prunable:
+    """A dense weight that can become block-sparse.
+
+    Args:
+        name: of the parameter in the model, "encoder.0.weight" or "lstm.weight_hh_l0".
+        module: that has it.
+        parameter: its name there.
+        block_shape: (rows, columns) of the blocks that it is to have.
+    """
+
+    name: str
+    module: nn.Module
+    parameter: str
+    block_shape: tuple[int, int]
+
+    def matrix(self) -> Tensor:
+        """The weight as `[out, in]`, or `[out, in, *kernel]`: a view of the parameter, which can be written to."""
+        return as_matrix(self.module, getattr(self.module, self.parameter))
+
+    def padded(self) -> Tensor:
+        """`matrix()` with zeros up to whole blocks, the shape of its layouts; differentiable.
+
+        Of an LSTM each gate has its own zeros.
+        """
+        return pad(self.matrix(), self.shape, self._parts)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of its layouts, whole blocks."""
+        rows, columns = self.matrix().shape[:2]
+        block = self.block_shape
+        if not is_dense_lstm(self.module):
+            return _up(rows, block[0]), _up(columns, block[1])
+        # All that has to do with hidden units is padded alike: a step uses what the last one left.
+        both, of_inputs = math.lcm(*block), self.parameter.startswith("weight_ih")
+        return _up(rows // self._parts, both) * self._parts, _up(columns, block[1] if of_inputs else both)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(out_blocks, in_blocks) of its layouts."""
+        return self.shape[0] // self.block_shape[0], self.shape[1] // self.block_shape[1]
+
+    @property
+    def values_name(self) -> str:
+        """The name of the parameter in the model once the weight is block-sparse."""
+        whole = isinstance(self.module, nn.LSTM | Recurrent)  # it has several weights, each with its name
+        return f"{self.name}.values" if whole else f"{self.name.removesuffix('weight')}values"
+
+    @property
+    def _parts(self) -> int:
+        return parts_of(self.module, self.parameter)
+
+
+def prunable(
+    model: nn.Module, block_size: int | tuple[int, int] = 32, skip: Skip = (), empty: bool = False
+) -> list[Prunable]:
+    """Every weight of a model that can become block-sparse, in the order of `named_modules`.
+
+    These are the weights of torch.nn's linear layers, of convolutions without groups and of their transposes, of LSTMs,
+    and of the linear layer that the transformers library calls Conv1D; and dense weights of `blocksparse.nn`'s
+    recurrent layers. Weights that have two names (tied ones) stay dense, and so do subclasses, which may use their
+    weight in another way.
+
+    Args:
+        model: any module, or one such layer.
+        block_size: an int or (rows, columns). What is no multiple of it is padded.
+        skip: modules of the model with all that is in them, or names of modules or parameters.
+        empty: whether parameters may be on the meta device: for those who do not look at the values.
+
+    Raises:
+        BlockSparseError: no module, one on the meta device, a block size that is none, something to skip that the model
+            does not have.
+
+    >>> import torch
+    >>> from blocksparse.surgery.prunable import prunable
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48, 10))
+    >>> [(weight.name, weight.grid) for weight in prunable(model, block_size=16)]
+    [('0.weight', (3, 4)), ('2.weight', (1, 3))]
+    """
+    return [weight for weight, reason in survey(model, block_size, skip, empty) if reason is None]
+
+
+def survey(
+    model: nn.Module, block_size: int | tuple[int, int] = 32, skip: Skip = (), empty: bool = False
+) -> list[tuple[Prunable, str | None]]:
+    """Every dense weight of a model, and None or the reason why it cannot become block-sparse.
+
+    A weight here is a parameter of two axes or more; what else they are, arguments and errors are as for `prunable`.
+    """
+    if not isinstance(model, nn.Module):
+        raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
+    block = checked_block(block_size)
+    skipped_modules, skipped_names = _skipped(model, skip)
+    owners: dict[Tensor, list[str]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append(_dotted(name, key))
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, BlockSparseModule):
+            continue
+        for key, parameter in module._parameters.items():
+            if parameter is None or not _is_weight(key, parameter):
+                continue
+            weight = Prunable(_dotted(name, key), module, key, block)
+            if parameter.is_meta and not empty:
+                raise BlockSparseError.expected("model", "parameters with values", f"{weight.name} on the meta device")
+            reason = _obstacle(weight)
+            others = [other for other in owners[parameter] if other != weight.name]
+            if reason is None and others:
+                reason = f"tied to {', '.join(others)}"
+            if reason is None and (module in skipped_modules or weight.name in skipped_names):
+                reason = "skipped"
+            found.append((weight, reason))
+    return found
+
+
+def _is_weight(key: str, parameter: nn.Parameter) -> bool:
+    if isinstance(parameter, nn.UninitializedParameter):
+        return key.startswith("weight")
+    return parameter.dim() >= 2
+
+
+def _obstacle(weight: Prunable) -> str | None:
+    """Why the weight cannot be exchanged, its name apart."""
+    module, parameter = weight.module, getattr(weight.module, weight.parameter)
+    kind = type(module)
+    if isinstance(parameter, nn.UninitializedParameter):
+        return "not initialized yet"
+    if parameter.dtype not in DTYPES:
+        return f"{parameter.dtype} is not supported"
+    if isinstance(module, Recurrent) and not is_dense_lstm(module):
+        fits = weight.parameter in module._sizes and _fits(weight)
+        return None if fits else "no multiple of the block"
+    known = kind in (nn.Linear, *CONVOLUTIONS, *TRANSPOSED) or _is_transformers_conv1d(module)
+    if not known and not (is_dense_lstm(module) and weight.parameter.startswith("weight_")):
+        return f"{kind.__name__} has no block-sparse counterpart"
+    if getattr(module, "groups", 1) != 1:
+        return f"{module.groups} groups"
+    return None
+
+
+def _fits(weight: Prunable) -> bool:
+    rows, columns = weight.matrix().shape
+    return rows // weight._parts % weight.block_shape[0] == 0 and columns % weight.block_shape[1] == 0
+
+
+def _skipped(model: nn.Module, skip: Skip) -> tuple[set[nn.Module], set[str]]:
+    """The modules that are to be left as they are, and the names of parameters."""
+    modules: set[nn.Module] = set()
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    named = dict(model.named_modules(remove_duplicate=False))
+    names: set[str] = set()
+    for item in [skip] if isinstance(skip, str | nn.Module) else skip:
+        found = named.get(item) if isinstance(item, str) else item
+        if isinstance(found, nn.Module) and found in named.values():
+            modules.update(found.modules())
+        elif item in parameters:
+            names.add(item)
+        else:
+            got = type(item).__name__ if isinstance(item, nn.Module) else repr(item)
+            raise BlockSparseError.expected("skip", "modules of the model, or names of modules or parameters", got)
+    return modules, names
+
+
+def is_dense_lstm(module: nn.Module) -> bool:
+    """Whether it is an LSTM, PyTorch's or ours, without padding: all of its weights are dense."""
+    return type(module) is nn.LSTM or (type(module) is LSTM and not module._modules)
+
+
+def _is_transformers_conv1d(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def parts_of(module: nn.Module, parameter: str) -> int:
+    """Of how many parts, one above the other, a weight or a bias is: an LSTM's of four gates."""
+    if is_dense_lstm(module):
+        return 1 if parameter.startswith("weight_hr") else 4
+    if isinstance(module, Recurrent) and parameter in module._sizes:
+        return len(getattr(module, parameter)) // module._sizes[parameter][0].padded
+    return 1
+
+
+def as_matrix(module: nn.Module, tensor: Tensor) -> Tensor:
+    """A tensor of the shape of the module's weight as `[out, in, *kernel]`, a view."""
+    flipped = type(module) in TRANSPOSED or _is_transformers_conv1d(module)
+    return tensor.transpose(0, 1) if flipped else tensor
+
+
+def pad(tensor: Tensor, shape: tuple[int, ...], parts: int = 1) -> Tensor:
+    """The tensor with zeros behind each of its parts, so that its first axes have this shape."""
+    if tuple(tensor.shape[: len(shape)]) == shape:
+        return tensor
+    split = tensor.unflatten(0, (parts, -1))
+    wanted = (shape[0] // parts, *shape[1:])
+    more = [(0, size - here) for size, here in zip(wanted, split.shape[1:], strict=False)]
+    behind = [(0, 0)] * (tensor.dim() - len(shape))
+    return F.pad(split, [n for pair in reversed(more + behind) for n in pair]).flatten(0, 1)
+
+
+def _up(size: int, block: int) -> int:
+    return -(-size // block) * block
+
+
+def _dotted(module: str, parameter: str) -> str:
+    return f"{module}.{parameter}" if module else parameter

@@ -1,0 +1,269 @@
+"""Layouts for a budget of parameters, measured side by side: `design`."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import patterns
+from ..checked import integer, is_int, number
+from ..errors import BlockSparseError
+from ..layout import BlockLayout
+from .summary import Summary, summary
+
+# The rest of an output's time beside its blocks, in multiply-adds per token: about 4 blocks of 32 x 32 for each row of
+# blocks, as fitted to benchmarks/results/linear-forward-float32-h12288-b32-t32.json and
+# linear-train-float32-h4096-b32-t1024.json.
+OUTPUT_COST = 128
+
+REWIRES = (0.05, 0.2, 0.5)
+
+# Of more blocks of features than these the paths are searched from a sample of them.
+EXACT = 2_000
+SAMPLED = 300
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A layout within the budget, and what it measures."""
+
+    pattern: str
+    """The function of `bs.patterns` that makes it."""
+    options: dict[str, Any]
+    """Its keyword arguments beside the size and the block."""
+    layout: BlockLayout
+    measures: Summary
+    """On block level."""
+    time: float
+    """Predicted, of a training step, as a part of that of a dense weight; see `predicted_time`."""
+    why: str
+    """In what it is the best of those proposed, and what speaks against it."""
+
+    @property
+    def params(self) -> int:
+        """Weights that are stored."""
+        return math.prod(self.layout.values_shape)
+
+    @property
+    def name(self) -> str:
+        """As it is called, its numbers rounded."""
+        return f"{self.pattern}({', '.join(f'{key}={value:.4g}' for key, value in self.options.items())})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """All but the layout, ready for JSON."""
+        kept = {"pattern": self.pattern, "options": self.options, "params": self.params, "time": self.time}
+        return kept | {"why": self.why, "measures": self.measures.as_dict()}
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """A column of the table: how it is found and written, and what its best is called (the least)."""
+
+    head: str
+    of: Callable[[Summary, float], float]
+    form: str
+    best: str
+    sign: int = 1
+
+
+def _steps(found: Summary, time: float) -> float:
+    return math.inf if found.steps_to_mix is None else found.steps_to_mix
+
+
+def _path(found: Summary, time: float) -> float:
+    return math.inf if found.path_length is None or _apart(found) else found.path_length
+
+
+MEASURES = {
+    "mixing": _Measure("steps to mix", _steps, "{:.0f}", "mixes fastest"),
+    "path": _Measure("mean path", _path, "{:.3f}", "shortest paths"),
+    "clustering": _Measure("clustering", lambda found, time: -found.clustering, "{:.3f}", "most clustered", -1),
+    "balance": _Measure("hub load", lambda found, time: found.hub_load, "{:.2f}", "most even load"),
+    "time": _Measure("time / dense", lambda found, time: time, "{:.4f}", "least time"),
+}
+
+
+class Proposals(list[Proposal]):
+    """Proposals, the best first; printed, they are a table."""
+
+    def table(self) -> str:
+        """A line for each, under a head."""
+        heads = ["pattern", "params", *(measure.head for measure in MEASURES.values()), "why"]
+        lines = [heads]
+        for one in self:
+            values = [measure.sign * measure.of(one.measures, one.time) for measure in MEASURES.values()]
+            shown = [
+                m.form.format(v) if math.isfinite(v) else "-" for m, v in zip(MEASURES.values(), values, strict=True)
+            ]
+            lines.append([one.name, f"{one.params:,}", *shown, one.why])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if i in (0, len(heads) - 1) else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return Proposals(found) if isinstance(index, slice) else found
+
+
+def design(
+    features: int,
+    params: int,
+    block_size: int = 32,
+    objective: str = "mixing",
+    *,
+    tolerance: float = 0.1,
+    workers: int = 8,
+    seed: int = 0,
+) -> Proposals:
+    """Square layouts for a budget of parameters, measured and sorted; printed, they are a table that says why.
+
+    Of each pattern in `bs.patterns` the options are found with which it comes nearest to the budget; what is within
+    the tolerance is proposed. Steps follow the connections from inputs to outputs; mean paths take them in both
+    directions, which shortens those of a pattern that is not symmetric. A proposal has `pattern`, `options`,
+    `layout`, `params`,
+    `measures` (of `bs.topology.summary`, sampled beyond 2,000 blocks of features), `time` (of
+    `predicted_time`) and `why`.
+
+    Args:
+        features: the size of the square weight, a multiple of the block.
+        params: the weights to store.
+        block_size: in features; blocks are square.
+        objective: what comes first: "mixing" (the fewest steps until every unit has reached every other), "path" (the
+            shortest mean path), "clustering" (the most), "balance" (the least load of the fullest row or column) or
+            "time" (the least predicted one). Equals are in the order of the other objectives; graphs that are not
+            connected come last.
+        tolerance: the part of the budget by which a proposal may miss it.
+        workers: that share the rows in the predicted time: cores, or what runs at a time on a GPU.
+        seed: of what is drawn.
+
+    Raises:
+        BlockSparseError: a budget below one block for each row or above all blocks, features that are no multiple of
+            the block, an unknown objective, numbers out of range; scipy is missing
+            (`pip install blocksparse-torch[lab]`).
+
+    >>> import blocksparse as bs
+    >>> found = bs.topology.design(4096, params=1_200_000, block_size=32, objective="mixing")
+    >>> found[1].pattern, found[1].options, found[1].params, found[1].measures.steps_to_mix
+    ('barabasi_albert', {'m': 4, 'seed': 0}, 1159168, 4)
+    >>> print(found[:2])
+    pattern                              params  steps to mix  mean path  clustering  hub load  time / dense  why
+    random(density=0.07153, seed=0)   1,200,128             4      1.932       0.139      1.75        0.0905  mixes ...
+    barabasi_albert(m=4, seed=0)      1,159,168             4      2.430       0.170      5.09        0.0881  mixes ...
+    """
+    if objective not in MEASURES:
+        raise BlockSparseError.expected("objective", f"one of {', '.join(MEASURES)}", repr(objective))
+    integer("workers", workers, 1)
+    number("tolerance", tolerance, 0, below=1)
+    nodes = patterns.dense((features, features), block_size).grid[0] if is_int(features) and features > 0 else 0
+    if nodes < 2:
+        raise BlockSparseError.expected("features", "an int, two blocks or more", repr(features))
+    each = (features // nodes) ** 2
+    if not is_int(params) or not nodes * each <= params <= nodes * nodes * each:
+        wanted = f"from {nodes * each:,} (a block for each of {nodes} rows) to {nodes * nodes * each:,} (all blocks)"
+        raise BlockSparseError.expected("params", wanted, f"{params:,}" if is_int(params) else repr(params))
+    blocks = params / each
+    made = []
+    for pattern, options in _candidates(nodes, blocks, seed):
+        layout = _build(pattern, features, block_size, options)
+        if abs(layout.nnz - blocks) <= max(tolerance * blocks, 0.5):
+            measures = summary(layout, sources=SAMPLED if nodes > EXACT else None, seed=seed)
+            made.append((pattern, options, layout, measures, predicted_time(layout, workers)))
+    reasons = _reasons([(measures, time) for *_, measures, time in made])
+    found = [Proposal(*one, why) for one, why in zip(made, reasons, strict=True)]
+    order = [objective, *(name for name in MEASURES if name != objective)]
+    found.sort(key=lambda one: [_apart(one.measures), *(MEASURES[name].of(one.measures, one.time) for name in order)])
+    return Proposals(found)
+
+
+def predicted_time(layout: BlockLayout, workers: int = 8) -> float:
+    """The time of a training step's three products, as a part of that of a dense weight of this shape.
+
+    A block costs its multiply-adds, and a row (in the gradient of the inputs, a column) of blocks 128 for each of its
+    outputs besides, as measured on one CPU for blocks of 32. Rows are shared among the workers, whose time is that of
+    the mean one, or of the fullest row where that takes longer; the gradient of the values is shared evenly. What it
+    leaves out: caches, kernels that cut full rows, smaller blocks that run at less speed.
+
+    Args:
+        layout: of any shape.
+        workers: cores, or what runs at a time on a GPU.
+
+    >>> import blocksparse as bs
+    >>> from blocksparse.topology.proposals import predicted_time
+    >>> predicted_time(bs.patterns.dense((1024, 1024)))
+    1.0
+    >>> round(predicted_time(bs.patterns.random((4096, 4096), density=0.1)), 3)
+    0.118
+    """
+    counts = np.diff(layout.row_start), np.bincount(layout.col_of_block, minlength=layout.grid[1])
+    full = np.full(layout.grid[0], layout.grid[1]), np.full(layout.grid[1], layout.grid[0])
+    return _time(counts, layout.block_shape, workers) / _time(full, layout.block_shape, workers)
+
+
+def _time(counts: tuple[np.ndarray, np.ndarray], block: tuple[int, int], workers: int) -> float:
+    height, width = block
+    total = counts[0].sum() * height * width / workers
+    for count, outputs in zip(counts, block, strict=True):
+        cost = count * height * width + OUTPUT_COST * outputs
+        total += max(cost.sum() / workers, cost.max())
+    return float(total)
+
+
+def _candidates(nodes: int, wanted: float, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of each pattern the options with which it stores the number of blocks nearest to the wanted one."""
+
+    def nearest(choices: Any, blocks: Callable[[int], float]) -> int:
+        return min(choices, key=lambda choice: abs(blocks(choice) - wanted))
+
+    def torus(neighbors: int) -> int:
+        return patterns.watts_strogatz_2d(nodes, 1, neighbors, rewire=0).nnz
+
+    yield "random", {"density": wanted / nodes**2, "seed": seed}
+    if nodes > 2:
+        m = nearest(range(1, nodes), lambda m: 2 * m * (nodes - m) + nodes + m * (m - 1))
+        yield "barabasi_albert", {"m": m, "seed": seed}
+        even = range(2, nodes, 2)
+        neighbors = nearest(even, lambda k: nodes * (k + 1))
+        for rewire in REWIRES:
+            yield "watts_strogatz", {"neighbors": neighbors, "rewire": rewire, "seed": seed}
+        # Ties at equal distances are kept together: a block has as many as it has neighbors, or more.
+        few = range(2, max(min(int(wanted / nodes) + 1, nodes), 3), 2)
+        at = bisect_left(few, wanted, key=torus)
+        neighbors = nearest(few[max(at - 1, 0) : at + 1], torus)
+        for rewire in REWIRES:
+            yield "watts_strogatz_2d", {"neighbors": neighbors, "rewire": rewire, "seed": seed}
+    yield "banded", {"bandwidth": nearest(range(nodes), lambda w: nodes * (2 * w + 1) - w * (w + 1))}
+    yield "butterfly", {}
+    divisors = [g for g in range(1, nodes + 1) if nodes % g == 0]
+    yield "shuffled_block_diagonal", {"groups": nearest(divisors, lambda g: nodes**2 / g)}
+
+
+def _build(pattern: str, features: int, block_size: int, options: dict[str, Any]) -> BlockLayout:
+    square = pattern in ("barabasi_albert", "watts_strogatz", "watts_strogatz_2d")
+    return getattr(patterns, pattern)(features if square else (features, features), block_size, **options)
+
+
+def _reasons(found: list[tuple[Summary, float]]) -> list[str]:
+    fair = [one for one in found if not _apart(one[0])] or found
+    best = {name: min(measure.of(*one) for one in fair) for name, measure in MEASURES.items()}
+    reasons = []
+    for measures, time in found:
+        good = [m.best for name, m in MEASURES.items() if m.of(measures, time) == best[name] < math.inf]
+        reasons.append(f"{measures.components} components" if _apart(measures) else ", ".join(good))
+    return reasons
+
+
+def _apart(found: Summary) -> bool:
+    return found.components > 1

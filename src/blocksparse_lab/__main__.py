@@ -1,0 +1,33 @@
+"""The command `blocksparse`: imports of torch take seconds, in which Ctrl-C shall be quiet too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+
+def main() -> None:
+    """Runs the command line."""
+    # One that is ignored, as in the background of a script, stays so.
+    waits = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if waits:
+        signal.signal(signal.SIGINT, _leave)
+    try:
+        from blocksparse_lab.cli import app
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: the command line needs {error.name}: pip install 'blocksparse-torch[lab]'")
+
+    if waits:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    app()
+
+
+def _leave(number: int, frame: object) -> None:
+    # At once: an exception would go through half-imported modules, some of which catch any.
+    os.write(2, b"interrupted\n")
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

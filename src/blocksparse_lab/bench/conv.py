@@ -1,0 +1,168 @@
+"""The 2-D convolutions against their peers: correct first, then timed in alternation.
+
+The peers:
+    dense       PyTorch's dense convolution of the same pass (oneDNN on the CPU, cuDNN and its own search for the
+                fastest algorithm on a GPU), channels-last, all weights random.
+    grouped     of a block-diagonal layout, PyTorch's grouped convolution with the very same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blocksparse import patterns
+from blocksparse.convert import from_dense, to_dense
+from blocksparse.errors import BlockSparseError
+from blocksparse.measure import Call
+from blocksparse.ops.conv import conv2d
+from blocksparse.ops.conv.op import conv_op, conv_wgrad_op
+from blocksparse.ops.conv.specs import ConvSpec
+from blocksparse.ops.gpu.runtime import tf32
+
+from .linear import OURS, CaseResult, LinearBench, bound_of
+
+PEERS = ("dense", "grouped")
+
+
+class ConvBench(LinearBench):
+    """Measures specs one after the other, as `LinearBench` does; the peers are out of `PEERS` here.
+
+    >>> result = ConvBench(rounds=3, budget=0.1).run(ConvSpec(32, 32, size=6, images=2, block=8, density=0.5))
+    >>> result.peers, result.nnz
+    (['dense'], 8)
+    """
+
+    known_peers = PEERS
+
+    def run(self, spec: ConvSpec, against: Sequence[str] | None = None) -> CaseResult:  # type: ignore[override]
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=tf32()):
+            return super().run(spec, against)  # type: ignore[arg-type]
+
+    def problem(self, spec: ConvSpec) -> ConvProblem:  # type: ignore[override]
+        """The tensors of `spec`, and the calls on them."""
+        return ConvProblem(spec, self.seed, self.device.torch)
+
+    def ready(self, problem: ConvProblem, name: str, counts: dict[str, int]) -> Call:  # type: ignore[override]
+        counts[name] = 1
+        # No copies in turn: images are what sweeps the caches.
+        return self.device.ready([problem.ours() if name == OURS else problem.peer(name)])
+
+
+class ConvProblem:
+    """One spec with its tensors: our call, the peers' calls, and the check."""
+
+    def __init__(self, spec: ConvSpec, seed: int, device: torch.device | None = None):
+        self.spec, self.device = spec, device or torch.device("cpu")
+        shape = (spec.out_channels, spec.in_channels)
+        if spec.pattern == "block-diagonal":
+            self.layout = patterns.block_diagonal(shape, spec.block)
+        elif spec.density == 1:
+            self.layout = patterns.dense(shape, spec.block)
+        else:
+            self.layout = patterns.random(shape, spec.block, density=spec.density, seed=seed)
+        generator = torch.Generator().manual_seed(seed)
+
+        def randn(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator, dtype=spec.torch_dtype).to(self.device)
+
+        self.kernel = [spec.kernel] * 2
+        self.x = randn(spec.images, spec.size, spec.size, spec.in_channels).movedim(-1, 1)
+        self.grad = randn(spec.images, spec.out_size, spec.out_size, spec.out_channels).movedim(-1, 1)
+        self.values = randn(*self.layout.values_shape, *self.kernel)
+        self.steps = [spec.stride] * 2, [spec.padding] * 2, [1, 1]
+
+    # -- the calls -------------------------------------------------------------------------------------------------
+
+    def ours(self) -> Call:
+        """The pass of the spec with the block-sparse weight."""
+        x, grad, values, layout, steps = self.x, self.grad, self.values, self.layout, self.steps
+        indices = [layout.crow_indices(self.device), layout.col_indices(self.device)]
+        in_blocks = layout.grid[1]
+        if self.spec.pass_ == "dgrad":
+            last, size = grad.movedim(1, -1), x.shape[2:]
+            return lambda: conv_op(last, values, None, indices, in_blocks, True, True, size, *steps, None)
+        if self.spec.pass_ == "wgrad":
+            left, right, kernel = grad.movedim(1, -1), x.movedim(1, -1), self.kernel
+            return lambda: conv_wgrad_op(left, right, indices, in_blocks, False, kernel, *steps)
+        stride, padding, _ = steps
+        return self._through(lambda x, values: conv2d(x, values, layout, None, stride, padding), values)
+
+    def peer(self, name: str) -> Call:
+        """The same pass as the peer does it."""
+        spec = self.spec
+        if name == "dense":
+            weight = torch.randn(
+                spec.out_channels, spec.in_channels, *self.kernel, dtype=spec.torch_dtype, device=self.device
+            )
+            return self._torch(weight, groups=1)
+        if spec.pattern != "block-diagonal" or self.layout.grid[0] != self.layout.grid[1]:
+            raise NotImplementedError("a grouped convolution is block-diagonal on a square grid")
+        return self._torch(self.values.reshape(-1, spec.block, *self.kernel), groups=self.layout.grid[0])
+
+    def _torch(self, weight: Tensor, groups: int) -> Call:
+        weight = weight.contiguous(memory_format=torch.channels_last)
+        stride, padding, _ = self.steps
+        if self.spec.pass_ in ("dgrad", "wgrad"):
+            wanted = (self.spec.pass_ == "dgrad", self.spec.pass_ == "wgrad", False)
+            return lambda: _backward(self.grad, self.x, weight, stride, padding, groups, wanted)
+        return self._through(lambda x, weight: F.conv2d(x, weight, None, stride, padding, groups=groups), weight)
+
+    def _through(self, product, weight: Tensor) -> Call:
+        if self.spec.pass_ == "forward":
+
+            def forward() -> Tensor:
+                with torch.no_grad():
+                    return product(self.x, weight)
+
+            return forward
+        x, weight = self.x.detach().requires_grad_(), weight.detach().requires_grad_()
+        return lambda: torch.autograd.grad(product(x, weight), (x, weight), self.grad)
+
+    def facts(self) -> dict[str, str]:
+        return {}
+
+    def wrong(self, name: str, call: Call) -> None:
+        """Nothing: the peers are PyTorch's own convolutions."""
+
+    # -- the check -------------------------------------------------------------------------------------------------
+
+    def check(self, seed: int) -> dict[str, float]:
+        """The relative L2 error of each result of the pass against PyTorch's dense convolution in float64.
+
+        Raises:
+            BlockSparseError: an error beyond the bound of the dtype.
+        """
+        results = self.ours()()
+        names = {"forward": ["y"], "dgrad": ["grad_x"], "wgrad": ["grad_values"], "train": ["grad_x", "grad_values"]}
+        named = dict(zip(names[self.spec.pass_], results if isinstance(results, tuple) else [results], strict=True))
+        weight, x, grad = to_dense(self.values, self.layout).double(), self.x.double(), self.grad.double()
+        stride, padding, _ = self.steps
+        errors = {}
+        for name, found in named.items():
+            if name == "y":
+                expected = F.conv2d(x, weight, None, stride, padding)
+            else:
+                wanted = (name == "grad_x", name == "grad_values", False)
+                expected = next(g for g in _backward(grad, x, weight, stride, padding, 1, wanted) if g is not None)
+            if name == "grad_values":
+                expected = from_dense(expected, self.layout)
+            elif self.spec.pass_ == "dgrad":  # of the op itself, whose channels come last
+                found = found.movedim(-1, 1)
+            norm = expected.norm().item()
+            error = (found.double() - expected).norm().item()
+            errors[name] = error / norm if norm else float(error > 0)
+            most = bound_of(self.spec.dtype, self.device)
+            if not errors[name] <= most:
+                bound = f"a relative L2 error of at most {most:g} against float64"
+                raise BlockSparseError.expected(f"{name} of {self.spec!r}", bound, f"{errors[name]:g}")
+        return errors
+
+
+def _backward(grad, x, weight, stride, padding, groups, wanted) -> tuple[Tensor | None, ...]:
+    return torch.ops.aten.convolution_backward(
+        grad, x, weight, None, stride, padding, [1, 1], False, [0, 0], groups, wanted
+    )

@@ -1,0 +1,401 @@
+"""Truly sparse networks of tens of millions of neurons: what a run takes of memory and time, size by size.
+
+A run is that of `blocksparse train mlp --neurons N`: 65,536 synthetic inputs, four hidden layers, two classes, SET with
+epsilon 1, batches of 4 rows; two epochs, between which the topology evolves. It has a process of its own, of which the
+memory is told phase by phase as the system's high-water mark of it, Python and PyTorch included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from blocksparse.errors import BlockSparseError
+
+from ..machine import machine
+from .report import duration, figure_and_axes, plain_ticks, where
+
+NEURONS = (1_000_000, 5_000_000, 10_000_000, 20_000_000, 50_000_000, 100_000_000)
+PHASES = ("build", "save", "train", "evaluate", "evolve")
+
+# A process takes a third of it before it has a net, and smaller nets leave holes in its heap; for each connection,
+# with the half neuron that comes with it, it was 80 bytes at the peak with 20 million neurons.
+LEAST_BYTES, BYTES_PER_CONNECTION = 3 * 2**28, 85
+# Its checkpoints, the new one beside the old one.
+DISK_PER_CONNECTION = 2 * 18
+SECONDS_BETWEEN_LINES = 10.0
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """One run.
+
+    Args:
+        neurons: inputs, hidden ones and outputs, about.
+        rows: to train on; a quarter as many to test on.
+        epochs: of the run; between two of them the topology evolves.
+        batch: rows of a step.
+        seed: of all that is drawn.
+    """
+
+    neurons: int
+    rows: int = 512
+    epochs: int = 2
+    batch: int = 4
+    seed: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the layers.
+
+        >>> Extreme(50_000_000).sizes
+        (65536, 12483616, 12483616, 12483616, 12483616, 2)
+        """
+        from ..recipes import mlp
+
+        return mlp.EXTREME_FEATURES, *mlp.extreme_hidden(self.neurons), 2
+
+    @property
+    def connections(self) -> int:
+        """As many as are to be expected.
+
+        >>> Extreme(50_000_000).connections
+        99934466
+        """
+        from blocksparse.sparsity import erdos_renyi_density
+
+        pairs = zip(self.sizes, self.sizes[1:], strict=False)
+        return round(sum(erdos_renyi_density((n_out, n_in), 1) * n_in * n_out for n_in, n_out in pairs))
+
+    @property
+    def predicted(self) -> int:
+        """Bytes of memory at the peak, at most."""
+        return LEAST_BYTES + BYTES_PER_CONNECTION * self.connections
+
+
+@dataclass
+class Found:
+    """What came of one run, ready for JSON.
+
+    Args:
+        neurons, connections, sizes: of the net, as it was made.
+        predicted: bytes.
+        peak: bytes at the highest, by phase; `resident` those after it.
+        seconds: by phase, in the median; of "train" those of a step; of an "epoch" with its evolution.
+        losses: means of the first and the last quarter of the steps.
+        held_out: errors in % after each epoch.
+    """
+
+    neurons: int
+    connections: int
+    sizes: list[int]
+    predicted: int
+    peak: dict[str, int]
+    resident: dict[str, int]
+    seconds: dict[str, float]
+    losses: list[float]
+    held_out: list[float]
+    run: dict[str, Any]
+    machine: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def most(self) -> int:
+        """Bytes at the highest of all phases."""
+        return max(self.peak.values())
+
+
+# -- one run, in a process of its own --------------------------------------------------------------------------------
+
+
+class Phases:
+    """Memory and seconds of what is done under a name.
+
+    >>> phases = Phases()
+    >>> phases("build", lambda: 3)
+    3
+    >>> list(phases.seconds), phases.peak["build"] >= phases.resident["build"] > 0
+    (['build'], True)
+    """
+
+    def __init__(self) -> None:
+        self.peak: dict[str, int] = {}
+        self.resident: dict[str, int] = {}
+        self.seconds: dict[str, list[float]] = {}
+        self._open: list[str] = []
+
+    def __call__(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Does the work; within another phase, that one's time and marks are without it."""
+        self._mark()
+        self._open.append(name)
+        start = time.perf_counter()
+        try:
+            return work(*arguments)
+        finally:
+            self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+            self._mark()
+            self._open.pop()
+
+    def _mark(self) -> None:
+        """The high-water mark since the last one is of the phase that is open."""
+        if self._open:
+            name = self._open[-1]
+            self.resident[name] = status("VmRSS")
+            self.peak[name] = max(self.peak.get(name, 0), self.resident[name], status("VmHWM"))
+        Path("/proc/self/clear_refs").write_text("5")  # sets it back to what is resident now
+
+
+def status(name: str) -> int:
+    """Bytes of this process, from /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise BlockSparseError.expected("/proc/self/status", f"a line {name}", "none")
+
+
+def train(spec: Extreme, run: str | Path, say: Say = lambda text: None) -> Found:
+    """Trains in a folder, and measures this process while it does."""
+    from ..data.synthetic import Synthetic
+    from ..recipes import mlp
+    from ..recipes.trainer import Trainer
+
+    phases = Phases()
+    recipe = replace(mlp.extreme(spec.neurons), epochs=spec.epochs, batch=spec.batch)
+    data = Synthetic(mlp.EXTREME_FEATURES, spec.rows, max(1, spec.rows // 4), spec.seed)
+    model = phases("build", mlp.network, recipe, data, "set", spec.seed)
+    connections = mlp.facts(model).connections
+    say(f"built in {duration(phases.seconds['build'][0])}: {connections:,} connections")
+    task = mlp.task(recipe, model, data, seed=spec.seed)
+    trainer = Trainer(task, run, replace(mlp.settings(recipe, task, spec.seed), save_minutes=0.0))
+    losses: list[float] = []
+    held_out: list[float] = []
+    step, evaluate, save, evolve = trainer._step, trainer._evaluate, trainer._save, task.methods["set"].step
+    said = time.monotonic()
+
+    def stepped() -> None:
+        nonlocal said
+        phases("train", step)
+        losses.append(float(trainer._loss))
+        if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            last = f"{duration(phases.seconds['train'][-1])} a step, {status('VmRSS') / 2**30:.2f} GiB"
+            say(f"step {trainer.step:,} of {task.steps:,}: loss {losses[-1]:.3f}, {last}")
+
+    def evaluated(*arguments: Any) -> None:
+        phases("evaluate", evaluate, *arguments)
+        held_out.append(float(trainer.held_out))  # type: ignore[arg-type]
+        say(f"step {trainer.step:,} of {task.steps:,}: {held_out[-1]:.1f} % of the held-out rows wrong")
+
+    trainer._step = stepped  # type: ignore[method-assign]
+    trainer._evaluate = evaluated  # type: ignore[method-assign,assignment]
+    trainer._save = partial(phases, "save", save)  # type: ignore[method-assign]
+    task.methods["set"].step = partial(phases, "evolve", evolve)  # type: ignore[method-assign]
+    trainer.train()
+    quarter = max(1, len(losses) // 4)
+    # In the median, one of many steps may have an evolution before it.
+    seconds = {name: float(np.median(phases.seconds.get(name, [0.0]))) for name in PHASES}
+    seconds["epoch"] = seconds["train"] * task.steps_per_epoch + seconds["evolve"]
+    return Found(
+        neurons=sum(model.sizes),
+        connections=connections,
+        sizes=list(model.sizes),
+        predicted=spec.predicted,
+        peak=phases.peak,
+        resident=phases.resident,
+        seconds=seconds,
+        losses=[float(np.mean(part)) for part in (losses[:quarter], losses[-quarter:])],
+        held_out=held_out,
+        run=asdict(spec),
+        machine=machine(),
+    )
+
+
+def main(spec: str, out: str) -> None:
+    """In the process of a run: its result goes to a file, what is to be said to the standard output."""
+    with tempfile.TemporaryDirectory(dir=Path(out).parent) as run:
+        found = train(Extreme(**json.loads(spec)), run, lambda text: print(text, flush=True))
+    Path(out).write_text(json.dumps(asdict(found)))
+
+
+# -- all of them -----------------------------------------------------------------------------------------------------
+
+
+def measure(spec: Extreme, folder: Path, say: Say = lambda text: None, force: bool = False) -> Found:
+    """One run in a process of its own.
+
+    Args:
+        spec: of the run.
+        folder: where it may write for the while: a folder of its own is made in it and removed.
+        say: is given a line now and then.
+        force: try even where memory or disk do not seem to suffice.
+
+    Raises:
+        BlockSparseError: too little memory or disk for what it is expected to take; it died.
+    """
+    if not force:
+        for what, wanted, there in (
+            ("memory", spec.predicted, available_memory()),
+            ("disk", DISK_PER_CONNECTION * spec.connections, _free_disk(folder)),
+        ):
+            if wanted > there:
+                size = f"{wanted / 2**30:.1f} GiB free for {spec.connections:,} connections"
+                raise BlockSparseError.expected(what, f"{size}, or --force", f"{there / 2**30:.1f} GiB")
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        out = f"{place}/found.json"
+        program = f"import sys; from {__name__} import main; main(*sys.argv[1:])"
+        command = [sys.executable, "-c", program, json.dumps(asdict(spec)), out]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout or ():
+                say(line.rstrip())
+        if process.returncode:
+            reason = "killed, likely for memory" if process.returncode == -9 else f"status {process.returncode}"
+            raise BlockSparseError.expected(f"{spec.neurons:,} neurons", "a run to its end", reason)
+        return Found(**json.loads(Path(out).read_text()))
+
+
+def available_memory() -> int:
+    """Bytes that a new process could have, by the system and by the limit of its group."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        free.append(int(limit.read_text()) - int(used.read_text()))
+    return min(free)
+
+
+def _free_disk(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+@dataclass(frozen=True)
+class Line:
+    """The line through points, and how far they are from it at most, as a part of their own height."""
+
+    slope: float
+    intercept: float
+    off: float
+
+    @classmethod
+    def of(cls, x: Sequence[float], y: Sequence[float]) -> Line:
+        """Of relative residuals: else the largest run alone would say where it lies.
+
+        >>> line = Line.of([1.0, 2.0, 4.0], [3.0, 5.0, 9.0])
+        >>> round(line.slope, 6), round(line.intercept, 6), line.off < 1e-9
+        (2.0, 1.0, True)
+        """
+        xs, ys = np.asarray(x, float), np.asarray(y, float)
+        slope, intercept = np.polyfit(xs, ys, 1, w=1 / ys)
+        return cls(float(slope), float(intercept), float(np.abs((slope * xs + intercept) / ys - 1).max()))
+
+
+def lines(found: Sequence[Found]) -> dict[str, Line]:
+    """Peak memory in bytes and seconds of a step, against connections; none of fewer than three runs."""
+    if len(found) < 3:
+        return {}
+    x = [one.connections for one in found]
+    return {
+        "memory": Line.of(x, [one.most for one in found]),
+        "step": Line.of(x, [one.seconds["train"] for one in found]),
+    }
+
+
+def merged(path: Path, new: Found) -> list[Found]:
+    """The runs of a file with this one among them, in place of one of the same size; by size."""
+    old = [Found(**one) for one in json.loads(path.read_text())["runs"]] if path.exists() else []
+    kept = [one for one in old if one.run["neurons"] != new.run["neurons"]]
+    return sorted([*kept, new], key=lambda one: one.neurons)
+
+
+def write(path: Path, found: Sequence[Found]) -> None:
+    """The runs as JSON, as a table in Markdown and, where matplotlib is installed, as a picture beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fits = lines(found)
+    content = {
+        "what": "truly sparse MLPs of many neurons: memory and time",
+        "lines": {name: asdict(line) for name, line in fits.items()},
+        "runs": [asdict(one) for one in found],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.with_suffix(".md").write_text(table(found, fits, path.stem))
+    if len(found) > 1:
+        _draw(path.with_suffix(".png"), found, fits)
+
+
+def table(found: Sequence[Found], fits: Mapping[str, Line], name: str) -> str:
+    """The runs in Markdown."""
+    columns = (
+        "neurons", "connections", "peak, GiB", "bytes per connection", "built, GiB", "training, GiB", "evolving, GiB",
+        "saving, GiB", "build", "a step", "an evolution", "saving", "an epoch", "loss", "held-out error, %",
+    )  # fmt: skip
+    rows = [f"| {' | '.join(columns)} |", f"|{'---:|' * len(columns)}"]
+    for one in found:
+        gib = [f"{size / 2**30:.2f}" for size in (one.resident["build"], *(one.peak.get(p, 0) for p in _TOLD))]
+        times = [duration(one.seconds[key]) for key in ("build", "train", "evolve", "save", "epoch")]
+        cells = [f"{one.neurons:,}", f"{one.connections:,}", f"{one.most / 2**30:.2f}"]
+        cells += [f"{one.most / one.connections:.1f}", *gib, *times]
+        cells += [f"{one.losses[0]:.3f} to {one.losses[1]:.3f}", ", ".join(f"{error:.1f}" for error in one.held_out)]
+        rows.append(f"| {' | '.join(cells)} |")
+    run = found[-1].run
+    text = [
+        "# Extreme networks",
+        "",
+        "`blocksparse train mlp --neurons N` on the CPU: 65,536 inputs, four hidden layers of equal size, two classes, "
+        "Erdos-Renyi with epsilon 1, All-ReLU, dropout 0.3, momentum SGD, SET between the epochs. An epoch is "
+        f"{run['rows']} synthetic rows in batches of {run['batch']}, and an evolution.",
+        "",
+        *rows,
+        "",
+        "Peak: the most of the process' resident memory in any phase, Python and PyTorch (about 0.25 GiB) included. "
+        "Loss: means of the first and the last quarter of the steps, in nats.",
+    ]
+    if fits:
+        memory, step = fits["memory"], fits["step"]
+        text += [
+            "",
+            f"Memory is a line in the connections: {memory.slope:.1f} bytes for each, and "
+            f"{memory.intercept / 2**30:.2f} GiB; the runs are within {memory.off:.0%} of it. So is the time of a "
+            f"step: {step.slope * 1e9:.1f} ns for each, within {step.off:.0%}.",
+            "",
+            f"![Memory and time against connections]({name}.png)",
+        ]
+    return "\n".join([*text, "", where(found[-1].machine), ""])
+
+
+_TOLD = ("train", "evolve", "save")
+
+
+def _draw(path: Path, found: Sequence[Found], fits: Mapping[str, Line]) -> None:
+    """Memory and the time of a step against connections, with their lines."""
+    figure, axes = figure_and_axes((9.0, 4.0), columns=2)
+    x = [one.connections / 1e6 for one in found]
+    panels = (
+        ("memory", "GiB", "peak of the process", [one.most / 2**30 for one in found], 2**30),
+        ("step", "seconds", "a step of 4 rows", [one.seconds["train"] for one in found], 1),
+    )
+    for ax, (key, unit, title, y, scale) in zip(axes, panels, strict=True):
+        ax.plot(x, y, "o", color="#0072b2", ms=5)
+        if key in fits:
+            line = fits[key]
+            label = f"within {line.off:.0%} of a line"
+            points = np.geomspace(x[0], x[-1], 100)
+            ax.plot(points, (line.slope * points * 1e6 + line.intercept) / scale, color="#d55e00", lw=1.2, label=label)
+            ax.legend(frameon=False)
+        ax.set(xscale="log", yscale="log", xlabel="million connections", ylabel=unit)
+        ax.set_title(title, loc="left", size=11)
+        ax.grid(which="major", color="0.9", lw=0.8)
+        plain_ticks(ax)
+    figure.supxlabel(where(found[-1].machine), size=7.5, color="0.4", x=0.01, ha="left")
+    figure.savefig(path, format="png", dpi=150)

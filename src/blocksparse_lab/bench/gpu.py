@@ -1,0 +1,464 @@
+"""The targets of linear op, convolutions and recurrent networks on a GPU: what is measured, and when they are met.
+
+A job gives the rows of one piece of work. It needs no GPU to be listed, and runs on any `bench.device.Device`: on the
+CPU to see that it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blocksparse.errors import BlockSparseError
+from blocksparse.layout import BlockLayout
+from blocksparse.measure import Call, Spread, alternate, geometric_mean
+from blocksparse.ops.conv.specs import GPU_REACH as CONV_REACH
+from blocksparse.ops.conv.specs import ConvSpec
+from blocksparse.ops.gpu.tiles import FEW_TOKENS
+from blocksparse.ops.linear import linear
+from blocksparse.ops.linear.specs import (
+    GPU_BLOCKS,
+    GPU_HOST_TIME,
+    GPU_HUB_TIME,
+    GPU_HUBS,
+    GPU_MEAN,
+    GPU_MEMORY,
+    GPU_REACH,
+    GPU_TINY,
+    GPU_TRAINING_PART,
+    LinearSpec,
+    Target,
+)
+
+from .conv import ConvBench
+from .device import Device
+from .linear import OURS, CaseResult, LinearBench
+from .lstm import LstmBench
+from .lstm_reach import GPU_REACH as LSTM_REACH
+from .lstm_reach import LstmTarget, described, sized
+from .report import figure_and_axes, plain_ticks, short
+from .rows import Row, memory_row, not_measured, times
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device does at best, measured: bytes per second of a copy, read and written, and operations per second
+    of a large dense product, by dtype."""
+
+    copy: float
+    dense: Mapping[str, float]
+
+    @classmethod
+    def of(cls, device: Device, copied: int = 2**30, side: int = 8192) -> Ceilings:
+        """Measures them on random data: one copy of `copied` bytes, products of square matrices of `side`."""
+        source = torch.randint(256, (copied,), dtype=torch.uint8, device=device.torch)
+        target = torch.empty_like(source)
+        calls: dict[str, Call] = {"copy": lambda: target.copy_(source)}
+        for dtype in ("bfloat16", "float32"):
+            a, b = (torch.randn(side, side, device=device.torch, dtype=getattr(torch, dtype)) for _ in range(2))
+            calls[dtype] = _product(a, b)
+        device.settle()
+        samples = alternate(calls, rounds=11, budget=3.0, clock=device.clock)
+        operations = {name: 2 * side**3 / samples.time(name).median for name in calls if name != "copy"}
+        return cls(2 * copied / samples.time("copy").median, operations)
+
+    def least_time(self, result: CaseResult) -> float:
+        """The seconds that bytes and operations of this case take at these rates, whichever take longer."""
+        operations = result.operations / self.dense[result.spec.dtype]
+        return max(result.spec.products * result.moved / self.copy, operations)
+
+
+def _product(a: Tensor, b: Tensor) -> Call:
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One piece of work, what is wanted of it, and how to measure it."""
+
+    work: str
+    target: str
+    measure: Callable[[], list[Row]]
+
+    def run(self) -> list[Row]:
+        """Its rows; a failure is one too, so that the others are measured all the same."""
+        try:
+            return self.measure()
+        except NotImplementedError as error:
+            return [not_measured(self.work, self.target, error)]
+        except Exception as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            return [Row(self.work, self.target, f"FAILED: {said}", False, {"error": said})]
+
+
+class GpuReach:
+    """All targets on one device.
+
+    Args:
+        bench: measures the cases; None, to list the jobs only.
+        shrink: how many times fewer features, and tokens up to 256, to see that it runs.
+    """
+
+    def __init__(self, bench: LinearBench | None, shrink: int = 1):
+        self._bench, self.shrink = bench, shrink
+        self.cases: dict[str, CaseResult] = {}
+        self._ceilings: Ceilings | None = None
+
+    @property
+    def bench(self) -> LinearBench:
+        if self._bench is None:
+            raise BlockSparseError.expected("bench", "one that measures", "None")
+        return self._bench
+
+    @property
+    def ceilings(self) -> Ceilings:
+        if self._ceilings is None:
+            small = {} if self.shrink == 1 else {"copied": 2**22, "side": 256}
+            self._ceilings = Ceilings.of(self.bench.device, **small)
+        return self._ceilings
+
+    def jobs(self) -> list[Job]:
+        """In the order of what we want to know first."""
+        out = [Job("bandwidth of a copy, dense peak", "-", self._ceiling_rows)]
+        later: list[Job] = []
+        for name, target in GPU_REACH.items():
+            job = Job(self._title(name, target.spec), wanted(target), partial(self._target_rows, name))
+            (later if "fp32" in name else out).append(job)
+        for block in GPU_BLOCKS:
+            work = f"training step, many tokens, block {block}"
+            out.append(Job(work, _PART, partial(self._training, block, work)))
+        for name, spec in GPU_HUBS.items():
+            work = self._title(f"layout with hubs, {name}", spec)
+            out.append(Job(work, f"<= {GPU_HUB_TIME:g}x random", partial(self._hubs, spec, work)))
+        out.append(Job(_HOST, f"< {1e6 * GPU_HOST_TIME:g} us eager", self._host))
+        for spec in map(self._sized, GPU_MEMORY):
+            work = f"training memory, hidden {spec.out_features}, {spec.tokens} tokens, density {spec.density:g}"
+            out.append(Job(work, "gradient + activations + O(nnz) indices", partial(self._memory, spec, work)))
+        for conv_target in CONV_REACH:
+            for pass_ in ("forward", "dgrad", "wgrad"):
+                image = self._sized_conv(replace(conv_target.spec, pass_=pass_))
+                wants = f">= {conv_target.ratio:g}x {conv_target.peer}"
+                out.append(Job(f"{image!r}", wants, partial(self._conv, image, conv_target.peer, conv_target.ratio)))
+        for lstm_target in LSTM_REACH:
+            step = sized(lstm_target.spec, self.shrink)
+            work = f"a step, {described(step)}, {lstm_target.peer}"
+            wants = f">= {lstm_target.ratio:g}x {lstm_target.peer}"
+            out.append(Job(work, wants, partial(self._lstm, replace(lstm_target, spec=step), work, wants)))
+        for peer, ratio in GPU_MEAN.items():
+            work = f"geometric mean over {peer}"
+            out.append(Job(work, f">= {ratio:g}x {peer}", partial(self._mean, peer, ratio, work)))
+        return out + later
+
+    def case(self, name: str) -> CaseResult:
+        """The case of GPU_REACH of this name, measured at the first call."""
+        if name not in self.cases:
+            target = GPU_REACH[name]
+            peers = [*(peer for peer, _ in target.ratios), *target.others]
+            self.cases[name] = self.bench.run(self._sized(target.spec), peers)
+        return self.cases[name]
+
+    # -- the jobs --------------------------------------------------------------------------------------------------
+
+    def _ceiling_rows(self) -> list[Row]:
+        found = self.ceilings
+        rates = ", ".join(f"{dtype} {rate / 1e12:.3g} TFLOP/s" for dtype, rate in found.dense.items())
+        details = {"copy": found.copy, "dense": dict(found.dense)}
+        return [Row("bandwidth of a copy, dense peak", "-", f"{found.copy / 1e12:.3g} TB/s; {rates}", None, details)]
+
+    def _target_rows(self, name: str) -> list[Row]:
+        target = GPU_REACH[name]
+        return judged(self._title(name, target.spec), target, self.case(name), self.ceilings)
+
+    def _training(self, block: int, work: str) -> list[Row]:
+        forward = self.case(f"many tokens, block {block}")
+        step = self.bench.run(replace(forward.spec, pass_="train"), ["dense"])
+        self.cases[work] = step
+        return [training_row(work, forward.speedup("dense"), step)]
+
+    def _hubs(self, spec: LinearSpec, work: str) -> list[Row]:
+        hubs = self.bench.problem(self._sized(spec))
+        even = self.bench.problem(replace(hubs.spec, pattern="random", density=hubs.layout.density))
+        if hubs.layout.nnz != even.layout.nnz:
+            raise BlockSparseError.expected("random layout", f"{hubs.layout.nnz} blocks", even.layout.nnz)
+        calls, counts = {}, {}
+        errors = {}
+        for name, problem in (("random", even), ("hubs", hubs)):
+            errors[name] = problem.check(self.bench.seed)
+            own: dict[str, int] = {}
+            calls[name] = self.bench.ready(problem, OURS, own)
+            counts[name] = own[OURS]
+        samples = self.bench.alternate(calls, counts)
+        slower = samples.ratio("hubs", "random")
+        details = {
+            **hubs.spec.as_dict(),
+            "nnz": hubs.layout.nnz,
+            "errors": errors,
+            "seconds": {name: vars(samples.time(name)) for name in calls},
+            "ratio": vars(slower),
+            "calls_per_sample": counts,
+            **{name: problem.facts() for name, problem in (("random", even), ("hubs", hubs))},
+        }
+        measured = f"{times(slower)} random, {hubs.layout.nnz} blocks each"
+        return [Row(work, f"<= {GPU_HUB_TIME:g}x random", measured, slower.median <= GPU_HUB_TIME, details)]
+
+    def _conv(self, spec: ConvSpec, peer: str, ratio: float) -> list[Row]:
+        bench = ConvBench(rounds=self.bench.rounds, budget=self.bench.budget, device=self.bench.device)
+        result, wants = bench.run(spec, [peer]), f">= {ratio:g}x {peer}"
+        if peer in result.refused:
+            return [not_measured(f"{spec!r}", wants, result.refused[peer])]
+        found = result.speedup(peer)
+        measured = f"{times(found)} {peer}, {result.gflops / 1e3:.3g} TFLOP/s"
+        return [Row(f"{spec!r}", wants, measured, found.median >= ratio, result.as_dict())]
+
+    def _lstm(self, target: LstmTarget, work: str, wants: str) -> list[Row]:
+        bench = LstmBench(rounds=self.bench.rounds, budget=self.bench.budget, device=self.bench.device)
+        result, peer = bench.run(target.spec, [target.peer]), target.peer
+        if peer in result.refused:
+            return [not_measured(work, wants, result.refused[peer])]
+        found = result.speedup(peer)
+        measured = (
+            f"{times(found)} {peer} of width {result.facts['widths'][peer]}, "
+            f"{result.bytes_per_second() / 1e3:.3g} against {result.bytes_per_second(peer) / 1e3:.3g} kB/s"
+        )
+        return [Row(work, wants, measured, found.median >= target.ratio, result.as_dict())]
+
+    def _host(self) -> list[Row]:
+        device = self.bench.device
+        return [host_row(host_times(device, GPU_TINY, self.bench.budget))]
+
+    def _memory(self, spec: LinearSpec, work: str) -> list[Row]:
+        if self.bench.device.torch.type != "cuda":
+            raise NotImplementedError("only a GPU counts its memory; of the CPU's, see reach.py")
+        dense = spec.out_features * spec.in_features * spec.torch_dtype.itemsize
+        return [memory_row(work, training_memory(spec, self.bench.device), dense)]
+
+    def _mean(self, peer: str, ratio: float, work: str) -> list[Row]:
+        cases = [self.case(name) for name, target in GPU_REACH.items() if _has(target, peer)]
+        return [mean_row(work, peer, ratio, cases)]
+
+    # -- names and sizes -------------------------------------------------------------------------------------------
+
+    def _sized(self, spec: LinearSpec) -> LinearSpec:
+        return spec if self.shrink == 1 else replace(spec.shrunk(self.shrink), tokens=min(spec.tokens, 256))
+
+    def _sized_conv(self, spec: ConvSpec) -> ConvSpec:
+        if self.shrink == 1:
+            return spec
+        return replace(spec, out_channels=64, in_channels=64, size=8, images=2)
+
+    def _title(self, name: str, spec: LinearSpec) -> str:
+        spec = self._sized(spec)
+        density = "" if "density" in name else f", density {spec.density:g}"
+        return f"{name}{density}, hidden {spec.out_features}, {spec.tokens} tokens"
+
+
+_HOST = "host time per call, nothing to compute"
+_PART = f">= {GPU_TRAINING_PART:.0%} of forward"
+
+
+def _has(target: Target, peer: str) -> bool:
+    return peer in target.others or peer in dict(target.ratios)
+
+
+# -- verdicts ------------------------------------------------------------------------------------------------------
+
+
+def wanted(target: Target) -> str:
+    """What a target wants, in words.
+
+    >>> wanted(GPU_REACH["few tokens, bf16, density 0.1"])
+    '>= 8x dense, >= 75% of a copy'
+    """
+    parts = [f">= {ratio:g}x {peer}" for peer, ratio in target.ratios]
+    if target.bandwidth is not None:
+        parts.append(f">= {target.bandwidth:.0%} of a copy")
+    return ", ".join(parts)
+
+
+def judged(work: str, target: Target, result: CaseResult, ceilings: Ceilings) -> list[Row]:
+    """The row of a case, with its bandwidth; one more for each further peer that there is a target for."""
+    (first, ratio), *more = target.ratios
+    details = {**result.as_dict(), "moved": result.moved, "bandwidth": result.bandwidth}
+    details |= {"part_of_copy": result.bandwidth / ceilings.copy, "least_time": ceilings.least_time(result)}
+    others = [_against(result, peer) for peer in target.others]
+    if first in result.refused:
+        return [not_measured(work, wanted(target), result.refused[first])]
+    speedup, part = result.speedup(first), result.bandwidth / ceilings.copy
+    met = speedup.median >= ratio and (target.bandwidth is None or part >= target.bandwidth)
+    rate = f"{result.bandwidth / 1e12:.2f} TB/s = {part:.0%} of a copy" if target.spec.tokens <= FEW_TOKENS else ""
+    rate = rate or f"{result.gflops / 1e3:.3g} TFLOP/s"
+    measured = ", ".join([f"{times(speedup)} {first}", rate, *others])
+    rows = [Row(work, wanted(replace(target, ratios=((first, ratio),))), measured, met, details)]
+    for peer, least in more:
+        text = f">= {least:g}x {peer}"
+        if peer in result.refused:
+            rows.append(not_measured(f"{work}, {peer}", text, result.refused[peer]))
+        else:
+            found = result.speedup(peer)
+            rows.append(Row(f"{work}, {peer}", text, f"{times(found)} {peer}", found.median >= least))
+    return rows
+
+
+def _against(result: CaseResult, peer: str) -> str:
+    return f"{peer} refused" if peer in result.refused else f"{short(result.speedup(peer).median)}x {peer}"
+
+
+def training_row(work: str, forward: Spread, step: CaseResult) -> Row:
+    """The speed-up of a training step over dense, as a part of the forward pass' one."""
+    if "dense" in step.refused:
+        return not_measured(work, _PART, step.refused["dense"])
+    found = step.speedup("dense")
+    part = found.median / forward.median
+    measured = f"{times(found)} dense, {part:.0%} of forward's {short(forward.median)}x"
+    return Row(work, _PART, measured, part >= GPU_TRAINING_PART, {**step.as_dict(), "part_of_forward": part})
+
+
+def mean_row(work: str, peer: str, ratio: float, cases: Iterable[CaseResult]) -> Row:
+    """The geometric mean of the speed-ups over a peer, over the cases that it could run."""
+    cases, text = list(cases), f">= {ratio:g}x {peer}"
+    found = [case.speedup(peer).median for case in cases if peer in case.peers]
+    if not found:
+        reasons = dict.fromkeys(case.refused[peer] for case in cases if peer in case.refused)
+        return not_measured(work, text, "; ".join(reasons) or "no case")
+    mean = geometric_mean(found)
+    measured = f"{short(mean)}x {peer} ({short(min(found))}-{short(max(found))}), {len(found)} of {len(cases)} cases"
+    return Row(work, text, measured, mean >= ratio, {"mean": mean, "ratios": found})
+
+
+def host_row(seconds: Mapping[str, Any]) -> Row:
+    """Our eager call without gradients has the target; the others stand beside it."""
+    parts = [f"{1e6 * spread.median:.1f} us {name}" for name, spread in seconds.items() if isinstance(spread, Spread)]
+    parts += [f"{name} not measured" for name, spread in seconds.items() if isinstance(spread, str)]
+    details = {name: vars(spread) if isinstance(spread, Spread) else spread for name, spread in seconds.items()}
+    met = seconds["eager"].median < GPU_HOST_TIME
+    return Row(_HOST, f"< {1e6 * GPU_HOST_TIME:g} us eager", ", ".join(parts), met, details)
+
+
+# -- measurements --------------------------------------------------------------------------------------------------
+
+
+def host_times(device: Device, spec: LinearSpec, budget: float) -> dict[str, Spread | str]:
+    """Seconds of the host per call: many calls in a row, nobody waiting for the device. Where a call cannot be made,
+    the reason. In a CUDA graph it is the device's time, of one of many replayed calls."""
+    layout = spec.layout()
+    kind: dict[str, Any] = {"dtype": spec.torch_dtype, "device": device.torch}
+    x, values = torch.randn(spec.tokens, spec.in_features, **kind), torch.randn(layout.values_shape, **kind)
+    weight = torch.randn(spec.out_features, spec.in_features, **kind)
+    trained = values.clone().requires_grad_()
+
+    def issue(call: Call, repeat: int) -> float:
+        device.wait()
+        start = perf_counter()
+        for _ in range(repeat):
+            call()
+        return (perf_counter() - start) / repeat
+
+    calls: dict[str, Call] = {
+        "eager": lambda: linear(x, values, layout),
+        "eager with gradients": lambda: linear(x, trained, layout),
+        "F.linear": lambda: F.linear(x, weight),
+    }
+    refused: dict[str, Spread | str] = {}
+    if device.torch.type == "cuda":
+        try:
+            compiled = torch.compile(lambda x, values: linear(x, values, layout), fullgraph=True)
+            compiled(x, values)
+            calls["compiled"] = lambda: compiled(x, values)
+        except Exception as error:  # of the compiler: the others are measured all the same
+            refused["compiled"] = f"{type(error).__name__}: {error}"
+    samples = alternate(calls, rounds=21, budget=budget, clock=issue)
+    graph = device.ready([calls["eager"]], laps=100)
+    replayed = alternate({"graph": graph}, rounds=21, budget=budget, clock=device.clock).per({"graph": 100})
+    found = {name: samples.time(name) for name in calls}
+    return {**found, "in a graph" if device.torch.type == "cuda" else "in turn": replayed.time("graph"), **refused}
+
+
+def training_memory(spec: LinearSpec, device: Device) -> dict[str, int]:
+    """What one forward and backward adds to the GPU's allocated memory at its peak, its plans included."""
+    kind: dict[str, Any] = {"dtype": spec.torch_dtype, "device": device.torch}
+
+    def step(layout: BlockLayout, x: Tensor, values: Tensor, grad: Tensor) -> None:
+        torch.autograd.grad(linear(x, values, layout), (x, values), grad)
+
+    small = BlockLayout([[True]], spec.block)
+    sides = (4, spec.block), (1, spec.block, spec.block), (4, spec.block)
+    step(small, *(torch.randn(side, **kind).requires_grad_() for side in sides))  # loads libraries
+    layout = spec.layout()
+    x = torch.randn(spec.tokens, spec.in_features, **kind).requires_grad_()
+    values = torch.randn(layout.values_shape, **kind).requires_grad_()
+    grad = torch.randn(spec.tokens, spec.out_features, **kind)
+    device.wait()
+    torch.cuda.reset_peak_memory_stats(device.torch)
+    before = torch.cuda.memory_allocated(device.torch)
+    step(layout, x, values, grad)
+    device.wait()
+    return {
+        "nnz": layout.nnz,
+        "peak": torch.cuda.max_memory_allocated(device.torch) - before,
+        "gradient": values.numel() * values.itemsize,
+        "activations": (x.numel() + grad.numel()) * x.itemsize,
+    }
+
+
+# -- the picture ---------------------------------------------------------------------------------------------------
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73")
+
+
+def write_chart(path: Path, cases: Mapping[str, CaseResult], ceilings: Ceilings, where: str) -> None:
+    """A PNG: speed-up over dense against density, few tokens and many, under what bytes and arithmetic allow.
+
+    Raises:
+        BlockSparseError: matplotlib is not installed.
+    """
+    figure, (few, many) = figure_and_axes((12, 5.2), columns=2)
+    forward = {name: case for name, case in cases.items() if name in GPU_REACH and "dense" in case.peers}
+    for axes, title, part, key in (
+        (few, "few tokens", lambda name: name.startswith("few"), lambda case: case.spec.dtype),
+        (many, "many tokens", lambda name: not name.startswith("few"), lambda case: f"block {case.spec.block}"),
+    ):
+        chosen = {name: case for name, case in forward.items() if part(name)}
+        groups = dict.fromkeys(key(case) for case in chosen.values())
+        for colour, group in zip(_COLOURS, groups, strict=False):
+            line = sorted((c for c in chosen.values() if key(c) == group), key=lambda case: case.density)
+            _draw(axes, line, group, colour, ceilings)
+        for name, case in chosen.items():
+            axes.plot(case.density, dict(GPU_REACH[name].ratios)["dense"], marker="_", ms=14, color="0.2", ls="")
+        shapes = dict.fromkeys(f"hidden {c.spec.out_features}, {c.spec.tokens} tokens" for c in chosen.values())
+        axes.axhline(1, color="0.2", lw=1)
+        axes.set(xscale="log", yscale="log", xlabel="density (stored blocks / all blocks)", ylabel="speed-up")
+        axes.set_title(f"{title}: {'; '.join(shapes)}" if shapes else f"{title}: not measured", loc="left", size=11)
+        if not chosen:
+            axes.set(xlim=(0.01, 1), ylim=(1, 100))
+        else:
+            axes.legend(frameon=False, fontsize=8.5)
+        plain_ticks(axes)
+        axes.grid(which="major", color="0.9", lw=0.8)
+    rates = f"a copy's {ceilings.copy / 1e12:.2f} TB/s, dense bf16 {ceilings.dense['bfloat16'] / 1e12:.0f} TFLOP/s"
+    figure.supxlabel(f"over dense; dashed: the bound by {rates}; bars: targets. {where}", size=7.5, color="0.4")
+    figure.savefig(path, format="png", dpi=150)
+
+
+def _draw(axes: Any, line: list[CaseResult], name: str, colour: str, ceilings: Ceilings) -> None:
+    density = [case.density for case in line]
+    spreads = [case.speedup("dense") for case in line]
+    bounds = [case.time("dense").median / ceilings.least_time(case) for case in line]
+    axes.plot(density, bounds, "--", color=colour, lw=1)
+    axes.plot(density, [spread.median for spread in spreads], color=colour, marker="o", ms=5, lw=1.8, label=name)
+    axes.fill_between(density, [s.low for s in spreads], [s.high for s in spreads], color=colour, alpha=0.18, lw=0)
+    for at, spread in zip(density, spreads, strict=True):
+        place: dict[str, Any] = {"xytext": (0, -13), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(short(spread.median), (at, spread.median), color=colour, size=8.5, **place)
+    raced = [case for case in line if "torch-bsr" in case.peers]
+    if raced:
+        theirs = [case.samples.ratio("dense", "torch-bsr").median for case in raced]
+        axes.plot([c.density for c in raced], theirs, ":", marker="s", ms=4, color=colour, label=f"torch BSR, {name}")

@@ -1,0 +1,443 @@
+"""The time of an epoch of a truly sparse MLP, against the dense net of its shape and an implementation in scipy.
+
+All train the same net in the same way: forward, cross entropy, backward, momentum SGD, with All-ReLU and dropout. That
+they compute the same loss and gradients, dropout off, is checked first. The contenders:
+
+    blocksparse  `SparseMLP` and `bs.sparsity.SGD`.
+    dense        the same with torch.nn.Linear and torch.optim.SGD, in whichever of its implementations is faster; with
+                 our dropout, which is faster than PyTorch's.
+    scipy        numpy and scipy.sparse, as well as these allow; as in ours nothing dense is made: see `ScipyNet`.
+    blas         the same, but the gradient of the values is taken out of that of the whole weight, which BLAS computes
+                 at the speed of dense nets: faster for a small net, out of the question for a large one. One thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocksparse.convert import from_dense, to_dense
+from blocksparse.errors import BlockSparseError
+from blocksparse.layout import import_scipy_sparse
+from blocksparse.measure import Call, Samples, alternate
+from blocksparse.sparsity import SET, SGD
+
+from ..models.mlp import SparseMLP
+from .linear import OURS
+from .report import duration
+from .rows import Row, times
+
+PEERS = ("dense", "scipy", "blas")
+# Relative L2 difference of loss and gradients between any two of them, at most.
+BOUND = 1e-5
+# An epoch is faster than the dense one, and so many times faster than scipy's.
+DENSE_SPEEDUP, SCIPY_SPEEDUP = 1.0, 5.0
+
+# A call that is timed: as in an epoch, a step finds in the caches what the one before it left there.
+STEPS = 10
+
+Results = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """One net and how it is trained; by default as published for Fashion-MNIST.
+
+    Args:
+        sizes: features of the input, of each hidden layer, of the output.
+        epsilon: of the Erdos-Renyi layouts.
+        batch, rows: of a step and of an epoch; rows that do not fill a batch are left out.
+        alpha, dropout: of the net.
+        zeta: the part of the connections that is replaced after an epoch.
+        lr, momentum, weight_decay: of SGD.
+
+    >>> MlpSpec().steps
+    468
+    """
+
+    sizes: tuple[int, ...] = (784, 1000, 1000, 1000, 10)
+    epsilon: float = 20
+    batch: int = 128
+    rows: int = 60_000
+    alpha: float = 0.6
+    dropout: float = 0.3
+    zeta: float = 0.3
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 2e-4
+
+    @property
+    def steps(self) -> int:
+        """Of an epoch."""
+        return self.rows // self.batch
+
+
+def rows(budget: float = 8.0, quick: bool = False) -> Iterator[Row]:
+    """Of an epoch over dense and over scipy, with as many threads as PyTorch takes and with one; `quick` in small.
+
+    Raises:
+        BlockSparseError: scipy is missing, or loss or gradients of one of them differ from ours.
+    """
+    spec = MlpSpec((60, 80, 80, 10), epsilon=3, batch=16, rows=160) if quick else MlpSpec()
+    problem = MlpProblem(spec)
+    differences = problem.check()
+    before = torch.get_num_threads()
+    for threads in dict.fromkeys((before, 1)):
+        torch.set_num_threads(threads)
+        try:
+            with _one_blas_thread():
+                samples, details = measured(problem, budget, 3 if quick else 21)
+        finally:
+            torch.set_num_threads(before)
+        details |= {"threads": threads, "differences": differences}
+        for peer in PEERS:
+            yield epoch_row(spec, peer, samples, details, has_target=threads == before)
+
+
+def measured(problem: MlpProblem, budget: float, rounds: int) -> tuple[Samples, dict[str, Any]]:
+    """Seconds of an epoch of each contender, by round, and what else is to be told."""
+    kinds = {kind: problem.dense_step(kind) for kind in ("fused", "foreach")}
+    kind = _fastest(kinds)
+    calls = {OURS: problem.our_step(), "dense": kinds[kind], "scipy": problem.scipy.step, "blas": problem.blas.step}
+    calls = {name: partial(_repeated, call) for name, call in calls.items()} | {"evolution": problem.evolution()}
+    steps = alternate(calls, rounds=rounds, budget=budget).per(dict.fromkeys(calls, STEPS) | {"evolution": 1})
+    evolution = steps.time("evolution").median
+    # Scipy's would take longer: it had to build its matrices anew. The dense net has no topology.
+    extra = {OURS: evolution, "dense": 0.0, "scipy": evolution, "blas": evolution}
+    epochs = {name: [problem.spec.steps * t + extra[name] for t in steps.seconds[name]] for name in (OURS, *PEERS)}
+    details = {
+        **asdict(problem.spec),
+        "steps": problem.spec.steps,
+        "step": {name: vars(steps.time(name)) for name in (OURS, *PEERS)},
+        "evolution": evolution,
+        "dense_sgd": kind,
+        "scipy_ways": problem.scipy.ways,
+        "blas_ways": problem.blas.ways,
+    }
+    return Samples(epochs, steps.repeat), details
+
+
+def _one_blas_thread() -> Any:
+    """Numpy's BLAS has one thread within it: others of its own would go on spinning when it is another's turn.
+
+    On two cores they made a step of ours take 2.4 times as long.
+    """
+    try:
+        return import_module("threadpoolctl").threadpool_limits(1, user_api="blas")
+    except ImportError:
+        wanted = 'what scikit-learn brings: pip install "blocksparse-torch[lab]"'
+        raise BlockSparseError.expected("threadpoolctl", wanted, "none") from None
+
+
+def _repeated(step: Call) -> None:
+    for _ in range(STEPS):
+        step()
+
+
+def epoch_row(spec: MlpSpec, peer: str, epochs: Samples, details: dict[str, Any], has_target: bool) -> Row:
+    """How many times as fast as a peer's our epoch is."""
+    speedup = epochs.ratio(peer, OURS)
+    targets = {
+        "dense": (f"> {DENSE_SPEEDUP:g}x dense torch.nn", speedup.median > DENSE_SPEEDUP),
+        "scipy": (f">= {SCIPY_SPEEDUP:g}x scipy CSR", speedup.median >= SCIPY_SPEEDUP),
+    }
+    wanted, met = targets.get(peer, ("-", None)) if has_target else ("-", None)
+    threads = details["threads"]
+    work = f"an epoch, {described(spec)}, {threads} thread{'s' * (threads != 1)}"
+    said = {
+        "dense": f"dense torch.nn, SGD {details['dense_sgd']}",
+        "scipy": "scipy CSR, whose sparse products have one thread, nothing dense",
+        "blas": f"the same with gradients of the values from dense products where faster ({_told(details)})",
+    }[peer]
+    ours, theirs = (duration(epochs.time(name).median) for name in (OURS, peer))
+    found = f"{times(speedup)} {said}; {ours} against {theirs}, of it an evolution {duration(details['evolution'])}"
+    seconds = {name: vars(epochs.time(name)) for name in (OURS, peer)}
+    return Row(
+        work,
+        wanted,
+        found,
+        met if met is None else bool(met),
+        {**details, "seconds": seconds, "ratio": vars(speedup)},
+    )
+
+
+def described(spec: MlpSpec) -> str:
+    """
+    >>> described(MlpSpec())
+    'MLP 784-1000-1000-1000-10, epsilon 20, 60,000 rows, batch 128, SET'
+    """
+    sizes = "-".join(map(str, spec.sizes))
+    return f"MLP {sizes}, epsilon {spec.epsilon:g}, {spec.rows:,} rows, batch {spec.batch}, SET"
+
+
+def _told(details: dict[str, Any]) -> str:
+    return ", ".join(sorted({ways["wgrad"] for ways in details["blas_ways"]}))
+
+
+class MlpProblem:
+    """A net with its inputs, as ours and as its peers have it: the same weights in all."""
+
+    def __init__(self, spec: MlpSpec, seed: int = 0):
+        self.spec, self.seed = spec, seed
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(spec.batch, spec.sizes[0], generator=generator)
+        self.labels = torch.randint(spec.sizes[-1], (spec.batch,), generator=generator)
+
+    def ours(self) -> SparseMLP:
+        """The net, newly made."""
+        s = self.spec
+        return SparseMLP(s.sizes, epsilon=s.epsilon, alpha=s.alpha, dropout=s.dropout, seed=self.seed)
+
+    def dense(self) -> SparseMLP:
+        """The dense net that computes the same."""
+        s = self.spec
+        dense = SparseMLP(s.sizes, density=None, alpha=s.alpha, dropout=s.dropout)
+        with torch.no_grad():
+            for layer, sparse in _pairs(dense, self.ours()):
+                layer.weight.copy_(to_dense(sparse.values, sparse.layout))
+                layer.bias.copy_(sparse.bias)
+        return dense
+
+    @cached_property
+    def scipy(self) -> ScipyNet:
+        """The net in scipy, truly sparse."""
+        return ScipyNet(self.spec, self.ours(), self.x, self.labels).tuned()
+
+    @cached_property
+    def blas(self) -> ScipyNet:
+        """The net in scipy, in its fastest variant."""
+        return ScipyNet(self.spec, self.ours(), self.x, self.labels).tuned(dense=True)
+
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Call:
+        """A training step."""
+        model.train()
+
+        def run() -> Tensor:
+            optimizer.zero_grad()
+            loss = self._loss(model)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return run
+
+    def our_step(self) -> Call:
+        model = self.ours()
+        s = self.spec
+        return self.step(model, SGD(model.parameters(), s.lr, s.momentum, s.weight_decay))
+
+    def dense_step(self, kind: str) -> Call:
+        """With PyTorch's "fused" or "foreach" SGD."""
+        model, s = self.dense(), self.spec
+        chosen = {"fused": kind == "fused", "foreach": kind == "foreach"}
+        sgd = torch.optim.SGD(model.parameters(), s.lr, s.momentum, weight_decay=s.weight_decay, **chosen)
+        return self.step(model, sgd)
+
+    def evolution(self) -> Call:
+        """The evolution between two epochs, with the momentum there is then."""
+        model, s = self.ours(), self.spec
+        optimizer = SGD(model.parameters(), s.lr, s.momentum, s.weight_decay)
+        self.step(model, optimizer)()
+        return SET(model, optimizer, s.zeta, skip=model.output).step
+
+    def check(self) -> dict[str, float]:
+        """The largest relative L2 difference from ours in loss or any gradient, by peer.
+
+        Raises:
+            BlockSparseError: more than `BOUND`.
+        """
+        expected = self._results(self.ours())
+        found = {"dense": self._results(self.dense()), "scipy": self.scipy.results(), "blas": self.blas.results()}
+        return {peer: max(_differences(peer, results, expected)) for peer, results in found.items()}
+
+    def _results(self, model: SparseMLP) -> Results:
+        """Loss and gradients without dropout, those of a dense net where ours has connections."""
+        loss = self._loss(model.eval())
+        loss.backward()
+        results = {"loss": loss.detach().numpy()}
+        for i, (layer, sparse) in enumerate(_pairs(model, self.ours())):
+            values = layer.values.grad if hasattr(layer, "values") else from_dense(layer.weight.grad, sparse.layout)
+            results |= {f"values {i}": values.numpy().reshape(-1), f"bias {i}": layer.bias.grad.numpy()}
+        return results
+
+    def _loss(self, model: nn.Module) -> Tensor:
+        return F.cross_entropy(model(self.x), self.labels)
+
+
+def _pairs(model: SparseMLP, other: SparseMLP) -> Iterator[tuple[Any, Any]]:
+    """The layers of two nets."""
+    return zip(model.layers, other.layers, strict=True)
+
+
+def _differences(peer: str, found: Results, expected: Results) -> Iterator[float]:
+    for name, wanted in expected.items():
+        difference = float(np.linalg.norm(found[name] - wanted) / np.linalg.norm(wanted))
+        if not difference <= BOUND:
+            raise BlockSparseError.expected(f"{name} of {peer}", f"a difference of at most {BOUND:g}", difference)
+        yield difference
+
+
+# -- in scipy --------------------------------------------------------------------------------------------------------
+
+
+class ScipyNet:
+    """The net in numpy and scipy.sparse; float32, int32 indices, activations `[features, batch]` as CSR products want.
+
+    What can be done in several ways is timed in all of them, and the fastest is taken: `tuned`.
+
+    Args:
+        spec: of the net.
+        model: whose weights it copies.
+        x, labels: of the step.
+
+    Raises:
+        BlockSparseError: scipy is missing.
+    """
+
+    def __init__(self, spec: MlpSpec, model: SparseMLP, x: Tensor, labels: Tensor):
+        self.spec, self.labels = spec, labels.numpy()
+        self.x = np.ascontiguousarray(x.numpy().T)
+        self.layers = [_ScipyLayer(layer) for layer in model.layers]
+        self.slopes = [np.float32(activation.slope) for activation in model.activations]  # type: ignore[arg-type]
+        self.random = np.random.Generator(np.random.SFC64(0))
+
+    def tuned(self, dense: bool = False) -> ScipyNet:
+        """Itself, with the faster way chosen for each kind of product; `dense` allows what makes a dense gradient."""
+        inputs, _, _ = self._forward(0.0)
+        for layer, a in zip(self.layers, inputs, strict=True):
+            layer.tune(self.random.standard_normal((layer.shape[0], a.shape[1]), dtype=np.float32), a, dense)
+        return self
+
+    @property
+    def ways(self) -> list[dict[str, str]]:
+        """What was chosen, by layer."""
+        return [layer.ways for layer in self.layers]
+
+    def results(self) -> Results:
+        """Loss and gradients without dropout."""
+        loss, gradients = self._gradients(0.0)
+        results: Results = {"loss": np.array(loss)}
+        for i, (values, bias) in enumerate(gradients):
+            results |= {f"values {i}": values, f"bias {i}": bias}
+        return results
+
+    def step(self) -> float:
+        """A training step; returns the loss."""
+        s = self.spec
+        loss, gradients = self._gradients(s.dropout)
+        for layer, own in zip(self.layers, gradients, strict=True):
+            for w, v, grad in zip(layer.parameters, layer.momenta, own, strict=True):
+                v *= np.float32(s.momentum)
+                grad *= np.float32(s.lr)
+                v -= grad
+                w *= np.float32(1 - s.weight_decay)
+                w += v
+        return loss
+
+    def _forward(self, dropout: float) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
+        """The inputs of all layers and the factors of all hidden units; the scores `[classes, batch]`."""
+        inputs, factors = [self.x], []
+        for layer, slope in zip(self.layers, self.slopes, strict=False):
+            z = layer.forward(inputs[-1])
+            # Multiplied with it, activation and dropout are done, and in the backward pass again.
+            factor = np.multiply(z > 0, 1 - slope, dtype=np.float32)
+            factor += slope
+            if dropout:
+                factor *= self.random.random(z.shape, dtype=np.float32) >= dropout
+                factor *= np.float32(1 / (1 - dropout))
+            z *= factor
+            inputs.append(z)
+            factors.append(factor)
+        return inputs, factors, self.layers[-1].forward(inputs[-1])
+
+    def _gradients(self, dropout: float) -> tuple[float, list[tuple[np.ndarray, np.ndarray]]]:
+        """The loss, and the gradients of values and bias of each layer."""
+        inputs, factors, scores = self._forward(dropout)
+        scores -= scores.max(0)
+        delta = np.exp(scores)
+        total = delta.sum(0)
+        batch = np.arange(len(self.labels))
+        loss = float((np.log(total) - scores[self.labels, batch]).mean())
+        delta /= total
+        delta[self.labels, batch] -= 1
+        delta /= np.float32(len(batch))
+        gradients = []
+        for i in range(len(self.layers) - 1, -1, -1):
+            layer = self.layers[i]
+            gradients.append((layer.wgrad(delta, inputs[i]), delta.sum(1)))
+            if i:
+                delta = layer.dgrad(delta)
+                delta *= factors[i - 1]
+        return loss, gradients[::-1]
+
+
+class _ScipyLayer:
+    """A weight in CSR, its transpose, and what SGD keeps of it."""
+
+    def __init__(self, layer: Any):
+        sparse = import_scipy_sparse()
+        layout = layer.layout
+        self.shape = layout.shape
+        self.rows, self.cols = layout.row_of_block.astype(np.int32), np.array(layout.col_of_block)
+        self.values = layer.values.detach().numpy().reshape(-1).copy()
+        self.bias = layer.bias.detach().numpy().copy()
+        self.weight = sparse.csr_array((self.values, self.cols, np.array(layout.row_start)), shape=self.shape)
+        self.order = layout.transpose_order
+        turned = layout.T
+        arrays = (self.values[self.order], np.array(turned.col_of_block), np.array(turned.row_start))
+        self.turned = sparse.csr_array(arrays, shape=turned.shape)
+        self.view = self.weight.T  # in CSC, of the very same values
+        self.parameters = (self.weight.data, self.bias)
+        self.momenta = tuple(np.zeros_like(p) for p in self.parameters)
+        self.ways = {"dgrad": "transposed CSR", "wgrad": "gathers"}
+
+    def forward(self, a: np.ndarray) -> np.ndarray:
+        z = self.weight @ a
+        z += self.bias[:, None]
+        return z
+
+    def dgrad(self, delta: np.ndarray) -> np.ndarray:
+        return _DGRADS[self.ways["dgrad"]](self, delta)
+
+    def wgrad(self, delta: np.ndarray, a: np.ndarray) -> np.ndarray:
+        return _WGRADS[self.ways["wgrad"]](self, delta, a)
+
+    def tune(self, delta: np.ndarray, a: np.ndarray, dense: bool) -> None:
+        """Chooses the faster ways."""
+        self.ways["dgrad"] = _fastest({name: partial(way, self, delta) for name, way in _DGRADS.items()})
+        if dense:
+            self.ways["wgrad"] = _fastest({name: partial(way, self, delta, a) for name, way in _WGRADS.items()})
+
+    def _dgrad_turned(self, delta: np.ndarray) -> np.ndarray:
+        np.take(self.weight.data, self.order, out=self.turned.data, mode="clip")
+        return self.turned @ delta
+
+    def _dgrad_view(self, delta: np.ndarray) -> np.ndarray:
+        return self.view @ delta
+
+    def _wgrad_dense(self, delta: np.ndarray, a: np.ndarray) -> np.ndarray:
+        return (delta @ a.T)[self.rows, self.cols]
+
+    def _wgrad_gathered(self, delta: np.ndarray, a: np.ndarray) -> np.ndarray:
+        found = np.empty_like(self.values)
+        for first in range(0, len(found), 4096):  # so many rows of either stay in the cache
+            part = slice(first, first + 4096)
+            np.einsum("kb,kb->k", delta[self.rows[part]], a[self.cols[part]], out=found[part])
+        return found
+
+
+_DGRADS = {"transposed CSR": _ScipyLayer._dgrad_turned, "CSC view": _ScipyLayer._dgrad_view}
+_WGRADS = {"dense, gathered": _ScipyLayer._wgrad_dense, "gathers": _ScipyLayer._wgrad_gathered}
+
+
+def _fastest(ways: dict[str, Callable[[], object]]) -> str:
+    samples = alternate(ways, rounds=9, budget=0.5)
+    return min(ways, key=lambda name: samples.time(name).median)

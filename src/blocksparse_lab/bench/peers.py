@@ -1,0 +1,119 @@
+"""Block-sparse products of other libraries on a GPU, each as a function of a layout that gives `product(x, weight)`.
+
+What a library refuses it raises, in its own words.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blocksparse.convert import block_coordinates
+from blocksparse.layout import BlockLayout
+
+Product = Callable[[Tensor], Tensor]
+
+
+def csr(layout: BlockLayout, values: Tensor) -> Tensor:
+    """The `torch.sparse_csr` tensor of a block-sparse weight, zeros within blocks and all; int32 indices.
+
+    >>> import blocksparse as bs
+    >>> layout = bs.BlockLayout([[True, False], [True, True]], block_size=2)
+    >>> csr(layout, torch.arange(12.0).reshape(3, 2, 2)).to_dense().int()
+    tensor([[ 0,  1,  0,  0],
+            [ 2,  3,  0,  0],
+            [ 4,  5,  8,  9],
+            [ 6,  7, 10, 11]], dtype=torch.int32)
+    """
+    height, width = layout.block_shape
+    device = values.device
+    crow = layout.crow_indices(device).long()
+    rows, cols = block_coordinates(layout, device)
+    # Element (i, j) of the nth block in a row of `count` blocks comes after i rows of them and n blocks.
+    start, count = crow[rows], crow.diff()[rows]
+    nth = torch.arange(layout.nnz, device=device) - start
+    i, j = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
+
+    def each(of_block: Tensor) -> Tensor:
+        return of_block[:, None, None]
+
+    place = (each(start) * height * width + i * each(count) * width + each(nth) * width + j).reshape(-1)
+    column = (each(cols) * width + j).expand(-1, height, -1).reshape(-1)
+    ordered, indices = torch.empty_like(values).reshape(-1), torch.empty_like(place, dtype=torch.int32)
+    ordered[place], indices[place] = values.reshape(-1), column.int()
+    per_row = (crow.diff() * width).repeat_interleave(height)
+    starts = torch.cat([per_row.new_zeros(1), per_row.cumsum(0)]).int()
+    return torch.sparse_csr_tensor(starts, indices, ordered, layout.shape, check_invariants=False)
+
+
+def torch_bsr(weight: Tensor, meta: dict[str, int]) -> Product:
+    """PyTorch's own Triton kernel, with the parameters that `tuned` found."""
+    from torch.sparse._triton_ops import bsr_dense_addmm
+
+    def product(x: Tensor) -> Tensor:
+        nothing = x.new_empty(()).expand(weight.shape[0], x.shape[0])  # not read where beta is 0
+        return bsr_dense_addmm(nothing, weight, x.t(), beta=0, meta=meta or None).t()
+
+    return product
+
+
+def tuned(weight: Tensor, x: Tensor, seconds: float) -> dict[str, int]:
+    """What PyTorch's tuner finds for `torch_bsr` within so many seconds, from a start that suits recent GPUs.
+
+    Its own start, 1 stage and a tile as narrow as a block, costs it its time before it comes to what is good.
+    """
+    from torch.sparse import _triton_ops_meta as ops_meta
+
+    (rows, cols), tokens = weight.shape, x.shape[0]
+    height, width = weight.values().shape[1:]
+    split = max(1, tokens // 128) if tokens % 128 == 0 or tokens < 128 else max(1, tokens // height)
+    sparsity = round(1 - weight._nnz() * height * width / (rows * cols), 2)  # as PyTorch looks it up
+    key = (rows, cols, tokens, height, width, True, False, True)  # beta is 0, beta is not 1, alpha is 1
+    start = (4, split, 3, 4)  # GROUP_SIZE_ROW, SPLIT_N, num_stages, num_warps
+    ops_meta.update("bsr_dense_addmm", torch.cuda.get_device_name(), (0, x.dtype, sparsity), key, start)
+    nothing = x.new_empty(()).expand(rows, tokens)
+    with _tuning_for(seconds):
+        return ops_meta.tune_bsr_dense_addmm(nothing, weight, x.t(), beta=0, store=True, force=True)
+
+
+@contextmanager
+def _tuning_for(seconds: float) -> Iterator[None]:
+    """Within it `triton.testing.do_bench` is brief, and after so many seconds refuses: PyTorch's tuner then ends.
+
+    Left alone it measures 0.6 seconds for each of its candidates, dozens of them for each shape.
+    """
+    import triton.testing
+
+    before, end = triton.testing.do_bench, time.monotonic() + seconds
+
+    def brief(call: Callable[[], Any], warmup: int = 0, rep: int = 0, **options: Any) -> Any:
+        if time.monotonic() > end:
+            raise RuntimeError("out of time")
+        return before(call, warmup=10, rep=30, return_mode="median")
+
+    triton.testing.do_bench = brief
+    try:
+        yield
+    finally:
+        triton.testing.do_bench = before
+
+
+def stk(layout: BlockLayout, values: Tensor) -> Product:
+    """STK (Gale et al., MegaBlocks, 2022): x W^T as dense, dense, sparse."""
+    try:
+        import stk
+    except ImportError as error:
+        raise NotImplementedError(f"STK is not installed here ({error}): pip install stanford-stk") from error
+    if layout.block_shape != (128, 128):
+        # Its kernels run on others too, and give wrong results.
+        raise NotImplementedError(f"its blocks are 128 x 128, not {layout.block_shape[0]} x {layout.block_shape[1]}")
+    rows, cols = block_coordinates(layout, values.device)
+    starts = layout.crow_indices(values.device).int()
+    weight = stk.Matrix(layout.shape, values, rows.to(torch.int16), cols.to(torch.int16), starts)
+    transposed = weight.t()
+    return lambda x: stk.ops.dds(x, transposed)

@@ -1,0 +1,167 @@
+"""Results for people (a table in the terminal, a chart) and for machines (JSON)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from blocksparse.measure import Spread
+from blocksparse.topology.drawings.style import figure_and_axes
+
+from ..machine import machine
+from .linear import CaseResult
+
+# Of the peers' lines, in the order of `PEERS`: told apart in grey and by the colour-blind as well.
+_STYLES = {
+    "dense": ("#0072b2", "o"),
+    "torch-bsr": ("#d55e00", "s"),
+    "bsr-matmul": ("#009e73", "^"),
+    "csr-matmul": ("#e69f00", "v"),
+    "stk": ("#56b4e9", "P"),
+    "grouped": ("#cc79a7", "D"),
+}
+
+
+def table(results: Sequence[CaseResult], title: str = "") -> Table:
+    """One row per result: our time and useful arithmetic, and the speed-up over each peer with its quartiles."""
+    peers = list(dict.fromkeys(name for result in results for name in (*result.peers, *result.refused)))
+    errors = [error for result in results for error in result.errors.values()]
+    bound = max((result.bound for result in results), default=0)
+    caption = (
+        f"speed-up: median of the rounds (quartiles)\nrelative error against float64: {max(errors, default=0):.1e}"
+    )
+    out = Table(
+        title=title,
+        caption=f"{caption}, bound {bound:g}",
+        box=SIMPLE_HEAD,
+        title_style="bold",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in ("density", "our time", "GFLOP/s"):
+        out.add_column(name, justify="right", no_wrap=True)
+    for name in peers:
+        # Wide enough for the quartiles alone: on a narrow terminal they go below the median.
+        out.add_column(f"over {name}", justify="right", min_width=13)
+    for result in results:
+        cells = [f"{result.spec.density:g}", duration(result.time().median), f"{result.gflops:.0f}"]
+        cells += [ratio(result.speedup(name)) if name in result.peers else "[dim]refused[/]" for name in peers]
+        out.add_row(*cells)
+    return out
+
+
+def refusals(results: Sequence[CaseResult]) -> list[str]:
+    """A line for each peer that could not run, with its reason; the same reason is said once."""
+    return list(dict.fromkeys(f"{name}: {reason}" for result in results for name, reason in result.refused.items()))
+
+
+def ratio(spread: Spread) -> str:
+    """A ratio with its quartiles, which fewer than three rounds do not have.
+
+    >>> ratio(Spread(12.34, 11.9, 13.0, 21)), ratio(Spread(45.6, 45.1, 46.1, 2))
+    ('12.3 (11.9-13.0)', '45.6 (twice)')
+    """
+    if spread.count < 3:
+        return f"{short(spread.median)} ({'once' if spread.count == 1 else 'twice'})"
+    return f"{short(spread.median)} ({short(spread.low)}-{short(spread.high)})"
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that suits it.
+
+    >>> duration(0.00123), duration(4.08e-4), duration(12.0)
+    ('1.23 ms', '408 us', '12.0 s')
+    """
+    for scale, unit in ((1, "s"), (1e3, "ms")):
+        if seconds * scale >= 1:
+            return f"{short(seconds * scale)} {unit}"
+    return f"{short(seconds * 1e6)} us"
+
+
+def short(value: float) -> str:
+    """Three figures, and no more than a person reads.
+
+    >>> short(1.234), short(9.999), short(1234.5)
+    ('1.23', '10.0', '1234')
+    """
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def write_json(
+    path: Path, results: Sequence[CaseResult], what: str = "block-sparse linear products", **settings: Any
+) -> None:
+    """The results with the machine they were measured on."""
+    content = {
+        "what": what,
+        "machine": machine(_device(results)),
+        "settings": settings,
+        "results": [result.as_dict() for result in results],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_chart(path: Path, results: Sequence[CaseResult], title: str) -> None:
+    """A PNG of the speed-up over each peer against density, beside what the arithmetic alone would give.
+
+    The line over dense carries its numbers; the bands are the quartiles.
+
+    Raises:
+        BlockSparseError: matplotlib is not installed.
+    """
+    figure, axes = figure_and_axes((7.5, 5.2))
+    densities = sorted({result.density for result in results if result.density > 0})
+    axes.plot(densities, [1 / density for density in densities], "--", color="0.45", lw=1.2, label="1 / density")
+    axes.axhline(1, color="0.2", lw=1)
+    for peer, (color, marker) in _STYLES.items():
+        points = [(r.density, r.speedup(peer)) for r in results if peer in r.peers and r.density > 0]
+        if not points:
+            continue
+        points.sort(key=lambda point: point[0])
+        x, spreads = zip(*points, strict=True)
+        axes.plot(x, [s.median for s in spreads], color=color, marker=marker, ms=5, lw=1.8, label=f"over {peer}")
+        axes.fill_between(x, [s.low for s in spreads], [s.high for s in spreads], color=color, alpha=0.18, lw=0)
+        if peer == "dense":
+            for at, spread in points:
+                place = {"xytext": (0, -13), "textcoords": "offset points", "ha": "center"}
+                axes.annotate(short(spread.median), (at, spread.median), color=color, size=8.5, **place)
+    axes.set(xscale="log", yscale="log", xlabel="density (stored blocks / all blocks)", ylabel="speed-up")
+    axes.set_title(title, loc="left", size=11)
+    figure.supxlabel(where(machine(_device(results))), size=7.5, color="0.4", x=0.01, ha="left")
+    plain_ticks(axes)
+    if not densities:
+        axes.set_xlim(0.01, 1)  # without a single block there is no point to draw, and a logarithmic axis needs a range
+    axes.grid(which="major", color="0.9", lw=0.8)
+    axes.legend(frameon=False)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def _device(results: Sequence[CaseResult]) -> str:
+    return next((result.facts["device"] for result in results), "cpu")
+
+
+def chip(facts: Mapping[str, Any]) -> str:
+    """The GPU of these facts, or the CPU where they tell of none."""
+    if gpu := facts["gpu"]:
+        return f"{gpu['name']}, driver {gpu['driver'] or 'unknown'}, triton {gpu['triton']}"
+    return f"{facts['cpu']}, {facts['isa'] or 'no compiled core'}, {facts['threads']} threads"
+
+
+def where(facts: Mapping[str, Any]) -> str:
+    """The machine in a line, with versions and commit."""
+    commit = f", commit {facts['commit'][:8]}{' with changes' if facts['dirty'] else ''}" if facts["commit"] else ""
+    return f"{chip(facts)}, torch {facts['torch']}, blocksparse {facts['blocksparse']}{commit}"
+
+
+def plain_ticks(axes: Any) -> None:
+    """Numbers at 1, 2 and 5 on logarithmic axes."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())

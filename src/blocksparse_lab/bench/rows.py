@@ -1,0 +1,110 @@
+"""Targets and what came of them: the rows that the benchmark programs print and write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from blocksparse.measure import Spread
+
+from .report import chip, ratio, short
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. `met` is None where there is no target, or where it could not be measured."""
+
+    work: str
+    target: str
+    measured: str
+    met: bool | None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """
+        >>> Row("forward", ">= 3x dense", "2.9x dense", False).verdict
+        'NO'
+        """
+        return "-" if self.met is None else "yes" if self.met else "NO"
+
+
+def not_measured(work: str, target: str, reason: object) -> Row:
+    """The row of what could not be measured.
+
+    >>> not_measured("forward", ">= 1.1x stk", "STK is not installed").measured
+    'not measured: STK is not installed'
+    """
+    return Row(work, target, f"not measured: {' '.join(str(reason).split())}", None)
+
+
+def memory_row(work: str, facts: Mapping[str, int], dense: int) -> Row:
+    """The peak of a forward and backward beyond values, inputs and output gradient, which are there before.
+
+    What it must take: the gradient of the values, the output and the gradient of the input. The rest (plans, panels,
+    threads' stacks, the allocator) has to be a working copy of the activations at most, O(nnz) indices (128 bytes per
+    block) and 16 MiB of small change: nothing that grows as in x out.
+
+    Args:
+        facts: bytes at the `peak`, of the `gradient` and of the `activations`, and `nnz`.
+        dense: bytes of a dense weight.
+
+    >>> facts = {"nnz": 1000, "peak": 9 << 20, "gradient": 2 << 20, "activations": 4 << 20}
+    >>> row = memory_row("a step", facts, dense=64 << 20)
+    >>> row.measured, row.met
+    ('2.00 + 4.00 + 3.00 MiB; a dense weight is 64.0 MiB', True)
+    """
+    rest = facts["peak"] - facts["gradient"] - facts["activations"]
+    limit = facts["activations"] + 128 * facts["nnz"] + 2**24
+    measured = (
+        f"{mib(facts['gradient'])} + {mib(facts['activations'])} + {mib(rest)} MiB; a dense weight is {mib(dense)} MiB"
+    )
+    details = {**facts, "rest": rest, "dense": dense}
+    return Row(work, "gradient + activations + O(nnz) indices", measured, rest <= limit, details)
+
+
+def table(rows: Sequence[Row], title: str) -> Table:
+    """For the terminal."""
+    out = Table(box=SIMPLE_HEAD, title=title)
+    for name in ("work", "target", "measured"):
+        out.add_column(name)
+    out.add_column("met", justify="right")
+    for row in rows:
+        colour = {None: "dim", True: "green", False: "bold red"}[row.met]
+        out.add_row(row.work, row.target, row.measured, f"[{colour}]{row.verdict}[/]")
+    return out
+
+
+def write(path: Path, rows: Sequence[Row], what: str, facts: Mapping[str, Any], **settings: Any) -> None:
+    """The rows as JSON, and a table of them in Markdown beside it; `facts` are those of the machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"what": what, "machine": facts, "settings": settings, "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    commit = f"{facts['commit'][:12]}{' with changes' if facts['dirty'] else ''}" if facts["commit"] else "unknown"
+    lines = ["| work | target | measured | met |", "|---|---|---|---|"]
+    lines += [f"| {row.work} | {row.target} | {row.measured} | {row.verdict} |" for row in rows]
+    lines += [
+        "",
+        f"{chip(facts)}, torch {facts['torch']}, commit {commit}, {facts['date'][:10]}. "
+        "Ratios: median of the rounds of one run (quartiles).",
+    ]
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def times(speedup: Spread) -> str:
+    """A ratio for a sentence.
+
+    >>> times(Spread(12.34, 11.9, 13.0, 21))
+    '12.3x (11.9-13.0)'
+    """
+    return ratio(speedup).replace(" ", "x ", 1)
+
+
+def mib(size: float) -> str:
+    return short(size / 2**20) if size >= 2**20 / 100 else "0"

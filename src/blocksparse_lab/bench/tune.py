@@ -1,0 +1,272 @@
+"""Searches for the tiles that a GPU runs fastest with: from those of the rule step by step to faster neighbours.
+
+Every tile is checked against float64 before it is timed, and timed in alternation with the best so far, on copies of
+the weights that take turns. What is found goes into the file of this GPU model after every case.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from blocksparse.checked import number
+from blocksparse.errors import BlockSparseError
+from blocksparse.measure import Call, Samples, Spread, alternate
+from blocksparse.ops.gpu import tiles
+from blocksparse.ops.gpu.tiles import Gpu, Tile, Work
+from blocksparse.ops.linear.specs import LinearSpec
+from blocksparse.ops.registry import use_backend
+
+from ..machine import machine
+from .device import Device
+from .linear import OURS, LinearBench, Problem
+
+# What is tuned unless told otherwise: a layer in training and in generation. "tf32" is float32 with that switch on.
+DTYPES = ("bfloat16", "float32")
+BLOCKS = (16, 32, 64, 128)
+TOKENS = (32, 8192)
+DENSITIES = (0.1, 0.5)
+HIDDEN = 8192
+
+# A tile has to be faster by this part to be preferred: less is noise.
+GAIN = 0.01
+# Sums that a thread can keep in registers.
+SUMS = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product to find a tile for."""
+
+    spec: LinearSpec
+    tf32: bool = False
+
+    def __str__(self) -> str:
+        spec, dtype = self.spec, "tf32" if self.tf32 else self.spec.dtype
+        return f"{spec.pass_} {dtype}, block {spec.block}, {spec.tokens} tokens, density {spec.density:g}"
+
+    @contextmanager
+    def switched(self) -> Iterator[None]:
+        """Within it PyTorch's own switch allows TF32, or does not, as the case wants it."""
+        before = torch.backends.cuda.matmul.fp32_precision
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if self.tf32 else "ieee"
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = before
+
+
+def cases(
+    dtypes: Sequence[str] = DTYPES,
+    blocks: Sequence[int] = BLOCKS,
+    passes: Sequence[str] = tiles.PASSES,
+    tokens: Sequence[int] = TOKENS,
+    densities: Sequence[float] = DENSITIES,
+    hidden: int = HIDDEN,
+) -> list[Case]:
+    """All combinations. Those that differ in density alone come one after the other: the first is the second's start.
+
+    >>> len(cases()), str(cases()[0])
+    (96, 'forward bfloat16, block 16, 32 tokens, density 0.1')
+    """
+    given = {"dtypes": dtypes, "blocks": blocks, "passes": passes, "tokens": tokens, "density": densities}
+    for name, values in given.items():
+        if not values:
+            raise BlockSparseError.expected(name, "at least one", "none")
+    for density in densities:
+        if not number("density", density, 0, 1):
+            raise BlockSparseError.expected("density", "a number above 0", density)
+    for pass_ in passes:
+        if pass_ not in tiles.PASSES:
+            raise BlockSparseError.expected("passes", f"some of {', '.join(tiles.PASSES)}", repr(pass_))
+    grid = itertools.product(dtypes, tokens, blocks, passes, densities)
+    return [
+        Case(LinearSpec(hidden, hidden, n, block, density, dtype.replace("tf32", "float32"), pass_), dtype == "tf32")
+        for dtype, n, block, pass_, density in grid
+    ]
+
+
+# -- tiles ------------------------------------------------------------------------------------------------------
+
+
+def valid(tile: Tile, work: Work, gpu: Gpu) -> bool:
+    """Whether a kernel can run with it: sizes that make sense for the work, sums in registers, buffers in memory."""
+    wgrad, nvidia = work.pass_ == "wgrad", gpu.kind.startswith("sm")
+    height = work.block[1] if work.pass_ == "dgrad" else work.block[0]
+    most = tiles.power_of_two(height)
+    sums = (tile.lanes if wgrad else tile.tokens) * tile.outputs * (2 if tile.pairs else 1)
+    return (
+        16 <= tile.tokens <= min(work.tokens, 128 if wgrad else 256)
+        and (8 if nvidia and most == 8 else 16) <= tile.outputs <= max(most, 16)
+        and 16 <= tile.lanes <= 256
+        and 2 <= tile.warps <= 8
+        and (2 <= tile.stages <= 8 if nvidia else tile.stages <= 2)
+        and (tile.group == 1 or (not wgrad and tile.group * tile.tokens <= work.tokens))
+        and not (tile.pairs and wgrad)
+        and sums <= SUMS * 32 * tile.warps
+        and tiles.shared_memory(tile, work) <= gpu.shared_memory
+    )
+
+
+def neighbours(tile: Tile, work: Work, gpu: Gpu) -> list[Tile]:
+    """The tiles one step away, what matters most first.
+
+    >>> gpu = Gpu("H200", "sm90", 132, 227 * 1024)
+    >>> work = Work("forward", torch.bfloat16, (32, 32), 32, 0.1)
+    >>> len(neighbours(tiles.rule(work, gpu), work, gpu)) > 5
+    True
+    """
+    steps = [
+        replace(tile, **{name: size})
+        for name in ("lanes", "tokens", "warps", "outputs")
+        for size in (2 * getattr(tile, name), max(getattr(tile, name) // 2, 1))
+    ]
+    steps += [replace(tile, stages=max(tile.stages + step, 1)) for step in (-2, 2, -1, 1)]
+    # As many sums per thread in other proportions: neither step alone may help.
+    steps += [replace(tile, tokens=2 * tile.tokens, warps=2 * tile.warps)]
+    steps += [replace(tile, tokens=max(tile.tokens // 2, 1), warps=max(tile.warps // 2, 1))]
+    steps += [replace(tile, pairs=not tile.pairs)]
+    steps += [replace(tile, pairs=not tile.pairs, tokens=max(tile.tokens // 2, 1))]
+    steps += [replace(tile, group=group) for group in (4 * tile.group, tile.group // 4) if group]
+    return [step for step in dict.fromkeys(steps) if step != tile and valid(step, work, gpu)]
+
+
+# -- the search -------------------------------------------------------------------------------------------------
+
+
+def search(
+    starts: Sequence[Tile],
+    around: Callable[[Tile], Sequence[Tile]],
+    race: Callable[[Tile, Tile], float],
+    in_time: Callable[[], bool],
+) -> Tile:
+    """The best of the starts, of the neighbours of the best so far, and so on.
+
+    Args:
+        starts: the first of them has the lead.
+        around: the neighbours of a tile.
+        race: `race(tile, best)` is the tile's time over that of the best so far.
+        in_time: False ends the search.
+    """
+    best, *others = starts
+    todo, seen = deque([*others, *around(best)]), {best}
+    while todo and in_time():
+        tile = todo.popleft()
+        if tile in seen:
+            continue
+        seen.add(tile)
+        if race(tile, best) < 1 - GAIN:
+            best = tile
+            todo.extendleft(reversed(around(best)))
+    return best
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a case: the rule's tile and the best one, their times, how many were tried and which refused why."""
+
+    case: Case
+    work: Work
+    rule: Tile
+    tile: Tile
+    rule_time: Spread
+    time: Spread
+    tried: int
+    refused: Mapping[Tile, str]
+
+
+class Tuner:
+    """Tunes cases on one device.
+
+    Args:
+        device: "cuda", or a `bench.device.Device`.
+        folder: where the file of this GPU model is or comes to be; None: where it is looked for.
+        seed: of patterns and numbers.
+
+    Raises:
+        BlockSparseError: no such device; the file is there and is none of ours.
+    """
+
+    def __init__(self, device: str | Device = "cuda", folder: Path | None = None, seed: int = 0):
+        self.bench = LinearBench((), seed=seed, device=device)
+        self.device = self.bench.device
+        self.gpu = tiles.gpu_of(self.device.torch)
+        self.path = (folder or tiles.user_folder()) / f"{tiles.slug(self.gpu.name)}.json"
+        self.found = tiles.read(self.path) if self.path.exists() else {}
+
+    def run(self, cases: Sequence[Case], seconds: float) -> Iterator[Result]:
+        """The results one by one, each already in the file. Time that a case leaves is for the others.
+
+        Raises:
+            BlockSparseError: the tile of the rule cannot run, or gives wrong results.
+        """
+        end = perf_counter() + seconds
+        for done, case in enumerate(cases):
+            share = (end - perf_counter()) / (len(cases) - done)
+            with case.switched(), use_backend("triton"):
+                result = self.tune(case, share)
+            self.found[result.work] = result.tile
+            tiles.write(self.path, self.gpu, self.found, {"machine": machine(self.device.torch.type)})
+            tiles.forget_tuned()
+            yield result
+
+    def tune(self, case: Case, seconds: float) -> Result:
+        """The best tile for a case that is found in about so many seconds."""
+        end = perf_counter() + seconds
+        problem = self.bench.problem(case.spec)
+        layout, dtype = problem.layout, case.spec.torch_dtype
+        work = Work(case.spec.pass_, dtype, layout.block_shape, tiles.bucket(case.spec.tokens), layout.density)
+        rule = tiles.fit(tiles.rule(work, self.gpu), work, self.gpu)
+        ready = {rule: self._ready(problem, rule)}
+        refused: dict[Tile, str] = {}
+        tried = 0
+
+        def race(tile: Tile, best: Tile) -> float:
+            nonlocal tried
+            tried += 1
+            try:
+                call = self._ready(problem, tile)
+            except Exception as error:  # of a compiler, the driver, our check: others are tried all the same
+                refused[tile] = " ".join(f"{type(error).__name__}: {error}".split())
+                return math.inf
+            ratio = self._times({"tile": call, "best": ready[best]}, rounds=5).ratio("tile", "best").median
+            if ratio < 1 - GAIN:  # it will be the best; of the others, none is needed again but the rule's
+                for old in ready.keys() - {rule}:
+                    del ready[old]
+                ready[tile] = call
+            return ratio
+
+        known = tiles.nearest(work, self.found)
+        starts = [rule] if known is None or not valid(known, work, self.gpu) else list(dict.fromkeys([rule, known]))
+        best = search(starts, lambda tile: neighbours(tile, work, self.gpu), race, lambda: perf_counter() < end)
+        times = self._times({"rule": ready[rule], "best": ready[best]}, rounds=11)
+        return Result(case, work, rule, best, times.time("rule"), times.time("best"), tried, refused)
+
+    def _ready(self, problem: Problem, tile: Tile) -> tuple[Call, int]:
+        """The product with this tile, checked: a call that makes so many of it."""
+        forced = {problem.spec.pass_: tile}
+        counts: dict[str, int] = {}
+        with tiles.use_tiles(**forced):
+            problem.check(self.bench.seed)
+            call = self.bench.ready(problem, OURS, counts)
+
+        def product() -> None:
+            with tiles.use_tiles(**forced):
+                call()
+
+        return product, counts[OURS]
+
+    def _times(self, calls: Mapping[str, tuple[Call, int]], rounds: int) -> Samples:
+        self.device.settle()
+        samples = alternate(
+            {name: call for name, (call, _) in calls.items()}, rounds=rounds, budget=1.0, clock=self.device.clock
+        )
+        return samples.per({name: count for name, (_, count) in calls.items()})

@@ -1,0 +1,68 @@
+"""The command line, `blocksparse ...`: one file per command.
+
+A command's module imports what is heavy (models, matplotlib) inside its function, so that `--help` stays fast.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from blocksparse.errors import BlockSparseError
+
+from .bench import bench
+from .compare import compare
+from .demo import demo
+from .experiment import Experiments, experiment
+from .info import info
+from .layout import layout
+from .sample import sample
+from .sentiment import sentiment
+from .sparsify import sparsify
+from .train import train
+from .train_pixelcnn import pixelcnn
+from .train_resnet import resnet
+from .tune import tune
+
+
+class _Group(TyperGroup):
+    """Ends a user's mistake in one red line, not in a traceback, and Ctrl-C quietly."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (BlockSparseError, MemoryError) as error:
+            # Not marked up or wrapped: messages hold brackets, and a line of them can be copied.
+            said = f"error: {str(error) or 'not enough memory'}"
+            Console(stderr=True).print(said, style="bold red", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            Console(stderr=True).print("interrupted")
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Block-sparse neural networks for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.command()(info)
+app.add_typer(bench)
+app.command()(compare)
+app.command()(demo)
+app.command(cls=Experiments)(experiment)
+app.command()(layout)
+app.command()(sample)
+app.command()(sentiment)
+app.command()(sparsify)
+train.command("pixelcnn")(pixelcnn)
+train.command("resnet")(resnet)
+app.add_typer(train)
+app.command()(tune)

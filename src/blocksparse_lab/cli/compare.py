@@ -1,0 +1,130 @@
+"""`blocksparse compare`: training runs as a table and as curves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from blocksparse.errors import BlockSparseError
+
+from .layout import write
+
+if TYPE_CHECKING:
+    from ..recipes.compare import Group, Run
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or not.")],
+    out: Annotated[Path | None, typer.Option(help="A PNG: held-out figures against steps and seconds.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="A file for the numbers.")] = None,
+    topology: Annotated[
+        bool, typer.Option("--topology", help="The runs' layouts instead: their measures, their NNSTD from each other.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Of --topology: a page to look into the layouts.")] = None,
+) -> None:
+    """Training runs side by side; those that differ in their seed alone also as mean and standard deviation."""
+    from ..recipes import compare as recipe
+
+    if topology:
+        from .compare_topology import compare_topology
+
+        compare_topology(runs, out, json_file, html)
+        return
+    if html is not None:
+        raise BlockSparseError.expected("--html", "--topology beside it", "none")
+    found = [recipe.read(path) for path in runs]
+    grouped = recipe.groups(found)
+    console = Console()
+    console.print(_table(found, narrow=console.width < 100))
+    if len(grouped) < len(found):
+        console.print()
+        console.print(_seeds(grouped))
+    if json_file is not None:
+        content = {"what": "training runs side by side", "runs": [run.as_dict() for run in found]}
+        write("json", json_file, json.dumps(content, indent=1) + "\n")
+        console.print(f"wrote {json_file}", highlight=False, soft_wrap=True)
+    if out is not None:
+        recipe.picture(out, grouped)
+        console.print(f"wrote {out}", highlight=False, soft_wrap=True)
+
+
+def _table(runs: list[Run], narrow: bool) -> Table:
+    """A row per run; a column in which all would be empty is left out."""
+    best = min((run.held_out for run in runs if run.held_out is not None), default=None)
+    rows: list[dict[str, str]] = []
+    for run in runs:
+        numbers, model = run.as_dict(), run.task.get("model")
+        model = model if isinstance(model, dict) else {}
+        planned = run.settings["steps"]
+        held_out = "" if run.held_out is None else f"{run.held_out:.4f}"
+        rows.append(
+            {
+                "run": escape(run.name),
+                "method": _word(model.get("method")),
+                "net": "-".join(map(_word, sizes if isinstance(sizes := model.get("sizes"), list) else [])),
+                "cell": _word(model.get("cell")),
+                "pattern": _word(model.get("pattern")).replace("_", "_\n" if narrow else "_"),
+                "width": _count(model.get("width")),
+                "params": _short(numbers.get("parameters")),
+                "mul-adds\nper byte": _short(numbers.get("multiply_adds_per_byte")),
+                "steps": _count(run.steps) if run.result else f"{run.steps:,}\nof {planned:,}",
+                "bytes\nseen": _short(numbers["bytes"]),
+                "\n".join(_word(run.unit).rsplit(" ", 1)): f"[bold]{held_out}[/]" if run.held_out == best else held_out,
+                "bytes/s": _short(numbers["bytes_per_second"]),
+            }
+        )
+    table = Table(box=SIMPLE_HEAD, header_style="dim", padding=(0, 0 if narrow else 1), pad_edge=False, show_edge=False)
+    for name in rows[0]:
+        if any(row[name] for row in rows):
+            words = name in ("run", "method", "net", "cell", "pattern")
+            table.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
+    for row in rows:
+        table.add_row(*(row[str(column.header)] for column in table.columns))
+    return table
+
+
+def _seeds(groups: list[Group]) -> Table:
+    table = Table(box=SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
+    table.add_column("over seeds")
+    table.add_column("runs", justify="right")
+    table.add_column(f"{_word(groups[0].runs[0].unit)} ± deviation", justify="right", no_wrap=True)
+    for group in groups:
+        spread = group.held_out
+        shown = "" if spread is None else f"{spread[0]:.4f}"
+        if spread is not None and len(group.runs) > 1:
+            shown += f" ± {spread[1]:.4f}"
+        table.add_row(escape(group.label), str(len(group.runs)), shown)
+    return table
+
+
+def _word(value: Any) -> str:
+    """What a file says, without what would steer the table; nothing of what is no word or number."""
+    return escape("".join(filter(str.isprintable, str(value)))) if isinstance(value, str | int) else ""
+
+
+def _count(number: Any) -> str:
+    return f"{number:,.0f}" if _shown(number) else ""
+
+
+def _shown(number: Any) -> bool:
+    return isinstance(number, int | float) and abs(number) < 1e100
+
+
+def _short(number: Any) -> str:
+    """
+    >>> _short(86_319_360), _short(49_152), _short(512)
+    ('86.3M', '49.2k', '512')
+    """
+    if not _shown(number):
+        return ""
+    for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= scale:
+            return f"{number / scale:.3g}{letter}"
+    return f"{number:.3g}"

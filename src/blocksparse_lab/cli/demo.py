@@ -1,0 +1,280 @@
+"""`blocksparse demo`: what this library does, on this machine, in under two minutes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from blocksparse.errors import BlockSparseError
+
+if TYPE_CHECKING:
+    from ..recipes.next_byte import Race
+    from .page import Story
+
+DENSE, SPARSE = "dark_orange", "dodger_blue1"
+
+# The demo's steps per second of its limit: what two slow cores do. Steps are fixed by it and not by the clock, so
+# that a seed gives the same curve each time.
+STEPS_PER_SECOND = 20
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large each part is; smaller ones are for tests."""
+
+    hidden: int = 4096
+    batch: int = 64
+    block: int = 32
+    densities: Sequence[float] = (1, 0.5, 0.25, 0.1, 0.05, 0.02)
+    budget: float = 1.2
+    training: dict[str, Any] = field(default_factory=dict)
+    models: dict[str, Any] = field(default_factory=dict)
+
+
+def demo(
+    text: Annotated[Path | None, typer.Option(help="Train on this file; else on Python's own help topics.")] = None,
+    seconds: Annotated[float, typer.Option(help="Training stops after this; 20 steps are planned for each.")] = 80,
+    out: Annotated[Path, typer.Option(help="Folder for demo.html and demo.json.")] = Path("demo-out"),
+    seed: Annotated[int, typer.Option(help="Of patterns, weights and batches.")] = 0,
+) -> None:
+    """The 2017 example, the speed-up, and a wide block-sparse model against a dense one, as a page that stays.
+
+    Ctrl-C ends it early and keeps what is done.
+    """
+    play(Console(), Sizes(), text, seconds, out, seed)
+
+
+def play(console: Console, sizes: Sizes, text: Path | None, seconds: float, out: Path, seed: int) -> None:
+    """`demo` at any sizes.
+
+    Raises:
+        BlockSparseError: a text, a folder or a number that will not do; nothing has run by then.
+    """
+    from ..data import text as texts
+    from ..machine import machine
+    from ..recipes.next_byte import Settings
+    from . import page
+
+    if not 0 < seconds < math.inf:
+        raise BlockSparseError.expected("seconds", "a positive number", seconds)
+    if not 0 <= seed < 2**32:
+        raise BlockSparseError.expected("seed", "an int from 0 to 2^32 - 1", seed)
+    steps = max(1, round(seconds * STEPS_PER_SECOND))
+    settings = Settings(**{"steps": steps, "seconds": seconds, "seed": seed, **sizes.training})
+    data = texts.python_topics() if text is None else texts.read(text)
+    name = "The help topics of Python" if text is None else text.name
+    parts = texts.split(data, settings.context, name=name)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BlockSparseError.expected("out", "a folder to write to", f"{out} ({error.strerror})") from error
+
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
+    facts = machine() | {"load before": round(load, 2)}
+    story = page.Story(facts, seed)
+    console.print("[bold]blocksparse demo[/]")
+    console.print(f"{facts['cpu']}, {facts['isa']}, {facts['threads']} threads", style="dim", highlight=False)
+    if load > 0.5:
+        console.print(
+            f"other programs are running (load {load:.1f}): times will be of a shared machine", style="yellow"
+        )
+    try:
+        _example(console, story, sizes)
+        _speedups(console, story, sizes)
+        _train(console, story, sizes, parts, settings)
+    except KeyboardInterrupt:
+        story.interrupted = True
+    (out / "demo.html").write_text(page.render(story), encoding="utf-8")
+    (out / "demo.json").write_text(json.dumps(_as_dict(story), indent=1) + "\n", encoding="utf-8")
+    if story.interrupted:
+        console.print("\ninterrupted: the page has what was done by then", style="yellow")
+    console.print(f"\nOpen [bold]{(out / 'demo.html').resolve()}[/]", highlight=False, soft_wrap=True)
+    if story.interrupted:
+        raise typer.Exit(130)
+
+
+# -- the parts -----------------------------------------------------------------------------------------------------
+
+
+def _example(console: Console, story: Story, sizes: Sizes) -> None:
+    from ..bench.report import duration, ratio
+    from ..recipes import example_2017
+
+    _title(console, 1, "The 2017 example, checked against dense")
+    with _progress(console) as progress:
+        task = progress.add_task("checking and timing", total=1)
+        story.example = example = example_2017.run(
+            sizes.hidden, sizes.block, sizes.batch, seed=story.seed, budget=sizes.budget
+        )
+        progress.advance(task)
+    samples = example.samples
+    console.print(
+        f"y = bsmm(x, w): hidden {example.hidden}, blocks of {example.block}, batch {example.batch}, "
+        f"density {example.layout.density:.2f}\n"
+        f"relative error  [bold]{example.relative_error:.1e}[/] against float64, largest {example.largest_error:.1e}\n"
+        f"time            [bold]{duration(samples.time('block-sparse').median)}[/], "
+        f"dense {duration(samples.time('dense').median)}: "
+        f"[bold]{ratio(samples.ratio('dense', 'block-sparse'))}[/] times as fast",
+        highlight=False,
+    )
+
+
+def _speedups(console: Console, story: Story, sizes: Sizes) -> None:
+    from blocksparse.ops.linear.specs import LinearSpec
+
+    from ..bench.linear import LinearBench
+    from ..bench.report import duration, ratio
+
+    _title(console, 2, "Speed-up against density")
+    runner = LinearBench(("dense",), rounds=15, budget=sizes.budget, seed=story.seed)
+    with _progress(console) as progress:
+        task = progress.add_task("checking and timing", total=len(sizes.densities))
+        for density in sizes.densities:
+            spec = LinearSpec(sizes.hidden, sizes.hidden, sizes.batch, sizes.block, density)
+            story.speedups.append(runner.run(spec))
+            progress.advance(task)
+    table = _table("density", "block-sparse", "dense", "speed-up", "1 / density")
+    table.add_column("")
+    longest = max(result.speedup("dense").median for result in story.speedups)
+    room = max(4, min(32, console.width - 70))
+    for result in story.speedups:
+        speedup = result.speedup("dense")
+        table.add_row(
+            f"{result.spec.density:g}",
+            duration(result.time().median),
+            duration(result.time("dense").median),
+            f"[bold]{ratio(speedup)}[/]",
+            f"{1 / result.density:.3g}",
+            Text("━" * max(1, round(room * speedup.median / longest)), style=SPARSE),
+        )
+    console.print(table)
+
+
+def _train(console: Console, story: Story, sizes: Sizes, parts: Any, settings: Any) -> None:
+    from ..recipes import next_byte
+    from .page import Training, compared, verdict
+
+    _title(console, 3, "The next byte: dense against wide and block-sparse, equal parameters")
+    models, layouts = next_byte.contenders(settings.context, seed=story.seed, **sizes.models)
+    race = next_byte.Race(models, next_byte.LEARNING_RATES, parts, settings)
+    training = Training(parts.name, len(parts.train), len(parts.held_out), settings, layouts)
+    story.training = training
+    console.print(
+        f"{parts.name}: {training.train_bytes:,} bytes to train on, {training.held_out_bytes:,} held out",
+        style="dim",
+        highlight=False,
+    )
+    try:
+        progress = Progress(*_COLUMNS, TextColumn("{task.fields[bits]}"), console=console)
+        task = progress.add_task("training both", total=settings.steps, bits="")
+        with Live(progress, console=console, refresh_per_second=4) as live:
+            for step in race.run():
+                progress.update(task, completed=step, bits=_now(race))
+                if step % settings.every == 0 or step == settings.steps:
+                    live.update(Group(progress, _plot(console, race)))
+            progress.update(task, description="evaluating")
+            training.outcomes = next_byte.outcomes(race)
+            progress.update(task, description="trained both")
+    except KeyboardInterrupt:
+        if race.steps:
+            training.outcomes = next_byte.outcomes(race, at_most=settings.probe)
+        story.interrupted = True
+    training.steps = race.steps
+    if not training.outcomes:
+        return
+    table = _table("", f"[{DENSE}]dense[/]", f"[{SPARSE}]block-sparse[/]")
+    for name, cells in compared(training.outcomes):
+        style = "bold" if "held-out" in name or "ms" in name else None
+        table.add_row(name, *cells, style=style)
+    if training.steps < settings.steps:
+        console.print(f"stopped after {training.steps:,} of {settings.steps:,} steps", style="yellow", highlight=False)
+    console.print()
+    console.print(table)
+    console.print(f"\n{verdict(training.outcomes)}", highlight=False)
+
+
+def _plot(console: Console, race: Race) -> Text:
+    """The held-out bits per byte of both, as far as they are known."""
+    from .page import bits_range
+    from .plot import Curve, plot
+
+    curves = list(race.curves.values())
+    if console.options.ascii_only or not all(curve.held_out for curve in curves):
+        return Text()
+    drawn = [Curve(c.evaluated_at, c.held_out, style) for c, style in zip(curves, (DENSE, SPARSE), strict=True)]
+    picture = plot(drawn, min(console.width, 100), 12, (0, race.settings.steps), bits_range(curves))
+    title = Text("held-out bits per byte   ", style="dim").append("━ dense  ", DENSE).append("━ block-sparse", SPARSE)
+    return Text("\n").join([title, picture])
+
+
+def _now(race: Race) -> str:
+    shown = [
+        f"[{style}]{curve.held_out[-1]:.3f}[/]"
+        for curve, style in zip(race.curves.values(), (DENSE, SPARSE), strict=True)
+        if curve.held_out
+    ]
+    return " ".join(shown)
+
+
+# -- pieces --------------------------------------------------------------------------------------------------------
+
+_COLUMNS = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+
+
+def _title(console: Console, number: int, text: str) -> None:
+    console.print(f"\n[bold {SPARSE}]{number}[/]  [bold]{text}[/]", highlight=False)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    with Progress(*_COLUMNS, console=console, transient=True) as progress:
+        yield progress
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
+    for nth, name in enumerate(columns):
+        table.add_column(name, justify="left" if nth == 0 else "right", no_wrap=True)
+    return table
+
+
+def _as_dict(story: Story) -> dict[str, Any]:
+    """The numbers of a demo, ready for JSON."""
+    example, training = story.example, story.training
+    found: dict[str, Any] = {"machine": story.machine, "seed": story.seed, "interrupted": story.interrupted}
+    if example is not None:
+        found["example_2017"] = {
+            "hidden": example.hidden,
+            "block": example.block,
+            "batch": example.batch,
+            "density": example.layout.density,
+            "relative_error": example.relative_error,
+            "largest_error": example.largest_error,
+            "seconds": {name: vars(example.samples.time(name)) for name in example.samples.names},
+            "speedup": vars(example.samples.ratio("dense", "block-sparse")),
+        }
+    found["speedups"] = [result.as_dict() for result in story.speedups]
+    if training is not None:
+        found["training"] = {
+            "text": training.text,
+            "train_bytes": training.train_bytes,
+            "held_out_bytes": training.held_out_bytes,
+            "settings": asdict(training.settings),
+            "steps": training.steps,
+            "models": [asdict(outcome) for outcome in training.outcomes],
+        }
+    return found

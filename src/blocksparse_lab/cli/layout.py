@@ -1,0 +1,294 @@
+"""`blocksparse layout`: a pattern as a picture or a page, with its measures; or patterns proposed for a budget."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from blocksparse.errors import BlockSparseError
+
+if TYPE_CHECKING:
+    from blocksparse.layout import BlockLayout
+    from blocksparse.topology.proposals import Proposals
+
+PATTERNS = (
+    "dense",
+    "random",
+    "block_diagonal",
+    "banded",
+    "butterfly",
+    "erdos_renyi",
+    "watts_strogatz",
+    "watts_strogatz_2d",
+    "barabasi_albert",
+)
+DESIGN = "design"
+EVOLUTION = "evolution"
+PICTURES = ("matrix", "dense", "degrees", "spreading", "replacement")
+
+# Of a graph of more blocks of features, paths are searched from so many: one does not care to wait for a drawing.
+EXACT, SAMPLED = 8_000, 500
+
+
+def layout(
+    pattern: Annotated[
+        str,
+        typer.Argument(
+            help=f"One of {', '.join(PATTERNS)}; or {DESIGN}, which proposes some; or {EVOLUTION}, which draws how "
+            "sparse training changes some."
+        ),
+    ],
+    features: Annotated[int | None, typer.Option(help="Features in and out.")] = None,
+    shape: Annotated[str | None, typer.Option(help="OUT,IN instead, for patterns that need not be square.")] = None,
+    block_size: Annotated[int, typer.Option(help="Rows and columns of a block.")] = 32,
+    density: Annotated[float | None, typer.Option(help="Part of the blocks that is stored.")] = None,
+    neighbors: Annotated[int | None, typer.Option(help="Of each node of a small world.")] = None,
+    rewire: Annotated[float | None, typer.Option(help="Part of the edges of a small world drawn anew.")] = None,
+    m: Annotated[int | None, typer.Option(help="Edges that each new node of Barabasi-Albert brings.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Erdos-Renyi's scale of density.")] = None,
+    bandwidth: Annotated[int | None, typer.Option(help="Of a banded pattern, in blocks.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of what is drawn at random.")] = None,
+    params: Annotated[str | None, typer.Option(help=f"Of {DESIGN}: so many weights, as 800k or 2.5M.")] = None,
+    objective: Annotated[
+        str | None, typer.Option(help=f"Of {DESIGN}, what comes first: mixing, path, clustering, balance or time.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The picture; without it only the numbers are printed.")] = None,
+    picture: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of --out, one of {', '.join(PICTURES)}: its matrix; beside a dense one; its degrees; activity that "
+            "spreads from its middle (a GIF); what takes a dense layer's place at equal compute."
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="A page to look into it: one file, for any browser.")] = None,
+) -> None:
+    """Draw a pattern; print its shape, density, degrees and graph measures. Or design one for a budget."""
+    options = {
+        "density": density,
+        "neighbors": neighbors,
+        "rewire": rewire,
+        "m": m,
+        "epsilon": epsilon,
+        "bandwidth": bandwidth,
+        "seed": seed,
+    }
+    given = {k: v for k, v in options.items() if v is not None}
+    budget = {k: v for k, v in {"params": params, "objective": objective}.items() if v is not None}
+    if picture is not None and picture not in PICTURES:
+        raise BlockSparseError.expected("--picture", f"one of {', '.join(PICTURES)}", repr(picture))
+    if picture is not None and out is None:
+        raise BlockSparseError.expected(f"--picture {picture}", "--out FILE, where it goes", "none")
+    console = Console()
+    if pattern == EVOLUTION:
+        if out is None or html is not None or features is not None or shape is not None or picture or given or budget:
+            raise BlockSparseError.expected(EVOLUTION, "--out FILE.png and nothing else", "other options or no file")
+        evolution(console, out)
+        return
+    if pattern == DESIGN:
+        proposals = propose(features, block_size, given, **budget)
+        console.print(str(proposals), highlight=False, markup=False, soft_wrap=True)
+        named = [(one.name, one.layout) for one in proposals]
+        title = f"Layouts for {params} weights, {features} features"
+    else:
+        if budget:
+            raise BlockSparseError.expected(f"--{next(iter(budget))}", f"the pattern {DESIGN}", pattern)
+        title = f"{pattern}({', '.join(f'{key}={value}' for key, value in given.items())})" if given else pattern
+        named = [(title, build(pattern, features, shape, block_size, given))]
+        console.print(_table(pattern, named[0][1]))
+    if out is not None:
+        name, made = named[0]
+        if picture == "replacement":
+            if pattern == DESIGN:
+                raise BlockSparseError.expected("--picture replacement", "a pattern", DESIGN)
+            _replacement(pattern, made, given, out, name)
+        else:
+            _draw(picture or "matrix", made, out, name)
+        console.print(f"wrote {out}", highlight=False, soft_wrap=True)
+    if html is not None:
+        _page(html, title, named)
+        console.print(f"wrote {html}", highlight=False, soft_wrap=True)
+
+
+def evolution(console: Console, out: Path) -> None:
+    """Trains some sparse nets and draws how their connections went apart."""
+    from blocksparse.topology.drawings import distance_map
+
+    from ..recipes.evolution import evolve
+
+    found = evolve()
+    errors = ", ".join(f"{error:.1f} %" for error in found.errors)
+    labels = [str(label) for label in found.trajectory.labels]
+    title = f"Connections of nets in sparse evolutionary training, epochs 0 to {labels[-1]}; runs 1 and 2 begin alike"
+    distance_map(found.trajectory.distances(), labels, out, title, found.runs)
+    console.print(f"errors on digits that were held out: {errors}", highlight=False)
+    console.print(f"wrote {out}", highlight=False, soft_wrap=True)
+
+
+def propose(
+    features: int | None, block_size: int, options: dict[str, Any], params: str | None = None, objective: str = "mixing"
+) -> Proposals:
+    """What `bs.topology.design` proposes, of the options of the command line."""
+    from blocksparse import topology
+
+    from .train import parse_count
+
+    for name in options:
+        if name != "seed":
+            raise BlockSparseError.expected(f"--{name}", f"none: {DESIGN} chooses it", DESIGN)
+    if features is None or params is None:
+        got = f"--features {features} --params {params}"
+        raise BlockSparseError.expected(DESIGN, "--features N --params N", got)
+    return topology.design(features, parse_count(params), block_size, objective, **options)
+
+
+def build(
+    pattern: str, features: int | None, shape: str | None, block_size: int, options: dict[str, Any]
+) -> BlockLayout:
+    """The layout of a pattern by its name, with the options that this pattern takes.
+
+    >>> build("block_diagonal", 128, None, 32, {})
+    BlockLayout(shape=(128, 128), block_size=(32, 32), nnz=4, density=0.25)
+    """
+    from blocksparse import patterns
+
+    if pattern not in PATTERNS:
+        raise BlockSparseError.expected("pattern", f"one of {', '.join(PATTERNS)}", repr(pattern))
+    construct = getattr(patterns, pattern)
+    takes = inspect.signature(construct).parameters
+    for name in options:
+        if name not in takes:
+            known = [other for other in PATTERNS if name in inspect.signature(getattr(patterns, other)).parameters]
+            raise BlockSparseError.expected(
+                f"--{name}", f"one of the patterns that take it ({', '.join(known)})", pattern
+            )
+    if "features" in takes:
+        if features is None or shape is not None:
+            raise BlockSparseError.expected("size", f"--features N ({pattern} is square)", f"--shape {shape}")
+        return construct(features, block_size, **options)
+    return construct(_shape(features, shape), block_size, **options)
+
+
+def _shape(features: int | None, shape: str | None) -> tuple[int, int]:
+    if (features is None) == (shape is None):
+        raise BlockSparseError.expected("size", "--features N or --shape OUT,IN", "both" if shape else "neither")
+    if features is not None:
+        return features, features
+    try:
+        out_features, in_features = (int(part) for part in str(shape).split(","))
+    except ValueError as error:
+        raise BlockSparseError.expected("shape", "OUT,IN", repr(shape)) from error
+    return out_features, in_features
+
+
+def _table(pattern: str, layout: BlockLayout) -> Table:
+    table = Table(title=pattern, box=None, show_header=False, title_style="bold", title_justify="left", pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in measures(layout):
+        table.add_row(name, value)
+    return table
+
+
+def measures(layout: BlockLayout) -> list[tuple[str, str]]:
+    """What the command tells of a layout: names and values."""
+    rows = np.bincount(layout.row_of_block, minlength=layout.grid[0])
+    cols = np.bincount(layout.col_indices().numpy(), minlength=layout.grid[1])
+    return [
+        ("shape", f"{layout.shape[0]} x {layout.shape[1]} (out x in)"),
+        ("grid", f"{layout.grid[0]} x {layout.grid[1]} blocks of {layout.block_shape[0]} x {layout.block_shape[1]}"),
+        ("blocks", f"{layout.nnz:,} ({layout.nnz * layout.block_shape[0] * layout.block_shape[1]:,} weights)"),
+        ("density", f"{layout.density:.4g}"),
+        ("blocks per row", _degrees(rows)),
+        ("blocks per column", _degrees(cols)),
+        *_graph_measures(layout),
+    ]
+
+
+def sources(layout: BlockLayout) -> int | None:
+    """From how many of its blocks of features paths are searched; None for all."""
+    return SAMPLED if sum(layout.grid) > EXACT else None
+
+
+def _graph_measures(layout: BlockLayout) -> list[tuple[str, str]]:
+    from blocksparse import topology
+
+    some = sources(layout)
+    try:
+        found = topology.summary(layout, sources=some)
+    except BlockSparseError as error:
+        return [("average path length", str(error).removesuffix(f": {layout!r}"))]
+    try:
+        length = f"{topology.average_path_length(layout, some):.2f}"
+    except BlockSparseError as error:
+        length = str(error).removesuffix(f": {layout!r}")
+    least = "" if found.exact else "at least "
+    if not found.exact:
+        length += f" (standard error {found.path_length_error:.2g}, from {some} blocks)"
+    square = layout.grid[0] == layout.grid[1]
+    never = "some blocks never reach some others" if square else "the layout is not square"
+    return [
+        ("average path length", length),
+        ("longest path", "none" if found.diameter is None else f"{least}{found.diameter}"),
+        ("steps to mix", never if found.steps_to_mix is None else f"{least}{found.steps_to_mix}"),
+        ("clustering", f"{found.clustering:.4g}"),
+        ("spectral gap", f"{found.spectral_gap:.4g}"),
+        ("hub load", f"{found.hub_load:.4g} (the fullest row or column / the mean)"),
+    ]
+
+
+def _degrees(counts: np.ndarray) -> str:
+    empty = int((counts == 0).sum())
+    return f"{counts.min()} to {counts.max()}, mean {counts.mean():.4g}{f', {empty} empty' if empty else ''}"
+
+
+def _draw(picture: str, layout: BlockLayout, path: Path, title: str) -> None:
+    from blocksparse.topology import drawings
+
+    draw: dict[str, Callable[[BlockLayout, Path, str], object]] = {
+        "matrix": drawings.matrix,
+        "dense": drawings.dense_against_sparse,
+        "degrees": drawings.degree_histogram,
+        "spreading": drawings.spreading,
+    }
+    draw[picture](layout, path, title)
+
+
+def _replacement(pattern: str, layout: BlockLayout, given: dict[str, Any], path: Path, title: str) -> None:
+    from blocksparse import patterns
+    from blocksparse.topology.drawings import Replacement, replacement
+
+    if layout.shape[0] != layout.shape[1]:
+        raise BlockSparseError.expected("--picture replacement", "a square layout", repr(layout))
+    takes = inspect.signature(getattr(patterns, pattern)).parameters
+
+    def again(features: int, seed: int) -> BlockLayout:
+        options = given | ({"seed": given.get("seed", 0) + seed} if "seed" in takes else {})
+        return build(pattern, features, None, layout.block_shape[0], options)
+
+    replacement(Replacement.of(again, layout.shape[0]), path, title)
+
+
+def _page(path: Path, title: str, named: list[tuple[str, BlockLayout]]) -> None:
+    from .layout_page import Shown, render
+
+    shown = [Shown(name, made, measures(made)) for name, made in named]
+    write("html", path, render(title, "A layout says which blocks of a weight are stored; it is a graph, too.", shown))
+
+
+def write(option: str, path: Path, text: str) -> None:
+    """Writes a file that an option asks for.
+
+    Raises:
+        BlockSparseError: it could not be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BlockSparseError.expected(option, "a file to write", f"{path} ({error.strerror})") from error

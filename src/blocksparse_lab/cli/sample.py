@@ -1,0 +1,75 @@
+"""`blocksparse sample`: text that a language model writes, or images that a PixelCNN draws."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def sample(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run.")],
+    prompt: Annotated[str, typer.Option(help="Of text: what comes before.")] = "",
+    length: Annotated[int, typer.Option(help="Of text: bytes to write.")] = 1000,
+    temperature: Annotated[float, typer.Option(help="Of text: below 1 the likely; 0 the likeliest.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Of text: only so many likeliest bytes.")] = None,
+    count: Annotated[int, typer.Option(help="Of images: how many.")] = 16,
+    out: Annotated[Path, typer.Option(help="Of images: the PNG.")] = Path("samples.png"),
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+) -> None:
+    """Write text, byte by byte as it comes, or draw images into one PNG, whichever the model was trained on.
+
+    What is no UTF-8 shows as a replacement character.
+    """
+    from blocksparse import checkpoint as checkpoints
+
+    from ..recipes import pixelcnn
+
+    path = checkpoint / "last.safetensors" if checkpoint.is_dir() else checkpoint
+    if checkpoints.task_of(checkpoints.about(path)).get("kind") == pixelcnn.KIND:
+        _draw(path, count, out, seed)
+    else:
+        _write(path, prompt, length, temperature, top_k, seed)
+
+
+def _draw(path: Path, count: int, out: Path, seed: int) -> None:
+    from blocksparse.topology.drawings.style import image_writer
+
+    from ..recipes import pixelcnn
+
+    model, (_, height, width) = pixelcnn.load(path)
+    write = image_writer(out)
+    console = Console()
+    columns = TextColumn("drawing"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("pixels of each, left")
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=height * width)
+        images = pixelcnn.sample(
+            model, count, height, width, seed=seed, progress=lambda done, _: progress.update(task, completed=done)
+        )
+    write(pixelcnn.grid(images))
+    console.print(f"wrote {out}: {count} images of {height} x {width}", highlight=False, soft_wrap=True)
+
+
+def _write(path: Path, prompt: str, length: int, temperature: float, top_k: int | None, seed: int) -> None:
+    from ..recipes import charlm
+
+    model = charlm.load(path)
+    console = Console()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    console.out(_harmless(prompt), end="", style="bold", highlight=False)
+    written = charlm.sample(
+        model, prompt.encode(errors="replace"), length, temperature=temperature, top_k=top_k, seed=seed
+    )
+    for byte in written:
+        console.out(_harmless(decoder.decode(byte)), end="", highlight=False)
+        console.file.flush()
+    console.out(_harmless(decoder.decode(b"", final=True)), highlight=False)
+
+
+def _harmless(text: str) -> str:
+    """Without what would steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -1,0 +1,145 @@
+"""`blocksparse sentiment`: what a language model knows of sentiment, by the published protocol."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from blocksparse.errors import BlockSparseError
+
+from .stages import stages
+
+if TYPE_CHECKING:
+    from ..recipes.sentiment import Result
+
+
+def sentiment(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of a byte model, or the folder of a run.")],
+    data: Annotated[str, typer.Option(help="sst, imdb, or a csv file with columns text and label.")] = "sst",
+    data_dir: Annotated[Path | None, typer.Option(help="A folder with sst/ or aclImdb/; else downloaded.")] = None,
+    limit: Annotated[int | None, typer.Option(help="So many texts of each part at most, for a quick look.")] = None,
+    baseline: Annotated[bool, typer.Option("--baseline", help="Words and pairs of words, TF-IDF, beside it.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the JSON and the PNG; else the checkpoint's.")] = None,
+    batch: Annotated[int, typer.Option(help="Texts side by side.")] = 128,
+    chunk: Annotated[int, typer.Option(help="Bytes per call of the model; more cost memory.")] = 64,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of what is drawn of the data.")] = 0,
+) -> None:
+    """A sparse linear probe on a language model's last state after each text: accuracy, features used, best unit.
+
+    L1 logistic regression, C chosen on the validation part, tested once. The features are kept beside the checkpoint:
+    a second call reads them.
+    """
+    import torch
+
+    from .. import machine
+    from ..bench import report
+    from ..data import reviews
+    from ..recipes import sentiment as recipe
+
+    path = checkpoint / "last.safetensors" if checkpoint.is_dir() else checkpoint
+    if not path.is_file():
+        raise BlockSparseError.expected("checkpoint", "a file, or a folder with last.safetensors", checkpoint)
+    for name, number in (("batch", batch), ("chunk", chunk)):
+        if number < 1:
+            raise BlockSparseError.expected(name, "a positive number", number)
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise BlockSparseError.expected("device", "cpu, or cuda where there is a GPU", device)
+    report.figure_and_axes((1, 1))  # what is not installed is said now, not after the features
+    folder = path.parent if out is None else out
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BlockSparseError.expected("out", "a folder to write to", f"{folder} ({error.strerror})") from error
+
+    def load() -> Any:
+        charlm = import_module("blocksparse_lab.recipes.charlm")
+        return charlm.load(path).to(device)
+
+    console, stderr = Console(), Console(stderr=True)
+    with stages(stderr) as tell:
+        splits = reviews.load(data, data_dir, seed, lambda done, total: tell(f"downloading {data}", done, total))
+        whole = splits
+        splits = splits if limit is None else splits.limited(limit, seed)
+        cache = recipe.CachedFeatures(path)
+        result = recipe.evaluate(
+            load, splits, cache=cache, with_baseline=baseline, batch=batch, chunk=chunk, progress=tell
+        )
+
+    sizes = [len(part) for part in (splits.train, splits.validation, splits.test)]
+    console.print(f"[bold]{splits.name}[/]: {splits.classes[0]} or {splits.classes[1]}", highlight=False)
+    said = "{:,} texts to fit, {:,} to choose with, {:,} to test".format(*sizes)
+    console.print(said, style="dim", highlight=False)
+    if splits != whole:
+        full = len(whole.train) + len(whole.validation) + len(whole.test)
+        said = f"a quick look: {sum(sizes):,} of {full:,} texts, by --limit; not to be compared with published results"
+        console.print(said, style="yellow", highlight=False, soft_wrap=True)
+    console.print(_table(result))
+    for line in _remarks(result):
+        console.print(line, style="yellow", highlight=False, soft_wrap=True)
+    if cache.note:
+        console.print(cache.note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+    facts = machine.machine(device)
+    base = folder / f"sentiment-{Path(splits.name).stem}{'' if limit is None else f'-limit{limit}'}"
+    settings = {
+        "checkpoint": str(path), "checkpoint digest": cache.state, "limit": limit, "seed": seed, "device": device,
+        "batch": batch, "chunk": chunk, "strengths": list(recipe.STRENGTHS), "solver seed": recipe.SEED,
+    }  # fmt: skip
+    content = {
+        "what": "sentiment probe on the last state of a byte language model",
+        "machine": facts | {"scikit-learn": recipe.sklearn_version()},
+        "settings": settings,
+        "result": result.as_dict(),
+    }
+    try:
+        base.with_name(f"{base.name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        if result.unit is not None:
+            recipe.picture(base.with_name(f"{base.name}.png"), result, report.where(facts))
+    except OSError as error:
+        raise BlockSparseError.expected("out", "a folder with room to write to", f"{base}: {error.strerror}") from error
+    picture = " and .png" if result.unit is not None else ""
+    console.print(f"wrote {base}.json{picture}", highlight=False, soft_wrap=True)
+
+
+def _table(result: Result) -> Table:
+    table = Table(box=SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
+    table.add_column("")
+    for name in ("train", "validation", "test", "test error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    probe, unit, words = result.probe, result.unit, result.baseline
+    title = f"probe, {probe.used:,} of {result.width:,} features, C {_power(probe.strength)}"
+    rows: list[tuple[str, Any, str | None]] = [(title, probe, "bold")]
+    if unit is not None:
+        rows.append((f"unit {unit.index} alone", unit, None))
+    if words is not None:
+        rows.append((f"TF-IDF, {words.terms:,} terms, C {_power(words.strength)}", words, None))
+    for title, of, style in rows:
+        table.add_row(
+            title, *(f"{100 * part:.1f} %" for part in (of.train, of.validation, of.test, 1 - of.test)), style=style
+        )
+    return table
+
+
+def _power(strength: float) -> str:
+    return f"2^{math.log2(strength):g}"
+
+
+def _remarks(result: Result) -> list[str]:
+    remarks = []
+    if result.unit is None:
+        remarks.append("no feature helps on the validation part: all coefficients are zero, so there is no best unit")
+    if not result.probe.converged:
+        remarks.append("the solver stopped at its limit of iterations: the coefficients are not quite the best")
+    strengths = list(result.probe.tried)
+    if result.unit is not None and result.probe.strength == strengths[-1]:
+        remarks.append(f"C {_power(strengths[-1])} is the largest that was tried")
+    return remarks

@@ -1,0 +1,88 @@
+"""CIFAR-10 in its python version: five batches to train on and one to test on, pickled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blocksparse import files
+from blocksparse.errors import BlockSparseError
+
+from . import pickles
+from .download import Progress, fetch
+from .table import Table, standardised
+
+URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
+HASH = "md5:c58f30108f718f92721af3b95e74349a"
+
+FOLDER = "cifar-10-batches-py"
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+PIXELS = 3 * 32 * 32
+
+
+def load(data_dir: str | Path | None = None, progress: Progress | None = None) -> Table:
+    """The 50,000 images to train on and 10,000 to test on, as rows of 3 x 32 x 32 pixels, red first.
+
+    Each pixel is standardised over the training images, as in the codes of sparse evolutionary training.
+
+    Args:
+        data_dir: a folder with `cifar-10-batches-py/`, or that folder itself; without one it is downloaded, once.
+        progress: told of a download after each chunk: bytes there, and of how many.
+
+    Raises:
+        BlockSparseError: a file that is missing or broken, a failed download.
+
+    Source: Krizhevsky, Learning multiple layers of features from tiny images (2009).
+    """
+    train, labels, test, test_labels = read(data_dir, progress)
+    train, test = standardised(train.float(), test.float())
+    return Table("cifar10", train, labels, test, test_labels, CLASSES)
+
+
+def read(data_dir: str | Path | None = None, progress: Progress | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The pixels, uint8 `[n, 3072]`, and the labels, int64 `[n]`, of the images to train on; those to test on.
+
+    Args:
+        data_dir, progress: as for `load`.
+
+    Raises:
+        BlockSparseError: as `load`.
+    """
+    if data_dir is None:
+        folder = fetch(URL, HASH, "cifar10", progress) / FOLDER
+    else:
+        folder = files.first("cifar10", data_dir, f"{FOLDER}/data_batch_1", "data_batch_1").parent
+    batches = [read_batch(folder / f"data_batch_{number}") for number in range(1, 6)]
+    pixels, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    return pixels, labels, *read_batch(folder / "test_batch")
+
+
+def read_batch(path: str | Path) -> tuple[Tensor, Tensor]:
+    """The pixels, uint8 `[n, 3072]`, and the labels, int64 `[n]`, of a batch.
+
+    Nothing that is named in the pickle is called.
+
+    Raises:
+        BlockSparseError: a file that is missing, broken, or none of CIFAR-10's.
+    """
+    content = pickles.read(path, "cifar10", "a batch of CIFAR-10")
+    content = content if isinstance(content, dict) else {}
+    pixels, labels = (content.get(name, content.get(name.encode())) for name in ("data", "labels"))
+    try:
+        array = pixels.numpy() if isinstance(pixels, pickles.Array) else None
+    except pickles.PickleError as error:
+        raise BlockSparseError.expected(str(path), "a batch of CIFAR-10", f"a broken one: {error}") from error
+    if array is None or array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != PIXELS or not len(array):
+        got = "no such data" if array is None else f"{array.dtype} {list(array.shape)}"
+        raise BlockSparseError.expected(str(path), f"data of uint8 [n, {PIXELS}]", got)
+    if not isinstance(labels, list) or len(labels) != len(array):
+        got = f"{len(labels)}" if isinstance(labels, list) else "none"
+        raise BlockSparseError.expected(str(path), f"{len(array)} labels", got)
+    for label in labels:
+        if type(label) is not int or not 0 <= label < len(CLASSES):
+            got = f"{label}" if type(label) is int else f"a {type(label).__name__}"
+            raise BlockSparseError.expected(str(path), f"labels from 0 to {len(CLASSES) - 1}", got)
+    return torch.from_numpy(array), torch.tensor(labels)

@@ -1,0 +1,128 @@
+"""Data sets from the internet: fetched once, checked, unpacked, kept in the user's cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from blocksparse import files
+from blocksparse.errors import BlockSparseError
+
+# Told how many bytes are there, and of how many (0 where the server does not say).
+Progress = Callable[[int, int], None]
+
+
+def cache() -> Path:
+    """The folder that downloads go to: BLOCKSPARSE_DATA, or else the usual one for a user's caches."""
+    import pooch
+
+    # Path.expanduser has errors of its own, of users that are not there.
+    return Path(os.path.expanduser(os.environ.get("BLOCKSPARSE_DATA") or pooch.os_cache("blocksparse"))).absolute()
+
+
+def fetch(url: str, known_hash: str, name: str, progress: Progress | None = None) -> Path:
+    """A file of the internet, or the folder that an archive (`.zip`, `.tar.gz`) unpacks to.
+
+    It is there at once when it was fetched before. What comes with another checksum is not kept, and a folder appears
+    only when all of the archive is in it.
+
+    Args:
+        url: where it is, by http or https.
+        known_hash: what pooch takes, "sha256:..." or "md5:...".
+        name: of the file or folder in the cache, which may be a path.
+        progress: told after each chunk how many bytes are there, and of how many.
+
+    Raises:
+        BlockSparseError: no connection, another checksum, a broken archive or one that `files.unpack` refuses, no room
+            on the disk.
+    """
+    target = cache() / name
+    if os.path.exists(target):
+        return target
+    archive = url.endswith((".zip", ".tar.gz"))
+    path = target.with_name(url.rsplit("/", 1)[1]) if archive else target
+    try:
+        _download(url, known_hash, path, progress)
+        if archive:
+            _unpack(path, target)
+            path.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        # requests' errors are OSErrors, pooch's of a wrong checksum is a ValueError, and so are ours.
+        raise BlockSparseError.expected(
+            name,
+            f"a download from {url} to {target.parent}, or the files at hand in a folder given by --data-dir",
+            _reason(error, url),
+        ) from error
+    return target
+
+
+def _download(url: str, known_hash: str, path: Path, progress: Progress | None) -> None:
+    import pooch
+
+    pooch.get_logger().setLevel("WARNING")
+    downloader = pooch.HTTPDownloader(progressbar=_Bar(progress) if progress else False)
+    pooch.retrieve(url, known_hash, fname=path.name, path=path.parent, downloader=downloader)
+
+
+def _unpack(archive: Path, target: Path) -> None:
+    # Renamed when complete: a folder half unpacked would be taken for the data set.
+    folder = Path(tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent))
+    try:
+        files.unpack(archive, folder)
+        folder.chmod(0o755)
+        folder.rename(target)
+    except OSError:
+        if not target.is_dir():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Bar:
+    """What pooch asks of a progress bar, as calls of `progress`."""
+
+    def __init__(self, progress: Progress):
+        self.progress = progress
+        self.total = 0
+        self.done = 0
+
+    def update(self, count: int) -> None:
+        self.done += count
+        self.progress(min(self.done, self.total) if self.total else self.done, self.total)
+
+    def reset(self) -> None:
+        self.done = 0
+
+    def close(self) -> None:
+        pass
+
+
+def _reason(error: Exception, url: str) -> str:
+    """The error in a few words: those of requests are a page long."""
+    from requests import exceptions
+
+    if isinstance(error, exceptions.HTTPError):
+        return f"{error}"[:200]
+    if isinstance(error, exceptions.Timeout):
+        return f"no answer from {urlsplit(url).netloc} in time"
+    if isinstance(error, exceptions.ChunkedEncodingError):
+        return "a connection that broke off"
+    if isinstance(error, exceptions.ConnectionError):
+        return f"no connection to {urlsplit(url).netloc}"
+    if isinstance(error, OSError) and not isinstance(error, exceptions.RequestException):
+        return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    if type(error) is ValueError and "hash" in str(error):
+        return f"a file with another checksum ({_found_hash(error)}), so it is broken or a new edition"
+    if isinstance(error, BlockSparseError):
+        return str(error)
+    return f"a broken answer ({type(error).__name__}: {error})"
+
+
+def _found_hash(error: Any) -> str:
+    # "SHA256 hash of downloaded file (NAME) does not match the known hash: expected X but got Y. Deleted ..."
+    return str(error).partition(" but got ")[2].partition(".")[0]

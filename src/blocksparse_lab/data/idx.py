@@ -1,0 +1,79 @@
+"""Images and labels in the idx format of MNIST and Fashion-MNIST."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blocksparse import files
+from blocksparse.errors import BlockSparseError
+
+_DTYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+MOST_DIMENSIONS = 8
+_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images with labels: uint8 `[n, height, width]` and int64 `[n]` each."""
+
+    train: Tensor
+    train_labels: Tensor
+    test: Tensor
+    test_labels: Tensor
+
+
+def read(path: str | Path) -> Tensor:
+    """The tensor in an idx file, compressed with gzip or not.
+
+    Raises:
+        BlockSparseError: no such file, or one that is not in this format, breaks off or goes on.
+    """
+    with files.opened(path, "idx file", gzipped=True) as file:
+        head = file.read(4)
+        sizes = file.read(4 * head[3]) if len(head) == 4 else b""
+        if head[:2] != b"\0\0" or len(head) < 4 or head[2] not in _DTYPES or len(sizes) < 4 * head[3]:
+            raise BlockSparseError.expected("idx file", "two zero bytes, a known dtype, the sizes", f"{path}: {head!r}")
+        dtype = np.dtype(_DTYPES[head[2]])
+        shape = [int(size) for size in np.frombuffer(sizes, ">u4")]
+        if len(shape) > MOST_DIMENSIONS:
+            got = f"{path}: {len(shape)}"
+            raise BlockSparseError.expected("idx file", f"{MOST_DIMENSIONS} dimensions at most", got)
+        expected = math.prod(shape) * dtype.itemsize
+        data = bytearray()
+        while len(data) <= expected and (some := file.read(min(_AT_ONCE, expected + 1 - len(data)))):
+            data += some
+    if len(data) != expected or math.prod(filter(None, shape)) >= 2**60:
+        got = "more" if len(data) > expected else f"{len(data)} bytes"
+        raise BlockSparseError.expected("idx file", f"{expected} bytes for {shape}", f"{path}: {got}")
+    array = np.frombuffer(data, dtype).reshape(shape)
+    return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=False))
+
+
+def mnist(folder: str | Path) -> Images:
+    """The four files of MNIST or Fashion-MNIST in a folder, named as they are published, `.gz` or unpacked.
+
+    Raises:
+        BlockSparseError: a file that is missing or broken, or as many labels as there are not images.
+    """
+    parts = []
+    for name in ("train", "t10k"):
+        images, labels = (_find(folder, f"{name}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
+        if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
+            got = f"{list(images.shape)} and {list(labels.shape)}"
+            raise BlockSparseError.expected(f"{name} images and labels", "[n, height, width] and [n]", got)
+        parts += [images, labels.long()]
+    return Images(*parts)
+
+
+def _find(folder: str | Path, name: str) -> Tensor:
+    for path in (files.path_of("folder", folder) / file for file in (f"{name}.gz", name)):
+        if os.path.exists(path):
+            return read(path)
+    raise BlockSparseError.expected("folder", f"one with {name}.gz or {name}", folder)

@@ -1,0 +1,168 @@
+"""Citation graphs (Cora, Citeseer, Pubmed) as the planetoid files have them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blocksparse import files
+from blocksparse.errors import BlockSparseError
+
+from . import pickles
+
+NAMES = ("cora", "citeseer", "pubmed")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Papers that cite each other.
+
+    Args:
+        name: of the graph.
+        features: float32 `[nodes, features]`, which words a paper has.
+        labels: int64 `[nodes]`.
+        edges: int64 `[2, edges]`, each pair once.
+    """
+
+    name: str
+    features: Tensor
+    labels: Tensor
+    edges: Tensor
+
+    @property
+    def classes(self) -> int:
+        return int(self.labels.max()) + 1
+
+
+def load(name: str = "cora", data_dir: str | Path | None = None) -> Graph:
+    """A citation graph.
+
+    Nodes of which the files have neither words nor a class, Citeseer has some, are of class 0 and without words.
+
+    Args:
+        name: "cora", "citeseer" or "pubmed".
+        data_dir: a folder with the files `ind.NAME.*` of https://github.com/kimiyoung/planetoid, or with a `planetoid`
+            that has them.
+
+    Raises:
+        BlockSparseError: an unknown name, no folder, a file that is missing or broken, or has anything but arrays.
+
+    Source: Yang, Cohen, Salakhutdinov, Revisiting semi-supervised learning with graph embeddings (2016).
+    """
+    if name not in NAMES:
+        raise BlockSparseError.expected("graph", f"one of {', '.join(NAMES)}", repr(name))
+    if data_dir is None:
+        raise BlockSparseError.expected(name, "its files in a folder given by --data-dir", "none")
+    folder = files.first(name, data_dir, f"planetoid/ind.{name}.graph", f"ind.{name}.graph").parent
+    paths = {part: folder / f"ind.{name}.{part}" for part in ("allx", "ally", "tx", "ty", "graph")}
+    found = {part: pickles.read(path, name, "a pickle of planetoid") for part, path in paths.items()}
+    tested = _numbers(folder / f"ind.{name}.test.index", name)
+    try:
+        return _graph(name, found, tested)
+    except BlockSparseError:
+        raise
+    except ValueError as error:
+        raise BlockSparseError.expected(str(folder), f"the parts of {name}, which fit each other", error) from error
+
+
+def _graph(name: str, found: dict[str, Any], tested: np.ndarray) -> Graph:
+    edges, count = _edges(found["graph"])
+    known, others = ([_matrix(part, found[part]) for part in parts] for parts in (("allx", "ally"), ("tx", "ty")))
+    if known[0].rows != known[1].rows:
+        raise ValueError(f"{known[0].rows} rows of words, {known[1].rows} of classes")
+    features, labels = (_rows(name, *pair, tested, count) for pair in zip(known, others, strict=True))
+    return Graph(name, torch.from_numpy(features), torch.from_numpy(labels.argmax(1)), torch.from_numpy(edges))
+
+
+def _rows(name: str, known: _Matrix, others: _Matrix, tested: np.ndarray, count: int) -> np.ndarray:
+    """The rows of all nodes: those of allx or ally, and behind them those of tx or ty, where the index file says."""
+    wide = known.columns
+    if others.columns != wide or not wide:
+        raise ValueError(f"{wide} and {others.columns} columns")
+    # Between the numbers of the index file there may be nodes of neither.
+    if len(tested) != others.rows or len(np.unique(tested)) != len(tested):
+        raise ValueError(f"{len(np.unique(tested))} numbers of nodes for {others.rows} rows")
+    if known.rows > count or (len(tested) and not known.rows <= tested.min() <= tested.max() < count):
+        raise ValueError(f"{known.rows} rows, and numbers from {tested.min()} to {tested.max()}, of {count} nodes")
+    files.check_unpacked(name, 4 * count * wide, 0)
+    rows = np.zeros((count, wide), np.float32)
+    known.into(rows, np.arange(known.rows))
+    others.into(rows, tested)
+    if not np.isfinite(rows).all():
+        raise ValueError("numbers that are not finite")
+    return rows
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """The entries of a matrix by their rows and columns."""
+
+    rows: int
+    columns: int
+    row: np.ndarray
+    column: np.ndarray
+    entry: np.ndarray
+
+    def into(self, whole: np.ndarray, at: np.ndarray) -> None:
+        """Adds its rows to those of a dense matrix."""
+        np.add.at(whole, (at[self.row], self.column), self.entry)
+
+
+def _matrix(part: str, found: Any) -> _Matrix:
+    """The matrix that an array of two dimensions, or scipy's sparse matrix, is."""
+    if isinstance(found, pickles.Array):
+        array = _array(part, found, 2)
+        row, column = np.nonzero(array)
+        return _Matrix(array.shape[0], array.shape[1], row, column, array[row, column])
+    parts = found.parts if isinstance(found, pickles.Csr) else {}
+    shape = parts.get("_shape", parts.get("shape"))
+    if not isinstance(shape, tuple) or len(shape) != 2 or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"{part} without a shape of two dimensions")
+    entry, column, ends = (_array(part, parts.get(key), 1) for key in ("data", "indices", "indptr"))
+    if any(index.dtype.kind not in "iu" for index in (column, ends)) or len(ends) != shape[0] + 1:
+        raise ValueError(f"{part} of {shape[0]} rows with {len(ends)} bounds")
+    inside = 0 <= ends.min() <= ends.max() <= len(column)  # before differences, which may wrap
+    counts = np.diff(ends.astype(np.int64) if inside else ends)
+    if not inside or counts.min(initial=0) < 0 or ends[0] != 0 or not ends[-1] == len(column) == len(entry):
+        raise ValueError(f"{part} with {len(column)} indices and {len(entry)} numbers in rows that do not hold them")
+    if len(column) and not 0 <= column.min() <= column.max() < shape[1]:
+        raise ValueError(f"{part} with indices {column.min()} to {column.max()} in {shape[1]} columns")
+    return _Matrix(shape[0], shape[1], np.repeat(np.arange(shape[0]), counts), column.astype(np.int64), entry)
+
+
+def _array(part: str, found: Any, dimensions: int) -> np.ndarray:
+    if not isinstance(found, pickles.Array):
+        raise ValueError(f"{part} without an array")
+    array = found.numpy()
+    if array.ndim != dimensions:
+        raise ValueError(f"an array {list(array.shape)} in {part}, where it has {dimensions} dimensions")
+    return array
+
+
+def _edges(graph: Any) -> tuple[np.ndarray, int]:
+    """int64 `[2, edges]`, each pair once, and the number of nodes."""
+    if not isinstance(graph, dict) or not graph or not all(isinstance(some, list) for some in graph.values()):
+        raise ValueError("a graph that is no dict of lists")
+    # A list may be there for many nodes: those of planetoid are not.
+    if sum(map(len, graph.values())) > pickles.MOST_STEPS:
+        raise ValueError("a graph with more neighbours than its file has room for")
+    ends = [(a, b) for a, neighbours in graph.items() for b in neighbours]
+    wrong = [end for pair in ends for end in pair if type(end) is not int or not 0 <= end < len(graph)]
+    if wrong:
+        got = wrong[0] if type(wrong[0]) is int else f"a {type(wrong[0]).__name__}"
+        raise ValueError(f"edges of node {got}, of {len(graph)}")
+    edges = np.unique(np.sort(np.array(ends, np.int64).reshape(-1, 2), axis=1), axis=0)
+    return edges[edges[:, 0] != edges[:, 1]].T.copy(), len(graph)
+
+
+def _numbers(path: Path, name: str) -> np.ndarray:
+    fields = files.read(path, name).split()
+    # Up to 18 digits are an int64.
+    if not all(text.isdigit() and len(text) <= 18 for text in fields):
+        raise BlockSparseError.expected(str(path), "a file of node numbers", "something else")
+    return np.array([int(text) for text in fields], np.int64)

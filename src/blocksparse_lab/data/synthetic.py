@@ -1,0 +1,73 @@
+"""Rows of noise with a pattern of their class in them: any number, made when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blocksparse.errors import BlockSparseError
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Normal noise, and in each feature +-1 by the row's class, with signs drawn once: what a large net is fed with.
+
+    A row is determined by the seed and its number, whichever batch it is in; none is kept.
+
+    Args:
+        features: of a row.
+        rows: to train on.
+        tested: rows to test on.
+        seed: of all of it.
+        classes: their names.
+
+    >>> import numpy as np
+    >>> from blocksparse_lab.data.synthetic import Synthetic
+    >>> x, y = Synthetic(features=1000, rows=64, tested=16).take(np.arange(8))
+    >>> x.shape, y.shape
+    (torch.Size([8, 1000]), torch.Size([8]))
+    """
+
+    features: int = 65_536
+    rows: int = 512
+    tested: int = 128
+    seed: int = 0
+    classes: tuple[str, ...] = ("0", "1")
+    name = "synthetic"
+
+    def __post_init__(self) -> None:
+        for name in ("features", "rows", "tested"):
+            if getattr(self, name) < 1:
+                raise BlockSparseError.expected(name, "a positive int", getattr(self, name))
+
+    def take(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Rows by their numbers, float32 `[n, features]`, and their labels, int64 `[n]`."""
+        signs = np.random.default_rng([self.seed, 0]).integers(2, size=(len(self.classes), self.features)) * 2 - 1
+        features, labels = np.empty((len(rows), self.features), np.float32), np.empty(len(rows), np.int64)
+        for at, row in enumerate(rows):
+            rng = np.random.default_rng([self.seed, 1, int(row)])
+            labels[at] = rng.integers(len(self.classes))
+            rng.standard_normal(out=features[at], dtype=np.float32)
+            features[at] += signs[labels[at]]
+        return torch.from_numpy(features), torch.from_numpy(labels)
+
+    def held_out(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rows to test on, whose numbers follow those to train on, so many at once."""
+        end = self.rows + self.tested
+        return (self.take(np.arange(at, min(at + batch, end))) for at in range(self.rows, end, batch))
+
+    def digest(self) -> dict[str, Any]:
+        """Which data it is, ready for JSON."""
+        return {
+            "name": self.name,
+            "rows": self.rows,
+            "features": self.features,
+            "classes": len(self.classes),
+            "tested": self.tested,
+            "seed": self.seed,
+        }

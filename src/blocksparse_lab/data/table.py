@@ -1,0 +1,152 @@
+"""Rows of numbers with a class each: what a classifier is trained and tested on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blocksparse.errors import BlockSparseError
+
+from .labels import check_labels
+
+TEST_PART = 0.2
+_ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows to train on, and others to test on.
+
+    Args:
+        name: where they come from.
+        train, test: float32 `[n, features]`.
+        train_labels, test_labels: int64 `[n]`, the numbers of the classes.
+        classes: how the data itself calls them.
+        validation, validation_labels: rows to choose with, where there are some.
+
+    Raises:
+        BlockSparseError: parts that do not fit each other, numbers that are not finite, labels out of range, a single
+            class, no row.
+    """
+
+    name: str
+    train: Tensor
+    train_labels: Tensor
+    test: Tensor
+    test_labels: Tensor
+    classes: tuple[str, ...]
+    validation: Tensor | None = None
+    validation_labels: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.classes) < 2:
+            raise BlockSparseError.expected(self.name, "two classes or more", ", ".join(self.classes) or "none")
+        for part, (rows, labels) in self._parts().items():
+            _check(f"{self.name}, {part}", rows, labels, self.features, len(self.classes))
+
+    def _parts(self) -> dict[str, tuple[Tensor, Tensor]]:
+        parts = {"train": (self.train, self.train_labels), "test": (self.test, self.test_labels)}
+        if self.validation is not None and self.validation_labels is not None:
+            parts["validation"] = (self.validation, self.validation_labels)
+        return parts
+
+    @property
+    def features(self) -> int:
+        return self.train.shape[-1]
+
+    @property
+    def rows(self) -> int:
+        """To train on."""
+        return len(self.train)
+
+    @property
+    def tested(self) -> int:
+        """Of `held_out`."""
+        return len(self._held_out()[0])
+
+    def take(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Rows to train on, by their numbers, and their labels."""
+        index = torch.from_numpy(rows)
+        return self.train[index], self.train_labels[index]
+
+    def held_out(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rows to choose with, or to test on where there are none, and their labels, so many at once."""
+        rows, labels = self._held_out()
+        return zip(rows.split(batch), labels.split(batch), strict=True)
+
+    def _held_out(self) -> tuple[Tensor, Tensor]:
+        return self._parts().get("validation") or (self.test, self.test_labels)
+
+    def digest(self) -> dict[str, Any]:
+        """Which data it is, ready for JSON."""
+        sha = hashlib.sha256()
+        for rows, labels in self._parts().values():
+            sha.update(rows.contiguous().numpy().data)
+            sha.update(labels.contiguous().numpy().data)
+        return {
+            "name": self.name,
+            "rows": self.rows,
+            "features": self.features,
+            "classes": len(self.classes),
+            "sha256": sha.hexdigest()[:16],
+        }
+
+
+def standardised(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """Each feature less its mean over the training rows, by its deviation over them; one that never varies is 0.
+
+    The tensors, float32 `[n, features]`, are changed in place.
+
+    >>> import torch
+    >>> from blocksparse_lab.data.table import standardised
+    >>> standardised(torch.tensor([[1.0, 7.0], [3.0, 7.0]]), torch.tensor([[5.0, 7.0]]))
+    (tensor([[-1.,  0.],
+            [ 1.,  0.]]), tensor([[3., 0.]]))
+    """
+    # By numpy: its sums are the same for any number of threads.
+    rows = train.numpy()
+    mean = rows.mean(0, dtype=np.float64)
+    squares = np.zeros_like(mean)
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        squares += np.square(rows[start : start + _ROWS_AT_ONCE] - mean).sum(0)
+    deviation = np.sqrt(squares / len(rows))
+    deviation[deviation <= 1e-12 * np.abs(mean)] = np.inf
+    for part in (train, *others):
+        array = part.numpy()
+        for start in range(0, len(array), _ROWS_AT_ONCE):
+            some = array[start : start + _ROWS_AT_ONCE]
+            some[:] = (some - mean) / deviation
+    return train, *others
+
+
+def split(name: str, rows: Tensor, labels: Tensor, classes: tuple[str, ...], seed: int = 0) -> Table:
+    """A table of which a fifth, with its share of each class, drawn with the seed, is to test on; standardised.
+
+    Raises:
+        BlockSparseError: a class with fewer than two rows.
+    """
+    rng = np.random.default_rng(seed)
+    testing = np.zeros(len(labels), dtype=bool)
+    counts = labels.bincount(minlength=len(classes))
+    by_class = labels.argsort(stable=True).numpy()
+    for label, of in zip(classes, np.split(by_class, counts.cumsum(0).numpy()[:-1]), strict=True):
+        if len(of) < 2:
+            raise BlockSparseError.expected(name, f"two rows or more of class {label}, to split them", len(of))
+        testing[rng.permutation(of)[: max(1, round(TEST_PART * len(of)))]] = True
+    test = torch.from_numpy(testing)
+    train_rows, test_rows = standardised(rows[~test], rows[test])
+    return Table(name, train_rows, labels[~test], test_rows, labels[test], classes)
+
+
+def _check(name: str, rows: Tensor, labels: Tensor, features: int, classes: int) -> None:
+    if rows.dim() != 2 or rows.dtype != torch.float32 or rows.shape[1] != features or not rows.numel():
+        raise BlockSparseError.expected(name, f"float32 [n, {features}]", f"{rows.dtype} {list(rows.shape)}")
+    check_labels(name, labels, len(rows), classes)
+    if not all(bool(some.isfinite().all()) for some in rows.split(_ROWS_AT_ONCE)):
+        raise BlockSparseError.expected(name, "finite numbers", "others")

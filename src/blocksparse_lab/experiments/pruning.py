@@ -1,0 +1,355 @@
+"""From dense to block-sparse: what each method costs in quality on one net, and what it gains in time."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from blocksparse import checkpoint, sparsity
+from blocksparse.conversion import report, sparsify
+from blocksparse.errors import BlockSparseError
+from blocksparse.measure import alternate
+from blocksparse.topology.drawings.style import COLORS, figure_and_axes, label_points, save
+
+from ..bench.report import where
+from ..machine import machine
+from ..recipes.compare import Run
+from ..recipes.prune import PruneTask, Pruning, finished
+from ..recipes.trainer import Settings, Task, Trainer
+from .experiment import Experiment, Row, Runs, folder
+from .report import spread
+
+MODEL, PROBED, RACED = "sparse.safetensors", "sparse.json", "inference.json"
+
+BATCH = 64  # of the inference that is measured
+SECONDS = 2.0  # that each model may take to be measured
+DENSE = "dense"
+NOT_RETRAINED = "one-shot, not retrained"
+_MARKERS = "osD^vPX"
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The net as it is, trained for `times` the steps; what a `Pruning` says that prunes nothing."""
+
+    times: int = 1
+    method: ClassVar[str] = DENSE
+    penalty: ClassVar[float] = 0.0
+    search: ClassVar[float] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruningExperiment(Experiment):
+    """One net, trained dense, and made block-sparse by several methods.
+
+    Args:
+        contenders: how each becomes sparse; the one of the name `DENSE` is what they are measured against.
+        pruned: densities at which that one is pruned after its training too, as it is.
+        skip: what stays dense then.
+    """
+
+    contenders: Mapping[str, Pruning | Dense]
+    seeds: tuple[int, ...] = (0,)
+    pruned: tuple[float, ...] = ()
+    skip: tuple[str, ...] = ()
+    in_rows: ClassVar[bool] = True
+
+    # -- what its kinds say --------------------------------------------------------------------------------------
+
+    figure: ClassVar[str]
+    """What quality is called."""
+
+    @abstractmethod
+    def task(self, seed: int, data: Any) -> Task:
+        """The training of the dense net."""
+
+    @abstractmethod
+    def settings(self, seed: int, task: Task) -> Settings:
+        """How it is trained."""
+
+    @abstractmethod
+    def facts(self, task: Task) -> dict[str, Any]:
+        """What `config.json` tells besides."""
+
+    @abstractmethod
+    def opened(self, run: Path) -> nn.Module:
+        """The model that was kept of a finished run."""
+
+    @abstractmethod
+    def inputs(self, model: Any) -> Tensor:
+        """What inference is measured with."""
+
+    @abstractmethod
+    def shown(self, held_out: float) -> float:
+        """A held-out figure as quality."""
+
+    @abstractmethod
+    def against(self, found: float, dense: float) -> str:
+        """A held-out figure beside that of the dense net."""
+
+    # -- runs ----------------------------------------------------------------------------------------------------
+
+    def trainer(self, contender: str, seed: int, run: Path, data: Any) -> Trainer:
+        pruning, task = self.contenders[contender], self.task(seed, data)
+        settings, facts = self.settings(seed, task), self.facts(task)
+        settings = replace(settings, steps=pruning.times * settings.steps)
+        if isinstance(pruning, Pruning):
+            q = self._percentiles(folder(run.parent, DENSE, seed)) if pruning.method == "threshold" else None
+            task = PruneTask(task, pruning, settings.steps, seed, q)
+        return Trainer(task, run, settings, facts)
+
+    def _percentiles(self, dense: Path) -> dict[str, float]:
+        if not (dense / MODEL).is_file():
+            wanted = "the dense run of this seed before it, whose weights say where its threshold ends"
+            raise BlockSparseError.expected("threshold", wanted, f"none in {dense}")
+        return sparsity.percentiles(self.opened(dense))
+
+    def probe(
+        self,
+        run: Path,
+        data_dir: str | Path | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        """Keeps the model as it is used, truly sparse, with what it reaches like that."""
+        if (run / MODEL).is_file():
+            return
+        contender, _, seed = run.name.rpartition("-")
+        trainer = self.trainer(contender, int(seed), run, self.load(data_dir))
+        try:
+            model = finished(trainer)
+        except BlockSparseError as error:
+            if not self.failed(trainer, error):
+                raise
+            return
+        task = trainer.task
+        with torch.no_grad():
+            found: dict[str, Any] = {"held_out": task.evaluate(model), **_stored(model)}
+            if isinstance(task, PruneTask):
+                found["density"] = task.method.density
+                found["blocks"] = {name: layout.nnz for name, layout in task.method.layouts().items()}
+            else:
+                found["density"] = 1.0
+            if contender == DENSE:
+                found["pruned"] = [
+                    {"density": density, "held_out": task.evaluate(self._pruned(model, density))}
+                    for density in self.pruned
+                ]
+        checkpoint.write_text(run / PROBED, json.dumps(found, indent=1) + "\n")
+        tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+        checkpoint.save(run / MODEL, tensors, {"task": task.about()})
+
+    def failed(self, trainer: Trainer, error: BlockSparseError) -> bool:
+        """Too strong a penalty leaves nothing of a weight."""
+        task = trainer.task
+        if not isinstance(task, PruneTask) or task.sparse or not task.searched:
+            return False
+        checkpoint.write_text(trainer.run / PROBED, json.dumps({"failed": str(error)}, indent=1) + "\n")
+        return True
+
+    def finished(self, runs: Path) -> dict[str, list[Path]]:
+        """The folders of the finished runs whose models were kept, by contender."""
+        return {name: [path for path in of if (path / MODEL).is_file()] for name, of in super().finished(runs).items()}
+
+    def _pruned(self, dense: nn.Module, density: float) -> nn.Module:
+        return sparsify(dense, density, criterion="lamp", skip=self.skip, force=True)
+
+    def race(self, of: Runs) -> None:
+        """Inference of all finished models in turn, and each layer by itself."""
+        if DENSE not in of:
+            return
+        dense, paths = of[DENSE][0].path, [run.path for runs in of.values() for run in runs]
+        models: dict[str, Any] = {path.name: self.opened(path).eval() for path in [dense, *paths]}
+        for density in self.pruned:
+            models[f"{density:g}"] = self._pruned(models[dense.name], density)
+        x = self.inputs(models[dense.name])
+        with torch.no_grad():
+            calls = {name: (lambda model=model: model(x)) for name, model in models.items()}
+            samples = alternate(calls, budget=SECONDS * len(calls))
+        here = machine()
+
+        def measured(name: str) -> dict[str, Any]:
+            return {
+                "seconds": asdict(samples.time(name)),
+                "speed_up": asdict(samples.ratio(dense.name, name)),
+                "layers": report(models[name], BATCH).as_dict()["rows"],
+            }
+
+        for path in paths:
+            told = measured(path.name) | {"batch": BATCH, "machine": here}
+            if path == dense:
+                told["pruned"] = {f"{density:g}": measured(f"{density:g}") for density in self.pruned}
+            checkpoint.write_text(path / RACED, json.dumps(told, indent=1) + "\n")
+
+    # -- the report ----------------------------------------------------------------------------------------------
+
+    def found(self, run: Run) -> dict[str, Any]:
+        return {"sparse": _kept(run.path, PROBED), "inference": _kept(run.path, RACED)}
+
+    def rows(self, of: Runs) -> Iterator[Row]:
+        probes = {name: [_kept(run.path, PROBED) for run in runs] for name, runs in of.items()}
+        races = {name: [_kept(run.path, RACED) for run in runs] for name, runs in of.items()}
+        yield "density", [spread([one["density"] for one in some], 3) for some in probes.values()]
+        yield "steps", [f"{runs[0].settings['steps']:,}" for runs in of.values()]
+        yield "of them dense, %", [_searches(self.contenders[name]) for name in of]
+        if self._inputs:
+            yield "inputs used", [_inputs_used(some) for some in probes.values()]
+        yield "numbers stored", [spread([one["numbers"] for one in some], 0) for some in probes.values()]
+        yield self.figure, [spread([self.shown(one["held_out"]) for one in some], 3) for some in probes.values()]
+        if DENSE in of:
+            first = probes[DENSE][0]["held_out"]
+            yield "against dense", [self.against(some[0]["held_out"], first) for some in probes.values()]
+        if all(one for some in races.values() for one in some):
+            times = [[1e3 * one["seconds"]["median"] for one in some] for some in races.values()]
+            yield f"ms of inference, {BATCH} at once", [spread(some, 2) for some in times]
+            ratios = [[one["speed_up"]["median"] for one in some] for some in races.values()]
+            yield "times as fast as dense", [spread(some, 2) for some in ratios]
+        yield "seconds of training", [spread([run.seconds for run in runs], 0) for runs in of.values()]
+
+    @property
+    def _inputs(self) -> bool:
+        return any(_of_inputs(one.block_size) for one in self.contenders.values() if isinstance(one, Pruning))
+
+    def notes(self, of: Runs) -> list[str]:
+        told = [
+            "Each sparse one looks for its blocks in the first part of its steps, with dense weights, and then trains "
+            "what is left, truly sparse. Density is of the weights that may become sparse, with the numbers of their "
+            "stored blocks. How dense threshold comes out depends on its strength; group lasso and l0 leave no more "
+            "than a density that they are given, where they are given one.",
+            *self._failures(next(iter(of.values()))[0].path.parent),
+            *self._pruned_table(of),
+            *self._layer_table(of),
+        ]
+        race = _kept(of[DENSE][0].path, RACED) if DENSE in of else {}
+        if race:
+            told.append(
+                f"Inference: all models in turn, in one process, medians, float32: {where(race['machine'])}, load "
+                f"{race['machine']['load'][0]:.1f}."
+            )
+        return told
+
+    def _failures(self, runs: Path) -> list[str]:
+        """What came to no model, and why."""
+        paths = [folder(runs, name, seed) for name in self.contenders for seed in self.seeds]
+        told = {path.name: _kept(path, PROBED).get("failed") for path in paths}
+        return [f"{name} is left out: {why}." for name, why in told.items() if why]
+
+    def _pruned_table(self, of: Runs) -> list[str]:
+        if DENSE not in of or not self.pruned:
+            return []
+        run = of[DENSE][0]
+        probe, race = _kept(run.path, PROBED), _kept(run.path, RACED)
+        lines = [
+            "The dense one, pruned in one shot after its training (criterion `lamp`) and not trained again:",
+            "",
+            f"| density | {self.figure} | against dense | times as fast as dense |",
+            "|---:|---:|---:|---:|",
+        ]
+        for one in probe["pruned"]:
+            speed = race["pruned"][f"{one['density']:g}"]["speed_up"]["median"] if race else float("nan")
+            beside = self.against(one["held_out"], probe["held_out"])
+            lines.append(f"| {one['density']:g} | {self.shown(one['held_out']):.3f} | {beside} | {speed:.2f} |")
+        return ["\n".join(lines)]
+
+    def _layer_table(self, of: Runs) -> list[str]:
+        sparse = {name: runs for name, runs in of.items() if isinstance(self.contenders[name], Pruning)}
+        races = {name: _kept(runs[0].path, RACED) for name, runs in sparse.items()}
+        layers = {name: _by_weight(race["layers"]) for name, race in races.items() if race}
+        names = list(dict.fromkeys(weight for some in layers.values() for weight in some))
+        if not names:
+            return []
+        lines = ["Density of each layer, and how many times as fast as dense it is:", ""]
+        lines += ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+        for name, some in layers.items():
+            cells = [f"{some[w]['density']:.3f}, {some[w]['speed_up']:.1f}x" if w in some else "dense" for w in names]
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        return ["\n".join(lines)]
+
+    @property
+    def curves(self) -> str:
+        beyond = ", what is far off left out" if self.pruned else ""
+        return f"{self.figure[0].upper()}{self.figure[1:]} against measured time of inference{beyond}"
+
+    def picture(self, path: Path, of: Runs) -> None:
+        """A point for each model, by its time and its quality; curves of the training where no times are known."""
+        found = self._points(of)
+        if not found:
+            super().picture(path, of)
+            return
+        figure, axes = figure_and_axes((8, 5.2))
+        labels: list[tuple[float, float, str, str]] = []
+        for nth, (name, points) in enumerate(found.items()):
+            color, marker = COLORS[nth % len(COLORS)], _MARKERS[nth % len(_MARKERS)]
+            x, y, densities = zip(*sorted(points), strict=True)
+            axes.plot(x, y, color=color, marker=marker, ms=6)
+            texts = [f"{density:.2g}" for density in densities]
+            texts[-1] = f"{name} {texts[-1]}"
+            labels += zip(x, y, texts, [color] * len(x), strict=True)
+        axes.set(xlabel=f"ms of inference, {BATCH} at once (beside the points: density)", ylabel=self.figure)
+        axes.set_xscale("log", subs=[2, 3, 5])
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("{x:g}")
+        axes.margins(x=0.1)
+        # What was not trained again may be so much worse that it would squeeze all others.
+        trained = [quality for name, points in found.items() if name != NOT_RETRAINED for _, quality, _ in points]
+        room = max(0.5 * (max(trained) - min(trained)), 1e-3)
+        axes.set_ylim(min(trained) - room, max(trained) + room)
+        axes.grid(color="0.9", lw=0.8)
+        race = _kept(of[DENSE][0].path, RACED)
+        figure.supxlabel(where(race["machine"]), size=7.5, color="0.4", x=0.01, ha="left")
+        label_points(axes, labels)
+        save(figure, path)
+
+    def _points(self, of: Runs) -> dict[str, list[tuple[float, float, float]]]:
+        """Milliseconds, quality and density of each model, by method."""
+        found: dict[str, list[tuple[float, float, float]]] = {}
+        for name, runs in of.items():
+            pruning = self.contenders[name]
+            for run in runs:
+                probe, race = _kept(run.path, PROBED), _kept(run.path, RACED)
+                if not race:
+                    continue
+                point = 1e3 * race["seconds"]["median"], self.shown(probe["held_out"]), probe["density"]
+                found.setdefault(_method(pruning), []).append(point)
+                for one in probe.get("pruned", ()) if "pruned" in race else ():
+                    seconds = race["pruned"][f"{one['density']:g}"]["seconds"]["median"]
+                    point = 1e3 * seconds, self.shown(one["held_out"]), one["density"]
+                    found.setdefault(NOT_RETRAINED, []).append(point)
+        return found
+
+
+def _stored(model: nn.Module) -> dict[str, int]:
+    return {"numbers": sum(parameter.numel() for parameter in model.parameters())}
+
+
+def _kept(run: Path, name: str) -> dict[str, Any]:
+    path = run / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _searches(pruning: Pruning | Dense) -> str:
+    return f"{100 * pruning.search:.0f}"
+
+
+def _method(pruning: Pruning | Dense) -> str:
+    name = "threshold and group lasso" if pruning.penalty else pruning.method
+    return f"{name}, {pruning.times} times the steps" if pruning.times > 1 else name
+
+
+def _of_inputs(block_size: int | tuple[int, int]) -> bool:
+    return isinstance(block_size, tuple) and block_size[1] == 1 < block_size[0]
+
+
+def _inputs_used(probes: Sequence[Mapping[str, Any]]) -> str:
+    """Of the one weight of such a net that is pruned, the blocks."""
+    return spread([sum(one["blocks"].values()) for one in probes], 0) if "blocks" in probes[0] else "all"
+
+
+def _by_weight(layers: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in layers if row["block"] is not None}

@@ -1,0 +1,117 @@
+"""What a number was measured on: it goes into every JSON file beside the numbers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from blocksparse import __version__
+from blocksparse.ops import cpu_core
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """CPU, instruction set in use, threads, load, versions, commit and date, ready for JSON; of "cuda", the GPU too."""
+    usable = cpu_core.unavailable() is None
+    commit, dirty = checkout()
+    return {
+        "cpu": cpu_model(),
+        "arch": platform.machine(),
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
+        "features": list(cpu_core.core().features()) if usable else None,
+        "isa": cpu_core.isa() if usable else None,
+        "gpu": gpu() if device == "cuda" else None,
+        "threads": torch.get_num_threads(),
+        "load": [round(load, 2) for load in os.getloadavg()],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch_blas": "MKL" if torch.backends.mkl.is_available() else "other",
+        "numpy": np.__version__,
+        "blocksparse": __version__,
+        "commit": commit,
+        "dirty": dirty,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def gpu() -> dict[str, Any]:
+    """The GPU that PyTorch uses, its driver, and the versions between."""
+    device = torch.cuda.current_device()
+    facts = torch.cuda.get_device_properties(device)
+    drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "name": facts.name,
+        "capability": list(torch.cuda.get_device_capability(device)),
+        "multiprocessors": facts.multi_processor_count,
+        "memory": facts.total_memory,
+        "l2_cache": facts.L2_cache_size,
+        "driver": drivers.splitlines()[0] if drivers else None,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "triton": _version("triton"),
+        "fp32_precision": torch.backends.cuda.matmul.fp32_precision,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_model() -> str:
+    """The CPU's name as its maker gives it."""
+    if sys.platform == "darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def slug(text: str) -> str:
+    """A name fit for a file.
+
+    >>> slug("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz")
+    'intel-xeon-platinum-8481c'
+    """
+    text = re.sub(r"\((r|tm)\)|@.*$|\bcpu\b|\bprocessor\b", " ", text.lower())
+    return "-".join(re.findall(r"[a-z0-9]+", text)) or "machine"
+
+
+def checkout() -> tuple[str | None, bool | None]:
+    """(commit, whether tracked files differ from it) of the checkout this package is part of, else (None, None).
+
+    A package installed into an environment that merely lies inside some repository is no part of it: git must
+    track the package's own files. Of a copy without its .git, BLOCKSPARSE_COMMIT may say the commit, with a + behind
+    it where files differ.
+    """
+    if told := os.environ.get("BLOCKSPARSE_COMMIT"):
+        return told.rstrip("+"), told.endswith("+")
+    if _output("git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None, None
+    commit = _output("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
+    changes = _output("git", "-C", str(PACKAGE), "status", "--porcelain", "--untracked-files=no")
+    return commit, None if changes is None else bool(changes)
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,145 @@
+"""A residual MLP that predicts the next byte from a window of the bytes before it, dense or block-sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocksparse import patterns
+from blocksparse.errors import BlockSparseError
+from blocksparse.layout import BlockLayout
+from blocksparse.nn import Linear
+
+
+@dataclass(frozen=True)
+class ByteLayouts:
+    """The layouts of a block-sparse ByteMLP: of its inlet, of each hidden weight (two per layer), of its outlet."""
+
+    inlet: BlockLayout
+    hidden: tuple[BlockLayout, ...]
+    outlet: BlockLayout
+
+    def __iter__(self) -> Iterator[BlockLayout]:
+        return iter((self.inlet, *self.hidden, self.outlet))
+
+    @property
+    def weights(self) -> int:
+        """How many numbers they store."""
+        return sum(layout.nnz * layout.block_shape[0] * layout.block_shape[1] for layout in self)
+
+
+class ByteMLP(nn.Module):
+    """Embeds the last `context` bytes, mixes them in `depth` residual layers of `width`, scores all 256 next bytes.
+
+    Each layer adds W2 relu(W1 norm(h)) to the state h. There are no biases and no gains in the norms, so that all
+    parameters but the embedding are weights of products: equal parameters are equal multiply-adds.
+
+    Args:
+        context: bytes in a window.
+        width: features of the hidden state.
+        depth: residual layers.
+        embedding: features of a byte.
+        layouts: the blocks of each weight; None for the dense model.
+
+    Shapes: int64 `[n, context] -> [n, 256]`, the logits.
+
+    Example:
+        >>> import torch
+        >>> from blocksparse_lab.models.bytes import ByteMLP, multiply_adds
+        >>> model = ByteMLP(context=8, width=64, depth=1, embedding=4)
+        >>> model(torch.randint(256, (5, 8))).shape
+        torch.Size([5, 256])
+        >>> multiply_adds(model) == 8 * 4 * 64 + 2 * 64 * 64 + 64 * 256
+        True
+    """
+
+    def __init__(
+        self, context: int, width: int, depth: int, *, embedding: int = 16, layouts: ByteLayouts | None = None
+    ):
+        super().__init__()
+        if layouts is not None and len(layouts.hidden) != 2 * depth:
+            raise BlockSparseError.expected("layouts.hidden", f"{2 * depth} for {depth} layers", len(layouts.hidden))
+        self.context, self.width = context, width
+
+        def linear(in_features: int, out_features: int, layout: BlockLayout | None, relu: bool = False) -> nn.Module:
+            if layout is not None:
+                return Linear(in_features, out_features, layout=layout, bias=False, activation="relu" if relu else None)
+            dense = nn.Linear(in_features, out_features, bias=False)
+            return nn.Sequential(dense, nn.ReLU()) if relu else dense
+
+        hidden = layouts.hidden if layouts else (None,) * (2 * depth)
+        self.embedding = nn.Embedding(256, embedding)
+        self.inlet = linear(context * embedding, width, layouts.inlet if layouts else None)
+        self.first = nn.ModuleList(linear(width, width, layout, relu=True) for layout in hidden[::2])
+        self.second = nn.ModuleList(linear(width, width, layout) for layout in hidden[1::2])
+        self.outlet = linear(width, 256, layouts.outlet if layouts else None)
+
+    def forward(self, window: Tensor) -> Tensor:
+        if window.shape[-1] != self.context:
+            raise BlockSparseError.expected("window", f"[n, {self.context}]", list(window.shape))
+        h = self.inlet(self.embedding(window).flatten(-2))
+        for first, second in zip(self.first, self.second, strict=True):
+            h = h + second(first(self._norm(h)))
+        return self.outlet(self._norm(h))
+
+    def _norm(self, h: Tensor) -> Tensor:
+        return F.layer_norm(h, (self.width,))
+
+
+def small_world_layouts(
+    context: int,
+    width: int,
+    depth: int,
+    *,
+    embedding: int = 16,
+    block_size: int = 16,
+    neighbors: int = 4,
+    rewire: float = 0.5,
+    ends: float = 1 / 3,
+    seed: int = 0,
+) -> ByteLayouts:
+    """Layouts for a wide ByteMLP: Watts-Strogatz graphs inside, each with its own seed, random ones at both ends.
+
+    Args:
+        context, width, depth, embedding: as for ByteMLP.
+        block_size: of all layouts.
+        neighbors, rewire: of the Watts-Strogatz graphs. With so few neighbors it takes many shortcuts to reach all
+            of the state within the layers there are: fewer of them make a worse model.
+        ends: the density of the inlet and the outlet.
+        seed: of all of it.
+
+    >>> from blocksparse_lab.models.bytes import dense_width, small_world_layouts
+    >>> layouts = small_world_layouts(context=32, width=720, depth=6)
+    >>> layouts.hidden[0].shape, dense_width(layouts, context=32)
+    ((720, 720), 240)
+    """
+    hidden = tuple(
+        patterns.watts_strogatz(width, block_size, neighbors=neighbors, rewire=rewire, seed=seed + i)
+        for i in range(2 * depth)
+    )
+    inlet = patterns.random((width, context * embedding), block_size, density=ends, seed=seed)
+    outlet = patterns.random((256, width), block_size, density=ends, seed=seed + 1)
+    return ByteLayouts(inlet, hidden, outlet)
+
+
+def dense_width(layouts: ByteLayouts, context: int, *, embedding: int = 16) -> int:
+    """The width at which the dense ByteMLP has as many weights as these layouts store, to the nearest."""
+
+    def off(width: int) -> int:
+        dense = width * (context * embedding + len(layouts.hidden) * width + 256)
+        return abs(dense - layouts.weights)
+
+    return min(range(1, layouts.hidden[0].shape[0] + 1), key=off)
+
+
+def parameters(model: nn.Module) -> int:
+    """How many numbers a model learns."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def multiply_adds(model: ByteMLP) -> int:
+    """Multiply-adds per predicted byte: one for each stored weight; the embedding is a look-up."""
+    return sum(p.numel() for name, p in model.named_parameters() if not name.startswith("embedding"))

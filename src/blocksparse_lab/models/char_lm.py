@@ -1,0 +1,211 @@
+"""A language model over bytes: an embedding, recurrent layers, dense or block-sparse, scores for the next byte."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from blocksparse import patterns
+from blocksparse.checked import is_int
+from blocksparse.errors import BlockSparseError
+from blocksparse.layout import BlockLayout
+from blocksparse.nn import LSTM, MultiplicativeLSTM, SmallWorldLSTM
+from blocksparse.nn.recurrent import State
+from blocksparse.ops.recurrent import linear_of
+
+CELLS = ("lstm", "mlstm", "smallworld")
+PATTERNS = ("dense", "barabasi_albert", "watts_strogatz", "random")
+
+
+@dataclass(frozen=True)
+class CharLMConfig:
+    """What a CharLM is made of.
+
+    Args:
+        cell: "lstm", "mlstm" (the multiplicative one) or "smallworld" (the deep-transition one).
+        width: hidden units of a layer.
+        embedding: features of a byte.
+        layers: recurrent layers.
+        depth: of the small-world cell: steps through the graph within a time step.
+        pattern: of the recurrent weights: "dense", "barabasi_albert", "watts_strogatz" or "random".
+        block_size: of the pattern.
+        m: of "barabasi_albert": ties that a block brings.
+        neighbors, rewire: of "watts_strogatz".
+        density: of "random".
+        seed: of the pattern and the weights.
+
+    Raises:
+        BlockSparseError: a cell or a pattern that is unknown, a width that is no multiple of the block.
+    """
+
+    cell: str = "lstm"
+    width: int = 1024
+    embedding: int = 64
+    layers: int = 1
+    depth: int = 4
+    pattern: str = "dense"
+    block_size: int = 32
+    m: int = 8
+    neighbors: int = 8
+    rewire: float = 0.2
+    density: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, known in (("cell", CELLS), ("pattern", PATTERNS)):
+            if getattr(self, name) not in known:
+                raise BlockSparseError.expected(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
+        for name in ("width", "embedding", "layers", "depth", "block_size"):
+            if not is_int(getattr(self, name)) or getattr(self, name) < 1:
+                raise BlockSparseError.expected(name, "a positive int", repr(getattr(self, name)))
+        if self.pattern != "dense" and self.width % self.block_size:
+            raise BlockSparseError.expected("width", f"a multiple of the block, {self.block_size}", self.width)
+
+    @property
+    def layout(self) -> BlockLayout | None:
+        """The blocks of each `[width, width]` weight; None for dense ones."""
+        if self.pattern == "barabasi_albert":
+            return patterns.barabasi_albert(self.width, self.block_size, m=self.m, seed=self.seed)
+        if self.pattern == "watts_strogatz":
+            return patterns.watts_strogatz(
+                self.width, self.block_size, neighbors=self.neighbors, rewire=self.rewire, seed=self.seed
+            )
+        if self.pattern == "random":
+            return patterns.random((self.width, self.width), self.block_size, density=self.density, seed=self.seed)
+        return None
+
+
+class CharLM(nn.Module):
+    """Scores the next byte after each byte of a text: embedding, recurrent layers, a dense linear layer.
+
+    Args:
+        config: what it is made of. Its seed draws the weights; the global generator is left as it was.
+
+    Shapes: integer bytes `[steps, batch]` to logits `[steps, batch, 256]` and the final state, h and c, each
+    `[layers, batch, width]`.
+
+    Example:
+        >>> import torch
+        >>> from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
+        >>> model = CharLM(CharLMConfig(width=512, pattern="barabasi_albert", m=2))
+        >>> logits, (h, c) = model(torch.randint(256, (20, 3)))
+        >>> logits.shape, c.shape
+        (torch.Size([20, 3, 256]), torch.Size([1, 3, 512]))
+
+    Source: Radford, Jozefowicz, Sutskever, Learning to generate reviews and discovering sentiment (2017); Gray,
+    Radford, Kingma, GPU Kernels for Block-Sparse Weights (2017).
+    """
+
+    def __init__(self, config: CharLMConfig):
+        super().__init__()
+        self.config = config
+        sizes = config.embedding, config.width, config.layers
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.embedding = nn.Embedding(256, config.embedding)
+            if config.cell == "lstm":
+                self.recurrent: nn.Module = LSTM(*sizes, layout=config.layout)
+            elif config.cell == "mlstm":
+                self.recurrent = MultiplicativeLSTM(*sizes, layout=config.layout)
+            else:
+                self.recurrent = SmallWorldLSTM(*sizes, depth=config.depth, layout=config.layout)
+            self.outlet = nn.Linear(config.width, 256)
+
+    def initial_state(self, batch: int) -> State:
+        """h and c of texts that have not begun, `[layers, batch, width]`; c is float32 whatever the parameters are."""
+        weight = self.embedding.weight
+        shape = (self.config.layers, batch, self.config.width)
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        return weight.new_zeros(shape), weight.new_zeros(shape, dtype=wide)
+
+    def run(self, text: Tensor, state: State | None = None) -> State:
+        """The state after the text, without scores for what comes next."""
+        return self._hidden(text, state)[1]
+
+    def forward(self, text: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        y, state = self._hidden(text, state)
+        if type(self.outlet) is not nn.Linear:  # made block-sparse
+            return self.outlet(y), state
+        return linear_of(y.flatten(0, 1), self.outlet.weight, None, self.outlet.bias).unflatten(0, y.shape[:2]), state
+
+    def _hidden(self, text: Tensor, state: State | None) -> tuple[Tensor, State]:
+        if not isinstance(text, Tensor) or text.dim() != 2 or text.is_floating_point() or text.is_complex():
+            got = f"{list(text.shape)}, {text.dtype}" if isinstance(text, Tensor) else type(text).__name__
+            raise BlockSparseError.expected("text", "integer bytes [steps, batch]", got)
+        state = state or self.initial_state(text.shape[1])
+        return self.recurrent(text.long(), state, table=self.embedding.weight)
+
+
+def parameter_count(config: CharLMConfig) -> int:
+    """How many numbers the CharLM of this configuration learns.
+
+    The published sentiment neuron:
+
+    >>> from blocksparse_lab.models.char_lm import CharLMConfig, parameter_count
+    >>> parameter_count(CharLMConfig(cell="mlstm", width=4096))
+    86319360
+    """
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in CharLM(config).parameters())
+
+
+def least_parameters(config: CharLMConfig) -> float:
+    """What the CharLM of this configuration learns at least, reckoned without making anything of it.
+
+    >>> from blocksparse_lab.models.char_lm import CharLMConfig, least_parameters, parameter_count
+    >>> config = CharLMConfig(cell="mlstm", width=4096)
+    >>> 0.9 < least_parameters(config) / parameter_count(config) <= 1
+    True
+    """
+    nodes = max(1, config.width // config.block_size)
+    # Each node of a graph brings so many ties, of which some may be there already.
+    kept = {
+        "barabasi_albert": config.m / nodes,
+        "watts_strogatz": config.neighbors / nodes,
+        "random": config.density,
+    }.get(config.pattern, 1)
+    squares = {"lstm": 4, "mlstm": 5, "smallworld": config.depth + 3}[config.cell]
+    recurrent = squares * config.width * config.width * max(0, min(1, kept))
+    return config.layers * (recurrent + config.width) + 256 * (config.embedding + config.width)
+
+
+def multiply_adds(config: CharLMConfig) -> int:
+    """Multiply-adds per byte: one for each weight of a product; the embedding is a look-up."""
+    with torch.device("meta"):
+        model = CharLM(config)
+    weights = (p.numel() for name, p in model.named_parameters() if ".weight_" in name or name == "outlet.weight")
+    return sum(weights)
+
+
+def width_for(config: CharLMConfig, params: int) -> CharLMConfig:
+    """The configuration at the width whose parameter_count is nearest to `params`.
+
+    Widths are multiples of the block; for dense weights of 8.
+
+    Raises:
+        BlockSparseError: fewer parameters than the narrowest such model has.
+
+    >>> from blocksparse_lab.models.char_lm import CharLMConfig, width_for
+    >>> width_for(CharLMConfig(cell="mlstm"), 86_319_360).width
+    4096
+    """
+    step = 8 if config.pattern == "dense" else config.block_size
+    # A graph wants more blocks than each one has ties.
+    least = {"barabasi_albert": config.m + 1, "watts_strogatz": config.neighbors + 1}.get(config.pattern, 1)
+
+    def count(steps: int) -> int:
+        return parameter_count(replace(config, width=steps * step))
+
+    low, high = least, max(2 * least, math.ceil(math.sqrt(max(params, 1)) / step))
+    if count(low) > params:
+        raise BlockSparseError.expected("params", f"{count(low):,} or more for {config}", f"{params:,}")
+    while count(high) < params:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if count(middle) <= params else (low, middle)
+    best = min(low, high, key=lambda steps: abs(count(steps) - params))
+    return replace(config, width=best * step)

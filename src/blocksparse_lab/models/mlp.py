@@ -1,0 +1,178 @@
+"""Multi-layer perceptrons that are sparse from the start, and dense ones of the same shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import EllipsisType
+
+import torch
+from torch import Tensor, nn
+
+from blocksparse import patterns
+from blocksparse.checked import checked_block, integer, is_int, number
+from blocksparse.errors import BlockSparseError
+from blocksparse.layout import BlockLayout
+from blocksparse.nn import AllReLU, Dropout, Linear
+from blocksparse.sparsity.sparse_training.densities import erdos_renyi_density
+from blocksparse.sparsity.sparse_training.sampling import places_of
+from blocksparse.sparsity.sparse_training.start import bound, first_values
+from blocksparse.surgery.compact import compact
+
+ACTIVATIONS: dict[str, Callable[[float, int], nn.Module]] = {
+    "all_relu": AllReLU,
+    "relu": lambda alpha, layer: nn.ReLU(),
+    "gelu": lambda alpha, layer: nn.GELU(),
+    "silu": lambda alpha, layer: nn.SiLU(),
+}
+INITS = ("he", "xavier", "fan_in")
+
+
+class SparseMLP(nn.Module):
+    """Linear layers with activation and dropout between them, as sparse evolutionary training begins.
+
+    Args:
+        sizes: features of the input, of each hidden layer, of the output.
+        epsilon: of the Erdos-Renyi layouts: about epsilon (n_in + n_out) blocks in each layer.
+        density: instead, the part of the blocks that a random layout of each layer stores, or a list of them, one
+            for each layer; None for a dense network of torch.nn.Linear.
+        block_size: an int or (rows, columns); 1 for single connections. Sizes are padded inside to whole blocks.
+        activation: "all_relu", "relu", "gelu" or "silu".
+        alpha: the slope of All-ReLU.
+        dropout: of the hidden layers' outputs.
+        init: of the weights: "he", uniform within sqrt(6 / n_in), or "xavier", within sqrt(6 / (n_in + n_out)), where
+            n_in and n_out are those of the dense layer, as in the papers' code, with biases of 0; "fan_in", as
+            `bs.nn.Linear` draws them by the connections that there are.
+        seed: of layouts and weights; PyTorch's generators are left alone.
+
+    Shapes: `[..., sizes[0]] -> [..., sizes[-1]]`.
+
+    Raises:
+        BlockSparseError: sizes that are not two positive ints or more, a layer without a connection, an unknown
+            activation or init, numbers out of range.
+
+    Example:
+        >>> import torch
+        >>> from blocksparse_lab.models.mlp import SparseMLP
+        >>> fashion_mnist = SparseMLP([784, 1000, 1000, 1000, 10], epsilon=20, alpha=0.6)
+        >>> cifar10 = SparseMLP([3072, 4000, 1000, 4000, 10], epsilon=20, alpha=0.75)
+        >>> madelon = SparseMLP([500, 400, 100, 400, 2], epsilon=10, alpha=0.5)
+        >>> higgs = SparseMLP([28, 1000, 1000, 1000, 2], epsilon=10, alpha=0.05)
+        >>> dense = SparseMLP([784, 1000, 1000, 1000, 10], density=None, alpha=0.6)
+        >>> sum(p.numel() for p in fashion_mnist.parameters()) < 0.05 * sum(p.numel() for p in dense.parameters())
+        True
+        >>> fashion_mnist(torch.randn(5, 784)).shape
+        torch.Size([5, 10])
+
+    Source: Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021).
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        epsilon: float = 20,
+        density: float | Sequence[float] | EllipsisType | None = ...,
+        block_size: int | tuple[int, int] = 1,
+        activation: str = "all_relu",
+        alpha: float = 0.6,
+        dropout: float = 0.3,
+        init: str = "he",
+        seed: int = 0,
+    ):
+        super().__init__()
+        self.sizes = _checked(sizes)
+        if activation not in ACTIVATIONS:
+            raise BlockSparseError.expected("activation", f"one of {', '.join(ACTIVATIONS)}", repr(activation))
+        if init not in INITS:
+            raise BlockSparseError.expected("init", f"one of {', '.join(INITS)}", repr(init))
+        number("dropout", dropout, 0, below=1)
+        integer("seed", seed, 0)
+        layers = len(self.sizes) - 1
+        densities = [density] * layers if isinstance(density, float | int | None | EllipsisType) else list(density)
+        if len(densities) != layers:
+            raise BlockSparseError.expected("density", f"{layers} numbers, one for each layer", densities)
+        self.layers = nn.ModuleList()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for i, (n_in, n_out) in enumerate(zip(self.sizes, self.sizes[1:], strict=False)):
+                found = _layout((n_out, n_in), epsilon, densities[i], block_size, seed + i)
+                linear = nn.Linear if found is None else partial(Linear, layout=found)
+                layer = linear(n_in, n_out)
+                self.layers.append(layer)
+                if init != "fan_in":
+                    _draw(layer, init, seed + i)
+        self.activations = nn.ModuleList(ACTIVATIONS[activation](alpha, i) for i in range(2, layers + 1))
+        self.dropout = Dropout(dropout)
+
+    @property
+    def output(self) -> nn.Module:
+        """The last layer, which sparse training leaves as it is: `SET(model, optimizer, skip=model.output)`."""
+        return self.layers[-1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, activation in zip(self.layers, self.activations, strict=False):
+            # Of All-ReLU and dropout one pass over memory.
+            y = layer(x)
+            x = self.dropout(y, activation.slope) if isinstance(activation, AllReLU) else self.dropout(activation(y))
+        return self.output(x)
+
+    def compact(self, optimizer: torch.optim.Optimizer | None = None) -> list[int]:
+        """Takes neurons without incoming connections out of the network; returns the new sizes.
+
+        In evaluation nothing that it computes changes, but for rounding; see `bs.sparsity.compact`. The state dict then
+        fits a model of the new sizes.
+
+        >>> import blocksparse as bs
+        >>> from blocksparse_lab.models.mlp import SparseMLP
+        >>> model = SparseMLP([100, 200, 200, 10], epsilon=5)
+        >>> bs.sparsity.ImportancePruning(model, percentile=20, start=0, every=1, skip=model.output).step()
+        True
+        >>> model.compact()
+        [100, 160, 160, 10]
+        """
+        for i, activation in enumerate(self.activations):
+            first, second = self.layers[i], self.layers[i + 1]
+            self.sizes[i + 1] = len(compact(first, second, activation, optimizer))  # type: ignore[arg-type]
+        return self.sizes
+
+
+def _checked(sizes: Sequence[int]) -> list[int]:
+    if not isinstance(sizes, tuple | list) or len(sizes) < 2 or not all(is_int(n) and n > 0 for n in sizes):
+        raise BlockSparseError.expected("sizes", "two positive ints or more", repr(sizes))
+    return [int(n) for n in sizes]
+
+
+def _layout(
+    shape: tuple[int, int],
+    epsilon: float,
+    density: float | EllipsisType | None,
+    block_size: int | tuple[int, int],
+    seed: int,
+) -> BlockLayout | None:
+    """The layout of a layer; None for a dense one."""
+    if density is None:
+        return None
+    block = checked_block(block_size)
+    padded = (-(-shape[0] // block[0]) * block[0], -(-shape[1] // block[1]) * block[1])
+    if isinstance(density, EllipsisType):
+        erdos_renyi_density(shape, epsilon, block)  # refuses what would be empty
+        layout = patterns.erdos_renyi(padded, block, epsilon=epsilon, seed=seed)
+    else:
+        layout = patterns.random(padded, block, density=density, seed=seed)
+    if layout.nnz == 0:
+        raise BlockSparseError.expected("the topology", f"connections in a layer {shape}", "none")
+    return layout
+
+
+@torch.no_grad()
+def _draw(layer: Linear | nn.Linear, init: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(layer, Linear):
+        drawn = first_values(layer, layer.layout.nnz, init, generator, partial(places_of, layer.layout))
+        layer.values.copy_(drawn)
+    else:
+        most = bound(init, layer.out_features, layer.in_features)
+        layer.weight.uniform_(-most, most, generator=generator)
+    if layer.bias is not None:
+        layer.bias.zero_()

@@ -1,0 +1,263 @@
+"""PixelCNN++: an image, pixel by pixel, each from all before it; dense, or sparse in its channels and deeper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocksparse import nn as bsnn
+from blocksparse import patterns
+from blocksparse.checked import is_int
+from blocksparse.errors import BlockSparseError
+from blocksparse.layout import BlockLayout
+from blocksparse.nn import Causal2d, Dropout, Shift2d, WeightNorm, concat_elu, initialise_from_data
+
+from . import logistic_mixture
+
+# Of a convolution's outputs and inputs, its blocks.
+Layouts = Callable[[int, int], BlockLayout]
+# Of inputs, outputs, kernel and shift, with `stride` and `scale` by name.
+Conv = Callable[..., nn.Module]
+
+KERNELS = {"down": (2, 3), "down_right": (2, 2)}
+RESOLUTIONS = 3
+# By which height and width are divisible.
+STRIDE = 2 ** (RESOLUTIONS - 1)
+
+
+class PixelCNN(nn.Module):
+    """PixelCNN++: for each pixel the parameters of a mixture of logistics, from the pixels above and to the left of it.
+
+    Two streams of gated residual layers, one that sees the rows above and one that sees the row itself too, go down to
+    a quarter of the size and back, with a short-cut from each layer down to its partner on the way up.
+
+    Args:
+        filters: channels of all layers.
+        resnets: gated residual layers of each resolution and stream; on the way back there is one more of the second
+            and third.
+        channels: of the images, 1 or 3.
+        mixtures: logistics.
+        dropout: within each gated residual layer.
+        sparse: of the gated residual layers' convolutions: None for dense ones; an int for so many groups of channels,
+            with a channel shuffle after each convolution; or a function of (out, in) channels that gives a layout.
+        block_size: of groups. None for PyTorch's grouped convolutions and a shuffle channel by channel, which is faster
+            where a group has fewer than 16 channels on a CPU. Else our own, in blocks of so many channels, dealt out
+            to the groups by the layout (`patterns.shuffled_block_diagonal`).
+        depth: times as many gated residual layers. 4 with 4 groups has about the parameters of the dense network.
+
+    Shapes: images `[n, channels, height, width]` from -1 to 1 (`logistic_mixture.scaled`), height and width divisible
+    by 4, to `[n, logistic_mixture.outputs(channels, mixtures), height, width]`. Channels-last memory is the fast path.
+
+    Weights begin as drawn. `initialise` by a batch before the training, as the paper does.
+
+    Raises:
+        BlockSparseError: sizes out of range, groups or blocks that do not divide the channels; in the call, images of
+            another size.
+
+    Example:
+        >>> import torch
+        >>> from blocksparse_lab.models.pixelcnn import PixelCNN
+        >>> model = PixelCNN(filters=16, resnets=1, sparse=4, depth=4)
+        >>> model(torch.rand(2, 3, 8, 8) * 2 - 1).shape
+        torch.Size([2, 100, 8, 8])
+
+    Source: Salimans, Karpathy, Chen, Kingma, PixelCNN++ (2017); block-sparse and deeper in Gray, Radford, Kingma, GPU
+    Kernels for Block-Sparse Weights (2017).
+    """
+
+    def __init__(
+        self,
+        filters: int = 160,
+        resnets: int = 5,
+        *,
+        channels: int = 3,
+        mixtures: int = 10,
+        dropout: float = 0.5,
+        sparse: int | Layouts | None = None,
+        block_size: int | None = None,
+        depth: int = 1,
+    ):
+        super().__init__()
+        for name, value in (("filters", filters), ("resnets", resnets), ("depth", depth)):
+            if not is_int(value) or value < 1:
+                raise BlockSparseError.expected(name, "a positive int", repr(value))
+        outputs = logistic_mixture.outputs(channels, mixtures)
+        self.filters, self.channels, self.mixtures = filters, channels, mixtures
+        conv, dense = _factory(filters, sparse, block_size), _factory(filters, None, None)
+        self.above = nn.Sequential(dense(channels + 1, filters, (2, 3), "down"), Shift2d("down"))
+        self.above_in_row = nn.Sequential(dense(channels + 1, filters, (1, 3), "down"), Shift2d("down"))
+        self.left = nn.Sequential(dense(channels + 1, filters, (2, 1), "down_right"), Shift2d("right"))
+        # The way to the lowest resolution, and the way back, on which each layer takes in a state of the way there.
+        there: list[nn.Module] = []
+        back: list[nn.Module] = []
+        for resolution in range(RESOLUTIONS):
+            there += [_Resize(dense, filters)] if resolution else []
+            there += [_Layer(conv, filters, dropout, 0) for _ in range(resnets * depth)]
+            back += [_Resize(_transposed, filters)] if resolution else []
+            back += [_Layer(conv, filters, dropout, 1) for _ in range(resnets * depth + bool(resolution))]
+        self.there, self.back = nn.ModuleList(there), nn.ModuleList(back)
+        self.out = dense(filters, outputs, (1, 1), "down")
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew; gains are 1 and biases 0."""
+        for module in self.modules():
+            if isinstance(module, WeightNorm) and not module.gain.is_meta:
+                inner: Any = module.module
+                nn.init.normal_(getattr(inner, module.name), std=0.05)
+                nn.init.ones_(module.gain)
+                nn.init.zeros_(inner.bias)
+
+    def initialise(self, images: Tensor) -> None:
+        """Gains and biases by a batch of images: what each convolution gives for it has mean 0 and deviation 1 (that
+        before a gate 0.1)."""
+        initialise_from_data(self, images)
+
+    def forward(self, images: Tensor) -> Tensor:
+        self._check(images)
+        # The ones tell the image from the zeros around it.
+        x = torch.cat([images, images.new_ones(images.shape[0], 1, *images.shape[2:])], 1)
+        state = _State.of(self.above(x), self.above_in_row(x) + self.left(x))
+        states = [state.active]
+        for layer in self.there:
+            state = layer(state)
+            states.append(state.active)
+        states.pop()
+        for layer in self.back:
+            state = layer(state, states.pop()) if isinstance(layer, _Layer) else layer(state)
+        return self.out(F.elu(state.ul))
+
+    def _check(self, images: Any) -> None:
+        wanted = f"[n, {self.channels}, height, width], both divisible by {STRIDE}"
+        if not isinstance(images, Tensor) or images.dim() != 4 or images.shape[1] != self.channels:
+            got = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
+            raise BlockSparseError.expected("images", wanted, got)
+        if any(size == 0 or size % STRIDE for size in images.shape[2:]):
+            raise BlockSparseError.expected("images", wanted, list(images.shape))
+
+    def log_prob(self, images: Tensor) -> Tensor:
+        """The logarithm of the probability of each pixel in nats, `[n, height, width]`."""
+        return logistic_mixture.log_prob(images, self(images))
+
+
+class _State(NamedTuple):
+    """Both streams, and both after `concat_elu`, which several layers take in."""
+
+    u: Tensor
+    ul: Tensor
+    active: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, u: Tensor, ul: Tensor) -> _State:
+        return cls(u, ul, (concat_elu(u), concat_elu(ul)))
+
+
+class _Layer(nn.Module):
+    """A gated residual layer of either stream; that of the row takes in what the one above has given.
+
+    Args:
+        conv: makes a convolution.
+        filters, dropout: of both.
+        others: states that it takes in besides, 0 or 1.
+    """
+
+    def __init__(self, conv: Conv, filters: int, dropout: float, others: int):
+        super().__init__()
+        self.u = GatedResnet(conv, "down", filters, dropout, others)
+        self.ul = GatedResnet(conv, "down_right", filters, dropout, others + 1)
+
+    def forward(self, state: _State, other: tuple[Tensor, Tensor] | None = None) -> _State:
+        u = self.u(state.u, state.active[0], None if other is None else other[0])
+        active = concat_elu(u)
+        beside = active if other is None else torch.cat([active, other[1]], 1)
+        ul = self.ul(state.ul, state.active[1], beside)
+        return _State(u, ul, (active, concat_elu(ul)))
+
+
+class _Resize(nn.Module):
+    """Both streams at half the height and width, or at twice of it."""
+
+    def __init__(self, conv: Conv, filters: int):
+        super().__init__()
+        self.u, self.ul = (conv(filters, filters, KERNELS[shift], shift, stride=2) for shift in KERNELS)
+
+    def forward(self, state: _State) -> _State:
+        return _State.of(self.u(state.u), self.ul(state.ul))
+
+
+class GatedResnet(nn.Module):
+    """x + a sigmoid(b), where a and b are convolutions of convolutions of x.
+
+    Args:
+        conv: makes a convolution of (in, out, kernel, shift, scale=).
+        shift: of both convolutions.
+        filters: of x.
+        dropout: before the second convolution.
+        others: states of as many filters that are taken in by a 1x1 convolution.
+    """
+
+    def __init__(self, conv: Conv, shift: str, filters: int, dropout: float, others: int):
+        super().__init__()
+        self.first = conv(2 * filters, filters, KERNELS[shift], shift)
+        self.other = conv(2 * others * filters, filters, (1, 1), shift="down_right") if others else None
+        self.dropout = Dropout(dropout)
+        self.second = conv(2 * filters, 2 * filters, KERNELS[shift], shift, scale=0.1)
+
+    def forward(self, x: Tensor, active: Tensor, other: Tensor | None = None) -> Tensor:
+        """`active` is x after `concat_elu`, which others need too; `other` what is taken in, after it as well."""
+        y = self.first(active)
+        if self.other is not None:
+            y = y + self.other(other)
+        a, b = self.second(self.dropout(concat_elu(y))).chunk(2, 1)
+        return torch.addcmul(x, a, b.sigmoid())
+
+
+def _factory(filters: int, sparse: int | Layouts | None, block_size: int | None) -> Conv:
+    """Makes weight-normalised causal convolutions, dense or sparse."""
+    layouts, groups = (sparse, None) if callable(sparse) else (None, sparse)
+    if groups is not None and (not is_int(groups) or groups < 1 or filters % groups):
+        raise BlockSparseError.expected("sparse", f"groups that divide {filters} filters", repr(groups))
+    if block_size is not None:
+        if groups is None:
+            raise BlockSparseError.expected("block_size", "None where there are no groups", block_size)
+
+        def layouts(outputs: int, inputs: int) -> BlockLayout:
+            return patterns.shuffled_block_diagonal((outputs, inputs), block_size, groups)
+
+    def conv(
+        inputs: int, outputs: int, kernel: tuple[int, int], shift: str, stride: int = 1, scale: float = 1.0
+    ) -> nn.Module:
+        if layouts is not None:
+            layout = layouts(outputs, inputs)
+            return Causal2d(WeightNorm(bsnn.Conv2d(inputs, outputs, kernel, stride, layout=layout), scale), shift)
+        dense = nn.Conv2d(inputs, outputs, kernel, stride, groups=groups or 1)
+        causal = Causal2d(WeightNorm(dense, scale), shift)
+        return causal if groups is None else nn.Sequential(causal, nn.ChannelShuffle(groups))
+
+    return conv
+
+
+def _transposed(
+    inputs: int, outputs: int, kernel: tuple[int, int], shift: str, stride: int = 1, scale: float = 1.0
+) -> nn.Module:
+    # Of an odd width, as many columns are cut off on either side.
+    around = (0, kernel[1] // 2) if shift == "down" else (0, 0)
+    more = (0, 1) if shift == "down" else (0, 0)
+    return WeightNorm(nn.ConvTranspose2d(inputs, outputs, kernel, stride, around, more), scale)
+
+
+def parameter_count(*args: Any, **options: Any) -> int:
+    """How many numbers the PixelCNN of these arguments learns.
+
+    The published one:
+
+    >>> from blocksparse_lab.models.pixelcnn import parameter_count
+    >>> parameter_count(filters=160, resnets=5)
+    53659080
+    """
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in PixelCNN(*args, **options).parameters())

@@ -1,0 +1,272 @@
+"""Byte-level language models: what the trainer trains, and what samples from it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocksparse import checkpoint
+from blocksparse.checkpoint import part
+from blocksparse.conversion import load_sparsified
+from blocksparse.errors import BlockSparseError
+
+from ..data.text import Text
+from ..models.char_lm import CharLM, CharLMConfig, least_parameters, multiply_adds, parameter_count
+from .memory import check_room
+
+KIND = "charlm"
+
+# Bytes that an evaluation reads one after the other at least, where there are so many: the first ones of each stream
+# are predicted from little.
+EVALUATION_STREAM = 8192
+
+
+class CharLMTask:
+    """Truncated backpropagation over streams of a text.
+
+    `batch` streams begin evenly spaced in the training text and read it in chunks of `seq` bytes. The state after a
+    chunk, without its gradient, is the one before the next; where a stream comes to the end of the text it begins at
+    the text's beginning, with state zero.
+
+    Args:
+        model: a `CharLM`; or any module with its `forward(text, state)` and `initial_state(batch)`.
+        text: what to train and to evaluate on.
+        batch: streams.
+        seq: bytes of a chunk.
+        evaluated: held-out bytes that an evaluation reads, from the first; 0 for all.
+        device: of it all.
+
+    Raises:
+        BlockSparseError: a text with fewer chunks than streams, or without two held-out bytes.
+
+    >>> from blocksparse_lab.data import text
+    >>> from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
+    >>> from blocksparse_lab.recipes.charlm import CharLMTask
+    >>> parts = text.split(b"a rose is a rose is a rose. " * 20, context=16)
+    >>> task = CharLMTask(CharLM(CharLMConfig(width=16)), parts, batch=4, seq=16)
+    >>> chunk, begins = task.inputs(0)
+    >>> chunk.shape, begins.tolist()
+    (torch.Size([17, 4]), [True, True, True, True])
+    >>> 7 < task.loss(0).item() / 0.6931 < 9  # bits; a model that knows nothing has 8
+    True
+    """
+
+    unit = "bits per character"
+    per_nat = 1 / math.log(2)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        text: Text,
+        batch: int = 64,
+        seq: int = 128,
+        evaluated: int = 0,
+        device: torch.device | str = "cpu",
+    ):
+        for name, value in (("batch", batch), ("seq", seq)):
+            if value < 1:
+                raise BlockSparseError.expected(name, "a positive int", value)
+        if evaluated < 0 or evaluated == 1:
+            raise BlockSparseError.expected("evaluated", "0 for all held-out bytes, or 2 or more", evaluated)
+        # Each chunk has the byte after it too, which is to be predicted.
+        self._chunks = (len(text.train) - 1) // seq
+        if self._chunks < batch:
+            raise BlockSparseError.expected(
+                text.name,
+                f"{batch * seq + 1:,} bytes or more to train on, for {batch} streams with {seq} bytes a step",
+                f"{len(text.train):,}; a smaller batch or sequence needs less",
+            )
+        if len(text.held_out) < 2:
+            raise BlockSparseError.expected(text.name, "2 held-out bytes or more", len(text.held_out))
+        device = torch.device(device)
+        self.model = model.to(device)
+        self.batch, self.seq, self.bytes_per_step = batch, seq, batch * seq
+        self._digest = _digest(text)
+        self._train = text.train.to(device)
+        self._held_out = text.held_out[: evaluated or None].to(device)
+        self._first = torch.arange(batch, device=device) * self._chunks // batch
+        self._offsets = torch.arange(seq + 1, device=device).unsqueeze(1)
+        # Tensors that stay: a CUDA graph writes the next state into them.
+        self._state = self._zeros(batch)
+
+    def _zeros(self, batch: int) -> tuple[Tensor, ...]:
+        return tuple(self.model.initial_state(batch))  # type: ignore[operator]
+
+    def inputs(self, step: int) -> tuple[Tensor, Tensor]:
+        """The chunk of each stream with the byte after it, `[seq + 1, batch]`, and whether the stream begins there."""
+        at = (self._first + step) % self._chunks
+        begins = torch.ones_like(at, dtype=torch.bool) if step == 0 else at == 0
+        return self._train[at * self.seq + self._offsets], begins
+
+    def loss(self, step: int) -> Tensor:
+        """The cross entropy of a step in nats."""
+        return self.loss_of(*self.inputs(step))
+
+    def loss_of(self, chunk: Tensor, begins: Tensor) -> Tensor:
+        """The same of `inputs`; the state goes on."""
+        before = tuple(part.masked_fill(begins.view(-1, 1), 0) for part in self._state)
+        logits, after = self.model(chunk[:-1], before)
+        with torch.no_grad():
+            for own, new in zip(self._state, after, strict=True):
+                own.copy_(new)
+        return F.cross_entropy(logits.flatten(0, 1).float(), chunk[1:].flatten().long())
+
+    def evaluate(self, model: nn.Module) -> float:
+        """Bits per character of the held-out text, in streams of `EVALUATION_STREAM` bytes or more, from state zero."""
+        predicted = len(self._held_out) - 1
+        streams = min(max(1, predicted // EVALUATION_STREAM), 64)
+        length = -(-predicted // streams)
+        # The last stream may be shorter: what is beyond its end counts nothing.
+        data = F.pad(self._held_out.long(), (0, streams * length - predicted), value=-1)
+        inputs, targets = data[:-1].view(streams, length).T, data[1:].view(streams, length).T
+        state, total = self._zeros(streams), torch.zeros((), dtype=torch.float64, device=data.device)
+        for text, target in zip(inputs.split(256), targets.split(256), strict=True):
+            logits, state = model(text.clamp(min=0), state)
+            scores, right = logits.flatten(0, 1).float(), target.flatten()
+            total += F.cross_entropy(scores, right, ignore_index=-1, reduction="sum")
+        return float(total) / predicted * self.per_nat
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {f"state.{nth}": own for nth, own in enumerate(self._state)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for nth, own in enumerate(self._state):
+            own.copy_(state[f"state.{nth}"].reshape(own.shape))
+
+    def about(self) -> dict[str, Any]:
+        config = getattr(self.model, "config", None)
+        return {
+            "kind": KIND,
+            "model": asdict(config) if isinstance(config, CharLMConfig) else repr(self.model),
+            "text": self._digest,
+            "batch": self.batch,
+            "seq": self.seq,
+            "evaluated": len(self._held_out),
+        }
+
+
+def network(config: CharLMConfig) -> CharLM:
+    """The language model, newly drawn.
+
+    Raises:
+        BlockSparseError: more than there is memory for.
+    """
+    check_room(f"width {config.width:,}, layers {config.layers:,}", least_parameters(config))
+    return CharLM(config)
+
+
+def facts(config: CharLMConfig, text: str) -> dict[str, Any]:
+    """What the folder of a run tells of its model and the name of its text."""
+    return {
+        "text": text,
+        "parameters": parameter_count(config),
+        "multiply_adds_per_byte": multiply_adds(config),
+        "density": 1.0 if config.layout is None else config.layout.density,
+    }
+
+
+def load(path: str | Path) -> CharLM:
+    """The language model of a checkpoint, or of a run's folder, on the CPU; with the mean parameters if there are any.
+
+    Raises:
+        BlockSparseError: no such checkpoint, a broken one, one of something else.
+    """
+    path = Path(path)
+    path = path / "last.safetensors" if path.is_dir() else path
+    tensors, about = checkpoint.load(path)
+    task = checkpoint.task_of(about)
+    if task.get("kind") != KIND:
+        raise BlockSparseError.expected(str(path), "a byte-level language model", task.get("kind", "something else"))
+    given = task.get("model")
+    if not isinstance(given, dict) or not given.keys() <= {field.name for field in fields(CharLMConfig)}:
+        raise BlockSparseError.expected(str(path), "the configuration of a CharLM of this version", f"{given!r:.200}")
+    usual = asdict(CharLMConfig()) | given
+    sizes = ("width", "embedding", "layers", *(("depth",) if usual["cell"] == "smallworld" else ()))
+    checkpoint.check_sizes(path, tensors, {name: usual[name] for name in sizes})
+    config = CharLMConfig(**given)
+    # The tensors bring the layouts, those of weights that were made block-sparse after the training too.
+    with torch.device("meta"):
+        model = CharLM(replace(config, pattern="dense", seed=0))
+    model.config = config
+    try:
+        load_sparsified(model, part(tensors, "model.") | part(tensors, "ema."))
+    except BlockSparseError as error:
+        raise BlockSparseError.expected(str(path), f"parameters of {config}", error) from error
+    return model.eval()
+
+
+def sample(
+    model: nn.Module,
+    prompt: bytes,
+    length: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> Iterator[bytes]:
+    """Text after a prompt, byte by byte.
+
+    Args:
+        model: a `CharLM`.
+        prompt: what comes before; a newline where it is empty.
+        length: bytes.
+        temperature: below 1 the likely is preferred; at 0 the likeliest is taken.
+        top_k: only of so many likeliest bytes.
+        seed: of the draws.
+
+    Raises:
+        BlockSparseError: a number that will not do.
+
+    >>> from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
+    >>> from blocksparse_lab.recipes.charlm import sample
+    >>> len(b"".join(sample(CharLM(CharLMConfig(width=16)), b"The ", 20)))
+    20
+    """
+    if not 0 <= temperature < math.inf:
+        raise BlockSparseError.expected("temperature", "a number, not negative", temperature)
+    if top_k is not None and not 1 <= top_k <= 256:
+        raise BlockSparseError.expected("top_k", "an int from 1 to 256", top_k)
+    if length < 0:
+        raise BlockSparseError.expected("length", "an int, not negative", length)
+    return _sample(model.eval(), prompt or b"\n", length, temperature, top_k, seed)
+
+
+def _sample(
+    model: nn.Module, prompt: bytes, length: int, temperature: float, top_k: int | None, seed: int
+) -> Iterator[bytes]:
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.tensor(list(prompt), device=device).unsqueeze(1)
+    state = None
+    for _ in range(length):
+        with torch.no_grad():
+            logits, state = model(text, state)
+            scores = logits[-1, 0].double().cpu()
+            if not bool(scores.isfinite().all()):
+                raise BlockSparseError.expected("model", "finite scores", scores[~scores.isfinite()][0].item())
+            if top_k is not None:
+                scores = scores.masked_fill(scores < scores.topk(top_k).values[-1], -math.inf)
+            if temperature == 0:
+                byte = int(scores.argmax())
+            else:
+                # Less the largest, so that no temperature makes it infinite.
+                odds = ((scores - scores.max()) / temperature).softmax(0)
+                byte = int(torch.multinomial(odds, 1, generator=generator))
+        text = torch.tensor([[byte]], device=device)
+        yield bytes([byte])
+
+
+def _digest(text: Text) -> dict[str, Any]:
+    """Which text it is, cut where."""
+    sha = hashlib.sha256()
+    for data in (text.train, text.held_out):
+        sha.update(data.numpy().data)
+    return {"sha256": sha.hexdigest()[:16], "train": len(text.train), "held_out": len(text.held_out)}

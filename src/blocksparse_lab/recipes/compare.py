@@ -1,0 +1,279 @@
+"""Training runs side by side: what each came to, and the curves of those that differ in their seed alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from blocksparse.checked import integer, is_int
+from blocksparse.checkpoint import read_json
+from blocksparse.errors import BlockSparseError
+from blocksparse.topology.drawings.style import COLORS, figure_and_axes, save
+
+from . import run_log
+from .settings import Settings
+
+_DASHES = ("-", "--", "-.", ":")
+_POINTS = 60  # of a curve, at most, for them to be told apart
+
+# What says nothing of how a run was meant: how often it was looked at, and where it ran.
+_ASIDE = ("seed", "log_every", "eval_every", "save_every", "save_minutes", "cuda_graph")
+
+# Of config.json.
+_CONFIG: dict[str, tuple[Any, str]] = {
+    "unit": (str, "text"),
+    "bytes_per_step": (int, "an int"),
+    "task": (dict, "a dict"),
+    "settings": (dict, "a dict"),
+    "facts": (dict, "a dict"),
+}
+_LARGEST = 1e100  # of numbers whose squares are summed up
+
+# Options of a model that others of its cell or pattern do not look at.
+_ONLY_OF = {
+    "smallworld": {"depth"},
+    "barabasi_albert": {"block_size", "m"},
+    "watts_strogatz": {"block_size", "neighbors", "rewire"},
+    "random": {"block_size", "density"},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder tells of it, finished or not.
+
+    Args:
+        path: the folder.
+        config: `config.json`.
+        log: the lines of `log.jsonl`.
+        result: `result.json`; None of a run that is not finished.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    log: list[dict[str, Any]]
+    result: dict[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def unit(self) -> str:
+        return self.config["unit"]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.config["settings"]
+
+    @property
+    def task(self) -> dict[str, Any]:
+        return self.config["task"]
+
+    @property
+    def steps(self) -> int:
+        """The steps done, as far as the log knows."""
+        return max((line["step"] for line in self.log), default=0)
+
+    @property
+    def seconds(self) -> float:
+        return max((line["seconds"] for line in self.log), default=0.0)
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        return [line for line in self.log if "held_out" in line]
+
+    @property
+    def held_out(self) -> float | None:
+        """The newest figure."""
+        return self.evaluations[-1]["held_out"] if self.evaluations else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its numbers, ready for JSON."""
+        seconds = self.seconds
+        read = self.steps * self.config["bytes_per_step"]
+        return {
+            "run": self.name,
+            "unit": self.unit,
+            "held_out": self.held_out,
+            "steps": self.steps,
+            "finished": self.result is not None,
+            "bytes": read,
+            "seconds": seconds,
+            "bytes_per_second": read / seconds if seconds else None,
+            **self.config["facts"],
+            "task": self.task,
+            "settings": self.settings,
+            "machine": self.result.get("machine") if self.result else None,
+            "curve": self.evaluations,
+        }
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seed alone.
+
+    Args:
+        label: what sets it apart from the other groups.
+        runs: one or more.
+    """
+
+    label: str
+    runs: tuple[Run, ...]
+
+    @property
+    def held_out(self) -> tuple[float, float] | None:
+        """Mean and standard deviation of the runs' newest figures; 0 of a single one."""
+        found = [run.held_out for run in self.runs if run.held_out is not None]
+        return _spread(found) if found else None
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """Where the run tells of epochs."""
+        epochs = self.runs[0].config["facts"].get("epochs")
+        return self.runs[0].settings["steps"] / epochs if _is_number(epochs) and epochs > 0 else None
+
+    def curve(self, of: str) -> tuple[list[float], list[float], list[float]]:
+        """Where all runs were evaluated: the median of "step" or "seconds", and the figures' mean and deviation."""
+        by_step = [{line["step"]: line for line in run.evaluations} for run in self.runs]
+        shared = sorted(set.intersection(*map(set, by_step)))
+        x = [statistics.median(lines[step][of] for lines in by_step) for step in shared]
+        spreads = [_spread([lines[step]["held_out"] for lines in by_step]) for step in shared]
+        return x, [mean for mean, _ in spreads], [deviation for _, deviation in spreads]
+
+
+def read(path: str | Path) -> Run:
+    """A run from its folder.
+
+    Raises:
+        BlockSparseError: a folder without a run, or with files of one that are broken.
+    """
+    path, there = Path(path), Path(path) / "config.json"
+    if not there.is_file():
+        raise BlockSparseError.expected("run", "a folder with a run's config.json", path)
+    config = read_json(there)
+    for key, (kind, wanted) in _CONFIG.items():
+        if not isinstance(config.get(key), kind) or isinstance(config[key], bool):
+            raise BlockSparseError.expected(f"{there}, {key}", f"that of a run, {wanted}", f"{config.get(key)!r:.99}")
+    integer(f"{there}, steps", config["settings"].get("steps"), 1, 2**63)
+    integer(f"{there}, bytes_per_step", config["bytes_per_step"], 0, 2**63)
+    # What is no number, or one that is too large to be reckoned with, is not known.
+    lines = [{key: value for key, value in line.items() if _is_number(value)} for line in run_log.read(path)]
+    result = read_json(path / "result.json") if (path / "result.json").exists() else None
+    return Run(path, config, [line for line in lines if {"step", "seconds"} <= line.keys()], result)
+
+
+def _is_number(value: Any) -> bool:
+    return (is_int(value) or isinstance(value, float)) and abs(value) < _LARGEST
+
+
+def groups(runs: Sequence[Run]) -> list[Group]:
+    """The runs by all but their seed, in the order of the first of each.
+
+    Raises:
+        BlockSparseError: runs of different units.
+    """
+    units = list(dict.fromkeys(run.unit for run in runs))
+    if len(units) > 1:
+        raise BlockSparseError.expected("runs", "figures of one unit", " and ".join(units))
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(json.dumps(_meant(run), sort_keys=True), []).append(run)
+    meant = [_flat(_meant(of[0])) for of in found.values()]
+    differ = [
+        key for key in dict.fromkeys(k for one in meant for k in one) if len({str(m.get(key)) for m in meant}) > 1
+    ]
+    # Names say it shortest where every group is one run.
+    alone = all(len(of) == 1 for of in found.values())
+    return [
+        Group(of[0].name if alone else _label(one, differ) or of[0].name, tuple(of))
+        for one, of in zip(meant, found.values(), strict=True)
+    ]
+
+
+def picture(path: str | Path, of: Sequence[Group]) -> None:
+    """A PNG of the held-out figures against steps, or epochs where all runs have such, and against seconds.
+
+    The lines are the means of the seeds, the bands their deviation.
+
+    Raises:
+        BlockSparseError: matplotlib is not installed, nothing was evaluated, or the file cannot be written.
+    """
+    from ..bench.report import where
+
+    if not any(group.curve("step")[0] for group in of):
+        raise BlockSparseError.expected("runs", "one that was evaluated", "none yet")
+    figure, axes = figure_and_axes((11, 4.6), columns=2)
+    epochs = all(group.steps_per_epoch for group in of)
+    for nth, group in enumerate(of):
+        style = {"color": COLORS[nth % len(COLORS)], "ls": _DASHES[nth // len(COLORS) % len(_DASHES)]}
+        for one, by in zip(axes, ("step", "seconds"), strict=True):
+            x, mean, deviation = group.curve(by)
+            if not x:
+                continue
+            if by == "step" and epochs:
+                x = [step / (group.steps_per_epoch or 1) for step in x]
+            count = f", {len(group.runs)} seeds" if len(group.runs) > 1 else ""
+            points = {"marker": "o", "ms": 3} if len(x) <= _POINTS else {}
+            one.plot(x, mean, label=f"{group.label}{count}: {mean[-1]:.3f}", lw=1.8, **points, **style)
+            low, high = ([m + sign * d for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
+            one.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
+    limits = _range([mean for group in of for mean in group.curve("step")[1]])
+    for one, name in zip(axes, ("epochs" if epochs else "steps", "seconds of training"), strict=True):
+        one.set(xlabel=name, ylim=limits)
+        one.set_xlim(left=0)
+        one.grid(color="0.9", lw=0.8)
+    axes[0].set_ylabel(f"held out, {of[0].runs[0].unit}")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", frameon=False, fontsize=9)
+    try:
+        facts = {where(run.result["machine"]) for group in of for run in group.runs if run.result}
+    except (KeyError, TypeError, AttributeError):
+        facts = set()  # of another version, or not known
+    if len(facts) == 1:
+        figure.supxlabel(facts.pop(), size=7.5, color="0.4", x=0.01, ha="left")
+    save(figure, path)
+
+
+def _range(figures: Sequence[float]) -> tuple[float, float]:
+    """From the best figure to where most of the curves' points are: the first ones would squeeze all others."""
+    best, worst = min(figures), max(figures)
+    third = sorted(figures)[(len(figures) * 9) // 10]
+    top = min(worst, best + 2.5 * (third - best)) if third > best else worst
+    room = max(0.05 * (top - best), 1e-3)
+    return best - room, top + room
+
+
+def _meant(run: Run) -> dict[str, Any]:
+    # A setting that there was not yet when the run began was as by default.
+    settings = {key: value for key, value in (asdict(Settings()) | run.settings).items() if key not in _ASIDE}
+    task = dict(run.task)
+    if isinstance(model := task.get("model"), dict):
+        unused = {key for of, keys in _ONLY_OF.items() if of not in model.values() for key in keys}
+        unused -= {key for of, keys in _ONLY_OF.items() if of in model.values() for key in keys}
+        task["model"] = {key: value for key, value in model.items() if key not in _ASIDE and key not in unused}
+    return {"task": task, "settings": settings}
+
+
+def _flat(tree: dict[str, Any]) -> dict[str, Any]:
+    """Leaves by their last key: labels are short."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value) if isinstance(value, dict) else {key: value}
+    return found
+
+
+def _label(meant: dict[str, Any], differ: Sequence[str]) -> str:
+    """What a group has of the keys in which groups differ, words first."""
+    shown = {key: meant[key] for key in differ if meant.get(key) is not None}
+    words = [value for value in shown.values() if isinstance(value, str)]
+    return ", ".join(words + [f"{key} {value}" for key, value in shown.items() if not isinstance(value, str)])
+
+
+def _spread(figures: Sequence[float]) -> tuple[float, float]:
+    mean = statistics.fmean(figures)
+    return mean, statistics.stdev(figures, mean) if len(figures) > 1 and math.isfinite(mean) else 0.0

@@ -1,0 +1,38 @@
+"""Whether a model finds room in memory, before any of it is made."""
+
+from __future__ import annotations
+
+from blocksparse.errors import BlockSparseError
+
+from ..bench.extreme import available_memory
+
+# Bytes of a number that is learned: itself, its gradient, and what an optimizer keeps of it at least.
+BYTES = 12
+
+
+def check_room(what: str, parameters: float) -> None:
+    """Refuses a model that could not be trained in the memory that there is.
+
+    Args:
+        what: the model, or the size that it is asked for in.
+        parameters: of it, no more than there will be.
+
+    Raises:
+        BlockSparseError: it takes more than there is.
+
+    >>> from blocksparse_lab.recipes.memory import check_room
+    >>> check_room("width 100,000,000", 4e16)
+    Traceback (most recent call last):
+    ...
+    blocksparse.errors.BlockSparseError: width 100,000,000: expected a model that trains in ..., got ...
+    """
+    try:
+        there = available_memory()
+    except (OSError, ValueError):  # a system that does not tell, which then refuses by itself
+        return
+    if BYTES * parameters > there:
+        raise BlockSparseError.expected(
+            what,
+            f"a model that trains in the {there / 1e9:,.1f} GB there are",
+            f"one of {parameters:,.0f} parameters or more, which take {BYTES * parameters / 1e9:,.1f} GB",
+        )

@@ -1,0 +1,245 @@
+"""Trains next-byte models side by side, on the same batches in the same order."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocksparse.errors import BlockSparseError
+from blocksparse.measure import Spread
+
+from ..data.text import Text, windows
+from ..models.bytes import ByteLayouts, ByteMLP, dense_width, multiply_adds, parameters, small_world_layouts
+
+# The best for each: half of it and twice of it are worse. A smaller fan-in takes a higher rate, as theory has it.
+LEARNING_RATES = {"dense": 0.002, "block-sparse": 0.008}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to train.
+
+    Args:
+        context: bytes a model sees.
+        steps: planned steps of each model; the learning rate falls to zero over them.
+        batch: windows per step.
+        warmup: steps over which the learning rate rises.
+        seconds: the training stops after this, finished or not.
+        every: steps between two evaluations.
+        probe: windows per evaluation.
+        seed: of the batches.
+    """
+
+    context: int = 32
+    steps: int = 1600
+    batch: int = 256
+    warmup: int = 50
+    seconds: float = math.inf
+    every: int = 50
+    probe: int = 4096
+    seed: int = 0
+
+
+@dataclass
+class Curve:
+    """What was seen of one model: bits per byte of each batch, seconds of each step, and held-out evaluations."""
+
+    bits: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    evaluated_at: list[int] = field(default_factory=list)
+    held_out: list[float] = field(default_factory=list)
+
+
+class Race:
+    """Models in training side by side, a step of one after a step of the other, so that load hits all alike.
+
+    Args:
+        models: by name.
+        learning_rates: the highest rate of each, by the same names.
+        text: what to train and evaluate on.
+        settings: how.
+
+    The curves are up to date after each step of `run`, which can be left at any time.
+
+    Raises:
+        BlockSparseError: a text shorter than a context, names that differ.
+
+    >>> import torch
+    >>> from blocksparse_lab.data import text
+    >>> from blocksparse_lab.models.bytes import ByteMLP
+    >>> from blocksparse_lab.recipes.next_byte import Race, Settings
+    >>> parts = text.split(b"a rose is a rose is a rose. " * 40, context=4)
+    >>> _ = torch.manual_seed(0)
+    >>> settings = Settings(context=4, steps=30, batch=16, warmup=5)
+    >>> race = Race({"dense": ByteMLP(4, width=32, depth=1)}, {"dense": 0.01}, parts, settings)
+    >>> for step in race.run():
+    ...     pass
+    >>> step, race.curves["dense"].bits[-1] < race.curves["dense"].bits[0]
+    (30, True)
+    """
+
+    def __init__(
+        self, models: Mapping[str, ByteMLP], learning_rates: Mapping[str, float], text: Text, settings: Settings
+    ):
+        if models.keys() != learning_rates.keys():
+            raise BlockSparseError.expected("learning_rates", f"one of each of {list(models)}", dict(learning_rates))
+        if min(len(text.train), len(text.held_out)) <= settings.context:
+            raise BlockSparseError.expected(
+                text.name,
+                f"more than a context of {settings.context} bytes in each part",
+                f"{len(text.train)} to train on, {len(text.held_out)} held out",
+            )
+        self.models, self.learning_rates = dict(models), dict(learning_rates)
+        self.text, self.settings = text, settings
+        self.curves = {name: Curve() for name in models}
+
+    @property
+    def steps(self) -> int:
+        """The steps that every model has done."""
+        return min(len(curve.seconds) for curve in self.curves.values())
+
+    def run(self) -> Iterator[int]:
+        """Trains; yields the number of steps done after each."""
+        s = self.settings
+        generator = torch.Generator().manual_seed(s.seed)
+        optimizers = {
+            name: torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
+            for name, model in self.models.items()
+        }
+        started = time.perf_counter()
+        for step in range(s.steps):
+            positions = torch.randint(s.context, len(self.text.train), (s.batch,), generator=generator)
+            batch = windows(self.text.train, positions, s.context)
+            for name, optimizer in optimizers.items():
+                optimizer.param_groups[0]["lr"] = self.learning_rates[name] * _schedule(step, s)
+                self._step(name, optimizer, *batch)
+            if (step + 1) % s.every == 0 or step + 1 == s.steps:
+                self._evaluate(step + 1)
+            yield step + 1
+            if time.perf_counter() - started > s.seconds:
+                return
+
+    def _step(self, name: str, optimizer: torch.optim.Optimizer, window: Tensor, target: Tensor) -> None:
+        started = time.perf_counter()
+        loss = F.cross_entropy(self.models[name](window), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        self.curves[name].seconds.append(time.perf_counter() - started)
+        self.curves[name].bits.append(loss.item() / math.log(2))
+
+    def _evaluate(self, step: int) -> None:
+        for name, model in self.models.items():
+            bits = bits_per_byte(model, self.text.held_out, self.settings.context, self.settings.probe)
+            self.curves[name].evaluated_at.append(step)
+            self.curves[name].held_out.append(bits)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a model stands: its sizes, its bits per byte on both parts of the text, the seconds of its steps."""
+
+    name: str
+    width: int
+    parameters: int
+    multiply_adds: int
+    learning_rate: float
+    train: float
+    held_out: float
+    step: Spread
+    curve: Curve
+
+
+def outcomes(race: Race, at_most: int | None = None) -> list[Outcome]:
+    """Evaluates the models of a race, over or not, that has made a step at least.
+
+    Args:
+        race: what to evaluate.
+        at_most: held-out positions; None for all of them. Of the training text it is 20,000 at most in any case.
+    """
+    context = race.settings.context
+    found = []
+    for name, model in race.models.items():
+        train = bits_per_byte(model, race.text.train, context, min(at_most or 20_000, 20_000))
+        held_out = bits_per_byte(model, race.text.held_out, context, at_most)
+        curve = race.curves[name]
+        # The first steps make plans and fill caches.
+        step = Spread.of(curve.seconds[min(5, len(curve.seconds) - 1) :])
+        rate = race.learning_rates[name]
+        sizes = model.width, parameters(model), multiply_adds(model)
+        found.append(Outcome(name, *sizes, rate, train, held_out, step, curve))
+    return found
+
+
+def contenders(
+    context: int = 32,
+    *,
+    width: int = 720,
+    depth: int = 6,
+    embedding: int = 16,
+    block_size: int = 16,
+    neighbors: int = 4,
+    seed: int = 0,
+) -> tuple[dict[str, ByteMLP], ByteLayouts]:
+    """A wide block-sparse model with small-world layouts, and the dense one of as many parameters.
+
+    With the default sizes a block row stores 5 of 45 blocks, and the dense model, at a third of the width, has just
+    the same number of parameters.
+
+    Args:
+        context, width, depth, embedding: of the block-sparse model; the dense one's width is solved for.
+        block_size, neighbors: of its layouts.
+        seed: of layouts and weights; the global generator is left as it was.
+
+    Returns:
+        The models by name, "dense" and "block-sparse", and the layouts.
+
+    >>> from blocksparse_lab.models.bytes import parameters
+    >>> from blocksparse_lab.recipes.next_byte import contenders
+    >>> models, layouts = contenders()
+    >>> [(name, model.width, parameters(model)) for name, model in models.items()]
+    [('dense', 240, 879616), ('block-sparse', 720, 879616)]
+    """
+    layouts = small_world_layouts(
+        context, width, depth, embedding=embedding, block_size=block_size, neighbors=neighbors, seed=seed
+    )
+    narrow = dense_width(layouts, context, embedding=embedding)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        dense = ByteMLP(context, narrow, depth, embedding=embedding)
+        torch.manual_seed(seed)
+        sparse = ByteMLP(context, width, depth, embedding=embedding, layouts=layouts)
+    return {"dense": dense, "block-sparse": sparse}, layouts
+
+
+def bits_per_byte(model: nn.Module, data: Tensor, context: int, at_most: int | None = None) -> float:
+    """The mean of -log2 p(next byte) over the positions of `data`, or over `at_most` evenly spaced ones of them.
+
+    Args:
+        model: int64 `[n, context]` to logits `[n, 256]`.
+        data: uint8 `[bytes]`, longer than a context.
+        context: bytes the model sees.
+        at_most: how many positions; None for all.
+    """
+    positions = torch.arange(context, len(data))
+    if at_most is not None and len(positions) > at_most:
+        positions = positions[torch.linspace(0, len(positions) - 1, at_most).long()]
+    total = 0.0
+    with torch.no_grad():
+        for chunk in positions.split(1024):
+            window, target = windows(data, chunk, context)
+            total += F.cross_entropy(model(window), target, reduction="sum").item()
+    return total / len(positions) / math.log(2)
+
+
+def _schedule(step: int, s: Settings) -> float:
+    """The learning rate's factor: up over the warm-up, then down a half cosine."""
+    if step < s.warmup:
+        return (step + 1) / s.warmup
+    return 0.5 + 0.5 * math.cos(math.pi * (step - s.warmup) / max(1, s.steps - s.warmup))

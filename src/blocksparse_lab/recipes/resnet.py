@@ -1,0 +1,259 @@
+"""Residual networks on small images, with strides or with adaptive polyphase sampling."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blocksparse import checkpoint
+from blocksparse.checked import integer
+from blocksparse.checkpoint import part
+from blocksparse.errors import BlockSparseError
+
+from ..data.images import Images
+from ..models.resnet import ResNet
+from .classify import ClassifyTask
+from .memory import check_room
+from .settings import Settings
+from .shifts import Consistency, consistency
+from .trainer import Trainer, device_of
+
+# Of a random crop: how far an image is moved at most, in pixels.
+MARGIN = 4
+
+NETWORK = "resnet"
+
+# Of a `ResNet`.
+_OPTIONS = {"classes", "channels", "width", "blocks", "downsample", "density", "block_size", "blur", "padding_mode"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, and how; sized for minutes on one core.
+
+    Args:
+        width, blocks, downsample, density, block_size, blur, padding_mode: of `ResNet`.
+        epochs: of the run.
+        batch: images of a step.
+        learning_rate: the highest, of AdamW; it rises over the first tenth of the steps and falls to 0 in a line.
+        weight_decay: of AdamW.
+    """
+
+    width: int = 8
+    blocks: tuple[int, ...] = (1, 1, 1, 1)
+    downsample: str = "stride"
+    density: float | None = None
+    block_size: int = 8
+    blur: int = 1
+    padding_mode: str | None = None
+    epochs: int = 6
+    batch: int = 64
+    learning_rate: float = 0.01
+    weight_decay: float = 0.01
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Images as `ClassifyTask` takes them: float32, each channel standardised over those to train on."""
+
+    images: Images
+
+    @property
+    def name(self) -> str:
+        return self.images.name
+
+    @property
+    def rows(self) -> int:
+        return len(self.images.train)
+
+    @property
+    def tested(self) -> int:
+        return len(self.images.test)
+
+    @property
+    def features(self) -> int:
+        return self.images.shape.numel()
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.images.classes
+
+    def take(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        index = torch.from_numpy(rows)
+        return self.standardised(self.images.train[index]), self.images.train_labels[index]
+
+    def held_out(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for pixels, labels in zip(self.images.test.split(batch), self.images.test_labels.split(batch), strict=True):
+            yield self.standardised(pixels), labels
+
+    def digest(self) -> dict[str, Any]:
+        return self.images.digest()
+
+    def standardised(self, pixels: Tensor) -> Tensor:
+        """uint8 `[n, channels, height, width]` to float32, channels last."""
+        mean, deviation = self._moments
+        return ((pixels - mean) / deviation).contiguous(memory_format=torch.channels_last)
+
+    @cached_property
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        # Of how often each of 256 values is there: exact, and no copy of all images in floating point.
+        counts = torch.stack([channel.flatten().bincount(minlength=256) for channel in self.images.train.unbind(1)])
+        values, total = torch.arange(256.0, dtype=torch.float64), counts[0].sum()
+        mean = (counts * values).sum(1) / total
+        deviation = ((counts * (values - mean[:, None]).square()).sum(1) / total).sqrt()
+        deviation[deviation == 0] = 1
+        return mean.float().view(-1, 1, 1), deviation.float().view(-1, 1, 1)
+
+
+class ImageTask(ClassifyTask):
+    """`ClassifyTask` on images, of which each is cropped and flipped at random; seed and step determine how."""
+
+    def take(self, step: int) -> tuple[Tensor, Tensor]:
+        images, labels = super().take(step)
+        return augmented(images, np.random.default_rng([self.seed, 1, step])), labels
+
+
+def augmented(images: Tensor, rng: np.random.Generator, margin: int = MARGIN) -> Tensor:
+    """Each image moved by up to `margin` pixels along each axis, 0 coming in, and mirrored or not.
+
+    Args:
+        images: `[n, channels, height, width]`.
+        rng: of what is drawn.
+        margin: 0 for the same place.
+    """
+    n, _, height, width = images.shape
+    rows, cols = (rng.integers(2 * margin + 1, size=(n, 1)) + np.arange(size) for size in (height, width))
+    mirrored = rng.random(n) < 0.5
+    cols[mirrored] = cols[mirrored, ::-1]
+    wide = F.pad(images, (margin,) * 4).permute(0, 2, 3, 1)
+    found = wide[torch.arange(n)[:, None, None], torch.from_numpy(rows)[:, :, None], torch.from_numpy(cols)[:, None]]
+    return found.permute(0, 3, 1, 2)
+
+
+def options(recipe: Recipe, images: Images) -> dict[str, Any]:
+    """Those of the recipe's `ResNet` for some images.
+
+    Raises:
+        BlockSparseError: a size that cannot be halved between all stages, no stage.
+    """
+    if not recipe.blocks or min(recipe.blocks) < 1:
+        raise BlockSparseError.expected("blocks", "one or more in each of one or more stages", recipe.blocks)
+    parts = 2 ** (len(recipe.blocks) - 1)
+    channels, *size = images.shape
+    if any(side % parts for side in size):
+        wanted = f"images whose sides divide by {parts}, to be halved between {len(recipe.blocks)} stages"
+        raise BlockSparseError.expected(images.name, wanted, " x ".join(map(str, size)))
+    own = {name: value for name, value in asdict(recipe).items() if name in _OPTIONS}
+    return {"classes": len(images.classes), "channels": channels, **own}
+
+
+def trainer(recipe: Recipe, images: Images, run: str | Path, seed: int = 0, device: str = "cpu") -> Trainer:
+    """A recipe's network, ready to be trained in a folder.
+
+    Args:
+        recipe: of the net and its training.
+        images: to train and to test on.
+        run: the folder.
+        seed: of the weights, the order of the images and what becomes of them.
+        device: "cpu" or "cuda".
+
+    Raises:
+        BlockSparseError: as `options`, `ResNet`, `ClassifyTask` and `Settings`; more than there is memory for.
+    """
+    about = options(recipe, images)
+    integer("width", recipe.width, 1)
+    stages = [(recipe.width << stage, count) for stage, count in enumerate(recipe.blocks)]
+    kept = 1 if recipe.density is None else max(0, recipe.density)
+    check_room(f"width {recipe.width:,}", sum(kept * count * 13 * width**2 for width, count in stages))
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        model = _network(about)
+    task = ImageTask(
+        model, Rows(images), recipe.epochs, recipe.batch, seed=seed, device=device_of(device),
+        about={"network": NETWORK, **about},
+    )  # fmt: skip
+    settings = Settings(
+        steps=task.steps,
+        learning_rate=recipe.learning_rate,
+        warmup=task.steps // 10,
+        weight_decay=recipe.weight_decay,
+        log_every=min(task.steps_per_epoch, 100),
+        eval_every=task.steps_per_epoch,
+        save_every=task.steps_per_epoch,
+        save_minutes=2.0,
+        seed=seed,
+        device=device,
+    )
+    facts = {
+        "data": images.name,
+        "tested": len(images.test),
+        "epochs": recipe.epochs,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    return Trainer(task, run, settings, facts)
+
+
+def load(run: str | Path) -> ResNet:
+    """The network of a run, as it was at its newest checkpoint.
+
+    Raises:
+        BlockSparseError: no such run, a broken one, one of something else.
+    """
+    path = Path(run) / "last.safetensors"
+    tensors, about = checkpoint.load(path)
+    task = checkpoint.task_of(about)
+    config = task.get("model")
+    if not isinstance(config, dict) or config.get("network") != NETWORK:
+        raise BlockSparseError.expected(str(path), "a residual network", task.get("kind", "another"))
+    known = {key: value for key, value in config.items() if key not in ("network", "seed")}
+    blocks = known.get("blocks")
+    if not isinstance(blocks, list) or known.keys() != _OPTIONS:
+        raise BlockSparseError.expected(str(path), "the configuration of a residual network", f"{config!r:.200}")
+    sizes = {name: known[name] for name in ("classes", "channels", "width")} | {"stages": len(blocks)}
+    checkpoint.check_sizes(path, tensors, sizes | {f"blocks {nth}": count for nth, count in enumerate(blocks)})
+    try:
+        with torch.device("meta"):
+            # The tensors bring the layouts; until then there is a block in each row and column.
+            model = _network(known | {"density": None if known["density"] is None else 1e-9})
+        model.load_state_dict(part(tensors, "model."), assign=True)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, BlockSparseError) as error:  # types of options too
+        raise BlockSparseError.expected(str(path), f"parameters of {config}", error) from error
+    return model.eval()
+
+
+def shifted(
+    run: str | Path, images: Images, count: int = 64, progress: Callable[[int, int], None] | None = None
+) -> Consistency:
+    """The consistency of a run's network on the first images to test on; kept in the run as `consistency.json`.
+
+    Args:
+        run: the folder.
+        images: what it was trained on.
+        count: of the images; each is seen at all of its shifts.
+        progress: as for `consistency`.
+
+    Raises:
+        BlockSparseError: as `load`; no image, or more than there are.
+    """
+    if not 1 <= count <= len(images.test):
+        wanted = f"an int from 1 to the images to test on, {len(images.test):,}"
+        raise BlockSparseError.expected("shifted", wanted, count)
+    found = consistency(load(run), Rows(images).standardised(images.test[:count]), progress)
+    checkpoint.write_text(Path(run) / "consistency.json", f"{json.dumps(asdict(found), indent=1)}\n")
+    return found
+
+
+def _network(of: dict[str, Any]) -> ResNet:
+    model = ResNet(**of)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model

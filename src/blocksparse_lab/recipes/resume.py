@@ -1,0 +1,127 @@
+"""What a run's folder says of where it stood, checked before anything is taken over: it may be another's, or broken."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blocksparse import checkpoint
+from blocksparse.checked import integer, number
+from blocksparse.checkpoint import part
+from blocksparse.errors import BlockSparseError
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands.
+
+    Args:
+        step: so many are done.
+        seconds: that they took.
+        logged: step and seconds of the newest line of the log.
+        held_out: the newest figure; None before the first.
+    """
+
+    step: int
+    seconds: float
+    logged: tuple[int, float]
+    held_out: float | None
+
+
+def progress(path: Path, about: Mapping[str, Any], steps: int) -> Progress:
+    """Where a run of so many steps stands, by what its checkpoint is about.
+
+    Raises:
+        BlockSparseError: something is missing, or of another type or range.
+    """
+    logged, held_out = about.get("logged"), about.get("held_out")
+    if not isinstance(logged, list) or len(logged) != 2:
+        raise BlockSparseError.expected(f"{path}, logged", "a step and seconds", f"{logged!r:.99}")
+    if held_out is not None and not isinstance(held_out, float | int):
+        raise BlockSparseError.expected(f"{path}, held_out", "a number or null", f"{held_out!r:.99}")
+    step = integer(f"{path}, step", about.get("step"), 0, steps + 1, "the steps")
+    return Progress(
+        step,
+        number(f"{path}, seconds", about.get("seconds"), 0),
+        (integer(f"{path}, logged step", logged[0], 0, step + 1), number(f"{path}, logged seconds", logged[1], 0)),
+        held_out,
+    )
+
+
+def check_tensors(path: Path, tensors: Mapping[str, Tensor], model: nn.Module, means: Collection[str]) -> None:
+    """Whether the tensors of a checkpoint fit a model, its running means and what an optimizer keeps.
+
+    Raises:
+        BlockSparseError: it names a tensor that is missing, is not known or does not fit, what fits and what is there.
+    """
+    stored, own = part(tensors, "model."), model.state_dict()
+
+    def check(name: str, shape: list[int | None], dtype: torch.dtype | None) -> None:
+        tensor = tensors.get(name)
+        wanted = f"{str(shape).replace('None', 'any')}{f', {dtype}' if dtype else ''}"
+        if tensor is None:
+            raise BlockSparseError.expected(f"{path}, {name}", wanted, "none")
+        fits = tensor.dim() == len(shape) and all(
+            size is None or size == there for size, there in zip(shape, tensor.shape, strict=True)
+        )
+        if not fits or dtype not in (None, tensor.dtype):
+            raise BlockSparseError.expected(f"{path}, {name}", wanted, f"{list(tensor.shape)}, {tensor.dtype}")
+
+    for unknown in stored.keys() - own.keys():
+        raise BlockSparseError.expected(str(path), "the tensors of the model", f"model.{unknown} besides")
+    for name, tensor in own.items():
+        module, _, last = name.rpartition(".")
+        if last in ("values", "crow_indices", "col_indices") and f"{module}.col_indices".removeprefix(".") in own:
+            # The checkpoint brings the layout, which the module checks itself.
+            check(f"model.{name}", [None, *tensor.shape[1:]], tensor.dtype if last == "values" else None)
+        else:
+            check(f"model.{name}", list(tensor.shape), tensor.dtype)
+    found = part(tensors, "ema.")
+    if found.keys() != set(means):
+        one = sorted(found.keys() ^ set(means))[0]
+        raise BlockSparseError.expected(str(path), "the running means of the run", f"ema.{one} only in one of them")
+    for name in found:
+        check(f"ema.{name}", list(stored[name].shape), stored[name].dtype)
+    for name in part(tensors, "optimizer."):
+        parameter, _, key = name.rpartition(".")
+        if parameter not in stored:
+            raise BlockSparseError.expected(str(path), "states of the model's parameters", f"optimizer.{name}")
+        check(f"optimizer.{name}", [] if key == "step" else list(stored[parameter].shape), None)
+    check("trainer.total", [], torch.float64)
+    check("rng.cpu", list(torch.get_rng_state().shape), torch.uint8)
+
+
+@contextmanager
+def taking_over(path: Path) -> Iterator[None]:
+    """What fails within is said to be the checkpoint's fault.
+
+    Raises:
+        BlockSparseError: it was.
+    """
+    try:
+        yield
+    except BlockSparseError:
+        raise
+    except (RuntimeError, KeyError, IndexError, TypeError, ValueError) as error:
+        got = f"{type(error).__name__}: {str(error).strip()}"
+        raise BlockSparseError.expected(str(path), "the state of this task", got) from error
+
+
+def result(path: Path) -> dict[str, Any]:
+    """What `result.json` has.
+
+    Raises:
+        BlockSparseError: it is broken.
+    """
+    found = checkpoint.read_json(path)
+    for name in ("held_out", "steps", "seconds", "bytes_per_second"):
+        if not isinstance(found.get(name), int | float):
+            wanted = "a number; without this file the run writes it again"
+            raise BlockSparseError.expected(f"{path}, {name}", wanted, f"{found.get(name)!r:.99}")
+    return found

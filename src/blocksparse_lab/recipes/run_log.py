@@ -1,0 +1,137 @@
+"""What a run says of itself while it goes on: lines of JSON, and curves for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from blocksparse.checked import is_int
+from blocksparse.checkpoint import parsed
+from blocksparse.errors import BlockSparseError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+class RunLog:
+    """RUN/log.jsonl, and beside it TensorBoard's events where that is installed. Open, it is locked.
+
+    Args:
+        run: the folder of the run.
+
+    Raises:
+        BlockSparseError: a folder that cannot be written, or another process that trains there.
+
+    >>> import tempfile
+    >>> from blocksparse_lab.recipes.run_log import RunLog, read
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     with RunLog(run) as log:
+    ...         for step in (1, 2, 3):
+    ...             log.write({"step": step})
+    ...         log.cut(2)
+    ...     read(run)
+    [{'step': 1}, {'step': 2}]
+    """
+
+    def __init__(self, run: str | Path):
+        self.path = Path(run) / "log.jsonl"
+        self._events: Any = None
+        try:
+            # Not through a link, which would let a folder from elsewhere have another file written to.
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+            self._file = open(os.open(self.path, flags, 0o666), "a+b")  # noqa: SIM115
+        except OSError as error:
+            raise BlockSparseError.expected("run", "a folder to write to", f"{run} ({error.strerror})") from error
+        if fcntl is not None:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                self._file.close()
+                raise BlockSparseError.expected(str(run), "a run to itself", "one that trains already") from error
+            except OSError:  # a file system without locks
+                pass
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Of a full disk the checkpoint has told already; and the lock must go in any case.
+        for one in (self._events, self._file):
+            with suppress(OSError):
+                if one is not None:
+                    one.close()
+
+    def is_empty(self) -> bool:
+        return self.path.stat().st_size == 0
+
+    def cut(self, step: int) -> None:
+        """Drops what was logged after `step`, and a last line that was not written to its end."""
+        with self._room():
+            self._file.seek(0)
+            kept = 0
+            for line in self._file:
+                if _step(line) > step:
+                    break
+                kept += len(line)
+            self._file.truncate(kept)
+
+    def draw(self, after: int) -> bool:
+        """Sends what follows to TensorBoard too, which forgets what it had after that step; False without it."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return False
+        with self._room():
+            self._events = SummaryWriter(str(self.path.parent), purge_step=after + 1)
+        return True
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends a line, and a point to each of TensorBoard's curves."""
+        with self._room():
+            self._file.write(json.dumps(record).encode() + b"\n")
+            self._file.flush()
+            for name, value in record.items():
+                if self._events is not None and name not in ("step", "seconds"):
+                    self._events.add_scalar(name, value, record["step"])
+
+    def sync(self) -> None:
+        """Returns when all lines are on the disk."""
+        with self._room():
+            os.fsync(self._file.fileno())
+
+    @contextmanager
+    def _room(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            got = f"{error.strerror or error}; run again to go on from the checkpoint"
+            raise BlockSparseError.expected(str(self.path), "room to write", got) from error
+
+
+def read(run: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run's log, [] where it has none; one that is being written, or broken, is left out.
+
+    Raises:
+        BlockSparseError: a log that cannot be read.
+    """
+    path = Path(run) / "log.jsonl"
+    try:
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    except OSError as error:
+        raise BlockSparseError.expected(str(path), "a file to read", error.strerror) from error
+    return [json.loads(line) for line in lines if _step(line) < float("inf")]
+
+
+def _step(line: bytes) -> float:
+    """Infinity of what is no line of a log."""
+    try:
+        step = parsed(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError):
+        step = None
+    return float("inf") if step is None or not is_int(step) else step

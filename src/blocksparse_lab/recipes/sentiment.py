@@ -1,0 +1,370 @@
+"""Sentiment from a language model of bytes: its state after a text, and a sparse linear probe on it.
+
+The protocol of Radford, Jozefowicz and Sutskever, "Learning to Generate Reviews and Discovering Sentiment" (2017),
+which "GPU Kernels for Block-Sparse Weights" (Gray, Radford and Kingma, 2017) measures by.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from blocksparse.errors import BlockSparseError
+
+from ..data.reviews import Labelled, Splits, encode
+from .text_features import CachedFeatures, Progress, digest, features
+
+__all__ = [
+    "Baseline", "CachedFeatures", "Probe", "Result", "Unit",
+    "baseline", "digest", "encode", "evaluate", "features", "picture", "probe", "single_unit",
+    "sklearn_version",
+]  # fmt: skip
+
+# The strengths to choose from, in the order they are tried: where several are as good, the first is chosen, which is
+# the one with the fewest features.
+STRENGTHS = tuple(2.0**k for k in range(-8, 1))
+BASELINE_STRENGTHS = tuple(2.0**k for k in range(8))
+SEED = 42
+
+
+# -- the probe -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A logistic regression with an L1 penalty.
+
+    Args:
+        strength: C, the inverse of the penalty, chosen on the validation part.
+        tried: validation accuracy of every C.
+        coefficients, intercept: float64 `[width]`, and a number.
+        used: how many coefficients are not zero.
+        train, validation, test: accuracies.
+        converged: whether the solver came to its end.
+    """
+
+    strength: float
+    tried: dict[float, float]
+    coefficients: np.ndarray
+    intercept: float
+    used: int
+    train: float
+    validation: float
+    test: float
+    converged: bool
+
+
+def probe(
+    parts: Sequence[np.ndarray],
+    labels: Sequence[Sequence[int]],
+    *,
+    strengths: Sequence[float] = STRENGTHS,
+    seed: int = SEED,
+    progress: Progress | None = None,
+) -> Probe:
+    """The sparse linear classifier of the protocol: fitted on train, C chosen on validation, tested once.
+
+    Args:
+        parts: features of train, validation and test, `[n, width]` each.
+        labels: theirs, 0 or 1.
+        strengths: values of C to choose from; of equal ones the first.
+        seed: of the solver.
+        progress: told after each fit.
+
+    Raises:
+        BlockSparseError: scikit-learn is not installed.
+
+    >>> import numpy as np
+    >>> from blocksparse_lab.recipes.sentiment import probe
+    >>> x = np.random.default_rng(0).standard_normal((300, 5))
+    >>> found = probe([x[:100], x[100:200], x[200:]], [x[:100, 2] > 0, x[100:200, 2] > 0, x[200:, 2] > 0])
+    >>> found.strength, found.used, found.test
+    (0.03125, 1, 1.0)
+    """
+    fits = []
+    for strength in strengths:
+        fitted, converged = _fit(parts[0], labels[0], strength, "l1", seed)
+        fits.append((float(fitted.score(parts[1], labels[1])), strength, fitted, converged))
+        if progress is not None:
+            progress(len(fits), len(strengths))
+    # max takes the first of equal ones.
+    validation, strength, best, converged = max(fits, key=lambda fit: fit[0])
+    return Probe(
+        strength=strength,
+        tried={fit[1]: fit[0] for fit in fits},
+        coefficients=best.coef_[0],
+        intercept=float(best.intercept_[0]),
+        used=int(np.count_nonzero(best.coef_)),
+        train=float(best.score(parts[0], labels[0])),
+        validation=validation,
+        test=float(best.score(parts[2], labels[2])),
+        converged=converged,
+    )
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit alone, with a threshold.
+
+    Args:
+        index: which one.
+        coefficient: of the probe.
+        threshold: between both classes, fitted on train.
+        above: the class of what is above it.
+        train, validation, test: accuracies.
+    """
+
+    index: int
+    coefficient: float
+    threshold: float
+    above: int
+    train: float
+    validation: float
+    test: float
+
+
+def single_unit(parts: Sequence[np.ndarray], labels: Sequence[Sequence[int]], coefficients: np.ndarray) -> Unit | None:
+    """The unit with the largest coefficient, as a classifier of its own; None where all coefficients are zero.
+
+    >>> import numpy as np
+    >>> from blocksparse_lab.recipes.sentiment import single_unit
+    >>> part, label = np.array([[0.0, 1], [0, 2], [0, 3], [0, 4]]), [1, 1, 0, 0]
+    >>> unit = single_unit([part] * 3, [label] * 3, np.array([0.0, -1]))
+    >>> unit.index, unit.threshold, unit.above, unit.test
+    (1, 2.5, 0, 1.0)
+    """
+    index = int(np.argmax(np.abs(coefficients)))
+    if coefficients[index] == 0:
+        return None
+    values = [np.asarray(part)[:, index] for part in parts]
+    given = [np.asarray(label) for label in labels]
+    threshold, above = _threshold(values[0], given[0])
+    scores = [
+        float(np.mean(np.where(value > threshold, above, 1 - above) == label))
+        for value, label in zip(values, given, strict=True)
+    ]
+    return Unit(index, float(coefficients[index]), threshold, above, *scores)
+
+
+def _threshold(values: np.ndarray, labels: np.ndarray) -> tuple[float, int]:
+    """The threshold that is right most often, and the class above it."""
+    order = np.argsort(values, kind="stable")
+    values, labels = values[order].astype(np.float64), labels[order]
+    # With the lowest n below the threshold: right are the zeros among them and the ones above.
+    right = np.concatenate([[0], np.cumsum(1 - labels)]) + labels.sum() - np.concatenate([[0], np.cumsum(labels)])
+    middles = np.concatenate([[-np.inf], (values[1:] + values[:-1]) / 2, [np.inf]])
+    # None between equal values.
+    possible = np.concatenate([[True], values[1:] > values[:-1], [True]])
+    ones = np.where(possible, right, -1)
+    zeros = np.where(possible, len(labels) - right, -1)
+    above = int(ones.max() >= zeros.max())
+    return float(middles[np.argmax(ones if above else zeros)]), above
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Words and pairs of words, weighted by how rare they are: C chosen on validation, and accuracies."""
+
+    strength: float
+    terms: int
+    train: float
+    validation: float
+    test: float
+
+
+def baseline(splits: Splits, *, seed: int = SEED) -> Baseline:
+    """A logistic regression on TF-IDF of words and pairs of words: what a model without any learning before reaches.
+
+    Raises:
+        BlockSparseError: scikit-learn is not installed, or no text has a word.
+    """
+    _sklearn()
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    vectorizer = TfidfVectorizer(ngram_range=(1, 2), dtype=np.float64)
+    parts: list[Labelled] = [splits.train, splits.validation, splits.test]
+    try:
+        train = vectorizer.fit_transform(parts[0].texts)
+    except ValueError as error:
+        raise BlockSparseError.expected(splits.name, "texts with words", error) from error
+    terms = [train, vectorizer.transform(parts[1].texts), vectorizer.transform(parts[2].texts)]
+    fits = [(strength, _fit(terms[0], parts[0].labels, strength, "l2", seed)[0]) for strength in BASELINE_STRENGTHS]
+    # max takes the first of equal ones.
+    strength, best = max(fits, key=lambda fit: fit[1].score(terms[1], parts[1].labels))
+    scores = [float(best.score(x, part.labels)) for x, part in zip(terms, parts, strict=True)]
+    return Baseline(strength, len(vectorizer.vocabulary_), *scores)
+
+
+def _fit(x: Any, y: Sequence[int], strength: float, penalty: str, seed: int) -> tuple[Any, bool]:
+    sklearn = _sklearn()
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+
+    # scikit-learn 1.8 says the penalty by a ratio and warns of its name.
+    named = tuple(map(int, sklearn.__version__.split(".")[:2])) < (1, 8)
+    kind: dict[str, Any] = {"penalty": penalty} if named else {"l1_ratio": float(penalty == "l1")}
+    model = LogisticRegression(C=strength, solver="liblinear", random_state=seed, **kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # it is said in `converged`
+        model.fit(x, y)
+    return model, bool(model.n_iter_.max() < model.max_iter)
+
+
+def sklearn_version() -> str:
+    """Of scikit-learn, which fits the probe."""
+    return str(_sklearn().__version__)
+
+
+def _sklearn() -> Any:
+    try:
+        import sklearn
+    except ImportError as error:
+        said = f"the probe needs scikit-learn ({error}): pip install 'blocksparse-torch[lab]'"
+        raise BlockSparseError(said) from error
+    return sklearn
+
+
+# -- all of it -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out for a model and labelled texts; `values` is the single unit after each text of the test part."""
+
+    splits: Splits
+    width: int
+    probe: Probe
+    unit: Unit | None
+    values: np.ndarray | None
+    baseline: Baseline | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers, ready for JSON."""
+        probe = {name: value for name, value in vars(self.probe).items() if name not in ("coefficients", "tried")}
+        used = np.flatnonzero(self.probe.coefficients)
+        used = used[np.argsort(-np.abs(self.probe.coefficients[used]), kind="stable")]
+        parts = {name: getattr(self.splits, name) for name in ("train", "validation", "test")}
+        return {
+            "data": self.splits.name,
+            "classes": list(self.splits.classes),
+            "texts": {name: len(part) for name, part in parts.items()},
+            "of class 1": {name: sum(part.labels) for name, part in parts.items()},
+            "text digests": {name: digest(*part.texts) for name, part in parts.items()},
+            "width": self.width,
+            "probe": {
+                **probe,
+                "test error": 1 - self.probe.test,
+                "validation of each C": [[strength, score] for strength, score in self.probe.tried.items()],
+                "coefficients": [[int(i), float(self.probe.coefficients[i])] for i in used],
+            },
+            "unit": None if self.unit is None else _finite(vars(self.unit)),
+            "tf-idf baseline": None if self.baseline is None else vars(self.baseline),
+        }
+
+
+def evaluate(
+    load: Callable[[], Any],
+    splits: Splits,
+    *,
+    cache: CachedFeatures | None = None,
+    with_baseline: bool = False,
+    batch: int = 128,
+    chunk: int = 64,
+    seed: int = SEED,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Result:
+    """The whole protocol: features of each part, the probe, its single best unit.
+
+    Args:
+        load: gives the model; not called where all features are in the cache.
+        splits: the texts.
+        cache: where features are looked for and kept.
+        with_baseline: whether to fit the TF-IDF baseline as well.
+        batch, chunk: as of `features`.
+        seed: of the solver.
+        progress: told what is being done, how much of it is, and of how much.
+    """
+    _sklearn()  # before the features, which may take hours
+
+    def tell(what: str) -> Progress:
+        return lambda done, total: progress(what, done, total) if progress is not None else None
+
+    labelled = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    parts: list[np.ndarray] = []
+    model = None
+    for name, part in labelled.items():
+        found = cache.load(part.texts) if cache is not None else None
+        if found is None:
+            model = model if model is not None else load()
+            told = tell(f"reading {splits.name}, {name}")
+            found = features(model, part.texts, batch=batch, chunk=chunk, progress=told)
+            if cache is not None:
+                cache.save(part.texts, found)
+        parts.append(found)
+    labels = [part.labels for part in labelled.values()]
+    fitted = probe(parts, labels, seed=seed, progress=tell("fitting the probe"))
+    unit = single_unit(parts, labels, fitted.coefficients)
+    values = None if unit is None else parts[2][:, unit.index]
+    return Result(
+        splits, parts[0].shape[1], fitted, unit, values, baseline(splits, seed=seed) if with_baseline else None
+    )
+
+
+def _finite(found: dict[str, Any]) -> dict[str, Any]:
+    # JSON has no infinity, which a threshold below or above everything is.
+    return {
+        name: None if isinstance(value, float) and not np.isfinite(value) else value for name, value in found.items()
+    }
+
+
+# -- the picture ---------------------------------------------------------------------------------------------------
+
+# Told apart in grey and by the colour-blind as well.
+_COLORS = ("#d55e00", "#0072b2")
+
+
+def picture(path: Path, result: Result, where: str) -> None:
+    """A PNG with a histogram of the single unit for each class, and its threshold.
+
+    Args:
+        path: of the file.
+        result: one that has a unit.
+        where: the machine in a line.
+
+    Raises:
+        BlockSparseError: matplotlib is not installed, or no unit.
+    """
+    from ..bench.report import figure_and_axes
+
+    unit, values, splits = result.unit, result.values, result.splits
+    if unit is None or values is None:
+        raise BlockSparseError.expected("result", "a unit to draw", "a probe whose coefficients are all zero")
+    figure, axes = figure_and_axes((7.5, 4.4))
+    given = np.asarray(splits.test.labels)
+    # The farthest thousandth would squeeze all the others together.
+    low, high = np.quantile(values, [0.001, 0.999])
+    if not high > low:
+        low, high = low - 0.5, high + 0.5
+    bins = np.linspace(low, high, min(60, max(12, len(values) // 25)))
+    for label, color in enumerate(_COLORS):
+        of = np.clip(values[given == label], low, high)
+        name = f"{splits.classes[label]} ({len(of):,})"
+        axes.hist(of, bins, color=color, alpha=0.25, lw=0)
+        axes.hist(of, bins, color=color, histtype="step", lw=1.6, ls="-" if label else "--", label=name)
+    if low < unit.threshold < high:
+        axes.axvline(unit.threshold, color="0.2", lw=1)
+        note = {"xytext": (4, -2), "textcoords": "offset points", "va": "top", "size": 8.5, "color": "0.2"}
+        axes.annotate(
+            f"threshold {unit.threshold:.3g}", (unit.threshold, 1), xycoords=("data", "axes fraction"), **note
+        )
+    axes.set(xlabel=f"unit {unit.index} after the text", ylabel="texts")
+    axes.set_title(f"{splits.name}, test: unit {unit.index} alone, {100 * unit.test:.1f} % right", loc="left", size=11)
+    axes.margins(x=0.01)
+    axes.legend(frameon=False)
+    figure.supxlabel(where, size=7.5, color="0.4", x=0.01, ha="left")
+    figure.savefig(path, format="png", dpi=150)

@@ -1,0 +1,88 @@
+"""How far a classifier's answer depends on where its image begins: consistency over all circular shifts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from blocksparse.errors import BlockSparseError
+
+_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Consistency:
+    """What shifts do to a classifier.
+
+    Args:
+        agreement: the probability that two circular shifts of an image, drawn each on its own of all, are put in the
+            same class; the mean over the images.
+        difference: by how much a shift changes a logit at most.
+        images, shifts: how many, of each image.
+    """
+
+    agreement: float
+    difference: float
+    images: int
+    shifts: int
+
+
+@torch.no_grad()
+def consistency(model: nn.Module, images: Tensor, progress: Callable[[int, int], None] | None = None) -> Consistency:
+    """Of a model on some images, each at all of its height * width circular shifts.
+
+    Nothing is drawn: with n_k of the S shifts of an image in class k, two of them agree with probability
+    sum_k (n_k / S)^2.
+
+    Args:
+        model: `[n, channels, height, width]` to logits `[n, classes]`; put in evaluation mode.
+        images: `[n, channels, height, width]`, one or more, as the model takes them.
+        progress: told after each image how many are done, and of how many.
+
+    Raises:
+        BlockSparseError: other images.
+
+    >>> import torch
+    >>> from blocksparse_lab.recipes.shifts import consistency
+    >>> class Corner(torch.nn.Module):  # the class is where the top left pixel is positive
+    ...     def forward(self, x): return torch.stack([x[:, 0, 0, 0], -x[:, 0, 0, 0]], 1)
+    >>> image = torch.tensor([[1.0, -1.0], [-1.0, -1.0]]).view(1, 1, 2, 2)
+    >>> consistency(Corner(), image)  # (1/4)^2 + (3/4)^2
+    Consistency(agreement=0.625, difference=2.0, images=1, shifts=4)
+
+    Source: Zhang, Making convolutional networks shift-invariant again (2019), and Chaman, Dokmanic, Truly
+    shift-invariant convolutional neural networks (2021), who draw the shifts, and not of all.
+    """
+    if not isinstance(images, Tensor) or images.dim() != 4 or not images.numel():
+        got = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
+        raise BlockSparseError.expected("images", "[n, channels, height, width], one or more", got)
+    model.eval()
+    shifts = images.shape[2] * images.shape[3]
+    agreement = difference = 0.0
+    for done, image in enumerate(images, start=1):
+        logits = torch.cat([model(some) for some in all_shifts(image).split(_AT_ONCE)])
+        counts = logits.argmax(1).bincount().double()
+        agreement += float((counts / shifts).square().sum()) / len(images)
+        difference = max(difference, float((logits - logits[0]).abs().max()))
+        if progress:
+            progress(done, len(images))
+    return Consistency(agreement, difference, len(images), shifts)
+
+
+def all_shifts(image: Tensor) -> Tensor:
+    """All circular shifts of an image `[channels, height, width]`, itself first: `[height * width, channels, ...]`.
+
+    >>> import torch
+    >>> from blocksparse_lab.recipes.shifts import all_shifts
+    >>> all_shifts(torch.arange(3).view(1, 1, 3)).flatten(1)
+    tensor([[0, 1, 2],
+            [1, 2, 0],
+            [2, 0, 1]])
+    """
+    _, height, width = image.shape
+    windows = image.repeat(1, 2, 2)[:, :-1, :-1].unfold(1, height, 1).unfold(2, width, 1)
+    # Channels last in memory, as is fastest.
+    return windows.permute(1, 2, 3, 4, 0).flatten(0, 1).permute(0, 3, 1, 2)

@@ -1,0 +1,174 @@
+"""Checkpoints made block-sparse: our byte models, folders of the transformers library, plain files of weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from blocksparse import checkpoint
+from blocksparse.conversion import Report, report, sparsify
+from blocksparse.errors import BlockSparseError
+
+from . import charlm
+
+FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A model from the disk, and how the block-sparse one is to be stored.
+
+    Args:
+        model: on the CPU.
+        file: the name of its checkpoint in a folder.
+        about: what the checkpoint says of it.
+        tensors: what is stored of a model.
+        skip: weights that cannot be known to be multiplied with.
+        beside: files that go with it.
+    """
+
+    model: nn.Module
+    file: str
+    about: dict[str, Any]
+    tensors: Callable[[nn.Module], Mapping[str, Tensor]]
+    skip: tuple[str, ...] = ()
+    beside: tuple[Path, ...] = field(default=())
+
+
+def open_model(path: str | Path) -> Stored:
+    """The model of a byte model's checkpoint or run, of a folder of the transformers library, or of a plain file.
+
+    Raises:
+        BlockSparseError: nothing of these, a broken file, transformers that is not installed.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if (path / "last.safetensors").is_file():  # before a look for config.json, which a run has too
+            return _charlm(path / "last.safetensors")
+        if (path / "config.json").is_file():
+            return _transformers(path)
+        wanted = "one with last.safetensors (a run), or with config.json and model.safetensors (transformers)"
+        raise BlockSparseError.expected("the folder", wanted, path)
+    if not path.is_file():
+        raise BlockSparseError.expected("model", "a safetensors file or a folder", f"{path}, which is not there")
+    try:
+        with safe_open(path, framework="pt") as file:
+            ours = (file.metadata() or {}).get("format") == checkpoint.FORMAT
+            tensors = {} if ours else {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise BlockSparseError.expected(str(path), "a whole safetensors file", error) from error
+    return _charlm(path) if ours else _plain(path, tensors)
+
+
+def sparsified(stored: Stored, skip: tuple[str, ...] = (), **options: Any) -> tuple[nn.Module, Report]:
+    """The block-sparse model and its report. The stored one is changed; options are those of `blocksparse.sparsify`."""
+    model = sparsify(stored.model, skip=(*stored.skip, *skip), inplace=True, **options)
+    return model, report(model, options.get("tokens", 64))
+
+
+def save(stored: Stored, model: nn.Module, made: Report, out: str | Path) -> Path:
+    """Writes the model, what goes with it and report.json into a folder; returns the checkpoint's path.
+
+    Raises:
+        BlockSparseError: a folder that cannot be written to.
+    """
+    out = Path(out)
+    try:
+        for path in stored.beside:
+            shutil.copyfile(path, out / path.name)
+    except OSError as error:
+        raise BlockSparseError.expected("out", "a folder to write to", f"{out} ({error.strerror})") from error
+    checkpoint.save(out / stored.file, stored.tensors(model), stored.about)
+    checkpoint.write_text(out / "report.json", json.dumps(made.as_dict(), indent=1) + "\n")
+    return out / stored.file
+
+
+def folder(out: str | Path, model: str | Path) -> Path:
+    """The folder to write to, made before any work; another one than the model's.
+
+    Raises:
+        BlockSparseError: the model's own, or one that cannot be made.
+    """
+    out, model = Path(out), Path(model)
+    if out.resolve() in (model.resolve(), model.resolve().parent):
+        raise BlockSparseError.expected("out", "another folder than the model's, which stays as it is", out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BlockSparseError.expected("out", "a folder to write to", f"{out} ({error.strerror})") from error
+    return out
+
+
+def _charlm(path: Path) -> Stored:
+    model = charlm.load(path)
+    about = {"task": {"kind": charlm.KIND, "model": asdict(model.config)}, "sparsified": True}
+    return Stored(
+        model,
+        "last.safetensors",
+        about,
+        lambda model: {f"model.{name}": tensor for name, tensor in model.state_dict().items()},
+    )
+
+
+def _transformers(path: Path) -> Stored:
+    try:
+        import transformers
+    except ImportError as error:
+        wanted = "it installed, for a folder with a config.json: pip install transformers"
+        raise BlockSparseError.expected("transformers", wanted, error) from error
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        names = config.architectures or ["AutoModel"]
+        model = getattr(transformers, names[0]).from_pretrained(
+            path, config=config, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # of many kinds, by file and architecture
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        raise BlockSparseError.expected(str(path), "a model that transformers loads", first[0]) from error
+    about = {"transformers": names[0], "sparsified": True}
+    return Stored(model.eval(), FILE, about, lambda model: model.state_dict(), beside=(path / "config.json",))
+
+
+def _plain(path: Path, tensors: Mapping[str, Tensor]) -> Stored:
+    """A model with a linear layer for each matrix, by the matrix's name."""
+    model = nn.Module()
+    matrices = {name: x for name, x in tensors.items() if x.dim() == 2 and x.is_floating_point()}
+    if not matrices:
+        raise BlockSparseError.expected(str(path), "2-D weights", f"{len(tensors)} tensors, none of them one")
+    places = {name: _place(name, matrices) for name in matrices}
+    for name, place in places.items():
+        layer = nn.Linear(1, 1, bias=False, device="meta")
+        layer.weight = nn.Parameter(matrices[name])
+        *above, last = place.split(".")
+        parent = model
+        for part in above:
+            parent = parent._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+        parent._modules[last] = layer
+
+    def stored(model: nn.Module) -> dict[str, Tensor]:
+        found = dict(tensors)
+        for name, place in places.items():
+            layer = model.get_submodule(place)
+            if type(layer) is not nn.Linear:
+                del found[name]
+                # As the state dict of a layer that has the weight, or of an LSTM that has several, names them.
+                prefix = name.removesuffix("weight") if name.split(".")[-1] == "weight" else f"{name}."
+                found |= {prefix + part: tensor for part, tensor in layer.state_dict().items()}
+        return found
+
+    tables = tuple(place for name, place in places.items() if "emb" in name)
+    return Stored(model, FILE, {"sparsified": True}, stored, tables)
+
+
+def _place(name: str, matrices: Mapping[str, Tensor]) -> str:
+    """Where the layer of a weight is: at the weight's own name where others are below the layer's."""
+    layer = name.removesuffix(".weight")
+    return name if any(other.startswith(f"{layer}.") for other in matrices if other != name) else layer

@@ -1,0 +1,180 @@
+"""A language model's state after texts, as features, kept beside its checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blocksparse.errors import BlockSparseError
+
+from ..data.reviews import encode
+
+# Told how much is done, and of how much.
+Progress = Callable[[int, int], None]
+
+
+def features(
+    model: Any, texts: Sequence[str], *, batch: int = 128, chunk: int = 64, progress: Progress | None = None
+) -> np.ndarray:
+    """The last cell state of a model after each text, which is read as `encode` gives it.
+
+    There is no padding: texts of nearly equal length go side by side, and a text leaves its batch where it ends. So a
+    text's features do not depend on the others, but for the rounding of products with more or fewer rows.
+
+    Args:
+        model: a module with `initial_state(batch)`, a tuple of tensors `[layers, batch, width]` of which the last is
+            the cell state, and `run(text, state)`, the state after bytes `[time, batch]`; or else
+            `forward(text, state)`, the logits and that state.
+        texts: what to read; an empty one is three bytes too.
+        batch: texts side by side.
+        chunk: bytes per call at most; more cost memory, fewer cost time.
+        progress: told after each call how many bytes are read, and of how many.
+
+    Returns:
+        float32 `[texts, width]`, of the cell state's last layer.
+
+    Raises:
+        BlockSparseError: no texts, a model whose state is not finite.
+
+    >>> import torch
+    >>> from blocksparse_lab.recipes.text_features import features
+    >>> class Count(torch.nn.Module):  # how often a and b came
+    ...     def initial_state(self, batch):
+    ...         return (torch.zeros(1, batch, 2),)
+    ...     def run(self, text, state):
+    ...         return (state[0] + torch.stack([(text == ord(c)).sum(0) for c in "ab"], dim=-1),)
+    >>> features(Count(), ["abba", "banana", ""])
+    array([[2., 2.],
+           [3., 1.],
+           [0., 0.]], dtype=float32)
+    """
+    data = [np.frombuffer(encode(text), dtype=np.uint8) for text in texts]
+    lengths = np.array([len(one) for one in data], dtype=np.int64)
+    order = np.argsort(lengths, kind="stable")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    out: np.ndarray | None = None
+    read, total = 0, int(lengths.sum())
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            # The longest first: what does not fit into memory fails at once, not after an hour.
+            for start in reversed(range(0, len(order), batch)):
+                rows = order[start : start + batch]
+                side = np.zeros((lengths[rows[-1]], len(rows)), dtype=np.int64)
+                for column, row in enumerate(rows):
+                    side[: lengths[row], column] = data[row]
+                text = torch.from_numpy(side).to(device)
+                state = tuple(part.to(device) for part in model.initial_state(len(rows)))
+                ended = 0
+                for begin, end in pairwise(_cuts(lengths[rows], chunk)):
+                    state = _run(model, text[begin:end, ended:], state)
+                    read += (end - begin) * (len(rows) - ended)
+                    now = int(np.searchsorted(lengths[rows], end, side="right"))
+                    if now > ended:
+                        done = state[-1][-1, : now - ended].float().cpu().numpy()
+                        if not np.isfinite(done).all():
+                            raise BlockSparseError.expected("model", "a finite state after a text", "infinity or NaN")
+                        if out is None:
+                            out = np.empty((len(texts), done.shape[1]), dtype=np.float32)
+                        out[rows[ended:now]] = done
+                        # Copies, so that what follows has the layout of a batch of its own.
+                        state = tuple(part[:, now - ended :].contiguous() for part in state)
+                        ended = now
+                    if progress is not None:
+                        progress(read, total)
+    finally:
+        model.train(training)
+    if out is None:
+        raise BlockSparseError.expected("texts", "one or more", "none")
+    return out
+
+
+def _cuts(lengths: np.ndarray, chunk: int) -> list[int]:
+    """Where calls begin and end: at the end of every text, and a chunk apart at most."""
+    cuts = [0]
+    for end in np.unique(lengths).tolist():
+        cuts += [*range(cuts[-1] + chunk, end, chunk), end]
+    return cuts
+
+
+def _run(model: Any, text: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    # Without the scores of 256 bytes where the model can leave them out.
+    return tuple(model.run(text, state) if hasattr(model, "run") else model(text, state)[1])
+
+
+def digest(*parts: bytes | str | Path) -> str:
+    """16 hexadecimal digits of some strings and of the contents of files."""
+    sha = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Path):
+            try:
+                with open(part, "rb") as file:
+                    own = hashlib.file_digest(file, "sha256").digest()
+            except OSError as error:
+                raise BlockSparseError.expected("checkpoint", "a readable file", f"{part}: {error.strerror}") from error
+        else:
+            own = hashlib.sha256(part if isinstance(part, bytes) else part.encode(errors="replace")).digest()
+        sha.update(own)
+    return sha.hexdigest()[:16]
+
+
+class CachedFeatures:
+    """`features` of a checkpoint, kept in a folder `features` beside it: a second call reads them.
+
+    Args:
+        checkpoint: the file that the model comes from. Features of what it was before, of the same name, are removed.
+
+    `note` says why nothing could be kept, where that is so: a full disk, a folder that cannot be written.
+    """
+
+    def __init__(self, checkpoint: Path):
+        # A number to count up where features change for the same checkpoint and text.
+        self.state = digest("1", checkpoint)
+        self.folder = checkpoint.parent / "features"
+        self.name = checkpoint.stem
+        self.note: str | None = None
+
+    def path(self, texts: Sequence[str]) -> Path:
+        """Where the features of these texts are, or will be."""
+        return self.folder / f"{self.name}-{self.state}-{digest(*texts)}.safetensors"
+
+    def load(self, texts: Sequence[str]) -> np.ndarray | None:
+        """The features of these texts, if they are there and whole."""
+        from safetensors import SafetensorError
+        from safetensors.numpy import load_file
+
+        try:
+            found = load_file(self.path(texts))["features"]
+        except (OSError, SafetensorError, KeyError):
+            return None
+        return found if found.ndim == 2 and len(found) == len(texts) else None
+
+    def save(self, texts: Sequence[str], found: np.ndarray) -> None:
+        """Keeps the features of these texts."""
+        from safetensors import SafetensorError
+        from safetensors.numpy import save_file
+
+        path = self.path(texts)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            self.folder.mkdir(exist_ok=True)
+            for old in self.folder.glob(f"{self.name}-*-*.safetensors"):
+                name, state, _ = old.stem.rsplit("-", 2)
+                if name == self.name and state != self.state:
+                    old.unlink(missing_ok=True)
+            save_file({"features": np.ascontiguousarray(found)}, part)
+            part.replace(path)
+        except (OSError, SafetensorError) as error:
+            self.note = f"the features could not be kept in {self.folder}: {error}"
+            with suppress(OSError):
+                part.unlink()

@@ -1,0 +1,469 @@
+"""Trains a task in a folder: the same call again goes on where it stopped, to the same bits."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from blocksparse import checkpoint
+from blocksparse.errors import BlockSparseError
+
+from ..machine import machine
+from . import resume
+from .cuda_graph import GraphedStep
+from .optimizers import learning_rate, optimizer_for
+from .run_log import RunLog
+from .settings import FREE, Settings
+from .signals import Interrupted, signals
+
+
+class Task(Protocol):
+    """What is trained, and on what.
+
+    model: the network; the trainer puts it on the settings' device.
+    unit: of the figures shown, such as "bits per character"; a loss in nats times `per_nat` is in it.
+    bytes_per_step: of the training data that a step reads.
+
+    A task whose step may be captured as a CUDA graph has `inputs(step)` too, tensors of the same shapes each time, and
+    `loss_of(*inputs)`, which reads nothing else from the host and keeps its state in tensors that stay.
+
+    A task that changes its model while it is trained has `attach(optimizer, ema)` too: it is given once, before all
+    else, the optimizer and the running means by the parameters' names, which are to follow. It may give the model and
+    the optimizer new parameters, in groups with rates of their own.
+
+    A task that exchanges parameters later has `prepare(step)`, called before each step, which returns whether it has
+    done so, and `resume(state)`, called with what its `state_dict` gave, before the model's state is loaded: it
+    exchanges what was exchanged by then.
+
+    A task whose loss is in another unit than the figure has `loss_unit`.
+    """
+
+    model: nn.Module
+    unit: str
+    per_nat: float
+    bytes_per_step: int
+
+    def loss(self, step: int) -> Tensor:
+        """The loss of a step in nats, which the step and the carried state determine; carries the state on."""
+        ...
+
+    def evaluate(self, model: nn.Module) -> float:
+        """The figure on held-out data, in the unit; the lower the better. Gradients are off."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What is carried from step to step."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+    def about(self) -> dict[str, Any]:
+        """What it is, ready for JSON, with a digest of the data: a run goes on only where this is the same."""
+        ...
+
+
+class Watcher:
+    """Is told how a training goes; this one does nothing."""
+
+    def began(self, step: int) -> None:
+        """So many steps were done before."""
+
+    def stepped(self, step: int) -> None:
+        """So many steps are done."""
+
+    def logged(self, record: Mapping[str, Any]) -> None:
+        """A line of the log: with "loss", of the steps since the last such line, or with "held_out"."""
+
+    def note(self, text: str) -> None:
+        """Something that one should know."""
+
+
+class Trainer:
+    """Trains a task in a folder.
+
+    Args:
+        task: what to train.
+        run: the folder, made where there is none. It has, or gets, `config.json`, `log.jsonl` (a line for each logged
+            step and each evaluation), TensorBoard's events, `last.safetensors`, the newest checkpoint, and at the end
+            `result.json`.
+        settings: how.
+        facts: what else `config.json` and `result.json` shall tell, ready for JSON.
+
+    A checkpoint has all that later steps depend on. So a run that was killed at any moment, and is trained again, ends
+    with the same bits as one that was not.
+
+    >>> import tempfile, torch
+    >>> from blocksparse_lab.recipes.trainer import Settings, Trainer
+    >>> class Mean:
+    ...     unit, per_nat, bytes_per_step = "nats", 1.0, 4
+    ...     model = torch.nn.Linear(1, 1)
+    ...     def loss(self, step): return (self.model(torch.ones(8, 1)) - 3).square().mean()
+    ...     def evaluate(self, model): return (model(torch.ones(1, 1)) - 3).abs().item()
+    ...     def state_dict(self): return {}
+    ...     def load_state_dict(self, state): pass
+    ...     def about(self): return {"kind": "mean"}
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     result = Trainer(Mean(), run, Settings(steps=200, learning_rate=0.1, warmup=10)).train()
+    >>> result["held_out"] < 0.1
+    True
+    """
+
+    def __init__(self, task: Task, run: str | Path, settings: Settings, facts: Mapping[str, Any] | None = None):
+        self.task, self.run, self.settings, self.facts = task, Path(run), settings, dict(facts or {})
+        self.device = device_of(settings.device)
+        self.model = task.model.to(self.device)
+        self.step, self.seconds = 0, 0.0
+        self.held_out: float | None = None  # at the newest evaluation
+        self.parameters = dict(self.model.named_parameters())
+        self.ema = {name: p.detach().clone() for name, p in self.parameters.items()} if settings.ema else {}
+        self.optimizer = optimizer_for(list(self.parameters.values()), settings, self.device)
+        if hasattr(task, "attach"):
+            task.attach(self.optimizer, self.ema)
+            self._take_model()
+        # A group that the task has added has its rate in proportion to the settings'.
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._factors = [rate / rates[0] if rates[0] else 1.0 for rate in rates]
+        # Of the steps since the last logged one; on the device, so that a GPU need not wait for us at each step.
+        self._total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._loss = torch.zeros((), device=self.device)
+        self._norm = torch.zeros((), device=self.device)
+        self._finite = torch.ones((), dtype=torch.bool, device=self.device)
+        self._ema_weight = torch.zeros((), device=self.device)
+        self._logged = (0, 0.0)  # step and seconds
+        self._graph: GraphedStep | None = None
+
+    def _take_model(self) -> None:
+        """As the task has it now."""
+        self.model = self.task.model
+        self.parameters = dict(self.model.named_parameters())
+
+    @property
+    def path(self) -> Path:
+        """The newest checkpoint."""
+        return self.run / "last.safetensors"
+
+    # -- the course of a run -----------------------------------------------------------------------------------------
+
+    def train(self, watch: Watcher | None = None) -> dict[str, Any]:
+        """Begins, or goes on, to the last step; returns what `result.json` has.
+
+        Raises:
+            BlockSparseError: another task or other settings than the run's, a loss or gradient that is not finite, a
+                full disk. The newest checkpoint is whole.
+            Interrupted: by SIGINT or SIGTERM, after the step was finished and saved; a second one stops at once.
+        """
+        watch = watch or Watcher()
+        s = self.settings
+        try:
+            self.run.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BlockSparseError.expected("run", "a folder to write to", f"{self.run} ({error.strerror})") from error
+        devices = [self.device] if self.device.type == "cuda" else []
+        with RunLog(self.run) as log, torch.random.fork_rng(devices), signals() as caught:
+            self._begin(log)
+            watch.began(self.step)
+            result = self.run / "result.json"
+            if self.step == s.steps and result.exists():
+                return resume.result(result)
+            if not log.draw(self.step):
+                watch.note("no curves for TensorBoard, which is not installed: pip install tensorboard")
+            self.model.train()
+            self._graph = self._graphed(watch)
+            saved = self._resume_clock()
+            while self.step < s.steps:
+                self._step()
+                watch.stepped(self.step)
+                if self._due(s.log_every):
+                    self._log(log, watch)
+                if self._due(s.eval_every):
+                    self._evaluate(log, watch)
+                old = 0 < s.save_minutes * 60 < time.perf_counter() - saved
+                if self._due(s.save_every) or old or caught:
+                    self._save(log)
+                    saved = self._resume_clock()
+                if caught and self.step < s.steps:
+                    raise Interrupted(caught[0], self.step)
+            return self._finish()
+
+    def _due(self, every: int) -> bool:
+        return self.step == self.settings.steps or (every > 0 and self.step % every == 0)
+
+    def _begin(self, log: RunLog) -> None:
+        if self.path.exists():
+            self.load()
+            log.cut(self.step)
+        elif not log.is_empty():
+            raise BlockSparseError.expected(
+                str(self.run), "last.safetensors beside log.jsonl", "none; take a new folder"
+            )
+        else:
+            torch.manual_seed(self.settings.seed)
+            # A disk without room for it is better found now than after an hour.
+            self._save(log)
+        config = {
+            "unit": self.task.unit,
+            "bytes_per_step": self.task.bytes_per_step,
+            "task": self.task.about(),
+            "settings": asdict(self.settings),
+            "facts": self.facts,
+        }
+        checkpoint.write_text(self.run / "config.json", json.dumps(config, indent=1) + "\n")
+
+    def _finish(self) -> dict[str, Any]:
+        s = self.settings
+        read = s.steps * self.task.bytes_per_step
+        result = {
+            "held_out": self.held_out,
+            "unit": self.task.unit,
+            "steps": s.steps,
+            "parameters": sum(p.numel() for p in self.parameters.values()),
+            "seconds": self.seconds,
+            "bytes": read,
+            "bytes_per_second": read / max(self.seconds, 1e-9),
+            "task": self.task.about(),
+            "settings": asdict(s),
+            "facts": self.facts,
+            "machine": machine(self.device.type),
+        }
+        checkpoint.write_text(self.run / "result.json", json.dumps(result, indent=1) + "\n")
+        return result
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        s = self.settings
+        if hasattr(self.task, "prepare") and self.task.prepare(self.step):
+            self._take_model()
+        for group, factor in zip(self.optimizer.param_groups, self._factors, strict=True):
+            rate = factor * learning_rate(s, self.step)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        # At first the mean is of few steps: it shall not be of the initial parameters.
+        self._ema_weight.fill_(1 - min(s.ema, (1 + self.step) / (10 + self.step)))
+        if self._graph is None:
+            self._work(self.step)
+        else:
+            self._graph(*self.task.inputs(self.step))  # type: ignore[attr-defined]
+        self.step += 1
+
+    def _work(self, *inputs: Any) -> None:
+        """Forward, backward, update; of a step, or of a task's inputs in a graph, in which all tensors stay."""
+        self.optimizer.zero_grad()
+        with self._autocast():
+            loss = self.task.loss(*inputs) if self._graph is None else self.task.loss_of(*inputs)  # type: ignore[attr-defined]
+        loss.backward()
+        given = [p for p in self.parameters.values() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in given if p.grad is not None])
+        self._loss.copy_(loss.detach())
+        self._norm.copy_(norm)
+        self._total += self._loss
+        self._finite &= torch.isfinite(self._total + norm)
+        if self.device.type == "cpu":  # elsewhere one would wait for it
+            self._check_finite()
+        if self.settings.clip:
+            nn.utils.clip_grads_with_norm_(given, self.settings.clip, norm)
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, mean in self.ema.items():
+                mean.lerp_(self.parameters[name], self._ema_weight)
+
+    def _graphed(self, watch: Watcher) -> GraphedStep | None:
+        able = hasattr(self.task, "inputs") and hasattr(self.task, "loss_of")
+        wanted = self.settings.cuda_graph and self.settings.optimizer == "adam" and self.device.type == "cuda"
+        return GraphedStep(self._work, watch.note) if wanted and able else None
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16")
+
+    def _check_finite(self) -> None:
+        if bool(self._finite):
+            return
+        at = f"step {self.step + 1}" if self.device.type == "cpu" else f"steps {self._logged[0] + 1} to {self.step}"
+        got = f"loss {float(self._loss):g}, gradient of norm {float(self._norm):g}"
+        raise self._diverged(at, "a finite loss and gradient", got)
+
+    def _diverged(self, at: str, expected: str, got: str) -> BlockSparseError:
+        s = self.settings
+        smaller = f"a smaller clip than {s.clip:g}" if s.clip else "a clip of 1"
+        tries = [f"a lower learning rate than {s.learning_rate:g}", f"a longer warmup than {s.warmup}", smaller]
+        if s.dtype != "float32":
+            tries.append("float32")
+        kept = f"{self.path} is whole, from before" if self.path.exists() else "nothing is saved yet"
+        return BlockSparseError.expected(
+            at, expected, f"{got}. {kept}. Try, in another folder, {', '.join(tries[:-1])} or {tries[-1]}"
+        )
+
+    # -- what is seen of it ------------------------------------------------------------------------------------------
+
+    def _resume_clock(self) -> float:
+        self._started = time.perf_counter()
+        return self._started
+
+    def _stop_clock(self) -> None:
+        """Adds the time since it was started: that of training, without evaluations and saving."""
+        now = time.perf_counter()
+        self.seconds += now - self._started
+        self._started = now
+
+    def _log(self, log: RunLog, watch: Watcher) -> None:
+        self._check_finite()  # on a GPU this waits for the steps, so that the time is theirs
+        self._stop_clock()
+        steps, seconds = self.step - self._logged[0], self.seconds - self._logged[1]
+        record = {
+            "step": self.step,
+            "loss": float(self._total) / steps * self.task.per_nat,
+            "lr": learning_rate(self.settings, self.step - 1),
+            "grad_norm": float(self._norm),
+            "seconds": self.seconds,
+            "bytes_per_second": steps * self.task.bytes_per_step / max(seconds, 1e-9),
+        }
+        self._total.zero_()
+        self._logged = (self.step, self.seconds)
+        log.write(record)
+        watch.logged(record)
+
+    def _evaluate(self, log: RunLog, watch: Watcher) -> None:
+        self._check_finite()
+        self._stop_clock()
+        devices = [self.device] if self.device.type == "cuda" else []
+        self.model.eval()
+        with torch.no_grad(), self._autocast(), torch.random.fork_rng(devices), self._averaged():
+            self.held_out = self.task.evaluate(self.model)
+        self.model.train()
+        record = {"step": self.step, "held_out": self.held_out, "seconds": self.seconds}
+        log.write(record)
+        watch.logged(record)
+        self._resume_clock()
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """The model with the running means of its parameters, if there are any."""
+        own = {name: self.parameters[name].data for name in self.ema}
+        try:
+            for name, mean in self.ema.items():
+                self.parameters[name].data = mean
+            yield
+        finally:
+            for name, data in own.items():
+                self.parameters[name].data = data
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save(self, log: RunLog) -> None:
+        if self.step:
+            self._check_finite()
+            self._stop_clock()
+        for name, tensor in (*self.parameters.items(), *self.ema.items()):
+            if not bool(tensor.isfinite().all()):
+                raise self._diverged(f"step {self.step}", "finite parameters", f"others in {name}")
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        tensors |= {f"ema.{name}": tensor for name, tensor in self.ema.items()}
+        for name, parameter in self.parameters.items():
+            for key, tensor in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{name}.{key}"] = tensor
+        tensors |= {f"task.{name}": tensor for name, tensor in self.task.state_dict().items()}
+        tensors |= {"rng.cpu": torch.get_rng_state(), "trainer.total": self._total}
+        if self.device.type == "cuda":
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
+        about = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "logged": self._logged,
+            "held_out": self.held_out,
+            "unit": self.task.unit,
+            "task": self.task.about(),
+            "settings": asdict(self.settings),
+        }
+        log.sync()  # a checkpoint's lines are there when it is
+        checkpoint.save(self.path, tensors, about)
+
+    def load(self) -> None:
+        """Brings the model and the task to the newest checkpoint, and PyTorch's generators too.
+
+        Raises:
+            BlockSparseError: there is none, it is of another task or of other settings, or a tensor of it does not fit.
+        """
+        # Each tensor is copied to its place from the file: all of them at once would take the memory of two models.
+        with checkpoint.opened(self.path) as (tensors, about):
+            self._check_same(about)
+            at = resume.progress(self.path, about, self.settings.steps)
+            state = {name: tensor.clone() for name, tensor in checkpoint.part(tensors, "task.").items()}
+            with resume.taking_over(self.path):
+                if hasattr(self.task, "resume"):
+                    self.task.resume(state)
+                    self._take_model()
+                resume.check_tensors(self.path, tensors, self.model, self.ema)
+                # First the model: it brings the layouts, and with them the shapes of all that follows.
+                self.model.load_state_dict(checkpoint.part(tensors, "model."))
+                for name, mean in checkpoint.part(tensors, "ema.").items():
+                    self.ema[name] = mean.to(self.device, copy=True)
+                states = checkpoint.part(tensors, "optimizer.")
+                for name, parameter in self.parameters.items():
+                    for key, tensor in checkpoint.part(states, f"{name}.").items():
+                        self.optimizer.state[parameter][key] = _like(tensor, parameter)
+                self.task.load_state_dict(state)
+                self._total.copy_(tensors["trainer.total"])
+                torch.set_rng_state(tensors["rng.cpu"])
+                if self.device.type == "cuda" and "rng.cuda" in tensors:
+                    torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
+            self.step, self.seconds, self._logged, self.held_out = at.step, at.seconds, at.logged, at.held_out
+
+    def _check_same(self, about: Mapping[str, Any]) -> None:
+        # A setting that there was not yet when the run began is as by default.
+        settings = about.get("settings", {})
+        if not isinstance(settings, dict):
+            raise BlockSparseError.expected(f"{self.path}, settings", "a dict", f"{settings!r:.99}")
+        theirs = _flat({"task": about.get("task", {}), "settings": asdict(Settings()) | settings})
+        mine = _flat({"task": self.task.about(), "settings": asdict(self.settings)})
+        free = {f"settings.{name}" for name in FREE}
+        differ = [
+            key for key in {**theirs, **mine} if key not in free and theirs.get(key, "none") != mine.get(key, "none")
+        ]
+        if differ:
+            expected, got = (
+                ", ".join(f"{key.partition('.')[2]} {of.get(key, 'none')}" for key in differ) for of in (theirs, mine)
+            )
+            raise BlockSparseError.expected(
+                str(self.run), f"what the run there was begun with: {expected}", f"{got}; take a new folder, or those"
+            )
+
+
+def device_of(name: str) -> torch.device:
+    """The device "cpu" or "cuda".
+
+    Raises:
+        BlockSparseError: another one, or "cuda" without a GPU.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda" or not torch.cuda.is_available():
+        raise BlockSparseError.expected("device", "cpu, or cuda where there is a GPU", repr(name))
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of the tensor where the parameter is, in its memory format, as Adam had it."""
+    if tensor.shape != parameter.shape:
+        return tensor.to(parameter.device, copy=True)
+    return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts by their keys with dots between, as JSON would give them back."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = json.loads(json.dumps(value))
+    return found
