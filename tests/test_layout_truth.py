@@ -255,9 +255,11 @@ def test_nobody_can_write_to_what_kernels_read(blocks):
     assert np.array_equal(layout.crow_indices(), starts)
     assert np.array_equal(layout.col_indices(), cols)
     assert torch.equal(bs.linear(x, values, layout), expected)
-    indices = [layout.crow_indices(), given[1]]
-    op = torch.ops.blocksparse.linear(x, values, None, indices, layout.grid[1], False, None)
-    assert torch.equal(op, expected), "the tensor leads to the layout, whatever was written to it"
+    op = torch.ops.blocksparse.linear
+    indices = [layout.crow_indices(), layout.col_indices()]
+    assert torch.equal(op(x, values, None, indices, layout.grid[1], False, None), expected)
+    with pytest.raises(bs.BlockSparseError, match="each block once"):
+        op(x, values, None, [indices[0], given[1]], layout.grid[1], False, None)
     for array in (layout.row_start, layout.col_of_block, layout.row_of_block, layout.T.row_start):
         with pytest.raises(ValueError, match="WRITEABLE"):
             array.setflags(write=True)

@@ -150,10 +150,8 @@ class BlockLayout:
 
     def col_indices(self, device: torch.device | str | None = None) -> torch.Tensor:
         """The block column of each stored block, `[nnz]`, dtype as `crow_indices`, newly made."""
-        crow, col = self.indices_on(device)
         with torch.inference_mode(False):
-            col = col.clone()
-        return col if torch.compiler.is_dynamo_compiling() else self._tag(crow, col)[1]
+            return self.indices_on(device)[1].clone()
 
     def indices_on(self, device: torch.device | str | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Both, for the library's own ops: made once, and nobody is to write to them."""
