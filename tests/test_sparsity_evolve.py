@@ -212,7 +212,7 @@ def test_a_copy_evolves_alike():
         ({"zeta": math.nan}, "zeta: expected"),
         ({"zeta": True}, "zeta: expected"),
         ({"every": 0}, "every: expected an int, 1 or more, got 0"),
-        ({"stop": 0.5}, "stop: expected an int"),
+        ({"end": 0.5}, "end: expected an int"),
         ({"seed": -1}, "seed: expected"),
         ({"init": "ones"}, "init: expected one of zeros, he, xavier"),
         ({"norm": "min"}, "norm: expected one of l2, mean, max"),
