@@ -159,7 +159,11 @@ def test_an_ensemble_has_one_layout(pair):
         together([*layers, other])
 
 
-@pytest.mark.parametrize("options", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"use_buffers": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"use_buffers": True}],
+    ids=["mean", "moving mean", "with buffers"],
+)
 def test_a_running_mean_of_an_evolving_model(options):
     model = nn.Sequential(linear(0))
     mean = AveragedModel(model, **options)
