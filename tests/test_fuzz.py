@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
+import struct
 import time
 
 import pytest
@@ -83,32 +83,59 @@ def test_a_case_is_said_by_its_seed_and_index():
     assert len({json.dumps(case) for case in first}) == 200
 
 
-DYING = """
-import importlib.util, os
-spec = importlib.util.spec_from_file_location("blocksparse._core", {core!r})
-core = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(core)
-globals().update({{name: value for name, value in vars(core).items() if not name.startswith("__")}})
+def options(*more: str):
+    return run._parser().parse_args([f"--seed={SEED}", "--jobs=2", *more])
 
-def linear(**given):
-    if os.path.exists({once!r}):
-        return core.linear(**given)
-    open({once!r}, "w").close()
+
+WORKER = """
+import json, os, pathlib, struct, sys
+
+place, first, step, *_ = json.loads(sys.argv[-1].removeprefix("--worker="))
+with open(place + " starts", "a") as file:
+    file.write(f"{first} ")
+if first == 5:
+    pathlib.Path(place).write_bytes(struct.pack("<q", 9))
     os.abort()
+sys.exit(STATUS)
 """
 
 
-def test_a_process_that_dies_is_reported_and_another_goes_on(tmp_path, monkeypatch, capsys):
-    core = tmp_path / "dying.py"
-    core.write_text(DYING.format(core=cpu_core.core().__file__, once=str(tmp_path / "once")))
-    monkeypatch.setenv("BLOCKSPARSE_FUZZ_CORE", str(core))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.path.dirname(os.path.dirname(bs.__file__))]))
-    index = next(indices_of("linear"))
-    options = run._parser().parse_args(
-        [f"--seed={SEED}", f"--first={index}", "--calls=10", "--jobs=1", f"--log={tmp_path / 'log'}"]
-    )
-    assert run._keep_working(options, tmp_path / "place", 0, time.time() + 600)
-    assert f"python tests/fuzz --seed {SEED} --only {index}" in capsys.readouterr().out
+@pytest.mark.parametrize("status", [0, run.FOUND, 1])
+def test_a_process_that_dies_is_reported_and_another_goes_on_behind_the_case(status, tmp_path, monkeypatch, capsys):
+    (tmp_path / "__main__.py").write_text(WORKER.replace("STATUS", str(status)))
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    given = options("--first=5", f"--log={tmp_path / 'log'}")
+    assert run._keep_working(given, tmp_path / "place", 0, time.time() + 60)
+    assert f"python tests/fuzz --seed {SEED} --only 9" in capsys.readouterr().out
+    assert (tmp_path / "place starts").read_text().split() == ["5", "11"]
     page = log.summary(tmp_path / "log")
     assert "reports: 1." in page
-    assert f"- seed {SEED}, case {index}: died with status -6" in page
+    assert f"- seed {SEED}, case 9: died with status -6" in page
+
+
+def test_a_process_that_stays_in_one_case_is_ended(tmp_path, monkeypatch, capsys):
+    (tmp_path / "__main__.py").write_text("import sys, time\nif ', 5, ' in sys.argv[-1]: time.sleep(600)")
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    monkeypatch.setattr(run, "PATIENCE", 0.5)
+    assert run._keep_working(options("--first=5"), tmp_path / "place", 0, time.time() + 60)
+    assert "no end within 0.5 s" in capsys.readouterr().out
+
+
+def test_before_each_case_a_process_writes_which(tmp_path, monkeypatch):
+    place = tmp_path / "place"
+    place.write_bytes(bytes(8))
+    seen = []
+
+    def attempt(case, calls):
+        (at,) = struct.unpack("<q", place.read_bytes())
+        assert case == cases.draw(SEED, at)
+        seen.append(at)
+        calls.counts["an op", "an isa", "float32"] += 1
+
+    monkeypatch.setattr(run, "attempt", attempt)
+    worker = json.dumps([str(place), 4, 3, 5, time.time() + 60])
+    assert run._work(options(f"--worker={worker}", f"--log={tmp_path / 'log'}")) == 0
+    assert seen == [4, 7, 10, 13, 16]
+    page = log.summary(tmp_path / "log")
+    assert "5 calls in 0.0 hours of a process, without sanitizers: reports: 0." in page
+    assert "| an op | 5 | 5 |" in page

@@ -54,7 +54,7 @@ def summary(file: Path) -> str:
     isas = _order(isas)
     total, faults = sum(dtypes.values()), [fault for line in lines for fault in line["faults"]]
     sanitized = {line["sanitized"] for line in lines}
-    how = " and ".join(["with the sanitizers"] * (True in sanitized) + ["without them"] * (False in sanitized))
+    how = " and ".join(["with sanitizers"] * (True in sanitized) + ["without sanitizers"] * (False in sanitized))
     rows = [
         [op, *(f"{counts[isa]:,}" for isa in isas), f"{sum(counts.values()):,}"] for op, counts in sorted(by_op.items())
     ]

@@ -151,8 +151,9 @@ def _keep_working(options: argparse.Namespace, place: Path, nth: int, until: flo
             status = _wait(worker, place)
             told.seek(0)
             said = told.read().decode(errors="replace")
-        if status in (0, FOUND):
-            return found or status == FOUND
+        if status is not None and status >= 0:  # it ended by itself
+            print(said, end="", flush=True)
+            return found or status != 0
         (index,) = struct.unpack("<q", place.read_bytes())
         fault = f"died with status {status}" if status is not None else f"no end within {PATIENCE} s"
         print(f"{said}\n{report(options.seed, index, fault)}", flush=True)
