@@ -424,3 +424,15 @@ def test_ops_refuse_sparse_tensors(name):
     }
     with pytest.raises(bs.BlockSparseError, match=r"x: expected .* dense"):
         calls[name]()
+
+
+@pytest.mark.parametrize("absent", ["x", "values", "bias", "grad"])
+def test_an_operand_without_memory_is_refused(absent):
+    layout = bs.patterns.dense((4, 4), block_size=2)
+    operands = {"x": torch.ones(3, 4), "values": torch.ones(4, 2, 2), "bias": torch.ones(4), "grad": torch.ones(3, 4)}
+    operands[absent] = operands[absent].to("meta")
+    x, values, bias, grad = operands.values()
+    indices = indices_of(layout, torch.ones(0))
+    with pytest.raises(bs.BlockSparseError, match="expected the device of x"):  # noqa: PT012
+        linear_op(x, values, bias, indices, 2, False, None)
+        linear_wgrad_op(grad, x, indices, 2)

@@ -80,6 +80,17 @@ def described(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {memory}, {tensor.dtype}, {tensor.device}"
 
 
+def check_devices(**tensors: Tensor | None) -> None:
+    """Raises a BlockSparseError unless all tensors are on the device of the first.
+
+    PyTorch calls an op's meta kernel when any operand is a meta tensor, and would return memory that nobody wrote.
+    """
+    (first, reference), *others = tensors.items()
+    for name, tensor in others:
+        if tensor is not None and reference is not None and tensor.device != reference.device:
+            raise BlockSparseError.expected(name, f"the device of {first}, {reference.device}", tensor.device)
+
+
 def check_activation(activation: Any, known: Any) -> None:
     """Raises a BlockSparseError unless the activation is one of those known."""
     if not isinstance(activation, str | None) or activation not in known:

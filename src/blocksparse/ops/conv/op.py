@@ -12,7 +12,7 @@ import torch
 
 from ...errors import BlockSparseError
 from .. import vmap
-from ..checks import check_operands
+from ..checks import check_devices, check_operands
 from ..linear.op import grid_of, layout_of
 from ..registry import choose
 from . import cpu, reference, triton
@@ -88,12 +88,14 @@ def _of_conv_wgrad(grad, x, indices, in_blocks, kernel):
 
 
 def _conv_meta(x, values, bias, indices, in_blocks, transpose, scatter, size, stride, padding, dilation, activation):
+    check_devices(x=x, values=values, bias=bias)
     grid, block = _of_conv(x, values, indices, in_blocks, size, activation)
     axis = 1 if transpose else 0
     return x.new_empty(x.shape[0], *size, grid[axis] * block[axis])
 
 
 def _conv_wgrad_meta(grad, x, indices, in_blocks, scatter, kernel, stride, padding, dilation):
+    check_devices(x=x, grad=grad)
     _, block = _of_conv_wgrad(grad, x, indices, in_blocks, kernel)
     return x.new_empty(indices[1].shape[0], *block, *kernel)
 

@@ -21,7 +21,7 @@ from ...checked import checked_ints
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, layout_of_indices
 from .. import vmap
-from ..checks import can_skip_dispatcher, check_operands, needs_grad
+from ..checks import can_skip_dispatcher, check_devices, check_operands, needs_grad
 from ..registry import choose
 from . import cpu, reference, triton
 
@@ -131,12 +131,14 @@ def _layout_from_bytes(
 
 
 def _linear_meta(x, values, bias, indices, in_blocks, transpose, activation):
+    check_devices(x=x, values=values, bias=bias)
     grid, block = _of_linear(x, values, indices, in_blocks, activation)
     axis = 1 if transpose else 0
     return x.new_empty(x.shape[0], grid[axis] * block[axis])
 
 
 def _linear_wgrad_meta(grad, x, indices, in_blocks):
+    check_devices(x=x, grad=grad)
     _, block = _of_linear_wgrad(grad, x, indices, in_blocks)
     return x.new_empty(indices[1].shape[0], *block)
 
