@@ -137,7 +137,7 @@ def same(one, other):
 def sequential(model, settings, data):
     """Sparse evolutionary training as it is told: all epochs, evolution after each but the last."""
     optimizer = bs.sparsity.SGD(model.parameters(), settings.learning_rate, settings.momentum, settings.weight_decay)
-    told = {"stop": settings.epochs, "init": settings.regrow, "seed": settings.seed}
+    told = {"end": settings.epochs, "init": settings.regrow, "seed": settings.seed}
     method = bs.sparsity.SET(model, optimizer, settings.zeta, skip=model.output, **told)
     model.train()
     for epoch in range(settings.epochs):
