@@ -67,7 +67,8 @@ def row_stride(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.d
     if tensor.shape == shape and tensor.dtype is dtype and tensor.device == device and tensor.layout is torch.strided:
         *rows, step = tensor.stride()
         overlapping = name.endswith("_out") and rows[0] < shape[-1] and shape[0] > 1
-        if (step == 1 or shape[-1] == 1) and not overlapping and not tensor.is_neg():
+        # Of no rows PyTorch leaves any strides, contiguous or not.
+        if (step == 1 or shape[-1] == 1 or shape[0] == 0) and not overlapping and not tensor.is_neg():
             return rows[0] if rows else 0
     expected = f"{list(shape)}, features side by side, {dtype}, {device}"
     raise BlockSparseError.expected(name, expected, described(tensor))
