@@ -19,7 +19,7 @@ constexpr int64_t kRun = 64, kJob = 144;
 constexpr int64_t kGoodRun = 6;
 // Positions of the sampled product taken together, and the most lines of them.
 constexpr int64_t kSampled = 128, kSampledLines = 64;
-// From so many positions on, a job stays within one image.
+// From this many positions on, a job stays within one image.
 constexpr int64_t kLargeImage = 384;
 constexpr int64_t kTasksPerThread = 16, kManyTasks = 16, kLine = 64;
 // Larger outputs than this would not stay in the caches for who reads them next.
@@ -423,7 +423,7 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
           pack(big_side, big_lines[j], used);
           slots[big_lines[j] - lowest] = used++;
         }
-        // A line of the next bunch beside each tap: too many at once would wait for each other.
+        // One line of the next bunch is prefetched per tap: too many at once would wait for each other.
         int64_t next = line + bunch;
         const int64_t next_end = std::min(line + 2 * bunch, end_line);
         const int64_t at_once = ceil_div(bunch, axes[1].taps * across.taps);

@@ -16,7 +16,7 @@ constexpr int64_t kPanelBytes = 8 << 20;
 constexpr int64_t kCachedBytes = 1 << 20;
 // Beyond it outputs go past the caches: whoever reads them next would not find them there anyway.
 constexpr int64_t kStreamedBytes = 32 << 20;
-// What one task takes: features to pack; connections, of which an output counts for so many.
+// What one task takes: features to pack; connections, where each output counts as kOutputCost of them.
 constexpr int64_t kPackFeatures = 512, kTaskConnections = 2048, kOutputCost = 4;
 
 // Of tokens in a panel of the sampled product.
@@ -78,7 +78,7 @@ void run_both(const First& first, const Second& second) {
   parallel_tasks(before + second.count(), [&](int64_t i) { i < before ? first(i) : second(i - before); });
 }
 
-// `panels_here` panels of x from `first` on, packed, so many bytes apart.
+// `panels_here` panels of x from `first` on, packed, `bytes` bytes apart.
 struct Packing {
   const CsrKernels& kernels;
   int64_t size;

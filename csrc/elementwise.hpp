@@ -10,7 +10,7 @@ namespace blocksparse {
 void dropout_forward(const InstructionSet& isa, DType dtype, int64_t count, const DropoutForward& dropout);
 void dropout_backward(const InstructionSet& isa, DType dtype, int64_t count, const DropoutBackward& dropout);
 
-// Of tensors with so many numbers each.
+// Tensor i has counts[i] numbers.
 void momentum_steps(const InstructionSet& isa, DType dtype, const std::vector<int64_t>& counts,
                     const std::vector<MomentumStep>& steps);
 

@@ -148,7 +148,7 @@ struct ConvPiece {
   const int64_t* output;  // [runs], numbers from y to the run's first position
   int64_t output_step;
   bool streams;  // y goes past the caches; it and the blocks of outputs begin where cache lines do
-  // What comes next, to be brought in meanwhile: so many blocks of inputs, and the same cache lines of each.
+  // What is prefetched meanwhile: next_blocks blocks of inputs, and the same next_lines cache lines of each.
   int64_t next_blocks;
   const int32_t* next_col;  // [next_blocks]
   int64_t next_lines;

@@ -10,7 +10,7 @@ namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 namespace {
 
-// Units of the sum taken together: so many inputs by a panel stay in the L1 cache while all outputs pass by.
+// Units of the sum taken together: this many inputs of a panel stay in the L1 cache while all outputs are computed.
 constexpr int64_t kSumGroup = 64;
 // Steps of a sampled block taken together: its inputs and gradients stay in the L1 cache.
 constexpr int64_t kStepGroup = 128;
@@ -290,7 +290,7 @@ int64_t padded_in(int64_t block_in) {
   return blocks_in_vector<E>(block_in) > 1 ? block_in : (block_in + n - 1) / n * n;
 }
 
-// So many blocks side by side that a tile is two or three vectors wide.
+// As many blocks side by side as make a tile two or three vectors wide.
 template <class E>
 int64_t strip(int64_t block_in) {
   const int64_t padded = padded_in<E>(block_in), vector = kLanes<typename E::Sum>;

@@ -1,5 +1,5 @@
 // The Python module blocksparse._core. Tensors come as addresses: cpu_core.py compares each with the sizes that it
-// hands over beside it, which is its only way to an address. Index arrays come as arrays: their lengths, and how many
+// passes along with it, which is its only way to an address. Index arrays come as arrays: their lengths, and how many
 // entries they say that there are, are compared here. The entries are those of plans, which are made of layouts and
 // nothing else.
 #include <nanobind/nanobind.h>
@@ -166,7 +166,7 @@ bool is_wide(const Index& index) {
 
 constexpr const char* kWorking = "as much working memory as the function for it says";
 
-// Of int32 throughout or of int64 throughout, for so many rows.
+// The matrix of `rows` rows; indices are all int32 or all int64.
 template <class Index>
 Csr csr(const Index& start, const Index& col, const std::optional<Index>& position, int64_t rows) {
   const auto same = [&](const Index& index) { return index.dtype() == start.dtype(); };

@@ -47,7 +47,7 @@ def save(path: str | Path, tensors: Mapping[str, Tensor], about: Mapping[str, An
     Tensors go to the file one by one from where they are: contiguous ones on the CPU take no more memory.
 
     Args:
-        path: the file; a second one, `path.part`, is beside it while this runs.
+        path: the file; a second one, `path.part`, exists while this runs.
         tensors: of any shapes and devices, and of `DTYPES`. Those that share memory are stored one by one.
         about: what goes with them, ready for JSON.
 
@@ -171,7 +171,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def task_of(about: Mapping[str, Any]) -> dict[str, Any]:
-    """What the task of the trainer said of itself; {} where there was none."""
+    """Returns the trainer's description of its task; {} where there is none."""
     task = about.get("task")
     return task if isinstance(task, dict) else {}
 

@@ -125,7 +125,7 @@ def read_json(path: Any, subject: str) -> Any:
 
 
 def most_unpacked(packed: int) -> int:
-    """The bytes that so many packed ones may unpack to.
+    """Returns how many bytes `packed` bytes may unpack to.
 
     2 GiB, or eight times the packed bytes where those are more, as with HIGGS.csv.gz; the environment variable
     BLOCKSPARSE_MAX_UNPACKED, in GiB, says otherwise.

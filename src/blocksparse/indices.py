@@ -1,4 +1,4 @@
-"""The arrays that a layout is made of, and what they were made of."""
+"""Makes and checks the index arrays of a layout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from .errors import BlockSparseError
 
-# Blocks, or rows, from which memory is saved where it would be spent on comfort; and those worked on at a time.
+# From this many blocks or rows on, avoid copies and caches; also the number of them worked on at a time.
 LARGE = 1 << 20
 
 
@@ -17,7 +17,7 @@ def index_type(nnz: int, cols: int) -> type[np.signedinteger]:
 
 
 def compressed(keys: np.ndarray, grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Where each row starts and the column of each block, of rising block numbers; little memory beside these.
+    """Returns where each row starts and the column of each block, from rising block numbers, with little extra memory.
 
     Where most of very many rows are empty, the row of each block comes in place of the starts.
     """
@@ -33,20 +33,20 @@ def compressed(keys: np.ndarray, grid: tuple[int, int]) -> tuple[np.ndarray, np.
 
 
 def few(nnz: int, grid: tuple[int, int]) -> bool:
-    """Whether there are so many rows, and so few blocks, that the row of each takes less memory than all starts."""
+    """Whether the block rows take less memory than the row starts: very many rows, most of them empty."""
     return grid[0] >= LARGE and 2 * nnz < grid[0]
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
     """The tensor that ops get for an array that kernels read."""
-    # A copy, so that who writes to it leads no kernel astray; a large one is the library's own and shares the memory.
-    # No inference tensor, wherever the layout is made: these could not be saved for a backward pass.
+    # A copy, so that writing to it cannot mislead a kernel; a large one stays inside the library and shares the memory.
+    # Never an inference tensor, as these cannot be saved for a backward pass.
     with torch.inference_mode(False):
         return torch.from_numpy(array if array.size >= LARGE and array.flags.writeable else array.copy())
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
-    """The same memory, of which numpy lets nobody set the flag back."""
+    """Returns a view of the same memory that numpy does not let anybody make writable again."""
     return np.asarray(memoryview(array).toreadonly())  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Alternating timing: A B A B ... in one process, so that whatever disturbs the machine disturbs all alike."""
+"""Alternating timing: A B A B ... in one process, so that whatever disturbs the machine disturbs all equally."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Samples:
         return Spread.of([a / b for a, b in pairs if not math.isnan(a / b)])
 
     def per(self, counts: Mapping[str, int]) -> Samples:
-        """Of calls that each do their work so many times: seconds per time."""
+        """Divides the times by `counts`: seconds per unit of work, for calls that do several at once."""
         seconds = {name: [value / counts[name] for value in values] for name, values in self.seconds.items()}
         return Samples(seconds, self.repeat)
 

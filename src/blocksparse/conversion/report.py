@@ -143,8 +143,8 @@ class Report:
 def report(model: nn.Module, tokens: int = 64) -> Report:
     """A table of a model's weights: density, memory, work and measured speed-up, and why some are dense.
 
-    The speed-up of a layer is that of one forward call, alternating with the dense layer; layers that are alike are
-    measured once. That of a weight of a recurrent layer is of the product in one step.
+    The speed-up of a layer is that of one forward call, alternating with the dense layer; equal layers are measured
+    once. That of a weight of a recurrent layer is of the product in one step.
 
     Args:
         model: any module.

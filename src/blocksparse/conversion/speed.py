@@ -20,7 +20,7 @@ from ..surgery.prunable import Prunable
 from ..surgery.replace import replace_with_sparse
 from .densify import densify
 
-# Layers alike in all of this are taken to be equally fast.
+# Layers that agree in all of this are assumed to be equally fast.
 _measured: dict[tuple[Any, ...], float] = {}
 
 
@@ -40,7 +40,7 @@ def speed_up_of_module(module: BlockSparseModule, tokens: int) -> float:
 
     Args:
         module: a block-sparse layer; or a weight of a recurrent layer, of which the product of one step is measured.
-        tokens: rows of the input; of a convolution about so many positions of the output.
+        tokens: rows of the input; of a convolution about this many positions of the output.
     """
     if isinstance(module, Weight):
         layer = Linear(*module.layout.shape[::-1], layout=module.layout, bias=False, device="meta")

@@ -98,11 +98,11 @@ def union_average(layouts: Sequence[BlockLayout], values: Sequence[Tensor]) -> t
 
 
 def prune_to(layout: BlockLayout, values: Tensor, nnz: int) -> tuple[BlockLayout, Tensor]:
-    """The blocks of largest magnitude (l2), so many of them.
+    """Keeps the `nnz` blocks of largest magnitude (l2).
 
     Args:
         values: `[layout.nnz, block_out, block_in]`, a convolution's kernel behind.
-        nnz: how many stay; of equals those that come last.
+        nnz: how many stay; among equals, the last ones.
 
     Returns:
         Their layout and their values `[nnz, ...]`.

@@ -43,7 +43,7 @@ def train(
     resume: bool = False,
     report: Callable[[Epoch], None] | None = None,
 ) -> list[Epoch]:
-    """Trains a block-sparse network by all processes of this run, alike on one machine and on many.
+    """Trains a block-sparse network with all processes of this run, on one machine or on several.
 
     Call it in each process of `torchrun --nproc-per-node K script.py`; without torchrun the one process is all workers.
 
@@ -62,11 +62,11 @@ def train(
     A process that dies stops the run: the others get a BlockSparseError as soon as the connection breaks or the timeout
     is over, and torchrun ends them. The last checkpoint is whole; the same call with `resume` goes on from there, with
     as many processes as there are then. The master writes it after each epoch of the first phase and at the end, so
-    that a second phase begins anew; alone, after each epoch.
+    that a second phase starts over; with one process, after each epoch.
 
     Args:
-        model: alike in all processes; the master's is what training begins with. In the end all have the result.
-        data: inputs `[n, ...]` and targets `[n, ...]`, alike in all processes; worker k takes rows k, k + K, ...
+        model: of the same structure in all processes; training starts from the master's, and all end with the result.
+        data: inputs `[n, ...]` and targets `[n, ...]`, the same in all processes; worker k takes rows k, k + K, ...
         test: inputs and class numbers `[m]`, on which the master measures the accuracy.
         skip: as for `bs.sparsity.SET`: what does not evolve.
         loss: of outputs and targets, a mean over samples.
@@ -180,7 +180,7 @@ class _Run:
         self.share()
 
     def lead(self, master: Master) -> None:
-        """The master's own worker, beside the threads for the others, which change the model meanwhile: on a copy."""
+        """Runs the master's own worker on a copy, as the threads for the others change the model meanwhile."""
         threads = [threading.Thread(target=master.serve, args=(k,), daemon=True) for k in range(1, self.workers)]
         model = copy.deepcopy(self.model) if threads else self.model
         flat = Flat(model) if threads else self.flat

@@ -55,7 +55,7 @@ class Convolution(BlockSparseModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws weights and biases anew."""
+        """Draws weights and biases again."""
         draw_parameters(self, (self.out_channels, self.in_channels), self.bias)
 
     def _apply(self, fn, recurse=True):

@@ -123,7 +123,7 @@ class DiffusionConv(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew."""
+        """Draws the weights again."""
         nn.init.normal_(self.weight, std=0.1)
 
     def forward(self, z: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class Linear(BlockSparseModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws weights and biases anew."""
+        """Draws weights and biases again."""
         draw_parameters(self, (self.out_features, self.in_features), self.bias)
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:

@@ -266,7 +266,7 @@ def layout_for(
 
 
 def draw_parameters(module: BlockSparseModule, shape: tuple[int, int], bias: Tensor | None) -> None:
-    """Values and bias anew, uniform within 1 / sqrt(fan_in) with the fan-in that each output has; the padding is 0.
+    """Draws values and bias, uniform within 1 / sqrt(fan_in) with the fan-in of each output; the padding is 0.
 
     `shape` is (out, in) without the padding. The fan-in counts the stored inputs, each with all taps of a kernel.
     """
@@ -280,7 +280,7 @@ def draw_parameters(module: BlockSparseModule, shape: tuple[int, int], bias: Ten
 
 
 def draw_values(module: BlockSparseModule, used_out: Tensor, used_in: Tensor) -> Tensor:
-    """Values anew, uniform within the bound of each output, 1 / sqrt(fan_in), which is returned: `[out_features]`.
+    """Draws values, uniform within the bound of each output, 1 / sqrt(fan_in); returns the bounds `[out_features]`.
 
     `used_out` and `used_in` are bool on the CPU, of the layout's shape: the others are padding.
     """
@@ -288,7 +288,7 @@ def draw_values(module: BlockSparseModule, used_out: Tensor, used_in: Tensor) ->
     module._used = None if used_out.all() and used_in.all() else (used_out, used_in)
     layout, values = module.layout, module.values
     height, width = layout.block_shape
-    if values.is_meta:  # nothing to draw, for which PyTorch would load what it has for such tensors: seconds
+    if values.is_meta:  # nothing to draw, and PyTorch would spend seconds importing its code for such tensors
         return values.new_empty(layout.shape[0])
     rows, cols = block_coordinates(layout, torch.device("cpu"))
     inputs = used_in.view(-1, width)

@@ -96,7 +96,7 @@ class MultiplicativeLSTM(Recurrent):
                 setattr(self, f"gain_{name}{suffix}", nn.Parameter(torch.empty(gates * hidden.padded, **self._options)))
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew; the gains are the weights' norms, so that nothing is scaled at first."""
+        """Draws all weights again; the gains are the weights' norms, so that nothing is scaled at first."""
         super().reset_parameters()
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):

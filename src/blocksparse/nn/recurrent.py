@@ -32,7 +32,7 @@ class Size(NamedTuple):
     padded: int
 
     def used(self, size: int, parts: bool = True) -> Tensor:
-        """Which of so many features are no padding: bool on the CPU. With `parts` these are several times `padded`."""
+        """Marks which of `size` features are real: bool on the CPU. With `parts`, size is a multiple of `padded`."""
         index = torch.arange(size, device="cpu")
         return (index % self.padded if parts else index) < self.real
 
@@ -148,7 +148,7 @@ class Recurrent(nn.Module):
         return linear_of(pad(x, layout), weight, layout, bias)
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew: uniform within 1 / sqrt(fan_in), for dense weights 1 / sqrt(hidden_size)."""
+        """Draws all parameters again: uniform within 1 / sqrt(fan_in), for dense weights 1 / sqrt(hidden_size)."""
         bound = 1 / math.sqrt(self.hidden_size)
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):

@@ -1,7 +1,7 @@
-"""Large buffers on the CPU that are used again, where the system would bring every page anew.
+"""Reuses large buffers on the CPU, to avoid a page fault for every page of a new allocation.
 
-The C library hands allocations above 32 MiB back to the system when they are freed. The next one of the size then costs
-a page fault for every 4 KiB, which takes several times as long as writing it. (On a GPU PyTorch keeps its own.)
+The C library returns allocations above 32 MiB to the system when they are freed. The next one of that size then costs
+a page fault for every 4 KiB, which takes several times as long as writing it. (On a GPU PyTorch has its own cache.)
 
 Threads and forked processes may all call it: `docs/threads.md` says what holds for the library as a whole.
 """
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Smaller ones the C library keeps.
+# The C library reuses smaller ones itself.
 MIN_BYTES = 1 << 20
-# Larger ones, and more than this in all, are not kept.
+# Larger buffers are not kept, nor more than this in total.
 MAX_BYTES = 2 << 30
-# A buffer is given back when so many times its size was asked for since it was taken last: of the many small
-# buffers of a sequence's steps, none drives out a large one.
+# A buffer is freed when this many times its size was requested since it was last taken, so that the many small buffers
+# of a sequence's steps do not drive out a large one.
 MAX_IDLE_FACTOR = 64
 
 

@@ -67,7 +67,7 @@ class Prunable:
         block = self.block_shape
         if not is_dense_lstm(self.module):
             return _up(rows, block[0]), _up(columns, block[1])
-        # All that has to do with hidden units is padded alike: a step uses what the last one left.
+        # Everything that concerns hidden units has the same padding: a step uses what the last one left.
         both, of_inputs = math.lcm(*block), self.parameter.startswith("weight_ih")
         return _up(rows // self._parts, both) * self._parts, _up(columns, block[1] if of_inputs else both)
 

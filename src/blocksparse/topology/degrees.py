@@ -16,7 +16,7 @@ class DegreeDistribution:
     """How many outputs, and how many inputs, have each degree; see `degree_distribution`."""
 
     out: dict[int, int]
-    """Of the rows: {inputs that are met: rows that meet so many}, the degrees rising."""
+    """Of the rows: {degree: number of rows with it}, the degrees rising."""
     in_: dict[int, int]
     """Of the columns, likewise."""
 
@@ -56,7 +56,7 @@ def degree_distribution(layout: BlockLayout, level: str = "block") -> DegreeDist
 
 
 def hub_load(layout: BlockLayout) -> float:
-    """The blocks of the fullest row or column / the mean of its kind; 1 where all are alike, 0 without blocks.
+    """Returns the blocks of the fullest row or column / the mean of its kind; 1 where all are equal, 0 without blocks.
 
     >>> import blocksparse as bs
     >>> bs.topology.hub_load(bs.BlockLayout([[True, True, True], [True, False, False]], block_size=4))

@@ -50,14 +50,14 @@ def steps_to_mix(
     A step is one product with the weight: from input j to output i where block (i, j) is stored. With `identity` a
     unit also holds what it has, as over a residual connection or where the diagonal is stored (in all patterns of
     small worlds it is): the longest of the shortest directed paths. Without it, the least t such that every entry of
-    the t-th power of the weight's pattern is there, as in t layers or time steps and nothing beside them; for layouts
-    that store the diagonal both are the same.
+    the t-th power of the weight's pattern is there, as in t layers or time steps without residual connections; for
+    layouts that store the diagonal both are the same.
 
     Args:
         layout: on a square grid; on neuron level, of a square shape.
         level: "block" or "neuron": on the latter, units of one block of features must reach each other too.
         identity: see above.
-        sources: with identity, search from so many blocks only, drawn with `seed`, so that it may take more steps;
+        sources: with identity, search from this many blocks only, drawn with `seed`, so that it may take more steps;
             None for all, or for 1,000 where there are more than 20,000.
         seed: of the sample.
 

@@ -18,7 +18,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from .graph import Graph, graph_of
 
-# With no number of sources given: a search from every node up to so many, and beyond from a sample of them.
+# With no number of sources given: a search from every node up to EXACT nodes, from SAMPLED of them beyond.
 EXACT = 20_000
 SAMPLED = 1_000
 
@@ -52,7 +52,7 @@ def path_lengths(layout: BlockLayout, level: str = "block", sources: int | None 
     Args:
         layout: of any shape, connected or not.
         level: "block", or "neuron", which is as fast, as neurons of one block of features are searched together.
-        sources: search from so many nodes (blocks of features), drawn with `seed`; None for all, or for a sample of
+        sources: search from this many nodes (blocks of features), drawn with `seed`; None for all, or for a sample of
             1,000 where there are more than 20,000.
         seed: of the sample.
 

@@ -16,7 +16,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from .summary import Summary, summary
 
-# The rest of an output's time beside its blocks, in multiply-adds per token: about 4 blocks of 32 x 32 for each row of
+# The time of an output without its blocks, in multiply-adds per token: about 4 blocks of 32 x 32 for each row of
 # blocks, as fitted to benchmarks/results/linear-forward-float32-h12288-b32-t32.json and
 # linear-train-float32-h4096-b32-t1024.json.
 OUTPUT_COST = 128
@@ -35,7 +35,7 @@ class Proposal:
     pattern: str
     """The function of `bs.patterns` that makes it."""
     options: dict[str, Any]
-    """Its keyword arguments beside the size and the block."""
+    """Its keyword arguments besides the size and the block."""
     layout: BlockLayout
     measures: Summary
     """On block level."""
@@ -222,7 +222,7 @@ def _time(counts: tuple[np.ndarray, np.ndarray], block: tuple[int, int], workers
 
 
 def _candidates(nodes: int, wanted: float, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of each pattern the options with which it stores the number of blocks nearest to the wanted one."""
+    """Yields each pattern with the options that make its number of blocks nearest to the target."""
 
     def nearest(choices: Any, blocks: Callable[[int], float]) -> int:
         return min(choices, key=lambda choice: abs(blocks(choice) - wanted))

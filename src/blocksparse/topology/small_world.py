@@ -19,7 +19,7 @@ from .paths import average_path_length, paths_in
 
 # Rounds in which every edge of a random reference is swapped with another, as often as that can be done.
 ROUNDS = 10
-# The mean path of a random reference is that from so many nodes, drawn: it varies little from one to the next.
+# The mean path of a random reference is estimated from this many nodes, as it varies little from node to node.
 SOURCES = 500
 
 
@@ -146,7 +146,7 @@ def _edges(graph: Graph) -> np.ndarray:
 
 
 def _random_reference(nodes: int, edges: np.ndarray, rng: np.random.Generator) -> Graph:
-    """A graph in which every node has the degree that it has, its edges drawn anew."""
+    """Returns a graph with random edges in which every node keeps its degree."""
     for _ in range(ROUNDS):
         edges = _swapped(nodes, edges, rng)
     return _graph(nodes, edges)
@@ -168,7 +168,7 @@ def _swapped(nodes: int, edges: np.ndarray, rng: np.random.Generator) -> np.ndar
 
 
 def _lattice(nodes: int, edges: int) -> Graph:
-    """The ring of so many edges: all ties between neighbours, then those to the second nearest, and so on."""
+    """Returns the ring of this many edges: all ties between neighbours, then those to the second nearest, and so on."""
     step, node = np.divmod(np.arange(edges), nodes)
     other = (node + step + 1) % nodes
     return _graph(nodes, np.minimum(node, other) * nodes + np.maximum(node, other))

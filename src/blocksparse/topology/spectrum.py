@@ -11,7 +11,7 @@ from ..layout import BlockLayout, import_scipy_sparse
 from .graph import graph_of
 from .paths import components_in
 
-# Up to so many nodes all eigenvalues, by LAPACK: in a fraction of a second, and whatever the graph.
+# Up to this many nodes LAPACK finds all eigenvalues of any graph, in a fraction of a second.
 DENSE = 500
 
 

@@ -18,10 +18,10 @@ from ...layout import BlockLayout, check_layout
 # Rows of blocks are computed together, filled up to as many blocks as the longest: at most a quarter is filling.
 FILLED = 0.75
 
-# And so many blocks at most, whose gathered keys and values the caches still hold.
+# At most this many blocks per batch, so that their gathered keys and values fit in the caches.
 MAX_BATCHED_BLOCKS = 256
 
-# FlexAttention's kernels work on tiles of so many queries and keys.
+# FlexAttention's kernels work on tiles of this many queries and keys.
 TILE = 128
 
 

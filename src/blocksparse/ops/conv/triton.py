@@ -137,8 +137,8 @@ def _check_fits(layout: BlockLayout, axes: Sequence[Axis]) -> None:
 
 
 def _taps_first(values: Tensor) -> Tensor:
-    # The taps of one weight lie side by side; the kernels want the weights of one tap side by side. The weights are
-    # few beside the images.
+    # The taps of one weight are contiguous, but the kernels need the weights of one tap to be. The weights are small
+    # compared with the images.
     return values.flatten(3).permute(3, 0, 1, 2).contiguous()
 
 
@@ -148,7 +148,7 @@ def _tile(pass_: str, x: Tensor, layout: BlockLayout, tokens: int) -> Tile:
     rows = layout.T if pass_ == "dgrad" else layout
     if pass_ == "wgrad":
         lanes = rows.nnz // rows.grid[0] * rows.block_shape[1]
-        # Each position's address is reckoned anew: wide tiles spill the registers of four warps.
+        # The address of each position is computed again, so wide tiles spill the registers of four warps.
         lanes = min(tile.lanes, max(power_of_two(lanes), 64))
         return replace(tile, lanes=lanes, warps=8 if lanes > 64 else 4)
     # A step stays within one tap.

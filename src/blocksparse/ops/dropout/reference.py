@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Numbers that one stream of random numbers serves, and the generators of a stream.
+# Numbers per stream of random numbers (a part), and generators per stream.
 PART, LANES = 4096, 8
 WARM_UP = 18
-# Parts that are drawn at once: what is drawn never takes much memory.
+# Parts drawn at a time, to bound the memory.
 PARTS = 2048
 
 
@@ -26,12 +26,12 @@ def forward(x: Tensor, factors: tuple[float, float, float], seed: int, least: in
 def backward(grad: Tensor, code: Tensor, factors: tuple[float, float, float]) -> Tensor:
     sums = torch.float64 if grad.dtype == torch.float64 else torch.float32
     of = torch.tensor(factors, dtype=sums)[code.long()]
-    # Not by the product with 0: of infinity that is NaN.
+    # Not a product with 0, which is NaN for infinity.
     return torch.where(code == 0, 0, grad.to(sums) * of).to(grad.dtype)
 
 
 def drawn(count: int, seed: int) -> np.ndarray:
-    """So many uint16, from a stream of eight SFC64 for each part: numbers of them in turn, of the lowest bits first.
+    """Draws `count` uint16: each part has eight SFC64 generators, which take turns and give their lowest bits first.
 
     Source: Doty-Humphrey, PractRand (2010), whose sfc64 with three words of seed this is.
     """

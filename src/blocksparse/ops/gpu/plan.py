@@ -12,7 +12,7 @@ import numpy as np
 
 from ...layout import BlockLayout
 
-# Rows are compared with each other within chunks of so many, which bounds the time and memory of pairing them.
+# Rows are compared only within chunks of this many, which bounds the time and memory of pairing them.
 PAIRING_CHUNK = 1024
 
 

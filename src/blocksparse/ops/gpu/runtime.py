@@ -1,4 +1,4 @@
-"""What all Triton backends share: whether Triton can serve here, on a GPU or in its interpreter, and launches."""
+"""Tells whether Triton can run here, on a GPU or in its interpreter, and launches kernels, for all Triton backends."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def check_layout_fits(layout: BlockLayout) -> None:
 class Launch:
     """A kernel, its grid, and all of its arguments but the tensors of a call.
 
-    Triton looks a compiled kernel up anew in each launch, for the price of a small product: here it is kept.
+    Triton looks up the compiled kernel in each launch, which costs as much as a small product: here it is kept.
     """
 
     def __init__(

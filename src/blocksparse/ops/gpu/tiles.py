@@ -1,7 +1,7 @@
 """Which tile a Triton kernel runs with: the nearest tuned one of this GPU model, else a rule.
 
 Tuned tiles are JSON, one file per GPU model: those that `blocksparse tune` wrote on this machine come first, then those
-in the folder `tiles` beside this file. Nothing is ever tuned in a call.
+in the folder `tiles` next to this file. Nothing is ever tuned in a call.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .runtime import power_of_two, tf32
 
 PASSES = ("forward", "dgrad", "wgrad")
 DTYPES = ("float16", "bfloat16", "float32", "tf32", "float64")
-# Up to so many tokens the weights' bytes are the bound, above it the tensor cores and the L2 cache.
+# Up to this many tokens the weights' bytes are the bound, above it the tensor cores and the L2 cache.
 FEW_TOKENS = 64
 # Tiles, splits and schedules change with the token count at powers of two between these.
 LEAST_TOKENS, MOST_TOKENS = 16, 8192
-# What no kernel goes beyond: sums on a side of a tile, and warps of a program.
+# Limits of all kernels: sums along a side of a tile, and warps of a program.
 MOST_SIZE, MOST_WARPS = 1 << 16, 32
-# Bytes of shared memory for what waits for copies and tensor cores.
+# Bytes of shared memory for the barriers of asynchronous copies and tensor cores.
 BARRIERS = 64
 
 
@@ -131,7 +131,7 @@ def use_tiles(**tiles: Tile) -> Iterator[None]:
 
 
 def forced() -> tuple[Any, ...]:
-    """What a tile depends on beside the work: a schedule or launch made under one of these serves no other."""
+    """Returns what a tile depends on besides the work; schedules and launches are cached by it."""
     return tf32(), _readings, *_forced.items()
 
 
@@ -250,7 +250,7 @@ def _tuned(name: str) -> dict[Work, Tile]:
 
 
 def forget_tuned() -> None:
-    """Reads the files anew at the next call."""
+    """Makes the next call read the files again."""
     global _readings
     _readings += 1
     _tuned.cache_clear()
@@ -293,7 +293,7 @@ def write(path: Path, gpu: Gpu, tiles: Mapping[Work, Tile], facts: Mapping[str, 
         for work, tile in tiles.items()
     ]
     text = json.dumps({"gpu": asdict(gpu), **facts, "tiles": entries}, indent=1) + "\n"
-    # First beside it: a run that is killed while it writes leaves the file as it was.
+    # To a temporary file first: a run that is killed while it writes leaves the file as it was.
     beside = path.with_suffix(".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

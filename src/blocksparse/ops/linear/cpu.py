@@ -157,7 +157,7 @@ def _gradient_operands(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout)
 
 
 class _Small(threading.local):
-    """Working memory that each thread keeps, as allocating it anew takes as long as the product of a small layer."""
+    """Working memory that each thread keeps: allocating it per call takes as long as the product of a small layer."""
 
     memory = torch.empty(0, dtype=torch.uint8, device=_CPU)
 
@@ -166,7 +166,7 @@ _small = _Small()
 
 
 def _working(size: int) -> torch.Tensor:
-    """Memory for one call, of so many bytes at least."""
+    """Returns memory for one call, at least `size` bytes."""
     if size > workspace.MIN_BYTES:
         return workspace.empty((size,), torch.uint8, _CPU)
     if _small.memory.nbytes < size:

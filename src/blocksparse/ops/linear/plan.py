@@ -14,7 +14,7 @@ from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from .. import cpu_core
 
-# At 48 tokens about 10 microseconds of a fast core: long beside taking a task, short beside a layer.
+# At 48 tokens about 10 microseconds of a fast core: long compared with taking a task, short compared with a layer.
 TASK_COST = 16_384
 # Rows are cut between outputs at multiples of this, the height of an AMX tile and two of AVX-512.
 OUTPUT_STEP = 16
@@ -114,7 +114,7 @@ def block_plan(layout: BlockLayout) -> BlockPlan:
 def column_plan(layout: BlockLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A layout of single numbers by its columns: where each starts; the row and the position of each number in it.
 
-    All that its products need beside the layout itself: 8 bytes for each number, 16 where int32 does not reach.
+    All that its products need besides the layout itself: 8 bytes for each number, 16 where int32 does not reach.
     """
 
     def build() -> tuple[np.ndarray, np.ndarray, np.ndarray]:

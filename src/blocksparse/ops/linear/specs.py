@@ -178,18 +178,18 @@ GPU_REACH: dict[str, Target] = {
     },
 }
 
-# A training step keeps so much of the forward pass' speed-up over dense, at many tokens.
+# The part of the forward pass' speed-up over dense that a training step keeps, at many tokens.
 GPU_TRAINING_PART = 0.85
 # The geometric mean of the speed-ups over this peer, over all of GPU_REACH that it is measured in.
 GPU_MEAN: dict[str, float] = {"torch-bsr": 1.5}
-# A layout with hubs takes at most so many times as long as a random one with as many blocks.
+# The time of a layout with hubs is at most GPU_HUB_TIME times that of a random one with as many blocks.
 GPU_HUBS: dict[str, LinearSpec] = {
     "few tokens": replace(GPU_FEW, pattern="barabasi-albert"),
     "many tokens": replace(GPU_MANY, pattern="barabasi-albert"),
 }
 GPU_HUB_TIME = 1.15
-# Seconds of the host per call, of a product that is nothing to the GPU.
+# Host seconds per call of a product that takes the GPU almost no time.
 GPU_TINY = LinearSpec(256, 256, tokens=16, density=0.5, dtype="bfloat16")
 GPU_HOST_TIME = 15e-6
-# Training steps whose memory is looked at.
+# Training steps whose memory is checked.
 GPU_MEMORY = (replace(GPU_MANY, tokens=2048), LinearSpec(131072, 131072, tokens=64, density=0.001, dtype="bfloat16"))

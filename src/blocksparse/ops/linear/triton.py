@@ -19,7 +19,7 @@ from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common, p
 from ..gpu.tiles import Gpu, Tile, Work, bucket, forced, gpu_of, tile_for
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# Kept per layout; who calls with ever new token counts starts over at so many.
+# Launches kept per layout; the cache is cleared at this many, for callers whose token counts always change.
 MOST_LAUNCHES = 64
 
 
@@ -61,7 +61,7 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def schedule(layout: BlockLayout, device: torch.device, dtype: torch.dtype, tokens: int) -> Schedule:
-    """The schedule of this layout on this device for about so many tokens, made at the first call and kept with it."""
+    """Returns the schedule of a layout on a device for about `tokens` tokens, made at the first call and kept."""
     key = ("triton schedule", device, dtype, bucket(tokens), forced())
     if torch.compiler.is_dynamo_compiling():
         _schedule_while_tracing(layout, key)

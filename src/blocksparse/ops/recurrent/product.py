@@ -14,9 +14,9 @@ from .. import cpu_core, workspace
 from ..linear import linear
 from ..linear.op import backend_of
 
-# dgrad by a dense weight's rows adds to all of its output for each of them. From so many features on that output is no
-# longer in the first cache, and products with a transposed copy take half the time: the copy costs about as much as
-# the products of so many tokens.
+# dgrad by the rows of a dense weight adds to the whole output for each row. From WIDE features on, the output no longer
+# fits in the L1 cache, and products with a transposed copy take half the time; the copy costs about as much as the
+# products of TOKENS_OF_A_COPY tokens.
 WIDE, TOKENS_OF_A_COPY = 1024, 128
 
 

@@ -100,7 +100,7 @@ class SRSTE:
 
 
 class _Masked(nn.Module):
-    """A weight's N:M mask, found anew in each call unless it is frozen, and applied."""
+    """Applies a weight's N:M mask, computed in each call unless it is frozen."""
 
     mask: Tensor | None
 

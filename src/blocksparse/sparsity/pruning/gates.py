@@ -1,4 +1,4 @@
-"""What the methods share that put something learnt between a dense weight and its use: gates, or scores."""
+"""Base classes of the methods that learn a gate or a score for each block of a dense weight."""
 
 from __future__ import annotations
 

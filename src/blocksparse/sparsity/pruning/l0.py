@@ -44,7 +44,7 @@ def _stretched(s: Tensor) -> Tensor:
 
 
 class HardConcrete(Gate):
-    """A weight times the gate of each block: drawn anew in each use in training mode, the final one otherwise."""
+    """Multiplies a weight by the gate of each block: sampled at each use in training mode, the final one otherwise."""
 
     def __init__(self, blocks: Blocks, like: Tensor, closed: float):
         super().__init__(blocks)

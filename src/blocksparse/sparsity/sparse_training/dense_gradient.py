@@ -122,7 +122,7 @@ def gradient_norms(
         layout: of the weight.
         kernel: of a convolution.
         norm: "l2", "mean" or "max".
-        tile: as many rows of blocks are computed at once as have so many weights; one at least.
+        tile: weights computed at a time, in whole rows of blocks, at least one row.
 
     Yields:
         (first row of blocks, norms `[rows, in_blocks]`).
@@ -163,7 +163,7 @@ def largest(tiles: Iterator[tuple[int, Tensor]], taken: np.ndarray, columns: int
 
 
 def _wide(tensor: Tensor, features: int) -> Tensor:
-    """In the dtype of sums, its axis 1 padded to so many features."""
+    """Converts to the dtype of sums and pads axis 1 to `features`."""
     tensor = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
     missing = features - tensor.shape[1]
     return F.pad(tensor, [0, 0] * (tensor.dim() - 2) + [0, missing]) if missing else tensor

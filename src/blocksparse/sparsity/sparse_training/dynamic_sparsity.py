@@ -1,4 +1,4 @@
-"""What the methods share: which modules they change, when, and how they go on after a stop."""
+"""The base class of the methods: which modules they change, when, and how they resume."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class DynamicSparsity:
 
     Args:
         modules: a model, or some modules; all block-sparse weights in them are meant.
-        optimizer: the one that trains them, or None for none that keeps a state.
+        optimizer: the one that trains them; None if there is none, or none that keeps a state.
         skip: what is left as it is: modules, or their names in the model, with all that is in them.
-        every: `step` works at each so many-th call.
+        every: `step` works at every `every`-th call.
         seed: of all that is drawn.
         on_layout_change: as for `rewire`.
 

@@ -56,7 +56,7 @@ def draw_unused(
 
 
 def _different(generator: np.random.Generator, population: int, count: int) -> np.ndarray:
-    """So many different ints below `population`, each choice equally likely, rising."""
+    """Draws `count` different ints below `population`, each choice equally likely, in rising order."""
     if 2 * count > population:
         return np.delete(np.arange(population), _different(generator, population, population - count))
     drawn = np.empty(0, dtype=np.int64)

@@ -30,7 +30,7 @@ def first_values(
     generator: torch.Generator,
     places: Callable[[], tuple[np.ndarray, np.ndarray]],
 ) -> Tensor:
-    """Values for so many blocks of a module, `[count, *values.shape[1:]]` on the CPU; padding gets zeros.
+    """Draws values for `count` new blocks of a module, `[count, *values.shape[1:]]` on the CPU; padding gets zeros.
 
     Their rows and columns are asked for only where there is padding. A function as `init` is called with
     module, shape and generator; what names mean is in `bound`.

@@ -1,4 +1,4 @@
-"""How many blocks the rows and the columns of a layout have, beside a random layout of the same density."""
+"""How many blocks the rows and columns of a layout have, compared with a random layout of the same density."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..degrees import degrees
 from .style import COLORS, figure_and_axes, save
 
 BINS = 40  # at most, for the bars to be told apart
-HUBS = 8  # where the fullest has so many times the middle one's blocks, both axes are logarithmic
+HUBS = 8  # where the fullest has this many times the median's blocks, both axes are logarithmic
 
 
 def degree_histogram(layout: BlockLayout, path: str | Path, title: str) -> None:

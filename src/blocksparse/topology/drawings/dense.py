@@ -1,4 +1,4 @@
-"""A dense weight beside the block-sparse one of as many numbers."""
+"""A dense weight next to the block-sparse one with as many numbers."""
 
 from __future__ import annotations
 

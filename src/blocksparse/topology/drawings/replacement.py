@@ -33,10 +33,10 @@ class Replacement:
 
     @classmethod
     def of(cls, build: Callable[[int, int], BlockLayout], features: int) -> Replacement:
-        """The dense layer of as many weights as a wide layout, and so many layers of its width that cost as much.
+        """Makes the dense layer with as many weights as a wide layout, and the deep sparse layers of the same cost.
 
         Args:
-            build: gives the layout of so many features, with a seed.
+            build: makes the layout for a number of features and a seed.
             features: of the wide one.
 
         Raises:

@@ -61,7 +61,7 @@ def spreading(layout: BlockLayout, path: str | Path, title: str, block: int | No
 
 
 def torus(nodes: int) -> tuple[int, int]:
-    """Rows and columns of the most square torus of so many blocks, as `patterns.watts_strogatz_2d` places them.
+    """Returns rows and columns of the most square torus of this many blocks, as in `patterns.watts_strogatz_2d`.
 
     >>> torus(10_000), torus(12)
     ((100, 100), (3, 4))

@@ -1,4 +1,4 @@
-"""What all pictures share: figures that need no display, colours, and files that cannot be written."""
+"""Helpers of all pictures: figures that need no display, colours, and errors for files that cannot be written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def figure_and_axes(size: tuple[float, float], columns: int = 1, **grid: Any) ->
 
 
 def label_points(axes: Any, labels: Iterable[tuple[float, float, str, str]], size: float = 8) -> None:
-    """Texts beside points, moved up where they would lie on others. For axes whose limits are set.
+    """Puts texts next to points, moved up where they would overlap. For axes whose limits are set.
 
     Args:
         axes: of matplotlib.
