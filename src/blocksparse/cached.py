@@ -9,7 +9,7 @@ Made = TypeVar("Made")
 
 
 class cached_property(Generic[Made]):
-    """An attribute that is made when it is first read, by two threads at once perhaps.
+    """An attribute that is computed when it is first read; two threads may both compute it.
 
     Python 3.11 holds one lock for all instances of a class: a process that is forked meanwhile waits for ever.
 

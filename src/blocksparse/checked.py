@@ -1,4 +1,4 @@
-"""Numbers, sizes, masks and indices as a user hands them in, or a BlockSparseError that says what they should be."""
+"""Checks numbers, sizes, masks and indices from users; a BlockSparseError says what they should be."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_int(value: Any) -> bool:
 
 
 def integer(name: str, value: Any, least: int, below: int | None = None, of: str = "") -> int:
-    """The value as an int from `least` on, and below a bound, `of` something; numpy's ints are taken, bools are not.
+    """Returns the value as an int, `least` or more and below a bound `of` something; takes numpy ints but no bools.
 
     >>> from blocksparse.checked import integer
     >>> integer("m", 9, 1, below=4, of="the number of blocks")
@@ -33,7 +33,7 @@ def integer(name: str, value: Any, least: int, below: int | None = None, of: str
 
 
 def number(name: str, value: Any, least: float, most: float = math.inf, *, below: float = math.inf) -> float:
-    """The value as a finite float from `least` to `most`, or below a bound; ints are taken, bools are not.
+    """Returns the value as a finite float from `least` to `most`, or below a bound; takes ints but no bools.
 
     >>> from blocksparse.checked import number
     >>> number("dropout", 1, 0, below=1)
@@ -51,7 +51,7 @@ def number(name: str, value: Any, least: float, most: float = math.inf, *, below
 
 
 def checked_block(block_size: Any) -> tuple[int, int]:
-    """(rows, columns) of a block size as a user gives it, or a BlockSparseError."""
+    """Returns (rows, columns) of a block size, or raises a BlockSparseError."""
     pair = tuple(block_size) if isinstance(block_size, tuple | list | torch.Size) else (block_size, block_size)
     if len(pair) != 2 or not all(is_int(size) and size > 0 for size in pair):
         raise BlockSparseError.expected(
@@ -61,7 +61,7 @@ def checked_block(block_size: Any) -> tuple[int, int]:
 
 
 def checked_grid(grid: Any) -> tuple[int, int]:
-    """(out_blocks, in_blocks), at least one and few enough to number them all."""
+    """Returns (out_blocks, in_blocks), checked: at least 1 each, and few enough to number all blocks."""
     if not isinstance(grid, tuple | list) or len(grid) != 2 or not all(is_int(n) and n > 0 for n in grid):
         raise BlockSparseError.expected("grid", "a pair of positive ints (out_blocks, in_blocks)", repr(grid))
     if int(grid[0]) * int(grid[1]) >= 2**63:
@@ -70,7 +70,7 @@ def checked_grid(grid: Any) -> tuple[int, int]:
 
 
 def checked_mask(mask: Any) -> np.ndarray:
-    """A bool matrix `[out_blocks, in_blocks]` of anything that is one, or one of 0s and 1s."""
+    """Returns a bool matrix `[out_blocks, in_blocks]` from a matrix of bools, or of 0s and 1s."""
     array = checked_array("mask", "a bool matrix [out_blocks, in_blocks]", mask)
     if array.ndim != 2 or 0 in array.shape:
         raise BlockSparseError.expected(
@@ -86,7 +86,7 @@ def checked_mask(mask: Any) -> np.ndarray:
 
 
 def checked_indices(name: str, index: Any, bound: int) -> np.ndarray:
-    """A vector of int64 from 0 to below the bound."""
+    """Returns a vector of int64 from 0 to below the bound."""
     array = checked_ints(name, index)
     if array.size and (array.min() < 0 or array.max() >= bound):
         raise BlockSparseError.expected(name, f"indices from 0 to {bound - 1}", f"{array.min()} to {array.max()}")
@@ -94,7 +94,7 @@ def checked_indices(name: str, index: Any, bound: int) -> np.ndarray:
 
 
 def checked_ints(name: str, index: Any) -> np.ndarray:
-    """A vector of ints, of any size and dtype of them."""
+    """Returns a vector of ints, of any length and int dtype."""
     array = checked_array(name, "a vector of ints", index)
     if array.size == 0:
         array = array.astype(np.int64)
@@ -124,7 +124,7 @@ def check_state(state: Any, like: Mapping[str, torch.Tensor]) -> None:
 
 
 def checked_array(name: str, expected: str, given: Any) -> np.ndarray:
-    """Anything that numpy can hold, tensors included."""
+    """Returns as an array anything that numpy can hold, tensors included."""
     try:
         return given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
     except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; dtypes and devices that numpy lacks

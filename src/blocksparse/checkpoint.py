@@ -1,4 +1,4 @@
-"""Checkpoints: tensors and what they are about in one safetensors file, which is whole at any moment.
+"""Checkpoints: tensors and their description in one safetensors file, replaced atomically.
 
 The file has a CRC-32 of each tensor and one of its header. It is for what disks, memory and networks do to files, and
 is several times as fast as a cryptographic digest, which would not keep anybody from writing another file either.
@@ -29,7 +29,7 @@ VERSION = 2  # 1 had no checksums
 _BEGIN = b'{"__metadata__": {"checksum": "'
 _ZEROS = b"00000000"
 
-# Levels of JSON: whoever goes through it may call himself for each.
+# Levels of nested JSON, as code that walks through it may recurse at each level.
 DEEPEST = 50
 
 _BINARY = getattr(os, "O_BINARY", 0)  # on Windows
@@ -42,7 +42,7 @@ DTYPES = {
 
 
 def save(path: str | Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Writes a checkpoint in place of the one there is; whatever happens meanwhile, one of the two is there, whole.
+    """Writes a checkpoint atomically: at any moment the file holds either the old one or the new one, whole.
 
     Tensors go to the file one by one from where they are: contiguous ones on the CPU take no more memory.
 
@@ -78,7 +78,7 @@ def save(path: str | Path, tensors: Mapping[str, Tensor], about: Mapping[str, An
 
 
 def load(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a checkpoint, on the CPU, and what it is about.
+    """Returns the tensors of a checkpoint, on the CPU, and its description.
 
     Raises:
         BlockSparseError: no such file, one cut short, one of which a byte has changed, one that is no checkpoint of
@@ -91,7 +91,7 @@ def load(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]]]:
-    """As `load`, without a copy: the tensors are the file itself, to be copied to where they belong within the `with`.
+    """Opens a checkpoint as `load` does, without a copy: the tensors map the file and must be copied within the `with`.
 
     Raises:
         BlockSparseError: as `load`.
@@ -120,7 +120,7 @@ def opened(path: str | Path) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]
 
 
 def about(path: str | Path) -> dict[str, Any]:
-    """What a checkpoint is about, without a look at its tensors.
+    """Returns the description in a checkpoint, without reading its tensors.
 
     Raises:
         BlockSparseError: as `load`, but that tensors may be damaged.
@@ -177,7 +177,7 @@ def task_of(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_sizes(path: Path, tensors: Mapping[str, Tensor], sizes: Mapping[str, Any]) -> None:
-    """Refuses a configuration with sizes that no tensor has, before anything of such a size is made.
+    """Refuses a configuration with sizes that no tensor has, before anything of that size is allocated.
 
     Raises:
         BlockSparseError: what is no positive int, or more than the largest size and the number of the tensors.
@@ -190,7 +190,7 @@ def check_sizes(path: Path, tensors: Mapping[str, Tensor], sizes: Mapping[str, A
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file as `save` writes a checkpoint: the old one or the new one is there, whole.
+    """Writes a text file atomically, as `save` writes a checkpoint.
 
     Raises:
         BlockSparseError: it could not be written.
@@ -202,12 +202,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Those whose name begins with the prefix, by the rest of it."""
+    """Returns the entries whose name begins with the prefix, by the rest of the name."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Gives a file what `write` writes at once, and on the disk too: its bytes are there before it has its name."""
+    """Replaces a file atomically by what `write` writes: its bytes are on the disk before it gets its name."""
     part = path.with_name(f"{path.name}.part")
     # What a killed process left is removed, not opened: it may be a link to what is elsewhere.
     part.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Between a dense weight and the values of a layout."""
+"""Converts between a dense weight and the values of a layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .layout import BlockLayout, check_layout
 
 
 def from_dense(weight: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-    """The values of `layout`'s blocks in a dense weight; what lies outside of them is dropped.
+    """Returns the values of `layout`'s blocks in a dense weight; what lies outside of them is dropped.
 
     Args:
         weight: `[out_features, in_features]`, or `[out_channels, in_channels, *kernel]` of a convolution.
@@ -43,7 +43,7 @@ def from_dense(weight: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
 
 
 def to_dense(values: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-    """The dense weight `[out_features, in_features]` of `values`, zero outside of the layout; differentiable.
+    """Returns the dense weight `[out_features, in_features]`, zero outside of the layout; differentiable.
 
     Args:
         values: `[nnz, block_out, block_in]`, or with a convolution's `*kernel` behind.
@@ -68,7 +68,7 @@ def to_dense(values: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
 
 
 def block_coordinates(layout: BlockLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row and the column of each stored block, int64 on `device`."""
+    """Returns the block row and the block column of each stored block, int64 on `device`."""
     # From the index tensors, so that torch.compile can follow and nothing crosses between devices.
     crow, col = layout.indices_on(device)
     rows = torch.arange(layout.grid[0], device=device).repeat_interleave(crow.diff(), output_size=layout.nnz)

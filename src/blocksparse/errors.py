@@ -2,7 +2,7 @@
 
 
 class BlockSparseError(ValueError):
-    """A mistake in what was asked for, said as "expected ..., got ..." with shapes, dtypes and the layout.
+    """A user's mistake, reported as "expected ..., got ..." with shapes, dtypes and the layout.
 
     >>> import blocksparse as bs
     >>> bs.BlockLayout([[True, False]], block_size=0)

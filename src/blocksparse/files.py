@@ -1,4 +1,4 @@
-"""Files as others made them, read within bounds of memory and time: what cannot be read raises a BlockSparseError."""
+"""Reads untrusted files within bounds of memory and time: what cannot be read raises a BlockSparseError."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GIB = 1 << 30
 
 
 def first(name: str, folder: Any, *places: str) -> Path:
-    """The first of the places in a folder that is there.
+    """Returns the first of these places in a folder that exists.
 
     Raises:
         BlockSparseError: none is; the folder is no path.
@@ -57,7 +57,7 @@ def path_of(name: str, given: Any) -> Path:
 
 @contextmanager
 def opened(path: Any, subject: str, *, gzipped: bool = False) -> Iterator[BinaryIO]:
-    """A file to read bytes from; what goes wrong while they are read within the `with` is told by a BlockSparseError.
+    """Opens a file to read bytes from; errors of reading within the `with` become a BlockSparseError.
 
     Args:
         path: of a file: folders, pipes and devices are refused.

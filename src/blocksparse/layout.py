@@ -1,4 +1,4 @@
-"""Which blocks of a weight exist: an immutable, hashable value, free of any device."""
+"""Which blocks of a weight exist: an immutable, hashable value that is independent of any device."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class BlockLayout:
     def from_indices(
         cls, rows: Any, cols: Any, grid: tuple[int, int], block_size: int | tuple[int, int] = 32
     ) -> BlockLayout:
-        """A layout from the block coordinates, in any order, without ever making the dense mask.
+        """Makes a layout from block coordinates in any order, without the dense mask.
 
         Args:
             rows, cols: integer vectors of equal length, the row and column of each stored block.
@@ -154,7 +154,7 @@ class BlockLayout:
             return self.indices_on(device)[1].clone()
 
     def indices_on(self, device: torch.device | str | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both, for the library's own ops: made once, and nobody is to write to them."""
+        """Returns both on a device, for the library's own ops: made once, and never to be written to."""
         device = torch.device("cpu" if device is None else device)
         found = self._indices.get(device)
         if found is None and device.type == "cpu":
@@ -251,7 +251,7 @@ class BlockLayout:
         return BlockLayout._from_keys(self._keys()[keep], self.grid, self.block_shape)
 
     def replaced(self, drop: Any, rows: Any, cols: Any) -> tuple[BlockLayout, torch.Tensor]:
-        """The layout without some of its blocks and with others in their place, and where each block comes from.
+        """Drops some blocks and adds others; returns the new layout and where each of its blocks comes from.
 
         Args:
             drop: integer vector, the positions of blocks of this layout that go.
@@ -301,7 +301,7 @@ class BlockLayout:
         return keys
 
     def derived(self, key: Hashable, build: Callable[[], Made]) -> Made:
-        """What `build` makes of this layout (a plan, say), made once and kept with it."""
+        """Returns what `build` makes (such as a plan), made once and kept with the layout."""
         if key not in self._derived:
             self._derived[key] = build()
         return self._derived[key]
@@ -455,7 +455,7 @@ class BlockLayout:
 
 
 def import_scipy_sparse() -> Any:
-    """The module scipy.sparse, or a BlockSparseError that says how to get it: scipy is an optional dependency."""
+    """Returns the module scipy.sparse; where scipy, an optional dependency, is missing, an error says how to get it."""
     try:
         import scipy.sparse
     except ImportError as error:

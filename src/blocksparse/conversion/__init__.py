@@ -1,4 +1,4 @@
-"""Whole models: from dense to block-sparse and back, and what comes of it."""
+"""Whole models: from dense to block-sparse and back, and a report on their weights."""
 
 from .densify import densify
 from .load import load_sparsified

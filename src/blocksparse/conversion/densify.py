@@ -1,4 +1,4 @@
-"""Block-sparse modules of a model back to dense ones."""
+"""Replaces the block-sparse modules of a model by dense ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DENSE |= {ours: theirs for theirs, ours in (*CONVOLUTIONS.items(), *TRANSPOSED.i
 
 @torch.no_grad()
 def densify(model: nn.Module, inplace: bool = False) -> nn.Module:
-    """The model with dense weights, zeros where no block was stored: modules of torch.nn that compute the same.
+    """Replaces block-sparse modules by dense ones that compute the same, with zeros where no block was stored.
 
     Linear layers and convolutions become those of torch.nn, with an activation that was fused behind them as a module
     of its own. Recurrent layers stay those of `blocksparse.nn`, dense: there the parameters of an LSTM and their names

@@ -1,4 +1,4 @@
-"""The state of a sparsified model into a dense one of the same kind."""
+"""Loads the state of a sparsified model into a dense one of the same architecture."""
 
 from __future__ import annotations
 

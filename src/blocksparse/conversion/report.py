@@ -1,4 +1,4 @@
-"""What a model's weights are, dense and block-sparse: numbers, bytes, work, speed."""
+"""Reports on a model's weights, dense and block-sparse: numbers, bytes, work, speed."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Report:
 
 @torch.no_grad()
 def report(model: nn.Module, tokens: int = 64) -> Report:
-    """A table of a model's weights: density, memory, work and measured speed-up, and why some are dense.
+    """Reports on each weight of a model: density, memory, work, measured speed-up, and why it is dense if it is.
 
     The speed-up of a layer is that of one forward call, alternating with the dense layer; equal layers are measured
     once. That of a weight of a recurrent layer is of the product in one step.

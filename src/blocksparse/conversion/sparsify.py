@@ -1,4 +1,4 @@
-"""A dense model made block-sparse in one shot."""
+"""Makes a dense model block-sparse in one shot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Criterion = str | Mapping[str, Tensor] | Callable[[str, Tensor], Tensor]
 CRITERIA = ("l2", "magnitude", "max", "lamp")
 SCOPES = ("global", "layer", "erk")
 
-# Where a module keeps why its weights were left dense, by the name of the parameter; the report tells it.
+# The attribute in which a module keeps why weights were left dense, by the parameter's name, for the report.
 REASONS = "_left_dense"
 
 
@@ -43,7 +43,7 @@ def sparsify(
     inplace: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> nn.Module:
-    """The model with block-sparse weights: of each weight the blocks with the highest scores, the others dropped.
+    """Makes a model's weights block-sparse: keeps the blocks with the highest scores and drops the others.
 
     Linear layers (those of the transformers library that are called Conv1D too), convolutions without groups and LSTMs
     become modules of `blocksparse.nn`; their biases and all else stay. Speed decides: a weight with which the product
@@ -193,7 +193,7 @@ class _Choice:
 
 
 def _lamp(squares: Tensor) -> Tensor:
-    """Of each block its part of the squares that are left once all smaller ones are gone."""
+    """Returns the LAMP score of each block: its part of the squares left once all smaller blocks are gone."""
     ranked, order = squares.flatten().sort(descending=True, stable=True)
     parts = ranked / ranked.cumsum(0).clamp(min=torch.finfo(ranked.dtype).tiny)
     return torch.empty_like(parts).scatter_(0, order, parts).view_as(squares)

@@ -1,4 +1,4 @@
-"""How many times as fast a layer is block-sparse as dense, measured here."""
+"""Measures how many times faster a layer is block-sparse than dense, on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def speed_up_of_weight(weight: Prunable, layout: BlockLayout, tokens: int) -> fl
 
 
 def speed_up_of_module(module: BlockSparseModule, tokens: int) -> float:
-    """Time of the dense layer / time of this one, forward, without gradients; above 1 block-sparse is faster.
+    """Returns time of the dense layer / time of this one, forward, without gradients; above 1 block-sparse is faster.
 
     Args:
         module: a block-sparse layer; or a weight of a recurrent layer, of which the product of one step is measured.

@@ -1,4 +1,4 @@
-"""What the workers' gradients, networks and rates become, as plain functions of tensors and layouts."""
+"""The formulas for the workers' gradients, networks and rates, as plain functions of tensors and layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WARM_EPOCHS = 5
 
 
 def retain_valid(grad_values: Tensor, of_layout: BlockLayout, now_layout: BlockLayout) -> Tensor:
-    """A gradient for the layout of now, from one that was computed on an earlier layout (RetainValidUpdates).
+    """Maps a gradient computed on an earlier layout to the current layout (RetainValidUpdates).
 
     Blocks that are in both keep their gradient; those that are gone are dropped; those that are new get 0.
 
@@ -54,7 +54,7 @@ def retain_valid(grad_values: Tensor, of_layout: BlockLayout, now_layout: BlockL
 
 
 def union_average(layouts: Sequence[BlockLayout], values: Sequence[Tensor]) -> tuple[BlockLayout, Tensor]:
-    """The mean of several networks' weights, on the blocks that any of them has; one that is missing counts as 0.
+    """Averages the weights of several networks on the union of their blocks; a missing block counts as 0.
 
     Args:
         layouts: of the same grid and block.

@@ -1,4 +1,4 @@
-"""The processes of a run and their messages; one that is gone becomes a BlockSparseError."""
+"""The processes of a run and their messages; a process that does not answer becomes a BlockSparseError."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _variable(name: str, least: int, end: int, default: int | None = None) -> in
 
 
 def _within(seconds: float, work: Callable[[], Made]) -> Made:
-    """What `work` returns or raises, in a thread of its own: PyTorch waits longer than told, and deaf to Ctrl-C."""
+    """Runs `work` in a thread of its own, as PyTorch waits longer than the timeout and ignores Ctrl-C."""
     done: list[Made] = []
     failed: list[BaseException] = []
 
@@ -222,7 +222,7 @@ def receive(tensor: Tensor, source: int) -> Tensor:
 
 
 def all_reduce(tensor: Tensor) -> Tensor:
-    """The sum over all processes, in place."""
+    """Sums the tensor over all processes, in place."""
     if is_single_process():
         return tensor
     with reraise_comm_errors():
@@ -231,7 +231,7 @@ def all_reduce(tensor: Tensor) -> Tensor:
 
 
 def broadcast(tensor: Tensor) -> Tensor:
-    """The master's tensor, in place."""
+    """Overwrites the tensor with the master's."""
     if is_single_process():
         return tensor
     with reraise_comm_errors():
@@ -240,7 +240,7 @@ def broadcast(tensor: Tensor) -> Tensor:
 
 
 def gather(tensor: Tensor) -> list[Tensor]:
-    """The tensors of all processes, on the master; none elsewhere."""
+    """Returns the tensors of all processes on the master, and none elsewhere."""
     if is_single_process():
         return [tensor]
     mine = dist.get_rank() == MASTER
@@ -251,7 +251,7 @@ def gather(tensor: Tensor) -> list[Tensor]:
 
 
 def differing(facts: Mapping[str, object]) -> list[tuple[int, str]]:
-    """Which process says something else than most do (of as many, than the master's side), and the first such name.
+    """Finds a process that differs from the majority (in a tie, from the master's side), and the first such name.
 
     All processes ask with the same names, and get the same answer.
     """
@@ -271,7 +271,7 @@ def differing(facts: Mapping[str, object]) -> list[tuple[int, str]]:
 
 
 def _digest(fact: object) -> int:
-    """63 bits that are the same for what is: a tensor by its numbers, all else by its `repr`."""
+    """Returns 63 bits that are equal for equal values: of a tensor's numbers, or of the `repr` of anything else."""
     if isinstance(fact, Tensor):
         about = f"{fact.dtype}, {list(fact.shape)}".encode()
         content = fact.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""How to train by several processes, and what an epoch of it gave."""
+"""Settings and per-epoch results of training by several processes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What came out of an epoch, or of the average at the end."""
+    """The results of an epoch, or of the average at the end."""
 
     epoch: int
     """Counted from 1."""

@@ -1,4 +1,4 @@
-"""Convolutions over images that see no pixel after their own, in the order of reading; of whole images or of bands."""
+"""Convolutions over images whose outputs see no later pixel in reading order; of whole images or of bands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHIFTS = ("down", "down_right")
 
 
 def concat_elu(x: Tensor) -> Tensor:
-    """elu of x and of -x, one behind the other: `[n, channels, *] -> [n, 2 channels, *]`.
+    """Concatenates elu(x) and elu(-x): `[n, channels, *] -> [n, 2 channels, *]`.
 
     >>> import torch, blocksparse as bs
     >>> bs.nn.concat_elu(torch.tensor([[2.0, -2.0]]))
@@ -28,7 +28,7 @@ def concat_elu(x: Tensor) -> Tensor:
 
 
 class _Banded(nn.Module):
-    """What needs rows above its image: zeros, or the last ones of the band before (see `bands`).
+    """A layer that needs rows above its image: zeros, or the last rows of the previous band (see `bands`).
 
     Args:
         rows: how many.
@@ -129,13 +129,13 @@ class Shift2d(_Banded):
 
 
 class Bands:
-    """Says when a band of an image is complete, and the next one begins below it; see `bands`."""
+    """Marks the end of each band of an image; see `bands`."""
 
     def __init__(self, layers: list[_Banded]):
         self._layers = layers
 
     def next(self) -> None:
-        """What the layers saw last is final: the next call is for the rows below."""
+        """Completes the band that the layers saw last: the next call is for the rows below."""
         for layer in self._layers:
             # A copy: the band itself need not stay.
             layer.above = None if layer.seen is None else layer.seen.clone()

@@ -21,7 +21,7 @@ Ints = int | Sequence[int]
 
 
 class Convolution(BlockSparseModule):
-    """What convolutions and transposed ones share: channels padded to whole blocks, parameters, their start."""
+    """The base of convolutions and transposed ones: channels padded to whole blocks, parameters, initialisation."""
 
     axes: int  # of space
     function: Any

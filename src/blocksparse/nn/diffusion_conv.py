@@ -15,7 +15,7 @@ from ..layout import BlockLayout, import_scipy_sparse
 
 
 class Diffusion(nn.Module):
-    """What a walk over a graph sees after 0, 1, ..., `hops` steps: P^j x, with a sparse P.
+    """Computes P^j x for j = 0, 1, ..., `hops`: a random walk over a graph with a sparse transition matrix P.
 
     P = A D^-1 with D the degrees plus 1: column n has 1 / (degree(n) + 1) for each neighbour of node n. Entries up to
     the threshold are set to 0 before the powers are made, so that no column of the first has more than

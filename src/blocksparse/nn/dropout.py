@@ -1,4 +1,4 @@
-"""Dropout whose mask is drawn fast on the CPU, and takes a byte a number."""
+"""Dropout whose mask is drawn fast on the CPU and takes one byte per number."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class LSTM(Recurrent):
         return restore(y.flatten(0, -2), h, c if hx is None else c.to(hx[1].dtype))
 
     def _is_torchs(self, x: Tensor, hx: State | None) -> bool:
-        """Whether PyTorch's own kernels are better: cuDNN's on a GPU, oneDNN's where nothing is trained."""
+        """Whether PyTorch's own kernels are faster: cuDNN's on a GPU, oneDNN's where nothing is trained."""
         if any(isinstance(weight, Weight) for weight in self.children()):
             return False
         return x.device.type == "cuda" or not needs_grad(x, *(hx or ()), *self.parameters())

@@ -1,4 +1,4 @@
-"""What all block-sparse modules share: a layout, its values as a plain parameter, and both in the state dict."""
+"""The base of all block-sparse modules: a layout, its values as a plain parameter, and both in the state dict."""
 
 from __future__ import annotations
 
@@ -113,11 +113,11 @@ class BlockSparseModule(nn.Module):
 
     @property
     def used(self) -> tuple[Tensor, Tensor] | None:
-        """Which outputs and which inputs of the layout's shape are no padding, bool on the CPU; None where all are."""
+        """Marks which outputs and inputs of the layout are not padding, bool on the CPU; None where all are real."""
         return self._used
 
     def set_layout(self, layout: BlockLayout, values: Tensor, used: tuple[Tensor, Tensor] | None = None) -> None:
-        """Another pattern and its values, in place: the parameter stays the same object; its gradient is cleared.
+        """Sets another pattern and its values in place: the parameter stays the same object; its gradient is cleared.
 
         Args:
             layout: of the same block; of another grid only where the module's sizes are changed with it.
@@ -223,7 +223,7 @@ def _is_wrapped(tensor: Tensor) -> bool:
 
 
 def replace_data(parameter: Tensor, data: Tensor) -> None:
-    """Other data of any shape for a parameter, whose gradient is cleared; what wants the old in backward is refused."""
+    """Gives a parameter data of any shape and clears its gradient; a backward pass that needs the old data raises."""
     parameter.grad = None
     if not parameter.is_inference():
         increment_version(parameter)
@@ -242,7 +242,7 @@ def layout_for(
     block_size: int | tuple[int, int],
     what: str = "features",
 ) -> BlockLayout:
-    """The layout of a module of `shape` (out, in), padded to whole blocks: the one given, or a random one.
+    """Returns the layout of a module of `shape` (out, in), padded to whole blocks: the one given, or a random one.
 
     Without a density every block is stored. The random pattern is drawn with PyTorch's generator as the seed.
     """

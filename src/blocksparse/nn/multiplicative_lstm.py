@@ -15,7 +15,7 @@ from .weight_norm import l2_normalize, norms
 
 
 class MultiplicativeLSTM(Recurrent):
-    """An LSTM whose state is multiplied, unit by unit, with factors of the input before it goes into the gates.
+    """An LSTM whose state is multiplied elementwise by factors from the input before it enters the gates.
 
         m = (x W_im^T) * (h W_hm^T);  i, f, g, o = x W_ih^T + m W_mh^T + b
         c = sig(f) c + sig(i) tanh(g);  h = sig(o) tanh(c)

@@ -1,4 +1,4 @@
-"""What all recurrent modules share: layers, directions, packed sequences, padding, weights dense or block-sparse."""
+"""The base of all recurrent modules: layers, directions, packed sequences, padding, weights dense or block-sparse."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Size(NamedTuple):
 
 
 class Recurrent(nn.Module):
-    """Layers of cells over sequences, with the interface of `torch.nn.LSTM`. What a cell is, subclasses say.
+    """Layers of cells over sequences, with the interface of `torch.nn.LSTM`; subclasses define the cell.
 
     Weights are plain parameters `[out, in]` where dense, modules with `values` and a layout where block-sparse; both
     are found by the names that torch.nn.LSTM gives them, so that state dicts of dense modules are the same.

@@ -18,7 +18,7 @@ from .recurrent import Recurrent, cast, fitting
 
 
 class SmallWorldLSTM(Recurrent):
-    """An LSTM that takes `depth` steps through its graph of units within each time step; all products are normed.
+    """An LSTM with `depth` steps through its graph of units per time step, and a layer norm after each product.
 
         s = norm(x U1^T) * norm(h W1^T)
         s = relu(norm(x U2^T) + norm(s W2^T))

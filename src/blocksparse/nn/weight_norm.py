@@ -21,7 +21,7 @@ _LEAST_VARIANCE = 1e-10
 
 
 def l2_normalize(values: Tensor, layout: BlockLayout, gain: Tensor | None = None, epsilon: float = 1e-12) -> Tensor:
-    """The values divided by the l2 norm of all that their output is a sum of: its stored inputs and all taps.
+    """Divides the values by the l2 norm of their output's weights, over its stored inputs and all taps.
 
     Args:
         values: `[nnz, block_out, block_in]`, with a convolution's `*kernel` behind or not.
@@ -116,7 +116,7 @@ class WeightNorm(nn.Module):
         return torch.func.functional_call(self.module, {self.name: self.values}, inputs, options)
 
     def fold(self) -> nn.Module:
-        """The module itself, with the weights in use as its weights."""
+        """Returns the module itself, with the effective weights as its weights."""
         with torch.no_grad():
             getattr(self.module, self.name).copy_(self.values)
         return self.module
@@ -143,7 +143,7 @@ class WeightNorm(nn.Module):
 
 
 def initialise_from_data(model: nn.Module, *inputs: Any) -> None:
-    """Gain and bias of every `WeightNorm` in a model, by a batch that is passed through it once.
+    """Sets gain and bias of every `WeightNorm` in a model by passing one batch through it.
 
     One after the other in the order of their calls they get such as give each of their outputs mean 0 and deviation
     `scale` over the batch. One that is not called is left as it is.
@@ -178,7 +178,7 @@ def initialise_from_data(model: nn.Module, *inputs: Any) -> None:
 
 
 def fold(model: nn.Module) -> nn.Module:
-    """A copy of a model with the weights in use as its weights, for when it is trained no more.
+    """Copies a model with its effective weights as plain weights, for when training is over.
 
     >>> import torch, blocksparse as bs
     >>> model = torch.nn.Sequential(bs.nn.WeightNorm(torch.nn.Linear(4, 3)))

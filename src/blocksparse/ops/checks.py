@@ -1,4 +1,4 @@
-"""What every public function of an op asks of its tensors."""
+"""Checks of tensors for the public functions of all ops."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_operands(dtype: torch.dtype, device: torch.device, **tensors: tuple[Te
 
 
 def row_stride(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
-    """The distance between the rows of this tensor, or of the one row of `[features]` to itself.
+    """Returns the stride between rows; of a vector `[features]`, the features of its one row.
 
     A tensor that is written to has a name that ends in `_out`.
 
@@ -75,7 +75,7 @@ def row_stride(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.d
 
 
 def described(tensor: Tensor) -> str:
-    """Shape, strides, dtype and device, as an error says them."""
+    """Describes shape, strides, dtype and device for an error."""
     strided = tensor.layout is torch.strided
     memory = f"with strides {list(tensor.stride())}" if strided else f"of layout {tensor.layout}"
     return f"{list(tensor.shape)} {memory}, {tensor.dtype}, {tensor.device}"
@@ -113,7 +113,7 @@ def autocast(x: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd will record what is done with these."""
+    """Whether autograd will record operations on these."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -122,7 +122,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def can_skip_dispatcher(*tensors: Tensor | None) -> bool:
-    """Whether nobody watches ops go by: no gradient, tracer, mode, transform or subclass needs to see one.
+    """Whether no gradient, tracer, mode, transform or subclass needs to see an op, so that a direct call is enough.
 
     A product may then be called as it is. PyTorch's way through an op written in Python takes 6 microseconds.
     """
@@ -130,12 +130,12 @@ def can_skip_dispatcher(*tensors: Tensor | None) -> bool:
 
 
 def only_autograd_active(*tensors: Tensor | None) -> bool:
-    """Whether nobody but autograd, where it records, watches ops on these go by."""
+    """Whether nothing but autograd, where it records, needs to see ops on these."""
     return is_eager(*tensors) and not torch.autograd._profiler_enabled()
 
 
 def is_eager(*tensors: Tensor | None) -> bool:
-    """Whether these are numbers that can be read: no tracer, mode, transform, subclass or lazy sign stands between."""
+    """Whether the numbers can be read: there is no tracer, mode, transform, subclass or lazy negation."""
     return (
         not torch.compiler.is_compiling()
         and all(tensor is None or _is_plain(tensor) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""The compiled CPU core, shared by all ops: is it there, which instruction set, whose threads."""
+"""The compiled CPU core, shared by all ops: availability, instruction set, threads."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def _torch_cpu() -> ctypes.CDLL:
 
 
 def _end_idle_threads() -> None:
-    """Before a fork: the child would wait for ever for the threads of GNU's OpenMP, which it knows but has not got.
+    """Ends OpenMP's idle threads before a fork: the child would wait forever for threads that it does not have.
 
-    PyTorch's own products hang so too. A pool that was given back starts again with the next loop, in both processes.
+    With GNU's OpenMP PyTorch's own products hang too. The pool starts again with the next loop, in both processes.
     """
     pause = getattr(_torch_cpu(), "omp_pause_resource_all", None)  # since OpenMP 5.0
     if pause is not None:

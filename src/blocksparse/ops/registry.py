@@ -1,4 +1,4 @@
-"""Which backend serves a call; a refusal carries its reason.
+"""Chooses the backend that serves a call; a refusal has its reason.
 
 A backend of an op is a module in the op's folder with the op's products as functions and a function
 `refusal(device, dtype) -> str | None`: why it cannot serve such a call, or None when it can.

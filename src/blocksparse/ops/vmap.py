@@ -1,4 +1,4 @@
-"""`torch.vmap` of an operation: one call after the other."""
+"""Supports `torch.vmap` of an op by one call per entry of the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts by construction: of weights, and of attention."""
+"""Functions that make layouts, of weights and of attention."""
 
 from .attention import fixed_attention, small_world_attention, strided_attention
 from .weights import (

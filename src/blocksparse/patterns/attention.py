@@ -22,7 +22,7 @@ PARTS = ("all", "near", "far")
 def strided_attention(
     tokens: int, block_size: int = 32, stride: int | None = None, part: str = "all", causal: bool = True
 ) -> BlockLayout:
-    """Each query sees those right before it, and further back every stride-th one: for what has rows, as images.
+    """Each query sees the keys right before it, and every stride-th one further back: for data with rows, like images.
 
     near: key j is seen by query i where i - j <= stride. far: where i - j is a multiple of the stride.
 
@@ -64,7 +64,7 @@ def fixed_attention(
     part: str = "all",
     causal: bool = True,
 ) -> BlockLayout:
-    """Each query sees its own stretch of the sequence, and the last keys of each stretch, which sum it up: for texts.
+    """Each query sees its own segment of the sequence, and the last keys of each segment, which summarise it: for text.
 
     near: key j is seen by query i in the same stretch of `stride`, where i // stride = j // stride. far: key j is seen
     by all where j % stride >= stride - summary; and each query sees its own block, as else the first would see none.
@@ -104,7 +104,7 @@ def fixed_attention(
 def small_world_attention(
     tokens: int, block_size: int = 32, neighbors: int = 4, rewire: float = 0.2, seed: int = 0, causal: bool = True
 ) -> BlockLayout:
-    """Each query sees its own block and the nearest ones, some of which are exchanged for any others: a small world.
+    """Each query sees its own block and the nearest ones, some of them rewired at random: a small world.
 
     A Watts-Strogatz graph whose ties have a direction: of the `neighbors` nearest blocks (all of them before it where
     causal), each is with probability `rewire` replaced by one drawn from all that may be seen and are not among them.
@@ -139,7 +139,7 @@ def small_world_attention(
         near = np.arange(start, min(start + neighbors + 1, seen))
         moved = (rng.random(near.size) < rewire) & (near != i)
         drawn = rng.permutation(seen - near.size)[: np.count_nonzero(moved)]
-        # Where there are fewer others than are to be exchanged, the rest stays.
+        # Where there are fewer others than are to be rewired, the rest stays.
         moved &= np.cumsum(moved) <= drawn.size
         cols.append(np.concatenate([near[~moved], drawn + near.size * (drawn >= start)]))
     rows = np.repeat(np.arange(n), [row.size for row in cols])

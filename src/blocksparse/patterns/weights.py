@@ -62,7 +62,7 @@ def block_diagonal(shape: Shape, block_size: Block = 32) -> BlockLayout:
 
 
 def shuffled_block_diagonal(shape: Shape, block_size: Block = 32, groups: int | None = None) -> BlockLayout:
-    """Squares of blocks on the diagonal whose inputs are dealt out like cards: a channel shuffle, then groups.
+    """Squares of blocks on the diagonal with interleaved inputs: a channel shuffle, then groups.
 
     Group g of the outputs (neighbouring blocks) has the inputs g, g + groups, g + 2 groups, ... A few such layers on
     each other connect every output to every input, which plain groups never do; no channel moves in memory.
@@ -194,7 +194,7 @@ def random(shape: Shape, block_size: Block = 32, density: float = 0.1, seed: int
 
 
 def erdos_renyi(shape: Shape, block_size: Block = 32, epsilon: float = 4.0, seed: int = 0) -> BlockLayout:
-    """Each block on its own with probability epsilon (n_out + n_in) / (n_out n_in), at most 1.
+    """Each block independently with probability epsilon (n_out + n_in) / (n_out n_in), at most 1.
 
     Here n_out and n_in count blocks, so that about epsilon (n_out + n_in) blocks are stored. Rows and columns may
     stay empty. With blocks of 1 this is the start of sparse evolutionary training (SET).

@@ -1,4 +1,4 @@
-"""Layers really smaller: neurons without incoming connections leave the network."""
+"""Makes layers smaller: removes neurons without incoming connections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compact(
     activation: Callable[[Tensor], Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Tensor:
-    """Takes the outputs of a layer that have no incoming connections out of it, and out of the next one, in place.
+    """Removes the outputs of a layer that have no incoming connections from it and from the next one, in place.
 
     Such a neuron is a constant, activation(bias); what it adds to the next layer goes into the bias of that one. So
     nothing that the network computes changes, but for rounding (and dropout between the two, which no longer drops

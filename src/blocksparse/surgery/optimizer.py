@@ -1,4 +1,4 @@
-"""What an optimizer keeps for a parameter, where the parameter changes its shape."""
+"""The optimizer's state of a parameter that changes its shape."""
 
 from __future__ import annotations
 

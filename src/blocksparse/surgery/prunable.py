@@ -1,4 +1,4 @@
-"""Dense weights of a model in place of which block-sparse ones can stand."""
+"""Finds the dense weights of a model that can become block-sparse."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Prunable:
 def prunable(
     model: nn.Module, block_size: int | tuple[int, int] = 32, skip: Skip = (), empty: bool = False
 ) -> list[Prunable]:
-    """Every weight of a model that can become block-sparse, in the order of `named_modules`.
+    """Lists every weight of a model that can become block-sparse, in the order of `named_modules`.
 
     These are the weights of torch.nn's linear layers, of convolutions without groups and of their transposes, of LSTMs,
     and of the linear layer that the transformers library calls Conv1D; and dense weights of `blocksparse.nn`'s
@@ -119,7 +119,7 @@ def prunable(
 def survey(
     model: nn.Module, block_size: int | tuple[int, int] = 32, skip: Skip = (), empty: bool = False
 ) -> list[tuple[Prunable, str | None]]:
-    """Every dense weight of a model, and None or the reason why it cannot become block-sparse.
+    """Lists every dense weight of a model with None, or the reason why it cannot become block-sparse.
 
     A weight here is a parameter of two axes or more; what else they are, arguments and errors are as for `prunable`.
     """

@@ -1,4 +1,4 @@
-"""Dense weights of a model exchanged for block-sparse ones, in place."""
+"""Replaces dense weights of a model by block-sparse ones, in place."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["Prunable", "Skip", "prunable", "replace_with_sparse", "survey"]
 def replace_with_sparse(
     model: nn.Module, layouts: Mapping[str, BlockLayout], optimizer: torch.optim.Optimizer | None = None
 ) -> nn.Module:
-    """Gives weights of a model layouts, in place: their modules become block-sparse ones, with the weights' values.
+    """Replaces dense modules by block-sparse ones with these layouts and the weights' values, in place.
 
     Other parameters, biases say, stay the same objects, but for those of an LSTM that has to be padded. A module that
     has two parents is exchanged in both. A new parameter takes the place of the old one in the optimizer's groups, with
@@ -91,7 +91,7 @@ def replace_with_sparse(
 
 @dataclass(frozen=True)
 class _Change:
-    """A parameter and the one that takes its place; `take` makes what belongs to the new one of what did to the old."""
+    """A parameter and its replacement; `take` converts the state of the old one to that of the new one."""
 
     name: str
     old: nn.Parameter
@@ -212,7 +212,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, changes: Sequence[
 
 
 def _avoid_fused_encoders(model: nn.Module) -> None:
-    """PyTorch's encoder layers read the weights of their linear layers in inference, unless told that they cannot."""
+    """Turns off the fused inference of PyTorch's encoder layers, which reads the weights of their linear layers."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             if isinstance(module.linear1, Linear) or isinstance(module.linear2, Linear):

@@ -1,4 +1,4 @@
-"""Another pattern in place: values, gradient and the optimizer's state follow each connection."""
+"""Changes a pattern in place: values, gradient and the optimizer's state follow each connection."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def rewire(
 
 
 def remap_blocks(tensor: Tensor, source: Tensor, new: Tensor | None = None) -> Tensor:
-    """What is kept for each block, in the order of another pattern.
+    """Reorders per-block data for another pattern.
 
     Args:
         tensor: `[nnz, ...]`.
@@ -98,7 +98,7 @@ def remap_blocks(tensor: Tensor, source: Tensor, new: Tensor | None = None) -> T
 
 
 def carry_state(optimizer: torch.optim.Optimizer | None, parameter: Tensor, source: Tensor) -> None:
-    """Takes the optimizer's state of a parameter along its first axis, before the parameter itself changes."""
+    """Remaps the optimizer's state of a parameter along its first axis, before the parameter itself changes."""
     state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
     for name, kept in state.items():
         if isinstance(kept, Tensor) and kept.shape == parameter.shape:

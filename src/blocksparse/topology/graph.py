@@ -32,7 +32,7 @@ class Graph:
 
     @property
     def nodes(self) -> int:
-        """How many there are on the level that is measured: blocks, or neurons."""
+        """Number of nodes on the measured level: blocks, or neurons."""
         return int(self.weights.sum())
 
     @property

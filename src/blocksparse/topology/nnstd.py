@@ -31,7 +31,7 @@ DENSE = 0.1
 
 @dataclass(frozen=True)
 class Layer:
-    """A layout and which of its outputs and of its inputs are no padding, bool; None where all are."""
+    """A layout and masks of its outputs and inputs that are not padding, bool; None where all are real."""
 
     layout: BlockLayout
     used: tuple[np.ndarray, np.ndarray] | None = None

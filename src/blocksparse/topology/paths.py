@@ -104,7 +104,7 @@ def average_path_length(
 
 
 def diameter(layout: BlockLayout, sources: int | None = None, *, level: str = "block", seed: int = 0) -> int:
-    """The longest of the shortest paths between two nodes, in edges; where sources are drawn, at least so long.
+    """Returns the longest shortest path between two nodes, in edges; a lower bound where sources are drawn.
 
     Args:
         layout, level, sources, seed: as for `path_lengths`.

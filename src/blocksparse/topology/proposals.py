@@ -1,4 +1,4 @@
-"""Layouts for a budget of parameters, measured side by side: `design`."""
+"""Proposes layouts for a budget of parameters, with their measures: `design`."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def design(
     workers: int = 8,
     seed: int = 0,
 ) -> Proposals:
-    """Square layouts for a budget of parameters, measured and sorted; printed, they are a table that says why.
+    """Proposes square layouts for a budget of parameters, measured and sorted; printed, they are a table with reasons.
 
     Of each pattern in `bs.patterns` the options are found with which it comes nearest to the budget; what is within
     the tolerance is proposed. Steps follow the connections from inputs to outputs; mean paths take them in both

@@ -1,4 +1,4 @@
-"""How far a layout's graph is a small world: as clustered as a lattice, its paths as short as a random graph's.
+"""How small-world a layout's graph is: as clustered as a lattice, with paths as short as a random graph's.
 
 Both measures compare it with graphs of as many nodes and edges: random ones, in which every node keeps its degree
 (ends of pairs of edges swapped at random, ten times each), and the ring on which each node is tied to its nearest.
@@ -25,7 +25,7 @@ SOURCES = 500
 
 @dataclass(frozen=True)
 class SmallWorld:
-    """What sigma and omega are made of; see `small_world`."""
+    """The quantities in sigma and omega; see `small_world`."""
 
     clustering: float
     path_length: float

@@ -1,4 +1,4 @@
-"""Topologies over time: what an evolving net's layouts were, how far from each other, and both as points and a tree."""
+"""Topologies over time: the layouts of an evolving net, their distances, and embeddings and trees of these."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, check_layout
 
-# Rows of blocks are computed together, filled up to as many blocks as the longest: at most a quarter is filling.
+# Rows of blocks are batched by padding them to the longest one: at most a quarter is padding.
 FILLED = 0.75
 
 # At most this many blocks per batch, so that their gathered keys and values fit in the caches.
@@ -34,7 +34,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T) v, in which each query sees the keys of the stored blocks of its row only.
+    """Computes softmax(scale q k^T) v, where each query sees only the keys of the stored blocks in its row.
 
     Args:
         q: `[batch, heads, queries, d]`.

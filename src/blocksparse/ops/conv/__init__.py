@@ -294,7 +294,7 @@ def _transposed_size(
 
 
 def per_axis(name: str, value: Any, dims: int, least: int, names: bool = False) -> list[int]:
-    """One int per axis from what a user gives, an int or a sequence, or a BlockSparseError."""
+    """Returns one int per axis from an int or a sequence, or raises a BlockSparseError."""
     given = list(value) if isinstance(value, tuple | list) else [value] * dims
     given = given * dims if len(given) == 1 else given
     if len(given) != dims or not all(is_int(number) and number >= least for number in given):

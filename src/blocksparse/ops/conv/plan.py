@@ -1,4 +1,4 @@
-"""Where the taps of a convolution meet its images, axis by axis: pure, made once per geometry, free of channels.
+"""Where the taps of a convolution meet its images, axis by axis: pure, made once per geometry, without channels.
 
 A convolution ties positions of a `small` image to positions of a `big` one: position j of the small axis meets
 position j * stride - padding + tap * dilation of the big axis. To gather is to compute the small image (a convolution),
@@ -23,7 +23,7 @@ from ..linear.plan import check_int32
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of space: the sizes of both images, and how taps tie them."""
+    """One axis of space: the sizes of both images, and how taps map one to the other."""
 
     big: int
     small: int
@@ -33,7 +33,7 @@ class Axis:
     dilation: int
 
     def tap(self, tap: int) -> tuple[int, int, int]:
-        """(count, first position of the small axis, first one of the big axis): what the tap ties together.
+        """Returns (count, first position of the small axis, first one of the big axis) of the pairs that a tap maps.
 
         The positions go on in steps of 1 on the small axis, of `stride` on the big one.
 
@@ -66,7 +66,7 @@ class Runs:
 
     @cached_property
     def packed(self) -> np.ndarray:
-        """All of it in one vector, for the compiled core."""
+        """All fields in one vector, for the compiled core."""
         head = [len(self.first), self.out_step, self.in_step]
         lists = self.first, self.count, self.tap_start, self.tap, self.at, self.begin, self.end
         return np.concatenate([head, *lists]).astype(np.int64)
@@ -197,7 +197,7 @@ def axes_of(
 
 
 def is_linear(axes: Sequence[Axis]) -> bool:
-    """Whether every position stands by itself: the convolution is then the linear product of all of them."""
+    """Whether each position depends only on itself: the convolution is then one linear product."""
     return all(axis.kernel == axis.stride == 1 and axis.padding == 0 and axis.big == axis.small for axis in axes)
 
 

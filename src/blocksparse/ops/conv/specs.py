@@ -93,7 +93,7 @@ class ConvSpec:
 
 @dataclass(frozen=True)
 class ConvTarget:
-    """A spec and the speed-up over a peer that we want at least, in each of the three passes."""
+    """A spec and the least speed-up over a peer that is the goal, in each of the three passes."""
 
     spec: ConvSpec
     peer: str

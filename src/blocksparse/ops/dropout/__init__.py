@@ -1,4 +1,4 @@
-"""A leaky ReLU and dropout in one pass: for tensors on the CPU, and without autograd.
+"""Leaky ReLU and dropout in one pass, on the CPU and without autograd.
 
     y = factor[code] x,  grad_x = factor[code] grad
 
@@ -25,12 +25,12 @@ Factors = tuple[float, float, float]
 
 
 def least_of(p: float) -> int:
-    """The numbers of `LEVELS` that are dropped for p, some stay whatever p below 1 is."""
+    """Returns how many of `LEVELS` levels are dropped for p; at least one stays."""
     return min(round(p * LEVELS), LEVELS - 1)
 
 
 def factors_of(least: int, slope: float) -> Factors:
-    """What a number is multiplied by, by its code; `slope` is that of the negative side, 1 for dropout alone."""
+    """Returns the factor for each code; `slope` is that of the negative side, 1 for dropout alone."""
     scale = LEVELS / (LEVELS - least)
     return 0.0, scale, slope * scale
 

@@ -1,1 +1,1 @@
-"""What the GPU backends of all ops share: tiles, plans, launches, device functions."""
+"""Tiles, plans, launches and device functions of the GPU backends of all ops."""

@@ -1,4 +1,4 @@
-"""What the kernels of several ops share on the GPU: walking blocks in lanes, loading tiles, the end of a sum.
+"""Device functions of several GPU kernels: walking blocks in lanes, loading tiles, finishing a sum.
 
 The inner dimension is walked in lanes: lane l of a task is feature l % WIDTH of its entry l // WIDTH, so one step
 gathers several small blocks or a part of a large one. WIDTH is the block's side rounded up to a power of two; lanes

@@ -1,4 +1,4 @@
-"""What the programs of a GPU do, made once per layout: pure numpy, no values in it, testable without a GPU.
+"""Plans what the programs of a GPU do, once per layout: pure numpy without values, testable without a GPU.
 
 A task is what one program sums up. Longest first: what is handed out last is then short, and no program is left alone
 with a long row.
@@ -143,7 +143,7 @@ def _shared(rows: BlockLayout, begin: int, end: int) -> np.ndarray:
 
 
 def share(plan: LinearPlan) -> float:
-    """The part of the loads of inputs that pairing saves, from 0 to a half."""
+    """Returns the fraction of input loads that pairing saves, from 0 to 0.5."""
     entries = len(plan.col)
     both = int((plan.tasks[:, 3] - plan.tasks[:, 2]).sum()) if plan.pairs else 0
     return both / (entries + both) if entries else 0.0

@@ -64,7 +64,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What of a GPU the choice depends on."""
+    """The properties of a GPU on which the choice depends."""
 
     name: str
     kind: str  # "sm80", "sm90", "gfx942": instruction set

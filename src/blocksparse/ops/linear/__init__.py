@@ -72,7 +72,7 @@ def linear(
 
 
 def linear_transposed(x: Tensor, values: Tensor, layout: BlockLayout, gate: Tensor | None = None) -> Tensor:
-    """x W: the product with the transposed weight, from the very same `values` and `layout`, without a copy of either.
+    """Computes x W, the product with the transposed weight, from the same `values` and `layout` without a copy.
 
     Args:
         x: `[..., out_features]`, any strides.

@@ -92,7 +92,7 @@ def indices_of(layout: BlockLayout, x: Tensor) -> list[Tensor]:
 
 
 def grid_of(indices: Sequence[Tensor], in_blocks: int) -> tuple[int, int]:
-    """(out_blocks, in_blocks) as the sizes of index tensors say it, which may be traced."""
+    """Returns (out_blocks, in_blocks) from the sizes of index tensors, which may be traced."""
     vectors = len(indices) >= 2 and all(index.dim() == 1 for index in indices)
     if not vectors or indices[0].shape[0] < 2 or in_blocks < 1:
         got = f"{[list(index.shape) for index in indices]}, {in_blocks}"
@@ -103,7 +103,7 @@ def grid_of(indices: Sequence[Tensor], in_blocks: int) -> tuple[int, int]:
 
 
 def layout_of(indices: Sequence[Tensor], grid: tuple[int, int], block: tuple[int, int]) -> BlockLayout:
-    """The layout that these index tensors are those of, or one made of them (in a graph loaded from a file, say).
+    """Returns the layout of these index tensors, or makes one of them (as in a graph loaded from a file).
 
     Raises:
         BlockSparseError: index tensors that are not those of a layout of this grid.
@@ -203,7 +203,7 @@ def _linear_wgrad_autograd(keys, grad, x, indices, in_blocks):
 
 
 class EagerLinear(torch.autograd.Function):
-    """The product where nobody but autograd watches, on operands that were checked.
+    """The product where nothing but autograd needs to see it, on checked operands.
 
     PyTorch's way through ops written in Python takes longer than the products of a small layer. Of the activations it
     takes "relu".
@@ -257,7 +257,7 @@ def _eager_gradients(grad, x, values, layout, transpose, needed):
 
 
 def _redispatch_after_autograd(op, keys, *arguments):
-    """The op as those see it that are called after autograd: compilers, fake tensors, the kernels."""
+    """Dispatches the op to what comes after autograd: compilers, fake tensors, the kernels."""
     with torch._C._AutoDispatchBelowAutograd():
         return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
@@ -283,7 +283,7 @@ def _traced_layout(indices, in_blocks, block) -> triton.TracedLayout:
 
 
 def _see_through(traced):
-    """In a graph with a schedule the op becomes launches of its kernels, as with `torch.library.triton_op`."""
+    """Replaces the op by launches of its kernels in a graph with a schedule, as `torch.library.triton_op` does."""
 
     def rule(mode, op, types, args, kwargs):
         scheduled = any(isinstance(argument, list | tuple) and len(argument) > 2 for argument in args)

@@ -97,7 +97,7 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class Target:
-    """A spec and the speed-ups over its peers that we want at least.
+    """A spec and the least speed-ups over its peers that are the goal.
 
     `needs` is a CPU feature it presumes, `bandwidth` the part of a copy's bytes per second that values, inputs and
     outputs should come to, and `others` are peers to measure without a target.

@@ -1,4 +1,4 @@
-"""The fused gates of one LSTM step, forward and backward: what comes between the products of a recurrence.
+"""The fused gates of one LSTM step, forward and backward, between the products of a recurrence.
 
 Not for autograd: who walks through time calls `backward` itself. All outputs are the caller's memory, so that a
 sequence has one buffer of each. Shapes, with n rows and H features:
@@ -27,7 +27,7 @@ IMPLEMENTATIONS = {"triton": triton, "cpu": cpu, "reference": reference}
 
 
 def backend_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The module whose `forward` and `backward` serve such tensors, for who calls them at many steps.
+    """Returns the module whose `forward` and `backward` serve such tensors, for callers with many steps.
 
     Raises:
         BlockSparseError: there is none, with the reason.

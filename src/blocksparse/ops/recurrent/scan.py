@@ -33,7 +33,7 @@ class Recurrence(Protocol):
 
 
 def scan(recurrence: Recurrence, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """The outputs of a recurrence, differentiable as often as one likes."""
+    """Returns the outputs of a recurrence, differentiable any number of times."""
     if torch.compiler.is_compiling():
         return recurrence.definition(*tensors)
     return _Scan.apply(recurrence, torch.is_grad_enabled(), *map(_resolved, tensors))

@@ -1,4 +1,4 @@
-"""Which blocks count, by their weights and by what reaches them: Wanda, for blocks."""
+"""Scores blocks by their weights and their inputs: Wanda, for blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ActivationScores(dict[str, Tensor]):
 def activation_scores(
     model: nn.Module, batches: Batches, block_size: int | tuple[int, int] = 32, skip: Skip = ()
 ) -> ActivationScores:
-    """The score of each block by some calibration data: the sum over it of |w_ij| * ||x_j||, Wanda's for weights.
+    """Scores each block on calibration data by the sum over it of |w_ij| * ||x_j||, Wanda's score of weights.
 
     x_j is input j over all tokens of all batches: of a convolution input channel j at all positions, of an LSTM's
     recurrent weight the state j after each step. Only sums of squares are kept, in float64. The model runs in its

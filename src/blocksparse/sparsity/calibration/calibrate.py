@@ -1,4 +1,4 @@
-"""Calibration: a trained model runs over some batches, and what reaches its layers is looked at, never kept."""
+"""Calibration: runs a trained model over some batches and observes the inputs of its layers without keeping them."""
 
 from __future__ import annotations
 

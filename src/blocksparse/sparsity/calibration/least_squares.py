@@ -1,4 +1,4 @@
-"""Rows of blocks that do best what a dense weight did: which blocks, and their values by least squares."""
+"""Chooses the blocks of a row that best reproduce a dense weight, and their values by least squares."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from .least_squares import best_columns, block_counts, least_squares
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """What `reconstruct` has made.
+    """The result of `reconstruct`.
 
     Args:
         model: with block-sparse weights.
@@ -49,7 +49,7 @@ def reconstruct(
     skip: Skip = (),
     damping: float = 0.01,
 ) -> Reconstruction:
-    """A block-sparse copy of a trained model whose layers do what the dense ones did, as well as so few blocks can.
+    """Makes a block-sparse copy of a trained model whose layers reproduce the outputs of the dense ones.
 
     Layer by layer, in the order in which they run, with the inputs X that the layers before, pruned already, give them.
     With H = X^T X + damping * mean(diag(X^T X)), the error of a weight V in the place of W is tr((W - V) H (W - V)^T).
@@ -63,13 +63,12 @@ def reconstruct(
 
     Args:
         model: any module; it stays as it is.
-        batches: what the model is called with, some thousand tokens for layers of some thousand inputs: a list, or what
-            else can be gone through again and again, of tensors, of tuples or lists of arguments, or of dicts of
-            arguments by name.
+        batches: the model's inputs, some thousand tokens for layers of some thousand inputs: a list, or another
+            iterable for several passes, of tensors, of tuples or lists of arguments, or of dicts of arguments by name.
         density: the part of the blocks that each weight keeps, to the nearest block and at least one.
         block_size: an int or (rows, columns).
         skip: what stays dense, the output layer say: modules, or names of modules or weights.
-        damping: more of it where the batches are few.
+        damping: larger for few batches.
 
     Raises:
         BlockSparseError: no batch, an iterator that is used up after one pass, inputs of a layer that are not finite, a
@@ -164,7 +163,7 @@ def _rows(module: nn.Module, x: Tensor, weight: Prunable) -> Tensor:
 
 
 def _fit(weight: Prunable, moments: Tensor, density: float, damping: float) -> tuple[BlockLayout, float]:
-    """Gives the weight the values of its best blocks, zeros elsewhere: their layout and the relative error."""
+    """Sets the weight to its best blocks, zeros elsewhere; returns their layout and the relative error."""
     matrix = weight.matrix()
     dense = weight.padded().detach().flatten(1).double()
     (height, width), (rows, columns) = weight.block_shape, weight.grid

@@ -15,7 +15,7 @@ from ..pruning.magnitude import check_norm, norms_of
 
 
 def nm_mask(weight: Tensor, n: int = 2, m: int = 4) -> Tensor:
-    """The n largest |w| of each m consecutive input features; of equals those that come first.
+    """Masks the n largest |w| of each m consecutive input features; among equals, the first ones.
 
     Args:
         weight: `[out_features, in_features]`, or `[out_channels, in_channels, *kernel]` of a convolution, where
@@ -46,7 +46,7 @@ def nm_mask(weight: Tensor, n: int = 2, m: int = 4) -> Tensor:
 def nm_layout(
     weight: Tensor, n: int = 2, m: int = 4, block_size: int | tuple[int, int] = 32, *, norm: str = "l2"
 ) -> BlockLayout:
-    """N:M of whole blocks: the layout with the n largest of each m consecutive blocks of a row.
+    """Makes an N:M layout of whole blocks: the n largest of each m consecutive blocks of a row.
 
     This is the form of N:M that saves time on any device: every row of blocks has equally many, and the kernels skip
     the others, so that products, memory and gradients cost n / m of all blocks. Masks of single weights save nothing

@@ -1,4 +1,4 @@
-"""An order of the input features in which N:M sparsity keeps more of a weight."""
+"""Finds an order of the input features in which N:M sparsity keeps more of a weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNK = 1 << 17
 
 
 def nm_permutation(weight: Tensor, n: int = 2, m: int = 4, *, escapes: int = 100, seed: int = 0) -> Tensor:
-    """An order of the columns such that `weight[:, order]` keeps more magnitude under `nm_mask`: greedy swaps.
+    """Finds an order of columns by greedy swaps, such that `weight[:, order]` keeps more magnitude under `nm_mask`.
 
     Columns of different groups are swapped, the best swaps first, until none helps. Then a few random columns are
     swapped and the search goes on from there; what comes of it is taken where it is better.
@@ -61,7 +61,7 @@ def nm_permutation(weight: Tensor, n: int = 2, m: int = 4, *, escapes: int = 100
 
 
 def nm_efficacy(weight: Tensor, order: Tensor | None = None, n: int = 2, m: int = 4) -> float:
-    """How much of what N:M loses against the best n / m of each row an order of the columns brings back.
+    """Returns how much of N:M's loss against the best n / m of each row an order of the columns recovers.
 
     (kept in this order - kept as it is) / (the largest n / m of each row - kept as it is), in magnitudes: 0 for the
     order that there is, 1 for one that loses nothing against pruning each row freely.

@@ -1,4 +1,4 @@
-"""2:4 weights handed over to PyTorch's kernels for the sparse tensor cores of NVIDIA GPUs."""
+"""Hands 2:4 weights to PyTorch's kernels for the sparse tensor cores of NVIDIA GPUs."""
 
 from __future__ import annotations
 

@@ -119,11 +119,11 @@ class DensePruner:
         return self.model
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is to be saved besides the states of the model and the optimizer."""
+        """Returns the state to save besides those of the model and the optimizer."""
         return {"calls": torch.tensor(self.calls)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Goes on where the method of that state was; the model's and the optimizer's states are loaded as usual.
+        """Resumes from a state; the model's and the optimizer's states are loaded as usual.
 
         Raises:
             BlockSparseError: a state of something else, or after `finish`.
@@ -148,7 +148,7 @@ class DensePruner:
 
 
 class Masked(DensePruner):
-    """A search that sets blocks to 0 and keeps them there: after each `step` they are 0, whatever the optimizer did."""
+    """A `DensePruner` that sets blocks to 0: after each `step` they are 0, whatever the optimizer did."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ class Gate(nn.Module):
 
 
 class Gated(DensePruner):
-    """A search that learns a number for each block, by gradients, with parameters of its own.
+    """A `DensePruner` that learns a number for each block by gradients, with parameters of its own.
 
     They are parameters of the model from then on, so that checkpoints and data parallel training include them, until
     `finish` takes them out again. A weight `w` is used through `torch.nn.utils.parametrize` until then.

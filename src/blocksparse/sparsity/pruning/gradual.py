@@ -1,4 +1,4 @@
-"""Gradual magnitude pruning: ever more of the smallest blocks go, by a cubic schedule."""
+"""Gradual magnitude pruning: removes more and more of the smallest blocks, by a cubic schedule."""
 
 from __future__ import annotations
 

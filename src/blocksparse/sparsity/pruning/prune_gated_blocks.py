@@ -1,4 +1,4 @@
-"""Blocks whose gate is closed leave for good."""
+"""Removes blocks whose gate is 0 for good."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def prune_gated_blocks(
     *,
     on_layout_change: OnLayoutChange | None = None,
 ) -> Tensor:
-    """Takes the blocks whose gate is 0 out of a module, and out of the gate, in place.
+    """Removes the blocks whose gate is 0 from a module, and from the gate, in place.
 
     The module with its gate computes what it did before, and training goes on as it would have with these gates held
     at 0: values, gate, and what the optimizer keeps for both follow. `module.values.mul_(gate[:, None, None])` makes

@@ -58,7 +58,7 @@ def strongest(
 
 @dataclass(frozen=True)
 class Cap:
-    """A density that a penalty, whose strength only hints at one, is not to leave more than.
+    """An upper bound for the density that a penalty leaves, as its strength does not determine one.
 
     Args:
         density: the most, None for any.

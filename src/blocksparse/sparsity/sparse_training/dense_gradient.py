@@ -1,4 +1,4 @@
-"""The gradient that all blocks of a weight would have, as norms per block, a few rows of blocks at a time."""
+"""The norms per block of the gradient of the dense weight, a few rows of blocks at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TILE = 1 << 20  # weights in a tile, unless one row of blocks has more
 
 
 class Pass(Protocol):
-    """What a layer's inputs and the gradients of its outputs say of the dense gradient."""
+    """Computes the dense gradient from a layer's inputs and the gradients of its outputs."""
 
     def rows(self, first: int, last: int) -> Tensor:
         """Of these outputs, `[rows, in, *kernel]`."""
@@ -115,7 +115,7 @@ class Watch:
 def gradient_norms(
     seen: Sequence[Pass], layout: BlockLayout, kernel: tuple[int, ...] = (), norm: str = "l2", tile: int = TILE
 ) -> Iterator[tuple[int, Tensor]]:
-    """Norms of the blocks of the dense gradient, of which only one tile exists at a time.
+    """Yields norms of the blocks of the dense gradient, of which only one tile exists at a time.
 
     Args:
         seen: passes, whose gradients add up.

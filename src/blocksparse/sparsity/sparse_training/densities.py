@@ -1,4 +1,4 @@
-"""How dense each layer of a network is to be."""
+"""The density of each layer of a network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def erdos_renyi_density(shape: Shape, epsilon: float, block_size: int | tuple[in
 def erk(
     shapes: Sequence[Shape], density: float, block_size: int | tuple[int, int] = 1, *, kernel: bool = True
 ) -> list[float]:
-    """Densities of layers that together store the part `density`, by the rule Erdos-Renyi(-Kernel).
+    """Returns densities of layers for the total `density`, by the rule Erdos-Renyi(-Kernel).
 
     The density of a layer is proportional to (n_out + n_in + height + width) / (n_out n_in height width), or without
     the kernel to (n_out + n_in) / (n_out n_in). Layers that this would make denser than 1 are dense, and the others

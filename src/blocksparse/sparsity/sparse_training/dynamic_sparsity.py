@@ -78,11 +78,11 @@ class DynamicSparsity:
         return np.random.default_rng([self.seed, self.calls, module])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is to be saved besides the states of the model and the optimizer."""
+        """Returns the state to save besides those of the model and the optimizer."""
         return {"calls": torch.tensor(self.calls), "seed": torch.tensor(self.seed)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Goes on where the method of that state was.
+        """Resumes from a state.
 
         Raises:
             BlockSparseError: a state of something else.

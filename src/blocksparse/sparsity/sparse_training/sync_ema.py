@@ -1,4 +1,4 @@
-"""A copy of a model, its running mean say, whose layouts follow those of the model."""
+"""Keeps the layouts of a model's copy, such as its moving average, in step with the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...surgery.rewire import OnLayoutChange, remap_blocks
 
 
 def sync_ema(model: nn.Module, other: nn.Module) -> OnLayoutChange:
-    """What `SET`, `RigL`, `rewire` and the like take as `on_layout_change`, so that a copy of the model goes along.
+    """Makes an `on_layout_change` for `SET`, `RigL` or `rewire` that applies each change to a copy of the model.
 
     The copy keeps its values of the blocks that stay, and takes over those of the model for the blocks that come: a
     mean of what was not there before begins with its first value.

@@ -75,7 +75,7 @@ def save(figure: Any, path: str | Path, dpi: float = 150) -> None:
 
 
 def image_writer(path: str | Path) -> Callable[[np.ndarray], None]:
-    """What writes uint8 `[height, width, 3]` as a PNG. That it can be is seen now, not after minutes of drawing.
+    """Returns a writer of uint8 `[height, width, 3]` as a PNG, after checking now that the file can be written.
 
     Raises:
         BlockSparseError: matplotlib is not installed, there is no such folder; in the call, it could not be written.
