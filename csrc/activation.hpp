@@ -83,7 +83,7 @@ BLOCKSPARSE_INLINE Vector<float> activated(Vector<float> x, Activation activatio
   return x;
 }
 
-// float64 is for checking, not for speed: the mathematical library's own functions.
+// float64 is for checks, not for speed: it uses the math library's functions.
 BLOCKSPARSE_INLINE Vector<double> activated(Vector<double> x, Activation activation) {
   if (activation == Activation::kNone) return x;
   for (int i = 0; i < kLanes<double>; ++i) {

@@ -63,7 +63,7 @@ static inline void emulated_dot(EmulatedTile& c, const EmulatedTile& a, const Em
 #define BLOCKSPARSE_TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
 #endif
 
-// Some compilers' tile intrinsics do not say which memory they read: what is written before must not move behind them.
+// Some compilers' tile intrinsics do not declare which memory they read: earlier writes must not move behind them.
 static inline void finish_stores(const void* to) { __asm__ volatile("" : : "r"(to) : "memory"); }
 
 // Tiles 0..3 hold 2 x 2 tiles of sums [rows, columns], 4 and 5 A [rows, depth], 6 and 7 B [depth, columns].

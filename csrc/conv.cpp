@@ -11,18 +11,18 @@
 namespace blocksparse {
 namespace {
 
-// Working copies of images: so much at a time, yet at least one image.
+// Bytes of working copies of images at a time, but at least one image.
 constexpr int64_t kImageBytes = 8 << 20;
 // Positions that a run and a job have at most: their sums stay in the L1 cache.
 constexpr int64_t kRun = 64, kJob = 144;
-// A run shorter than this leaves sums waiting for each other: better along another axis.
+// In a run shorter than this sums wait for each other: another axis is better.
 constexpr int64_t kGoodRun = 6;
 // Positions of the sampled product taken together, and the most lines of them.
 constexpr int64_t kSampled = 128, kSampledLines = 64;
 // From this many positions on, a job stays within one image.
 constexpr int64_t kLargeImage = 384;
 constexpr int64_t kTasksPerThread = 16, kManyTasks = 16, kLine = 64;
-// Larger outputs than this would not stay in the caches for who reads them next.
+// Outputs larger than this would not stay in the caches until they are read.
 constexpr int64_t kStreamed = 8 << 20;
 constexpr int64_t kConvertedNumbers = 1 << 14;
 
@@ -174,7 +174,7 @@ void cut(std::vector<Region>& regions, int axis, int64_t images, std::vector<Pie
 
 // A job in both images, and the cache lines it reads of a block of inputs: those of all taps at its first run, and at
 // the others of the tap that goes farthest. Channels of a position lie side by side, positions far apart, which
-// hardware does not foresee.
+// hardware does not prefetch.
 struct Place {
   int64_t input[kJob], output[kJob];  // [lines]
   std::vector<int64_t> lines;         // in bytes, of the first block of inputs
@@ -217,7 +217,7 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
   });
 
   const int64_t image = positions(x) * x.channels, image_out = positions(y) * y.channels;
-  // Outputs that outgrow the caches go past them: each line is written as a whole, none has to be read first.
+  // Outputs larger than the caches bypass them: each line is written whole, so none has to be read first.
   const bool streams = n * image_out * size > kStreamed && block_out * size % kLine == 0 &&
                        reinterpret_cast<uintptr_t>(y.data) % kLine == 0;
   const int axis = run_axis(whole, n);
@@ -249,7 +249,7 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
       if (with_lines) place.find_lines(job, piece, regions[piece.region], axis, steps, unit);
       return place;
     };
-    // Rows without blocks come last: the last one that has some brings in the next place.
+    // Rows without blocks come last: the last one with blocks prefetches the next place.
     const auto run = [&](const Job& job, const Place& here, const Place* next, int64_t first_row, int64_t last_row) {
       const Piece& piece = pieces[job.piece];
       const Region& region = regions[piece.region];
@@ -303,7 +303,7 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
         }
         run(jobs[end - 1], here, nullptr, 0, rows.rows);
       }
-      // Streamed stores are not ordered by what lets others know that a loop has ended.
+      // The signal that a loop has ended does not order streamed stores.
       if (streams) std::atomic_thread_fence(std::memory_order_seq_cst);
     });
   }
@@ -364,7 +364,7 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
     const int64_t end_line = std::min(bunches * (slice + 1) / slices * bunch, lines);
     for (int64_t piece = 0; piece < pieces; ++piece) {
       const int64_t first = width * piece / pieces, last = width * (piece + 1) / pieces;
-      // What of the lines the taps meet, in both images.
+      // The parts of the lines that the taps meet, in both images.
       const auto met = [&](int64_t t) {
         const int64_t begin = std::max(first, across.first_small[t]);
         return std::make_pair(begin, std::min(last, across.first_small[t] + across.count[t]));

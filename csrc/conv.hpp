@@ -1,4 +1,4 @@
-// The convolutions: how positions are cut into runs, who packs, who multiplies.
+// The convolutions: cutting positions into runs, packing, multiplying.
 #pragma once
 
 #include "kernels.hpp"
@@ -11,7 +11,7 @@ struct AxisRuns {
   const int64_t *first, *length, *tap_start, *tap, *at, *begin, *end;
 };
 
-// One axis of the sampled product: for each tap how many positions it ties, and the first of the small and big image.
+// One axis of the sampled product: for each tap how many positions it maps, and the first of the small and big image.
 struct AxisTaps {
   int64_t taps, stride;
   const int64_t *count, *first_small, *first_big;

@@ -84,7 +84,7 @@ struct ClassTerms {
   }
 };
 
-// Brings in what comes next, the lines from `part` to `part + 1` of `parts`: too many at once would wait for each
+// Prefetches the lines from `part` to `part + 1` of `parts` of what comes next: too many at once would wait for each
 // other.
 template <class E>
 void fetch_next(const ConvPiece& piece, int64_t part, int64_t parts) {
@@ -96,7 +96,7 @@ void fetch_next(const ConvPiece& piece, int64_t part, int64_t parts) {
   }
 }
 
-// Past the caches where a vector is a cache line: in parts, lines would be written more than once.
+// Streams only where a vector is a cache line: in parts, lines would be written more than once.
 template <class E>
 BLOCKSPARSE_INLINE void stream_sums(typename E::Storage* to, Vector<typename E::Sum> v) {
 #if defined(__AVX512F__)
@@ -105,7 +105,7 @@ BLOCKSPARSE_INLINE void stream_sums(typename E::Storage* to, Vector<typename E::
   E::store_sums(to, v);
 }
 
-// As soon as its sums are there: the stores of one run leave while the next one multiplies.
+// Called as soon as the sums are ready: the stores of one run overlap with the products of the next.
 template <class E>
 void write_run(const ConvPiece& piece, int64_t run, const typename E::Sum* sums) {
   using Sum = typename E::Sum;
@@ -152,7 +152,7 @@ void multiply_runs(const ConvPiece& piece, const ClassTerms<E>& terms, int64_t p
 }
 
 #if defined(BLOCKSPARSE_TILES)
-// Whole tiles of all runs first: setting tiles to another height takes its time.
+// Whole tiles of all runs first, as setting tiles to another height is slow.
 template <class E>
 void multiply_runs_on_tiles(const ConvPiece& piece, const ClassTerms<E>& terms, bool add, float* sums) {
   const uint32_t* x = static_cast<const uint32_t*>(piece.x);

@@ -1,4 +1,4 @@
-// What this CPU can do, asked once.
+// The features of this CPU, detected once.
 #pragma once
 
 #include <string>

@@ -10,11 +10,11 @@
 namespace blocksparse {
 namespace {
 
-// Packed panels of one pass over the weights.
+// Bytes of packed panels per pass over the weights.
 constexpr int64_t kPanelBytes = 8 << 20;
-// Beyond it the rows of a panel that come next are fetched ahead: about the size of the caches of one core.
+// In larger panels the next rows are prefetched: about the size of the caches of one core.
 constexpr int64_t kCachedBytes = 1 << 20;
-// Beyond it outputs go past the caches: whoever reads them next would not find them there anyway.
+// Larger outputs bypass the caches, as they would not stay there until they are read.
 constexpr int64_t kStreamedBytes = 32 << 20;
 // What one task takes: features to pack; connections, where each output counts as kOutputCost of them.
 constexpr int64_t kPackFeatures = 512, kTaskConnections = 2048, kOutputCost = 4;
@@ -100,7 +100,7 @@ int64_t start_of(const Csr& matrix, bool wide, int64_t row) {
   return wide ? static_cast<const int64_t*>(matrix.start)[row] : static_cast<const int32_t*>(matrix.start)[row];
 }
 
-// Rows cut by their cost at whole units of them, found by bisection: nothing is kept for it.
+// Cuts rows by cost, at whole units of rows found by bisection, so that nothing has to be stored.
 struct RowCuts {
   const Csr& matrix;
   bool wide;

@@ -1,4 +1,4 @@
-// The linear products of unstructured weights, blocks of one number: how tokens, outputs and connections are cut.
+// The linear products of unstructured weights (blocks of one number): cutting tokens, outputs and connections.
 #pragma once
 
 #include "kernels.hpp"
@@ -21,7 +21,7 @@ void csr_wgrad(const InstructionSet& isa, DType dtype, int64_t tokens, Matrix gr
 
 // The gradients of y = x W^T, that of a bias, or null, with one packed panel of each operand; float32 and float64. The
 // matrix is by its columns, so that a row of `grad` is read once for both others; by its rows where grad_x is null. The
-// working memory is 0 where tokens do not fit one panel: then it serves not.
+// working memory is 0 where tokens do not fit one panel: then it cannot be used.
 int64_t csr_gradients_working_bytes(const InstructionSet& isa, DType dtype, int64_t tokens, int64_t out_features,
                                     int64_t in_features);
 void csr_gradients(const InstructionSet& isa, DType dtype, int64_t tokens, Matrix grad, Matrix x, const void* values,

@@ -15,7 +15,7 @@ namespace {
 constexpr int kMostVectors = kVectorBytes == 64 ? 8 : 4;
 // Connections summed in registers before they are added to what came before: sums of sums lose less to rounding.
 constexpr int64_t kSumGroup = 64;
-// Sums of outputs that wait to be turned, at most.
+// The most sums of outputs that wait to be transposed.
 constexpr int64_t kSumBytes = 32 << 10;
 
 template <class T, int kWide>
@@ -36,7 +36,7 @@ BLOCKSPARSE_INLINE V read(const T* from) {
   return v;
 }
 
-// Keeps what was read in a register: read by each instruction that uses it, it costs a load for each.
+// Keeps a value in a register, where the compiler would load it again for each instruction that uses it.
 template <class V>
 BLOCKSPARSE_INLINE V kept(V v) {
 #if defined(__x86_64__)

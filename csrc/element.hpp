@@ -114,7 +114,7 @@ using Float16 = Widened<Float16Bits>;
 
 #if defined(BLOCKSPARSE_PAIRS)
 // What VDPBF16PS does (Intel's Software Developer's Manual, volume 2): two fused multiply-adds, that of the upper
-// numbers first. It takes subnormal numbers as 0 always, here it is up to the thread (FlushSubnormals).
+// numbers first. It always takes subnormal numbers as 0; here the thread decides (FlushSubnormals).
 BLOCKSPARSE_INLINE Vector<float> multiply_add_pairs(Vector<uint32_t> a, Vector<uint32_t> b, Vector<float> sum) {
 #if defined(BLOCKSPARSE_EMULATED_PAIRS)
   const Vector<float> upper =
@@ -144,7 +144,7 @@ struct BFloat16Pairs {  // two products and two sums per lane and instruction
 };
 #endif
 
-// The first `count` numbers from there, zeros behind. With a constant count it is one load.
+// Loads the first `count` numbers, followed by zeros. With a constant count it is one load.
 template <class E>
 BLOCKSPARSE_INLINE Vector<typename E::Sum> read_units(const typename E::Storage* from, int64_t count) {
   typename E::Storage part[kLanes<typename E::Sum>] = {};
@@ -152,7 +152,7 @@ BLOCKSPARSE_INLINE Vector<typename E::Sum> read_units(const typename E::Storage*
   return E::units(part);
 }
 
-// The first `count` numbers of a vector of sums, added to what is there or not. With a constant count it is one store.
+// Stores, or adds, the first `count` numbers of a vector of sums. With a constant count it is one store.
 template <class E>
 BLOCKSPARSE_INLINE void write_sums(typename E::Storage* to, Vector<typename E::Sum> v, int64_t count, bool add) {
   constexpr int n = kLanes<typename E::Sum>;

@@ -1,4 +1,4 @@
-// What is done number by number: dropout with what goes before it, the step of an optimizer.
+// Elementwise operations: dropout with the activation before it, the step of an optimizer.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// What is done number by number, in one pass over memory.
+// Elementwise operations, in one pass over memory.
 #include "element.hpp"
 #include "kernels.hpp"
 

@@ -67,7 +67,7 @@ struct LinearKernels {
 // The table for a dtype and the length of the blocks' sums (pairs need an even one).
 using SelectLinear = const LinearKernels& (*)(DType dtype, int64_t block_sum);
 
-// A matrix of single numbers by its rows. Indices are int32, or all of them int64.
+// A matrix of single numbers by its rows. Indices are all int32 or all int64.
 struct Csr {
   const void* start;     // [rows + 1]
   const void* col;       // [connections]
@@ -177,7 +177,7 @@ struct UnpackedBlock {
 struct ConvKernels {
   int fold, lanes;
   size_t unit_size, sum_size;
-  bool converts;  // what is in memory is not what is multiplied
+  bool converts;  // the type in memory is not the type that is multiplied
   void (*convert)(const void* from, int64_t count, void* to);
   void (*pack_block)(const PackedBlock&);
   void (*piece)(const ConvPiece&);

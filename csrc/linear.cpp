@@ -7,9 +7,9 @@
 namespace blocksparse {
 namespace {
 
-// Packed panels of one pass over the weights: they stay in the outer caches until they are used.
+// Bytes of packed panels per pass over the weights: they stay in the outer caches until they are used.
 constexpr int64_t kPanelBytes = 8 << 20;
-// Tokens that the sampled product packs at a time; 16-bit types take all at once, as sums over chunks would round.
+// Tokens that the sampled product packs at a time; 16-bit types pack all at once, as sums over chunks would round.
 constexpr int64_t kWgradTokens = 256;
 // What one packing task takes: features of a panel, and steps and features of a block column.
 constexpr int64_t kPackUnits = 512, kPackSteps = 16, kPackFeatures = 1024;

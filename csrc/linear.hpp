@@ -1,4 +1,4 @@
-// The linear products on packed panels: how tokens are cut, who packs, who multiplies.
+// The linear products on packed panels: cutting tokens, packing, multiplying.
 #pragma once
 
 #include "kernels.hpp"

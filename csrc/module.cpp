@@ -1,7 +1,6 @@
 // The Python module blocksparse._core. Tensors come as addresses: cpu_core.py compares each with the sizes that it
 // passes along with it, which is its only way to an address. Index arrays come as arrays: their lengths, and how many
-// entries they say that there are, are compared here. The entries are those of plans, which are made of layouts and
-// nothing else.
+// entries they claim, are compared here. The entries come from plans, which are made from layouts only.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -47,7 +46,7 @@ BLOCKSPARSE_DECLARE(amx_emulated)
 
 namespace {
 
-// `base` is the set without pairs of bfloat16: what does not multiply is the same.
+// `base` is the set without pairs of bfloat16: everything but the products is the same.
 #define BLOCKSPARSE_SET(isa, feature, base) \
   {#isa,                                    \
    [] { return cpu_features().feature; },   \
@@ -177,7 +176,7 @@ Csr csr(const Index& start, const Index& col, const std::optional<Index>& positi
   return {start.data(), col.data(), position ? position->data() : nullptr, rows, int64_t(col.size())};
 }
 
-// One that is there, and not to be written.
+// A matrix that exists and is only read.
 Csr given(const AnyIndex& start, const AnyIndex& col, const std::optional<AnyIndex>& position, int64_t rows) {
   const Csr matrix = csr(start, col, position, rows);
   const auto at = [&](int64_t row) {
@@ -451,7 +450,7 @@ NB_MODULE(_core, m) {
   m.def("conv_wgrad", &py_conv_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "block"_a, "images"_a, "grad"_a, "grad_size"_a,
         "out_channels"_a, "x"_a, "x_size"_a, "in_channels"_a, "big_grad"_a, "values"_a, "axes"_a.noconvert(),
         "row"_a.noconvert(), "col"_a.noconvert());
-  // By position: called at each step of a sequence, where names would take longer than small steps.
+  // Arguments by position: at each step of a sequence keyword arguments would take longer than small steps.
   m.def("gates_forward", &py_gates_forward);
   m.def("gates_backward", &py_gates_backward);
   m.def("dropout_forward", &py_dropout_forward, nb::kw_only(), "isa"_a, "dtype"_a, "count"_a, "x"_a, "y"_a, "code"_a,

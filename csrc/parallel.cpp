@@ -21,7 +21,7 @@ using GetNumThreads = int32_t (*)(uint32_t* count);
 ParallelFor torch_parallel_for = nullptr;
 GetNumThreads torch_get_num_threads = nullptr;
 
-// The flags of a thread that make subnormal numbers count as 0.
+// The flags of a thread that flush subnormal numbers to 0.
 #if defined(__x86_64__)
 constexpr uint64_t kFlush = 0x8040;  // FTZ and DAZ of MXCSR
 uint64_t control() { return _mm_getcsr(); }
@@ -73,8 +73,8 @@ struct Loop {
 constexpr int64_t kKeptBytes = 64 << 20;
 
 #if defined(BLOCKSPARSE_SANITIZE)
-// Each request has memory of its own, to the byte and full of NaN: what goes beyond it, what is used after the next
-// request and what nobody wrote is seen.
+// Each request gets its own memory, of the exact size and full of NaN, so that sanitizers and tests find accesses
+// beyond it or after the next request, and reads of what was never written.
 constexpr bool kReuses = false;
 constexpr int64_t kWhole = 1;
 #else

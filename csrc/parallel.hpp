@@ -1,4 +1,4 @@
-// Parallel loops on PyTorch's own threads: two pools that spin against each other cost ten times.
+// Parallel loops on PyTorch's own threads, as two pools that spin against each other take ten times as long.
 #pragma once
 
 #include <stdint.h>
@@ -10,10 +10,10 @@ namespace blocksparse {
 // The addresses of torch_parallel_for and torch_get_num_threads in the libtorch_cpu of this process.
 void share_threads(uintptr_t parallel_for, uintptr_t get_num_threads);
 
-// While it lives, subnormal numbers count as 0 in the calling thread's parallel loops, operands and results; if not
-// `flush`, the loops do as that thread does. Products of bfloat16 need it: the CPU's own instructions for them
-// (VDPBF16PS, TDPBF16PS) know no other way, and all instruction sets are to agree. On x86-64 and aarch64; elsewhere it
-// does nothing. Between the loops the thread is as it was: threads that PyTorch starts then would inherit its mode.
+// While it lives, subnormal operands and results count as 0 in the calling thread's parallel loops; without `flush`,
+// the loops follow that thread's mode. Products of bfloat16 need it: the CPU's own instructions for them (VDPBF16PS,
+// TDPBF16PS) always flush, and all instruction sets must agree. On x86-64 and aarch64; elsewhere it does nothing.
+// Between the loops the thread has its own mode, as threads that PyTorch starts then would inherit it.
 class FlushSubnormals {
  public:
   explicit FlushSubnormals(bool flush);
@@ -31,12 +31,12 @@ void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task);
 // How many threads share a loop.
 int64_t thread_count();
 
-// Memory of the calling thread that stays for its next call; of at least `bytes`, aligned to 64. It holds until the
+// Memory of the calling thread that is kept for its next call: at least `bytes`, aligned to 64. It is valid until the
 // same thread asks for the same slot again.
 enum class Scratch { kPanels, kGradients, kSums, kWeights, kTurned, kCount };
 void* scratch(Scratch slot, int64_t bytes);
 
-// Gives back what of it is too large to keep, at the end of a call.
+// Frees the memory that is too large to keep, at the end of a call.
 void trim_scratch();
 
 }  // namespace blocksparse

@@ -25,7 +25,7 @@ struct Terms {
   const Unit* const* x;  // [count], or the pieces of the one term
   int count;
   int64_t w_row, w_step, x_step, steps;
-  // The terms after these, brought into the cache meanwhile: each tile of rows its share of their bytes.
+  // The terms after these, prefetched meanwhile: each tile of rows fetches a part of their bytes.
   const char* const* next_w;
   const char* const* next_x;
   int next_count;

@@ -13,7 +13,7 @@ from .errors import BlockSparseError
 
 
 def is_int(value: Any) -> bool:
-    """Whether it is a Python or numpy integer; a bool is not."""
+    """Whether the value is a Python or numpy integer; a bool is not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 

@@ -85,7 +85,7 @@ def load(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             ours or of another version.
     """
     with opened(path) as (tensors, about):
-        # Copies: a file that is mapped must not be replaced on every system.
+        # Copies, as not every system lets a mapped file be replaced.
         return {name: tensor.clone() for name, tensor in tensors.items()}, about
 
 
@@ -209,7 +209,7 @@ def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Replaces a file atomically by what `write` writes: its bytes are on the disk before it gets its name."""
     part = path.with_name(f"{path.name}.part")
-    # What a killed process left is removed, not opened: it may be a link to what is elsewhere.
+    # A file that a killed process left is removed, not opened: it may be a link to a file elsewhere.
     part.unlink(missing_ok=True)
     made = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | _BINARY, 0o666)
     try:
@@ -221,7 +221,7 @@ def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
                 raise OSError(errno.EBUSY, "another process writes it too")
         os.replace(part, path)
     finally:
-        with suppress(OSError):  # where all went well it has moved by now
+        with suppress(OSError):  # after a success the file has been renamed already
             part.unlink()
     if os.name == "posix":  # elsewhere a folder cannot be opened
         folder = os.open(path.parent, os.O_RDONLY)
@@ -272,7 +272,7 @@ def _checksum(data: bytes | memoryview) -> str:
 
 @contextmanager
 def _file(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
-    """A checkpoint with its metadata, once its header is checked; what fails meanwhile is said to be the file's."""
+    """Opens a checkpoint with its metadata after checking its header; failures are reported as the file's."""
     if not path.is_file():
         raise BlockSparseError.expected("checkpoint", "a file", f"{path}, which is {_kind(path)}")
     try:

@@ -21,7 +21,7 @@ from .errors import BlockSparseError
 
 # Characters of a line, or of a row of a csv file; 65,536 numbers with 17 digits are a tenth of it.
 MOST_IN_A_LINE = 1 << 24
-# Empty lines of a text: it takes minutes to read over the billions that few gzipped bytes may hold.
+# Empty lines of a text: a few gzipped bytes can hold billions of them, which take minutes to skip.
 MOST_EMPTY = 1_000_000
 # Files in an archive; aclImdb has 100,000.
 MOST_MEMBERS = 1_000_000
@@ -166,7 +166,7 @@ def unpack(archive: Path, folder: Path) -> None:
         (_unzip if archive.suffix == ".zip" else _untar)(archive, folder)
     except BlockSparseError:
         raise
-    except Exception as error:  # of a broken archive anything may come
+    except Exception as error:  # a broken archive may raise anything
         if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
             raise
         raise BlockSparseError.expected(
@@ -211,7 +211,7 @@ def _stream(path: Path, gzipped: bool) -> BinaryIO:
         raise OSError(errno.ENOENT, str(error)) from error
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not stat.S_ISREG(mode):  # a pipe would be waited for
+    if not stat.S_ISREG(mode):  # reading a pipe would block
         raise OSError(errno.EINVAL, "neither a file nor a link to one")
     file = open(path, "rb")  # noqa: SIM115
     if not gzipped or file.peek(2)[:2] != b"\x1f\x8b":

@@ -55,7 +55,7 @@ def rows_of(crow: np.ndarray, blocks: int, out_blocks: int) -> np.ndarray:
     if crow.shape != (out_blocks + 1,):
         raise BlockSparseError.expected("crow_indices", f"[{out_blocks + 1}] for {out_blocks} rows", list(crow.shape))
     bounded = crow[0] == 0 and crow[-1] == blocks and crow.min() >= 0 and crow.max() <= blocks
-    # Differences of others could overflow.
+    # Checked first, as differences of other values could overflow.
     counts: np.ndarray | None = np.diff(crow.astype(np.int64, copy=False)) if bounded else None
     if counts is None or (counts < 0).any():
         raise BlockSparseError.expected("crow_indices", f"a rise from 0 to {blocks}, the blocks", crow)
@@ -63,7 +63,7 @@ def rows_of(crow: np.ndarray, blocks: int, out_blocks: int) -> np.ndarray:
 
 
 def refuse_twice(keys: np.ndarray, grid: tuple[int, int]) -> None:
-    """Raises a BlockSparseError where sorted block numbers are not all different."""
+    """Raises a BlockSparseError unless the sorted block numbers are all different."""
     same = keys[1:] == keys[:-1]
     if same.any():
         block = divmod(int(keys[np.argmax(same)]), grid[1])

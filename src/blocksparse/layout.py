@@ -48,7 +48,7 @@ class BlockLayout:
     """(rows, columns) of a block, in features."""
     nnz: int
     """The number of stored blocks."""
-    # Not computed: each product asks for these.
+    # Stored, not computed, as each product reads these.
     shape: tuple[int, int]
     """(out_features, in_features) of the weight."""
     values_shape: tuple[int, int, int]
@@ -106,7 +106,7 @@ class BlockLayout:
             raise BlockSparseError.expected("shape", "fewer than 2^63 features", f"{grid} blocks of {block}")
         sparse = few(len(col), grid)
         tensors = {} if sparse else {torch.device("cpu"): self._tag(tensor_of(lines), tensor_of(col))}
-        # Past __setattr__, which keeps a layout from being changed.
+        # Bypasses __setattr__, which keeps a layout from being changed.
         self.__dict__.update(
             grid=(int(grid[0]), int(grid[1])),
             block_shape=block,
@@ -126,7 +126,7 @@ class BlockLayout:
         raise AttributeError(f"a layout cannot be changed: make a new one instead of deleting {name!r}")
 
     def _tag(self, crow: torch.Tensor, col: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # The ops see index tensors, so that a compiled or exported graph stands alone; this leads back from them.
+        # The ops take index tensors, so that a compiled or exported graph is self-contained; this maps them back.
         col._blocksparse_layout = _LayoutRef(self)  # type: ignore[attr-defined]
         return crow, col
 
@@ -167,7 +167,7 @@ class BlockLayout:
                 self._indices[device] = found
         return found
 
-    # For plans and kernels: read-only, whatever becomes of the index tensors in other hands.
+    # For plans and kernels: read-only, so that changes of index tensors that were handed out cannot reach them.
 
     @cached_property
     def _crow(self) -> np.ndarray:
@@ -208,7 +208,7 @@ class BlockLayout:
 
     @cached_property
     def _transposed(self) -> tuple[BlockLayout, np.ndarray]:
-        if self.grid[1] * self.nnz < 2**63:  # sorting numbers takes a tenth of finding their stable order
+        if self.grid[1] * self.nnz < 2**63:  # sorting takes a tenth of the time of a stable argsort
             keys = self._col * np.int64(self.nnz) + np.arange(self.nnz)
             keys.sort()
             order = keys % max(self.nnz, 1)
@@ -310,13 +310,13 @@ class BlockLayout:
 
     @cached_property
     def _hash(self) -> int:
-        # Of a large layout some of the columns say enough: equality looks at all.
+        # For a large layout some of the columns suffice, as equality compares all.
         some = (array[:: array.size // LARGE + 1].tobytes() for array in (self._lines, self._col))
         return hash((self.grid, self.block_shape, self.nnz, *some))
 
     @property
     def _lines(self) -> np.ndarray:
-        """What there is of the rows: `_rows` or `_crow`."""
+        """Returns `_rows` or `_crow`, whichever the layout has."""
         return self.row_of_block if few(self.nnz, self.grid) else self._crow
 
     def __hash__(self) -> int:
@@ -360,7 +360,7 @@ class BlockLayout:
         """
         self._check_matrix_values(values)
         return torch.sparse_bsr_tensor(
-            # Its own: in-place methods of the tensor, and others, may write to them.
+            # Copies, as in-place methods of the tensor, among others, may write to them.
             self.crow_indices(values.device),
             self.col_indices(values.device),
             values,

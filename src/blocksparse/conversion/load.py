@@ -15,7 +15,7 @@ from ..surgery.replace import replace_with_sparse
 def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     """Loads the state dict of a sparsified model into one that is still dense, in place.
 
-    The weights of which the state has `values`, `crow_indices` and `col_indices` become block-sparse; all others are
+    Weights with `values`, `crow_indices` and `col_indices` in the state become block-sparse; all others are
     loaded as by `load_state_dict`.
 
     Args:

@@ -75,7 +75,7 @@ def sparsify(
         The model; in place another object only where the model itself is one such layer.
 
     Raises:
-        BlockSparseError: a density that is none or cannot be met, a model on the meta device or without any weight that
+        BlockSparseError: a density that is invalid or not possible, a model on the meta device or without any weight that
             can become block-sparse, names that it does not have, scores or layouts that do not fit, an optimizer
             without `inplace` or without the weights. Nothing is changed then.
 
@@ -178,7 +178,7 @@ class _Choice:
                 return _lamp(numbers.double().square().sum(blocks.inside))
             if criterion == "max":
                 return numbers.amax(blocks.inside)
-            # For each number: blocks of convolutions have more of them, and still compete with others.
+            # Per number in the block, as blocks of convolutions have more numbers but compete with others.
             return numbers.mean(blocks.inside) if criterion == "magnitude" else numbers.square().mean(blocks.inside)
         if isinstance(criterion, Mapping):
             if name not in criterion:

@@ -17,7 +17,7 @@ class Flat:
     """The numbers of a model in a fixed order, one tensor of each kind; their counts do not change as it evolves.
 
     Args:
-        model: whose parameters, and the layouts of whose block-sparse modules, are meant.
+        model: the model whose parameters and layouts are flattened.
 
     >>> import torch, blocksparse as bs
     >>> from blocksparse.distributed.flat import Flat

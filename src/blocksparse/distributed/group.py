@@ -25,11 +25,11 @@ Made = TypeVar("Made")
 MASTER = 0
 
 
-# How often this process has joined a group: torchrun keeps what an earlier one left in the store.
+# How often this process has joined a group: torchrun's store keeps the keys of earlier groups.
 _joined = itertools.count()
-# What the processes of a group that was made here can tell each other when messages fail.
+# The store of a group that was made here, by which the processes report when messages fail.
 _store: dist.Store | None = None
-# Seconds in which those that still run report, after a failure.
+# Seconds that running processes have to report after a failure.
 ROLL_CALL = 2.0
 
 
@@ -106,7 +106,7 @@ def _meet(rank: int, workers: int, timeout: float) -> dist.Store:
         if not os.environ.get(name):
             raise BlockSparseError.expected(f"environment variable {name}", "one, as torchrun sets it", "none")
     port = _variable("MASTER_PORT", 1, 2**16)
-    # As PyTorch's own "env://", which does not tell who is missing: torchrun may keep the store, for all attempts.
+    # Like PyTorch's own "env://", which does not tell who is missing: torchrun may keep the store, for all attempts.
     torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         whole: dist.Store = dist.TCPStore(
@@ -123,7 +123,7 @@ def _meet(rank: int, workers: int, timeout: float) -> dist.Store:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"blocksparse/{attempt}/{next(_joined)}", whole)
     with reraise_comm_errors(f"process 0 at {_place()}"):
-        # Who differs from the master knows it before the master does, which ends and takes the store with it.
+        # Processes that differ learn it before the master does, as the master ends and takes the store with it.
         if rank == MASTER:
             store.set("workers", str(workers))
         store.wait(["workers"], left())

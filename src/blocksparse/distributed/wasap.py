@@ -231,7 +231,7 @@ class _Run:
                 batch = next(rows, self.rows[:0])
                 loss += self.together(batch, step)
             self.end(epoch, clock, loss, "synchronous")
-            # Each process has taken the same steps; but other processors may round in other ways.
+            # Each process has taken the same steps, but different processors may round differently.
             self.share()
         group_of["lr"] = settings.learning_rate
 

@@ -48,7 +48,7 @@ class _Banded(nn.Module):
             x = F.pad(x, (0, 0, self.rows, 0)) if self.above is None else torch.cat([self.above, x], 2)
             self.seen = x[:, :, x.shape[2] - self.rows :]
             return F.pad(x, (left, right))
-        # With nothing to add it would be a copy.
+        # With nothing to add this would only copy.
         return F.pad(x, (left, right, self.rows, 0)) if left or right or self.rows else x
 
 

@@ -1,4 +1,4 @@
-"""Circular padding that costs little where gradients are needed, and keeps channels-last images as they lie."""
+"""Circular padding with a fast backward pass, which keeps the memory format of channels-last images."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _margins(around: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 class _CircularPad(torch.autograd.Function):
-    """By autograd, the slices of the margins would each be given a gradient of the whole size."""
+    """A backward pass of its own, as autograd would make a gradient of the whole size for each margin's slice."""
 
     generate_vmap_rule = True
 

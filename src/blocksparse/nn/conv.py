@@ -59,7 +59,7 @@ class Convolution(BlockSparseModule):
         draw_parameters(self, (self.out_channels, self.in_channels), self.bias)
 
     def _apply(self, fn, recurse=True):
-        # `model.to(memory_format=torch.channels_last)` takes any tensor of 4 or 5 axes for images. Values are none.
+        # `model.to(memory_format=torch.channels_last)` treats any tensor of 4 or 5 axes as images, but values are not.
         def apart(tensor: Tensor) -> Tensor:
             return fn(tensor) if tensor.dim() < 4 else fn(tensor.flatten(2)).reshape(tensor.shape)
 

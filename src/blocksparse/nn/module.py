@@ -94,13 +94,13 @@ class BlockSparseModule(nn.Module):
             raise BlockSparseError.expected(others, f"those of {self._layout!r}", OTHERS)
         indices = self.crow_indices, self.col_indices
         if all(type(index) is Tensor and not _is_wrapped(index) for index in indices):
-            if any(index.is_inference() for index in indices):  # these count nothing
+            if any(index.is_inference() for index in indices):  # these have no version counters
                 self.reset_layout_buffers()
             else:
                 self._trust()
 
     def _apply(self, fn, recurse=True):
-        # New buffers come with another device and with `to_empty`; other dtypes than those of ints are not meant.
+        # Moving devices and `to_empty` make new buffers; casts to floating point must not change the indices.
         _, before = self.layout, self.crow_indices
         super()._apply(fn, recurse)
         if self.crow_indices is not before and type(self.crow_indices) is Tensor:
@@ -207,7 +207,7 @@ def _others(module: BlockSparseModule) -> str | None:
             index = torch._C._functorch.get_unwrapped(index)
         if type(index) is not Tensor or index.is_meta:
             continue
-        with torch._C._DisableTorchDispatch():  # whatever is traced or faked around
+        with torch._C._DisableTorchDispatch():  # also inside of tracing or fake modes
             held = index.cpu().numpy()
         if (held.shape[-1:] if batched else held.shape) != wanted.shape or not (held == wanted).all():
             return name
@@ -297,7 +297,7 @@ def draw_values(module: BlockSparseModule, used_out: Tensor, used_in: Tensor) ->
     device = bound.device
     with torch.no_grad():
         values.uniform_(-1, 1).mul_(bound[rows.to(device)].reshape(-1, *[1] * (values.dim() - 1)))
-        # The padding is 0 and stays so: it gets no gradient.
+        # The padding stays 0, as it gets no gradient.
         for padding, lines in ((~used_out.view(-1, height), rows), (~inputs, cols)):
             partly = padding.any(1)[lines].nonzero().squeeze(1)
             mask = padding[lines[partly]].to(device)

@@ -55,7 +55,7 @@ class AdaptivePolyphaseDownsample(nn.Module):
         if x.shape[2] % STEP or x.shape[3] % STEP:
             raise BlockSparseError.expected("x", "an even height and width", list(x.shape))
         if index is None:
-            # In double: that the order of the sum changes with the shift shall not decide between the four.
+            # In double, so that the order of summation, which changes with the shift, does not decide between the four.
             energy = torch.linalg.vector_norm(x.detach(), dim=1, keepdim=True, dtype=torch.float64).square()
             index = torch.stack([energy[phase].sum((1, 2, 3)) for phase in _PHASES], 1).argmax(1)
         _check_index(index, x)
@@ -97,7 +97,7 @@ class AdaptivePolyphaseUpsample(nn.Module):
         _check_images(y)
         _check_index(index, y)
         x = _Place.apply(y, index)
-        # The filter's weights sum to 1, of which a quarter meets what is no zero.
+        # The filter's weights sum to 1, a quarter of which meets pixels that are not 0.
         return x if self.blur == 1 else STEP * STEP * _blurred(x, self.blur)
 
     def extra_repr(self) -> str:

@@ -16,7 +16,7 @@ from .module import BlockSparseModule
 
 _DenseTransposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 _DenseConvolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | _DenseTransposed
-# Of an output in a batch, by which it is divided.
+# The least variance of an output in a batch by which it is normalised.
 _LEAST_VARIANCE = 1e-10
 
 
@@ -55,7 +55,7 @@ def norms(values: Tensor, layout: BlockLayout) -> Tensor:
     squares = values.square()
     if values.dim() > 3:
         squares = squares.flatten(3).sum(-1)
-    # Sums over the blocks of a row are a product with ones: as deterministic, and as often differentiable.
+    # Sums over the blocks of a row are a product with ones: deterministic, and differentiable any number of times.
     total = ops.linear(values.new_ones(1, layout.shape[1]), squares, layout).squeeze(0)
     return torch.where(total > 0, total, 1).sqrt() * (total > 0)
 

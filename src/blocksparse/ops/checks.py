@@ -24,7 +24,7 @@ def check_kinds(x: Any, values: Any, layout: Any, bias: Any, gate: Any = None) -
             raise BlockSparseError.expected(name, "a torch.Tensor", type(tensor).__name__)
         if tensor.layout != torch.strided or tensor.is_nested:
             raise BlockSparseError.expected(name, "a plain dense tensor", f"layout {tensor.layout}")
-        # PyTorch would take the tangent of an op that has no forward-mode rule for zero.
+        # For an op without a forward-mode rule PyTorch would silently take the tangent to be zero.
         if tangents and forward_ad.unpack_dual(tensor).tangent is not None:
             raise BlockSparseError.expected(name, "reverse-mode differentiation", "a forward-mode tangent")
 
@@ -124,7 +124,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 def can_skip_dispatcher(*tensors: Tensor | None) -> bool:
     """Whether no gradient, tracer, mode, transform or subclass needs to see an op, so that a direct call is enough.
 
-    A product may then be called as it is. PyTorch's way through an op written in Python takes 6 microseconds.
+    PyTorch's dispatch of an op written in Python takes 6 microseconds.
     """
     return not needs_grad(*tensors) and only_autograd_active(*tensors)
 
@@ -149,5 +149,5 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    # What PyTorch negates when it is read, or has no memory for, its dispatcher makes numbers of.
+    # Lazily negated tensors, and zeros without memory, get their numbers in PyTorch's dispatcher only.
     return type(tensor) in _PLAIN and not (tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor())

@@ -24,7 +24,7 @@ class _Dtypes(dict[torch.dtype, str]):
 
 
 ISA_VARIABLE = "BLOCKSPARSE_CPU_ISA"
-# What the core calls the dtypes that it serves.
+# The core's names of the dtypes that it serves.
 DTYPES = _Dtypes(
     {
         torch.float32: "float32",
@@ -114,7 +114,7 @@ def isas() -> dict[str, bool]:
 
 def isa() -> str:
     """The instruction set in use: the best this CPU has, or what the environment variable says; chosen once."""
-    forced = [*_forced.values()]  # at once: other threads change it
+    forced = [*_forced.values()]  # a copy, as other threads change it
     return forced[-1] if forced else _chosen()
 
 
@@ -145,8 +145,8 @@ def _checked(name: str, subject: str) -> str:
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------
-# The core reads and writes what it is told to: these, which compare each tensor with what the kernels touch, are the
-# only ways to an address. (The lengths of index arrays it compares itself.)
+# The core trusts addresses. These functions, which compare each tensor with what the kernels touch, are the only ways
+# to get one. (The core checks the lengths of index arrays itself.)
 
 
 def address(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> int:

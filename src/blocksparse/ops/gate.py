@@ -13,7 +13,7 @@ from ..layout import BlockLayout
 from . import workspace
 from .checks import is_eager, needs_grad
 
-# Gates that a layout remembers, the newest ones: several weights may share it.
+# How many gates a layout caches, the newest ones: several weights may share a layout.
 REMEMBERED = 8
 
 
@@ -40,15 +40,15 @@ def gated(values: Tensor, layout: BlockLayout, gate: Tensor) -> tuple[Tensor, Bl
             _refuse_nan(gate)
         return values * _beside(gate, values), layout
     numbers = gate.detach().contiguous().view(torch.uint8).numpy().tobytes()
-    # By content: version counters miss what `.data` and fused optimizers write. So the values times their gates cannot
-    # be kept from call to call.
+    # Compared by content, as version counters miss what `.data` and fused optimizers write. For the same reason the
+    # values times their gates cannot be cached between calls.
     remembered: dict[object, _Open] = layout.derived("gates", dict)
     found = remembered.get((gate.dtype, numbers))
     if found is None:
         found = _read(gate.detach(), layout, remembered)
         if len(remembered) >= REMEMBERED:
             oldest, *_ = remembered
-            remembered.pop(oldest, None)  # another thread may have
+            remembered.pop(oldest, None)  # another thread may have removed it
         remembered[gate.dtype, numbers] = found
     return _kept(values.detach(), found), found.layout or layout
 

@@ -17,8 +17,8 @@ import torch
 from ..errors import BlockSparseError
 
 _BACKEND_OF_DEVICE = {"cpu": "cpu", "cuda": "triton"}
-# Of the whole process, since autograd runs backward passes in threads of its own; the last entry holds. Keyed, so
-# that each `with` takes back its own, in whatever order threads leave theirs.
+# For the whole process, since autograd runs backward passes in threads of its own; the last entry applies. Keyed, so
+# that each `with` removes its own entry, in whatever order threads exit theirs.
 _forced: dict[object, str] = {}
 
 
@@ -112,5 +112,5 @@ def choose_or_reference(implementations: Mapping[str, ModuleType], device: torch
 
 
 def _wanted(device: torch.device) -> str | None:
-    forced = [*_forced.values()]  # at once: other threads change it
+    forced = [*_forced.values()]  # a copy, as other threads change it
     return forced[-1] if forced else _BACKEND_OF_DEVICE.get(device.type)

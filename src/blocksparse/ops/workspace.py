@@ -44,13 +44,13 @@ _kept: list[_Buffer] = []
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.empty`, on the CPU in memory that is used again once no tensor refers to it.
 
-    Plain memory for who gets it: it is not used again while a tensor, a view or an array refers to it.
+    The memory is not used again while a tensor, a view or an array refers to it.
     `clear` gives back what is not in use.
     """
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not MIN_BYTES <= size <= MAX_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
-    # Nobody waits: the lock may be held by this very thread, below a signal handler or a finalizer that came here.
+    # Without waiting: this very thread may hold the lock, below a signal handler or a finalizer that came here.
     lock = _lock  # a child that was forked from here has another one
     if not lock.acquire(blocking=False):
         return torch.empty(shape, dtype=dtype, device=device)
@@ -90,7 +90,7 @@ if hasattr(os, "register_at_fork"):
 def _take(size: int) -> torch.UntypedStorage:
     global _asked
     _asked += size
-    # What was moved to shared memory may be in use in another process: it is not ours any more.
+    # Another process may be using what was moved to shared memory, so it cannot be reused.
     _kept[:] = [buffer for buffer in _kept if not buffer.storage.is_shared()]
     fitting = [buffer for buffer in _kept if size <= buffer.storage.nbytes() <= 2 * size and buffer.is_free]
     if fitting:

@@ -104,7 +104,7 @@ def prunable(
         empty: whether parameters may be on the meta device: for those who do not look at the values.
 
     Raises:
-        BlockSparseError: no module, one on the meta device, a block size that is none, something to skip that the model
+        BlockSparseError: no module, one on the meta device, an invalid block size, something to skip that the model
             does not have.
 
     >>> import torch

@@ -54,7 +54,7 @@ def replace_with_sparse(
         The model; another object only where the model itself is the module that is exchanged.
 
     Raises:
-        BlockSparseError: a name that is none of a weight that can become block-sparse, a layout of another shape, an
+        BlockSparseError: a name without a weight that can become block-sparse, a layout of another shape, an
             optimizer that has none of the weights or keeps what cannot follow. Nothing is changed then.
 
     >>> import torch, blocksparse as bs

@@ -160,7 +160,7 @@ def _swapped(nodes: int, edges: np.ndarray, rng: np.random.Generator) -> np.ndar
     a, b = np.where(turned, b, a), np.where(turned, a, b)
     swapped = np.stack([np.minimum(x, y) * nodes + np.maximum(x, y) for x, y in ((a, d), (c, b))])
     fits = (a != d) & (c != b) & ~np.isin(swapped, edges).any(0)
-    # Of two pairs that want the same new edge neither is swapped.
+    # If two pairs would make the same new edge, neither is swapped.
     _, back, times = np.unique(swapped, return_inverse=True, return_counts=True)
     fits &= (times[back.reshape(swapped.shape)] == 1).all(0)
     kept = np.setdiff1d(edges, pairs[:, fits], assume_unique=True)

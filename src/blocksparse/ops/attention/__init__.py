@@ -191,7 +191,7 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, causal: bool
 
 
 def _of_rows(rows: _Rows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attention of some rows of blocks `[n, rows, block, d]`, each of which is to the kernel a head of its own."""
+    """Computes attention of some rows of blocks `[n, rows, block, d]`, each of which is a head to the kernel."""
     n = rows.rows.numel()
     keys = rows.cols.numel() // n * k.shape[2]
     k, v = (tensor.index_select(1, rows.cols).reshape(len(k), n, keys, tensor.shape[-1]) for tensor in (k, v))

@@ -115,7 +115,7 @@ def _conv_backward(ctx, grad):
     if ctx.activation == "relu":
         grad = torch.ops.aten.threshold_backward(grad, output, 0)
     elif ctx.activation is not None:
-        # Only who calls the op itself comes here: the public functions do not fuse these while training.
+        # Only direct calls of the op come here: the public functions do not fuse these while training.
         flags = ctx.in_blocks, ctx.transpose, ctx.scatter
         before = conv_op(x, values, bias, indices, *flags, size, *steps, None)
         backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[ctx.activation]

@@ -126,7 +126,7 @@ REACH = (
     ConvTarget(replace(LAYER, pattern="block-diagonal"), "grouped", 1.0),
 )
 
-# Time against nnz is a line in each pass, as in the linear op: its intercept is at most this part of the dense time.
+# Time is linear in nnz in each pass, as in the linear op: the fixed part is at most this part of the dense time.
 LINE_DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.5)
 LINE_INTERCEPT = 0.05
 

@@ -143,7 +143,7 @@ def _taps_first(values: Tensor) -> Tensor:
 
 
 def _tile(pass_: str, x: Tensor, layout: BlockLayout, tokens: int) -> Tile:
-    """The tile of the linear product of as many tokens, its lanes no more than a row of a few channel blocks has."""
+    """Returns the tile of the linear product with as many tokens, its lanes limited to those of a row of channels."""
     tile = tile_for(Work(pass_, x.dtype, layout.block_shape, bucket(tokens), layout.density), gpu_of(x.device))
     rows = layout.T if pass_ == "dgrad" else layout
     if pass_ == "wgrad":

@@ -108,7 +108,7 @@ def linear_wgrad(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout) -> to
 def gradients(
     grad: torch.Tensor, x: torch.Tensor, values: torch.Tensor, layout: BlockLayout, needs_x: bool, needs_bias: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None] | None:
-    """Those of x, values and bias of a layout of single numbers in one call, or None where that is not to be had.
+    """Computes those of x, values and bias in one call for a layout of single numbers; None where it cannot.
 
     The numbers of `linear` and `linear_wgrad`, which would each bring the same rows of `grad` from memory.
     """

@@ -96,7 +96,7 @@ def linear_pair_kernel(
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """As linear_kernel, for two rows at once: inputs that both need are loaded once."""
+    """Computes two rows at once as linear_kernel does one: inputs that both need are loaded once."""
     height: tl.constexpr = block_in if TRANSPOSE else block_out
     width: tl.constexpr = block_out if TRANSPOSE else block_in
     WIDTH: tl.constexpr = triton.next_power_of_2(width)

@@ -112,7 +112,7 @@ def layout_of(indices: Sequence[Tensor], grid: tuple[int, int], block: tuple[int
     known = getattr(col, "_blocksparse_layout", None)
     layout = known() if known is not None else None
     if layout is not None and layout.block_shape == block and layout.grid == grid:
-        # Others, a copy that was written to say, are looked at.
+        # Others, such as a copy that was written to, are compared.
         own_crow, own_col = layout.indices_on(col.device)
         if own_crow is crow and own_col is col:
             return layout
@@ -164,7 +164,7 @@ class _Linear(torch.autograd.Function):
         if ctx.activation == "relu":
             grad = torch.ops.aten.threshold_backward(grad, output, 0)
         elif ctx.activation is not None:
-            # Only who calls the op itself comes here: the public function does not fuse these while training.
+            # Only direct calls of the op come here: the public function does not fuse these while training.
             before = linear_op(x, values, bias, indices, ctx.in_blocks, ctx.transpose, None)
             backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[ctx.activation]
             grad = backward(grad, before)
@@ -277,7 +277,7 @@ def _linear_wgrad_traced(grad, x, indices, in_blocks):
 
 def _traced_layout(indices, in_blocks, block) -> triton.TracedLayout:
     crow, col, *schedule = indices
-    # Sizes of a layout are its own, whatever of x and the tracer holds for dynamic.
+    # Sizes of a layout are constants, whatever sizes of x the tracer takes for dynamic.
     grid = int(crow.shape[0]) - 1, int(in_blocks)
     return triton.TracedLayout(grid, (int(block[0]), int(block[1])), int(col.shape[0]), schedule)
 
@@ -287,7 +287,7 @@ def _see_through(traced):
 
     def rule(mode, op, types, args, kwargs):
         scheduled = any(isinstance(argument, list | tuple) and len(argument) > 2 for argument in args)
-        # Exported graphs keep the op: they stand alone.
+        # Exported graphs keep the op, so that they are self-contained.
         if not scheduled or not torch._functorch.config.decompose_custom_triton_ops:
             return mode.__torch_dispatch__(op, types, args, kwargs)
         with mode:

@@ -110,7 +110,7 @@ class Target:
     others: tuple[str, ...] = ()
 
 
-# The two shapes all of it turns on: the layer of a language model in training, and the wide one of the 2017 paper.
+# The two main shapes: the layer of a language model in training, and the wide one of the 2017 paper.
 TRAINING = LinearSpec(4096, 4096, tokens=1024, density=0.1)
 WIDE = LinearSpec(12288, 12288, tokens=32, density=0.03)
 
@@ -135,7 +135,7 @@ REACH: dict[str, Target] = {
 # Small blocks, as parts of the speed of blocks of 32 at the same shape and density.
 SMALL_BLOCKS: dict[int, float] = {16: 0.75, 8: 0.5}
 
-# Time against nnz at fixed tokens is a line through nearly nothing: its intercept as a part of the dense time.
+# At fixed tokens, time is linear in nnz: the fixed part as a part of the dense time.
 LINE_DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 LINE_INTERCEPT = 0.05
 

@@ -49,7 +49,7 @@ def forward(
 
     Args:
         z: `[n, 4H]`, the product of the step.
-        add: what else there is: `[n, 4H]`, `[4H]` or None.
+        add: the other summand: `[n, 4H]`, `[4H]` or None.
         gain: `[4H]` or None.
         c: `[n, H]`, the state before.
         h_out: `[n, H]`, written.

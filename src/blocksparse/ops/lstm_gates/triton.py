@@ -12,7 +12,7 @@ from ..gpu.runtime import Launch, cdiv, check_fits, power_of_two
 from ..gpu.tiles import Tile
 from .operands import STATES, row_stride
 
-# Numbers of h per program: four for each of its threads, so that few rows have many programs.
+# Numbers of h per program: four per thread, so that even few rows make many programs.
 NUMBERS, WARPS = 512, 4
 # Launches that are kept: buffers of a sequence differ in their strides, and in their addresses modulo 16.
 MOST_LAUNCHES = 1024

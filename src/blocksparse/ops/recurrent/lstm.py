@@ -130,7 +130,7 @@ def unrolled(
     ys: dict[int, Tensor] = {}
     for t in steps.order:
         size = steps.sizes[t]
-        # Of sequences that are over, or yet to come, the state stays.
+        # The states of sequences that are over, or have not begun, do not change.
         new_h, new_c = step(*(each[t] for each in cut), h[:size], c[:size])
         h, c = torch.cat([new_h, h[size:]]), torch.cat([new_c, c[size:]])
         ys[t] = new_h

@@ -89,7 +89,7 @@ def linear_of(x: Tensor, weight: Tensor, layout: BlockLayout | None, bias: Tenso
 
 
 def as_blocks(weight: Tensor, tokens: int) -> BlockLayout | None:
-    """A layout of which the dense `weight`, as it lies in memory, is the values: blocks as wide as it is.
+    """Returns a layout whose values are the dense `weight` as it is in memory: blocks as wide as the weight.
 
     None where PyTorch's dense product is the better one: our kernels are faster than a BLAS that does not use all of
     the CPU, but not at a few tokens, nor in 16 bits.

@@ -35,5 +35,5 @@ def collected(grad: Tensor, data: Tensor, index: Tensor | None) -> Tensor:
     """The gradient of data `[n, ...]` from that of all rows."""
     if index is None:
         return grad
-    # In a fixed order, and in parallel, which index_add is not.
+    # Unlike index_add, this has a fixed order and runs in parallel.
     return torch.ops.aten.embedding_dense_backward(grad, index, len(data), -1, False)

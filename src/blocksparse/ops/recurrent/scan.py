@@ -61,7 +61,7 @@ class _Scan(torch.autograd.Function):
         tensors, kept, needed = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :], ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
             return None, None, *_differentiable(ctx.recurrence, tensors, grads, needed)
-        # Users hand in gradients of any strides; the gates want the features of a row side by side.
+        # Users may pass gradients of any strides, but the gates need the features of a row to be contiguous.
         grads = tuple(grad.resolve_neg().contiguous() for grad in grads)
         return None, None, *ctx.recurrence.backward(tensors, kept, grads, needed)
 

@@ -154,7 +154,7 @@ class SmallWorldLSTM:
                 grad_pre_out=grad_pre[rows],
                 grad_c_out=remap_blocks,
             )
-            # Sums while what is summed is in the cache.
+            # Summed while the terms are in the cache.
             grad_gains[-1] += (grad_pre[rows] * z_normed[rows]).sum(0)
             grad_biases[-1] += grad_pre[rows].sum(0)
             scaled = grad_pre[rows] * gains[-1]
@@ -204,7 +204,7 @@ def _norm_backward(grad: Tensor, normed: Tensor, scale: Tensor, hidden: int) -> 
     """The gradient at what each of the four norms without gain takes."""
     shape = (len(grad), 4, hidden)
     zeros, ones = scale.new_zeros(len(grad), 4, 1), scale.new_ones(len(grad), 4, 1)
-    # What is normed already has the mean 0 and the deviation 1.
+    # Normalised values already have mean 0 and deviation 1.
     wide = torch.ops.aten.native_layer_norm_backward(
         grad.view(shape).to(scale.dtype), normed.view(shape).to(scale.dtype), (hidden,), zeros, ones, None, None,
         (True, False, False),

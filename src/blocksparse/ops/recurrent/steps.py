@@ -105,7 +105,7 @@ class Trajectory:
         if self.steps.aligned:
             return
         size = self.steps.sizes[t]
-        # Of sequences that are over the final state stays; of those to come, the initial one waits there.
+        # Sequences that are over keep their final state; those that have not begun, their initial one.
         self._final[:size] = self.after[t]
         following = t - 1 if self.steps.reverse else t + 1
         if 0 <= following < len(self.steps.sizes):

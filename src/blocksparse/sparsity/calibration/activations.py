@@ -44,7 +44,7 @@ def activation_scores(
 
     Raises:
         BlockSparseError: no batch, batches that reach no weight, inputs of a layer that are not finite, no weight that
-            can become block-sparse, a block size that is none, something to skip that the model does not have.
+            can become block-sparse, an invalid block size, something to skip that the model does not have.
 
     >>> import torch, blocksparse as bs
     >>> layer = torch.nn.Linear(4, 2, bias=False)

@@ -122,7 +122,7 @@ class _Search:
         self.gain = columns.new_empty(groups, groups)
         self.places = torch.empty(groups, groups, dtype=torch.int64, device=columns.device)
         self._refresh(torch.arange(groups, device=columns.device))
-        # Rounding must not look like a gain, or the search might not end.
+        # Rounding errors must not look like gains, or the search might not end.
         self.least = 64 * torch.finfo(columns.dtype).eps * self.kept.mean().item()
 
     def state(self) -> tuple[Tensor, ...]:

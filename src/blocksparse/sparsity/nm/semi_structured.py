@@ -9,7 +9,7 @@ from ...errors import BlockSparseError
 from ...surgery.prunable import Skip, survey
 
 DTYPES = (torch.float16, torch.bfloat16)
-# What cuSPARSELt and CUTLASS both take.
+# Supported by both cuSPARSELt and CUTLASS.
 MULTIPLES = (32, 64)
 
 
@@ -69,7 +69,7 @@ def semi_structured_refusal(weight: Tensor) -> str | None:
         weight: `[out_features, in_features]`.
 
     >>> import torch
-    >>> from blocksparse.sparsity.nm.mask.semi_structured import semi_structured_refusal
+    >>> from blocksparse.sparsity.nm.semi_structured import semi_structured_refusal
     >>> semi_structured_refusal(torch.zeros(32, 64, dtype=torch.bfloat16))
     'on cpu; only CUDA has kernels for it'
     """

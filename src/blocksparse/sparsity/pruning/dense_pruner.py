@@ -113,7 +113,7 @@ class DensePruner:
             self._settle()
         self.model = replace_with_sparse(self.model, layouts, self.optimizer)
         self._layouts = dict(layouts)
-        # Nothing dense is kept in memory by who keeps this.
+        # So that keeping the method does not keep the dense weights in memory.
         self.dense.clear()
         self.weights.clear()
         return self.model
@@ -140,7 +140,7 @@ class DensePruner:
         raise NotImplementedError
 
     def _settle(self) -> None:
-        """Leaves the model with plain weights that have their last values, before the exchange."""
+        """Leaves the model with plain weights that have their last values, before they are replaced."""
 
     def _check_unfinished(self, what: str) -> None:
         if self._layouts is not None:

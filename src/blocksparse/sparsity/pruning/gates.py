@@ -64,7 +64,7 @@ class Gated(DensePruner):
         for name, gate in gates.items():
             weight = self.weights[name]
             gate.train(weight.module.training)
-            # Not tried out at once, which would draw random numbers.
+            # Without the trial run of register_parametrization, which would draw random numbers.
             parametrize.register_parametrization(weight.module, weight.parameter, gate, unsafe=True)
         if self.optimizer is not None:
             group: dict[str, Any] = {"params": self.parameters(), "weight_decay": 0.0}

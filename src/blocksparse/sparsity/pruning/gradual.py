@@ -76,8 +76,8 @@ class GradualPruning(Masked):
         for name, keep in self.keep.items():
             blocks, dense = self.blocks[name], self.dense[name]
             norms = blocks.norms(dense, self.norm)
-            # For each number: blocks of convolutions have more of them, and still compete with others.
+            # Per number in the block, as blocks of convolutions have more numbers but compete with others.
             norms = norms / blocks.size**0.5 if self.norm == "l2" else norms
-            # What is gone has a lower score than any zero that is kept, and so it never comes back.
+            # A removed block has a lower score than any zero that is kept, so it never comes back.
             scores[name] = norms.masked_fill(~keep.to(dense.device), -1)
         self.keep = strongest(scores, self.blocks, self.schedule(self.calls), self.scope)

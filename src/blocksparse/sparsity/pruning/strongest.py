@@ -93,7 +93,7 @@ def _strongest(
     flat = [scores[name].flatten().to(device, torch.float64) for name in names]
     sizes = torch.cat([torch.full_like(each, blocks[name].size) for name, each in zip(names, flat, strict=True)])
     ranked = torch.cat([each.index_fill(0, each.argmax(), torch.inf) for each in flat])
-    order = ranked.argsort(stable=True)  # stable, so that of equal ones the same go in every run
+    order = ranked.argsort(stable=True)  # stable, so that among equal ones every run removes the same
     # A block goes where more than half of it is above what may stay.
     gone = sizes[order].cumsum(0) - sizes[order] / 2 <= (1 - density) * sizes.sum()
     gone &= ranked[order] < torch.inf

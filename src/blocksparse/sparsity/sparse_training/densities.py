@@ -50,7 +50,7 @@ def erk(
         kernel: whether the sizes of a kernel count (ERK), or only n_out and n_in (Erdos-Renyi).
 
     Raises:
-        BlockSparseError: shapes that are none, a density outside of 0 to 1 or one with which a layer rounds to no
+        BlockSparseError: invalid shapes, a density outside of 0 to 1 or one with which a layer rounds to no
             connection.
 
     >>> import blocksparse as bs

@@ -21,7 +21,7 @@ class DynamicSparsity:
     """A method that changes the layouts of block-sparse modules while they are trained.
 
     Args:
-        modules: a model, or some modules; all block-sparse weights in them are meant.
+        modules: a model, or some modules; the method applies to all block-sparse weights in them.
         optimizer: the one that trains them; None if there is none, or none that keeps a state.
         skip: what is left as it is: modules, or their names in the model, with all that is in them.
         every: `step` works at every `every`-th call.

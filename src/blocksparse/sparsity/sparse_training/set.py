@@ -100,7 +100,7 @@ class SET(DynamicSparsity):
 
 
 def nearest_zero(module: BlockSparseModule, zeta: float, norm: str = "l2") -> np.ndarray:
-    """Which blocks SET drops, bool `[nnz]`: see `SET`.
+    """Marks the blocks that SET drops, bool `[nnz]`: see `SET`.
 
     >>> import torch, blocksparse as bs
     >>> from blocksparse.sparsity.sparse_training.set import nearest_zero

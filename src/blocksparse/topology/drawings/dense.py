@@ -28,7 +28,7 @@ def dense_against_sparse(layout: BlockLayout, path: str | Path, title: str) -> N
         raise BlockSparseError.expected("layout", "one that stores a block", repr(layout))
     side = max(round(math.sqrt(weights)), 1)
     rows, cols = layout.shape
-    # Never so thin that nothing is seen of it.
+    # Never too thin to be seen.
     ratios = [max(side, cols / 8), cols]
     tallest = max(rows, side)
     height = min(max(8.4 * tallest / sum(ratios), 2.0), 7.0)

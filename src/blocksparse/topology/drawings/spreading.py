@@ -50,7 +50,7 @@ def spreading(layout: BlockLayout, path: str | Path, title: str, block: int | No
         with writer.saving(figure, str(path), dpi=100):
             every = -(-max(last, 1) // FRAMES)
             shown = [*range(0, last, every), last]
-            # The end stays for a moment.
+            # The last frame is shown for a moment longer.
             for now in [*shown, last, last, last, last]:
                 _frame(axes, steps.reshape(height, width), now, last)
                 figure.suptitle(f"{title}\nafter {now} step{'' if now == 1 else 's'}", x=0.02, ha="left", size=10)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import BlockSparseError
 
-# Told apart by the colour-blind as well: Okabe and Ito, Color Universal Design (2008).
+# Distinguishable by the colour-blind: Okabe and Ito, Color Universal Design (2008).
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
