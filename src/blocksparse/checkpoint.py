@@ -133,7 +133,7 @@ def about(path: str | Path) -> dict[str, Any]:
 
 
 def parsed(text: str | bytes) -> Any:
-    """What JSON says.
+    """Parses JSON.
 
     Raises:
         ValueError: it is none, or is nested too deeply.

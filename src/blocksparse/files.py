@@ -44,7 +44,7 @@ def first(name: str, folder: Any, *places: str) -> Path:
 
 
 def path_of(name: str, given: Any) -> Path:
-    """What was given, as a path.
+    """Returns the argument as a path.
 
     Raises:
         BlockSparseError: it is none.
@@ -106,7 +106,7 @@ def lines(path: Any, subject: str, encoding: str) -> Iterator[tuple[int, str]]:
 
 
 def read_json(path: Any, subject: str) -> Any:
-    """What a JSON file of 16 MiB at most says.
+    """Reads a JSON file of at most 16 MiB.
 
     Raises:
         BlockSparseError: as `opened`; a larger one, or one that is no JSON.

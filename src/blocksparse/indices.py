@@ -12,7 +12,7 @@ LARGE = 1 << 20
 
 
 def index_type(nnz: int, cols: int) -> type[np.signedinteger]:
-    """What holds all positions of blocks, and all columns."""
+    """Returns the int type that holds all positions of blocks, and all columns."""
     return np.int32 if max(nnz, cols) < 2**31 else np.int64
 
 

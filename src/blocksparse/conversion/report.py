@@ -74,7 +74,7 @@ class Report:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Of the whole model: parameters, bytes and flops, as they are and if all were dense."""
+        """Totals of the model: parameters, bytes and flops, as they are and if all weights were dense."""
         names = ("parameters", "dense_parameters", "bytes", "dense_bytes", "flops", "dense_flops")
         other = {"parameters": self.other_parameters, "bytes": self.other_bytes}
         return {

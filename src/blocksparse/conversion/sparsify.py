@@ -75,7 +75,7 @@ def sparsify(
         The model; in place another object only where the model itself is one such layer.
 
     Raises:
-        BlockSparseError: a density that is invalid or not possible, a model on the meta device or without any weight that
+        BlockSparseError: a density out of range or not possible, a model on the meta device or without a weight that
             can become block-sparse, names that it does not have, scores or layouts that do not fit, an optimizer
             without `inplace` or without the weights. Nothing is changed then.
 

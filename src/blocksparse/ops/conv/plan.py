@@ -202,6 +202,6 @@ def is_linear(axes: Sequence[Axis]) -> bool:
 
 
 def three_axes(axes: Sequence[Axis]) -> list[Axis]:
-    """With axes of one position before them: kernels know three."""
+    """Prepends axes of one position, as kernels need three axes."""
     one = Axis(big=1, small=1, kernel=1, stride=1, padding=0, dilation=1)
     return [one] * (3 - len(axes)) + list(axes)

@@ -175,7 +175,7 @@ tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def sums_of(dtype: torch.dtype) -> torch.dtype:
-    """What sums of `dtype` are accumulated in."""
+    """Returns the dtype in which sums of `dtype` are accumulated."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -50,5 +50,5 @@ def linear_wgrad(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout) -> to
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What sums of `dtype` are accumulated in."""
+    """Returns the dtype in which sums of `dtype` are accumulated."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

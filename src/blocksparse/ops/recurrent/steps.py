@@ -101,7 +101,7 @@ class Trajectory:
         return workspace.empty((rows, more + like.shape[1]), like.dtype, like.device)
 
     def advance(self, t: int) -> None:
-        """What step t has left is handed on."""
+        """Passes on the state that step t left."""
         if self.steps.aligned:
             return
         size = self.steps.sizes[t]
