@@ -1,4 +1,4 @@
-"""The command `blocksparse`: imports of torch take seconds, in which Ctrl-C shall be quiet too."""
+"""The command `blocksparse`. Importing torch takes seconds, and Ctrl-C must be quiet then too."""
 
 from __future__ import annotations
 

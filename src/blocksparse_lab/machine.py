@@ -1,4 +1,4 @@
-"""What a number was measured on: it goes into every JSON file beside the numbers."""
+"""The machine that a number was measured on; every JSON file of results records it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def slug(text: str) -> str:
 
 
 def checkout() -> tuple[str | None, bool | None]:
-    """(commit, whether tracked files differ from it) of the checkout this package is part of, else (None, None).
+    """(commit, whether tracked files differ from it) of the checkout that has this package, else (None, None).
 
     A package installed into an environment that merely lies inside some repository is no part of it: git must
     track the package's own files. Of a copy without its .git, BLOCKSPARSE_COMMIT may say the commit, with a + behind

@@ -1,7 +1,7 @@
 """The time of attention on a layout, against PyTorch's dense one: it falls with the density.
 
-On one thread, in the processor's time of this process, so that it matters little what else the machine does. What is
-timed is checked first, against masked attention in float64.
+On one thread, in this process' CPU time, so that other load on the machine matters little. What is timed is
+checked first, against masked attention in float64.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Attention = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Self-attention of so many tokens.
+    """The sizes of a self-attention.
 
     Args:
         batch, heads, tokens, d: of queries, keys and values.
@@ -51,7 +51,7 @@ class AttentionSpec:
 
 
 def rows(budget: float = 8.0, quick: bool = False) -> Iterator[Row]:
-    """For each pass: that time falls with the density, and the speed-ups over dense; `quick` in small.
+    """Measures each pass: whether time falls with the density, and the speed-ups over dense; `quick` uses small sizes.
 
     Raises:
         BlockSparseError: outputs or gradients differ from those of masked attention.
@@ -81,7 +81,7 @@ def _rows(problem: AttentionProblem, pass_: str, budget: float, rounds: int, fal
     samples = alternate(problem.calls(pass_), rounds=rounds, budget=budget, clock=_cpu_clock)
     s = problem.spec
     work = f"{'causal ' if problem.causal else ''}attention {pass_}, {s.heads} heads, {s.tokens:,} tokens, d {s.d}"
-    if falls:  # the first is dense: that is PyTorch's own kernel
+    if falls:  # the first is dense: PyTorch's own kernel
         yield falls_row(work, list(problem.layouts)[1:], samples)
     for name, layout in problem.layouts.items():
         speedup = samples.ratio("dense", name)
@@ -149,7 +149,7 @@ class AttentionProblem:
         return found
 
     def calls(self, pass_: str) -> dict[str, Call]:
-        """What is timed: dense attention, and that of each layout."""
+        """The calls to time: dense attention, and attention on each layout."""
         dense = partial(F.scaled_dot_product_attention, is_causal=self.causal)
         functions = {"dense": dense} | {name: self._ours(layout) for name, layout in self.layouts.items()}
         return {name: self._call(function, pass_) for name, function in functions.items()}

@@ -29,7 +29,7 @@ PEERS = ("dense", "grouped")
 
 
 class ConvBench(LinearBench):
-    """Measures specs one after the other, as `LinearBench` does; the peers are out of `PEERS` here.
+    """Measures specs one after the other, as `LinearBench` does; the peers here are those in `PEERS`.
 
     >>> result = ConvBench(rounds=3, budget=0.1).run(ConvSpec(32, 32, size=6, images=2, block=8, density=0.5))
     >>> result.peers, result.nnz
@@ -48,7 +48,7 @@ class ConvBench(LinearBench):
 
     def ready(self, problem: ConvProblem, name: str, counts: dict[str, int]) -> Call:  # type: ignore[override]
         counts[name] = 1
-        # No copies in turn: images are what sweeps the caches.
+        # No rotating copies: the images alone flush the caches.
         return self.device.ready([problem.ours() if name == OURS else problem.peer(name)])
 
 
@@ -126,7 +126,7 @@ class ConvProblem:
         return {}
 
     def wrong(self, name: str, call: Call) -> None:
-        """Nothing: the peers are PyTorch's own convolutions."""
+        """Returns None: the peers are PyTorch's own convolutions."""
 
     # -- the check -------------------------------------------------------------------------------------------------
 

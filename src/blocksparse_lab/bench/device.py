@@ -1,4 +1,4 @@
-"""What timing has to know of a device: its clock, how work is made ready for it, and how much there must be of it."""
+"""Devices to time on: their clocks, how work is prepared for them, and how much of it they need."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Device(Protocol):
         """Seconds per call."""
 
     def copies(self, size: int) -> int:
-        """How many copies of a weight of `size` bytes take turns, so that none is found in a cache."""
+        """The number of copies of a weight of `size` bytes that take turns, so that none is found in a cache."""
 
     def ready(self, calls: Sequence[Call], laps: int = 1) -> Call:
-        """One call that makes all these, `laps` times over."""
+        """One call that makes all these calls, `laps` times."""
 
     def settle(self) -> None:
         """Brings the device to the speed that it keeps under load."""
 
     def wait(self) -> None:
-        """Returns when all that was asked of the device is done."""
+        """Waits until the device has finished all its work."""
 
 
 class Host:
-    """The CPU. It has one copy unless told otherwise: inputs and outputs sweep its caches, and peers have no less."""
+    """The CPU. It has one copy unless told otherwise: inputs and outputs flush its caches, and peers' as much."""
 
     def __init__(self, copies: int = 1):
         self.torch = torch.device("cpu")
@@ -115,7 +115,7 @@ class Replay(Rotation):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for call in calls:  # compiles, makes plans: what no capture may hold
+            for call in calls:  # compiles and makes plans, which must not happen during capture
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()

@@ -29,10 +29,10 @@ from .report import duration, figure_and_axes, plain_ticks, where
 NEURONS = (1_000_000, 5_000_000, 10_000_000, 20_000_000, 50_000_000, 100_000_000)
 PHASES = ("build", "save", "train", "evaluate", "evolve")
 
-# A process takes a third of it before it has a net, and smaller nets leave holes in its heap; for each connection,
-# with the half neuron that comes with it, it was 80 bytes at the peak with 20 million neurons.
+# A process takes a third of it before it has a net, and smaller nets leave holes in its heap. The peak with 20
+# million neurons was 80 bytes per connection, including the half neuron that comes with each.
 LEAST_BYTES, BYTES_PER_CONNECTION = 3 * 2**28, 85
-# Its checkpoints, the new one beside the old one.
+# Its checkpoints: the new one is written before the old one goes.
 DISK_PER_CONNECTION = 2 * 18
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -59,7 +59,7 @@ class Extreme:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the layers.
+        """The sizes of the layers.
 
         >>> Extreme(50_000_000).sizes
         (65536, 12483616, 12483616, 12483616, 12483616, 2)
@@ -70,7 +70,7 @@ class Extreme:
 
     @property
     def connections(self) -> int:
-        """As many as are to be expected.
+        """The expected number of connections.
 
         >>> Extreme(50_000_000).connections
         99934466
@@ -82,13 +82,13 @@ class Extreme:
 
     @property
     def predicted(self) -> int:
-        """Bytes of memory at the peak, at most."""
+        """An upper bound on the peak memory, in bytes."""
         return LEAST_BYTES + BYTES_PER_CONNECTION * self.connections
 
 
 @dataclass
 class Found:
-    """What came of one run, ready for JSON.
+    """The result of one run, ready for JSON.
 
     Args:
         neurons, connections, sizes: of the net, as it was made.
@@ -121,7 +121,7 @@ class Found:
 
 
 class Phases:
-    """Memory and seconds of what is done under a name.
+    """Memory and seconds of named phases.
 
     >>> phases = Phases()
     >>> phases("build", lambda: 3)
@@ -320,7 +320,7 @@ def merged(path: Path, new: Found) -> list[Found]:
 
 
 def write(path: Path, found: Sequence[Found]) -> None:
-    """The runs as JSON, as a table in Markdown and, where matplotlib is installed, as a picture beside it."""
+    """The runs as JSON, as a table in Markdown and, where matplotlib is installed, as a picture next to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fits = lines(found)
     content = {

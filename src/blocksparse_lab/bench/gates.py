@@ -1,4 +1,4 @@
-"""What gates that are 0 cost in inference: the product with them against the compacted layout's own."""
+"""Times inference with gates that are 0: the gated product against that of the compacted layout."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ from .rows import Row, memory_row, not_measured, times
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device does at best, measured: bytes per second of a copy, read and written, and operations per second
+    """The device's measured peak rates: bytes per second of a copy, read and written, and operations per second
     of a large dense product, by dtype."""
 
     copy: float
@@ -83,14 +83,14 @@ def _product(a: Tensor, b: Tensor) -> Call:
 
 @dataclass(frozen=True)
 class Job:
-    """One piece of work, what is wanted of it, and how to measure it."""
+    """One piece of work, its target, and how to measure it."""
 
     work: str
     target: str
     measure: Callable[[], list[Row]]
 
     def run(self) -> list[Row]:
-        """Its rows; a failure is one too, so that the others are measured all the same."""
+        """Measures its rows; a failure becomes a row too, so that the others are still measured."""
         try:
             return self.measure()
         except NotImplementedError as error:
@@ -127,7 +127,7 @@ class GpuReach:
         return self._ceilings
 
     def jobs(self) -> list[Job]:
-        """In the order of what we want to know first."""
+        """The jobs, the most important first."""
         out = [Job("bandwidth of a copy, dense peak", "-", self._ceiling_rows)]
         later: list[Job] = []
         for name, target in GPU_REACH.items():
@@ -273,7 +273,7 @@ def _has(target: Target, peer: str) -> bool:
 
 
 def wanted(target: Target) -> str:
-    """What a target wants, in words.
+    """A target in words.
 
     >>> wanted(GPU_REACH["few tokens, bf16, density 0.1"])
     '>= 8x dense, >= 75% of a copy'
@@ -335,7 +335,7 @@ def mean_row(work: str, peer: str, ratio: float, cases: Iterable[CaseResult]) ->
 
 
 def host_row(seconds: Mapping[str, Any]) -> Row:
-    """Our eager call without gradients has the target; the others stand beside it."""
+    """Our eager call without gradients has the target; the others are listed with it."""
     parts = [f"{1e6 * spread.median:.1f} us {name}" for name, spread in seconds.items() if isinstance(spread, Spread)]
     parts += [f"{name} not measured" for name, spread in seconds.items() if isinstance(spread, str)]
     details = {name: vars(spread) if isinstance(spread, Spread) else spread for name, spread in seconds.items()}
@@ -347,7 +347,7 @@ def host_row(seconds: Mapping[str, Any]) -> Row:
 
 
 def host_times(device: Device, spec: LinearSpec, budget: float) -> dict[str, Spread | str]:
-    """Seconds of the host per call: many calls in a row, nobody waiting for the device. Where a call cannot be made,
+    """Seconds of the host per call: many calls in a row, without waiting for the device. Where a call fails,
     the reason. In a CUDA graph it is the device's time, of one of many replayed calls."""
     layout = spec.layout()
     kind: dict[str, Any] = {"dtype": spec.torch_dtype, "device": device.torch}
@@ -373,7 +373,7 @@ def host_times(device: Device, spec: LinearSpec, budget: float) -> dict[str, Spr
             compiled = torch.compile(lambda x, values: linear(x, values, layout), fullgraph=True)
             compiled(x, values)
             calls["compiled"] = lambda: compiled(x, values)
-        except Exception as error:  # of the compiler: the others are measured all the same
+        except Exception as error:  # of the compiler: the others are still measured
             refused["compiled"] = f"{type(error).__name__}: {error}"
     samples = alternate(calls, rounds=21, budget=budget, clock=issue)
     graph = device.ready([calls["eager"]], laps=100)

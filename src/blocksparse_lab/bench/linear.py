@@ -60,7 +60,7 @@ def bound_of(dtype: str, device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What came of one spec. `refused` says of each peer that could not run why; `facts` how the rest was measured."""
+    """The result of one spec. `refused` says why a peer could not run, `facts` how the rest was measured."""
 
     spec: LinearSpec
     nnz: int
@@ -190,7 +190,7 @@ class LinearBench:
                 if name != "dense" and (wrong := problem.wrong(name, call)):
                     raise BlockSparseError(wrong)
                 calls[name] = self.ready(problem, name, counts)
-            except Exception as error:  # of other libraries: whatever it is, the others are measured all the same
+            except Exception as error:  # of other libraries: whatever it is, the others are still measured
                 refused[name] = " ".join(f"{error or type(error).__name__}".split())
         samples = self.alternate(calls, counts)
         facts = {"device": self.device.torch.type, "calls_per_sample": counts, **problem.facts()}
@@ -303,7 +303,7 @@ class Problem:
         return self._autograd(lambda x, values: linear(x, values, layout), x, values)
 
     def peer(self, name: str, copy: int = 0) -> Call:
-        """The same pass as the peer does it; making or calling it raises what the library raises where it refuses."""
+        """The same pass as the peer does it. Making or calling it raises the library's own errors."""
         if name == "dense":
             return self._dense(copy)
         if self.spec.pass_ == "wgrad":
@@ -331,7 +331,7 @@ class Problem:
         if self.spec.pass_ == "dgrad":
             return lambda: grad @ weight
         if self.spec.pass_ == "wgrad":
-            # Into memory that is there already: a new result of this size costs its page faults, every time.
+            # Into existing memory: a new result of this size costs its page faults every time.
             result = torch.empty_like(weight)
             return lambda: torch.mm(grad.t(), x, out=result)
         return self._autograd(F.linear, x, weight)
@@ -375,7 +375,7 @@ class Problem:
         return errors
 
     def wrong(self, name: str, call: Call) -> str | None:
-        """Why the result of a peer with our weight is none, if it is wrong: the bound is ten times ours."""
+        """The reason why the result of a peer with our weight is wrong, if it is: the bound is ten times ours."""
         bound, rng = 10 * bound_of(self.spec.dtype, self.x.device), np.random.default_rng(0)
         for what, found in self._named(call()).items():
             if what == "grad_values":  # in the format of the peer
@@ -418,7 +418,7 @@ def _some(rng: np.random.Generator, count: int, limit: int) -> Tensor:
 
 
 def _dense_rows(layout: BlockLayout, values: Tensor, rows: Tensor) -> Tensor:
-    """The dense float64 weight of some block rows. Not by `to_dense`, so as to lean on nothing that is under test."""
+    """The dense float64 weight of some block rows. Not by `to_dense`, which is itself under test."""
     starts, cols = layout.crow_indices(rows.device).long(), layout.col_indices(rows.device).long()
     count = starts.diff()[rows]
     nth = torch.arange(len(rows), device=rows.device).repeat_interleave(count)

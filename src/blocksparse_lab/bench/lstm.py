@@ -42,17 +42,17 @@ PEERS = ("dense", "dense-wide", "torch", "torch-wide")
 PASSES = ("train", "inference")
 
 # Relative L2 error against float64 that scores and the gradients of a few steps may have, of each parameter. The
-# small-world cell has kinks, on whose other side a rounded number may come to lie: such gradients differ by all of it.
+# small-world cell has kinks, and rounding may move a number across one: such gradients differ completely.
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2}
 KINKS = 20
 
-# The check takes as many blocks a side as the pattern needs, or so many, and so many steps.
+# The check takes as many blocks a side as the pattern needs, at least this many, and this many steps.
 CHECKED_BLOCKS, CHECKED_STEPS = 9, 4
 
 
 @dataclass(frozen=True)
 class LstmSpec:
-    """One piece of work: a language model, and what it is given.
+    """One piece of work: a language model and its input.
 
     Args:
         config: of the model.
@@ -102,7 +102,7 @@ class LstmSpec:
         return [said[self.config.pattern]] if self.config.pattern in said else []
 
     def small(self) -> LstmSpec:
-        """The same in small, to be checked."""
+        """The same at a small size, for the check."""
         c = self.config
         least = {"barabasi_albert": c.m, "watts_strogatz": c.neighbors}.get(c.pattern, 0) + 1
         width = min(c.width, c.block_size * max(CHECKED_BLOCKS, least))
@@ -123,7 +123,7 @@ class LstmSpec:
 
 @dataclass(frozen=True)
 class LstmResult(CaseResult):
-    """What came of one spec. `facts` has the widths and parameters of all who took part."""
+    """The result of one spec. `facts` has the widths and parameters of all contenders."""
 
     def bytes_per_second(self, name: str = OURS) -> float:
         return self.spec.tokens / self.time(name).median
@@ -141,7 +141,7 @@ class LstmResult(CaseResult):
 
 
 class LstmBench(LinearBench):
-    """Measures specs one after the other, as `LinearBench` does; the peers are out of `PEERS` here.
+    """Measures specs one after the other, as `LinearBench` does; the peers here are those in `PEERS`.
 
     >>> result = LstmBench(rounds=3, budget=0.1).run(LstmSpec(CharLMConfig(width=64, embedding=8), batch=2, seq=3))
     >>> result.peers, result.facts["widths"]["dense"]
@@ -151,7 +151,7 @@ class LstmBench(LinearBench):
     known_peers = PEERS
 
     def run(self, spec: LstmSpec, against: Sequence[str] | None = None) -> LstmResult:  # type: ignore[override]
-        """Checks the model of `spec` in small against float64, then times its steps and those of its peers.
+        """Checks a small model of `spec` against float64, then times its steps and those of its peers.
 
         Raises:
             BlockSparseError: the model is wrong.
@@ -165,7 +165,7 @@ class LstmBench(LinearBench):
                 call = problem.call(name)
                 call()
                 calls[name] = self.device.ready([call])
-            except Exception as error:  # of memory, say: the others are measured all the same
+            except Exception as error:  # out of memory, say: the others are still measured
                 refused[name] = " ".join(f"{error or type(error).__name__}".split())
         samples = self.alternate(calls, dict.fromkeys(calls, 1))
         layout = spec.config.layout
@@ -227,7 +227,7 @@ class LstmProblem:
             return F.cross_entropy(scores.flatten(0, 1), self.text[1:].flatten())
 
     def backward(self, model: CharLM) -> Tensor:
-        """The loss, whose gradients the parameters get."""
+        """The loss, after its backward pass."""
         loss = self.loss(model)
         loss.backward()
         return loss.detach()
@@ -236,7 +236,7 @@ class LstmProblem:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.spec.dtype == "bfloat16")
 
     def check(self) -> dict[str, float]:
-        """The relative L2 errors of scores and gradients of the same model in small, against the reference in float64.
+        """The relative L2 errors of a small model's scores and gradients, against the reference in float64.
 
         Raises:
             BlockSparseError: an error beyond the bound of the dtype.

@@ -27,15 +27,15 @@ from .linear import OURS
 from .lstm import BOUNDS, LstmBench, LstmProblem, LstmSpec, train_step
 from .rows import Row, not_measured, times
 
-# A step at equal parameters takes so many times as long as that of the narrower dense net, at most.
+# A step at equal parameters takes at most this many times as long as that of the narrower dense net.
 EQUAL = LstmSpec(CharLMConfig(width=2048, pattern="barabasi_albert", m=8))
 EQUAL_TIME = 1.15
-# Layers of this density are so many times faster than torch.nn.LSTM of the same width.
+# Layers of this density are this many times as fast as torch.nn.LSTM of the same width.
 WIDE_DENSITY, WIDE_SPEEDUP = 0.03, 20.0
 WIDTHS = (2048, 4096)
 # Dense layers of this width are no slower than torch.nn.LSTM, as far as can be told: inference is the same kernel.
 DENSE_WIDTH, DENSE_TIME = 512, 1.01
-# So wide a net is trained within so much memory.
+# A net of this width is trained within this much memory.
 WIDEST = replace(EQUAL, config=replace(EQUAL.config, width=18432), batch=8, seq=16)
 MEMORY = 8 * 2**30
 
@@ -49,19 +49,19 @@ class LstmTarget:
     ratio: float
 
 
-# On an H200, against cuDNN. The narrow net is the published one, whose recurrent weights are as many.
+# On an H200, against cuDNN. The narrow net is the published one, with as many recurrent weights.
 _gpu = replace(WIDEST, batch=128, seq=64, dtype="bfloat16", narrow=3168)
 GPU_REACH = (LstmTarget(_gpu, "torch", 0.8), LstmTarget(_gpu, "torch-wide", 10.0))
 
 
 def rows(budget: float = 8.0, quick: bool = False) -> Iterator[Row]:
-    """All of them, one after the other; `quick` is in small, to see that it runs."""
+    """Measures all targets, one after the other; `quick` uses small sizes, to see that it runs."""
     bench = LstmBench(budget=0.02, rounds=1) if quick else LstmBench(budget=budget)
     equal = sized(EQUAL, 4 if quick else 1)
     yield equal_row(bench, equal, EQUAL_TIME)
     for changes in ({"m": 4}, {"m": 2}, {"cell": "mlstm"}, {"cell": "smallworld"}):
         yield equal_row(bench, replace(equal, config=replace(equal.config, **changes)), None)
-    longer = LstmBench(budget=4 * bench.budget, rounds=bench.rounds)  # a dense step of such a width takes seconds
+    longer = LstmBench(budget=4 * bench.budget, rounds=bench.rounds)  # a dense step of this width takes seconds
     widths = [width // (8 if quick else 1) for width in (*WIDTHS, DENSE_WIDTH)]
     for width in widths[:-1]:
         yield wide_row(longer, equal, width, width, WIDE_SPEEDUP)
@@ -72,7 +72,7 @@ def rows(budget: float = 8.0, quick: bool = False) -> Iterator[Row]:
 
 
 def sized(spec: LstmSpec, shrink: int) -> LstmSpec:
-    """The spec in small: a model with so many times fewer units, few and short texts."""
+    """A small version of the spec: a model with `shrink` times fewer units, few and short texts."""
     if shrink == 1:
         return spec
     config = replace(spec.config, width=spec.config.width // shrink)
@@ -216,7 +216,7 @@ def memory_row(spec: LstmSpec) -> Row:
 
 
 def peak(config: str, batch: str, seq: str, steps: int = 5) -> None:
-    """In a process of its own: prints the peak memory of a few training steps, and the seconds of each but the first.
+    """Prints the peak memory of a few training steps and the seconds of each but the first; runs in its own process.
 
     It is the process' high-water mark: `ru_maxrss` would begin with that of the process that started it.
     """

@@ -38,7 +38,7 @@ from .rows import Row, times
 PEERS = ("dense", "scipy", "blas")
 # Relative L2 difference of loss and gradients between any two of them, at most.
 BOUND = 1e-5
-# An epoch is faster than the dense one, and so many times faster than scipy's.
+# An epoch is faster than the dense one, and this many times as fast as scipy's.
 DENSE_SPEEDUP, SCIPY_SPEEDUP = 1.0, 5.0
 
 # A call that is timed: as in an epoch, a step finds in the caches what the one before it left there.
@@ -76,12 +76,12 @@ class MlpSpec:
 
     @property
     def steps(self) -> int:
-        """Of an epoch."""
+        """Training steps per epoch."""
         return self.rows // self.batch
 
 
 def rows(budget: float = 8.0, quick: bool = False) -> Iterator[Row]:
-    """Of an epoch over dense and over scipy, with as many threads as PyTorch takes and with one; `quick` in small.
+    """Times an epoch against dense and scipy, with PyTorch's number of threads and with one; `quick` uses small sizes.
 
     Raises:
         BlockSparseError: scipy is missing, or loss or gradients of one of them differ from ours.
@@ -103,14 +103,14 @@ def rows(budget: float = 8.0, quick: bool = False) -> Iterator[Row]:
 
 
 def measured(problem: MlpProblem, budget: float, rounds: int) -> tuple[Samples, dict[str, Any]]:
-    """Seconds of an epoch of each contender, by round, and what else is to be told."""
+    """Seconds of an epoch of each contender, by round, and further facts."""
     kinds = {kind: problem.dense_step(kind) for kind in ("fused", "foreach")}
     kind = _fastest(kinds)
     calls = {OURS: problem.our_step(), "dense": kinds[kind], "scipy": problem.scipy.step, "blas": problem.blas.step}
     calls = {name: partial(_repeated, call) for name, call in calls.items()} | {"evolution": problem.evolution()}
     steps = alternate(calls, rounds=rounds, budget=budget).per(dict.fromkeys(calls, STEPS) | {"evolution": 1})
     evolution = steps.time("evolution").median
-    # Scipy's would take longer: it had to build its matrices anew. The dense net has no topology.
+    # Scipy's would take longer: it had to rebuild its matrices. The dense net has no topology.
     extra = {OURS: evolution, "dense": 0.0, "scipy": evolution, "blas": evolution}
     epochs = {name: [problem.spec.steps * t + extra[name] for t in steps.seconds[name]] for name in (OURS, *PEERS)}
     details = {
@@ -126,7 +126,7 @@ def measured(problem: MlpProblem, budget: float, rounds: int) -> tuple[Samples, 
 
 
 def _one_blas_thread() -> Any:
-    """Numpy's BLAS has one thread within it: others of its own would go on spinning when it is another's turn.
+    """Limits numpy's BLAS to one thread: its other threads would go on spinning while another contender runs.
 
     On two cores they made a step of ours take 2.4 times as long.
     """
@@ -143,7 +143,7 @@ def _repeated(step: Call) -> None:
 
 
 def epoch_row(spec: MlpSpec, peer: str, epochs: Samples, details: dict[str, Any], has_target: bool) -> Row:
-    """How many times as fast as a peer's our epoch is."""
+    """The speed-up of our epoch over a peer's."""
     speedup = epochs.ratio(peer, OURS)
     targets = {
         "dense": (f"> {DENSE_SPEEDUP:g}x dense torch.nn", speedup.median > DENSE_SPEEDUP),
@@ -183,7 +183,7 @@ def _told(details: dict[str, Any]) -> str:
 
 
 class MlpProblem:
-    """A net with its inputs, as ours and as its peers have it: the same weights in all."""
+    """A net with its inputs, in our form and in its peers': the same weights in all."""
 
     def __init__(self, spec: MlpSpec, seed: int = 0):
         self.spec, self.seed = spec, seed
@@ -192,7 +192,7 @@ class MlpProblem:
         self.labels = torch.randint(spec.sizes[-1], (spec.batch,), generator=generator)
 
     def ours(self) -> SparseMLP:
-        """The net, newly made."""
+        """A new copy of the net."""
         s = self.spec
         return SparseMLP(s.sizes, epsilon=s.epsilon, alpha=s.alpha, dropout=s.dropout, seed=self.seed)
 
@@ -242,7 +242,7 @@ class MlpProblem:
         return self.step(model, sgd)
 
     def evolution(self) -> Call:
-        """The evolution between two epochs, with the momentum there is then."""
+        """The evolution between two epochs, with the momentum at that time."""
         model, s = self.ours(), self.spec
         optimizer = SGD(model.parameters(), s.lr, s.momentum, s.weight_decay)
         self.step(model, optimizer)()
@@ -428,7 +428,7 @@ class _ScipyLayer:
 
     def _wgrad_gathered(self, delta: np.ndarray, a: np.ndarray) -> np.ndarray:
         found = np.empty_like(self.values)
-        for first in range(0, len(found), 4096):  # so many rows of either stay in the cache
+        for first in range(0, len(found), 4096):  # 4,096 rows of either stay in the cache
             part = slice(first, first + 4096)
             np.einsum("kb,kb->k", delta[self.rows[part]], a[self.cols[part]], out=found[part])
         return found

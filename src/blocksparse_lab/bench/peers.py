@@ -63,9 +63,9 @@ def torch_bsr(weight: Tensor, meta: dict[str, int]) -> Product:
 
 
 def tuned(weight: Tensor, x: Tensor, seconds: float) -> dict[str, int]:
-    """What PyTorch's tuner finds for `torch_bsr` within so many seconds, from a start that suits recent GPUs.
+    """Runs PyTorch's tuner for `torch_bsr` for a limited time, from a start that suits recent GPUs.
 
-    Its own start, 1 stage and a tile as narrow as a block, costs it its time before it comes to what is good.
+    Its own start, 1 stage and a tile as narrow as a block, costs all its time before it finds good ones.
     """
     from torch.sparse import _triton_ops_meta as ops_meta
 
@@ -83,7 +83,7 @@ def tuned(weight: Tensor, x: Tensor, seconds: float) -> dict[str, int]:
 
 @contextmanager
 def _tuning_for(seconds: float) -> Iterator[None]:
-    """Within it `triton.testing.do_bench` is brief, and after so many seconds refuses: PyTorch's tuner then ends.
+    """Makes `triton.testing.do_bench` brief, and refuse after some seconds: PyTorch's tuner then ends.
 
     Left alone it measures 0.6 seconds for each of its candidates, dozens of them for each shape.
     """

@@ -20,13 +20,13 @@ from ..models.pixelcnn import PixelCNN
 from .report import duration
 from .rows import Row, times
 
-# A sparse step takes at most so many times as long as the dense one.
+# A sparse step takes at most this many times as long as the dense one.
 MOST = 1.2
 
 
 @dataclass(frozen=True)
 class PixelSpec:
-    """A dense network and the sparse one of about its parameters.
+    """A dense network and a sparse one with about as many parameters.
 
     Args:
         filters, resnets: of both.
@@ -55,14 +55,14 @@ TARGETS = SPECS[:2]
 
 
 def rows(budget: float = 16.0, quick: bool = False) -> Iterator[Row]:
-    """A step of each spec against the dense one; `quick` in small."""
+    """Times a step of each spec against the dense one; `quick` uses small sizes."""
     specs = (PixelSpec(8, groups=2, depth=2, batch=2, size=8),) if quick else SPECS
     for spec in specs:
         yield row(spec, budget, 3 if quick else 15)
 
 
 def row(spec: PixelSpec, budget: float, rounds: int) -> Row:
-    """How many times as long as a dense step a sparse one takes."""
+    """Times a sparse step, as a multiple of a dense one."""
     dense = PixelCNN(spec.filters, spec.resnets)
     sparse = PixelCNN(spec.filters, spec.resnets, sparse=spec.groups, block_size=spec.block_size, depth=spec.depth)
     images = _images(spec)

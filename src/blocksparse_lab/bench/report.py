@@ -16,7 +16,7 @@ from blocksparse.topology.drawings.style import figure_and_axes
 from ..machine import machine
 from .linear import CaseResult
 
-# Of the peers' lines, in the order of `PEERS`: told apart in grey and by the colour-blind as well.
+# Of the peers' lines, in the order of `PEERS`: distinct in grey and for the colour-blind too.
 _STYLES = {
     "dense": ("#0072b2", "o"),
     "torch-bsr": ("#d55e00", "s"),
@@ -84,7 +84,7 @@ def duration(seconds: float) -> str:
 
 
 def short(value: float) -> str:
-    """Three figures, and no more than a person reads.
+    """A number with three significant figures.
 
     >>> short(1.234), short(9.999), short(1234.5)
     ('1.23', '10.0', '1234')
@@ -106,7 +106,7 @@ def write_json(
 
 
 def write_chart(path: Path, results: Sequence[CaseResult], title: str) -> None:
-    """A PNG of the speed-up over each peer against density, beside what the arithmetic alone would give.
+    """A PNG of the speed-up over each peer against density, with what the arithmetic alone would give.
 
     The line over dense carries its numbers; the bands are the quartiles.
 
@@ -145,7 +145,7 @@ def _device(results: Sequence[CaseResult]) -> str:
 
 
 def chip(facts: Mapping[str, Any]) -> str:
-    """The GPU of these facts, or the CPU where they tell of none."""
+    """The GPU of these facts, or the CPU where they have none."""
     if gpu := facts["gpu"]:
         return f"{gpu['name']}, driver {gpu['driver'] or 'unknown'}, triton {gpu['triton']}"
     return f"{facts['cpu']}, {facts['isa'] or 'no compiled core'}, {facts['threads']} threads"

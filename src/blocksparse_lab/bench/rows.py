@@ -1,4 +1,4 @@
-"""Targets and what came of them: the rows that the benchmark programs print and write."""
+"""Targets and their results: the rows that the benchmark programs print and write."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Row:
 
 
 def not_measured(work: str, target: str, reason: object) -> Row:
-    """The row of what could not be measured.
+    """A row for work that could not be measured.
 
     >>> not_measured("forward", ">= 1.1x stk", "STK is not installed").measured
     'not measured: STK is not installed'
@@ -49,7 +49,7 @@ def memory_row(work: str, facts: Mapping[str, int], dense: int) -> Row:
 
     What it must take: the gradient of the values, the output and the gradient of the input. The rest (plans, panels,
     threads' stacks, the allocator) has to be a working copy of the activations at most, O(nnz) indices (128 bytes per
-    block) and 16 MiB of small change: nothing that grows as in x out.
+    block) and 16 MiB for the rest: nothing that grows as in x out.
 
     Args:
         facts: bytes at the `peak`, of the `gradient` and of the `activations`, and `nnz`.
@@ -82,7 +82,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
 
 
 def write(path: Path, rows: Sequence[Row], what: str, facts: Mapping[str, Any], **settings: Any) -> None:
-    """The rows as JSON, and a table of them in Markdown beside it; `facts` are those of the machine."""
+    """The rows as JSON, and a table of them in Markdown next to it; `facts` are those of the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"what": what, "machine": facts, "settings": settings, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Searches for the tiles that a GPU runs fastest with: from those of the rule step by step to faster neighbours.
+"""Searches for a GPU's fastest tiles: from those of the rule, step by step to faster neighbours.
 
 Every tile is checked against float64 before it is timed, and timed in alternation with the best so far, on copies of
 the weights that take turns. What is found goes into the file of this GPU model after every case.
@@ -55,7 +55,7 @@ class Case:
 
     @contextmanager
     def switched(self) -> Iterator[None]:
-        """Within it PyTorch's own switch allows TF32, or does not, as the case wants it."""
+        """Sets PyTorch's TF32 switch as the case needs it, and restores it."""
         before = torch.backends.cuda.matmul.fp32_precision
         torch.backends.cuda.matmul.fp32_precision = "tf32" if self.tf32 else "ieee"
         try:
@@ -171,7 +171,7 @@ def search(
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a case: the rule's tile and the best one, their times, how many were tried and which refused why."""
+    """The result of a case: the rule's tile, the best one, their times, the number tried, refusals with reasons."""
 
     case: Case
     work: Work
@@ -192,7 +192,7 @@ class Tuner:
         seed: of patterns and numbers.
 
     Raises:
-        BlockSparseError: no such device; the file is there and is none of ours.
+        BlockSparseError: no such device; the file exists and is not one of ours.
     """
 
     def __init__(self, device: str | Device = "cuda", folder: Path | None = None, seed: int = 0):
@@ -203,7 +203,7 @@ class Tuner:
         self.found = tiles.read(self.path) if self.path.exists() else {}
 
     def run(self, cases: Sequence[Case], seconds: float) -> Iterator[Result]:
-        """The results one by one, each already in the file. Time that a case leaves is for the others.
+        """Yields the results one by one, each already in the file. Time that a case leaves goes to the others.
 
         Raises:
             BlockSparseError: the tile of the rule cannot run, or gives wrong results.
@@ -219,7 +219,7 @@ class Tuner:
             yield result
 
     def tune(self, case: Case, seconds: float) -> Result:
-        """The best tile for a case that is found in about so many seconds."""
+        """Finds the best tile for a case within about `seconds`."""
         end = perf_counter() + seconds
         problem = self.bench.problem(case.spec)
         layout, dtype = problem.layout, case.spec.torch_dtype
@@ -234,11 +234,11 @@ class Tuner:
             tried += 1
             try:
                 call = self._ready(problem, tile)
-            except Exception as error:  # of a compiler, the driver, our check: others are tried all the same
+            except Exception as error:  # of a compiler, the driver, our check: others are still tried
                 refused[tile] = " ".join(f"{type(error).__name__}: {error}".split())
                 return math.inf
             ratio = self._times({"tile": call, "best": ready[best]}, rounds=5).ratio("tile", "best").median
-            if ratio < 1 - GAIN:  # it will be the best; of the others, none is needed again but the rule's
+            if ratio < 1 - GAIN:  # it will be the best; of the others, only the rule's is needed again
                 for old in ready.keys() - {rule}:
                     del ready[old]
                 ready[tile] = call
@@ -251,7 +251,7 @@ class Tuner:
         return Result(case, work, rule, best, times.time("rule"), times.time("best"), tried, refused)
 
     def _ready(self, problem: Problem, tile: Tile) -> tuple[Call, int]:
-        """The product with this tile, checked: a call that makes so many of it."""
+        """Checks the product with this tile; returns a call that makes several of it."""
         forced = {problem.spec.pass_: tile}
         counts: dict[str, int] = {}
         with tiles.use_tiles(**forced):

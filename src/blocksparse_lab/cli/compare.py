@@ -56,7 +56,7 @@ def compare(
 
 
 def _table(runs: list[Run], narrow: bool) -> Table:
-    """A row per run; a column in which all would be empty is left out."""
+    """A row per run, without columns that would be empty."""
     best = min((run.held_out for run in runs if run.held_out is not None), default=None)
     rows: list[dict[str, str]] = []
     for run in runs:
@@ -105,7 +105,7 @@ def _seeds(groups: list[Group]) -> Table:
 
 
 def _word(value: Any) -> str:
-    """What a file says, without what would steer the table; nothing of what is no word or number."""
+    """A word or number from a file, with markup escaped and control characters removed; "" for anything else."""
     return escape("".join(filter(str.isprintable, str(value)))) if isinstance(value, str | int) else ""
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def compare_topology(runs: list[Path], out: Path | None, json_file: Path | None, html: Path | None) -> None:
-    """Prints both tables; writes a picture, the numbers and a page where they are asked for.
+    """Prints both tables; writes a picture, the numbers and a page if requested.
 
     Raises:
         BlockSparseError: a run that cannot be read, none with a block-sparse weight, files that cannot be written.
@@ -69,7 +69,7 @@ def compare_topology(runs: list[Path], out: Path | None, json_file: Path | None,
 
 
 def _comparable(distances: list[list[float | None]]) -> list[int]:
-    """The runs that can be compared with all that were kept before."""
+    """The runs that can be compared with all those kept before them."""
     kept: list[int] = []
     for i, row in enumerate(distances):
         if all(row[j] is not None for j in [*kept, i]):

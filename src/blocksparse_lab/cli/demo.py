@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 DENSE, SPARSE = "dark_orange", "dodger_blue1"
 
-# The demo's steps per second of its limit: what two slow cores do. Steps are fixed by it and not by the clock, so
-# that a seed gives the same curve each time.
+# Steps per second of the demo's limit, as two slow cores do them. This and not the clock fixes the number of steps,
+# so that a seed gives the same curve each time.
 STEPS_PER_SECOND = 20
 
 
@@ -62,7 +62,7 @@ def play(console: Console, sizes: Sizes, text: Path | None, seconds: float, out:
     """`demo` at any sizes.
 
     Raises:
-        BlockSparseError: a text, a folder or a number that will not do; nothing has run by then.
+        BlockSparseError: an invalid text, folder or number; raised before anything runs.
     """
     from ..data import text as texts
     from ..machine import machine

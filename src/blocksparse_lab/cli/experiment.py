@@ -17,7 +17,7 @@ from .train import show
 
 
 class Experiments(TyperCommand):
-    """Whose help ends with the experiments there are: looked up when it is shown, as that takes its time."""
+    """A command whose help ends with the experiments, looked up only when it is shown, since that is slow."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from ..experiments import EXPERIMENTS

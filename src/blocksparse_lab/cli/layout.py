@@ -33,7 +33,7 @@ DESIGN = "design"
 EVOLUTION = "evolution"
 PICTURES = ("matrix", "dense", "degrees", "spreading", "replacement")
 
-# Of a graph of more blocks of features, paths are searched from so many: one does not care to wait for a drawing.
+# In a graph of more blocks of features, paths are searched from this many of them, so that drawing stays quick.
 EXACT, SAMPLED = 8_000, 500
 
 
@@ -134,7 +134,7 @@ def evolution(console: Console, out: Path) -> None:
 def propose(
     features: int | None, block_size: int, options: dict[str, Any], params: str | None = None, objective: str = "mixing"
 ) -> Proposals:
-    """What `bs.topology.design` proposes, of the options of the command line."""
+    """Calls `bs.topology.design` with the options of the command line."""
     from blocksparse import topology
 
     from .train import parse_count
@@ -151,7 +151,7 @@ def propose(
 def build(
     pattern: str, features: int | None, shape: str | None, block_size: int, options: dict[str, Any]
 ) -> BlockLayout:
-    """The layout of a pattern by its name, with the options that this pattern takes.
+    """The layout of a named pattern, with the options that this pattern takes.
 
     >>> build("block_diagonal", 128, None, 32, {})
     BlockLayout(shape=(128, 128), block_size=(32, 32), nnz=4, density=0.25)
@@ -197,7 +197,7 @@ def _table(pattern: str, layout: BlockLayout) -> Table:
 
 
 def measures(layout: BlockLayout) -> list[tuple[str, str]]:
-    """What the command tells of a layout: names and values."""
+    """A layout's measures, as the command shows them: names and values."""
     rows = np.bincount(layout.row_of_block, minlength=layout.grid[0])
     cols = np.bincount(layout.col_indices().numpy(), minlength=layout.grid[1])
     return [
@@ -212,7 +212,7 @@ def measures(layout: BlockLayout) -> list[tuple[str, str]]:
 
 
 def sources(layout: BlockLayout) -> int | None:
-    """From how many of its blocks of features paths are searched; None for all."""
+    """The number of blocks of features from which paths are searched; None for all."""
     return SAMPLED if sum(layout.grid) > EXACT else None
 
 

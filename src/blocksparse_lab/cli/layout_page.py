@@ -24,7 +24,7 @@ from blocksparse.topology.drawings.spreading import torus
 from . import svg
 from .page import STYLE
 
-# What a browser shows at once; of more, cells of several blocks are drawn.
+# The most blocks that a browser shows quickly; beyond, a cell stands for several blocks.
 LARGEST, BLOCKS = 20_000, 400_000
 
 
@@ -140,7 +140,7 @@ def _base64(numbers: np.ndarray) -> str:
 def _measures(shown: Sequence[Shown]) -> str:
     head = "".join(f"<th>{escape(one.name)}</th>" for one in shown) if len(shown) > 1 else ""
     top = f"<thead><tr><th></th>{head}</tr></thead>" if head else ""
-    # Not all have all: that of a net without paths has no mean of them.
+    # Not all have all: a net without paths has no mean path length.
     names = list(dict.fromkeys(name for one in shown for name, _ in one.measures))
     values = [dict(one.measures) for one in shown]
     body = "".join(

@@ -33,7 +33,7 @@ class Training:
 
 @dataclass
 class Story:
-    """What a demo has found so far; a part it has not come to is None or empty."""
+    """A demo's results so far; a part that has not run yet is None or empty."""
 
     machine: dict[str, Any]
     seed: int
@@ -63,7 +63,7 @@ def render(story: Story) -> str:
 
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
-    """Which of the two models did better, and what a step of each takes, in two sentences."""
+    """Two sentences: which model did better, and how long a step of each takes."""
     dense, sparse = outcomes
     gain = 100 * (1 - sparse.held_out / dense.held_out)
     difference = f"{abs(gain):.1f} % {'fewer' if gain > 0 else 'more'}" if abs(gain) >= 0.3 else "no real difference"

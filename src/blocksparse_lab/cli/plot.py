@@ -35,7 +35,7 @@ def plot(
     Args:
         curves: what to draw.
         width, height: of the whole in characters, the numbers at the axes included.
-        x_range, y_range: what lies outside of them is left out.
+        x_range, y_range: points outside of them are left out.
 
     >>> print(plot([Curve([0, 1, 2], [0, 1, 2], "blue")], 13, 4, (0, 2), (0, 2)))
     2 │    ⡠⠊

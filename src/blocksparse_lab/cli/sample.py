@@ -71,5 +71,5 @@ def _write(path: Path, prompt: str, length: int, temperature: float, top_k: int 
 
 
 def _harmless(text: str) -> str:
-    """Without what would steer a terminal."""
+    """The text without characters that control a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -53,7 +53,7 @@ def sentiment(
             raise BlockSparseError.expected(name, "a positive number", number)
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise BlockSparseError.expected("device", "cpu, or cuda where there is a GPU", device)
-    report.figure_and_axes((1, 1))  # what is not installed is said now, not after the features
+    report.figure_and_axes((1, 1))  # a missing package is reported now, not after the features
     folder = path.parent if out is None else out
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ _COLUMNS = (
 
 @contextmanager
 def stages(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Gives what is told (stage, done, total), and shows one line, that of the newest stage; on terminals only."""
+    """Yields a function of (stage, done, total) that shows the newest stage in one line; on terminals only."""
     tasks: dict[str, Any] = {}
     with Progress(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as progress:
 

@@ -24,7 +24,7 @@ train = typer.Typer(
     name="train", help="Train a model in a folder; the same command again goes on with it.", no_args_is_help=True
 )
 
-# Where there is no terminal, a line of progress is said this often at most.
+# Without a terminal, a line of progress is printed this often at most.
 SECONDS_BETWEEN_LINES = 10
 
 
@@ -218,7 +218,7 @@ def parse_count(text: str, name: str = "params") -> int:
 
 
 def show(console: Console, trainer: Trainer) -> None:
-    """Trains before the user's eyes, and says at the end what came out, or how to go on."""
+    """Trains with progress shown; prints at the end the result, or how to resume."""
     from ..recipes.trainer import Interrupted
 
     try:
@@ -245,7 +245,7 @@ def show(console: Console, trainer: Trainer) -> None:
 
 
 def _any_width(width: int | None, block_size: int) -> int:
-    """The width asked for, or 1024, rounded to a block that does not divide it."""
+    """The requested width, or 1024 rounded down to a multiple of the block."""
     return width if width is not None else max(1, 1024 // max(1, block_size)) * max(1, block_size)
 
 

@@ -48,7 +48,7 @@ def tune(
             for result in tuner.run(cases, 60 * minutes):
                 results.append(result)
                 progress.update(task, advance=1, description=str(cases[min(len(results), len(cases) - 1)]))
-        finally:  # what was found until then is said, and kept, all the same
+        finally:  # results so far are still printed and kept
             progress.stop()
             if results:
                 Console().print(_table(results, tuner.gpu.name))

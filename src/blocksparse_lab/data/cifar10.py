@@ -63,10 +63,10 @@ def read(data_dir: str | Path | None = None, progress: Progress | None = None) -
 def read_batch(path: str | Path) -> tuple[Tensor, Tensor]:
     """The pixels, uint8 `[n, 3072]`, and the labels, int64 `[n]`, of a batch.
 
-    Nothing that is named in the pickle is called.
+    No function named in the pickle is called.
 
     Raises:
-        BlockSparseError: a file that is missing, broken, or none of CIFAR-10's.
+        BlockSparseError: a file that is missing, broken, or not from CIFAR-10.
     """
     content = pickles.read(path, "cifar10", "a batch of CIFAR-10")
     content = content if isinstance(content, dict) else {}

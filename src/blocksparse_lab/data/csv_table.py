@@ -30,7 +30,7 @@ def read(path: str | Path, columns: Sequence[str] | None = None) -> tuple[Tensor
 
     Raises:
         BlockSparseError: no such file; with line and column, a hole or something that is no finite number; a line with
-            fewer or more columns than the first; labels that are all the same, or numbers of which there are so many
+            fewer or more columns than the first; labels that are all the same, or numbers with so many different values
             that they look like the target of a regression: more different ones than half the rows and 1000, or of
             those with fractions more than half the rows and 20, or than 1000.
 
@@ -101,10 +101,10 @@ def rows(path: Path, texts: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def number(text: str) -> float:
-    """The number that a field is, in digits from 0 to 9; Python itself would read 1_0 as ten, and digits of others.
+    """The number in a field, in digits from 0 to 9; Python itself would also read 1_0 and other scripts' digits.
 
     Raises:
-        ValueError: it is none.
+        ValueError: not a number.
     """
     if "_" in text or not text.isascii():
         raise ValueError(text)

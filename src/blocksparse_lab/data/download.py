@@ -21,15 +21,15 @@ def cache() -> Path:
     """The folder that downloads go to: BLOCKSPARSE_DATA, or else the usual one for a user's caches."""
     import pooch
 
-    # Path.expanduser has errors of its own, of users that are not there.
+    # Path.expanduser raises its own errors for unknown users.
     return Path(os.path.expanduser(os.environ.get("BLOCKSPARSE_DATA") or pooch.os_cache("blocksparse"))).absolute()
 
 
 def fetch(url: str, known_hash: str, name: str, progress: Progress | None = None) -> Path:
     """A file of the internet, or the folder that an archive (`.zip`, `.tar.gz`) unpacks to.
 
-    It is there at once when it was fetched before. What comes with another checksum is not kept, and a folder appears
-    only when all of the archive is in it.
+    A file fetched before is returned at once. One with another checksum is not kept, and a folder appears only
+    when all of the archive is in it.
 
     Args:
         url: where it is, by http or https.
@@ -84,7 +84,7 @@ def _unpack(archive: Path, target: Path) -> None:
 
 
 class _Bar:
-    """What pooch asks of a progress bar, as calls of `progress`."""
+    """Adapts `progress` to the progress bar that pooch expects."""
 
     def __init__(self, progress: Progress):
         self.progress = progress

@@ -1,4 +1,4 @@
-"""HIGGS: collisions that made a Higgs boson, and others, in 28 features."""
+"""HIGGS: collisions with and without a Higgs boson, in 28 features."""
 
 from __future__ import annotations
 

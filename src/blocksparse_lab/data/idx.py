@@ -60,7 +60,7 @@ def mnist(folder: str | Path) -> Images:
     """The four files of MNIST or Fashion-MNIST in a folder, named as they are published, `.gz` or unpacked.
 
     Raises:
-        BlockSparseError: a file that is missing or broken, or as many labels as there are not images.
+        BlockSparseError: a file that is missing or broken, or labels and images that differ in number.
     """
     parts = []
     for name in ("train", "t10k"):

@@ -40,7 +40,7 @@ class Images:
         name: where they come from.
         train, test: uint8 `[n, channels, height, width]`.
         train_labels, test_labels: int64 `[n]`, the numbers of the classes.
-        classes: how the data itself calls them.
+        classes: their names in the data.
 
     Raises:
         BlockSparseError: parts that do not fit each other, labels out of range, no image.
@@ -69,7 +69,7 @@ class Images:
         return self.train.shape[1:]
 
     def digest(self) -> dict[str, Any]:
-        """Which data it is, ready for JSON."""
+        """Identifies the data, ready for JSON."""
         sha = hashlib.sha256()
         for part in (self.train, self.train_labels, self.test, self.test_labels):
             sha.update(part.contiguous().numpy().data)

@@ -9,7 +9,7 @@ from blocksparse.errors import BlockSparseError
 
 
 def check_labels(name: str, labels: Tensor, count: int, classes: int) -> None:
-    """Raises a BlockSparseError, of `name`, unless these are so many labels, int64, from 0 to below `classes`.
+    """Raises a BlockSparseError about `name` unless these are `count` labels, int64, from 0 to below `classes`.
 
     >>> check_labels("train", torch.tensor([0, 2]), count=2, classes=2)
     Traceback (most recent call last):

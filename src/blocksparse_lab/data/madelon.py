@@ -1,4 +1,4 @@
-"""Madelon: 500 features of which 20 say something about two classes."""
+"""Madelon: 500 features, 20 of them informative, and two classes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLASSES = ("-1", "1")
 
 
 def load(data_dir: str | Path | None = None) -> Table:
-    """The 2000 rows to train on, and to test on the 600 of the validation part: of the test part no labels are known.
+    """The 2000 rows to train on, and the 600 of the validation part to test on, as the test part has no known labels.
 
     Each feature is standardised over the training rows, as in the codes of sparse evolutionary training.
 
@@ -44,7 +44,7 @@ def read(path: Path) -> tuple[Tensor, Tensor]:
     """The rows of `NAME.data`, float32 `[n, 500]`, and the labels of `NAME.labels`, int64 `[n]`.
 
     Raises:
-        BlockSparseError: a file that is missing; with its line, what is no number or no label.
+        BlockSparseError: a file that is missing; with its line, an invalid number or label.
     """
     rows: list[list[float]] = []
     for line, fields in _lines(path):

@@ -1,8 +1,8 @@
 """Pickles of plain data: numbers, texts, lists, dicts and numpy's arrays, made step by step as the file says.
 
-Nothing that a pickle names is called, and what is made of it is bounded by the bytes of the file. The interpreter's own
-reader is not for files of others: it gives a memo or a text as much memory as the file demands, and crashes over keys
-that are nested deeply.
+No function that a pickle names is called, and memory is bounded by the size of the file. Python's own reader is not
+safe for files from others: it gives a memo or a text as much memory as the file demands, and crashes on deeply
+nested keys.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _KNOWN = {
 
 
 class PickleError(ValueError):
-    """What is wrong with a pickle."""
+    """A fault in a pickle."""
 
 
 @dataclass
 class Array:
-    """An array, as far as its pickle has told."""
+    """An array, as far as its pickle has been read."""
 
     shape: Any = None
     dtype: Any = None
@@ -98,13 +98,13 @@ class _Dtype:
 
 @dataclass(frozen=True)
 class _Name:
-    """What a pickle would have called."""
+    """The name of a function that the pickle would have called."""
 
     kind: str
 
 
 def read(path: Any, subject: str, wanted: str) -> Any:
-    """What a pickle has, with an `Array` or a `Csr` where it has an array or a sparse matrix.
+    """Reads a pickle, with an `Array` or a `Csr` for each array or sparse matrix.
 
     Texts of Python 2, and bytes in its protocols, are read as Latin-1. Keys of dicts are numbers and texts.
 
@@ -114,13 +114,13 @@ def read(path: Any, subject: str, wanted: str) -> Any:
         wanted: what the file should be.
 
     Raises:
-        BlockSparseError: no such file; a broken pickle, one of more than two million steps, or one with anything else
-            in it.
+        BlockSparseError: no such file; a broken pickle, one of more than two million steps, or one with other
+            objects in it.
     """
     data = files.read(path, subject)
     try:
         return _load(data)
-    except Exception as error:  # of a broken pickle anything may come
+    except Exception as error:  # a broken pickle may raise anything
         raise BlockSparseError.expected(str(path), wanted, f"a broken one: {str(error)[:200]}") from error
 
 
@@ -236,12 +236,12 @@ def _named(module: Any, name: Any) -> _Name:
 
 
 def _short(name: Any) -> str:
-    # What is no text may hold itself many times over.
+    # Other objects may contain themselves many times over.
     return name[:40] if isinstance(name, str) else f"a {type(name).__name__}"
 
 
 def _made(code: str, what: Any, arguments: Any) -> Any:
-    """What stands for an object that a pickle has made by a call."""
+    """The stand-in for an object that a pickle makes by a call."""
     kind = what.kind if isinstance(what, _Name) else ""
     match code, kind, arguments:
         case "REDUCE", "array", tuple():

@@ -42,7 +42,7 @@ class Graph:
 def load(name: str = "cora", data_dir: str | Path | None = None) -> Graph:
     """A citation graph.
 
-    Nodes of which the files have neither words nor a class, Citeseer has some, are of class 0 and without words.
+    Nodes with neither words nor a class in the files (Citeseer has some) are of class 0 and without words.
 
     Args:
         name: "cora", "citeseer" or "pubmed".
@@ -114,7 +114,7 @@ class _Matrix:
 
 
 def _matrix(part: str, found: Any) -> _Matrix:
-    """The matrix that an array of two dimensions, or scipy's sparse matrix, is."""
+    """The entries of a two-dimensional array, or of scipy's sparse matrix."""
     if isinstance(found, pickles.Array):
         array = _array(part, found, 2)
         row, column = np.nonzero(array)

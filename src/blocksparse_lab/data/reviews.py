@@ -1,4 +1,4 @@
-"""Texts with one of two labels: SST-2, the IMDB reviews, or any csv file; and the bytes that a model sees of a text."""
+"""Texts with one of two labels (SST-2, the IMDB reviews, any csv file), and the bytes that a model sees of them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Splits:
 
     Args:
         name: where they come from.
-        classes: how the data itself calls the labels 0 and 1.
+        classes: the names of the labels 0 and 1 in the data.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Splits:
 
 
 def encode(text: str) -> bytes:
-    """What a model sees of a text: entities resolved, on one line, between a newline with a space and a space.
+    """Encodes a text for a model: entities resolved, on one line, between a newline with a space and a space.
 
     So did Radford, Jozefowicz and Sutskever, "Learning to Generate Reviews and Discovering Sentiment" (2017).
 
@@ -91,7 +91,7 @@ def encode(text: str) -> bytes:
     b'\\n Plain & simple. '
     """
     text = html.unescape(text).replace("\n", " ").strip()
-    # Half a surrogate pair, which json may bring, is no text.
+    # json may contain half a surrogate pair, which is not text.
     return f"\n {text} ".encode(errors="replace")
 
 
@@ -219,7 +219,7 @@ def read_csv(path: str | Path) -> tuple[Labelled, tuple[str, str]]:
 
 
 def stratified(labels: Sequence[int], part: float, seed: int) -> tuple[list[int], list[int]]:
-    """Rows drawn at random, with as much of each class as its share, and the other rows; both in ascending order.
+    """Rows drawn at random, with each class in proportion, and the other rows; both in ascending order.
 
     Args:
         labels: the class of each row, 0 or 1.

@@ -15,9 +15,9 @@ from blocksparse.errors import BlockSparseError
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Normal noise, and in each feature +-1 by the row's class, with signs drawn once: what a large net is fed with.
+    """Normal noise plus +-1 in each feature by the row's class, with signs drawn once: input for large nets.
 
-    A row is determined by the seed and its number, whichever batch it is in; none is kept.
+    A row is determined by the seed and its number, whichever batch it is in; rows are not kept.
 
     Args:
         features: of a row.
@@ -57,12 +57,12 @@ class Synthetic:
         return torch.from_numpy(features), torch.from_numpy(labels)
 
     def held_out(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rows to test on, whose numbers follow those to train on, so many at once."""
+        """The rows to test on, whose numbers follow those to train on, in batches."""
         end = self.rows + self.tested
         return (self.take(np.arange(at, min(at + batch, end))) for at in range(self.rows, end, batch))
 
     def digest(self) -> dict[str, Any]:
-        """Which data it is, ready for JSON."""
+        """Identifies the data, ready for JSON."""
         return {
             "name": self.name,
             "rows": self.rows,

@@ -27,7 +27,7 @@ class Table:
         name: where they come from.
         train, test: float32 `[n, features]`.
         train_labels, test_labels: int64 `[n]`, the numbers of the classes.
-        classes: how the data itself calls them.
+        classes: their names in the data.
         validation, validation_labels: rows to choose with, where there are some.
 
     Raises:
@@ -62,12 +62,12 @@ class Table:
 
     @property
     def rows(self) -> int:
-        """To train on."""
+        """The number of rows to train on."""
         return len(self.train)
 
     @property
     def tested(self) -> int:
-        """Of `held_out`."""
+        """The number of rows of `held_out`."""
         return len(self._held_out()[0])
 
     def take(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ class Table:
         return self.train[index], self.train_labels[index]
 
     def held_out(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rows to choose with, or to test on where there are none, and their labels, so many at once."""
+        """The rows to choose with, or to test on where there are none, and their labels, in batches."""
         rows, labels = self._held_out()
         return zip(rows.split(batch), labels.split(batch), strict=True)
 
@@ -84,7 +84,7 @@ class Table:
         return self._parts().get("validation") or (self.test, self.test_labels)
 
     def digest(self) -> dict[str, Any]:
-        """Which data it is, ready for JSON."""
+        """Identifies the data, ready for JSON."""
         sha = hashlib.sha256()
         for rows, labels in self._parts().values():
             sha.update(rows.contiguous().numpy().data)
@@ -126,7 +126,7 @@ def standardised(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 
 
 def split(name: str, rows: Tensor, labels: Tensor, classes: tuple[str, ...], seed: int = 0) -> Table:
-    """A table of which a fifth, with its share of each class, drawn with the seed, is to test on; standardised.
+    """A standardised table; a fifth of each class, drawn with the seed, is to test on.
 
     Raises:
         BlockSparseError: a class with fewer than two rows.

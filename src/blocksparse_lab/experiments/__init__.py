@@ -1,4 +1,4 @@
-"""Whole comparisons, by name: sets of training runs, one for each contender and seed, and what came out of them."""
+"""Whole comparisons, by name: sets of training runs, one for each contender and seed, and their results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def find(name: str) -> Experiment:
     """An experiment by its name.
 
     Raises:
-        BlockSparseError: there is none.
+BlockSparseError: no such experiment.
 
     >>> from blocksparse_lab import experiments
     >>> list(experiments.find("wikipedia-small").contenders)

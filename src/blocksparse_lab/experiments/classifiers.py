@@ -27,7 +27,7 @@ TOPOLOGIES = {
 
 @dataclass(frozen=True)
 class Contender:
-    """How a net comes by its topology, a name of `mlp.METHODS`, and what else is said of it and of its training."""
+    """How a net gets its topology, a name of `mlp.METHODS`, and further settings of the net and its training."""
 
     method: str
     recipe: mlp.Recipe
@@ -123,7 +123,7 @@ def seconds_per_epoch(run: Run) -> float:
 
 
 def _verdict(of: Runs) -> list[str]:
-    """How SET stands against the others, in a sentence; none where there is nothing to compare."""
+    """Compares SET with the others in a sentence; none where there is nothing to compare."""
     seeds = {name: {run.settings["seed"] for run in runs} for name, runs in of.items()}
     others = [name for name in of if name != "set" and seeds[name] & seeds.get("set", set())]
     if not others:
@@ -142,7 +142,7 @@ def _verdict(of: Runs) -> list[str]:
 
 
 def _unlike(dense: mlp.Recipe, recipe: mlp.Recipe) -> str:
-    """What the training of the dense net has of its own, in a sentence."""
+    """A sentence on how the training of the dense net differs."""
     own = {
         f"learning rate {dense.learning_rate:g}": dense.learning_rate != recipe.learning_rate,
         f"weights drawn as {dense.init}": dense.init != recipe.init,
@@ -152,7 +152,7 @@ def _unlike(dense: mlp.Recipe, recipe: mlp.Recipe) -> str:
 
 
 def _points(one: Sequence[Run], other: Sequence[Run], figure: Callable[[Run], float]) -> str:
-    """By how much the one's figure is lower or higher than the other's, over the seeds that both have."""
+    """The difference of two contenders' figures, over the seeds that both have."""
     by_seed = {run.settings["seed"]: figure(run) for run in other}
     found = [figure(run) - by_seed[run.settings["seed"]] for run in one if run.settings["seed"] in by_seed]
     lower = statistics.fmean(found) < 0
@@ -162,7 +162,7 @@ def _points(one: Sequence[Run], other: Sequence[Run], figure: Callable[[Run], fl
 def _methods(
     data: str, called: str, epochs: int, tested_on: str, dense: Mapping[str, Any] | None = None
 ) -> ClassifierExperiment:
-    """The papers' recipe for so many epochs; `dense` is what the dense net has of its own."""
+    """The contenders, with the papers' recipe; `dense` holds the settings of the dense net only."""
     recipe = replace(mlp.recipe_for(data), epochs=epochs)
     return ClassifierExperiment(
         about=f"One shape of net on {called}: dense, sparse in fixed places, and sparse with an evolving topology",
@@ -183,7 +183,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "madelon", "Madelon", 500, "its validation part, as no labels of its test part are known"
     ),
     "sparse-higgs": _methods("higgs", "Higgs", 150, "a fifth of each class, drawn once for all runs"),
-    # A dense epoch takes as long as a dozen sparse ones; as the recipe has it, a dense net diverges in its first steps.
+    # A dense epoch takes as long as a dozen sparse ones; with the recipe, a dense net diverges in its first steps.
     "sparse-cifar10": _methods(
         "cifar10", "CIFAR-10", 80, _PUBLISHED, {"epochs": 15, "learning_rate": 0.005, "init": "xavier"}
     ),

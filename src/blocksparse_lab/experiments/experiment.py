@@ -1,4 +1,4 @@
-"""What all experiments are: contenders and seeds, whose runs of the trainer are compared."""
+"""The base class of experiments: contenders and seeds, whose runs of the trainer are compared."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..recipes import compare
 from ..recipes.compare import Run
 from ..recipes.trainer import Trainer
 
-# The finished runs of each contender, none of which is without one.
+# The finished runs of each contender, at least one each.
 Runs = Mapping[str, Sequence[Run]]
-# Of the report's table: what it is, and of each contender.
+# A row of the report's table: its name, and a cell for each contender.
 Row = tuple[str, list[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(ABC):
-    """What is compared. Its kinds say how a run is made, and what the report tells of it.
+    """A comparison of training runs. Subclasses define how a run is made, and what the report says.
 
     The runs go on where they were stopped, and may be done at the same time by several processes.
 
@@ -39,7 +39,7 @@ class Experiment(ABC):
     in_rows: ClassVar[bool] = False
     """Whether the report's table has a row for each contender, where there are many, and not a column."""
 
-    # -- what its kinds say --------------------------------------------------------------------------------------
+    # -- defined by subclasses --------------------------------------------------------------------------------------
 
     @abstractmethod
     def load(self, data_dir: str | Path | None) -> Any:
@@ -55,22 +55,22 @@ class Experiment(ABC):
         data_dir: str | Path | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        """What is done with a finished run, once; kept in its folder."""
+        """Evaluates a finished run, once; the result is kept in its folder."""
 
     def failed(self, trainer: Trainer, error: BlockSparseError) -> bool:
-        """Whether what ended a run is a result as well, which it keeps in the run's folder; the others go on then."""
+        """Whether the error that ended a run is a result too, kept in the run's folder; the other runs then go on."""
         return False
 
     def race(self, of: Runs) -> None:  # noqa: B027
-        """What is measured of the finished runs side by side, for each report anew; kept in their folders."""
+        """Measures the finished runs side by side, again for each report; kept in their folders."""
 
     @abstractmethod
     def found(self, run: Run) -> dict[str, Any]:
-        """What the report's JSON tells of a run besides its numbers."""
+        """Further facts on a run for the report's JSON."""
 
     @abstractmethod
     def rows(self, of: Runs) -> Iterator[Row]:
-        """Of the report's table."""
+        """The rows of the report's table."""
 
     @abstractmethod
     def notes(self, of: Runs) -> list[str]:
@@ -79,7 +79,7 @@ class Experiment(ABC):
     @property
     @abstractmethod
     def curves(self) -> str:
-        """What the picture shows."""
+        """The curves of the picture."""
 
     def picture(self, path: Path, of: Runs) -> None:
         """The report's picture, a PNG: curves of the trainings."""

@@ -136,7 +136,7 @@ def _at_densities(method: str, **other: Any) -> dict[str, Pruning]:
 
 
 def _at_strengths(method: str, strengths: tuple[float, ...], **other: Any) -> dict[str, Pruning]:
-    """At strengths of which one may come near the density that is wanted: they depend on widths and steps."""
+    """Several strengths, one of which may come near the target density: they depend on widths and steps."""
     return {f"{method}-{strength:g}": Pruning(method, strength=strength, **other) for strength in strengths}
 
 
@@ -176,7 +176,7 @@ def _inputs() -> PruningExperiment:
 
 def _language() -> PruningExperiment:
     kept = ("recurrent.weight_ih_l0",)  # of what is looked up by byte
-    # In so few steps the sooner the layout is fixed the better: of 512 units 2.80, 2.94 and 3.05 bits per character
+    # With few steps, the sooner the layout is fixed the better: of 512 units 2.80, 2.94 and 3.05 bits per character
     # where a fifth, two fifths and two thirds of the steps looked for it.
     early: dict[str, Any] = {"search": 0.2, "skip": kept}
     return LanguagePruning(

@@ -28,8 +28,8 @@ from .report import spread
 
 MODEL, PROBED, RACED = "sparse.safetensors", "sparse.json", "inference.json"
 
-BATCH = 64  # of the inference that is measured
-SECONDS = 2.0  # that each model may take to be measured
+BATCH = 64  # of the measured inference
+SECONDS = 2.0  # for measuring each model
 DENSE = "dense"
 NOT_RETRAINED = "one-shot, not retrained"
 _MARKERS = "osD^vPX"
@@ -37,7 +37,7 @@ _MARKERS = "osD^vPX"
 
 @dataclass(frozen=True)
 class Dense:
-    """The net as it is, trained for `times` the steps; what a `Pruning` says that prunes nothing."""
+    """The net as it is, trained for `times` the steps: a `Pruning` that prunes nothing."""
 
     times: int = 1
     method: ClassVar[str] = DENSE
@@ -61,7 +61,7 @@ class PruningExperiment(Experiment):
     skip: tuple[str, ...] = ()
     in_rows: ClassVar[bool] = True
 
-    # -- what its kinds say --------------------------------------------------------------------------------------
+    # -- defined by subclasses --------------------------------------------------------------------------------------
 
     figure: ClassVar[str]
     """What quality is called."""
@@ -76,15 +76,15 @@ class PruningExperiment(Experiment):
 
     @abstractmethod
     def facts(self, task: Task) -> dict[str, Any]:
-        """What `config.json` tells besides."""
+        """Further facts for `config.json`."""
 
     @abstractmethod
     def opened(self, run: Path) -> nn.Module:
-        """The model that was kept of a finished run."""
+        """The saved model of a finished run."""
 
     @abstractmethod
     def inputs(self, model: Any) -> Tensor:
-        """What inference is measured with."""
+        """The inputs to measure inference with."""
 
     @abstractmethod
     def shown(self, held_out: float) -> float:
@@ -92,7 +92,7 @@ class PruningExperiment(Experiment):
 
     @abstractmethod
     def against(self, found: float, dense: float) -> str:
-        """A held-out figure beside that of the dense net."""
+        """A held-out figure, compared with that of the dense net."""
 
     # -- runs ----------------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class PruningExperiment(Experiment):
         data_dir: str | Path | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        """Keeps the model as it is used, truly sparse, with what it reaches like that."""
+        """Saves the truly sparse model and its quality."""
         if (run / MODEL).is_file():
             return
         contender, _, seed = run.name.rpartition("-")
@@ -235,7 +235,7 @@ class PruningExperiment(Experiment):
         return told
 
     def _failures(self, runs: Path) -> list[str]:
-        """What came to no model, and why."""
+        """The runs without a model, with reasons."""
         paths = [folder(runs, name, seed) for name in self.contenders for seed in self.seeds]
         told = {path.name: _kept(path, PROBED).get("failed") for path in paths}
         return [f"{name} is left out: {why}." for name, why in told.items() if why]
@@ -296,7 +296,7 @@ class PruningExperiment(Experiment):
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter("{x:g}")
         axes.margins(x=0.1)
-        # What was not trained again may be so much worse that it would squeeze all others.
+        # Models that were not trained again may be so much worse that they would squeeze all others.
         trained = [quality for name, points in found.items() if name != NOT_RETRAINED for _, quality, _ in points]
         room = max(0.5 * (max(trained) - min(trained)), 1e-3)
         axes.set_ylim(min(trained) - room, max(trained) + room)

@@ -1,4 +1,4 @@
-"""What came out of an experiment: JSON, Markdown and PNG, from the runs that are finished."""
+"""Reports of experiments as JSON, Markdown and PNG, from the finished runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .experiment import Experiment, Runs
 
 
 def write(name: str, experiment: Experiment, runs: Path, out: Path) -> list[Path]:
-    """What came out, as `NAME.json`, `NAME.md` and `NAME.png`.
+    """Writes the results as `NAME.json`, `NAME.md` and `NAME.png`.
 
     Args:
         name: of the files.

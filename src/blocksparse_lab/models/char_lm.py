@@ -22,7 +22,7 @@ PATTERNS = ("dense", "barabasi_albert", "watts_strogatz", "random")
 
 @dataclass(frozen=True)
 class CharLMConfig:
-    """What a CharLM is made of.
+    """The configuration of a CharLM.
 
     Args:
         cell: "lstm", "mlstm" (the multiplicative one) or "smallworld" (the deep-transition one).
@@ -153,7 +153,7 @@ def parameter_count(config: CharLMConfig) -> int:
 
 
 def least_parameters(config: CharLMConfig) -> float:
-    """What the CharLM of this configuration learns at least, reckoned without making anything of it.
+    """A lower bound on the parameters of this configuration's CharLM, computed without building it.
 
     >>> from blocksparse_lab.models.char_lm import CharLMConfig, least_parameters, parameter_count
     >>> config = CharLMConfig(cell="mlstm", width=4096)
@@ -161,7 +161,7 @@ def least_parameters(config: CharLMConfig) -> float:
     True
     """
     nodes = max(1, config.width // config.block_size)
-    # Each node of a graph brings so many ties, of which some may be there already.
+    # Each node of a graph adds this many edges, some of which may exist already.
     kept = {
         "barabasi_albert": config.m / nodes,
         "watts_strogatz": config.neighbors / nodes,
@@ -193,7 +193,7 @@ def width_for(config: CharLMConfig, params: int) -> CharLMConfig:
     4096
     """
     step = 8 if config.pattern == "dense" else config.block_size
-    # A graph wants more blocks than each one has ties.
+    # A graph needs more blocks than each one has edges.
     least = {"barabasi_albert": config.m + 1, "watts_strogatz": config.neighbors + 1}.get(config.pattern, 1)
 
     def count(steps: int) -> int:

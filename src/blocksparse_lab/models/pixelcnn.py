@@ -42,10 +42,10 @@ class PixelCNN(nn.Module):
         channels: of the images, 1 or 3.
         mixtures: logistics.
         dropout: within each gated residual layer.
-        sparse: of the gated residual layers' convolutions: None for dense ones; an int for so many groups of channels,
+        sparse: of the gated residual layers' convolutions: None for dense ones; an int for the number of groups,
             with a channel shuffle after each convolution; or a function of (out, in) channels that gives a layout.
         block_size: of groups. None for PyTorch's grouped convolutions and a shuffle channel by channel, which is faster
-            where a group has fewer than 16 channels on a CPU. Else our own, in blocks of so many channels, dealt out
+            where a group has fewer than 16 channels on a CPU. Else our own, in blocks of that many channels, dealt out
             to the groups by the layout (`patterns.shuffled_block_diagonal`).
         depth: times as many gated residual layers. 4 with 4 groups has about the parameters of the dense network.
 
@@ -104,7 +104,7 @@ class PixelCNN(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew; gains are 1 and biases 0."""
+        """Draws all weights again; gains are 1 and biases 0."""
         for module in self.modules():
             if isinstance(module, WeightNorm) and not module.gain.is_meta:
                 inner: Any = module.module
@@ -113,8 +113,8 @@ class PixelCNN(nn.Module):
                 nn.init.zeros_(inner.bias)
 
     def initialise(self, images: Tensor) -> None:
-        """Gains and biases by a batch of images: what each convolution gives for it has mean 0 and deviation 1 (that
-        before a gate 0.1)."""
+        """Sets gains and biases from a batch of images: each convolution's output gets mean 0 and deviation 1 (0.1
+        before a gate)."""
         initialise_from_data(self, images)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class GatedResnet(nn.Module):
         self.second = conv(2 * filters, 2 * filters, KERNELS[shift], shift, scale=0.1)
 
     def forward(self, x: Tensor, active: Tensor, other: Tensor | None = None) -> Tensor:
-        """`active` is x after `concat_elu`, which others need too; `other` what is taken in, after it as well."""
+        """`active` is x after `concat_elu`, which others need too; `other` the states taken in, after it as well."""
         y = self.first(active)
         if self.other is not None:
             y = y + self.other(other)

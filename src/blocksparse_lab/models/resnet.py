@@ -30,7 +30,7 @@ class ResNet(nn.Module):
         downsample: between the stages: "stride", every second pixel; or "aps", `bs.nn.AdaptivePolyphaseDownsample`,
             with circular padding throughout: a circular shift of the image does not change the output.
         blur: of "aps": the size of its low-pass filter, 1 for none.
-        padding_mode: "zeros" or "circular"; None for what the way to down-sample wants.
+        padding_mode: "zeros" or "circular"; None for the one that the way to down-sample needs.
 
     Shapes: `[n, channels, height, width]`, both divisible by 2 once for each stage but the first, to `[n, classes]`.
 

@@ -1,4 +1,4 @@
-"""Byte-level language models: what the trainer trains, and what samples from it."""
+"""Byte-level language models: the task for the trainer, and sampling."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .memory import check_room
 
 KIND = "charlm"
 
-# Bytes that an evaluation reads one after the other at least, where there are so many: the first ones of each stream
-# are predicted from little.
+# The least length of a stream in an evaluation, if the text has as many bytes: the first bytes of each stream are
+# predicted from little context.
 EVALUATION_STREAM = 8192
 
 
@@ -42,7 +42,7 @@ class CharLMTask:
         batch: streams.
         seq: bytes of a chunk.
         evaluated: held-out bytes that an evaluation reads, from the first; 0 for all.
-        device: of it all.
+        device: of model and data.
 
     Raises:
         BlockSparseError: a text with fewer chunks than streams, or without two held-out bytes.
@@ -124,7 +124,7 @@ class CharLMTask:
         predicted = len(self._held_out) - 1
         streams = min(max(1, predicted // EVALUATION_STREAM), 64)
         length = -(-predicted // streams)
-        # The last stream may be shorter: what is beyond its end counts nothing.
+        # The last stream may be shorter: beyond its end nothing is counted.
         data = F.pad(self._held_out.long(), (0, streams * length - predicted), value=-1)
         inputs, targets = data[:-1].view(streams, length).T, data[1:].view(streams, length).T
         state, total = self._zeros(streams), torch.zeros((), dtype=torch.float64, device=data.device)
@@ -164,7 +164,7 @@ def network(config: CharLMConfig) -> CharLM:
 
 
 def facts(config: CharLMConfig, text: str) -> dict[str, Any]:
-    """What the folder of a run tells of its model and the name of its text."""
+    """Reads the configuration of the model and the name of the text from a run's folder."""
     return {
         "text": text,
         "parameters": parameter_count(config),
@@ -212,18 +212,18 @@ def sample(
     top_k: int | None = None,
     seed: int = 0,
 ) -> Iterator[bytes]:
-    """Text after a prompt, byte by byte.
+    """Generates text after a prompt, byte by byte.
 
     Args:
         model: a `CharLM`.
         prompt: what comes before; a newline where it is empty.
         length: bytes.
         temperature: below 1 the likely is preferred; at 0 the likeliest is taken.
-        top_k: only of so many likeliest bytes.
+        top_k: only the k likeliest bytes are drawn.
         seed: of the draws.
 
     Raises:
-        BlockSparseError: a number that will not do.
+        BlockSparseError: a number out of range.
 
     >>> from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
     >>> from blocksparse_lab.recipes.charlm import sample
@@ -265,7 +265,7 @@ def _sample(
 
 
 def _digest(text: Text) -> dict[str, Any]:
-    """Which text it is, cut where."""
+    """Identifies the text and where it is split."""
     sha = hashlib.sha256()
     for data in (text.train, text.held_out):
         sha.update(data.numpy().data)

@@ -1,4 +1,4 @@
-"""Classifiers of rows, with a topology that changes while they are trained: what the trainer trains."""
+"""Classifiers of rows, with a topology that changes in training: the task for the trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blocksparse.sparsity.sparse_training.dynamic_sparsity import DynamicSparsit
 KIND = "classify"
 METHODS = ("set", "rigl", "none")
 
-# Batches of an evaluation at once: without gradients less is kept of each.
+# Batches that an evaluation joins: without gradients each takes less memory.
 _EVALUATED_AT_ONCE = 4
 
 
@@ -31,12 +31,12 @@ class Data(Protocol):
     def name(self) -> str: ...
     @property
     def rows(self) -> int:
-        """To train on."""
+        """The number of rows to train on."""
         ...
 
     @property
     def tested(self) -> int:
-        """The others."""
+        """The number of the other rows."""
         ...
 
     @property
@@ -48,11 +48,11 @@ class Data(Protocol):
         ...
 
     def held_out(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The other rows and their labels, so many at once."""
+        """The other rows and their labels, in batches."""
         ...
 
     def digest(self) -> dict[str, Any]:
-        """Which data it is, ready for JSON."""
+        """Identifies the data, ready for JSON."""
         ...
 
 
@@ -90,7 +90,7 @@ class Topology:
             raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(self.method))
 
     def about(self) -> dict[str, Any]:
-        """What of it has an effect, ready for JSON."""
+        """The settings that have an effect, ready for JSON."""
         used = {
             "set": ("method", "zeta", "evolve_every", "regrow"),
             "rigl": ("method", "fraction", "every"),
@@ -116,7 +116,7 @@ class ClassifyTask:
         batch: rows of a step.
         topology: how it changes.
         seed: of the order of the rows and of the topology.
-        device: of it all.
+        device: of model and data.
         about: what the model is, ready for JSON.
 
     Raises:
@@ -169,7 +169,7 @@ class ClassifyTask:
 
         def on_layout_change(module: BlockSparseModule, source: Tensor) -> None:
             if (name := names[module]) in ema:
-                # A mean of what was not there before begins with its first value.
+                # The mean of a new connection begins with its first value.
                 ema[name] = remap_blocks(ema[name], source, module.values.detach()[source < 0])
 
         skip = getattr(self.model, "output", ())
@@ -201,7 +201,7 @@ class ClassifyTask:
                 skip=skip,
                 on_layout_change=on_layout_change,
             )
-            # Between the backward pass and the update, which moves no weight where the topology changes.
+            # Between the backward pass and the update: no weight is updated in a step that changes the topology.
             optimizer.register_step_pre_hook(_before_update(rigl))
             self.methods["rigl"] = rigl
 

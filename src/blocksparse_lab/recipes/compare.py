@@ -1,4 +1,4 @@
-"""Training runs side by side: what each came to, and the curves of those that differ in their seed alone."""
+"""Training runs side by side: their results, and the curves of those that differ in their seed alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .settings import Settings
 _DASHES = ("-", "--", "-.", ":")
 _POINTS = 60  # of a curve, at most, for them to be told apart
 
-# What says nothing of how a run was meant: how often it was looked at, and where it ran.
+# Settings that do not set runs apart: how often they were evaluated and logged, and where they ran.
 _ASIDE = ("seed", "log_every", "eval_every", "save_every", "save_minutes", "cuda_graph")
 
 # Of config.json.
@@ -34,7 +34,7 @@ _CONFIG: dict[str, tuple[Any, str]] = {
 }
 _LARGEST = 1e100  # of numbers whose squares are summed up
 
-# Options of a model that others of its cell or pattern do not look at.
+# Options that other cells or patterns ignore.
 _ONLY_OF = {
     "smallworld": {"depth"},
     "barabasi_albert": {"block_size", "m"},
@@ -45,7 +45,7 @@ _ONLY_OF = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder tells of it, finished or not.
+    """A run as recorded in its folder, finished or not.
 
     Args:
         path: the folder.
@@ -119,7 +119,7 @@ class Group:
     """Runs that differ in their seed alone.
 
     Args:
-        label: what sets it apart from the other groups.
+        label: how it differs from the other groups.
         runs: one or more.
     """
 
@@ -134,12 +134,12 @@ class Group:
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """Where the run tells of epochs."""
+        """Steps per epoch, if the run records them."""
         epochs = self.runs[0].config["facts"].get("epochs")
         return self.runs[0].settings["steps"] / epochs if _is_number(epochs) and epochs > 0 else None
 
     def curve(self, of: str) -> tuple[list[float], list[float], list[float]]:
-        """Where all runs were evaluated: the median of "step" or "seconds", and the figures' mean and deviation."""
+        """The points where all runs were evaluated: median "step" or "seconds", mean and deviation of the figures."""
         by_step = [{line["step"]: line for line in run.evaluations} for run in self.runs]
         shared = sorted(set.intersection(*map(set, by_step)))
         x = [statistics.median(lines[step][of] for lines in by_step) for step in shared]
@@ -162,7 +162,7 @@ def read(path: str | Path) -> Run:
             raise BlockSparseError.expected(f"{there}, {key}", f"that of a run, {wanted}", f"{config.get(key)!r:.99}")
     integer(f"{there}, steps", config["settings"].get("steps"), 1, 2**63)
     integer(f"{there}, bytes_per_step", config["bytes_per_step"], 0, 2**63)
-    # What is no number, or one that is too large to be reckoned with, is not known.
+    # Anything but a number, and a number too large to compute with, counts as unknown.
     lines = [{key: value for key, value in line.items() if _is_number(value)} for line in run_log.read(path)]
     result = read_json(path / "result.json") if (path / "result.json").exists() else None
     return Run(path, config, [line for line in lines if {"step", "seconds"} <= line.keys()], result)
@@ -249,7 +249,7 @@ def _range(figures: Sequence[float]) -> tuple[float, float]:
 
 
 def _meant(run: Run) -> dict[str, Any]:
-    # A setting that there was not yet when the run began was as by default.
+    # A setting that did not exist when the run began had its default.
     settings = {key: value for key, value in (asdict(Settings()) | run.settings).items() if key not in _ASIDE}
     task = dict(run.task)
     if isinstance(model := task.get("model"), dict):
@@ -268,7 +268,7 @@ def _flat(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _label(meant: dict[str, Any], differ: Sequence[str]) -> str:
-    """What a group has of the keys in which groups differ, words first."""
+    """A group's values of the keys in which groups differ, words first."""
     shown = {key: meant[key] for key in differ if meant.get(key) is not None}
     words = [value for value in shown.values() if isinstance(value, str)]
     return ", ".join(words + [f"{key} {value}" for key, value in shown.items() if not isinstance(value, str)])

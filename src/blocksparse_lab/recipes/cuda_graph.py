@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class GraphedStep:
-    """Calls `work(*inputs)`: the first times as it is, then as a graph captured from it.
+    """Calls `work(*inputs)`: the first few times directly, then as a graph captured from it.
 
     Args:
         work: reads its inputs, always of the same shapes, and tensors that stay; changes only such tensors. It does

@@ -25,7 +25,7 @@ EPOCHS = 15
 
 
 def table(graph: Graph, diffusion: Diffusion, seed: int = 0) -> Table:
-    """The nodes of a graph in random thirds: to train on, to choose with, to test on; as rows of all that they see.
+    """The nodes of a graph in random thirds: to train on, to choose with, to test on; each row is all that a node sees.
 
     Args:
         graph: whose nodes.

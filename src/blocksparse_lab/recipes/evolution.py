@@ -32,7 +32,7 @@ class Evolution:
 def evolve(epochs: int = 12, runs: int = 3, zeta: float = 0.3, seed: int = 0) -> Evolution:
     """Trains sparse MLPs by sparse evolutionary training (SET) on scikit-learn's 1,797 digits of 8 x 8 pixels.
 
-    The first two begin with the same connections, and draw different ones later; the others begin anew.
+    The first two begin with the same connections, and draw different ones later; the others begin with their own.
 
     Args:
         epochs: after each the weakest connections move.
@@ -58,7 +58,7 @@ def evolve(epochs: int = 12, runs: int = 3, zeta: float = 0.3, seed: int = 0) ->
     train, test = order[:1400], order[1400:]
     trajectory, names, errors = Trajectory(), [], []
     for run in range(runs):
-        begins = seed + max(run - 1, 0)  # the first two alike
+        begins = seed + max(run - 1, 0)  # the same for the first two
         model = SparseMLP(SIZES, epsilon=8, dropout=0, seed=begins)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         method = SET(model, optimizer, zeta=zeta, seed=seed + 1000 + run)

@@ -15,7 +15,7 @@ from blocksparse.measure import Samples, alternate
 
 @dataclass(frozen=True)
 class Example:
-    """What came of it: sizes, errors against the dense float64 product, and the times of "block-sparse" and "dense"."""
+    """The result: sizes, errors against the dense float64 product, and the times of "block-sparse" and "dense"."""
 
     hidden: int
     block: int

@@ -88,7 +88,7 @@ def distances(nets: Sequence[RunLayouts]) -> tuple[list[list[float | None]], lis
 
 
 def _refusal(net: RunLayouts) -> str:
-    """Why a net is compared with none, or nothing."""
+    """The reason why a net cannot be compared, or nothing."""
     most = max((layer.layout.grid[0] for layer in net.layers.values()), default=0)
     if most > LARGEST:
         return f"a layer of {most:,} blocks of outputs, more than {LARGEST:,}"

@@ -1,4 +1,4 @@
-"""Whether a model finds room in memory, before any of it is made."""
+"""Checks whether a model fits into memory, before any of it is made."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ BYTES = 12
 
 
 def check_room(what: str, parameters: float) -> None:
-    """Refuses a model that could not be trained in the memory that there is.
+    """Refuses a model that could not be trained in the available memory.
 
     Args:
         what: the model, or the size that it is asked for in.
-        parameters: of it, no more than there will be.
+        parameters: a lower bound on their number.
 
     Raises:
-        BlockSparseError: it takes more than there is.
+        BlockSparseError: it takes more than is available.
 
     >>> from blocksparse_lab.recipes.memory import check_room
     >>> check_room("width 100,000,000", 4e16)
@@ -28,7 +28,7 @@ def check_room(what: str, parameters: float) -> None:
     """
     try:
         there = available_memory()
-    except (OSError, ValueError):  # a system that does not tell, which then refuses by itself
+    except (OSError, ValueError):  # a system that does not tell; there the allocation itself fails
         return
     if BYTES * parameters > there:
         raise BlockSparseError.expected(

@@ -24,7 +24,7 @@ SAVE_EVERY = 500
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how.
+    """A net's shape and its training.
 
     Args:
         hidden: features of the hidden layers.
@@ -32,7 +32,7 @@ class Recipe:
         alpha: the slope of All-ReLU.
         epochs: of the run.
         zeta: the fraction that SET replaces between two epochs.
-        evolve_every: epochs from one evolution to the next: an epoch of few rows is too short to tell what is of use.
+        evolve_every: epochs from one evolution to the next: an epoch of few rows is too short to tell which are useful.
         regrow: the first values of new connections, of `bs.sparsity.SET`: "zeros", or "he" as in the papers.
         learning_rate, momentum, weight_decay: of `bs.sparsity.SGD`; the learning rate is the same throughout.
         batch: rows of a step.
@@ -83,7 +83,7 @@ def recipe_for(name: str) -> Recipe:
 
 
 def extreme_hidden(neurons: int, classes: int = 2) -> tuple[int, ...]:
-    """The hidden layers of a net with 65,536 inputs and about so many neurons in all, inputs and outputs among them.
+    """The hidden layers of a net with 65,536 inputs and about `neurons` in all, inputs and outputs included.
 
     Raises:
         BlockSparseError: fewer than one neuron in each hidden layer.
@@ -99,7 +99,7 @@ def extreme_hidden(neurons: int, classes: int = 2) -> tuple[int, ...]:
 
 
 def extreme(neurons: int) -> Recipe:
-    """The recipe of a net of about so many neurons.
+    """The recipe of a net of about `neurons`.
 
     Raises:
         BlockSparseError: as `extreme_hidden`.
@@ -139,7 +139,7 @@ def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> S
 
 @dataclass(frozen=True)
 class Facts:
-    """What a network has.
+    """The size of a network.
 
     Args:
         neurons: inputs, hidden ones and outputs.
@@ -182,7 +182,7 @@ def task(
     importance_every: int = 10,
     importance_percentile: float = 20.0,
 ) -> ClassifyTask:
-    """What the trainer is to train.
+    """The task for the trainer.
 
     Args:
         recipe: of the net and its training.

@@ -48,7 +48,7 @@ class Settings:
 
 @dataclass
 class Curve:
-    """What was seen of one model: bits per byte of each batch, seconds of each step, and held-out evaluations."""
+    """The record of one model: bits per byte of each batch, seconds of each step, and held-out evaluations."""
 
     bits: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Curve:
 
 
 class Race:
-    """Models in training side by side, a step of one after a step of the other, so that load hits all alike.
+    """Models in training side by side, a step of one after a step of the other, so that load affects all equally.
 
     Args:
         models: by name.
@@ -143,7 +143,7 @@ class Race:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where a model stands: its sizes, its bits per byte on both parts of the text, the seconds of its steps."""
+    """The state of a model: its sizes, its bits per byte on both parts of the text, the seconds of its steps."""
 
     name: str
     width: int

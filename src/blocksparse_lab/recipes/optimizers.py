@@ -1,4 +1,4 @@
-"""What changes parameters: the optimizer of a run and its learning rate at each step."""
+"""The optimizer of a run, and its learning rate at each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PixelCNN++ on small images: what the trainer trains, and what draws images with it."""
+"""PixelCNN++ on small images: the task for the trainer, and sampling."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .trainer import Trainer, device_of
 
 KIND = "pixelcnn"
 
-# Pixels of a side, which a network without an idea of the size takes from the file.
+# Pixels of a side, read from the file by a network that does not fix the size.
 LARGEST = 1024
 
 # Images that gains and biases begin with.
@@ -36,7 +36,7 @@ INITIAL_BATCH = 64
 
 @dataclass(frozen=True)
 class Network:
-    """What a PixelCNN is made of, by the names of its arguments; and the seed of its weights."""
+    """The arguments of a PixelCNN by their names, and the seed of its weights."""
 
     filters: int = 160
     resnets: int = 5
@@ -48,7 +48,7 @@ class Network:
     seed: int = 0
 
     def made(self, channels: int) -> PixelCNN:
-        """The network for images of so many channels, as drawn; the global generator is left as it was.
+        """The network for images of `channels`, as drawn; the global generator is left as it was.
 
         Raises:
             BlockSparseError: as `PixelCNN`; more than there is memory for.
@@ -77,7 +77,7 @@ class PixelCNNTask:
         batch: images of a step.
         evaluated: test images that an evaluation takes, the first ones; 0 for all.
         seed: of the order.
-        device: of it all.
+        device: of model and data.
         about: what the model is, ready for JSON.
 
     Raises:
@@ -141,7 +141,7 @@ class PixelCNNTask:
         return logistic_mixture.scaled(there)
 
     def loss(self, step: int) -> Tensor:
-        """Of a step, in nats per colour of a pixel."""
+        """The loss of a step, in nats per colour of a pixel."""
         images = self.take(step)
         return -self.model.log_prob(images).sum() / images.numel()  # type: ignore[operator]
 
@@ -173,7 +173,7 @@ def settings(steps: int, **other: Any) -> Settings:
 
     Args:
         steps: of the run.
-        other: what is to be otherwise, by the names of `Settings`.
+        other: further settings, by the names of `Settings`.
 
     >>> from blocksparse_lab.recipes import pixelcnn
     >>> pixelcnn.settings(1000).ema
@@ -267,8 +267,8 @@ def sample(
 ) -> Tensor:
     """Images drawn pixel by pixel, in the order of reading.
 
-    For each pixel only the four rows are computed that it lies in: of those above each layer keeps what it has of
-    them (`bs.nn.bands`), those below are not there yet. So of 32 rows 28 are not computed again.
+    For each pixel only the four rows are computed that it lies in: each layer keeps its results for those above
+    (`bs.nn.bands`), those below are not there yet. So of 32 rows 28 are not computed again.
 
     Args:
         model: what draws.

@@ -21,7 +21,7 @@ from .trainer import Task, Trainer
 METHODS = ("one-shot", "gradual", "threshold", "group lasso", "l0", "movement")
 _TO_DENSITY = ("one-shot", "gradual", "movement")
 
-# What a method learns for a block it learns at so many times the rate of the weights.
+# Parameters that a method learns per block have this many times the rate of the weights.
 GATES_RATE = 10
 
 
@@ -43,7 +43,7 @@ class Pruning:
         times: steps of the whole run, as a multiple of those of the dense net: truly sparse ones cost a fraction.
 
     Raises:
-        BlockSparseError: an unknown method, one that wants a density without one, a part that is none, times below 1.
+        BlockSparseError: an unknown method, a method without the density it needs, an invalid part, times below 1.
             Other numbers are checked by the methods.
     """
 
@@ -66,7 +66,7 @@ class Pruning:
         integer("times", self.times, 1)
 
     def about(self) -> dict[str, Any]:
-        """What of it has an effect, ready for JSON."""
+        """The settings that have an effect, ready for JSON."""
         unused = {"strength"} if self.method in _TO_DENSITY else set()
         unused |= {"density"} if self.method == "threshold" or self.density is None else set()
         unused |= set() if self.method == "threshold" else {"penalty"}
@@ -75,7 +75,7 @@ class Pruning:
 
 
 class PruneTask:
-    """Another task, whose model becomes block-sparse while it is trained.
+    """Wraps a task so that its model becomes block-sparse while it is trained.
 
     The method's `step` follows each update of the search. Then the model is truly sparse, and so are the steps, the
     optimizer's state and the checkpoints from there on, which bring the layouts.
@@ -84,7 +84,7 @@ class PruneTask:
         task: what is trained.
         pruning: how it becomes sparse.
         steps: of the whole run.
-        seed: of what the method draws at its start.
+        seed: of the method's initial draws.
         q: of "threshold", these percentiles, from `sparsity.percentiles`.
 
     Raises:
@@ -159,7 +159,7 @@ class PruneTask:
         return sparsity.ThresholdPruning(model, optimizer, q, **ramp, **of)
 
     def prepare(self, step: int) -> bool:
-        """Whether the model has got other parameters for this step: it becomes truly sparse once the search is over.
+        """Makes the model truly sparse once the search is over; returns whether that was now, with new parameters.
 
         Raises:
             BlockSparseError: nothing is left of a weight.
@@ -208,7 +208,7 @@ class PruneTask:
         return own | {f"task.{name}": tensor for name, tensor in self.task.state_dict().items()}
 
     def resume(self, state: dict[str, Tensor]) -> None:
-        """Makes the model sparse where that of the state is, whose parameters fit it then."""
+        """Makes the model sparse if that of the state is, so that its parameters fit."""
         masks = part(state, "layout.").items()
         if masks:
             self._finish({name: BlockLayout(mask, self.method.blocks[name].block_shape) for name, mask in masks})

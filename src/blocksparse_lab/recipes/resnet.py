@@ -38,7 +38,7 @@ _OPTIONS = {"classes", "channels", "width", "blocks", "downsample", "density", "
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how; sized for minutes on one core.
+    """A network and its training; sized for minutes on one core.
 
     Args:
         width, blocks, downsample, density, block_size, blur, padding_mode: of `ResNet`.
@@ -105,7 +105,7 @@ class Rows:
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
-        # Of how often each of 256 values is there: exact, and no copy of all images in floating point.
+        # From the counts of each of 256 values: exact, and no copy of all images in floating point.
         counts = torch.stack([channel.flatten().bincount(minlength=256) for channel in self.images.train.unbind(1)])
         values, total = torch.arange(256.0, dtype=torch.float64), counts[0].sum()
         mean = (counts * values).sum(1) / total
@@ -115,7 +115,7 @@ class Rows:
 
 
 class ImageTask(ClassifyTask):
-    """`ClassifyTask` on images, of which each is cropped and flipped at random; seed and step determine how."""
+    """`ClassifyTask` on images that are cropped and flipped at random, as determined by seed and step."""
 
     def take(self, step: int) -> tuple[Tensor, Tensor]:
         images, labels = super().take(step)
@@ -163,7 +163,7 @@ def trainer(recipe: Recipe, images: Images, run: str | Path, seed: int = 0, devi
         recipe: of the net and its training.
         images: to train and to test on.
         run: the folder.
-        seed: of the weights, the order of the images and what becomes of them.
+        seed: of the weights, the order of the images and their augmentation.
         device: "cpu" or "cuda".
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a run's folder says of where it stood, checked before anything is taken over: it may be another's, or broken."""
+"""Reads and checks the progress that a run's folder records, which may be broken or from someone else."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from blocksparse.errors import BlockSparseError
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands.
+    """The progress of a run.
 
     Args:
-        step: so many are done.
+        step: the number of steps done.
         seconds: that they took.
         logged: step and seconds of the newest line of the log.
         held_out: the newest figure; None before the first.
@@ -35,7 +35,7 @@ class Progress:
 
 
 def progress(path: Path, about: Mapping[str, Any], steps: int) -> Progress:
-    """Where a run of so many steps stands, by what its checkpoint is about.
+    """The progress of a run of `steps`, from the metadata of its checkpoint.
 
     Raises:
         BlockSparseError: something is missing, or of another type or range.
@@ -55,7 +55,7 @@ def progress(path: Path, about: Mapping[str, Any], steps: int) -> Progress:
 
 
 def check_tensors(path: Path, tensors: Mapping[str, Tensor], model: nn.Module, means: Collection[str]) -> None:
-    """Whether the tensors of a checkpoint fit a model, its running means and what an optimizer keeps.
+    """Checks that the tensors of a checkpoint fit a model, its running means and its optimizer's state.
 
     Raises:
         BlockSparseError: it names a tensor that is missing, is not known or does not fit, what fits and what is there.
@@ -99,10 +99,10 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor], model: nn.Module, m
 
 @contextmanager
 def taking_over(path: Path) -> Iterator[None]:
-    """What fails within is said to be the checkpoint's fault.
+    """Reports errors within it as faults of the checkpoint.
 
     Raises:
-        BlockSparseError: it was.
+        BlockSparseError: such an error occurred.
     """
     try:
         yield
@@ -114,7 +114,7 @@ def taking_over(path: Path) -> Iterator[None]:
 
 
 def result(path: Path) -> dict[str, Any]:
-    """What `result.json` has.
+    """Reads `result.json`.
 
     Raises:
         BlockSparseError: it is broken.

@@ -1,4 +1,4 @@
-"""What a run says of itself while it goes on: lines of JSON, and curves for TensorBoard."""
+"""The log of a run: lines of JSON, and curves for TensorBoard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ except ImportError:  # Windows
 
 
 class RunLog:
-    """RUN/log.jsonl, and beside it TensorBoard's events where that is installed. Open, it is locked.
+    """RUN/log.jsonl, and TensorBoard's events where that is installed. It is locked while open.
 
     Args:
         run: the folder of the run.
@@ -61,7 +61,7 @@ class RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Of a full disk the checkpoint has told already; and the lock must go in any case.
+        # A full disk was reported with the checkpoint already; and the lock must be released in any case.
         for one in (self._events, self._file):
             with suppress(OSError):
                 if one is not None:
@@ -71,7 +71,7 @@ class RunLog:
         return self.path.stat().st_size == 0
 
     def cut(self, step: int) -> None:
-        """Drops what was logged after `step`, and a last line that was not written to its end."""
+        """Drops lines after `step`, and an incomplete last line."""
         with self._room():
             self._file.seek(0)
             kept = 0
@@ -82,7 +82,7 @@ class RunLog:
             self._file.truncate(kept)
 
     def draw(self, after: int) -> bool:
-        """Sends what follows to TensorBoard too, which forgets what it had after that step; False without it."""
+        """Sends further lines to TensorBoard too, which drops its points after that step; False if not installed."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -101,7 +101,7 @@ class RunLog:
                     self._events.add_scalar(name, value, record["step"])
 
     def sync(self) -> None:
-        """Returns when all lines are on the disk."""
+        """Waits until all lines are on the disk."""
         with self._room():
             os.fsync(self._file.fileno())
 
@@ -129,7 +129,7 @@ def read(run: str | Path) -> list[dict[str, Any]]:
 
 
 def _step(line: bytes) -> float:
-    """Infinity of what is no line of a log."""
+    """The step of a log's line; infinity for an invalid line."""
     try:
         step = parsed(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):

@@ -178,7 +178,7 @@ class Baseline:
 
 
 def baseline(splits: Splits, *, seed: int = SEED) -> Baseline:
-    """A logistic regression on TF-IDF of words and pairs of words: what a model without any learning before reaches.
+    """A logistic regression on TF-IDF of words and pairs of words: the accuracy without any pretraining.
 
     Raises:
         BlockSparseError: scikit-learn is not installed, or no text has a word.
@@ -210,13 +210,13 @@ def _fit(x: Any, y: Sequence[int], strength: float, penalty: str, seed: int) -> 
     kind: dict[str, Any] = {"penalty": penalty} if named else {"l1_ratio": float(penalty == "l1")}
     model = LogisticRegression(C=strength, solver="liblinear", random_state=seed, **kind)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # it is said in `converged`
+        warnings.simplefilter("ignore", ConvergenceWarning)  # `converged` records it
         model.fit(x, y)
     return model, bool(model.n_iter_.max() < model.max_iter)
 
 
 def sklearn_version() -> str:
-    """Of scikit-learn, which fits the probe."""
+    """The version of scikit-learn, which fits the probe."""
     return str(_sklearn().__version__)
 
 
@@ -234,7 +234,7 @@ def _sklearn() -> Any:
 
 @dataclass(frozen=True)
 class Result:
-    """What came out for a model and labelled texts; `values` is the single unit after each text of the test part."""
+    """The results of a model on labelled texts; `values` is the single unit after each text of the test part."""
 
     splits: Splits
     width: int
@@ -278,7 +278,7 @@ def evaluate(
     seed: int = SEED,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Result:
-    """The whole protocol: features of each part, the probe, its single best unit.
+    """Runs the whole protocol: features of each part, the probe, its single best unit.
 
     Args:
         load: gives the model; not called where all features are in the cache.
@@ -324,7 +324,7 @@ def _finite(found: dict[str, Any]) -> dict[str, Any]:
 
 # -- the picture ---------------------------------------------------------------------------------------------------
 
-# Told apart in grey and by the colour-blind as well.
+# Distinct in grey and for the colour-blind too.
 _COLORS = ("#d55e00", "#0072b2")
 
 

@@ -1,4 +1,4 @@
-"""How to train: what all training runs have in common."""
+"""The settings that all training runs share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DECAYS = ("linear", "cosine", "none")
 DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("adam", "sgd", "adagrad")
 
-# What may differ when a run goes on: none of it changes what is learned. But on another device bits differ.
+# Settings that may change when a run resumes: none affects what is learned. But on another device bits differ.
 FREE = ("log_every", "eval_every", "save_every", "save_minutes", "device", "cuda_graph")
 
 

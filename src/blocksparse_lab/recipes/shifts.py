@@ -15,7 +15,7 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Consistency:
-    """What shifts do to a classifier.
+    """A classifier's consistency under shifts.
 
     Args:
         agreement: the probability that two circular shifts of an image, drawn each on its own of all, are put in the
@@ -32,7 +32,7 @@ class Consistency:
 
 @torch.no_grad()
 def consistency(model: nn.Module, images: Tensor, progress: Callable[[int, int], None] | None = None) -> Consistency:
-    """Of a model on some images, each at all of its height * width circular shifts.
+    """The consistency of a model on some images, each at all of its height * width circular shifts.
 
     Nothing is drawn: with n_k of the S shifts of an image in class k, two of them agree with probability
     sum_k (n_k / S)^2.

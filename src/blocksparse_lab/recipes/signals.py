@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class Interrupted(Exception):
-    """A training that was told to stop by a signal, and has saved.
+    """A training that a signal stopped, after saving.
 
     Args:
         number: the signal.

@@ -29,8 +29,8 @@ class Stored:
         model: on the CPU.
         file: the name of its checkpoint in a folder.
         about: what the checkpoint says of it.
-        tensors: what is stored of a model.
-        skip: weights that cannot be known to be multiplied with.
+        tensors: gives the tensors to store of a model.
+        skip: weights that are not known to be used in products.
         beside: files that go with it.
     """
 
@@ -46,7 +46,7 @@ def open_model(path: str | Path) -> Stored:
     """The model of a byte model's checkpoint or run, of a folder of the transformers library, or of a plain file.
 
     Raises:
-        BlockSparseError: nothing of these, a broken file, transformers that is not installed.
+        BlockSparseError: none of these, a broken file, transformers that is not installed.
     """
     path = Path(path)
     if path.is_dir():
@@ -74,7 +74,7 @@ def sparsified(stored: Stored, skip: tuple[str, ...] = (), **options: Any) -> tu
 
 
 def save(stored: Stored, model: nn.Module, made: Report, out: str | Path) -> Path:
-    """Writes the model, what goes with it and report.json into a folder; returns the checkpoint's path.
+    """Writes the model, its further files and report.json into a folder; returns the checkpoint's path.
 
     Raises:
         BlockSparseError: a folder that cannot be written to.
@@ -169,6 +169,6 @@ def _plain(path: Path, tensors: Mapping[str, Tensor]) -> Stored:
 
 
 def _place(name: str, matrices: Mapping[str, Tensor]) -> str:
-    """Where the layer of a weight is: at the weight's own name where others are below the layer's."""
+    """The name of a weight's layer: the weight's own where other weights are below the layer's."""
     layer = name.removesuffix(".weight")
     return name if any(other.startswith(f"{layer}.") for other in matrices if other != name) else layer

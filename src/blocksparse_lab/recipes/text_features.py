@@ -1,4 +1,4 @@
-"""A language model's state after texts, as features, kept beside its checkpoint."""
+"""A language model's state after texts, as features, kept next to its checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from blocksparse.errors import BlockSparseError
 
 from ..data.reviews import encode
 
-# Told how much is done, and of how much.
+# Called with the work done and the total.
 Progress = Callable[[int, int], None]
 
 
@@ -129,7 +129,7 @@ def digest(*parts: bytes | str | Path) -> str:
 
 
 class CachedFeatures:
-    """`features` of a checkpoint, kept in a folder `features` beside it: a second call reads them.
+    """`features` of a checkpoint, kept in a folder `features` next to it: a second call reads them.
 
     Args:
         checkpoint: the file that the model comes from. Features of what it was before, of the same name, are removed.

@@ -1,4 +1,4 @@
-"""Trains a task in a folder: the same call again goes on where it stopped, to the same bits."""
+"""Trains a task in a folder; calling it again resumes the run, with the same bits as if never stopped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .signals import Interrupted, signals
 
 
 class Task(Protocol):
-    """What is trained, and on what.
+    """A model, its data and its loss, for the trainer.
 
     model: the network; the trainer puts it on the settings' device.
     unit: of the figures shown, such as "bits per character"; a loss in nats times `per_nat` is in it.
@@ -60,30 +60,30 @@ class Task(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is carried from step to step."""
+        """The state carried from step to step."""
         ...
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
     def about(self) -> dict[str, Any]:
-        """What it is, ready for JSON, with a digest of the data: a run goes on only where this is the same."""
+        """Describes the task, ready for JSON, with a digest of the data: a run resumes only if this is the same."""
         ...
 
 
 class Watcher:
-    """Is told how a training goes; this one does nothing."""
+    """Receives the events of a training; this one ignores them."""
 
     def began(self, step: int) -> None:
-        """So many steps were done before."""
+        """Training begins, with `step` steps done before."""
 
     def stepped(self, step: int) -> None:
-        """So many steps are done."""
+        """A step is done: `step` in all."""
 
     def logged(self, record: Mapping[str, Any]) -> None:
-        """A line of the log: with "loss", of the steps since the last such line, or with "held_out"."""
+        """A line was logged: with "loss", of the steps since the last such line, or with "held_out"."""
 
     def note(self, text: str) -> None:
-        """Something that one should know."""
+        """A note for the user."""
 
 
 class Trainer:
@@ -95,7 +95,7 @@ class Trainer:
             step and each evaluation), TensorBoard's events, `last.safetensors`, the newest checkpoint, and at the end
             `result.json`.
         settings: how.
-        facts: what else `config.json` and `result.json` shall tell, ready for JSON.
+        facts: further entries of `config.json` and `result.json`, ready for JSON.
 
     A checkpoint has all that later steps depend on. So a run that was killed at any moment, and is trained again, ends
     with the same bits as one that was not.
@@ -128,7 +128,7 @@ class Trainer:
         if hasattr(task, "attach"):
             task.attach(self.optimizer, self.ema)
             self._take_model()
-        # A group that the task has added has its rate in proportion to the settings'.
+        # The rate of a group that the task has added stays in proportion to the settings'.
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._factors = [rate / rates[0] if rates[0] else 1.0 for rate in rates]
         # Of the steps since the last logged one; on the device, so that a GPU need not wait for us at each step.
@@ -141,7 +141,7 @@ class Trainer:
         self._graph: GraphedStep | None = None
 
     def _take_model(self) -> None:
-        """As the task has it now."""
+        """Takes the task's current model."""
         self.model = self.task.model
         self.parameters = dict(self.model.named_parameters())
 
@@ -206,7 +206,7 @@ class Trainer:
             )
         else:
             torch.manual_seed(self.settings.seed)
-            # A disk without room for it is better found now than after an hour.
+            # Better to find a full disk now than after an hour.
             self._save(log)
         config = {
             "unit": self.task.unit,
@@ -248,7 +248,7 @@ class Trainer:
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-        # At first the mean is of few steps: it shall not be of the initial parameters.
+        # At first the mean is over few steps: the initial parameters must not dominate it.
         self._ema_weight.fill_(1 - min(s.ema, (1 + self.step) / (10 + self.step)))
         if self._graph is None:
             self._work(self.step)
@@ -268,7 +268,7 @@ class Trainer:
         self._norm.copy_(norm)
         self._total += self._loss
         self._finite &= torch.isfinite(self._total + norm)
-        if self.device.type == "cpu":  # elsewhere one would wait for it
+        if self.device.type == "cpu":  # other devices would have to wait for it
             self._check_finite()
         if self.settings.clip:
             nn.utils.clip_grads_with_norm_(given, self.settings.clip, norm)
@@ -303,7 +303,7 @@ class Trainer:
             at, expected, f"{got}. {kept}. Try, in another folder, {', '.join(tries[:-1])} or {tries[-1]}"
         )
 
-    # -- what is seen of it ------------------------------------------------------------------------------------------
+    # -- logging and timing ------------------------------------------------------------------------------------------
 
     def _resume_clock(self) -> float:
         self._started = time.perf_counter()
@@ -384,16 +384,16 @@ class Trainer:
             "task": self.task.about(),
             "settings": asdict(self.settings),
         }
-        log.sync()  # a checkpoint's lines are there when it is
+        log.sync()  # log lines must be on disk before their checkpoint
         checkpoint.save(self.path, tensors, about)
 
     def load(self) -> None:
         """Brings the model and the task to the newest checkpoint, and PyTorch's generators too.
 
         Raises:
-            BlockSparseError: there is none, it is of another task or of other settings, or a tensor of it does not fit.
+            BlockSparseError: no checkpoint, one of another task or of other settings, or a tensor of it does not fit.
         """
-        # Each tensor is copied to its place from the file: all of them at once would take the memory of two models.
+        # Tensors are copied one by one from the file: all at once would take the memory of two models.
         with checkpoint.opened(self.path) as (tensors, about):
             self._check_same(about)
             at = resume.progress(self.path, about, self.settings.steps)
@@ -403,7 +403,7 @@ class Trainer:
                     self.task.resume(state)
                     self._take_model()
                 resume.check_tensors(self.path, tensors, self.model, self.ema)
-                # First the model: it brings the layouts, and with them the shapes of all that follows.
+                # First the model: its layouts determine the shapes of all that follows.
                 self.model.load_state_dict(checkpoint.part(tensors, "model."))
                 for name, mean in checkpoint.part(tensors, "ema.").items():
                     self.ema[name] = mean.to(self.device, copy=True)
