@@ -35,7 +35,7 @@ def find(name: str) -> Experiment:
     """An experiment by its name.
 
     Raises:
-BlockSparseError: no such experiment.
+        BlockSparseError: no such experiment.
 
     >>> from blocksparse_lab import experiments
     >>> list(experiments.find("wikipedia-small").contenders)

@@ -27,7 +27,7 @@ from .trainer import Trainer, device_of
 
 KIND = "pixelcnn"
 
-# Pixels of a side, read from the file by a network that does not fix the size.
+# The most pixels of a side: the network fits any size, so that it is read from the file.
 LARGEST = 1024
 
 # Images that gains and biases begin with.

@@ -419,7 +419,7 @@ class Trainer:
             self.step, self.seconds, self._logged, self.held_out = at.step, at.seconds, at.logged, at.held_out
 
     def _check_same(self, about: Mapping[str, Any]) -> None:
-        # A setting that there was not yet when the run began is as by default.
+        # A setting that did not exist when the run began had its default.
         settings = about.get("settings", {})
         if not isinstance(settings, dict):
             raise BlockSparseError.expected(f"{self.path}, settings", "a dict", f"{settings!r:.99}")
