@@ -1,11 +1,11 @@
-"""Networks of up to 100 million neurons, trained one after the other: memory and time, and that they grow as a line.
+"""Networks of up to 100 million neurons, trained one after the other: memory and time, and that both grow linearly.
 
     python benchmarks/extreme.py                        all sizes, hours on two cores
-    python benchmarks/extreme.py --neurons 1M,5M        some; the others that the file has stay in it
+    python benchmarks/extreme.py --neurons 1M,5M        some; the file keeps its other sizes
     python benchmarks/extreme.py --quick                a small one, to see that it runs; writes nothing
 
-Refuses sizes for which there is not the memory, with numbers. After each size the table is written: to
-docs/results/extreme.md, with JSON and a picture beside it.
+Refuses sizes that do not fit into memory, with numbers. After each size the table is written: to
+docs/results/extreme.md, with JSON and a picture next to it.
 """
 
 from __future__ import annotations

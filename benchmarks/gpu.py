@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> bool:
     path = folder and folder / f"linear-{machine.slug(chip)}.json"
 
     found: list[Row] = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what there is gets drawn and shown
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # draws and shows what was measured
     try:
         for row in measured(jobs, 60 * arguments.minutes):
             found.append(row)
@@ -122,7 +122,7 @@ def draw(path: Path, reach: GpuReach, where: str) -> str:
         return ""
     try:
         write_chart(path, reach.cases, reach.ceilings, where)
-    except Exception as error:  # the numbers are there all the same
+    except Exception as error:  # the numbers are written all the same
         return f"; no chart: {error}"
     return " and .png"
 

@@ -1,11 +1,11 @@
 """Every target of linear op, convolutions, recurrent and truly sparse networks, attention in one run, checked first.
 
-    python benchmarks/reach.py                  some minutes on two cores, which it wants for itself
+    python benchmarks/reach.py                  some minutes on two cores, with nothing else running
     python benchmarks/reach.py --only conv2d    those of one op
     python benchmarks/reach.py --quick          the same on small shapes, to see that it runs
 
-Prints a table per op, and writes it to benchmarks/results/<op>-<machine>-<instruction set>.md, with a JSON file beside
-it.
+Prints a table per op, and writes it to benchmarks/results/<op>-<machine>-<instruction set>.md, with a JSON file
+next to it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def small_block_rows(bench: LinearBench, shrink: int) -> Iterator[Row]:
 
 
 def line_row(bench: LinearBench, specs: Sequence[LinearSpec] | Sequence[ConvSpec], most: float) -> Row:
-    """The line through time against nnz of specs that differ in density; its intercept as a part of the dense time."""
+    """Fits a line to time against nnz of specs that differ in density; its intercept as a part of the dense time."""
     problems = [bench.problem(spec) for spec in specs]
     for problem in problems:
         problem.check(bench.seed)
@@ -127,7 +127,7 @@ def memory_row(hidden: int, tokens: int, density: float) -> Row:
 
 
 def peak(hidden: int, tokens: int, density: float) -> dict[str, int]:
-    """Measured in a process of its own: what one forward and backward adds to the resident memory at its peak."""
+    """The peak memory that one forward and backward adds to the resident one, measured in its own process."""
     small = bs.BlockLayout([[True]], 32)
     _train_step(small, torch.randn(4, 32))  # loads libraries and starts threads
     layout = bs.patterns.random((hidden, hidden), 32, density=density, seed=0)

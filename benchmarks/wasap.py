@@ -4,7 +4,7 @@
     python benchmarks/wasap.py --data-dir DATA --processes 1,2 --seeds 0,1,2
     python benchmarks/wasap.py --data-dir DATA --epochs 1 --rows 2000 --out /tmp/wasap      to see that it runs
 
-Each run is `torchrun` with so many processes of one thread. Without --data-dir Fashion-MNIST is downloaded. Prints an
+Each run is `torchrun` with that many processes of one thread. Without --data-dir Fashion-MNIST is downloaded. Prints an
 epoch per line, and writes wasap-fashion_mnist.json and .md after each run: what was measured stays when a later one
 fails. A run whose process dies, or that says nothing for --patience seconds, is ended, named in the table, and makes
 the exit status 1.
@@ -58,7 +58,7 @@ PATIENCE_WITH_TORCHRUN = 60
 
 @dataclass(frozen=True)
 class Options:
-    """What all runs have in common."""
+    """The options that all runs share."""
 
     epochs: int
     rows: int | None
@@ -68,7 +68,7 @@ class Options:
 
 @dataclass
 class Run:
-    """A run of so many processes, and what it said: an epoch in each line."""
+    """A run of several processes and its output, a line per epoch."""
 
     processes: int
     seed: int
@@ -95,7 +95,7 @@ class Run:
 
 
 def work(seed: int, options: Options) -> None:
-    """What each process of torchrun does; the first one says what came out, in lines of JSON."""
+    """Trains in each process of torchrun; the first one prints the results, in lines of JSON."""
 
     def tell(**said: Any) -> None:
         if int(os.environ["RANK"]) == 0:
@@ -137,7 +137,7 @@ def work(seed: int, options: Options) -> None:
 
 
 def cores() -> int:
-    """That this process may run on."""
+    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -151,7 +151,7 @@ def command(run: Run, options: Options) -> list[str]:
 
 
 def measure(run: Run, options: Options, say: Callable[[str], None]) -> None:
-    """Trains; what goes wrong is left in `run.failure`."""
+    """Trains; `run.failure` records a failure."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     lines: queue.Queue[str | None] = queue.Queue()
     with tempfile.TemporaryFile("w+") as errors:
@@ -217,7 +217,7 @@ def _reason(errors: Any, status: int) -> str:
     """The line of an error, of all that torchrun says."""
     errors.seek(0)
     lines = [line.strip() for line in errors if line.strip()]
-    told = [line for line in lines if "Signal " in line]  # of one that was killed, of which others only lost sight
+    told = [line for line in lines if "Signal " in line]  # of the killed one, with which others only lost contact
     told += [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
     return (told or [f"exit status {status}"])[0]
 
@@ -226,7 +226,7 @@ def _reason(errors: Any, status: int) -> str:
 
 
 def write(runs: Sequence[Run], options: Options, facts: dict[str, Any], out: Path) -> list[Path]:
-    """JSON and Markdown of what there is."""
+    """Writes the results so far as JSON and Markdown."""
     paths = [out / f"{NAME}.{kind}" for kind in ("json", "md")]
     settings = {"epochs": options.epochs, "rows": options.rows}
     content = {"what": ABOUT, "machine": facts, "settings": settings, "runs": [asdict(run) for run in runs]}
@@ -272,7 +272,7 @@ def _rows(of: dict[int, list[Run]]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _verdict(of: dict[int, list[Run]]) -> Iterator[str]:
-    """How each number of processes stands against one, over the seeds that both have."""
+    """Compares each number of processes with one, over the seeds that both have."""
     alone = {run.seed: run for run in of.get(1, ())}
     for processes, runs in of.items():
         pairs = [(run, alone[run.seed]) for run in runs if run.seed in alone]
@@ -335,7 +335,7 @@ def numbers(name: str, text: str, least: int) -> list[int]:
 
 
 def checked(arguments: argparse.Namespace) -> tuple[list[Run], Options]:
-    """The runs that were asked for, the fewest processes first; refuses what could not run."""
+    """The requested runs, the fewest processes first; refuses those that could not run."""
     if arguments.epochs < 1:
         raise BlockSparseError.expected("epochs", "a positive int", arguments.epochs)
     if not 0 < arguments.patience < float("inf"):
@@ -364,7 +364,7 @@ def main() -> None:
         work(arguments.work["seed"], Options(**arguments.work["options"]))
         return
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on there is something to clear up
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on there is something to clean up
     console = Console()
 
     def say(text: str, style: str = "") -> None:

@@ -46,7 +46,7 @@ class Browser:
             arguments.insert(1, "--no-sandbox")  # which root cannot have
 
         def wire():
-            # By way of high numbers, lest one of the pipes be 3 or 4 already.
+            # Through high numbers, in case one of the pipes is 3 or 4 already.
             commands, answers = os.dup(here[0]), os.dup(there[1])
             os.dup2(commands, 100)
             os.dup2(answers, 101)
@@ -77,7 +77,7 @@ class Browser:
         self.resize(width, height)
 
     def call(self, method, **parameters):
-        """What the browser answers to a command of the protocol."""
+        """The browser's answer to a command of the protocol."""
         number = next(self._ids)
         message = {"id": number, "method": method, "params": parameters}
         if self._session:

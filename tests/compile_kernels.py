@@ -1,4 +1,4 @@
-"""Compiles the kernels for GPUs that are not here, every launch as it would be there; prints what came of it as JSON.
+"""Compiles the kernels for GPUs that are not here, every launch as it would be there; prints the results as JSON.
 
     python tests/compile_kernels.py sm90          a set that covers the rule, and all tuned tiles shipped for sm90
     python tests/compile_kernels.py sm90 --all    every dtype, block and bucket of tokens
@@ -66,7 +66,7 @@ class Case:
 
 
 def cases(gpu: Gpu, everything: bool) -> list[Case]:
-    """What to compile for this GPU."""
+    """The cases to compile for this GPU."""
     if everything:
         grid = itertools.product(tiles.PASSES, DTYPES, BLOCKS, TOKENS)
         found = [Case(*point, activation="gelu" if point[0] == "forward" else None) for point in grid]
@@ -113,7 +113,7 @@ def shipped(gpu: Gpu) -> Iterator[tuple[Work, Tile]]:
 
 @contextmanager
 def chosen(case: Case) -> Iterator[None]:
-    """Within it the case's tile is the one, and PyTorch's own switch allows TF32 where the case wants it."""
+    """Sets the case's tile, and PyTorch's TF32 switch as the case needs it."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32" if case.dtype == "tf32" else "ieee"
     try:
@@ -135,14 +135,14 @@ class Launch:
     options: dict[str, Any]
 
     def key(self) -> str:
-        """What Triton compiles once for."""
+        """The key under which Triton compiles once."""
         *_, bind = self.kernel.device_caches[0]
         _, specialization, options = bind(*self.arguments, **self.options, debug=False)
         return f"{self.kernel.__name__} {specialization} {options}"
 
 
 class Device:
-    """A GPU that is not here: what is launched on it is kept, to be compiled."""
+    """A GPU that is not here: launches on it are recorded, to be compiled."""
 
     def __init__(self, gpu: Gpu):
         from triton.backends.compiler import GPUTarget
@@ -159,7 +159,7 @@ class Device:
         products.gpu_of = lambda device: gpu
         JITFunction.run = lambda *args, **options: self.launch(*args, **options)
 
-    # What Triton asks of a driver before it compiles.
+    # Triton's questions to a driver before it compiles.
     def get_current_device(self) -> int:
         return 0
 
@@ -173,7 +173,7 @@ class Device:
         self.launches.append(Launch(kernel, args, options))
 
     def run(self, case: Case) -> list[Launch]:
-        """All that the products of this case launch."""
+        """All launches of this case's products."""
         # Features are multiples of 128, as nearly all are; rows of 64 blocks against 8 ask for a cut.
         rows, cols = (1, 256) if case.split else (8 * self.gpu.multiprocessors, 16)
         if case.pass_ == "dgrad":
@@ -209,7 +209,7 @@ class Device:
         return list(self.launches)
 
     def compiled(self, launch: Launch) -> dict[str, Any]:
-        """What the compiler made of it."""
+        """The compiler's output for a launch."""
         kernel = self.compile(launch.kernel, *launch.arguments, grid=(1,), warmup=True, **launch.options)
         facts = {"shared": kernel.metadata.shared}
         return facts | (_amd(kernel.asm) if self.target.backend == "hip" else _nvidia(kernel.asm))
@@ -255,7 +255,7 @@ def _distinct(pattern: str, text: str) -> dict[str, int]:
 
 
 def main(kind: str, everything: bool) -> dict[str, list[dict[str, Any]]]:
-    """What came of all kernels, by op."""
+    """The results of all kernels, by op."""
     gpu = GPUS[kind]
     device = Device(gpu)
     records: dict[str, list[tuple[dict[str, Any], str]]] = {"linear": [], "lstm_gates": []}

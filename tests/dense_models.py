@@ -42,7 +42,7 @@ def threshold(model, optimizer):
 
 
 def gates(model, optimizer):
-    """With some of them shut from the start: the contract is not about what so few steps learn."""
+    """L0 gates, some closed from the start: the contract is not about what a few steps learn."""
     method = bs.sparsity.L0Gates(
         model, optimizer, 0.01, samples=50, weight_decay=0.1, closed=0.9, lr=0.01, block_size=4
     )
@@ -75,7 +75,7 @@ def start(model: str, method: str):
 
 
 def train(model, optimizer, method, x, steps=STEPS, after=None):
-    """So many steps towards the class of the first numbers; the losses."""
+    """Trains some steps towards the class of the first numbers; returns the losses."""
     labels = (x.transpose(0, 1) if isinstance(model, Recurrent) else x).flatten(1)[:, :3].argmax(1)
     losses = []
     for _ in range(steps):

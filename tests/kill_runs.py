@@ -136,7 +136,7 @@ def same(run: Path, other: Path) -> bool:
 
 
 def killed(kind: str, number: int, wanted: int, run: Path, seconds: float, rng: random.Random) -> tuple[int, int]:
-    """Trains to the end, with so many kills on the way at most; how many hit, and how many of them a file in writing.
+    """Trains to the end with at most `wanted` kills; returns how many hit, and how many of them during a write.
 
     Raises:
         RuntimeError: it ended by itself with an error.
@@ -144,7 +144,7 @@ def killed(kind: str, number: int, wanted: int, run: Path, seconds: float, rng: 
     hits = writing = 0
     while hits < wanted:
         process = begun(kind, run)
-        # Some in the start, which each process has; most in a step, or in the writing after it.
+        # Some during the start of a process; most in a step, or in the writing after it.
         time.sleep(rng.uniform(0, seconds / 2))
         os.kill(process, number)
         status = ended(process)
@@ -163,7 +163,7 @@ def killed(kind: str, number: int, wanted: int, run: Path, seconds: float, rng: 
 def campaign(kinds: list[str], kills: int, seed: int, folder: Path):
     """(kind, signal) by (kills, of them in a writing, runs, kills of runs that ended with the same tensors)."""
     rng, found = random.Random(seed), {}
-    charlm(folder / "first").train()  # what it imports takes seconds, of which no run is to have any
+    charlm(folder / "first").train()  # imports take seconds, which no run should spend
     cells = [(kind, number) for kind in kinds for number in SIGNALS]
     share = {cell: kills // len(cells) + (nth < kills % len(cells)) for nth, cell in enumerate(cells)}
     for kind in kinds:

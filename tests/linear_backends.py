@@ -1,7 +1,7 @@
 """Every backend and CPU instruction set that this machine has, to run one contract on.
 
-The `triton` backend runs on the GPU, or without one in Triton's interpreter. It comes thrice: with the tiles it would
-choose, with small ones that cut rows, blocks and sums in parts, and with two rows per task.
+The `triton` backend runs on the GPU, or without one in Triton's interpreter. It runs three times: with the tiles it
+would choose, with small ones that cut rows, blocks and sums in parts, and with two rows per task.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def bound(backend: str, dtype: torch.dtype) -> float:
 
 @contextmanager
 def running(backend: str):
-    """Within it the products run on this backend, whose outputs and working memory are full of NaN beforehand.
+    """Runs products on this backend, whose outputs and working memory are full of NaN beforehand.
 
-    What tests make meanwhile is on its device.
+    Tensors that tests make meanwhile are on its device.
     """
     name, _, variant = backend.partition("-")
     with ExitStack() as stack:

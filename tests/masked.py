@@ -1,4 +1,4 @@
-"""The judge of what becomes block-sparse: the dense model, with zeros where its layouts have no block."""
+"""The reference for block-sparse models: the dense model, with zeros where its layouts have no block."""
 
 import copy
 
@@ -8,7 +8,7 @@ from blocksparse.surgery.prunable import prunable
 
 
 def elements(layout, matrix, name):
-    """Which numbers of a weight `[out, in, *kernel]` are in a stored block, bool; of an LSTM the gates are padded."""
+    """Whether each number of a weight `[out, in, *kernel]` is in a stored block; of an LSTM the gates are padded."""
     rows, columns = layout.block_shape
     keep = layout.mask().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     gates = 4 if "weight_ih" in name or "weight_hh" in name else 1
@@ -18,7 +18,7 @@ def elements(layout, matrix, name):
 
 @torch.no_grad()
 def masked(model, layouts):
-    """A copy of a dense model in which what the layouts leave out is zero."""
+    """A copy of a dense model with zeros where its layouts have no block."""
     model = copy.deepcopy(model)
     for name, layout in layouts.items():
         (weight,) = (w for w in prunable(model, layout.block_shape) if w.name == name)

@@ -34,7 +34,7 @@ def spec(**changes):
 
 
 class Clock:
-    """A clock whose calls say how long they took; what it was asked to time is in `log`."""
+    """A clock whose calls say how long they took; `log` has the calls that it timed."""
 
     def __init__(self):
         self.log = []

@@ -1,4 +1,4 @@
-"""The time of attention: what is timed is right, and the row says whether it falls."""
+"""The time of attention: the timed results are right, and the row says whether it falls."""
 
 import json
 

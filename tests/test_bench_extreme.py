@@ -1,4 +1,4 @@
-"""The extreme runs: what is told of one, what is refused, and the files."""
+"""The extreme runs: their records, refusals and files."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A run of 66,000 neurons in this process, and what it said."""
+    """A run of 66,000 neurons in this process, and its output."""
     said = []
     return extreme.train(Extreme(66_000, rows=16), tmp_path_factory.mktemp("run"), said.append), said
 

@@ -1,4 +1,4 @@
-"""What compilers make of the kernels, for GPUs that need not be here: matrix instructions, pipelines, no spills.
+"""Kernels as compiled for GPUs that need not be here: matrix instructions, pipelines, no spills.
 
 BLOCKSPARSE_COMPILE=all compiles every dtype, block and bucket of tokens instead of a set that covers the rule.
 """
@@ -138,7 +138,7 @@ def test_gates_compile_without_spills(kind):
     assert {record["kernel"] for record in gates(kind)} == kernels
 
 
-# What loads of so many bytes per thread are called, and wider ones.
+# The names of loads of this many bytes per thread, and of wider ones.
 LOADS = {16: ("v4.b32", "v2.b64", "dwordx4")}
 LOADS[8] = (*LOADS[16], "v2.b32", ".b64", "dwordx2")
 LOADS[4] = (*LOADS[8], "global.b32", "dword")

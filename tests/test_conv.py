@@ -64,7 +64,7 @@ def check(
     before = dense(dims, transposed, *wide[:2], layout, *wide[2:], **steps)
     expected = ACTIVATIONS[activation](before)
     y = sparse(dims, transposed, *inputs[:2], layout, *inputs[2:], activation=activation, **steps)
-    # A sum of few terms may cancel, an activation come to almost nothing: errors are small against what these are of.
+    # A sum of few terms may cancel, an activation come to almost nothing: errors are small against their terms.
     sizes = dense(dims, transposed, *(tensor.detach().abs() for tensor in wide[:2]), layout, **steps)
     most = bound(backend, dtype) * max(1, (sizes.norm() / 8 / before.norm()).item() if before.any() else 1)
     scale = max(1, (before.norm() / expected.norm()).item() if expected.any() else 1)
@@ -577,7 +577,7 @@ STEPS = [1, 1], [0, 0], [1, 1]
 
 @on_every_backend
 def test_sizes_beyond_the_reach_of_any_tap_are_zeros(backend):
-    # Who calls the op itself may ask for any output: what no tap reaches is zero, and nothing outside is read.
+    # Callers of the op itself may ask for any output: where no tap reaches it is zero, and nothing outside is read.
     layout = bs.patterns.dense((8, 8), block_size=8)
     x, values = torch.randn(1, 3, 3, 8), torch.randn(1, 8, 8, 3, 3)
     with running(backend):

@@ -1,4 +1,4 @@
-"""What only the CPU backend promises of convolutions: determinism, threads, no copies; and the plans."""
+"""Promises of the CPU backend alone on convolutions: determinism, threads, no copies; and the plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reaches the compiled core: each tensor is compared with what kernels touch, each index array with the others.
+"""Checks before the compiled core: tensors must cover what kernels touch, index arrays must fit each other.
 
 The CPU backends are called directly, past the checks of the public functions.
 """

@@ -22,7 +22,7 @@ class FakeGraph:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What a step saw, and how; torch.cuda is made to work without a GPU, but for capturing where it shall fail."""
+    """Records a step's calls; torch.cuda is made to work without a GPU, except for captures that should fail."""
     seen, state = [], {"captures": False, "fails": False}
 
     def work(x):

@@ -66,7 +66,7 @@ def test_an_unknown_corpus_lists_the_known(tmp_path, folder):
         corpora.load("enwik10", tmp_path if folder else None)
 
 
-# -- what a model sees ---------------------------------------------------------------------------------------------
+# -- encoding texts ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`blocksparse demo` at tiny sizes: the page, the numbers beside it, and its manners."""
+"""`blocksparse demo` at tiny sizes: the page, the numbers with it, and its exits."""
 
 import io
 import json

@@ -100,7 +100,7 @@ def test_bad_input():
 
 
 def write_planetoid(folder: Path, name: str = "cora", **changed: object) -> planetoid.Graph:
-    """Twelve papers: eight known ones, three to test on in another order, and one of which the files have nothing."""
+    """Twelve papers: eight known ones, three to test on in another order, and one missing from the files."""
     words, classes = torch.rand(12, 5).round(), torch.randint(2, (12,))
     words[10], classes[10] = 0, 0
     one_hot = torch.eye(2)[classes].numpy()
@@ -124,7 +124,7 @@ def test_planetoid(tmp_path):
 
 
 class Runs:
-    """What a pickle of an enemy would call."""
+    """A call that a malicious pickle would make."""
 
     def __reduce__(self):
         return print, ("run",)

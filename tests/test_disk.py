@@ -131,7 +131,7 @@ def test_curves_that_cannot_be_written(after, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(writers.RecordWriter, "write", write)
-        # It has a thread for them: what fails there is heard of with the next point, or not at all after the last.
+        # It writes them in a thread: a failure there is raised with the next point, or not at all after the last.
         with suppress(BlockSparseError):
             Trainer(Line(), tmp_path / "run", SETTINGS).train()
     Trainer(Line(), tmp_path / "run", SETTINGS).train()

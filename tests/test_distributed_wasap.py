@@ -335,7 +335,7 @@ os._exit(0)
 
 
 def said_by_ranks(tmp_path, ranks, given=None, variables=None, timeout=20.0, of=None):
-    """What each process `of` a group without torchrun said before it ended."""
+    """The output of each process `of` a group without torchrun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}

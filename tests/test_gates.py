@@ -1,4 +1,4 @@
-"""A gate for each block: what is computed, its gradients, what a zero costs, compacting for good, refusals."""
+"""A gate for each block: what is computed, its gradients, the cost of a zero, compacting for good, refusals."""
 
 import copy
 import sys

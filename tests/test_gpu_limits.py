@@ -1,4 +1,4 @@
-"""What GPU kernels count in int32 is refused beyond that, and addresses are int64: interpreted without a GPU."""
+"""GPU kernels refuse sizes beyond int32 where they count in it, and addresses are int64: interpreted without a GPU."""
 
 from __future__ import annotations
 

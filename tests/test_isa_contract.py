@@ -1,4 +1,4 @@
-"""What every instruction set of the CPU backend shares: special values, subnormal numbers, and the same bits each time.
+"""The instruction sets of the CPU backend share special values, subnormal numbers, and the same bits each time.
 
 Sums run in another order on each set, so that finite results agree within rounding. Which numbers are NaN, infinite or
 0 is the same on all, and as in the reference. Numbers here are small integers, whose sums are exact in any order, with
@@ -122,7 +122,7 @@ def test_special_values_go_where_the_reference_has_them(isa, dtype, product):
             cases = [[*map(flushed, tensors), layout] for *tensors, layout in cases]
         expected = [function(*case) for case in cases]
     for got, right in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
-        # A subnormal number may be lost beside an integer that another takes away.
+        # A subnormal number may be lost when added to an integer that another cancels.
         torch.testing.assert_close(got, right, rtol=0, atol=slack, equal_nan=True)
         assert not got.isnan().all()
     assert any(y.isnan().any() for y, *_ in found)
@@ -199,7 +199,7 @@ def test_other_dtypes_keep_subnormal_numbers(isa, dtype, product):
 
 
 def flushes(count):
-    """Which of so many subnormal numbers count as 0 for PyTorch, on as many threads as it takes for them."""
+    """Which subnormal numbers count as 0 for PyTorch, on as many threads as it takes for them."""
     return torch.full((count,), 1e-40) * 1 == 0
 
 
@@ -249,7 +249,7 @@ def test_float16_is_read_in_full_where_the_user_flushes(isa):
 def test_gates_of_special_values(isa, dtype):
     numbers = torch.tensor([*specials(dtype), 0.0, 1.0, -90.0, 90.0], dtype=dtype)
     sums = STATES[dtype]
-    # Each special value in each gate, beside ones and beside states that are special too.
+    # Each special value in each gate, with ones and with states that are special too.
     z = torch.ones(2 * 4 * len(numbers), 4, dtype=dtype)
     for gate in range(4):
         z.view(2, 4, -1, 4)[:, gate, :, gate] = numbers

@@ -1,4 +1,4 @@
-"""Runs that are killed end as others do: a few kills; `kill_runs.py` does as many as one likes."""
+"""Runs that are killed end as others do: a few kills; `kill_runs.py` does any number."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""BlockLayout: what it says of itself, as a value, and what it refuses."""
+"""BlockLayout: its properties, its behaviour as a value, its refusals."""
 
 import copy
 import gc

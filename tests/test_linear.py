@@ -60,7 +60,7 @@ def check_products(backend, layout, tokens, dtype, activation=None, with_bias=Tr
         assert_close(found[0], grad.double() @ weight, most, "dgrad by autograd")
         assert_close(found[1], grad_values, most, "wgrad by autograd")
         if with_bias:
-            # Of a single output the sum may be next to nothing beside its terms, whose rounding it has.
+            # The sum of a single output may be tiny against its terms, whose rounding error it has.
             assert_close(found[2], grad.double().sum(0), most, "bias by autograd", terms=grad)
 
 
@@ -305,7 +305,7 @@ def test_autocast(dtype):
 
 
 def test_graphs_made_from_index_tensors_alone_know_their_layout():
-    # What a graph loaded from a file has: index tensors that no layout of this process made.
+    # As in a graph loaded from a file: index tensors that no layout of this process made.
     layout = bs.patterns.random((64, 96), block_size=16, density=0.4, seed=0)
     x, values = torch.randn(3, 96), torch.randn(layout.values_shape)
     indices = [layout.crow_indices().clone(), layout.col_indices().clone()]

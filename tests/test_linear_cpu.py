@@ -1,4 +1,4 @@
-"""What only the CPU backend promises: determinism, threads, instruction sets, addresses beyond 2^31; and its plans."""
+"""Promises of the CPU backend alone: determinism, threads, instruction sets, addresses beyond 2^31; and its plans."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_all_gradients_at_once(backend, dtype, layout, tokens, strides, needs, w
             layout = bs.BlockLayout(layout.mask(), block_size=1)
             layout.__dict__.update(own)
             layout.derived("linear columns", lambda: plan)
-        # What is read before it is written shows.
+        # NaN shows reads of memory that was not written.
         cpu._small.memory = torch.full((1 << 20,), math.nan).view(torch.uint8)
         torch.set_num_threads(threads)
         try:

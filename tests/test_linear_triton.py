@@ -1,4 +1,4 @@
-"""What only the Triton backend promises: schedules, launches, tracing, refusals. Interpreted where there is no GPU."""
+"""Promises of the Triton backend alone: schedules, launches, tracing, refusals. Interpreted where there is no GPU."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ in_every_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(
 
 @contextmanager
 def running(backend):
-    """Within it the gates run on this backend. What tests make meanwhile is on its device."""
+    """Runs the gates on this backend. Tensors that tests make meanwhile are on its device."""
     name, _, isa = backend.partition("-")
     with bs.use_backend(name):
         if name == "cpu":
@@ -80,7 +80,7 @@ def step(pre, c):
 
 
 def before_gates(gates):
-    """What `step` makes these of."""
+    """The inputs from which `step` computes these."""
     i, f, g, o = gates.chunk(4, -1)
     return torch.cat([i.logit(), f.logit(), g.atanh(), o.logit()], -1)
 
@@ -253,7 +253,7 @@ def test_launches_are_kept_for_rows_that_begin_alike():
 @pytest.mark.parametrize("backend", CPU[-1:] + TRITON)
 def test_rows_more_than_two_to_the_31_numbers_apart(backend):
     with running(backend):
-        # What lies between the two rows is never touched, and so never there.
+        # The memory between the two rows is never touched, and so never allocated.
         memory = torch.empty(2**31 + 2**10, dtype=torch.bfloat16)
         z = memory.as_strided((2, 16), (2**31 + 64, 1)).copy_(torch.randn(2, 16))
         h, c = torch.empty(2, 4, dtype=torch.bfloat16), torch.zeros(2, 4)

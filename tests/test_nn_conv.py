@@ -253,7 +253,7 @@ def test_edge_bias_has_a_row_for_each_pattern(size, settings, patterns):
     with torch.no_grad():
         layer.gain.uniform_()
         layer.bias.uniform_()
-    # What a convolution of ones with a random kernel makes of a position tells which taps it meets.
+    # A convolution of ones with a random kernel tells at each position which taps it meets.
     out = layer(torch.ones(1, 4, *met.shape))[0, 0]
     inside = met >= kernel.sum() * (1 - 1e-6)
     assert (out[inside] == 1).all()

@@ -199,7 +199,7 @@ def test_load_by_assignment_into_a_meta_module():
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_values_without_indices_are_refused(strict):
-    # As many blocks, of which nobody knows where they belong.
+    # As many blocks, but without their positions.
     layer = linear()
     before = layer.values.detach().clone()
     with pytest.raises(RuntimeError, match=r"expected crow_indices and col_indices, .* got only values"):
@@ -216,7 +216,7 @@ def test_a_state_dict_of_other_modules_or_of_the_bias_alone_changes_no_layout():
 
 
 def other_layout(state, values):
-    """As many blocks in other places: nothing of the layout may be taken over where the values do not fit."""
+    """As many blocks in other places: nothing of the layout may be loaded where the values do not fit."""
     return state | {"col_indices": torch.tensor([0, 2, 0, 1, 0, 1], dtype=torch.int32), "values": values}
 
 

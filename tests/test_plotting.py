@@ -1,4 +1,4 @@
-"""What pictures share."""
+"""The parts that pictures share."""
 
 from itertools import combinations
 

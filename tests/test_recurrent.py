@@ -91,7 +91,7 @@ def outputs_and_gradients(run, tensors):
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in outputs]
     torch.autograd.backward(outputs, grads)
-    # What has no part in the outputs may have no gradient.
+    # Tensors without effect on the outputs may have no gradient.
     found = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves if wants(leaf)]
     return [*(y.detach() for y in outputs), *found]
 
@@ -170,7 +170,7 @@ def test_inputs_from_a_table(cell, steps):
 def test_first_and_second_derivatives_are_those_of_finite_differences(cell):
     recurrence, tensors = case(cell, Steps((2, 1)), True, hidden=8)
     leaves = [t.requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors]
-    # A random combination, lest the numbers of a whole Jacobian be wanted.
+    # A random combination, so that no whole Jacobian is computed.
     generator = torch.Generator().manual_seed(2)
 
     def run(*leaves):

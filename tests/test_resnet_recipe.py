@@ -1,4 +1,4 @@
-"""ResNets on images: what a step sees, what goes on to the same bits, and what shifts do."""
+"""ResNets on images: augmentation, resuming with the same bits, and the effect of shifts."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_half_precision_comes_out_as_float32():
 
 
 def separable(n=200, width=20, unit=3, noise=0.0, seed=0):
-    """Three parts of which one unit tells the classes apart."""
+    """Three parts in which one unit separates the classes."""
     rng = np.random.default_rng(seed)
     parts, labels = [], []
     for _ in range(3):

@@ -24,7 +24,7 @@ def backend():
 
 @pytest.fixture
 def speeds(monkeypatch):
-    """What is measured, as a function of the block-sparse layer; the calls are counted."""
+    """Replaces measured speed-ups by a function of the block-sparse layer; counts the calls."""
     calls = []
 
     def set_to(ratio):

@@ -1,4 +1,4 @@
-"""What follows a connection when a pattern changes in place: its value and the optimizer's state."""
+"""Changing a pattern in place: values and the optimizer's state follow their connections."""
 
 import numpy as np
 import pytest

@@ -24,7 +24,7 @@ ACTIVATIONS = [None, "relu", "gelu", "silu"]
 
 
 def dense_gradient(layer, passes):
-    """Of the whole (padded) weight, by autograd."""
+    """The gradient of the whole (padded) weight, by autograd."""
     layout = layer.layout
     weight = bs.to_dense(layer.values.detach(), layout).requires_grad_()
     act = {None: lambda y: y, "relu": torch.relu, "gelu": nn.functional.gelu, "silu": nn.functional.silu}
@@ -81,7 +81,7 @@ def test_the_choice_is_that_of_the_dense_gradient(sizes, block, activation, norm
     expected.view(-1)[grown] = True
     assert torch.equal(layer.layout.mask(), expected)
     assert layer.layout.nnz == layout.nnz
-    # New ones are 0, in what Adam keeps too; what was there, and is, has not changed.
+    # New ones are 0, in Adam's state too; those that stay have not changed.
     was = bs.to_dense(before, layout)
     stayed = (mask & expected).repeat_interleave(block_shape[0], 0).repeat_interleave(block_shape[1], 1)
     assert torch.equal(bs.to_dense(layer.values.detach(), layer.layout), was * stayed)
@@ -208,7 +208,7 @@ def test_under_autocast(activation):
 
 
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """The most numbers that any tensor made meanwhile has."""
+    """Records the size of the largest tensor made meanwhile."""
 
     most = 0
 
@@ -230,7 +230,7 @@ def test_the_dense_gradient_is_never_more_than_a_tile():
         keys = largest(gradient_norms([seen_once], layout, tile=tile), torch.empty(0).long().numpy(), 256, 655)
     assert seen.most == tile
     assert features * features == 64 * tile
-    # What numpy held at once: less than the norms of all blocks, 256 x 256, with their places would take.
+    # Numpy's peak memory: less than the norms of all blocks, 256 x 256, with their places would take.
     assert tracemalloc.get_traced_memory()[1] < 256 * 256 * 16
     tracemalloc.stop()
     expected = block_norms(grad.T @ x, (8, 8), "l2").flatten().argsort(descending=True)[:655].sort().values

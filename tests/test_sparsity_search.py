@@ -1,4 +1,4 @@
-"""What all methods hold that find a block-sparse pattern while dense weights are trained."""
+"""One contract for all methods that find a block-sparse pattern while dense weights are trained."""
 
 import copy
 import gc

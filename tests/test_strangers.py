@@ -82,7 +82,7 @@ def test_a_language_model_comes_back_as_it_was(cell, pattern, tmp_path):
 def test_a_configuration_that_its_tensors_do_not_have(made, load, names, value, tmp_path):
     started = time.monotonic()
     for name in names:
-        # What does not change the parameters, or is as good as what was there, loads as it should.
+        # Changes that do not affect the parameters, or are equivalent, load as they should.
         harmless = (name == "dropout" and value == 0) or name == "density" or (name == "sparse" and value is True)
         if harmless:
             continue

@@ -32,7 +32,7 @@ CONV_CASES += [(backend, "a block", 3) for backend in CONV_SLOW]
 
 
 def leaf(operand):
-    """The operand as a leaf of autograd's, which what was made in inference mode can be as a copy only."""
+    """The operand as a leaf of autograd, copied if it was made in inference mode."""
     operand = operand.clone() if operand.is_inference() else operand.detach()
     return operand.requires_grad_(operand.is_floating_point())
 

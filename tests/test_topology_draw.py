@@ -90,7 +90,7 @@ def test_a_spreading_has_a_frame_per_step(tmp_path):
     last = drawings.spreading(layout, tmp_path / "s.gif", "small world")
     assert last == bs.topology.steps_from(layout, 6 * 12 + 6).max()
     with image.open(tmp_path / "s.gif") as frames:
-        # The last ones are alike, and a writer may join those.
+        # The last ones are equal, and a writer may join those.
         assert last + 1 <= frames.n_frames <= last + 4
         assert frames.info["loop"] == 0
 
@@ -147,7 +147,7 @@ def test_an_evolution_records_each_epoch():
     assert found.trajectory.labels == [0, 1, 0, 1]
     assert found.runs == ("run 1", "run 1", "run 2", "run 2")
     distances = found.trajectory.distances()
-    assert distances[0, 2] == 0  # they begin alike
+    assert distances[0, 2] == 0  # they begin with the same connections
     assert 0 < distances[0, 1] < distances[1, 3]
     assert all(0 <= error <= 100 for error in found.errors)
 

@@ -78,7 +78,7 @@ def test_steps_to_mix_agree_with_powers(level, layout):
     if n < 2:
         return
     for identity, others in ((True, ~np.eye(n, dtype=bool)), (False, np.ones((n, n), dtype=bool))):
-        # By Wielandt, what has not mixed after (n - 1)^2 + 1 steps never does.
+        # By Wielandt, a graph that has not mixed after (n - 1)^2 + 1 steps never does.
         power, steps, wanted = np.eye(n, dtype=int), 0, None
         while wanted is None and steps <= (n - 1) ** 2 + 1:
             power = np.minimum(mask @ power + (power if identity else 0), 1)

@@ -136,7 +136,7 @@ def rewired(layout, part, rng):
 )
 def test_published_distances_of_rewired_nets(part, expected):
     # Three layers of 784 x 784, of about 6.5 connections per neuron: with twice or half as many, those of the
-    # whole net drawn anew are 0.90 or 0.78.
+    # whole net drawn again are 0.90 or 0.78.
     net = [bs.patterns.erdos_renyi((784, 784), 1, epsilon=3.25, seed=seed) for seed in range(3)]
     rng = np.random.default_rng(0)
     assert nnstd(net, [rewired(layout, part, rng) for layout in net]) == pytest.approx(expected, abs=0.03)

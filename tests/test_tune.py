@@ -1,4 +1,4 @@
-"""Tuning without a GPU: what is tried, that the best is found on a clock of our own, and what becomes of it."""
+"""Tuning without a GPU: the tiles tried, that the best is found on a fake clock, and its use afterwards."""
 
 from __future__ import annotations
 

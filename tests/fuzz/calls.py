@@ -1,4 +1,4 @@
-"""One case: its calls on each instruction set, counted, and what their results are held against."""
+"""One case: its calls on each instruction set, counted, and the references for their results."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def sum_bound(terms: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """What a sum of so many products may be off: count + 2 roundings of `terms`, the sum of their sizes.
+    """The error bound of a sum of `count` products: count + 2 roundings of `terms`, the sum of their sizes.
 
     Twice that, as the float64 it is held against rounds too. Source: Higham, Accuracy and Stability of Numerical
     Algorithms (2002), section 3.1.

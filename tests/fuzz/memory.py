@@ -50,7 +50,7 @@ def _full(*shape: int, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def tight():
-    """Within it, what the CPU backends allocate is new for each call, of just the size asked for, and full of NaN."""
+    """Makes the CPU backends allocate new memory per call, of just the requested size, full of NaN."""
     empty, least, working = torch.empty, workspace.MIN_BYTES, linear_cpu._working
 
     # Bytes of 0xFF are NaN in every dtype.

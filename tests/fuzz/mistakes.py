@@ -70,7 +70,7 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
 
 
 def _wrong(tensor: Tensor, how: str, axis: int, free: tuple[int, ...]):
-    """What no function can take for this tensor, or None; the axes that are free may be of any length alone."""
+    """An invalid replacement for this tensor, or None; only the free axes may have any length."""
     axes = [axis for axis in range(tensor.dim()) if axis not in free]
     along = axes[axis % len(axes)]
     size = tensor.shape[along]

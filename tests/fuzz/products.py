@@ -66,7 +66,7 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
     product = Product(layout, values.double())
     threads = case["threads"]
 
-    # What no block meets takes no part.
+    # Features without a block take no part.
     clean = []
     for tensor, columns in ((x, True), (grad, False)):
         clean.append(tensor.double().clone())

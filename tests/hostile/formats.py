@@ -60,7 +60,7 @@ def corrupt(packed: bytes) -> bytes:
 
 
 def bomb(start: bytes = b"", size: int = 4 * MIB, of: bytes = b"0") -> bytes:
-    """Gzip of a start and so many bytes more."""
+    """Gzip of a start followed by `size` more bytes."""
     packer = zlib.compressobj(9, wbits=31)
     parts = [packer.compress(start)]
     parts += [packer.compress(of * (MIB // len(of))) for _ in range(size // MIB)]
@@ -380,7 +380,7 @@ def _unpack(name: str) -> Callable[[Path], object]:
         except OSError:
             return  # as its docstring says; `download.fetch` tells of it
         finally:
-            # Nothing may be beside what was there before.
+            # Nothing may be added to what was there before.
             beside = {path.name for path in folder.iterdir()} - {name, "unpacked"}
             if beside or any(path.is_symlink() for path in target.rglob("*")):
                 raise RuntimeError(f"unpacked to {beside or 'a link'}")

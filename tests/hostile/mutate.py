@@ -108,7 +108,7 @@ def _memory() -> int:
 
 
 def main(cases_: int = 3000, seed: int = 0, minutes: float | None = None, folder: Path | None = None) -> str:
-    """Reads the hostile files and so many changed ones, or as many as the minutes allow; in a process of its own.
+    """Reads the hostile files and some changed ones, until a number or a time is reached; runs in its own process.
 
     Raises:
         RuntimeError: a file took too much memory, or raised anything but a BlockSparseError.
