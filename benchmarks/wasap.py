@@ -82,7 +82,7 @@ class Run:
 
     @property
     def accuracy(self) -> float:
-        """Of the newest network on the test rows, in %."""
+        """The newest network's accuracy on the test rows, in %."""
         return 100 * self.epochs[-1]["accuracy"]
 
     def rows_per_second(self, phase: str) -> float | None:
@@ -309,7 +309,7 @@ def _processes(count: int) -> str:
 
 
 def _share(cores_: int, processes: int) -> str:
-    """Of the cores, a process's, which has one thread.
+    """A process's share of the cores; it has one thread.
 
     >>> _share(2, 1), _share(2, 2), _share(2, 4)
     ('1', '1', '0.5')
@@ -370,7 +370,7 @@ def main() -> None:
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    torch.set_num_threads(1)  # as in each process: the machine's facts shall say so
+    torch.set_num_threads(1)  # as in each process: the machine's facts must record it
     try:
         runs, options = checked(arguments)
         done: list[Run] = []

@@ -71,7 +71,7 @@ def test_an_epoch_has_each_row_once_in_another_order():
     epochs = [np.concatenate([made.rows_of(step) for step in range(4 * e, 4 * e + 4)]) for e in range(3)]
     assert all(len(set(rows)) == 64 for rows in epochs)
     assert not np.array_equal(epochs[0], epochs[1])
-    # What a step reads depends on nothing before it.
+    # The rows of a step depend on nothing before it.
     assert np.array_equal(task().rows_of(9), made.rows_of(9))
     assert np.array_equal(made.rows_of(0), epochs[0][:16])
 

@@ -23,7 +23,7 @@ from compile_kernels import GPUS
 
 pytestmark = pytest.mark.skipif(not triton_runtime._installed(), reason="Triton is not installed")
 
-# Of the kinds of GPU, those that read the operands of products from shared memory, and with which instruction.
+# The kinds of GPU that read the operands of products from shared memory, and by which instruction.
 FROM_SHARED_MEMORY = {"sm90": r"wgmma\.mma_async.*m64n(16|32|64|128)k", "sm100": r"tcgen05\.mma"}
 SIZES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
 # Two registers may go to memory where that lets another program onto a multiprocessor, and some more once per program,

@@ -104,7 +104,7 @@ ENTRIES = {
     ),
     "momentum": a_momentum(),
 }
-# What takes strided operands, by a copy where kernels do not.
+# Functions that take strided operands, by a copy where kernels do not.
 COPIED = {"linear", "csr", "conv"}
 
 

@@ -148,7 +148,7 @@ def test_classifiers_from_nothing_to_the_report(table, tmp_path):
     arguments = ["experiment", "tiny", "--runs", str(runs), "--out", str(out)]
     first = CliRunner().invoke(app, [*arguments, "--only", "set", "--seed", "1"])
     assert first.exit_code == 0, first.output
-    # Of one contender there is nothing to compare.
+    # With one contender there is nothing to compare.
     assert "points" not in (out / "tiny.md").read_text()
     assert "± " not in (out / "tiny.md").read_text()
     second = CliRunner().invoke(app, arguments)

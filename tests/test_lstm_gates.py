@@ -197,7 +197,7 @@ def test_backward_in_place(backend):
     assert torch.equal(grad_c, results[1])
 
 
-# -- what is promised beside the numbers ---------------------------------------------------------------------------
+# -- what is promised besides numbers -------------------------------------------------------------------------------
 
 
 @on_every_cpu

@@ -56,7 +56,7 @@ def test_an_output_depends_on_no_pixel_from_its_own_on(variant):
         (grad,) = torch.autograd.grad((y[0, :, at // 8, at % 8] * torch.randn(y.shape[1])).sum(), x, retain_graph=True)
         assert (grad[0][:, order >= at] == 0).all()
         seen[at] = grad[0].abs().amax(0).flatten()
-    # Of what is before a pixel, the nearest ones are seen by each, and the very first by the last one.
+    # Each pixel sees the nearest ones before it, and the last one sees the very first.
     for at in range(1, 64):
         if at % 8:
             assert seen[at, at - 1] > 0

@@ -61,7 +61,7 @@ def trainer(kind, case, run, search=2 / 3, **settings):
 
 
 def outputs(task):
-    """Of the model as the trainer has it: dense, gated or sparse."""
+    """Outputs of the trainer's model: dense, gated or sparse."""
     with torch.no_grad():
         task.model.eval()
         if isinstance(task.task, charlm.CharLMTask):
@@ -249,7 +249,7 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
     )
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
     runs, out = tmp_path / "runs", tmp_path / "out"
-    # Without the dense one nothing can be compared with it.
+    # Without the dense one there is nothing to compare with.
     invoke("experiment", "tiny", "--runs", runs, "--out", out, "--only", "gradual", "--seed", 0)
     assert list(table_of((out / "tiny.md").read_text())) == ["gradual"]
     assert "times as fast" not in (out / "tiny.md").read_text()
@@ -348,7 +348,7 @@ def test_language_models_from_nothing_to_the_report(quick, monkeypatch, tmp_path
     assert bits["gradual"] == pytest.approx(found["gradual"][0]["held_out"], rel=1e-4)
     dense = charlm.load(tmp_path / "runs" / "tiny" / "dense-0" / pruning.MODEL)
     assert found["threshold"][0]["task"]["pruning"]["q"] == pytest.approx(bs.sparsity.percentiles(dense))
-    # What is kept is a language model like any other.
+    # The saved model is a language model like any other.
     model = charlm.load(tmp_path / "runs" / "tiny" / "gradual-0" / pruning.MODEL)
     assert b"".join(charlm.sample(model, b"The ", 5))
 

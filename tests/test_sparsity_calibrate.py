@@ -31,7 +31,7 @@ def correlated(tokens, features, rank):
 
 
 def block_sums(matrix, block):
-    """Of `[out, in, ...]`, one block after the other."""
+    """Block sums of `[out, in, ...]`, one block after the other."""
     rows, columns = -(-matrix.shape[0] // block[0]), -(-matrix.shape[1] // block[1])
     sums = torch.zeros(rows, columns, dtype=torch.float64)
     for i, j in itertools.product(range(rows), range(columns)):

@@ -16,7 +16,7 @@ from blocksparse.ops.linear import op
 
 
 class Driver:
-    """As much of a GPU as tracing asks for."""
+    """As much of a GPU as tracing needs."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)

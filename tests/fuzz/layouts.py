@@ -84,7 +84,7 @@ SPREADS = ("normal", "normal", "wide", "whole", "zeros")
 
 
 def touched(layout: BlockLayout, columns: bool) -> Tensor:
-    """Which features of the rows, or of the columns, some block meets."""
+    """Whether each feature of the rows, or of the columns, has a block."""
     side = 1 if columns else 0
     blocks = np.zeros(layout.grid[side], dtype=bool)
     blocks[layout.col_of_block if columns else layout.row_of_block] = True

@@ -1,4 +1,4 @@
-"""What was fuzzed: lines of JSON, which any number of processes append to, and their sum as a page."""
+"""The fuzz's log: lines of JSON, which any number of processes append to, and their sum as a page."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def corpus(file: Path = CORPUS) -> list[dict]:
 
 
 def attempt(case: dict, calls: Calls) -> str | None:
-    """What goes wrong in this case, or None."""
+    """The fault of this case, or None."""
     try:
         with memory.tight():
             cases.run(case, calls)

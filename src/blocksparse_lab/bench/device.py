@@ -40,7 +40,7 @@ class Device(Protocol):
 
 
 class Host:
-    """The CPU. It has one copy unless told otherwise: inputs and outputs flush its caches, and peers' as much."""
+    """The CPU. It has one copy by default: inputs and outputs flush its caches, and peers' as much."""
 
     def __init__(self, copies: int = 1):
         self.torch = torch.device("cpu")

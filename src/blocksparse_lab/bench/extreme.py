@@ -290,7 +290,7 @@ class Line:
 
     @classmethod
     def of(cls, x: Sequence[float], y: Sequence[float]) -> Line:
-        """Of relative residuals: else the largest run alone would say where it lies.
+        """Fits a line by relative residuals: else the largest run alone would determine it.
 
         >>> line = Line.of([1.0, 2.0, 4.0], [3.0, 5.0, 9.0])
         >>> round(line.slope, 6), round(line.intercept, 6), line.off < 1e-9

@@ -383,7 +383,7 @@ def host_times(device: Device, spec: LinearSpec, budget: float) -> dict[str, Spr
 
 
 def training_memory(spec: LinearSpec, device: Device) -> dict[str, int]:
-    """What one forward and backward adds to the GPU's allocated memory at its peak, its plans included."""
+    """The peak of GPU memory that one forward and backward allocates, its plans included."""
     kind: dict[str, Any] = {"dtype": spec.torch_dtype, "device": device.torch}
 
     def step(layout: BlockLayout, x: Tensor, values: Tensor, grad: Tensor) -> None:

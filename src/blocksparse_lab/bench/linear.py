@@ -229,7 +229,7 @@ class LinearBench:
 
 
 class _Inputs:
-    """Random activations, gradients and, once they are asked for, dense weights."""
+    """Random activations, gradients and, on demand, dense weights."""
 
     def __init__(self, spec: LinearSpec, seed: int, device: torch.device):
         self.generator = torch.Generator(device).manual_seed(seed)

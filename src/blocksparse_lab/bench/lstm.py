@@ -193,7 +193,7 @@ class LstmProblem:
         return torch.randint(256, (self.spec.seq + 1, self.spec.batch), generator=generator).to(self.device)
 
     def config(self, name: str) -> CharLMConfig:
-        """Of our model or a peer's."""
+        """The configuration of our model or a peer's."""
         config = self.spec.config
         if name == OURS:
             return config
@@ -373,7 +373,7 @@ def write_chart(path: Path, results: Sequence[LstmResult], title: str) -> None:
         axes.plot(x, [s.median for s in spreads], color=color, marker=marker, ms=5, lw=1.8, label=f"over {peer}")
         axes.fill_between(x, [s.low for s in spreads], [s.high for s in spreads], color=color, alpha=0.18, lw=0)
         for result, spread in zip(points, spreads, strict=True):
-            # Of the peers of one width, which are close to each other, the slower has its number above.
+            # Peers of one width are close to each other: the slower has its number above.
             alike = [p for p in result.peers if p.endswith("-wide") == peer.endswith("-wide")]
             above = spread.median == max(result.speedup(p).median for p in alike)
             place: dict[str, Any] = {"xytext": (0, 6 if above else -13), "textcoords": "offset points", "ha": "center"}

@@ -33,7 +33,7 @@ EQUAL_TIME = 1.15
 # Layers of this density are this many times as fast as torch.nn.LSTM of the same width.
 WIDE_DENSITY, WIDE_SPEEDUP = 0.03, 20.0
 WIDTHS = (2048, 4096)
-# Dense layers of this width are no slower than torch.nn.LSTM, as far as can be told: inference is the same kernel.
+# Dense layers of this width are not measurably slower than torch.nn.LSTM: inference is the same kernel.
 DENSE_WIDTH, DENSE_TIME = 512, 1.01
 # A net of this width is trained within this much memory.
 WIDEST = replace(EQUAL, config=replace(EQUAL.config, width=18432), batch=8, seq=16)
@@ -42,7 +42,7 @@ MEMORY = 8 * 2**30
 
 @dataclass(frozen=True)
 class LstmTarget:
-    """A spec and the speed-up over a peer that we want at least."""
+    """A spec and its target, the least speed-up over a peer."""
 
     spec: LstmSpec
     peer: str

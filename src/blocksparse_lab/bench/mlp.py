@@ -235,7 +235,7 @@ class MlpProblem:
         return self.step(model, SGD(model.parameters(), s.lr, s.momentum, s.weight_decay))
 
     def dense_step(self, kind: str) -> Call:
-        """With PyTorch's "fused" or "foreach" SGD."""
+        """A training step with PyTorch's "fused" or "foreach" SGD."""
         model, s = self.dense(), self.spec
         chosen = {"fused": kind == "fused", "foreach": kind == "foreach"}
         sgd = torch.optim.SGD(model.parameters(), s.lr, s.momentum, weight_decay=s.weight_decay, **chosen)
@@ -289,7 +289,7 @@ def _differences(peer: str, found: Results, expected: Results) -> Iterator[float
 
 
 class ScipyNet:
-    """The net in numpy and scipy.sparse; float32, int32 indices, activations `[features, batch]` as CSR products want.
+    """The net in numpy and scipy.sparse; float32, int32 indices, activations `[features, batch]` as CSR products need.
 
     What can be done in several ways is timed in all of them, and the fastest is taken: `tuned`.
 
@@ -318,7 +318,7 @@ class ScipyNet:
 
     @property
     def ways(self) -> list[dict[str, str]]:
-        """What was chosen, by layer."""
+        """The chosen ways, by layer."""
         return [layer.ways for layer in self.layers]
 
     def results(self) -> Results:

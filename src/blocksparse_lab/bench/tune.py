@@ -29,7 +29,7 @@ from ..machine import machine
 from .device import Device
 from .linear import OURS, LinearBench, Problem
 
-# What is tuned unless told otherwise: a layer in training and in generation. "tf32" is float32 with that switch on.
+# Tuned by default: a layer in training and in generation. "tf32" is float32 with that switch on.
 DTYPES = ("bfloat16", "float32")
 BLOCKS = (16, 32, 64, 128)
 TOKENS = (32, 8192)
@@ -188,7 +188,7 @@ class Tuner:
 
     Args:
         device: "cuda", or a `bench.device.Device`.
-        folder: where the file of this GPU model is or comes to be; None: where it is looked for.
+        folder: for the file of this GPU model; None: the one where it is looked for.
         seed: of patterns and numbers.
 
     Raises:

@@ -45,7 +45,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Distances:
-    """Of nets from each other.
+    """Pairwise distances of nets.
 
     Args:
         names: of the nets.

@@ -35,7 +35,7 @@ def sentiment(
 ) -> None:
     """A sparse linear probe on a language model's last state after each text: accuracy, features used, best unit.
 
-    L1 logistic regression, C chosen on the validation part, tested once. The features are kept beside the checkpoint:
+    L1 logistic regression, C chosen on the validation part, tested once. The features are kept with the checkpoint:
     a second call reads them.
     """
     import torch

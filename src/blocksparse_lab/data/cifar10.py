@@ -30,7 +30,7 @@ def load(data_dir: str | Path | None = None, progress: Progress | None = None) -
 
     Args:
         data_dir: a folder with `cifar-10-batches-py/`, or that folder itself; without one it is downloaded, once.
-        progress: told of a download after each chunk: bytes there, and of how many.
+        progress: called after each chunk of a download with the bytes so far and the total.
 
     Raises:
         BlockSparseError: a file that is missing or broken, a failed download.

@@ -58,7 +58,7 @@ def load(name: str, data_dir: str | Path | None = None, progress: Progress | Non
             gives it to a model), "python" (Python's help topics, always there), "wikipedia" and "enwik8_prefix" (only
             of `data_dir`), or any file in `data_dir`.
         data_dir: a folder with the files as published; without one they are downloaded, once.
-        progress: told of a download after each chunk: bytes there, and of how many.
+        progress: called after each chunk of a download with the bytes so far and the total.
 
     Raises:
         BlockSparseError: an unknown name, a file that is missing or not what the name says, a failed download.

@@ -35,7 +35,7 @@ def fetch(url: str, known_hash: str, name: str, progress: Progress | None = None
         url: where it is, by http or https.
         known_hash: what pooch takes, "sha256:..." or "md5:...".
         name: of the file or folder in the cache, which may be a path.
-        progress: told after each chunk how many bytes are there, and of how many.
+        progress: called after each chunk with the bytes so far and the total.
 
     Raises:
         BlockSparseError: no connection, another checksum, a broken archive or one that `files.unpack` refuses, no room

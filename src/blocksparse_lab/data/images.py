@@ -88,7 +88,7 @@ def load(name: str, data_dir: str | Path | None = None, progress: Progress | Non
     Args:
         name: "cifar10", 60,000 coloured ones of 32 x 32, or "fashion_mnist", 70,000 grey ones of 28 x 28.
         data_dir: a folder with the set's folder or files; without one they are downloaded, once.
-        progress: told of a download after each chunk: bytes there, and of how many.
+        progress: called after each chunk of a download with the bytes so far and the total.
 
     Raises:
         BlockSparseError: an unknown name, files that are missing or broken, a failed download.

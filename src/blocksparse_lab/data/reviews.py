@@ -104,7 +104,7 @@ def load(
         data: "sst", "imdb", or the path of a file for `read_csv`, which is split 80 / 10 / 10.
         data_dir: a folder that has `sst/*_binary_sent.csv` or `aclImdb/`; without one they are downloaded, once.
         seed: of what is drawn, with its share of both classes: IMDB's validation part, all parts of a csv file.
-        progress: told of a download after each chunk: bytes there, and of how many.
+        progress: called after each chunk of a download with the bytes so far and the total.
 
     Raises:
         BlockSparseError: an unknown name, files that are missing or broken, a failed download.
@@ -131,7 +131,7 @@ def sst(data_dir: str | Path | None = None, progress: Progress | None = None) ->
 
     Args:
         data_dir: a folder with `{train,dev,test}_binary_sent.csv`, or with an `sst` that has them.
-        progress: told of a download after each chunk: bytes there, and of how many.
+        progress: called after each chunk of a download with the bytes so far and the total.
     """
     parts = []
     for part, known_hash in SST_HASHES.items():
@@ -150,7 +150,7 @@ def imdb(data_dir: str | Path | None = None, seed: int = 0, progress: Progress |
     Args:
         data_dir: a folder with `aclImdb/`, or that folder itself.
         seed: of the draw of the validation part.
-        progress: told of a download after each chunk: bytes there, and of how many.
+        progress: called after each chunk of a download with the bytes so far and the total.
     """
     folder = _imdb(data_dir, progress)
     parts = []

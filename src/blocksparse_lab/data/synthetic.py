@@ -1,4 +1,4 @@
-"""Rows of noise with a pattern of their class in them: any number, made when they are asked for."""
+"""Rows of noise with a pattern of their class in them: any number, made on demand."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def load(
         data: "fashion_mnist", "cifar10", "madelon", "higgs", or the path of a file for `csv_table.read`.
         data_dir: a folder that has the files; without one fashion_mnist and cifar10 are downloaded, once.
         seed: of the draw of the rows to test on, of higgs and a csv file: a fifth of each class.
-        progress: told of a download after each chunk: bytes there, and of how many.
+        progress: called after each chunk of a download with the bytes so far and the total.
 
     Raises:
         BlockSparseError: an unknown name, files that are missing or broken, a failed download.
@@ -50,7 +50,7 @@ def fashion_mnist(data_dir: str | Path | None = None, progress: Progress | None 
 
     Args:
         data_dir: a folder with the four idx files, or with a `fashion_mnist` that has them.
-        progress: told of a download after each chunk: bytes there, and of how many.
+        progress: called after each chunk of a download with the bytes so far and the total.
 
     Raises:
         BlockSparseError: files that are missing or broken, a failed download.

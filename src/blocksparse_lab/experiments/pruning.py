@@ -64,7 +64,7 @@ class PruningExperiment(Experiment):
     # -- defined by subclasses --------------------------------------------------------------------------------------
 
     figure: ClassVar[str]
-    """What quality is called."""
+    """The name of the quality."""
 
     @abstractmethod
     def task(self, seed: int, data: Any) -> Task:
@@ -347,7 +347,7 @@ def _of_inputs(block_size: int | tuple[int, int]) -> bool:
 
 
 def _inputs_used(probes: Sequence[Mapping[str, Any]]) -> str:
-    """Of the one weight of such a net that is pruned, the blocks."""
+    """The blocks of the one pruned weight of such a net."""
     return spread([sum(one["blocks"].values()) for one in probes], 0) if "blocks" in probes[0] else "all"
 
 

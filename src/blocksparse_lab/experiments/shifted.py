@@ -119,7 +119,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "stride": resnet.Recipe(padding_mode="circular"),
             "aps": resnet.Recipe(downsample="aps", padding_mode="circular"),
             "aps, blurred": resnet.Recipe(downsample="aps", padding_mode="circular", blur=3),
-            # Whose margins tell where an image ends.
+            # Its margins tell where an image ends.
             "stride, zeros": resnet.Recipe(),
         },
     )

@@ -112,7 +112,7 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer, activation in zip(self.layers, self.activations, strict=False):
-            # Of All-ReLU and dropout one pass over memory.
+            # All-ReLU and dropout in one pass over memory.
             y = layer(x)
             x = self.dropout(y, activation.slope) if isinstance(activation, AllReLU) else self.dropout(activation(y))
         return self.output(x)

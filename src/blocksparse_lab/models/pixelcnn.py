@@ -18,9 +18,9 @@ from blocksparse.nn import Causal2d, Dropout, Shift2d, WeightNorm, concat_elu, i
 
 from . import logistic_mixture
 
-# Of a convolution's outputs and inputs, its blocks.
+# The layout for a convolution's outputs and inputs.
 Layouts = Callable[[int, int], BlockLayout]
-# Of inputs, outputs, kernel and shift, with `stride` and `scale` by name.
+# Called with inputs, outputs, kernel and shift, and `stride` and `scale` by name.
 Conv = Callable[..., nn.Module]
 
 KERNELS = {"down": (2, 3), "down_right": (2, 2)}
@@ -244,7 +244,7 @@ def _factory(filters: int, sparse: int | Layouts | None, block_size: int | None)
 def _transposed(
     inputs: int, outputs: int, kernel: tuple[int, int], shift: str, stride: int = 1, scale: float = 1.0
 ) -> nn.Module:
-    # Of an odd width, as many columns are cut off on either side.
+    # For an odd width, as many columns are cut off on either side.
     around = (0, kernel[1] // 2) if shift == "down" else (0, 0)
     more = (0, 1) if shift == "down" else (0, 0)
     return WeightNorm(nn.ConvTranspose2d(inputs, outputs, kernel, stride, around, more), scale)

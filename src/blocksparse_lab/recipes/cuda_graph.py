@@ -14,7 +14,7 @@ class GraphedStep:
     Args:
         work: reads its inputs, always of the same shapes, and tensors that stay; changes only such tensors. It does
             not wait for the GPU. The first calls are steps like all others: they fill what is made only once.
-        note: told if the capture fails; then it goes on without.
+        note: called if the capture fails; the calls then go on without.
         warmup: calls before the capture.
     """
 
@@ -30,7 +30,7 @@ class GraphedStep:
             self._capture(inputs)
         if self._graph is None:
             self._left = max(0, self._left - 1)
-            # What a capture finds ready must not have been made on the main stream.
+            # Objects that a capture reuses must not have been made on the main stream.
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 self._work(*inputs)

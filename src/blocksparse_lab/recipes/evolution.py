@@ -19,14 +19,14 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class Evolution:
-    """What `evolve` recorded."""
+    """The record of `evolve`."""
 
     trajectory: Trajectory
     """Its labels are the epochs, those of one run after those of another."""
     runs: tuple[str, ...]
-    """Of each moment, its run."""
+    """The run of each moment."""
     errors: tuple[float, ...]
-    """Of each run, the errors on digits that it has not seen, in percent."""
+    """The errors of each run on unseen digits, in percent."""
 
 
 def evolve(epochs: int = 12, runs: int = 3, zeta: float = 0.3, seed: int = 0) -> Evolution:

@@ -14,7 +14,7 @@ def check_room(what: str, parameters: float) -> None:
     """Refuses a model that could not be trained in the available memory.
 
     Args:
-        what: the model, or the size that it is asked for in.
+        what: the model, or the option that gives its size.
         parameters: a lower bound on their number.
 
     Raises:

@@ -132,7 +132,7 @@ def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> S
     for size in sizes:
         integer("sizes", size, 1)
     least = (a * b if method == "dense" else min(a * b, recipe.epsilon * (a + b)) for a, b in pairwise(sizes))
-    # Of a random layout, half as many would be far off.
+    # For a random layout, half as many would be far off.
     check_room(f"{sum(sizes):,} neurons", sum(least) / 2)
     return SparseMLP(sizes, alpha=recipe.alpha, dropout=recipe.dropout, init=recipe.init, seed=seed, **sparse)
 

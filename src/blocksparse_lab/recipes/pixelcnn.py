@@ -275,7 +275,7 @@ def sample(
         count: images.
         height, width: of them, divisible by 4.
         seed: of the draws.
-        progress: told after each pixel how many are done, and of how many.
+        progress: called after each pixel with the number done and the total.
 
     Returns:
         uint8 `[count, channels, height, width]`.

@@ -27,7 +27,7 @@ from .settings import Settings
 from .shifts import Consistency, consistency
 from .trainer import Trainer, device_of
 
-# Of a random crop: how far an image is moved at most, in pixels.
+# The largest shift of a random crop, in pixels.
 MARGIN = 4
 
 NETWORK = "resnet"

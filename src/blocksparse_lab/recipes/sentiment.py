@@ -74,7 +74,7 @@ def probe(
         labels: theirs, 0 or 1.
         strengths: values of C to choose from; of equal ones the first.
         seed: of the solver.
-        progress: told after each fit.
+        progress: called after each fit.
 
     Raises:
         BlockSparseError: scikit-learn is not installed.
@@ -287,7 +287,7 @@ def evaluate(
         with_baseline: whether to fit the TF-IDF baseline as well.
         batch, chunk: as of `features`.
         seed: of the solver.
-        progress: told what is being done, how much of it is, and of how much.
+        progress: called with the current stage, the work done in it, and its total.
     """
     _sklearn()  # before the features, which may take hours
 

@@ -40,7 +40,7 @@ def consistency(model: nn.Module, images: Tensor, progress: Callable[[int, int],
     Args:
         model: `[n, channels, height, width]` to logits `[n, classes]`; put in evaluation mode.
         images: `[n, channels, height, width]`, one or more, as the model takes them.
-        progress: told after each image how many are done, and of how many.
+        progress: called after each image with the number done and the total.
 
     Raises:
         BlockSparseError: other images.

@@ -37,7 +37,7 @@ def features(
         texts: what to read; an empty one is three bytes too.
         batch: texts side by side.
         chunk: bytes per call at most; more cost memory, fewer cost time.
-        progress: told after each call how many bytes are read, and of how many.
+        progress: called after each call with the bytes read and the total.
 
     Returns:
         float32 `[texts, width]`, of the cell state's last layer.

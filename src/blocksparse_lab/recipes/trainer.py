@@ -131,7 +131,7 @@ class Trainer:
         # The rate of a group that the task has added stays in proportion to the settings'.
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._factors = [rate / rates[0] if rates[0] else 1.0 for rate in rates]
-        # Of the steps since the last logged one; on the device, so that a GPU need not wait for us at each step.
+        # Over the steps since the last logged one; on the device, so that a GPU need not wait for the host each step.
         self._total = torch.zeros((), dtype=torch.float64, device=self.device)
         self._loss = torch.zeros((), device=self.device)
         self._norm = torch.zeros((), device=self.device)
