@@ -211,7 +211,7 @@ def test_chart_of_no_blocks_at_all(tmp_path):
 
 def test_without_matplotlib_the_chart_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(bs.BlockSparseError, match=r"blocksparse-torch\[plots\]"):
+    with pytest.raises(bs.BlockSparseError, match=r"blocksparse-torch\[lab\]"):
         report.write_chart(tmp_path / "r.png", [], "title")
 
 

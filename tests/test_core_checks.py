@@ -426,13 +426,23 @@ def test_ops_refuse_sparse_tensors(name):
         calls[name]()
 
 
-@pytest.mark.parametrize("absent", ["x", "values", "bias", "grad"])
+@pytest.mark.parametrize("absent", ["x", "values", "bias", "grad", "indices"])
 def test_an_operand_without_memory_is_refused(absent):
     layout = bs.patterns.dense((4, 4), block_size=2)
     operands = {"x": torch.ones(3, 4), "values": torch.ones(4, 2, 2), "bias": torch.ones(4), "grad": torch.ones(3, 4)}
-    operands[absent] = operands[absent].to("meta")
+    if absent in operands:
+        operands[absent] = operands[absent].to("meta")
+    indices = indices_of(layout, torch.ones(0, device="meta" if absent == "indices" else "cpu"))
     x, values, bias, grad = operands.values()
-    indices = indices_of(layout, torch.ones(0))
     with pytest.raises(bs.BlockSparseError, match="expected the device of x"):  # noqa: PT012
         linear_op(x, values, bias, indices, 2, False, None)
         linear_wgrad_op(grad, x, indices, 2)
+
+
+@pytest.mark.parametrize("freed", ["x", "values"])
+def test_an_operand_whose_storage_was_freed_is_refused(freed):
+    layout = bs.patterns.dense((4, 4), block_size=2)
+    operands = {"x": torch.ones(3, 4), "values": torch.ones(4, 2, 2)}
+    operands[freed].untyped_storage().resize_(0)
+    with pytest.raises(bs.BlockSparseError, match=f"{freed}: expected a tensor with memory"):
+        bs.linear(*operands.values(), layout)

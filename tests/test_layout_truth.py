@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import blocksparse as bs
@@ -267,3 +268,50 @@ def test_nobody_can_write_to_what_kernels_read(blocks):
     for array in (layout.row_start, layout.col_of_block, layout.row_of_block, layout.T.row_start):
         with pytest.raises(ValueError, match="WRITEABLE"):
             array.setflags(write=True)
+
+
+@pytest.mark.parametrize("blocks", [8, 1024], ids=["few blocks", "2^20 blocks"])
+def test_what_kernels_read_is_out_of_reach(blocks):
+    layout = bs.patterns.dense((blocks, blocks), block_size=1)
+    for array in (layout.row_start, layout.col_of_block, layout.row_of_block):
+        base = array
+        while isinstance(base, np.ndarray):
+            assert not base.flags.writeable
+            base = base.base
+        assert base is None or isinstance(base, bytes)
+    expected = layout.col_of_block.copy()
+    for index in layout.indices_on("cpu"):
+        index.fill_(10**6)
+    np.testing.assert_array_equal(layout.col_of_block, expected)
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        layout.__init__([[True]], 1)
+
+
+def test_values_that_are_computed_are_not_replaced():
+    layer = linear(0)
+    prune.l1_unstructured(layer, "values", 0.5)
+    with pytest.raises(bs.BlockSparseError, match=r"a parameter of the module.*computed from others"):
+        layer.set_layout(layer.layout, layer.values.detach())
+
+
+@pytest.mark.parametrize("values", ["a", None, torch.eye(2).to_sparse()], ids=["text", "nothing", "sparse"])
+def test_only_dense_values_are_set(values):
+    layer = linear(0)
+    with pytest.raises(bs.BlockSparseError, match="values: expected a dense tensor"):
+        layer.set_layout(layer.layout, values)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("grown", [False, True], ids=["fewer blocks", "more blocks"])
+def test_an_optimizer_with_the_state_of_another_layout_does_not_step(fused, grown):
+    few, many = (bs.nn.Linear(64, 64, density=density, block_size=8) for density in (0.1, 0.9))
+    layer, other = (few, many) if grown else (many, few)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=fused)
+    layer(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    layer.load_state_dict(other.state_dict())
+    layer(torch.ones(1, 64)).sum().backward()
+    with pytest.raises(bs.BlockSparseError, match="whose layout has changed"):
+        optimizer.step()
+    optimizer.state.clear()
+    optimizer.step()

@@ -72,7 +72,7 @@ def test_what_is_of_no_use_is_given_back(monkeypatch):
         workspace.empty((4096 + i, 1024), torch.float32, CPU)
     workspace.empty((9999, 1024), torch.float32, CPU)
     assert all(buffer.storage.nbytes() > 4 * 1024 * 1024 for buffer in workspace._kept)
-    monkeypatch.setattr(workspace, "MOST", 40 << 20)
+    monkeypatch.setattr(workspace, "MAX_BYTES", 40 << 20)
     for size in (1, 3, 9):
         workspace.empty((size * 1024, 1024), torch.float32, CPU)
     assert kept() <= 40 << 20

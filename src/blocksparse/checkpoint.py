@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .checked import is_int
 from .errors import BlockSparseError
+from .files import path_of
 
 FORMAT = "blocksparse checkpoint"
 VERSION = 2  # 1 had no checksums
@@ -61,7 +62,7 @@ def save(path: str | Path, tensors: Mapping[str, Tensor], about: Mapping[str, An
     ...     checkpoint.load(f"{folder}/last.safetensors")
     ({'x': tensor([0, 1, 2])}, {'step': 7})
     """
-    path = Path(path)
+    path = path_of("checkpoint", path)
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise BlockSparseError.expected(name, f"one of {', '.join(map(str, DTYPES))}", tensor.dtype)
@@ -105,7 +106,7 @@ def opened(path: str | Path) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]
     ...         x.copy_(tensors["x"])
     tensor([1., 1., 1.])
     """
-    path = Path(path)
+    path = path_of("checkpoint", path)
     with _file(path) as (file, metadata):
         about, sums = parsed(metadata["about"]), parsed(metadata["checksums"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -273,7 +274,11 @@ def _checksum(data: bytes | memoryview) -> str:
 @contextmanager
 def _file(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
     """Opens a checkpoint with its metadata after checking its header; failures are reported as the file's."""
-    if not path.is_file():
+    try:
+        present = path.is_file()
+    except (OSError, ValueError) as error:  # a name that is too long, or has a zero byte
+        raise BlockSparseError.expected("checkpoint", "a file", f"{str(path)[:80]!r} ({error})") from error
+    if not present:
         raise BlockSparseError.expected("checkpoint", "a file", f"{path}, which is {_kind(path)}")
     try:
         with safe_open(path, framework="pt") as file:

@@ -38,16 +38,15 @@ def few(nnz: int, grid: tuple[int, int]) -> bool:
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
-    """The tensor that ops get for an array that kernels read."""
-    # A copy, so that writing to it cannot mislead a kernel; a large one stays inside the library and shares the memory.
-    # Never an inference tensor, as these cannot be saved for a backward pass.
+    """The tensor that ops get for an array that kernels read: a copy, so that writing to it leads no kernel astray."""
+    # No inference tensor, wherever the layout is made: these could not be saved for a backward pass.
     with torch.inference_mode(False):
-        return torch.from_numpy(array if array.size >= LARGE and array.flags.writeable else array.copy())
+        return torch.from_numpy(array.copy())
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
-    """Returns a view of the same memory that numpy does not let anybody make writable again."""
-    return np.asarray(memoryview(array).toreadonly())  # type: ignore[arg-type]
+    """A copy in memory that Python cannot write to: that of a bytes object."""
+    return np.frombuffer(array.tobytes(), dtype=array.dtype)
 
 
 def rows_of(crow: np.ndarray, blocks: int, out_blocks: int) -> np.ndarray:

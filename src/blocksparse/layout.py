@@ -102,10 +102,10 @@ class BlockLayout:
 
     def _fill(self, lines: np.ndarray, col: np.ndarray, grid: tuple[int, int], block: tuple[int, int]) -> None:
         # `lines` is where each row starts; where most of very many rows are empty, the row of each block.
+        if "grid" in self.__dict__:
+            raise AttributeError("a layout cannot be changed: make a new one instead of calling __init__ again")
         if max(grid[0] * block[0], grid[1] * block[1]) >= 2**63:
             raise BlockSparseError.expected("shape", "fewer than 2^63 features", f"{grid} blocks of {block}")
-        sparse = few(len(col), grid)
-        tensors = {} if sparse else {torch.device("cpu"): self._tag(tensor_of(lines), tensor_of(col))}
         # Bypasses __setattr__, which keeps a layout from being changed.
         self.__dict__.update(
             grid=(int(grid[0]), int(grid[1])),
@@ -115,8 +115,8 @@ class BlockLayout:
             nnz=len(col),  # not read off _col: torch.compile makes a tensor of any array that it meets
             _col=read_only(col),
             _derived={},
-            _indices=tensors,
-            **{"_rows" if sparse else "_crow": read_only(lines)},
+            _indices={},
+            **{"_rows" if few(len(col), grid) else "_crow": read_only(lines)},
         )
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import patterns
 from ..checked import is_int
@@ -37,11 +40,12 @@ class BlockSparseModule(nn.Module):
     values: nn.Parameter
     crow_indices: Tensor
     col_indices: Tensor
-    # The buffers that were found to hold the layout, and PyTorch's counters of what was written to them until then: a
-    # look at these does while nothing happens. In-place functions count, by way of `detach()` too, as running means go,
-    # and the broadcast with which DistributedDataParallel wraps a model. What is written through `.data` or numpy does
-    # not, nor the broadcast before each forward pass (by then all ranks hold the same): that is found out when the
-    # state is saved. Compiled code was looked at when it was compiled.
+    # The buffers that were found to hold the layout, and PyTorch's counters of what was written to them until then:
+    # comparing these costs half a microsecond. In-place functions count, through `detach()` too, as running means use
+    # it, and so does the broadcast with which DistributedDataParallel wraps a model. Its broadcast before each forward
+    # pass does not: while several processes train on CPUs the contents are compared in each call. What is written
+    # through `.data` or numpy, or by that broadcast on a GPU, is found when the state is saved. Compiled code was
+    # checked when it was compiled.
     _written: tuple[Tensor, int, Tensor, int] | None = None
 
     def __init__(self, layout: BlockLayout, kernel: tuple[int, ...], device: Any, dtype: torch.dtype | None):
@@ -84,6 +88,7 @@ class BlockSparseModule(nn.Module):
             or buffers["col_indices"] is not written[2]
             or written[0]._version != written[1]
             or written[2]._version != written[3]
+            or (_several_processes() and written[0].device.type == "cpu")
         ):
             self._check_buffers()
         return mine["_layout"]
@@ -125,7 +130,8 @@ class BlockSparseModule(nn.Module):
             used: as the property, for another grid.
 
         Raises:
-            BlockSparseError: a layout of another block, values of another shape, dtype or device.
+            BlockSparseError: a layout of another block, values of another shape, dtype or device, or that the module
+                computes from other parameters.
 
         >>> import torch, blocksparse as bs
         >>> layer = bs.nn.Linear(4, 2, block_size=2, density=1)
@@ -134,7 +140,13 @@ class BlockSparseModule(nn.Module):
         (1, torch.Size([1, 2, 2]))
         """
         check_layout(layout)
-        mine = self.values
+        mine = self._parameters.get("values")
+        if mine is None:
+            got = "ones that are computed from others, as torch.nn.utils.prune and weight_norm do: remove these first"
+            raise BlockSparseError.expected("values", "a parameter of the module", got)
+        if not isinstance(values, Tensor) or values.layout != torch.strided:
+            got = values.layout if isinstance(values, Tensor) else type(values).__name__
+            raise BlockSparseError.expected("values", "a dense tensor", got)
         if layout.block_shape != self._layout.block_shape:
             raise BlockSparseError.expected("layout", f"blocks of {self._layout.block_shape}", repr(layout))
         shape = [layout.nnz, *mine.shape[1:]]
@@ -197,6 +209,11 @@ class Weight(BlockSparseModule):
         return f"{layout.shape}, block_size={layout.block_shape}, nnz={layout.nnz}, density={layout.density:.4g}"
 
 
+def _several_processes() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 def _others(module: BlockSparseModule) -> str | None:
     """The name of a buffer that holds other indices than the layout's; meta and fake tensors hold none."""
     layout = module._layout
@@ -232,7 +249,32 @@ def replace_data(parameter: Tensor, data: Tensor) -> None:
         # makes a new one only where the dtype changes.
         other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
         parameter.data = data.new_empty(0, dtype=other)
+        _watch_optimizers()
+        _resized[parameter] = True
     parameter.data = data
+
+
+# Parameters whose shape has changed since an optimizer last stepped on them.
+_resized: Any = WeakIdKeyDictionary()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Has every optimizer compare what it keeps for a resized parameter: fused ones would write past its end."""
+    register_optimizer_step_pre_hook(_refuse_stale_state)
+
+
+def _refuse_stale_state(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups if _resized else ():
+        for parameter in group["params"]:
+            if parameter not in _resized:
+                continue
+            for key, kept in optimizer.state.get(parameter, {}).items():
+                if isinstance(kept, Tensor) and kept.numel() != 1 and kept.shape != parameter.shape:
+                    wanted = f"the shape of its parameter, {list(parameter.shape)}, whose layout has changed"
+                    got = f"{list(kept.shape)}; load the optimizer's state with the model's, or optimizer.state.clear()"
+                    raise BlockSparseError.expected(key, wanted, got)
+            del _resized[parameter]
 
 
 def layout_for(

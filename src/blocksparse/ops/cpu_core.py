@@ -165,7 +165,7 @@ def address(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: tor
         or tensor.is_neg()  # its numbers are not what lies in its memory
     ):
         raise BlockSparseError.expected(name, f"{list(shape)}, contiguous, {dtype}, on the CPU", described(tensor))
-    return tensor.data_ptr()
+    return _pointer(name, tensor)
 
 
 def rows(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
@@ -180,9 +180,16 @@ def rows(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.
     strides = tensor.stride()
     usual = len(strides) == 2 and strides[1] == 1 and strides[0] >= shape[-1]
     if usual and tensor.shape == shape and tensor.dtype is dtype and tensor.is_cpu and not tensor.is_neg():
-        return tensor.data_ptr(), strides[0]
+        return _pointer(name, tensor), strides[0]
     stride = row_stride(name, tensor, shape, dtype, _CPU)
-    return tensor.data_ptr(), stride
+    return _pointer(name, tensor), stride
+
+
+def _pointer(name: str, tensor: Tensor) -> int:
+    pointer = tensor.data_ptr()
+    if not pointer and tensor.numel():
+        raise BlockSparseError.expected(name, "a tensor with memory", "one whose storage was freed")
+    return pointer
 
 
 def features_together(x: Tensor) -> Tensor:

@@ -150,6 +150,8 @@ def _append(path: Path, line: int, header: list[str], label_at: int, row: list[s
 def _plain(label: str) -> str:
     """The label, a whole number without its fraction: HIGGS.csv has 1.000000000000000000e+00."""
     label = label.strip()
+    if label.isascii() and label.isdigit():
+        return label.lstrip("0") or "0"  # as a float, large ones would become one class
     try:
         value = number(label)
     except ValueError:

@@ -297,9 +297,11 @@ def per_axis(name: str, value: Any, dims: int, least: int, names: bool = False) 
     """Returns one int per axis from an int or a sequence, or raises a BlockSparseError."""
     given = list(value) if isinstance(value, tuple | list) else [value] * dims
     given = given * dims if len(given) == 1 else given
-    if len(given) != dims or not all(is_int(number) and number >= least for number in given):
+    if len(given) != dims or not all(is_int(n) and least <= n < 2**31 for n in given):
         also = ', "same" or "valid"' if names else ""
-        raise BlockSparseError.expected(name, f"an int, {least} or more, or {dims} of them{also}", repr(value))
+        raise BlockSparseError.expected(
+            name, f"an int, {least} or more and below 2^31, or {dims} of them{also}", repr(value)
+        )
     return [int(number) for number in given]
 
 

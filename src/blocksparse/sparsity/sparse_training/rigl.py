@@ -30,7 +30,8 @@ class RigL(DynamicSparsity):
 
     The dense gradient exists as norms per block only, computed a few rows of blocks at a time from the layers' inputs
     and the gradients of their outputs, which are kept in that one iteration; of several passes before `step` the
-    gradients add up.
+    gradients add up. Each process ranks by its own gradient: under DistributedDataParallel the layouts would part, and
+    the next forward pass raises. There, train by `SET` with one seed.
 
     Args:
         modules: a model, or some modules, of linear layers and convolutions, transposed ones too; recurrent weights are
@@ -118,7 +119,8 @@ class RigL(DynamicSparsity):
     def _change(self) -> None:
         for name, watch in zip(self.modules, self._watches, strict=True):
             if not watch.seen:
-                raise BlockSparseError.expected(f"step of {name or 'RigL'}", "a backward pass before it", "none")
+                expected = "a backward pass before it, which a model compiled beforehand hides"
+                raise BlockSparseError.expected(f"step of {name or 'RigL'}", expected, "none")
         for watch in self._watches:
             self._rig(watch)
 
