@@ -446,3 +446,13 @@ def test_an_operand_whose_storage_was_freed_is_refused(freed):
     operands[freed].untyped_storage().resize_(0)
     with pytest.raises(bs.BlockSparseError, match=f"{freed}: expected a tensor with memory"):
         bs.linear(*operands.values(), layout)
+
+
+@pytest.mark.parametrize("entry", ["linear", "linear_wgrad", "csr_linear", "csr_wgrad"])
+def test_no_rows_have_any_strides(entry):
+    shapes, call = ENTRIES[entry]
+    no_rows = {name: torch.zeros(()).expand(0, *shape[1:]) for name, shape in shapes.items() if name in ("x", "grad")}
+    operands = {name: no_rows.get(name, torch.zeros(shape)) for name, shape in shapes.items()}
+    if "out" in operands:
+        operands["out"] = operands["out"][:0]
+    assert not call(**operands).any()
