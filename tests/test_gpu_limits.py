@@ -63,7 +63,7 @@ def test_tokens(call):
 @pytest.mark.parametrize(
     ("images", "padding", "most", "message"),
     [
-        (2, TOO_MANY, TOO_MANY - 2**16, "2147418112 positions along an axis with all that its taps reach on a GPU"),
+        (2, TOO_MANY - 1, TOO_MANY - 2**16, "2147418112 positions along an axis with all that its taps reach on a GPU"),
         (9, 1, 17, "17 positions in one call on a GPU, got 27"),
     ],
     ids=["reach", "images"],

@@ -270,5 +270,5 @@ def test_bad_arguments(arguments, message):
 def test_a_step_without_a_gradient():
     layer = bs.nn.Linear(8, 8, density=0.5, block_size=1)
     method = bs.sparsity.RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), end=10, every=1)
-    with pytest.raises(bs.BlockSparseError, match="expected a backward pass before it, got none"):
+    with pytest.raises(bs.BlockSparseError, match=r"expected a backward pass before it, .*got none"):
         method.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,14 +82,18 @@ def described(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {memory}, {tensor.dtype}, {tensor.device}"
 
 
-def check_devices(**tensors: Tensor | None) -> None:
-    """Raises a BlockSparseError unless all tensors are on the device of the first.
+def check_devices(indices: Sequence[Tensor], **tensors: Tensor | None) -> None:
+    """Raises a BlockSparseError unless all tensors are on the device of the first; indices only where that has memory.
 
     PyTorch calls an op's meta kernel when any operand is a meta tensor, and would return memory that nobody wrote.
     """
     (first, reference), *others = tensors.items()
+    if reference is None:
+        return
+    if not reference.is_meta:
+        others += [("crow", indices[0]), ("col", indices[1])]
     for name, tensor in others:
-        if tensor is not None and reference is not None and tensor.device != reference.device:
+        if tensor is not None and tensor.device != reference.device:
             raise BlockSparseError.expected(name, f"the device of {first}, {reference.device}", tensor.device)
 
 

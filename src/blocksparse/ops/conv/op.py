@@ -89,14 +89,14 @@ def _of_conv_wgrad(grad, x, indices, in_blocks, kernel):
 
 def _conv_meta(x, values, bias, indices, in_blocks, transpose, scatter, size, stride, padding, dilation, activation):
     grid, block = _of_conv(x, values, indices, in_blocks, size, activation)
-    check_devices(x=x, values=values, bias=bias, crow=indices[0], col=indices[1])
+    check_devices(indices, x=x, values=values, bias=bias)
     axis = 1 if transpose else 0
     return x.new_empty(x.shape[0], *size, grid[axis] * block[axis])
 
 
 def _conv_wgrad_meta(grad, x, indices, in_blocks, scatter, kernel, stride, padding, dilation):
     _, block = _of_conv_wgrad(grad, x, indices, in_blocks, kernel)
-    check_devices(x=x, grad=grad, crow=indices[0], col=indices[1])
+    check_devices(indices, x=x, grad=grad)
     return x.new_empty(indices[1].shape[0], *block, *kernel)
 
 

@@ -132,14 +132,14 @@ def _layout_from_bytes(
 
 def _linear_meta(x, values, bias, indices, in_blocks, transpose, activation):
     grid, block = _of_linear(x, values, indices, in_blocks, activation)
-    check_devices(x=x, values=values, bias=bias, crow=indices[0], col=indices[1])
+    check_devices(indices, x=x, values=values, bias=bias)
     axis = 1 if transpose else 0
     return x.new_empty(x.shape[0], grid[axis] * block[axis])
 
 
 def _linear_wgrad_meta(grad, x, indices, in_blocks):
     _, block = _of_linear_wgrad(grad, x, indices, in_blocks)
-    check_devices(x=x, grad=grad, crow=indices[0], col=indices[1])
+    check_devices(indices, x=x, grad=grad)
     return x.new_empty(indices[1].shape[0], *block)
 
 
