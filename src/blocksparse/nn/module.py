@@ -142,11 +142,11 @@ class BlockSparseModule(nn.Module):
         check_layout(layout)
         mine = self._parameters.get("values")
         if mine is None:
-            got = "ones that are computed from others, as torch.nn.utils.prune and weight_norm do: remove these first"
-            raise BlockSparseError.expected("values", "a parameter of the module", got)
+            computed = "ones computed from others, as torch.nn.utils.prune and weight_norm do: remove these first"
+            raise BlockSparseError.expected("values", "a parameter of the module", computed)
         if not isinstance(values, Tensor) or values.layout != torch.strided:
-            got = values.layout if isinstance(values, Tensor) else type(values).__name__
-            raise BlockSparseError.expected("values", "a dense tensor", got)
+            kind = values.layout if isinstance(values, Tensor) else type(values).__name__
+            raise BlockSparseError.expected("values", "a dense tensor", kind)
         if layout.block_shape != self._layout.block_shape:
             raise BlockSparseError.expected("layout", f"blocks of {self._layout.block_shape}", repr(layout))
         shape = [layout.nnz, *mine.shape[1:]]
