@@ -66,7 +66,7 @@ def test_it_is_masked_attention(name, density, causal):
 def test_rows_may_be_computed_apart(together, monkeypatch):
     layout = bs.patterns.random((64, 64), block_size=8, density=0.4, seed=2)
     whole = bs.nn.attention(*(qkv := draw((64, 64))), layout)
-    monkeypatch.setattr(sys.modules["blocksparse.ops.attention"], "TOGETHER", together)
+    monkeypatch.setattr(sys.modules["blocksparse.ops.attention"], "MAX_BATCHED_BLOCKS", together)
     apart = bs.BlockLayout(layout.mask(), 8)  # a plan stays with its layout
     torch.testing.assert_close(bs.nn.attention(*qkv, apart), whole)
 
