@@ -93,7 +93,8 @@ def indices_of(layout: BlockLayout, x: Tensor) -> list[Tensor]:
 
 def grid_of(indices: Sequence[Tensor], in_blocks: int) -> tuple[int, int]:
     """Returns (out_blocks, in_blocks) from the sizes of index tensors, which may be traced."""
-    vectors = len(indices) >= 2 and all(index.dim() == 1 for index in indices)
+    # Behind these two comes the schedule of a graph for a GPU.
+    vectors = len(indices) >= 2 and indices[0].dim() == indices[1].dim() == 1
     if not vectors or indices[0].shape[0] < 2 or in_blocks < 1:
         got = f"{[list(index.shape) for index in indices]}, {in_blocks}"
         raise BlockSparseError.expected(
