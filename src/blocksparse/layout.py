@@ -107,8 +107,6 @@ class BlockLayout:
         if max(grid[0] * block[0], grid[1] * block[1]) >= 2**63:
             raise BlockSparseError.expected("shape", "fewer than 2^63 features", f"{grid} blocks of {block}")
         sparse = few(len(col), grid)
-        # Made now: torch.compile cannot trace how they are made.
-        tensors = {} if sparse else {torch.device("cpu"): self._tag(tensor_of(lines), tensor_of(col))}
         # Bypasses __setattr__, which keeps a layout from being changed.
         self.__dict__.update(
             grid=(int(grid[0]), int(grid[1])),
@@ -118,9 +116,11 @@ class BlockLayout:
             nnz=len(col),  # not read off _col: torch.compile makes a tensor of any array that it meets
             _col=read_only(col),
             _derived={},
-            _indices=tensors,
+            _indices={},
             **{"_rows" if sparse else "_crow": read_only(lines)},
         )
+        if not sparse:
+            self.indices_on("cpu")  # made now: torch.compile cannot trace how they are made
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a layout cannot be changed: make a new one instead of setting {name!r}")
