@@ -24,9 +24,10 @@ except BaseException:
 MAIN = "import sys; sys.path[:0] = sys.argv[1:]; from blocksparse_lab.__main__ import main; main()"
 
 
-def started(folder, program=MAIN):
+def started(folder, program=MAIN, options=()):
     (folder / "torch.py").write_text(TORCH)
-    return subprocess.run([sys.executable, "-c", program, folder, SOURCES], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, *options, "-c", program, folder, SOURCES]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def test_ctrl_c_while_it_imports_is_quiet(tmp_path):
@@ -48,5 +49,6 @@ def test_afterwards_it_is_an_exception_again(tmp_path):
     shutil.copy(SOURCES / "blocksparse_lab" / "__main__.py", package)
     handler = "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     (package / "cli.py").write_text(f"import signal\ndef app():\n    {handler}\n")
-    assert started(tmp_path).stdout == "True\n"
+    # Without site-packages: an editable installation puts its own finder before the path.
+    assert started(tmp_path, options=["-S"]).stdout == "True\n"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
