@@ -10,7 +10,7 @@ import pytest
 
 from test_data_idx import write
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(name, *arguments):

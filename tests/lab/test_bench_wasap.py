@@ -16,7 +16,7 @@ from blocksparse import BlockSparseError
 from blocksparse_lab.machine import machine
 from test_data_idx import write
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "wasap.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "wasap.py"
 
 
 @pytest.fixture(scope="module")

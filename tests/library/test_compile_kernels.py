@@ -34,7 +34,7 @@ FEW, IN_ACTIVATION = 8, 192
 @lru_cache
 def all_compiled(kind: str) -> dict[str, list[dict]]:
     """All kernels for this kind of GPU, by op."""
-    command = [sys.executable, str(Path(__file__).parent / "compile_kernels.py"), kind]
+    command = [sys.executable, str(Path(__file__).parents[1] / "compile_kernels.py"), kind]
     if os.environ.get("BLOCKSPARSE_COMPILE") == "all":
         command.append("--all")
     # Not interpreted, and the package from where it is now.

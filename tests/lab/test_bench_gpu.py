@@ -21,7 +21,7 @@ from blocksparse_lab.bench.device import Host, Rotation, device_of
 from blocksparse_lab.bench.linear import OURS, PEERS, CaseResult, LinearBench, Problem
 from blocksparse_lab.cli import app
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 SPEC = LinearSpec(64, 96, tokens=10, block=8, density=0.25)
 CEILINGS = gpu.Ceilings(copy=1e9, dense={"bfloat16": 1e12, "float32": 1e11})

@@ -252,7 +252,7 @@ def test_machine_facts_are_json():
 def test_the_targets_run_on_small_shapes(backend):
     if backend != "cpu":
         pytest.skip("they are those of the compiled core")
-    script = Path(__file__).parent.parent / "benchmarks" / "reach.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "reach.py"
     done = subprocess.run(
         [sys.executable, str(script), "--quick"], capture_output=True, text=True, check=False, env=WIDE
     )

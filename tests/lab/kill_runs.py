@@ -1,6 +1,6 @@
 """Kills training runs at random moments, again and again until they end: each is to end with the same tensors.
 
-    python tests/kill_runs.py --kills 100 --seed 0 --log docs/results/kills.md
+    python tests/lab/kill_runs.py --kills 100 --seed 0 --log docs/results/kills.md
 
 Each run is tiny, with a checkpoint after each step, on a disk that is made slow, so that many kills hit a file that is
 being written. It is a process of its own, forked once all is imported, and gets SIGKILL, SIGINT or SIGTERM.
@@ -207,7 +207,7 @@ def report(found, seed: int) -> str:
         ended_same = f"{of['same']} of {of['kills']}"
         lines.append(f"| {kind} | {name} | {of['kills']} | {of['writing']} | {of['runs']} | {ended_same} |")
     versions = f"Python {sys.version.split()[0]}, torch {here['torch']}, blocksparse {here['blocksparse']}"
-    command = f"python tests/kill_runs.py --kills {total['kills']} --seed {seed}"
+    command = f"python tests/lab/kill_runs.py --kills {total['kills']} --seed {seed}"
     return "\n".join([*lines, "", f"Made by `{command}`: commit {commit}, {versions}.", ""])
 
 

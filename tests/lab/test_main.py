@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCES = Path(__file__).parents[1] / "src"
+SOURCES = Path(__file__).parents[2] / "src"
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
 

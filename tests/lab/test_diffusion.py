@@ -16,7 +16,7 @@ from blocksparse_lab.data import planetoid
 from blocksparse_lab.models.dcnn import DCNN
 from blocksparse_lab.recipes import dcnn
 
-SHARED = Path(__file__).parents[2] / "shared" / "data" / "planetoid"
+SHARED = Path(__file__).parents[3] / "shared" / "data" / "planetoid"
 
 
 def draw_graph(nodes=20, edges=40):
