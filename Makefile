@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: setup demo test lint fuzz sanitize bench bench-gpu clean
+.PHONY: setup demo test test-all lint fuzz sanitize bench bench-gpu clean
 
 setup: .venv/installed
 
@@ -20,6 +20,9 @@ demo: setup
 	$(BIN)/blocksparse demo
 
 test: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not full"
+
+test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: setup

@@ -1,15 +1,68 @@
-"""Without a GPU the Triton kernels are tested in Triton's interpreter, which has to be asked for before they load."""
+"""Triton's interpreter where there is no GPU, and random numbers that are the same in every run unless asked for.
+
+`BLOCKSPARSE_TEST_SEED=7` draws others, `BLOCKSPARSE_TEST_SEED=random` others in each run, which prints its seed.
+`--rounds 200` runs each test 200 times, each with its own random numbers.
+"""
 
 from __future__ import annotations
 
 import os
+import random
+import secrets
+import zlib
 from contextlib import nullcontext
 
+import hypothesis
 import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
+
+SEED = os.environ.get("BLOCKSPARSE_TEST_SEED", "")
+if SEED == "random":
+    SEED = os.environ["BLOCKSPARSE_TEST_SEED"] = str(secrets.randbits(32))  # for the workers of xdist too
+# No time limit per example: a first call may compile or load a library. What fails comes with how to draw it again.
+hypothesis.settings.register_profile("blocksparse", deadline=None, derandomize=not SEED, database=None, print_blob=True)
+hypothesis.settings.load_profile("blocksparse")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--rounds", type=int, default=1, help="how often each test runs, with other random numbers")
+
+
+def pytest_terminal_summary(terminalreporter):
+    if SEED:
+        terminalreporter.write_line(f"drawn with BLOCKSPARSE_TEST_SEED={SEED}")
+
+
+def pytest_generate_tests(metafunc):
+    rounds = metafunc.config.getoption("rounds")
+    if rounds > 1:
+        metafunc.fixturenames.append("_round")
+        metafunc.parametrize("_round", range(rounds))
+
+
+def seed(name: str) -> None:
+    number = zlib.crc32(f"{name} {SEED}".encode())
+    torch.manual_seed(number)
+    random.seed(number)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    seed(item.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    """What several tests share does not depend on which of them runs first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    seed(f"{fixturedef.baseid} {fixturedef.argname}")
+    result = yield
+    seed(request.node.nodeid)
+    return result
 
 
 @pytest.fixture(scope="module")

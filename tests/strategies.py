@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from blocksparse import BlockLayout
-
-# A first call may compile or load a library: no time limit per example.
-settings.register_profile("blocksparse", deadline=None)
-settings.load_profile("blocksparse")
 
 FILLINGS = ("random", "none", "full", "empty row", "empty column", "one block")
 

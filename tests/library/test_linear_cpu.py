@@ -130,6 +130,7 @@ def test_more_than_two_to_the_31_outputs():
     assert (y[:, -2 * height : -height] == 0).all()
 
 
+@pytest.mark.full  # 5 GB
 def test_values_of_more_than_two_to_the_31_elements():
     block, count = 4096, 2**31 // 4096**2 + 2
     layout = bs.patterns.dense((block, count * block), block_size=block)
