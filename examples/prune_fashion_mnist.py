@@ -68,7 +68,7 @@ def search_by(name, model, optimizer):
     if name == "threshold":
         # The paper takes q from a trained dense model; here the strength scales that of the untrained one.
         q = {weight: strength * most for weight, most in bs.sparsity.percentiles(model).items()}
-        ramp = {"start": search // 10, "ramp": search // 2, "end": search, "every": every}
+        ramp = {"begin": search // 10, "ramp": search // 2, "end": search, "every": every}
         return bs.sparsity.ThresholdPruning(model, optimizer, q, **ramp, **blocks)
     if name == "group_lasso":
         return bs.sparsity.GroupLasso(model, optimizer, strength, **blocks)

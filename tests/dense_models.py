@@ -37,7 +37,7 @@ MODELS = {
 
 def threshold(model, optimizer):
     q = bs.sparsity.percentiles(model, 60)
-    steps = {"start": 1, "ramp": 4, "end": 10, "every": 2}
+    steps = {"begin": 1, "ramp": 4, "end": 10, "every": 2}
     return bs.sparsity.ThresholdPruning(model, optimizer, q, **steps, block_size=(4, 2))
 
 

@@ -41,7 +41,7 @@ def test_the_percentile_of_the_layer(sizes, block, percentile):
     keep = expected >= np.percentile(expected, percentile)
     optimizer = torch.optim.Adam(layer.parameters())
     nnz = layer.layout.nnz
-    method = bs.sparsity.ImportancePruning(layer, optimizer, percentile=percentile, start=0, every=1)
+    method = bs.sparsity.ImportancePruning(layer, optimizer, percentile=percentile, begin=0, every=1)
     assert method.step()
     pruned = bs.to_dense(layer.values.detach(), layer.layout)[: layer.out_features]
     rows = torch.from_numpy(keep.repeat(height))[: layer.out_features, None]
@@ -61,7 +61,7 @@ def test_nnz_shrinks_for_good_beside_evolution():
     model = SparseMLP([30, 60, 60, 4], epsilon=5)
     optimizer = torch.optim.Adam(model.parameters())
     evolve = bs.sparsity.SET(model, optimizer, skip=model.output)
-    prune = bs.sparsity.ImportancePruning(model, optimizer, start=1, every=2, skip=model.output)
+    prune = bs.sparsity.ImportancePruning(model, optimizer, begin=1, every=2, skip=model.output)
     counts = []
     for _ in range(6):
         trained(model, optimizer, torch.randn(8, 30))
@@ -75,7 +75,7 @@ def test_nnz_shrinks_for_good_beside_evolution():
 
 def test_convolutions():
     conv = bs.nn.Conv2d(16, 40, 3, density=0.8, block_size=4)
-    bs.sparsity.ImportancePruning(conv, percentile=50, start=0, every=1).step()
+    bs.sparsity.ImportancePruning(conv, percentile=50, begin=0, every=1).step()
     assert conv.layout.mask().any(1).sum() == 5
 
 
@@ -83,7 +83,7 @@ def test_convolutions():
     ("arguments", "message"),
     [
         ({"percentile": 101}, "percentile: expected a number from 0 to 100"),
-        ({"start": -1}, "start: expected an int, 0 or more"),
+        ({"begin": -1}, "begin: expected an int, 0 or more"),
         ({"every": 0}, "every: expected an int, 1 or more"),
         ({"modules": bs.nn.LSTM(8, 8, density=1.0, block_size=4)}, "weight_ih_l0: expected a linear layer or a conv"),
         ({"modules": nn.Linear(8, 8)}, "modules: expected one with block-sparse weights"),
@@ -109,7 +109,7 @@ def test_compact_computes_the_same(sizes, block, fused):
     optimizer = torch.optim.Adam(model.parameters())
     x = torch.randn(7, sizes[0]).double()
     trained(model, optimizer, x)
-    bs.sparsity.ImportancePruning(first, optimizer, percentile=40, start=0, every=1).step()
+    bs.sparsity.ImportancePruning(first, optimizer, percentile=40, begin=0, every=1).step()
     expected, parameters = model(x).detach(), list(model.parameters())
     height = first.layout.block_shape[0]
     alive = first.layout.mask().any(1).repeat_interleave(height)[: sizes[1]]
@@ -156,7 +156,7 @@ def test_a_whole_network():
     model = SparseMLP([30, 60, 50, 4], epsilon=6).double().eval()
     for layer in model.layers:
         nn.init.normal_(layer.bias)
-    bs.sparsity.ImportancePruning(model, percentile=30, start=0, every=1, skip=model.output).step()
+    bs.sparsity.ImportancePruning(model, percentile=30, begin=0, every=1, skip=model.output).step()
     x = torch.randn(5, 30).double()
     expected, connections = model(x), sum(layer.layout.nnz for layer in model.layers)
     sizes = model.compact()

@@ -1,6 +1,9 @@
 """RigL: its schedule, its choice against that of the dense gradient, and that this gradient never exists."""
 
+import copy
+import gc
 import math
+import pickle
 import tracemalloc
 
 import pytest
@@ -136,8 +139,8 @@ def test_convolutions_grow_where_their_gradient_is():
     for _ in range(6):
         optimizer.zero_grad()
         model(torch.randn(2, 3, 8, 8)).square().mean().backward()
-        method.step()
         optimizer.step()
+        method.step()
         layouts.add(model[1].layout)
     assert len(layouts) == 4
     assert {layout.nnz for layout in layouts} == {4}
@@ -174,8 +177,8 @@ def test_training_and_resuming(tmp_path):
             loss = nn.functional.cross_entropy(model(x), (x[:, :3].sum(1) > 0).long())
             optimizer.zero_grad()
             loss.backward()
-            method.step()
             optimizer.step()
+            method.step()
             losses.append(loss.item())
         return losses
 
@@ -271,4 +274,66 @@ def test_a_step_without_a_gradient():
     layer = bs.nn.Linear(8, 8, density=0.5, block_size=1)
     method = bs.sparsity.RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), end=10, every=1)
     with pytest.raises(bs.BlockSparseError, match=r"expected a backward pass before it, .*got none"):
+        method.step()
+
+
+def an_iteration(layer, optimizer):
+    optimizer.zero_grad()
+    layer(torch.randn(4, 8, generator=torch.Generator().manual_seed(0))).square().sum().backward()
+    optimizer.step()
+
+
+def test_no_weight_moves_where_the_layout_changes():
+    torch.manual_seed(0)
+    layer = bs.nn.Linear(8, 8, density=0.5, block_size=2)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.1, weight_decay=0.1)
+    method = bs.sparsity.RigL(layer, optimizer, end=10, every=2)
+    for moves in (True, False, True, False):
+        before = [parameter.detach().clone() for parameter in layer.parameters()]
+        an_iteration(layer, optimizer)
+        after = [parameter.detach().clone() for parameter in layer.parameters()]
+        assert all(torch.equal(a, b) != moves for a, b in zip(before, after, strict=True))
+        assert method.step() != moves
+
+
+def test_a_grad_scaler_goes_with_it():
+    layer = bs.nn.Linear(8, 8, density=0.5, block_size=2)
+    optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    method = bs.sparsity.RigL(layer, optimizer, end=10, every=2)
+    changed = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        scaler.scale(layer(torch.randn(4, 8)).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        changed.append(method.step())
+    assert changed == [False, True, False, True]
+
+
+def test_an_optimizer_whose_method_is_not_called_does_not_stand_still():
+    layer = bs.nn.Linear(8, 8, density=0.5, block_size=2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    method = bs.sparsity.RigL(layer, optimizer, end=10, every=1)
+    an_iteration(layer, optimizer)
+    with pytest.raises(bs.BlockSparseError, match="RigL's step after each call of it"):
+        an_iteration(layer, optimizer)
+    del method  # given up: the weights move again
+    before = layer.bias.detach().clone()
+    an_iteration(layer, optimizer)
+    assert not torch.equal(layer.bias, before)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "saved"]
+)
+def test_a_copy_is_not_watched(copied):
+    layer = bs.nn.Linear(8, 8, density=0.5, block_size=2)
+    method = bs.sparsity.RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), end=10, every=1)
+    other = copied(layer)
+    x = torch.randn(4, 8)
+    y = other(x)
+    assert torch.equal(y, layer.forward(x))
+    y.sum().backward()
+    assert not any(isinstance(each, LinearPass) for each in gc.get_objects()), "kept of the copy's inputs"
+    with pytest.raises(bs.BlockSparseError, match="expected a backward pass before it"):
         method.step()

@@ -20,7 +20,7 @@ def one_thread():
 
 
 def test_the_threshold():
-    ramp = Ramp(start=200, ramp=1000, end=3000, every=100)
+    ramp = Ramp(begin=200, ramp=1000, end=3000, every=100)
     # theta = 2 * 0.38 * 100 / (2 * 800 + 3 * 2000) = 0.01
     theta = ramp.theta(0.38)
     assert theta == pytest.approx(0.01, rel=1e-12)
@@ -32,7 +32,7 @@ def test_the_threshold():
 
 def test_a_block_of_n_weights_has_the_fourth_root_of_n_times_that():
     model = nn.Sequential(nn.Linear(64, 64), nn.Conv2d(64, 64, 3))
-    steps = {"start": 0, "ramp": 10, "end": 20, "every": 1}
+    steps = {"begin": 0, "ramp": 10, "end": 20, "every": 1}
     method = ThresholdPruning(model, None, 0.38, **steps, block_size=32)
     theta = Ramp(**steps).theta(0.38)
     assert method.theta == pytest.approx({"0.weight": theta * 5.656854249, "1.weight": theta * 9216**0.25})
@@ -41,7 +41,7 @@ def test_a_block_of_n_weights_has_the_fourth_root_of_n_times_that():
 
 def test_blocks_go_whose_largest_weight_is_below():
     layer = nn.Linear(6, 2, bias=False)
-    method = ThresholdPruning(layer, None, 1.0, start=0, ramp=0, end=2, every=1, block_size=(1, 2))
+    method = ThresholdPruning(layer, None, 1.0, begin=0, ramp=0, end=2, every=1, block_size=(1, 2))
     bound = method.threshold("weight", 1)  # theta (1 + 1.5 * 2)
     assert bound == pytest.approx(2 / 6 * 2**0.25 * 4)
     bound = torch.tensor(bound).item()
@@ -76,7 +76,7 @@ def test_what_is_left_is_measured_by_q():
     for percent in (10, 50, 90):
         layer = nn.LSTM(32, 32)
         q = percentiles(layer, percent)
-        method = ThresholdPruning(layer, None, q, start=1, ramp=20, end=100, every=10, block_size=(1, 2))
+        method = ThresholdPruning(layer, None, q, begin=1, ramp=20, end=100, every=10, block_size=(1, 2))
         for _ in range(100):
             method.step()
         densities.append(method.density)
@@ -91,7 +91,7 @@ def test_with_the_penalty_of_group_lasso():
     model = nn.LSTM(12, 16).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     lasso = GroupLasso(model, optimizer, 1e-4, mode="penalty", block_size=4)
-    method = ThresholdPruning(model, optimizer, 0.12, start=1, ramp=10, end=30, every=5, block_size=4)
+    method = ThresholdPruning(model, optimizer, 0.12, begin=1, ramp=10, end=30, every=5, block_size=4)
     x = torch.randn(6, 8, 12, dtype=torch.float64)
     for _ in range(30):
         optimizer.zero_grad()
@@ -118,7 +118,7 @@ def test_with_the_penalty_of_group_lasso():
 )
 def test_bad_arguments(arguments, message):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    given = {"q": 0.1, "start": 1, "ramp": 2, "end": 3} | arguments
+    given = {"q": 0.1, "begin": 1, "ramp": 2, "end": 3} | arguments
     with pytest.raises(bs.BlockSparseError, match=message):
         ThresholdPruning(model, None, given.pop("q"), **given)
     with pytest.raises(bs.BlockSparseError, match="percent: expected a number from 0 to 100, got 101"):

@@ -126,7 +126,7 @@ class SparseMLP(nn.Module):
         >>> import blocksparse as bs
         >>> from blocksparse_lab.models.mlp import SparseMLP
         >>> model = SparseMLP([100, 200, 200, 10], epsilon=5)
-        >>> bs.sparsity.ImportancePruning(model, percentile=20, start=0, every=1, skip=model.output).step()
+        >>> bs.sparsity.ImportancePruning(model, percentile=20, begin=0, every=1, skip=model.output).step()
         True
         >>> model.compact()
         [100, 160, 160, 10]

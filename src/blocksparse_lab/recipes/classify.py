@@ -176,7 +176,7 @@ class ClassifyTask:
         self.methods = {}
         if t.importance_from is not None:
             self.methods["importance"] = ImportancePruning(
-                self.model, optimizer, percentile=t.importance_percentile, start=t.importance_from,
+                self.model, optimizer, percentile=t.importance_percentile, begin=t.importance_from + 1,
                 every=t.importance_every, skip=skip, on_layout_change=on_layout_change,
             )  # fmt: skip
         if t.method == "set":
@@ -201,8 +201,7 @@ class ClassifyTask:
                 skip=skip,
                 on_layout_change=on_layout_change,
             )
-            # Between the backward pass and the update: no weight is updated in a step that changes the topology.
-            optimizer.register_step_pre_hook(_before_update(rigl))
+            optimizer.register_step_post_hook(_after_update(rigl))
             self.methods["rigl"] = rigl
 
     def rows_of(self, step: int) -> np.ndarray:
@@ -250,7 +249,7 @@ class ClassifyTask:
         }
 
 
-def _before_update(rigl: RigL) -> Callable[..., None]:
+def _after_update(rigl: RigL) -> Callable[..., None]:
     def hook(*_: Any) -> None:
         rigl.step()
 

@@ -155,7 +155,7 @@ class PruneTask:
         if p.penalty:
             self._penalties = [sparsity.GroupLasso(model, optimizer, p.penalty, mode="penalty", **of).penalty]
         q = {name: p.strength * most for name, most in self.q.items()}
-        ramp: dict[str, Any] = {"start": end // 10, "ramp": end // 2, "end": end, "every": every}
+        ramp: dict[str, Any] = {"begin": end // 10, "ramp": end // 2, "end": end, "every": every}
         return sparsity.ThresholdPruning(model, optimizer, q, **ramp, **of)
 
     def prepare(self, step: int) -> bool:

@@ -11,15 +11,17 @@ from torch.nn.utils import parametrize
 from ...checked import number
 from ...errors import BlockSparseError
 from ...surgery.prunable import Skip, survey
+from ..training_method import TrainingMethod
 from .mask import check_nm, nm_mask
 
 
-class SRSTE:
+class SRSTE(TrainingMethod):
     """Trains a model with N:M sparse weights by the sparse-refined straight-through estimator.
 
     The forward pass takes mask * w with the mask of the moment, `nm_mask(w, n, m)`. Backward, the gradient g of that is
     passed to all of w, and the weights that are masked decay: g + decay (1 - mask) w. So weights can come back, and
-    masks settle.
+    masks settle. All of it is in these two passes: `step` only counts, so that training loops can call it as of any
+    method.
 
     Args:
         model: linear layers, convolutions and their transposes, and the Conv1D of transformers are parametrized in
@@ -66,7 +68,7 @@ class SRSTE:
         if not chosen:
             raise BlockSparseError.expected("model", f"a weight that can be {n}:{m} sparse", self.left or "no weight")
         self.weights = tuple(weight.name for weight in chosen)
-        self._modules = [weight.module for weight in chosen]
+        self._modules: list[Any] = [weight.module for weight in chosen]
         for weight in chosen:
             swapped = weight.matrix() is not getattr(weight.module, weight.parameter)
             parametrize.register_parametrization(weight.module, "weight", _Masked(n, m, decay, swapped), unsafe=True)
@@ -79,7 +81,8 @@ class SRSTE:
         Raises:
             BlockSparseError: after `finish`.
         """
-        for module in self._parametrized():
+        self._check_unfinished("freeze")
+        for module in self._modules:
             with torch.no_grad():
                 module.parametrizations.weight[0].freeze(module.parametrizations.weight.original)
 
@@ -89,14 +92,14 @@ class SRSTE:
         Raises:
             BlockSparseError: a second time.
         """
-        for module in self._parametrized():
+        self._check_unfinished("finish")
+        for module in self._modules:
             parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
         self._modules = []
 
-    def _parametrized(self) -> list[Any]:
-        if not self._modules:
-            raise BlockSparseError.expected("SRSTE", "a method that goes on", "one that is finished")
-        return self._modules
+    @property
+    def finished(self) -> bool:
+        return not self._modules
 
 
 class _Masked(nn.Module):

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...checked import check_state
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ...surgery.prunable import Skip, prunable
 from ...surgery.replace import replace_with_sparse
 from ...surgery.rewire import check_optimizer
+from ..training_method import TrainingMethod
 from .blocks import Blocks
 
 
-class DensePruner:
-    """A method that finds the blocks to keep while a dense model is trained, and then stores only these.
+class DensePruner(TrainingMethod):
+    """Finds the blocks to keep while a dense model is trained, and then stores only these.
 
     `step` is called after each `optimizer.step()`, and `finish` once, at the end: it puts block-sparse modules in the
     place of the dense ones, whose outputs are the same, and takes the optimizer's state along.
@@ -59,15 +59,11 @@ class DensePruner:
             check_optimizer(optimizer, dense, weight.name)
             self.dense[weight.name] = dense
         self.blocks = {weight.name: Blocks(weight) for weight in found}
-        self.calls = 0
         self._layouts: dict[str, BlockLayout] | None = None
 
-    def step(self) -> bool:
-        """Counts a call; returns whether it was one that could change the pattern."""
-        self._check_unfinished("step")
-        self.calls += 1
-        with torch.no_grad():
-            return self._step()
+    @property
+    def finished(self) -> bool:
+        return self._layouts is not None
 
     def layouts(self) -> dict[str, BlockLayout]:
         """The layout that each weight would get now, by its name; after `finish` the one that it has got."""
@@ -118,23 +114,6 @@ class DensePruner:
         self.weights.clear()
         return self.model
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns the state to save besides those of the model and the optimizer."""
-        return {"calls": torch.tensor(self.calls)}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Resumes from a state; the model's and the optimizer's states are loaded as usual.
-
-        Raises:
-            BlockSparseError: a state of something else, or after `finish`.
-        """
-        self._check_unfinished("load_state_dict")
-        check_state(state, self.state_dict())
-        self.calls = int(state["calls"])
-
-    def _step(self) -> bool:
-        raise NotImplementedError
-
     def _kept(self) -> Mapping[str, Tensor]:
         """Which blocks of each weight are kept, bool `[out_blocks, in_blocks]`."""
         raise NotImplementedError
@@ -142,13 +121,9 @@ class DensePruner:
     def _settle(self) -> None:
         """Leaves the model with plain weights that have their last values, before they are replaced."""
 
-    def _check_unfinished(self, what: str) -> None:
-        if self._layouts is not None:
-            raise BlockSparseError.expected(what, "a method that goes on", "one that is finished")
-
 
 class Masked(DensePruner):
-    """A `DensePruner` that sets blocks to 0: after each `step` they are 0, whatever the optimizer did."""
+    """Sets blocks to 0: after each `step` they are 0, whatever the optimizer did."""
 
     def __init__(
         self,

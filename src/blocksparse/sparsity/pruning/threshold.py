@@ -17,47 +17,47 @@ from .dense_pruner import Masked
 
 @dataclass(frozen=True)
 class Ramp:
-    """The threshold at step t, of slope theta from `start` on and phi = 1.5 theta from `ramp` on:
+    """The threshold at step t, of slope theta from `begin` on and phi = 1.5 theta from `ramp` on:
 
-        theta (t - start + 1) / every                                        for t < ramp
-        (theta (ramp - start + 1) + phi (t - ramp + 1)) / every              for t >= ramp
+        theta (t - begin + 1) / every                                        for t < ramp
+        (theta (ramp - begin + 1) + phi (t - ramp + 1)) / every              for t >= ramp
 
-    It is used at each step from `start` to `end` that is a multiple of `every`.
+    It is used at each step from `begin` to `end` that is a multiple of `every`.
 
     Raises:
         BlockSparseError: steps that do not follow each other.
 
     >>> from blocksparse.sparsity.pruning.threshold import Ramp
-    >>> ramp = Ramp(start=100, ramp=300, end=500, every=100)
+    >>> ramp = Ramp(begin=100, ramp=300, end=500, every=100)
     >>> theta = ramp.theta(q=0.5)
     >>> theta, [round(ramp.threshold(t, theta), 4) for t in (100, 200, 300, 500)]
     (0.1, [0.001, 0.101, 0.2025, 0.5025])
     """
 
-    start: int
+    begin: int
     ramp: int
     end: int
     every: int = 100
 
     def __post_init__(self) -> None:
-        integer("start", self.start, 0)
-        integer("ramp", self.ramp, self.start)
+        integer("begin", self.begin, 0)
+        integer("ramp", self.ramp, self.begin)
         integer("end", self.end, self.ramp + 1)
         integer("every", self.every, 1)
 
     def theta(self, q: float) -> float:
-        """The slope with which the threshold ends near q: 2 q every / (2 (ramp - start) + 3 (end - ramp))."""
-        return 2 * q * self.every / (2 * (self.ramp - self.start) + 3 * (self.end - self.ramp))
+        """The slope with which the threshold ends near q: 2 q every / (2 (ramp - begin) + 3 (end - ramp))."""
+        return 2 * q * self.every / (2 * (self.ramp - self.begin) + 3 * (self.end - self.ramp))
 
     def threshold(self, t: int, theta: float) -> float:
         """The threshold at step t."""
         if t < self.ramp:
-            return theta * (t - self.start + 1) / self.every
-        return (theta * (self.ramp - self.start + 1) + 1.5 * theta * (t - self.ramp + 1)) / self.every
+            return theta * (t - self.begin + 1) / self.every
+        return (theta * (self.ramp - self.begin + 1) + 1.5 * theta * (t - self.ramp + 1)) / self.every
 
     def due(self, t: int) -> bool:
         """Whether blocks are pruned at step t."""
-        return self.start <= t <= self.end and t % self.every == 0
+        return self.begin <= t <= self.end and t % self.every == 0
 
 
 def percentiles(model: nn.Module, percent: float = 90, skip: Skip = ()) -> dict[str, float]:
@@ -94,7 +94,7 @@ class ThresholdPruning(Masked):
             layers, though made for recurrent ones.
         q: where the threshold for a single weight is to end; the paper takes the 90th percentile of |w| of a trained
             dense model: `percentiles(dense_model)`. One number, or one for each weight by its name.
-        start, ramp, end, every: calls of `step`: where the pruning starts, where the threshold begins to rise faster,
+        begin, ramp, end, every: calls of `step`: where the pruning begins, where the threshold begins to rise faster,
             where it ends, and how often blocks are pruned in between. The paper starts in the second epoch, and
             takes 20 % and 40 % of the training for `ramp` and `end`.
 
@@ -107,7 +107,7 @@ class ThresholdPruning(Masked):
         >>> model = torch.nn.LSTM(16, 64)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         >>> q = bs.sparsity.percentiles(model)      # of a trained one, better
-        >>> method = bs.sparsity.ThresholdPruning(model, optimizer, q, start=1, ramp=4, end=8, every=1, block_size=16)
+        >>> method = bs.sparsity.ThresholdPruning(model, optimizer, q, begin=1, ramp=4, end=8, every=1, block_size=16)
         >>> for _ in range(8):
         ...     optimizer.zero_grad()
         ...     model(torch.randn(5, 2, 16))[0].square().mean().backward()
@@ -127,7 +127,7 @@ class ThresholdPruning(Masked):
         optimizer: torch.optim.Optimizer | None,
         q: float | Mapping[str, float],
         *,
-        start: int,
+        begin: int,
         ramp: int,
         end: int,
         every: int = 100,
@@ -135,7 +135,7 @@ class ThresholdPruning(Masked):
         skip: Skip = (),
     ):
         super().__init__(model, optimizer, block_size=block_size, skip=skip)
-        self.ramp = Ramp(start, ramp, end, every)
+        self.ramp = Ramp(begin, ramp, end, every)
         self.end = end
         given = q if isinstance(q, Mapping) else dict.fromkeys(self.weights, q)
         missing = [name for name in self.weights if name not in given]

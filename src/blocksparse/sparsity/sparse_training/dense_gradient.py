@@ -75,19 +75,23 @@ class ConvolutionPass:
 class Watch:
     """Sees the inputs of a layer, and the gradients of its outputs before any activation, until `close`.
 
-    All calls of the layer count, and all backward passes: their gradients add up.
+    All calls of the layer count, and all backward passes: their gradients add up. A copy of the layer is not watched.
     """
 
     def __init__(self, layer: Linear | Convolution):
         self.layer = layer
         self.seen: list[Pass] = []
-        self._hook = layer.register_forward_hook(self._forward)
+        self._hook = layer.register_forward_hook(self)
 
     def close(self) -> None:
         self._hook.remove()
         self.seen = []
 
-    def _forward(self, layer: Linear | Convolution, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copied or saved layer takes its hooks along.
+        return partial, (_ignore,)
+
+    def __call__(self, layer: Linear | Convolution, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(partial(self._backward, inputs[0].detach(), output.detach()))
 
@@ -110,6 +114,10 @@ class Watch:
             x, grad = x[None], grad[None]
         padded = getattr(layer, "padded", lambda x: x)
         self.seen.append(ConvolutionPass(padded(x), grad, layer))
+
+
+def _ignore(*_: Any) -> None:
+    """Stands in the place of a hook in a copy."""
 
 
 def gradient_norms(

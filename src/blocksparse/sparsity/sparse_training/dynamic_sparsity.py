@@ -1,4 +1,4 @@
-"""The base class of the methods: which modules they change, when, and how they resume."""
+"""The base class of the methods that change layouts: which modules, when, and how they resume."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...checked import check_state, integer
+from ...checked import integer
 from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule
+from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, check_optimizer
+from ..training_method import TrainingMethod
 
 Modules = nn.Module | Iterable[nn.Module]
-Skip = str | nn.Module | Iterable[str | nn.Module]
 
 
-class DynamicSparsity:
-    """A method that changes the layouts of block-sparse modules while they are trained.
+class DynamicSparsity(TrainingMethod):
+    """Changes the layouts of block-sparse modules while they are trained; see `TrainingMethod` for when.
 
     Args:
         modules: a model, or some modules; the method applies to all block-sparse weights in them.
@@ -57,11 +58,8 @@ class DynamicSparsity:
             parameters.add(module.values)
         self.optimizer, self.on_layout_change = optimizer, on_layout_change
         self.every, self.seed = integer("every", every, 1), integer("seed", seed, 0)
-        self.calls = 0
 
-    def step(self) -> bool:
-        """Counts a call; returns whether the layouts were changed in this one."""
-        self.calls += 1
+    def _step(self) -> bool:
         due = self._due(self.calls)
         if due:
             self._change()
@@ -78,17 +76,11 @@ class DynamicSparsity:
         return np.random.default_rng([self.seed, self.calls, module])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the state to save besides those of the model and the optimizer."""
-        return {"calls": torch.tensor(self.calls), "seed": torch.tensor(self.seed)}
+        return super().state_dict() | {"seed": torch.tensor(self.seed)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Resumes from a state.
-
-        Raises:
-            BlockSparseError: a state of something else.
-        """
-        check_state(state, self.state_dict())
-        self.calls, self.seed = int(state["calls"]), int(state["seed"])
+        super().load_state_dict(state)
+        self.seed = int(state["seed"])
 
 
 def find_modules(modules: Modules, skip: Skip = ()) -> dict[str, BlockSparseModule]:

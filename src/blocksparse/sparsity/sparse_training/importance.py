@@ -26,7 +26,7 @@ class ImportancePruning(DynamicSparsity):
         modules: a model, or some modules: linear layers and convolutions.
         optimizer: the one that trains them.
         percentile: 20 in the papers' sequential code, 10 in the parallel one.
-        start: calls of `step` before the first pruning: epochs, 200 in the papers.
+        begin: the first call of `step` that may prune; the papers' codes leave out 200 epochs.
         every: calls from one pruning to the next: 10 in the sequential code, 20 in the parallel one.
         skip: what is left as it is: modules, or their names. The output layer is to be.
         on_layout_change: called as (module, source) after each change; see `rewire`.
@@ -38,7 +38,7 @@ class ImportancePruning(DynamicSparsity):
     Example:
         >>> import torch, blocksparse as bs
         >>> layer = bs.nn.Linear(100, 50, density=0.1, block_size=1)
-        >>> method = bs.sparsity.ImportancePruning(layer, percentile=20, start=0, every=1)
+        >>> method = bs.sparsity.ImportancePruning(layer, percentile=20, begin=0, every=1)
         >>> method.step()
         True
         >>> int((bs.sparsity.importance(layer) == 0).sum())
@@ -53,20 +53,20 @@ class ImportancePruning(DynamicSparsity):
         optimizer: torch.optim.Optimizer | None = None,
         *,
         percentile: float = 20,
-        start: int = 200,
+        begin: int = 201,
         every: int = 10,
         skip: Skip = (),
         on_layout_change: OnLayoutChange | None = None,
     ):
         super().__init__(modules, optimizer, skip=skip, every=every, on_layout_change=on_layout_change)
         self.percentile = number("percentile", percentile, 0, 100)
-        self.start = integer("start", start, 0)
+        self.begin = integer("begin", begin, 0)
         for name, module in self.modules.items():
             if isinstance(module, Weight):
                 raise BlockSparseError.expected(name, "a linear layer or a convolution (or it in skip)", "a weight")
 
     def _due(self, call: int) -> bool:
-        return super()._due(call) and call > self.start
+        return super()._due(call) and call >= self.begin
 
     def _change(self) -> None:
         for module in self.modules.values():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -20,18 +23,18 @@ from .sampling import keys_of
 
 
 class RigL(DynamicSparsity):
-    """RigL. `step` is called in each iteration between `loss.backward()` and `optimizer.step()`.
+    """RigL: drops the smallest weights and grows those whose gradient is the largest.
 
-    In each `every`-th one, until end, the fraction alpha / 2 (1 + cos(pi t / end)) of the blocks, those of the
-    smallest magnitude, goes; as many grow where the gradient of the dense weight has the largest norm, with zeros for
-    values and for what the optimizer keeps. A block that would go and grow at once stays as it is. In that iteration
-    all gradients of the optimizer's parameters are cleared, so that its `step` moves no weight. (A
-    `torch.amp.GradScaler` wants gradients: call it only where `step` returned False.)
+    `step` is called in each iteration, after `optimizer.step()`. In each `every`-th one, until end, the fraction
+    alpha / 2 (1 + cos(pi t / end)) of the blocks, those of the smallest magnitude, goes; as many grow where the
+    gradient of the dense weight has the largest norm, with zeros for values and for what the optimizer keeps. A block
+    that would go and grow at once stays as it is. No weight moves in that iteration: a hook of the optimizer clears
+    all gradients of its parameters before its step.
 
     The dense gradient exists as norms per block only, computed a few rows of blocks at a time from the layers' inputs
-    and the gradients of their outputs, which are kept in that one iteration; of several passes before `step` the
-    gradients add up. Each process ranks by its own gradient: under DistributedDataParallel the layouts would part, and
-    the next forward pass raises. There, train by `SET` with one seed.
+    and the gradients of their outputs, which hooks of the layers keep in that one iteration; of several passes before
+    `step` the gradients add up. Each process ranks by its own gradient: under DistributedDataParallel the layouts would
+    part, and the next forward pass raises. There, train by `SET` with one seed.
 
     Args:
         modules: a model, or some modules, of linear layers and convolutions, transposed ones too; recurrent weights are
@@ -47,7 +50,7 @@ class RigL(DynamicSparsity):
     Raises:
         BlockSparseError: a model without block-sparse weights or with recurrent ones, an optimizer
             without the parameter of one of them, numbers out of range; in `step`, a layer whose gradient was not
-            computed since the last call.
+            computed since the last call; in the optimizer's, no `step` since one that changed nothing.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -57,8 +60,8 @@ class RigL(DynamicSparsity):
         >>> for iteration in range(4):
         ...     optimizer.zero_grad()
         ...     layer(torch.randn(16, 64)).square().mean().backward()
-        ...     changed = method.step()
         ...     optimizer.step()
+        ...     changed = method.step()
         >>> changed, layer.layout.nnz
         (True, 16)
 
@@ -89,19 +92,25 @@ class RigL(DynamicSparsity):
         check_norm(norm)
         self.norm = norm
         self._watches: list[Watch] = []
+        self._held = False  # whether the optimizer was kept from moving weights since the last call
+        if optimizer is not None:
+            # Weakly, so that an optimizer outlives a method that is given up.
+            optimizer.register_step_pre_hook(partial(_before_update, ref(self)))
         self._prepare()
 
     def fraction(self, t: int) -> float:
         """The part of the blocks that goes in iteration t, counted from 1."""
         return self.alpha / 2 * (1 + math.cos(math.pi * t / self.end))
 
-    def step(self) -> bool:
-        """Counts an iteration; returns whether it was one of the topology, in which no weight is to move."""
-        changed = super().step()
-        if changed and self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        self._prepare()
-        return changed
+    def hold_weights(self) -> None:
+        """Clears all gradients in an iteration that changes the layouts; the optimizer calls this before its step."""
+        # Where `step` is called before the optimizer's, the layers are watched already, but for the next iteration.
+        if self.optimizer is None or not any(watch.seen for watch in self._watches):
+            return
+        if self._held:
+            raise BlockSparseError.expected("optimizer.step", "RigL's step after each call of it", "another call of it")
+        self.optimizer.zero_grad(set_to_none=True)
+        self._held = True
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
@@ -110,11 +119,19 @@ class RigL(DynamicSparsity):
     def _due(self, call: int) -> bool:
         return super()._due(call) and call < self.end
 
+    def _step(self) -> bool:
+        changed = super()._step()
+        if changed and self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)  # where `step` is called before the optimizer's
+        self._prepare()
+        return changed
+
     def _prepare(self) -> None:
         """Watches the layers in the iteration that will be one of the topology, and in no other."""
         for watch in self._watches:
             watch.close()
         self._watches = [Watch(layer) for layer in self.modules.values()] if self._due(self.calls + 1) else []
+        self._held = False
 
     def _change(self) -> None:
         for name, watch in zip(self.modules, self._watches, strict=True):
@@ -135,3 +152,8 @@ class RigL(DynamicSparsity):
         drop &= ~np.isin(keys, grown)
         rows, cols = np.divmod(np.setdiff1d(grown, keys, assume_unique=True), layout.grid[1])
         rewire(layer, np.flatnonzero(drop), rows, cols, self.optimizer, on_layout_change=self.on_layout_change)
+
+
+def _before_update(method: ref[RigL], *_: Any) -> None:
+    if (rigl := method()) is not None:
+        rigl.hold_weights()

@@ -1,0 +1,65 @@
+"""What all methods have in common that work while a model is trained: one place in the training loop, one state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checked import check_state
+from ..errors import BlockSparseError
+
+
+class TrainingMethod:
+    """Changes which weights of a model are stored, or used, while it is trained.
+
+    Every method is called at the same place, once in each iteration:
+
+        optimizer.zero_grad()
+        loss(model(x)).backward()       # with + method.penalty(), where a method has one
+        optimizer.step()
+        method.step()
+
+    What a method needs of the backward pass it collects by hooks. `begin`, `end` and `every` count calls of `step`,
+    the first of which is number 1: nothing changes before call `begin`, the last change is at or before call `end`.
+    Where a paper counts epochs, `step` is called after each epoch, or `every` is a number of iterations.
+    """
+
+    calls = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the method has done its last, so that no call can follow."""
+        return False
+
+    def step(self) -> bool:
+        """Counts a call; returns whether this one may have changed the pattern.
+
+        Raises:
+            BlockSparseError: the method is finished.
+        """
+        self._check_unfinished("step")
+        self.calls += 1
+        with torch.no_grad():
+            return self._step()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns the state to save besides those of the model and the optimizer."""
+        return {"calls": torch.tensor(self.calls)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Resumes from a state; the model's and the optimizer's states are loaded as usual.
+
+        Raises:
+            BlockSparseError: a state of something else, or the method is finished.
+        """
+        self._check_unfinished("load_state_dict")
+        check_state(state, self.state_dict())
+        self.calls = int(state["calls"])
+
+    def _step(self) -> bool:
+        """Works in the call that was just counted."""
+        return False
+
+    def _check_unfinished(self, what: str) -> None:
+        if self.finished:
+            raise BlockSparseError.expected(what, "a method that goes on", "one that is finished")
