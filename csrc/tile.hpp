@@ -52,6 +52,14 @@ BLOCKSPARSE_INLINE auto load_pieces(const Unit* const* x, int64_t offset) {
   }
 }
 
+// A weight, which lies where the caller's values lie: a pair of numbers may begin at an odd one.
+template <class Unit>
+BLOCKSPARSE_INLINE Unit load_unit(const Unit* from) {
+  Unit unit;
+  memcpy(&unit, from, sizeof unit);
+  return unit;
+}
+
 template <class E, int kRows, int kVectors, Gather kGather>
 BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_t x_offset, bool add,
                                       typename E::Sum* sums, int64_t sums_row) {
@@ -90,7 +98,7 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
       }
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        const Unit weight = r < kHalf ? w[r * w_row] : below[(r - kHalf) * w_row];
+        const Unit weight = load_unit(r < kHalf ? w + r * w_row : below + (r - kHalf) * w_row);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) sum[r][v] = E::multiply_add(weight, in[v], sum[r][v]);
       }
