@@ -26,6 +26,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from operator import sub, truediv
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,11 @@ import torch
 from rich.console import Console
 
 from blocksparse import BlockSparseError
+from blocksparse.checkpoint import read_json
 from blocksparse.distributed import Epoch, Settings, train
 from blocksparse_lab.bench import report
+from blocksparse_lab.bench.report import spread
 from blocksparse_lab.data import tables
-from blocksparse_lab.experiments.report import spread
 from blocksparse_lab.machine import machine
 from blocksparse_lab.recipes import mlp
 
@@ -49,6 +52,10 @@ RESULTS = Path(__file__).parents[1] / "docs" / "results"
 ABOUT = (
     "The sparse net for Fashion-MNIST, trained by one process (sequential SET) and by WASAP-SGD with several: in the "
     "first phase they train one network asynchronously, in the second each trains alone; then they are averaged"
+)
+CAPTION = (
+    "The test accuracy is that of the network at the end, averaged and pruned; rows per second, the median over the "
+    "epochs of a phase. Mean and standard deviation over the seeds; comparisons are run by run with the same seed."
 )
 # Of the phases, as `distributed.Epoch` calls them.
 FIRST, SECOND = "asynchronous", "alone"
@@ -229,79 +236,69 @@ def write(runs: Sequence[Run], options: Options, facts: dict[str, Any], out: Pat
     """Writes the results so far as JSON and Markdown."""
     paths = [out / f"{NAME}.{kind}" for kind in ("json", "md")]
     settings = {"epochs": options.epochs, "rows": options.rows}
-    content = {"what": ABOUT, "machine": facts, "settings": settings, "runs": [asdict(run) for run in runs]}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        paths[0].write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        paths[1].write_text(markdown(runs, options, facts), encoding="utf-8")
-    except OSError as error:
-        raise BlockSparseError.expected("out", "a folder to write to", f"{out} ({error.strerror})") from error
+    every = [asdict(run) | {"epochs": report.columns(run.epochs)} for run in runs]
+    report.write_json(paths[0], {"what": ABOUT, "machine": facts, "settings": settings, "runs": every})
+    draw(paths[0])
     return paths
 
 
-def markdown(runs: Sequence[Run], options: Options, facts: dict[str, Any]) -> str:
-    """The table, what it comes to, and how it was measured."""
+def draw(path: Path) -> None:
+    """Writes the Markdown of a JSON file."""
+    content = read_json(path)
+    runs = [Run(**run | {"epochs": report.rows(run["epochs"])}) for run in content["runs"]]
+    report.write_text(path.with_suffix(".md"), markdown(runs, content["machine"]))
+
+
+def markdown(runs: Sequence[Run], machine: dict[str, Any]) -> str:
+    """The table, with its caption."""
     of: dict[int, list[Run]] = {}
     for run in runs:
         if run.failure is None:
             of.setdefault(run.processes, []).append(run)
-    lines = [f"# {NAME}", "", f"{ABOUT}.", ""]
+    parts = [f"# {NAME}", f"{ABOUT}.", CAPTION]
     if of:
-        lines += ["| | " + " | ".join(map(_processes, of)) + " |", "|---|" + "---:|" * len(of)]
-        lines += [f"| {title} | " + " | ".join(cells) + " |" for title, cells in _rows(of)]
-        lines += ["", *_verdict(of), _how(next(iter(of.values()))[0], options), ""]
-    lines += [f"{run.name} failed: {run.failure}.\n" for run in runs if run.failure is not None]
-    return "\n".join([*lines, report.where(facts)]) + "\n"
+        parts += ["\n".join(report.markdown(["", *map(_processes, of)], list(_rows(of))))]
+    failures = [(run.name, run.failure) for run in runs if run.failure is not None]
+    parts += ["\n".join(report.markdown(("failed", "reason"), failures))] if failures else []
+    return "\n\n".join([*parts, report.where(machine)]) + "\n"
 
 
-def _rows(of: dict[int, list[Run]]) -> Iterator[tuple[str, list[str]]]:
-    def speeds(phase: str) -> list[str]:
-        found = [[run.rows_per_second(phase) for run in runs] for runs in of.values()]
-        return [spread([x for x in some if x is not None], 0) if None not in some else "-" for some in found]
+def _rows(of: dict[int, list[Run]]) -> Iterator[list[str]]:
+    def row(title: str, value: Callable[[Run], Any], digits: int = 0) -> list[str]:
+        """A text, or mean and standard deviation of the seeds where they have one."""
 
-    facts = {processes: runs[0].facts for processes, runs in of.items()}
-    yield "cores of a process", [_share(one["cores"], processes) for processes, one in facts.items()]
-    yield "seeds", [str(len(runs)) for runs in of.values()]
-    yield "test accuracy, %", [spread([run.accuracy for run in runs], 2) for runs in of.values()]
-    yield "rows per second of all, first phase", speeds(FIRST)
-    yield "rows per second of all, second phase", speeds(SECOND)
-    yield (
-        "seconds, evaluations and all",
-        [spread([run.epochs[-1]["seconds"] for run in runs], 0) for runs in of.values()],
-    )
+        def cell(runs: Sequence[Run]) -> str:
+            some = [x for x in map(value, runs) if x is not None]
+            return "-" if not some else some[0] if isinstance(some[0], str) else spread(some, digits)
 
+        return [title, *map(cell, of.values())]
 
-def _verdict(of: dict[int, list[Run]]) -> Iterator[str]:
-    """Compares each number of processes with one, over the seeds that both have."""
-    alone = {run.seed: run for run in of.get(1, ())}
-    for processes, runs in of.items():
-        pairs = [(run, alone[run.seed]) for run in runs if run.seed in alone]
-        if processes == 1 or not pairs:
-            continue
-        points = [run.accuracy - one.accuracy for run, one in pairs]
-        lower = statistics.fmean(points) < 0
-        said = f"**{_processes(processes)}: a test accuracy {spread([-x if lower else x for x in points], 2)} points "
-        said += f"{'lower' if lower else 'higher'} than with one**"
-        for phase, called in ((FIRST, "first"), (SECOND, "second")):
-            ratios = [
-                ours / theirs
-                for run, one in pairs
-                if (ours := run.rows_per_second(phase)) and (theirs := one.rows_per_second(phase))
-            ]
-            said += f", {spread(ratios, 2)} times the rows per second in the {called} phase" if ratios else ""
-        yield f"{said}.\n"
+    def told(title: str, name: str) -> list[str]:
+        return row(title, lambda run: f"{run.facts[name]:,}")
 
+    def compared(value: Callable[[Run], Any], how: Callable[[Any, Any], float]) -> Callable[[Run], float | None]:
+        """Of a run and that of one process with the same seed."""
+        alone = {run.seed: value(run) for run in of.get(1, ())}
+        return lambda run: how(value(run), alone[run.seed]) if value(run) and alone.get(run.seed) else None
 
-def _how(run: Run, options: Options) -> str:
-    facts = run.facts
-    first = sum(epoch["phase"] == FIRST for epoch in run.epochs)
-    return (
-        f"{options.epochs} epochs for all, {first} of them in the first phase; {facts['connections']:,} connections, "
-        f"density {100 * facts['density']:.3g} %; {facts['rows']:,} rows to train on, {facts['tested']:,} to test on; "
-        f"batches of {facts['batch']} in each process. Processes of {facts['threads']} thread, on {facts['cores']} "
-        "cores in all. The test accuracy is that of the network at the end, averaged and pruned; rows per second, "
-        "the median over the epochs of a phase."
-    )
+    phases = {FIRST: "first phase", SECOND: "second phase"}
+    yield row("cores of a process", lambda run: _share(run.facts["cores"], run.processes))
+    yield told("threads of a process", "threads")
+    yield told("rows to train on", "rows")
+    yield told("rows to test on", "tested")
+    yield told("rows of a batch, in each process", "batch")
+    yield told("connections", "connections")
+    yield row("density", lambda run: f"{100 * run.facts['density']:.3g} %")
+    yield row("epochs", lambda run: str(run.epochs[-1]["epoch"]))
+    yield row("of them in the first phase", lambda run: str(sum(epoch["phase"] == FIRST for epoch in run.epochs)))
+    yield ["seeds", *(str(len(runs)) for runs in of.values())]
+    yield row("test accuracy, %", lambda run: run.accuracy, 2)
+    yield row("test accuracy, against 1 process", compared(lambda run: run.accuracy, sub), 2)
+    for phase, title in phases.items():
+        yield row(f"rows per second of all, {title}", partial(Run.rows_per_second, phase=phase))
+    for phase, title in phases.items():
+        yield row(f"times those of 1 process, {title}", compared(partial(Run.rows_per_second, phase=phase), truediv), 2)
+    yield row("seconds, evaluations and all", lambda run: run.epochs[-1]["seconds"])
 
 
 def _processes(count: int) -> str:

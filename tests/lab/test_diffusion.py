@@ -167,7 +167,7 @@ def test_a_run_and_its_report(tmp_path):
     paths = experiments.write("diffusion-cora", experiment, tmp_path / "runs", tmp_path / "out")
     text = paths[1].read_text()
     assert "| entries of P^2 | " in text
-    assert "**Against all transitions: " in text
+    assert "| accuracy, against all transitions | " in text
     assert "| 100,000 | " in text
 
 

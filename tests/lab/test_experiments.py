@@ -1,10 +1,11 @@
-"""Experiments: their runs, their probes, their report."""
+"""Experiments: their runs, their probes, their reports."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 import blocksparse as bs
 from blocksparse_lab import experiments
 from blocksparse_lab.cli import app
-from blocksparse_lab.experiments import classifiers, language
+from blocksparse_lab.experiments import classifiers, language, report
 from blocksparse_lab.experiments.classifiers import ClassifierExperiment
 from blocksparse_lab.experiments.language import Contender, LanguageExperiment
 from blocksparse_lab.models.char_lm import CharLMConfig, multiply_adds, parameter_count
@@ -21,17 +22,15 @@ from blocksparse_lab.recipes import mlp
 from blocksparse_lab.recipes.trainer import Settings
 from test_data_tables import write_madelon
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
 
 @pytest.fixture
-def reviews(tmp_path):
-    path = tmp_path / "opinions.csv"
+def tiny(tmp_path, monkeypatch):
+    """Two language models, and reviews to probe them on."""
+    reviews = tmp_path / "opinions.csv"
     lines = [f"{'good' if i % 2 else 'bad'} as number {i},{i % 2}" for i in range(40)]
-    path.write_text("\n".join(["text,label", *lines]) + "\n")
-    return str(path)
-
-
-@pytest.fixture
-def tiny(reviews, monkeypatch):
+    reviews.write_text("\n".join(["text,label", *lines]) + "\n")
     experiment = LanguageExperiment(
         about="Two tiny models",
         text="python",
@@ -44,42 +43,51 @@ def tiny(reviews, monkeypatch):
         seq=8,
         evaluated=200,
         seeds=(0, 1),
-        reviews={reviews: None},
+        reviews={str(reviews): None},
     )
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
     return experiment
 
 
+def command(tmp_path, *arguments):
+    """Runs "tiny"; gives what was said, the results and the Markdown."""
+    folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, ["experiment", "tiny", *folders, *arguments])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / "tiny.png").read_bytes().startswith(b"\x89PNG")
+    markdown = (tmp_path / "out" / "tiny.md").read_text()
+    return done.output, experiments.load(tmp_path / "out" / "tiny.json").runs, markdown
+
+
+def cells(markdown, title):
+    row = next(line for line in markdown.splitlines() if line.startswith(f"| {title} |"))
+    return [cell.strip() for cell in row.split("|")[2:-1]]
+
+
 def test_from_nothing_to_the_report(tiny, tmp_path):
-    runs, out = tmp_path / "runs", tmp_path / "results"
-    arguments = ["experiment", "tiny", "--runs", str(runs), "--out", str(out)]
-    first = CliRunner().invoke(app, [*arguments, "--seed", "0"])
-    assert first.exit_code == 0, first.output
-    assert sorted(path.name for path in (runs / "tiny").iterdir()) == ["dense-0", "wide-0"]
-    second = CliRunner().invoke(app, arguments)
-    assert second.exit_code == 0, second.output
-    assert second.output.count("this run is finished") == 2
-    found = json.loads((out / "tiny.json").read_text())
-    assert {name: len(of) for name, of in found["runs"].items()} == {"dense": 2, "wide": 2}
-    seeds = [run["task"]["model"]["seed"] for run in found["runs"]["wide"]]
-    assert seeds == [0, 1]
-    assert all(0 <= probe["probe"]["test"] <= 1 for run in found["runs"]["wide"] for probe in run["probes"].values())
-    table = (out / "tiny.md").read_text()
-    assert "| hidden units | 16 | 32 |" in table
+    command(tmp_path, "--seed", "0")
+    assert sorted(path.name for path in (tmp_path / "runs" / "tiny").iterdir()) == ["dense-0", "wide-0"]
+    said, runs, table = command(tmp_path)
+    assert said.count("this run is finished") == 2
+    assert {name: [run.task["model"]["seed"] for run in of] for name, of in runs.items()} == {
+        "dense": [0, 1],
+        "wide": [0, 1],
+    }
+    probes = [probe["probe"] for run in runs["wide"] for probe in run.config["facts"]["probes"].values()]
+    assert all(0 <= probe["test"] <= 1 and "coefficients" not in probe for probe in probes)
+    assert cells(table, "hidden units") == ["16", "32"]
     assert "± " in table
     assert "features used" in table
-    assert (out / "tiny.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "out" / "tiny.md").unlink()
+    _, _, again = command(tmp_path, "--redraw")
+    assert again == table
 
 
 def test_all_read_the_same_text_in_the_same_order(tiny, tmp_path):
     chunks = [trainer.task.inputs(2)[0] for trainer in tiny.trainers(tmp_path)]
     assert len(chunks) == 4
     assert all((chunk == chunks[0]).all() for chunk in chunks)
-
-
-def test_some_of_the_runs(tiny, tmp_path):
-    chosen = tiny.trainers(tmp_path, only=["wide"], seeds=[1])
-    assert [trainer.run.name for trainer in chosen] == ["wide-1"]
+    assert [trainer.run.name for trainer in tiny.trainers(tmp_path, only=["wide"], seeds=[1])] == ["wide-1"]
 
 
 def test_bad_input(tiny, tmp_path):
@@ -89,9 +97,11 @@ def test_bad_input(tiny, tmp_path):
         list(tiny.trainers(tmp_path, only=["narrow"]))
     with pytest.raises(bs.BlockSparseError, match="runs: expected finished runs of the experiment"):
         experiments.write("tiny", tiny, tmp_path, tmp_path)
-    (tmp_path / "file").write_text("")
     with pytest.raises(bs.BlockSparseError, match=r"text: expected|wikipedia"):
         list(replace(tiny, text="wikipedia").trainers(tmp_path))
+    (tmp_path / "tiny.json").write_text('{"runs": {"dense": [1]}}')
+    with pytest.raises(bs.BlockSparseError, match=r"tiny\.json: expected the report of an experiment"):
+        experiments.draw("tiny", tiny, tmp_path)
 
 
 @pytest.mark.parametrize("name", language.EXPERIMENTS)
@@ -104,31 +114,56 @@ def test_contenders_are_of_equal_size(name):
             assert size(other) <= 1.2 * size(dense)
 
 
+# -- the committed results ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_committed_tables_are_those_of_their_json(path, tmp_path, monkeypatch):
+    if path.stem not in experiments.EXPERIMENTS:
+        pytest.skip("of a benchmark")
+    (tmp_path / path.name).write_bytes(path.read_bytes())
+    experiment = experiments.find(path.stem)
+    monkeypatch.setattr(type(experiment), "picture", lambda *of: None)
+    report.draw(path.stem, experiment, tmp_path)
+    assert (tmp_path / f"{path.stem}.md").read_text() == path.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize("name", ["prune-charlm", "sparse-madelon", "cifar10-pixels-small"])
+def test_pictures_come_from_the_json_too(name, tmp_path):
+    experiments.find(name).picture(tmp_path / "a.png", experiments.load(RESULTS / f"{name}.json"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_committed_results_are_small():
+    assert sum(path.stat().st_size for path in RESULTS.glob("*.json")) < 200_000
+
+
+def test_what_runs_share_is_written_once():
+    records = [{"a": 1, "b": {"c": [seed], "d": {"e": 1}}, "f": {}} for seed in (0, 1)]
+    common = report.shared(records)
+    assert common == {"a": 1, "b": {"d": {"e": 1}}}
+    assert [report.merged(common, report.without(record, common)) for record in records] == records
+
+
 # -- classifiers -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def points(tmp_path):
-    """A csv file with rows around a point of each of two classes."""
+def table(tmp_path, monkeypatch):
+    """Three nets on rows around a point of each of two classes."""
     rng = np.random.default_rng()
     middle = rng.normal(size=(2, 8))
     rows = [[*(middle[i % 2] + rng.normal(size=8)), i % 2] for i in range(100)]
     path = tmp_path / "points.csv"
     header = ",".join([*(f"x{i}" for i in range(8)), "label"])
     path.write_text("\n".join([header, *(",".join(map(str, row)) for row in rows)]) + "\n")
-    return str(path)
-
-
-@pytest.fixture
-def table(points, monkeypatch):
     recipe = mlp.Recipe(hidden=(20, 20), epsilon=3, batch=16)
-    epochs = {"dense": 2, "fixed": 3, "set": 3}
     experiment = ClassifierExperiment(
         about="Three tiny nets",
-        data=points,
+        data=str(path),
         contenders={
-            name: classifiers.Contender(name, replace(recipe, epochs=epochs[name]))
-            for name in ("dense", "fixed", "set")
+            name: classifiers.Contender(name, replace(recipe, epochs=epochs))
+            for name, epochs in (("dense", 2), ("fixed", 3), ("set", 3))
         },
         seeds=(0, 1),
         tested_on="a fifth of each class",
@@ -137,33 +172,19 @@ def table(points, monkeypatch):
     return experiment
 
 
-def cells(markdown, title):
-    """The cells of a row, as numbers where they are."""
-    row = next(line for line in markdown.splitlines() if line.startswith(f"| {title} |"))
-    return [cell.strip() for cell in row.split("|")[2:-1]]
-
-
 def test_classifiers_from_nothing_to_the_report(table, tmp_path):
-    runs, out = tmp_path / "runs", tmp_path / "results"
-    arguments = ["experiment", "tiny", "--runs", str(runs), "--out", str(out)]
-    first = CliRunner().invoke(app, [*arguments, "--only", "set", "--seed", "1"])
-    assert first.exit_code == 0, first.output
-    # With one contender there is nothing to compare.
-    assert "points" not in (out / "tiny.md").read_text()
-    assert "± " not in (out / "tiny.md").read_text()
-    second = CliRunner().invoke(app, arguments)
-    assert second.exit_code == 0, second.output
-    assert second.output.count("this run is finished") == 1
-    found = json.loads((out / "tiny.json").read_text())["runs"]
-    assert {name: len(of) for name, of in found.items()} == {"dense": 2, "fixed": 2, "set": 2}
-    markdown = (out / "tiny.md").read_text()
+    _, _, markdown = command(tmp_path, "--only", "set", "--seed", "1")
+    assert "± " not in markdown
+    said, runs, markdown = command(tmp_path)
+    assert said.count("this run is finished") == 1
     assert cells(markdown, "topology") == ["dense", "sparse, never changed", "sparse, evolved (SET)"]
     assert cells(markdown, "epochs") == ["2", "3", "3"]
     assert cells(markdown, "density")[0] == "100 %"
-    weights = {name: of[0]["connections"] for name, of in found.items()}
+    assert cells(markdown, "rows to test on") == 3 * ["20, a fifth of each class"]
+    weights = {name: of[0].config["facts"]["connections"] for name, of in runs.items()}
     assert weights["dense"] == 8 * 20 + 20 * 20 + 20 * 2 > weights["set"] == weights["fixed"]
     # All figures once more, from the curves.
-    errors = {name: np.array([[e["held_out"] for e in run["curve"]] for run in of]) for name, of in found.items()}
+    errors = {name: np.array([[e["held_out"] for e in run.evaluations] for run in of]) for name, of in runs.items()}
     assert {name: of.shape for name, of in errors.items()} == {"dense": (2, 2), "fixed": (2, 3), "set": (2, 3)}
     for title, figure in (
         ("test error after the last epoch, %", lambda of: of[:, -1]),
@@ -172,19 +193,15 @@ def test_classifiers_from_nothing_to_the_report(table, tmp_path):
     ):
         values = [figure(of) for of in errors.values()]
         assert cells(markdown, title) == [f"{v.mean():.2f} ± {v.std(ddof=1):.2f}" for v in values], title
-    for name in ("dense", "fixed"):
-        difference = errors["set"][:, -1] - errors[name][:, -1]
-        than = "lower" if difference.mean() < 0 else "higher"
-        said = f"{abs(difference.mean()):.2f} ± {difference.std(ddof=1):.2f} points {than} than that of {name}"
-        assert said in markdown
-    assert "After the last epoch (3 epochs of set, 2 of dense) the test error of set is" in markdown
-    assert "80 rows of 8 features to train on, 20 to test on, a fifth of each class." in markdown
-    for run in (run for of in found.values() for run in of):
-        seconds = np.diff([0, *(e["seconds"] for e in run["curve"])])
-        assert run["seconds_per_epoch"] == pytest.approx(np.median(seconds))
-        assert run["seconds"] == pytest.approx(seconds.sum())
-        assert run["lowest"] == min(e["held_out"] for e in run["curve"])
-    assert (out / "tiny.png").read_bytes().startswith(b"\x89PNG")
+    against = [of[:, -1] - errors["set"][:, -1] for of in errors.values()]
+    told = [f"{difference.mean():+.2f} ± {difference.std(ddof=1):.2f}" for difference in against]
+    assert [cell.replace("-0.00", "+0.00") for cell in cells(markdown, "last test error, against set")] == [
+        cell.replace("-0.00", "+0.00") for cell in told
+    ]
+    for run in (run for of in runs.values() for run in of):
+        seconds = np.diff([0, *(e["seconds"] for e in run.evaluations)])
+        assert run.config["facts"]["seconds_per_epoch"] == pytest.approx(np.median(seconds), rel=1e-4)
+        assert run.seconds == pytest.approx(seconds.sum(), rel=1e-4)
 
 
 def test_contenders_differ_in_their_topology_alone(table, tmp_path):
@@ -216,12 +233,12 @@ def test_sparse_ones_have_a_twentieth_of_the_weights_at_most(name):
     assert list(chosen.contenders) == ["dense", "fixed", "set"]
     assert chosen.seeds == (0, 1, 2)
     recipe = chosen.contenders["set"].recipe
-    features, classes = {"fashion_mnist": (784, 10), "cifar10": (3072, 10), "madelon": (500, 2), "higgs": (28, 2)}[
+    inputs, classes = {"fashion_mnist": (784, 10), "cifar10": (3072, 10), "madelon": (500, 2), "higgs": (28, 2)}[
         chosen.data
     ]
 
     def density(epsilon):
-        sizes = (features, *recipe.hidden, classes)
+        sizes = (inputs, *recipe.hidden, classes)
         connections = sum(min(epsilon * (m + n), m * n) for m, n in pairwise(sizes))
         return connections / sum(m * n for m, n in pairwise(sizes))
 
@@ -233,14 +250,8 @@ def test_sparse_ones_have_a_twentieth_of_the_weights_at_most(name):
     assert {key for key, value in asdict(dense).items() if value != getattr(recipe, key)} == own
 
 
-def test_what_the_dense_net_has_of_its_own_is_told(table):
-    recipe = table.contenders["set"].recipe
-    assert classifiers._unlike(replace(recipe, epochs=9), recipe) == ""
-    told = " The dense one has learning rate 0.002 and weights drawn as xavier: it diverges with those of the others."
-    assert classifiers._unlike(replace(recipe, learning_rate=0.002, init="xavier"), recipe) == told
-
-
 def test_the_help_lists_all():
     said = CliRunner().invoke(app, ["experiment", "--help"]).output
     for name in experiments.EXPERIMENTS:
         assert f"{name}:" in said
+    assert json.dumps(said)

@@ -193,8 +193,7 @@ def test_the_experiment(tmp_path, monkeypatch):
     assert "|  | dense | sparse x4 | sparse x5 |" in text
     assert "| channels | 4, dense | 4, 4 shuffled groups | 4, 4 shuffled groups |" in text
     assert "| bits per dimension after 1 steps |" in text
-    curve = json.loads(paths[0].read_text())["runs"]["dense"][0]["curve"]
-    assert [step for step, _ in curve] == [1, 2]
+    assert [line["step"] for line in experiments.load(paths[0]).runs["dense"][0].evaluations] == [1, 2]
 
 
 def test_sparse_contenders_have_about_the_parameters_of_the_dense_one():

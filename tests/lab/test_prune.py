@@ -1,6 +1,5 @@
 """Pruning runs: the one trainer, a method in it, a truly sparse model out of it; and the experiments of them."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -224,7 +223,7 @@ def invoke(*arguments):
 
 
 def table_of(markdown):
-    lines = [line for line in markdown.split("\n\n")[2].splitlines() if not line.startswith("|---")]
+    lines = [line for line in markdown.split("\n\n")[3].splitlines() if not line.startswith("|---")]
     head, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
 
@@ -256,19 +255,19 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
     assert (out / "tiny.png").read_bytes().startswith(b"\x89PNG")
     said = invoke("experiment", "tiny", "--runs", runs, "--out", out)
     assert said.count("this run is finished") == 1
-    table, found = table_of((out / "tiny.md").read_text()), json.loads((out / "tiny.json").read_text())["runs"]
+    table, found = table_of((out / "tiny.md").read_text()), experiments.load(out / "tiny.json").runs
     assert list(table) == list(found) == ["dense", "dense x2", "gradual", "l0"]
     for name, of in found.items():
-        assert [run["settings"]["seed"] for run in of] == [0, 1]
-        accuracy = [100 - run["sparse"]["held_out"] for run in of]
+        assert [run.settings["seed"] for run in of] == [0, 1]
+        facts = [run.config["facts"] for run in of]
+        accuracy = [100 - one["sparse"]["held_out"] for one in facts]
         assert table[name]["test accuracy, %"] == f"{np.mean(accuracy):,.3f} ± {np.std(accuracy, ddof=1):,.3f}"
-        for run in of:
-            assert run["sparse"]["held_out"] == pytest.approx(run["held_out"])
-            assert run["inference"]["speed_up"]["median"] > 0
-            assert {"layers.0.weight", "layers.1.weight"} <= {
-                row["name"].replace("values", "weight") for row in run["inference"]["layers"]
-            } or not name.startswith("dense")
-            assert ("pruned" in run["sparse"]) == (name == "dense"), "what the others are measured against"
+        for run, one in zip(of, facts, strict=True):
+            assert one["sparse"]["held_out"] == pytest.approx(run.held_out, rel=1e-5)
+            assert one["inference"]["speed_up"] > 0
+            layers = {layer.replace("values", "weight") for layer in one["inference"]["layers"]}
+            assert layers == (set() if name.startswith("dense") else {"layers.0.weight", "layers.1.weight"})
+            assert ("pruned" in one["sparse"]) == (name == "dense"), "what the others are measured against"
     assert table["gradual"]["density"] == "0.250 ± 0.000"
     steps = {name: int(row["steps"]) for name, row in table.items()}
     assert steps == {name: steps["dense"] * times for name, times in zip(table, (1, 2, 2, 1), strict=True)}
@@ -278,7 +277,7 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
         "gradual": "33",
         "l0": "67",
     }
-    assert len(found["dense"][0]["sparse"]["pruned"]) == 2
+    assert len(found["dense"][0].config["facts"]["sparse"]["pruned"]) == 2
     markdown = (out / "tiny.md").read_text()
     assert "pruned in one shot after its training" in markdown
     assert "| gradual | 0.250, " in markdown
@@ -300,7 +299,7 @@ def test_what_comes_to_nothing_is_told(points, quick, monkeypatch, tmp_path):
         invoke("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
     markdown = (tmp_path / "tiny.md").read_text()
     assert list(table_of(markdown)) == ["dense"]
-    assert "group lasso-0 is left out: layers.0.weight: expected a block that is kept (by a lower strength" in markdown
+    assert "| group lasso-0 | layers.0.weight: expected a block that is kept (by a lower strength" in markdown
 
 
 def test_inputs(points, quick, monkeypatch, tmp_path):
@@ -340,14 +339,14 @@ def test_language_models_from_nothing_to_the_report(quick, monkeypatch, tmp_path
     invoke("experiment", "tiny", "--runs", tmp_path / "runs", "--out", tmp_path)
     table, found = (
         table_of((tmp_path / "tiny.md").read_text()),
-        json.loads((tmp_path / "tiny.json").read_text())["runs"],
+        experiments.load(tmp_path / "tiny.json").runs,
     )
-    bits = {name: of[0]["sparse"]["held_out"] for name, of in found.items()}
+    bits = {name: of[0].config["facts"]["sparse"]["held_out"] for name, of in found.items()}
     assert table["gradual"]["bits per character, held out"] == f"{bits['gradual']:.3f}"
-    assert table["gradual"]["against dense"] == f"{100 * (bits['gradual'] / bits['dense'] - 1):+.1f} %"
-    assert bits["gradual"] == pytest.approx(found["gradual"][0]["held_out"], rel=1e-4)
+    assert table["gradual"]["against dense, %"] == f"{100 * (bits['gradual'] / bits['dense'] - 1):+.1f}"
+    assert bits["gradual"] == pytest.approx(found["gradual"][0].held_out, rel=1e-4)
     dense = charlm.load(tmp_path / "runs" / "tiny" / "dense-0" / pruning.MODEL)
-    assert found["threshold"][0]["task"]["pruning"]["q"] == pytest.approx(bs.sparsity.percentiles(dense))
+    assert found["threshold"][0].task["pruning"]["q"] == pytest.approx(bs.sparsity.percentiles(dense), rel=1e-5)
     # The saved model is a language model like any other.
     model = charlm.load(tmp_path / "runs" / "tiny" / "gradual-0" / pruning.MODEL)
     assert b"".join(charlm.sample(model, b"The ", 5))

@@ -186,7 +186,8 @@ def test_the_experiment(tmp_path, monkeypatch):
     text = paths[1].read_text()
     assert "| down-sampling | stride | aps |" in text
     assert "| 100.00 ± 0.00 |" in text.split("consistency")[1]
-    assert all(0 < one["consistency"]["agreement"] <= 1 for one in json.loads(paths[0].read_text())["runs"]["stride"])
+    found = experiments.load(paths[0]).runs["stride"]
+    assert all(0 < run.config["facts"]["consistency"]["agreement"] <= 1 for run in found)
 
 
 # -- mistakes -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from blocksparse.errors import BlockSparseError
 from blocksparse.measure import Spread
 from blocksparse.topology.drawings.style import figure_and_axes
 
@@ -92,7 +95,7 @@ def short(value: float) -> str:
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
-def write_json(
+def write_results(
     path: Path, results: Sequence[CaseResult], what: str = "block-sparse linear products", **settings: Any
 ) -> None:
     """The results with the machine they were measured on."""
@@ -102,7 +105,76 @@ def write_json(
         "settings": settings,
         "results": [result.as_dict() for result in results],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(path, content)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Results as JSON: numbers to seven digits, and what has no further parts in one line.
+
+    Raises:
+        BlockSparseError: the file cannot be written.
+    """
+    text = json.dumps(_rounded(content), indent=1)
+    # Within strings there is neither a line break nor, behind a bracket, one to begin with.
+    flat = re.sub(r"(?<=[\[{])\n[^\[\]{}]*(?=[\]}])", lambda found: " ".join(found[0].split()), text)
+    write_text(path, flat + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """A file of results, in a folder that is made where it is missing.
+
+    Raises:
+        BlockSparseError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BlockSparseError.expected("out", "a folder to write to", f"{path.parent} ({error.strerror})") from error
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(part) for part in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Records as columns, which JSON names once.
+
+    >>> columns([{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}])
+    {'step': [1, 2], 'loss': [0.5, 0.25]}
+    """
+    return {key: [row[key] for row in rows] for key in rows[0] if all(key in row for row in rows)} if rows else {}
+
+
+def rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Columns as records.
+
+    >>> rows({"step": [1, 2], "loss": [0.5, 0.25]})
+    [{'step': 1, 'loss': 0.5}, {'step': 2, 'loss': 0.25}]
+    """
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown, whose first column is text."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return [f"| {' | '.join(line)} |" if line is not lines[1] else f"|{'|'.join(line)}|" for line in lines]
+
+
+def spread(values: Sequence[float], digits: int | None = None, sign: str = "") -> str:
+    """Mean and standard deviation, in as many digits as a person reads; of a single value that alone.
+
+    >>> spread([10.25, 10.75]), spread([8]), spread([1.5, 2.5], digits=1, sign="+")
+    ('10.50 ± 0.35', '8.0000', '+2.0 ± 0.7')
+    """
+    if digits is None:
+        digits = 4 if max(values) < 10 else 2 if max(values) < 100 else 0
+    deviation = f" ± {statistics.stdev(values):,.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign},.{digits}f}{deviation}"
 
 
 def write_chart(path: Path, results: Sequence[CaseResult], title: str) -> None:

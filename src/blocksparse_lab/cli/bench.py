@@ -80,7 +80,7 @@ def linear(
         "device": device,
         "against": list(runner.against),
     }
-    report.write_json(out / f"{name}.json", results, **settings)
+    report.write_results(out / f"{name}.json", results, **settings)
     report.write_chart(out / f"{name}.png", results, title)
     console.print(f"wrote {out / name}.json and .png", highlight=False, soft_wrap=True)
 
@@ -149,7 +149,7 @@ def conv2d(
         "against": list(runner.against),
         "layer": layer,
     }
-    report.write_json(out / f"{base}.json", everything, "block-sparse 2-D convolutions", **settings)
+    report.write_results(out / f"{base}.json", everything, "block-sparse 2-D convolutions", **settings)
     console.print(f"wrote {out / base}.json" + (" and .png" if random else ""), highlight=False, soft_wrap=True)
 
 
@@ -217,7 +217,7 @@ def lstm(
         "device": device,
         "against": list(runner.against),
     }
-    report.write_json(out / f"{file}.json", everything, "block-sparse recurrent language models", **settings)
+    report.write_results(out / f"{file}.json", everything, "block-sparse recurrent language models", **settings)
     console.print(f"wrote {out / file}.json and .png", highlight=False, soft_wrap=True)
 
 

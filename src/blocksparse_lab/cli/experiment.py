@@ -35,6 +35,7 @@ def experiment(
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Some of the models, by name.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Some of the seeds.")] = None,
+    redraw: Annotated[bool, typer.Option("--redraw", help="Only the report, again, from its JSON.")] = False,
 ) -> None:
     """Trains what an experiment compares, probes it, and writes what came out as JSON, Markdown and PNG.
 
@@ -46,6 +47,10 @@ def experiment(
     chosen = experiments.find(name)
     folder = runs / name
     console.print(f"[bold]{name}[/]: {chosen.about}", highlight=False)
+    if redraw:
+        for path in experiments.draw(name, chosen, out):
+            console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+        return
     for trainer in chosen.trainers(folder, data_dir, only or (), seed or ()):
         console.print(f"[bold]{trainer.run.name}[/]", highlight=False)
         try:

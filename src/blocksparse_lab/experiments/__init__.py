@@ -6,15 +6,17 @@ from blocksparse.errors import BlockSparseError
 
 from . import classifiers, graphs, language, pixels, pruned, shifted
 from .experiment import Experiment
-from .report import write
+from .report import draw, load, write
 
 __all__ = [
     "EXPERIMENTS",
     "Experiment",
     "classifiers",
+    "draw",
     "find",
     "graphs",
     "language",
+    "load",
     "pixels",
     "pruned",
     "shifted",

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..data import planetoid
 from ..recipes import dcnn
 from ..recipes.compare import Run
 from ..recipes.trainer import Trainer
 from .classifiers import last
-from .experiment import Experiment, Row, Runs
-from .report import spread
+from .experiment import SEEDS, Column, Experiment, Results, Table, fact, said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +28,13 @@ class DiffusionExperiment(Experiment):
     contenders: Mapping[str, float]
     graph: str
 
+    caption: ClassVar[str] = (
+        f"Nodes in random thirds, another draw for each seed: to train on, to choose with, and to test on. Adagrad "
+        f"with learning rate {dcnn.LEARNING_RATE:g} in batches of {dcnn.BATCH}; the accuracy is that after the last "
+        "epoch. P = A / (degree + 1), column by column; what is left out goes before P is multiplied with itself. "
+        "Mean and standard deviation over the seeds; the difference is run by run with the same seed."
+    )
+
     def load(self, data_dir: str | Path | None) -> planetoid.Graph:
         return planetoid.load(self.graph, data_dir)
 
@@ -38,40 +44,45 @@ class DiffusionExperiment(Experiment):
     def found(self, run: Run) -> dict[str, Any]:
         return {"accuracy": 100 - last(run)}
 
-    def rows(self, of: Runs) -> Iterator[Row]:
-        facts = [runs[0].config["facts"] for runs in of.values()]
-        whole = facts[0]["nnz"][-1]
-        yield "transitions left out, up to", [f"{self.contenders[name]:g}" for name in of]
-        for hop in range(dcnn.HOPS):
-            yield f"entries of P^{hop + 1}", [f"{one['nnz'][hop]:,}" for one in facts]
-        yield f"fewer of P^{dcnn.HOPS}", [f"{whole / one['nnz'][-1]:.2f}x" for one in facts]
-        yield "kB of all powers", [f"{one['bytes'] / 1e3:,.0f}" for one in facts]
-        yield "seeds", [str(len(runs)) for runs in of.values()]
-        yield "accuracy, %", [spread([100 - last(run) for run in runs], 2) for runs in of.values()]
-
-    def notes(self, of: Runs) -> list[str]:
-        facts = next(iter(of.values()))[0].config["facts"]
-        means = {name: statistics.fmean(100 - last(run) for run in runs) for name, runs in of.items()}
-        first, *others = means
-        told = [f"{means[name] - means[first]:+.2f} points {name}" for name in others]
-        lines = ["| nodes | entries | entries per node | MB | bytes per node |", "|---:|---:|---:|---:|---:|"]
-        lines += [
-            f"| {nodes:,} | {entries:,} | {entries / nodes:.1f} | {size / 1e6:.2f} | {size / nodes:.0f} |"
-            for nodes, entries, size in dcnn.growth()
-        ]
-        return [
-            *([f"**Against {first}: {', '.join(told)}.**"] if told else []),
-            f"{facts['nodes']:,} nodes in random thirds, another draw for each seed: to train on, to choose with, and "
-            f"{facts['tested']:,} to test on. {dcnn.HOPS} hops, {facts['epochs']} epochs of Adagrad with learning rate "
-            f"{dcnn.LEARNING_RATE:g} in batches of {dcnn.BATCH}; the figure is that after the last one. "
-            "P = A / (degree + 1), column by column; what is left out goes before P is multiplied with itself.",
-            "P and P^2 of Barabasi-Albert graphs with 4 edges for each new node, without transitions up to 0.05:",
-            "\n".join(lines),
-        ]
+    def more(self) -> list[tuple[int, int, int]]:
+        return dcnn.growth()
 
     @property
-    def curves(self) -> str:
-        return "Test error against epochs and seconds"
+    def columns(self) -> Sequence[Column]:
+        first = next(iter(self.contenders))
+        return [
+            Column("transitions left out, up to", lambda _, threshold: f"{threshold:g}"),
+            *(Column(f"entries of P^{hop + 1}", partial(_entries, hop=hop)) for hop in range(dcnn.HOPS)),
+            Column(
+                f"fewer of P^{dcnn.HOPS}",
+                partial(_entries, hop=-1),
+                against=first,
+                compared=lambda entries, whole: whole / entries,
+                show=lambda found: f"{found[0]:.2f}x",
+            ),
+            Column("kB of all powers", lambda run, _: round(run.config["facts"]["bytes"] / 1e3)),
+            fact("nodes", "nodes"),
+            fact("nodes to test on", "tested"),
+            fact("epochs", "epochs"),
+            SEEDS,
+            fact("accuracy, %", "accuracy", 2),
+            fact(f"accuracy, against {first}", "accuracy", 2, against=first),
+        ]
+
+    def tables(self, of: Results) -> Iterator[Table]:
+        yield from super().tables(of)
+        yield Table(
+            "P and P^2 of Barabasi-Albert graphs with 4 edges for each new node, without transitions up to 0.05:",
+            ("nodes", "entries", "entries per node", "MB", "bytes per node"),
+            [
+                (said(nodes), said(entries), f"{entries / nodes:.1f}", f"{size / 1e6:.2f}", f"{size / nodes:.0f}")
+                for nodes, entries, size in of.more or ()
+            ],
+        )
+
+
+def _entries(run: Run, contender: Any, hop: int) -> int:
+    return run.config["facts"]["nnz"][hop]
 
 
 EXPERIMENTS: dict[str, Experiment] = {

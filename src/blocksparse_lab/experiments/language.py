@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..data import corpora, reviews
 from ..data import text as texts
@@ -14,8 +14,7 @@ from ..models.char_lm import CharLMConfig
 from ..recipes import charlm, sentiment
 from ..recipes.compare import Run
 from ..recipes.trainer import Settings, Trainer, device_of
-from .experiment import Experiment, Row, Runs
-from .report import spread
+from .experiment import SEEDS, Column, Experiment, fact, kept, model, setting
 
 PROBES = "probes.json"
 
@@ -53,6 +52,13 @@ class LanguageExperiment(Experiment):
     evaluated: int = 300_000
     reviews: Mapping[str, int | None] = field(default_factory=dict)
 
+    curves: ClassVar[str] = "Bits per character against steps and seconds"
+    caption: ClassVar[str] = (
+        "Mean and standard deviation over the seeds. All read the text once and in the same order; Adam with a linear "
+        "decay after the warm-up. Bits per character of one text do not compare with those of another, nor with "
+        "published figures for enwik8."
+    )
+
     def load(self, data_dir: str | Path | None) -> texts.Text:
         content = corpora.load(self.text, data_dir)
         return texts.split(content, self.seq, name=self.text, held_out=self.held_out)
@@ -72,7 +78,7 @@ class LanguageExperiment(Experiment):
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         """The sentiment probes; by data, what `sentiment` finds."""
-        found, checkpoint = probes_of(run), run / "last.safetensors"
+        found, checkpoint = kept(run, PROBES), run / "last.safetensors"
         device = self.settings.device
         for data, limit in self.reviews.items():
             if data in found:
@@ -87,61 +93,47 @@ class LanguageExperiment(Experiment):
             (run / PROBES).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
     def found(self, run: Run) -> dict[str, Any]:
-        return {"probes": probes_of(run.path)}
-
-    def rows(self, of: Runs) -> Iterator[Row]:
-        firsts = [runs[0] for runs in of.values()]
-        yield "hidden units", [f"{run.task['model']['width']:,}" for run in firsts]
-        yield "pattern", [_pattern(run.task["model"]) for run in firsts]
-        yield "density of the recurrent weights", [f"{run.config['facts']['density']:.3g}" for run in firsts]
-        yield "parameters", [f"{run.config['facts']['parameters']:,}" for run in firsts]
-        yield "multiply-adds per byte", [f"{run.config['facts']['multiply_adds_per_byte']:,}" for run in firsts]
-        yield "learning rate", [f"{run.settings['learning_rate']:g}" for run in firsts]
-        yield "seeds", [str(len(runs)) for runs in of.values()]
-        for title, figure in self._figures().items():
-            found = [[figure(run) for run in runs] for runs in of.values()]
-            known = [[value for value in values if value is not None] for values in found]
-            if known == found:
-                yield title, [spread(values) for values in known]
-
-    def _figures(self) -> dict[str, Figure]:
-        def test(data: str, key: str) -> Figure:
-            def figure(run: Run) -> float | None:
-                probes = probes_of(run.path)
-                return probes[data]["probe"][key] if data in probes else None
-
-            return figure
-
-        figures: dict[str, Figure] = {"bits per character, held out": lambda run: run.held_out}
-        for data, limit in self.reviews.items():
-            some = "" if limit is None else f" of {limit:,}"
-            figures[f"{data}, part of test texts{some} taken wrongly"] = test(data, "test error")
-            figures[f"{data}, features used"] = test(data, "used")
-        figures["bytes/s"] = lambda run: run.as_dict()["bytes_per_second"]
-        return figures
-
-    def notes(self, of: Runs) -> list[str]:
-        run = next(iter(of.values()))[0]
-        return [
-            f"Mean and standard deviation over the seeds. {run.settings['steps']:,} steps of "
-            f"{run.config['bytes_per_step']:,} bytes, {run.as_dict()['bytes'] / 1e6:.1f} MB of the text, which all "
-            f"read once and in the same order; Adam with {run.settings['warmup']} steps of warm-up and a linear decay, "
-            f"gradients clipped at {run.settings['clip']:g}. Bits per character of one text do not compare with "
-            "those of another, nor with published figures for enwik8."
-        ]
+        # What is long is left in the folder of the run.
+        long = ("coefficients", "validation of each C")
+        return {
+            "held_out": run.held_out,
+            "bytes_per_second": run.as_dict()["bytes_per_second"],
+            "probes": {
+                data: found | {"probe": {key: value for key, value in found["probe"].items() if key not in long}}
+                for data, found in kept(run.path, PROBES).items()
+            },
+        }
 
     @property
-    def curves(self) -> str:
-        return "Bits per character against steps and seconds"
+    def columns(self) -> Sequence[Column]:
+        return [
+            model("hidden units", "width"),
+            Column("pattern", lambda run, _: _pattern(run.task["model"])),
+            Column("density of the recurrent weights", lambda run, _: f"{run.config['facts']['density']:.3g}"),
+            fact("parameters", "parameters"),
+            fact("multiply-adds per byte", "multiply_adds_per_byte"),
+            setting("learning rate", "learning_rate"),
+            setting("steps", "steps"),
+            setting("steps of warm-up", "warmup"),
+            setting("gradients clipped at", "clip"),
+            Column("bytes of a step", lambda run, _: run.config["bytes_per_step"]),
+            SEEDS,
+            fact("bits per character, held out", "held_out"),
+            *(column for data, limit in self.reviews.items() for column in _probed(data, limit)),
+            fact("bytes/s", "bytes_per_second"),
+        ]
 
 
-Figure = Callable[[Run], float | None]
+def _probed(data: str, limit: int | None) -> Iterator[Column]:
+    """The columns of a probe."""
+    some = "" if limit is None else f" of {limit:,}"
+    for title, key in ((f"part of test texts{some} taken wrongly", "test error"), ("features used", "used")):
 
+        def of(run: Run, _: Any, key: str = key) -> float | None:
+            probes = run.config["facts"]["probes"]
+            return float(probes[data]["probe"][key]) if data in probes else None
 
-def probes_of(path: Path) -> dict[str, Any]:
-    """The probes of a run that were made."""
-    kept = path / PROBES
-    return json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+        yield Column(f"{data}, {title}", of)
 
 
 def _small(text: str, **other: Any) -> LanguageExperiment:

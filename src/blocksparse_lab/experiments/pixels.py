@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..data import images
 from ..recipes import pixelcnn
 from ..recipes.compare import Run
 from ..recipes.settings import Settings
 from ..recipes.trainer import Trainer
-from .experiment import Experiment, Row, Runs
-from .report import spread
+from .experiment import SEEDS, Column, Experiment, fact, model, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,13 @@ class PixelExperiment(Experiment):
     batch: int = 16
     evaluated: int = 0
 
+    curves: ClassVar[str] = "Bits per dimension against steps and seconds"
+    caption: ClassVar[str] = (
+        "The same images for all, in the same order; evaluated with the running mean of the weights, on the first test "
+        "images. Adam, with a linear decay after the warm-up. Mean and standard deviation over the seeds. The "
+        "published figures on CIFAR-10, 2.92 dense and 2.90 block-sparse, are of 160 filters and far longer training."
+    )
+
     def load(self, data_dir: str | Path | None) -> images.Images:
         return images.load(self.data, data_dir)
 
@@ -44,37 +51,28 @@ class PixelExperiment(Experiment):
         network = replace(self.contenders[contender], seed=seed)
         return pixelcnn.trainer(network, data, run, replace(self.settings, seed=seed), self.batch, self.evaluated)
 
-    def found(self, run: Run) -> dict[str, Any]:
-        return {"curve": [(line["step"], line["held_out"]) for line in run.evaluations]}
-
-    def rows(self, of: Runs) -> Iterator[Row]:
-        def figure(title: str, value: Callable[[Run], float], digits: int) -> Row:
-            return title, [spread([value(run) for run in runs], digits) for runs in of.values()]
-
-        models = [runs[0].task["model"] for runs in of.values()]
-        yield "channels", [_channels(model) for model in models]
-        yield "gated residual layers of a stage", [str(model["resnets"] * model["depth"]) for model in models]
-        yield "parameters", [f"{runs[0].config['facts']['parameters']:,}" for runs in of.values()]
-        yield "seeds", [str(len(runs)) for runs in of.values()]
-        for line in next(iter(of.values()))[0].evaluations:
-            yield figure(f"bits per dimension after {line['step']:,} steps", partial(_at, step=line["step"]), 3)
-        yield figure("seconds of training per step", lambda run: run.seconds / run.steps, 3)
-
-    def notes(self, of: Runs) -> list[str]:
-        run = next(iter(of.values()))[0]
-        s, tested = run.settings, run.config["facts"]["tested"]
-        falls = "falling to 0 in a line" if s["decay"] == "linear" else "and decay " + s["decay"]
-        return [
-            f"{s['steps']:,} steps of {run.task['batch']} images, the same for all in the same order. Evaluated on the "
-            f"first {tested:,} test images, with the running mean of the weights ({s['ema']:g}). Adam with learning "
-            f"rate {s['learning_rate']:g} after {s['warmup']} steps of warm-up, {falls}; dropout "
-            f"{run.task['model']['dropout']:g}. Mean and standard deviation over the seeds. The published figures on "
-            "CIFAR-10, 2.92 dense and 2.90 block-sparse, are of 160 filters and far longer training."
-        ]
-
     @property
-    def curves(self) -> str:
-        return "Bits per dimension against steps and seconds"
+    def columns(self) -> Sequence[Column]:
+        return [
+            Column("channels", lambda run, _: _channels(run.task["model"])),
+            Column(
+                "gated residual layers of a stage",
+                lambda run, _: run.task["model"]["resnets"] * run.task["model"]["depth"],
+            ),
+            fact("parameters", "parameters"),
+            model("dropout", "dropout"),
+            setting("learning rate", "learning_rate"),
+            setting("steps of warm-up", "warmup"),
+            setting("running mean of the weights", "ema"),
+            Column("images of a step", lambda run, _: run.task["batch"]),
+            fact("images to test on", "tested"),
+            SEEDS,
+            *(
+                Column(f"bits per dimension after {step:,} steps", partial(_at, step=step), 3)
+                for step in range(self.settings.eval_every, self.settings.steps + 1, self.settings.eval_every)
+            ),
+            Column("seconds of training per step", lambda run, _: run.seconds / run.steps, 3),
+        ]
 
 
 def _channels(model: Mapping[str, Any]) -> str:
@@ -82,8 +80,8 @@ def _channels(model: Mapping[str, Any]) -> str:
     return f"{model['filters']}, " + ("dense" if groups is None else f"{groups} shuffled groups")
 
 
-def _at(run: Run, step: int) -> float:
-    return next((line["held_out"] for line in run.evaluations if line["step"] == step), float("nan"))
+def _at(run: Run, contender: Any, step: int) -> float:
+    return next((line["held_out"] for line in run.evaluations if line["step"] == step), math.nan)
 
 
 def _small(data: str, called: str) -> PixelExperiment:

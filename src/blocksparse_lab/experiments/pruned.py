@@ -75,9 +75,6 @@ class ClassifierPruning(PruningExperiment):
     def shown(self, held_out: float) -> float:
         return 100 - held_out
 
-    def against(self, found: float, dense: float) -> str:
-        return f"{dense - found:+.2f} points"
-
 
 @dataclass(frozen=True, kw_only=True)
 class LanguagePruning(PruningExperiment):
@@ -98,6 +95,11 @@ class LanguagePruning(PruningExperiment):
     held_out: float = 0.02
     evaluated: int = 300_000
     figure: ClassVar[str] = "bits per character, held out"
+    unit: ClassVar[str] = "%"
+    digits: ClassVar[int] = 1
+
+    def compared(self, found: float, dense: float) -> float:
+        return 100 * (found / dense - 1)
 
     def load(self, data_dir: str | Path | None) -> texts.Text:
         return texts.split(corpora.load(self.text, data_dir), self.seq, name=self.text, held_out=self.held_out)
@@ -120,9 +122,6 @@ class LanguagePruning(PruningExperiment):
 
     def shown(self, held_out: float) -> float:
         return held_out
-
-    def against(self, found: float, dense: float) -> str:
-        return f"{100 * (found / dense - 1):+.1f} %"
 
 
 def _mlp(sizes: list[int], seed: int) -> SparseMLP:

@@ -23,8 +23,9 @@ from ..machine import machine
 from ..recipes.compare import Run
 from ..recipes.prune import PruneTask, Pruning, finished
 from ..recipes.trainer import Settings, Task, Trainer
-from .experiment import Experiment, Row, Runs, folder
-from .report import spread
+from .experiment import Column, Experiment, Results, Table, folder, kept, seconds, setting
+
+Runs = Mapping[str, Sequence[Run]]
 
 MODEL, PROBED, RACED = "sparse.safetensors", "sparse.json", "inference.json"
 
@@ -60,11 +61,24 @@ class PruningExperiment(Experiment):
     pruned: tuple[float, ...] = ()
     skip: tuple[str, ...] = ()
     in_rows: ClassVar[bool] = True
+    caption: ClassVar[str] = (
+        "Each sparse one looks for its blocks in the first part of its steps, with dense weights, and then trains what "
+        "is left, truly sparse. Density is of the weights that may become sparse, with the numbers of their stored "
+        "blocks. How dense threshold comes out depends on its strength; group lasso and l0 leave no more than a "
+        "density that they are given, where they are given one. Inference: all models in turn, in one process, "
+        "medians, float32."
+    )
 
     # -- defined by subclasses --------------------------------------------------------------------------------------
 
     figure: ClassVar[str]
     """The name of the quality."""
+
+    unit: ClassVar[str] = "points"
+    """What it is compared with that of the dense net in."""
+
+    digits: ClassVar[int] = 2
+    """Of that."""
 
     @abstractmethod
     def task(self, seed: int, data: Any) -> Task:
@@ -90,9 +104,9 @@ class PruningExperiment(Experiment):
     def shown(self, held_out: float) -> float:
         """A held-out figure as quality."""
 
-    @abstractmethod
-    def against(self, found: float, dense: float) -> str:
-        """A held-out figure, compared with that of the dense net."""
+    def compared(self, found: float, dense: float) -> float:
+        """A quality, compared with that of the dense net."""
+        return found - dense
 
     # -- runs ----------------------------------------------------------------------------------------------------
 
@@ -190,95 +204,88 @@ class PruningExperiment(Experiment):
     # -- the report ----------------------------------------------------------------------------------------------
 
     def found(self, run: Run) -> dict[str, Any]:
-        return {"sparse": _kept(run.path, PROBED), "inference": _kept(run.path, RACED)}
+        race = kept(run.path, RACED)
+        races = {"": race, **race.get("pruned", {})} if race else {}
+        inference = {
+            density: {"seconds": one["seconds"]["median"], "speed_up": one["speed_up"]["median"]}
+            | {"layers": {row["name"]: [row["density"], row["speed_up"]] for row in one["layers"] if row["block"]}}
+            for density, one in races.items()
+        }
+        return {
+            "sparse": kept(run.path, PROBED),
+            "inference": inference.pop("", {}) | ({"pruned": inference} if inference else {}),
+            "raced on": race.get("machine"),
+        }
 
-    def rows(self, of: Runs) -> Iterator[Row]:
-        probes = {name: [_kept(run.path, PROBED) for run in runs] for name, runs in of.items()}
-        races = {name: [_kept(run.path, RACED) for run in runs] for name, runs in of.items()}
-        yield "density", [spread([one["density"] for one in some], 3) for some in probes.values()]
-        yield "steps", [f"{runs[0].settings['steps']:,}" for runs in of.values()]
-        yield "of them dense, %", [_searches(self.contenders[name]) for name in of]
-        if self._inputs:
-            yield "inputs used", [_inputs_used(some) for some in probes.values()]
-        yield "numbers stored", [spread([one["numbers"] for one in some], 0) for some in probes.values()]
-        yield self.figure, [spread([self.shown(one["held_out"]) for one in some], 3) for some in probes.values()]
-        if DENSE in of:
-            first = probes[DENSE][0]["held_out"]
-            yield "against dense", [self.against(some[0]["held_out"], first) for some in probes.values()]
-        if all(one for some in races.values() for one in some):
-            times = [[1e3 * one["seconds"]["median"] for one in some] for some in races.values()]
-            yield f"ms of inference, {BATCH} at once", [spread(some, 2) for some in times]
-            ratios = [[one["speed_up"]["median"] for one in some] for some in races.values()]
-            yield "times as fast as dense", [spread(some, 2) for some in ratios]
-        yield "seconds of training", [spread([run.seconds for run in runs], 0) for runs in of.values()]
-
-    @property
-    def _inputs(self) -> bool:
-        return any(_of_inputs(one.block_size) for one in self.contenders.values() if isinstance(one, Pruning))
-
-    def notes(self, of: Runs) -> list[str]:
-        told = [
-            "Each sparse one looks for its blocks in the first part of its steps, with dense weights, and then trains "
-            "what is left, truly sparse. Density is of the weights that may become sparse, with the numbers of their "
-            "stored blocks. How dense threshold comes out depends on its strength; group lasso and l0 leave no more "
-            "than a density that they are given, where they are given one.",
-            *self._failures(next(iter(of.values()))[0].path.parent),
-            *self._pruned_table(of),
-            *self._layer_table(of),
-        ]
-        race = _kept(of[DENSE][0].path, RACED) if DENSE in of else {}
-        if race:
-            told.append(
-                f"Inference: all models in turn, in one process, medians, float32: {where(race['machine'])}, load "
-                f"{race['machine']['load'][0]:.1f}."
-            )
-        return told
-
-    def _failures(self, runs: Path) -> list[str]:
-        """The runs without a model, with reasons."""
+    def left_out(self, runs: Path) -> dict[str, str]:
         paths = [folder(runs, name, seed) for name in self.contenders for seed in self.seeds]
-        told = {path.name: _kept(path, PROBED).get("failed") for path in paths}
-        return [f"{name} is left out: {why}." for name, why in told.items() if why]
-
-    def _pruned_table(self, of: Runs) -> list[str]:
-        if DENSE not in of or not self.pruned:
-            return []
-        run = of[DENSE][0]
-        probe, race = _kept(run.path, PROBED), _kept(run.path, RACED)
-        lines = [
-            "The dense one, pruned in one shot after its training (criterion `lamp`) and not trained again:",
-            "",
-            f"| density | {self.figure} | against dense | times as fast as dense |",
-            "|---:|---:|---:|---:|",
-        ]
-        for one in probe["pruned"]:
-            speed = race["pruned"][f"{one['density']:g}"]["speed_up"]["median"] if race else float("nan")
-            beside = self.against(one["held_out"], probe["held_out"])
-            lines.append(f"| {one['density']:g} | {self.shown(one['held_out']):.3f} | {beside} | {speed:.2f} |")
-        return ["\n".join(lines)]
-
-    def _layer_table(self, of: Runs) -> list[str]:
-        sparse = {name: runs for name, runs in of.items() if isinstance(self.contenders[name], Pruning)}
-        races = {name: _kept(runs[0].path, RACED) for name, runs in sparse.items()}
-        layers = {name: _by_weight(race["layers"]) for name, race in races.items() if race}
-        names = list(dict.fromkeys(weight for some in layers.values() for weight in some))
-        if not names:
-            return []
-        lines = ["Density of each layer, and how many times as fast as dense it is:", ""]
-        lines += ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
-        for name, some in layers.items():
-            cells = [f"{some[w]['density']:.3f}, {some[w]['speed_up']:.1f}x" if w in some else "dense" for w in names]
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
-        return ["\n".join(lines)]
+        told = {path.name: kept(path, PROBED).get("failed") for path in paths}
+        return {name: why for name, why in told.items() if why}
 
     @property
-    def curves(self) -> str:
+    def columns(self) -> Sequence[Column]:
+        def sparse(key: str) -> Callable[[Run, Any], float]:
+            return lambda run, _: float(_sparse(run)[key])
+
+        def inference(key: str, scale: float) -> Callable[[Run, Any], float | None]:
+            return lambda run, _: scale * race[key] if (race := run.config["facts"]["inference"]) else None
+
+        def quality(run: Run, _: Any) -> float:
+            return self.shown(_sparse(run)["held_out"])
+
+        inputs = any(_of_inputs(one.block_size) for one in self.contenders.values() if isinstance(one, Pruning))
+        return [
+            Column("density", sparse("density"), 3),
+            setting("steps", "steps"),
+            Column("of them dense, %", lambda _, of: f"{100 * of.search:.0f}"),
+            *([Column("inputs used", lambda run, _: _inputs_used(run), 0)] if inputs else ()),
+            Column("numbers stored", sparse("numbers"), 0),
+            Column(self.figure, quality, 3),
+            Column(f"against dense, {self.unit}", quality, self.digits, DENSE, self.compared),
+            Column(f"ms of inference, {BATCH} at once", inference("seconds", 1e3), 2),
+            Column("times as fast as dense", inference("speed_up", 1), 2),
+            seconds(0),
+        ]
+
+    def tables(self, of: Results) -> Iterator[Table]:
+        yield from super().tables(of)
+        dense = of.runs[DENSE][0] if DENSE in of.runs else None
+        if dense and _sparse(dense).get("pruned"):
+            first = self.shown(_sparse(dense)["held_out"])
+            yield Table(
+                "The dense one, pruned in one shot after its training (criterion `lamp`) and not trained again:",
+                ("density", self.figure, f"against dense, {self.unit}", "times as fast as dense"),
+                [
+                    (
+                        f"{one['density']:g}",
+                        f"{self.shown(one['held_out']):.3f}",
+                        f"{self.compared(self.shown(one['held_out']), first):+.{self.digits}f}",
+                        f"{race['speed_up']:.2f}" if race else "-",
+                    )
+                    for one, race in _pruned_later(dense)
+                ],
+            )
+        layers = {name: runs[0].config["facts"]["inference"].get("layers") for name, runs in of.runs.items()}
+        layers = {name: some for name, some in layers.items() if some}
+        if names := list(dict.fromkeys(weight for some in layers.values() for weight in some)):
+            cells = {
+                name: [f"{some[w][0]:.3f}, {some[w][1]:.1f}x" if w in some else "dense" for w in names]
+                for name, some in layers.items()
+            }
+            rows = [(name, *found) for name, found in cells.items()]
+            yield Table("Density of each layer, and how many times as fast as dense it is:", ("", *names), rows)
+        if dense and (machine := dense.config["facts"]["raced on"]):
+            load = f"{machine['load'][0]:.1f}"
+            yield Table("Inference was measured on:", ("machine", "load before"), [(where(machine), load)])
+
+    @property
+    def curves(self) -> str:  # type: ignore[override]
         beyond = ", what is far off left out" if self.pruned else ""
         return f"{self.figure[0].upper()}{self.figure[1:]} against measured time of inference{beyond}"
 
-    def picture(self, path: Path, of: Runs) -> None:
+    def picture(self, path: Path, of: Results) -> None:
         """A point for each model, by its time and its quality; curves of the training where no times are known."""
-        found = self._points(of)
+        found = self._points(of.runs)
         if not found:
             super().picture(path, of)
             return
@@ -301,8 +308,8 @@ class PruningExperiment(Experiment):
         room = max(0.5 * (max(trained) - min(trained)), 1e-3)
         axes.set_ylim(min(trained) - room, max(trained) + room)
         axes.grid(color="0.9", lw=0.8)
-        race = _kept(of[DENSE][0].path, RACED)
-        figure.supxlabel(where(race["machine"]), size=7.5, color="0.4", x=0.01, ha="left")
+        machine = next(iter(of.runs.values()))[0].config["facts"]["raced on"]
+        figure.supxlabel(where(machine), size=7.5, color="0.4", x=0.01, ha="left")
         label_points(axes, labels)
         save(figure, path)
 
@@ -310,31 +317,29 @@ class PruningExperiment(Experiment):
         """Milliseconds, quality and density of each model, by method."""
         found: dict[str, list[tuple[float, float, float]]] = {}
         for name, runs in of.items():
-            pruning = self.contenders[name]
             for run in runs:
-                probe, race = _kept(run.path, PROBED), _kept(run.path, RACED)
-                if not race:
-                    continue
-                point = 1e3 * race["seconds"]["median"], self.shown(probe["held_out"]), probe["density"]
-                found.setdefault(_method(pruning), []).append(point)
-                for one in probe.get("pruned", ()) if "pruned" in race else ():
-                    seconds = race["pruned"][f"{one['density']:g}"]["seconds"]["median"]
-                    point = 1e3 * seconds, self.shown(one["held_out"]), one["density"]
-                    found.setdefault(NOT_RETRAINED, []).append(point)
+                models = [(_method(self.contenders[name]), _sparse(run), run.config["facts"]["inference"])]
+                models += [(NOT_RETRAINED, one, race) for one, race in _pruned_later(run)]
+                for method, sparse, race in models:
+                    if race:
+                        point = 1e3 * race["seconds"], self.shown(sparse["held_out"]), sparse["density"]
+                        found.setdefault(method, []).append(point)
         return found
+
+
+def _sparse(run: Run) -> dict[str, Any]:
+    return run.config["facts"]["sparse"]
+
+
+def _pruned_later(run: Run) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Quality and inference of the dense one, pruned after its training."""
+    raced = run.config["facts"]["inference"].get("pruned", {})
+    for one in _sparse(run).get("pruned", ()):
+        yield one, raced.get(f"{one['density']:g}", {})
 
 
 def _stored(model: nn.Module) -> dict[str, int]:
     return {"numbers": sum(parameter.numel() for parameter in model.parameters())}
-
-
-def _kept(run: Path, name: str) -> dict[str, Any]:
-    path = run / name
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def _searches(pruning: Pruning | Dense) -> str:
-    return f"{100 * pruning.search:.0f}"
 
 
 def _method(pruning: Pruning | Dense) -> str:
@@ -346,10 +351,7 @@ def _of_inputs(block_size: int | tuple[int, int]) -> bool:
     return isinstance(block_size, tuple) and block_size[1] == 1 < block_size[0]
 
 
-def _inputs_used(probes: Sequence[Mapping[str, Any]]) -> str:
+def _inputs_used(run: Run) -> float | str:
     """The blocks of the one pruned weight of such a net."""
-    return spread([sum(one["blocks"].values()) for one in probes], 0) if "blocks" in probes[0] else "all"
-
-
-def _by_weight(layers: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in layers if row["block"] is not None}
+    blocks = _sparse(run).get("blocks")
+    return "all" if blocks is None else float(sum(blocks.values()))

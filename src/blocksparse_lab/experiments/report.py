@@ -1,21 +1,25 @@
-"""Reports of experiments as JSON, Markdown and PNG, from the finished runs."""
+"""Reports of experiments: JSON from the finished runs, and Markdown and PNG from the JSON alone."""
 
 from __future__ import annotations
 
-import json
-import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from blocksparse.checkpoint import read_json
 from blocksparse.errors import BlockSparseError
 
-from ..bench.report import where
+from ..bench.report import columns, markdown, rows, where, write_json, write_text
 from ..recipes import compare
-from .experiment import Experiment, Runs
+from ..recipes.compare import Run
+from .experiment import Experiment, Results
+
+POINTS = 100  # of a curve that is kept, at most
 
 
 def write(name: str, experiment: Experiment, runs: Path, out: Path) -> list[Path]:
-    """Writes the results as `NAME.json`, `NAME.md` and `NAME.png`.
+    """Writes the results as `NAME.json`, and from it `NAME.md` and `NAME.png`.
 
     Args:
         name: of the files.
@@ -33,40 +37,131 @@ def write(name: str, experiment: Experiment, runs: Path, out: Path) -> list[Path
     if not of:
         raise BlockSparseError.expected("runs", "finished runs of the experiment", f"none in {runs}")
     experiment.race(of)
-    paths = [out / f"{name}.{kind}" for kind in ("json", "md", "png")]
+    known = {contender: [_with(run, experiment.found(run)) for run in some] for contender, some in of.items()}
+    save(out / f"{name}.json", experiment, Results(known, experiment.left_out(runs), experiment.more()))
+    return [out / f"{name}.json", *draw(name, experiment, out)]
+
+
+def _with(run: Run, found: Mapping[str, Any]) -> Run:
+    return replace(run, config=run.config | {"facts": run.config["facts"] | found})
+
+
+def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
+    """Writes `NAME.md` and `NAME.png` from `NAME.json` in the same folder.
+
+    Raises:
+        BlockSparseError: no such file, or one that is no report's.
+    """
+    of = load(out / f"{name}.json")
+    text, picture = out / f"{name}.md", out / f"{name}.png"
+    machine = (next(iter(of.runs.values()))[0].result or {})["machine"]
+    parts = [f"# {name}", f"{experiment.about}."]
+    for table in experiment.tables(of):
+        parts += [table.caption, "\n".join(markdown(table.head, table.rows))]
+    parts += [f"![{experiment.curves}]({name}.png)", where(machine)]
+    write_text(text, "\n\n".join(parts) + "\n")
+    experiment.picture(picture, of)
+    return [text, picture]
+
+
+def save(path: Path, experiment: Experiment, of: Results) -> None:
+    """The results as JSON. What all runs have in common is said once, and a curve has `POINTS` points at most."""
+    every = {name: [_record(run) for run in runs] for name, runs in of.runs.items()}
+    common = shared([run for runs in every.values() for run in runs])
     content = {
         "what": experiment.about,
-        "runs": {c: [run.as_dict() | experiment.found(run) for run in some] for c, some in found.items()},
+        "all": common,
+        "runs": {name: [without(run, common) for run in runs] for name, runs in every.items()},
+        "left_out": dict(of.left_out),
+        "more": of.more,
     }
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        paths[0].write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        paths[1].write_text(_markdown(name, experiment, of), encoding="utf-8")
-    except OSError as error:
-        raise BlockSparseError.expected("out", "a folder to write to", f"{out} ({error.strerror})") from error
-    experiment.picture(paths[2], of)
-    return paths
+    write_json(path, {key: value for key, value in content.items() if value})
 
 
-def _markdown(name: str, experiment: Experiment, of: Runs) -> str:
-    lines = [f"# {name}", "", f"{experiment.about}.", ""]
-    table = [["", *of], *([title, *cells] for title, cells in experiment.rows(of))]
-    head, *rows = zip(*table, strict=True) if experiment.in_rows else table
-    lines += ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    machine = (next(iter(of.values()))[0].result or {})["machine"]
-    paragraphs = [*experiment.notes(of), f"![{experiment.curves}]({name}.png)", where(machine)]
-    return "\n".join(lines) + "\n\n" + "\n\n".join(paragraphs) + "\n"
+def load(path: Path) -> Results:
+    """The results from JSON.
 
-
-def spread(values: Sequence[float], digits: int | None = None) -> str:
-    """Mean and standard deviation, in as many digits as a person reads; of a single value that alone.
-
-    >>> from blocksparse_lab.experiments.report import spread
-    >>> spread([10.25, 10.75]), spread([8]), spread([1.5, 2.5], digits=1)
-    ('10.50 ± 0.35', '8.0000', '2.0 ± 0.7')
+    Raises:
+        BlockSparseError: no such file, or one that is no report's.
     """
-    if digits is None:
-        digits = 4 if max(values) < 10 else 2 if max(values) < 100 else 0
-    deviation = f" ± {statistics.stdev(values):,.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):,.{digits}f}{deviation}"
+    content = read_json(path)
+    try:
+        runs = {
+            name: [_run(merged(content["all"], run)) for run in runs] for name, runs in content["runs"].items() if runs
+        }
+        return Results(runs, content.get("left_out", {}), content.get("more"))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BlockSparseError.expected(str(path), "the report of an experiment", f"{error!r:.99}") from None
+
+
+def _record(run: Run) -> dict[str, Any]:
+    machine = run.result and run.result.get("machine")
+    return {
+        "run": run.name,
+        "steps": run.steps,
+        "seconds": run.seconds,
+        "machine": machine,
+        **run.config,
+        "curve": columns(thinned(run.evaluations)),
+    }
+
+
+def _run(record: dict[str, Any]) -> Run:
+    config = dict(record)
+    name, steps, seconds, machine, curve = (config.pop(key) for key in ("run", "steps", "seconds", "machine", "curve"))
+    return Run(Path(name), config, [*rows(curve), {"step": steps, "seconds": seconds}], {"machine": machine})
+
+
+def thinned(points: Sequence[Any], limit: int = POINTS) -> list[Any]:
+    """At most `limit` of the points, evenly spaced, the last one among them.
+
+    >>> thinned(range(10), 4)
+    [0, 3, 6, 9]
+    """
+    if len(points) <= limit:
+        return list(points)
+    return [points[round(nth * (len(points) - 1) / (limit - 1))] for nth in range(limit)]
+
+
+def shared(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The part that is the same in all records, dicts within them part by part.
+
+    >>> shared([{"a": 1, "b": {"c": 2, "d": 3}}, {"a": 0, "b": {"c": 2}}])
+    {'b': {'c': 2}}
+    """
+    first, *others = records
+    found = {}
+    for key, value in first.items():
+        theirs = [other.get(key) for other in others]
+        if isinstance(value, dict) and all(isinstance(other, dict) for other in theirs):
+            value = shared([value, *theirs])  # type: ignore[list-item]
+            if value:
+                found[key] = value
+        elif all(key in other and other[key] == value for other in others):
+            found[key] = value
+    return found
+
+
+def without(record: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+    """A record without what it shares with others; the opposite of `merged`.
+
+    >>> without({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"c": 2}})
+    {'a': 1, 'b': {'d': 3}}
+    """
+    found = {}
+    for key, value in record.items():
+        if key not in common:
+            found[key] = value
+        elif isinstance(value, dict) and (own := without(value, common[key])):
+            found[key] = own
+    return found
+
+
+def merged(common: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with what it shares with others.
+
+    >>> merged({"b": {"c": 2}}, {"a": 1, "b": {"d": 3}})
+    {'b': {'c': 2, 'd': 3}, 'a': 1}
+    """
+    both = {key: merged(common[key], value) for key, value in record.items() if isinstance(common.get(key), dict)}
+    return {**common, **record, **both}

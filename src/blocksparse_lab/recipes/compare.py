@@ -82,7 +82,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        return max((line["seconds"] for line in self.log), default=0.0)
+        return max((line["seconds"] for line in self.log if "seconds" in line), default=0.0)
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -140,7 +140,7 @@ class Group:
 
     def curve(self, of: str) -> tuple[list[float], list[float], list[float]]:
         """The points where all runs were evaluated: median "step" or "seconds", mean and deviation of the figures."""
-        by_step = [{line["step"]: line for line in run.evaluations} for run in self.runs]
+        by_step = [{line["step"]: line for line in run.evaluations if of in line} for run in self.runs]
         shared = sorted(set.intersection(*map(set, by_step)))
         x = [statistics.median(lines[step][of] for lines in by_step) for step in shared]
         spreads = [_spread([lines[step]["held_out"] for lines in by_step]) for step in shared]
