@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import mmap
 import os
 import struct
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python tests/fuzz", description="Random calls of the compiled core.")
     parser.add_argument("--seed", type=int, help="of the cases (default: the time)")
-    parser.add_argument("--minutes", type=float, default=1, help="how long (default 1)")
+    parser.add_argument("--minutes", type=float, help="how long (default 1, or as long as --calls takes)")
     parser.add_argument("--calls", type=int, help="stop after so many calls of the core")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default one per CPU)")
     parser.add_argument("--first", type=int, default=0, metavar="INDEX", help="start with this case")
@@ -132,7 +133,8 @@ def _supervise(options: argparse.Namespace) -> int:
     found = subprocess.run([sys.executable, str(HERE), "--corpus"], stdout=subprocess.DEVNULL).returncode != 0
     if found:
         print("FAULT in the corpus\n  python tests/fuzz --corpus", flush=True)
-    until = time.time() + 60 * options.minutes
+    minutes = options.minutes or (math.inf if options.calls else 1)
+    until = time.time() + 60 * minutes
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         jobs = [pool.submit(_keep_working, options, Path(folder) / str(n), n, until) for n in range(options.jobs)]
     return FOUND if any([found, *(job.result() for job in jobs)]) else 0
