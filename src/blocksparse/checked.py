@@ -123,6 +123,27 @@ def check_state(state: Any, like: Mapping[str, torch.Tensor]) -> None:
             raise BlockSparseError.expected(f"{name} in the state", "0 or more", int(tensor))
 
 
+def check_kept(state: Mapping[str, Any], parameter: torch.Tensor, name: str, *, scalars: bool = True) -> None:
+    """Raises a BlockSparseError unless what an optimizer keeps for a parameter is of its shape, or one number.
+
+    Args:
+        state: the optimizer's, of this parameter.
+        parameter: as it is, or will be when the optimizer steps.
+        name: of the parameter.
+        scalars: whether one number, such as a count of steps, is of any use.
+    """
+    for key, kept in state.items():
+        size = kept.numel() if isinstance(kept, torch.Tensor) else len(kept) if isinstance(kept, list | tuple) else 1
+        if (size != 1 or not scalars) and not (isinstance(kept, torch.Tensor) and kept.shape == parameter.shape):
+            got = list(kept.shape) if isinstance(kept, torch.Tensor) else type(kept).__name__
+            raise BlockSparseError.expected(
+                f"{key} in the optimizer's state",
+                f"the shape of {name}, {list(parameter.shape)}" + (", or one number" if scalars else ""),
+                f"{got}; after a change of the layout load the optimizer's state of the same time, or begin again with "
+                "optimizer.state.clear()",
+            )
+
+
 def checked_array(name: str, expected: str, given: Any) -> np.ndarray:
     """Returns as an array anything that numpy can hold, tensors included."""
     try:

@@ -251,7 +251,7 @@ class BlockLayout:
             raise BlockSparseError.expected(
                 "keep", f"bool [{self.nnz}] for {self!r}", f"{keep.dtype} {list(keep.shape)}"
             )
-        return BlockLayout._from_keys(self._keys()[keep], self.grid, self.block_shape)
+        return BlockLayout._from_keys(self.keys_of_blocks()[keep], self.grid, self.block_shape)
 
     def replaced(self, drop: Any, rows: Any, cols: Any) -> tuple[BlockLayout, torch.Tensor]:
         """Drops some blocks and adds others; returns the new layout and where each of its blocks comes from.
@@ -287,7 +287,7 @@ class BlockLayout:
             raise BlockSparseError.expected("drop", "each position once", "a position more than once")
         came = np.sort(rows * self.grid[1] + cols)
         refuse_twice(came, self.grid)
-        kept = self._keys()[source]
+        kept = self.keys_of_blocks()[source]
         at = np.searchsorted(kept, came)
         here = kept[np.minimum(at, kept.size - 1)] == came if kept.size else np.zeros(0, dtype=bool)
         if here.any():
@@ -297,8 +297,8 @@ class BlockLayout:
         new = BlockLayout._from_keys(np.insert(kept, at, came), self.grid, self.block_shape)
         return new, torch.from_numpy(np.insert(source, at, -1))
 
-    def _keys(self) -> np.ndarray:
-        """The number of each stored block in the whole grid, int64 `[nnz]`, rising."""
+    def keys_of_blocks(self) -> np.ndarray:
+        """The number row * columns + column of each stored block in the grid, int64 `[nnz]`, rising; newly made."""
         keys = self.row_of_block * self.grid[1]
         keys += self._col
         return keys

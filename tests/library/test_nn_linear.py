@@ -520,6 +520,8 @@ def test_set_layout_keeps_the_parameter():
         (bs.patterns.dense((64, 48), 8), torch.ones(48, 8, 8), r"layout: expected blocks of \(16, 16\)"),
         (bs.patterns.dense((64, 48), 16), torch.ones(2, 16, 16), r"values: expected \[12, 16, 16\]"),
         (bs.patterns.dense((64, 48), 16), torch.ones(12, 16, 16).double(), "got .*float64"),
+        (bs.patterns.dense((64, 32), 16), torch.ones(8, 16, 16), r"layout: expected shape \(64, 48\) for"),
+        (bs.patterns.dense((80, 48), 16), torch.ones(15, 16, 16), r"layout: expected shape \(64, 48\) for"),
     ],
 )
 def test_a_layout_that_does_not_fit_changes_nothing(layout, values, message):

@@ -8,7 +8,6 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.sparsity import MovementPruning
-from blocksparse.sparsity.pruning.blocks import Blocks
 from blocksparse.sparsity.pruning.movement import StraightThrough
 from blocksparse.surgery.prunable import prunable
 
@@ -24,7 +23,7 @@ def one_thread():
 
 def test_the_gradient_by_hand():
     layer = nn.Linear(2, 2, bias=False).double()
-    blocks = Blocks(prunable(layer, (1, 2))[0])
+    blocks = prunable(layer, (1, 2))[0].blocks
     weight = torch.tensor([[1.0, -2.0], [3.0, 4.0]], dtype=torch.float64, requires_grad=True)
     scores = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
     used = StraightThrough.apply(weight, scores, torch.tensor([[True], [False]]), blocks)
@@ -50,7 +49,7 @@ def test_the_gradient_is_that_of_a_mask_of_numbers(layer, shape):
     torch.manual_seed(0)
     layer, x = layer.double(), torch.randn(shape, dtype=torch.float64)
     weight = prunable(layer, 4)[0]
-    blocks, dense = Blocks(weight), getattr(layer, weight.parameter).detach().clone().requires_grad_()
+    blocks, dense = weight.blocks, getattr(layer, weight.parameter).detach().clone().requires_grad_()
     keep = torch.rand(blocks.grid) > 0.5
     factor = keep.double().requires_grad_()
     y = torch.func.functional_call(layer, {weight.parameter: dense * blocks.spread(factor)}, x)

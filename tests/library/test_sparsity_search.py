@@ -12,7 +12,7 @@ from torch import nn
 import blocksparse as bs
 from blocksparse import BlockSparseError
 from blocksparse.nn.module import BlockSparseModule
-from blocksparse.sparsity.pruning.blocks import Blocks
+from blocksparse.sparsity.pruning.magnitude import dense_norms
 from blocksparse.sparsity.pruning.schedule import CubicSchedule
 from blocksparse.sparsity.pruning.strongest import strongest
 from blocksparse.surgery.prunable import prunable
@@ -222,7 +222,7 @@ def test_blocks_of_every_kind_of_weight():
     ]
     for module, name, block_size, place in cases:
         weight = next(w for w in prunable(module, block_size) if w.parameter == name)
-        blocks, dense = Blocks(weight), getattr(module, name).detach()
+        blocks, dense = weight.blocks, getattr(module, name).detach()
         numbers = torch.arange(math.prod(blocks.grid)).view(blocks.grid)
         expected = torch.empty(dense.shape, dtype=torch.int64)
         sums = torch.zeros(blocks.grid)
@@ -234,9 +234,9 @@ def test_blocks_of_every_kind_of_weight():
         assert torch.equal(blocks.spread(numbers).expand(dense.shape), expected), name
         torch.testing.assert_close(blocks.sums(dense), sums)
         folded = blocks.fold(dense).transpose(1, 2).flatten(2)
-        torch.testing.assert_close(blocks.norms(dense), folded.norm(dim=2))
-        torch.testing.assert_close(blocks.norms(dense, "max"), folded.abs().amax(2))
-        torch.testing.assert_close(blocks.norms(dense, "mean"), folded.abs().mean(2))
+        torch.testing.assert_close(dense_norms(blocks, dense), folded.norm(dim=2))
+        torch.testing.assert_close(dense_norms(blocks, dense, "max"), folded.abs().amax(2))
+        torch.testing.assert_close(dense_norms(blocks, dense, "mean"), folded.abs().mean(2))
         assert blocks.size == folded.shape[2]
 
 
@@ -264,7 +264,7 @@ def test_bad_schedules(arguments, message):
 @pytest.mark.parametrize("density", [0.06, 0.3, 0.5, 0.77, 1.0])
 def test_strongest(density):
     model = nn.Sequential(nn.Linear(16, 24), nn.Linear(12, 20))
-    blocks = {weight.name: Blocks(weight) for weight in prunable(model, (2, 4))}
+    blocks = {weight.name: weight.blocks for weight in prunable(model, (2, 4))}
     scores = {name: torch.randn(each.grid, dtype=torch.float64) for name, each in blocks.items()}
     scores["1.weight"] -= 10  # all worse than any of the first
     alone = strongest(scores, blocks, density, "layer")
@@ -280,7 +280,7 @@ def test_strongest(density):
 
 def test_weights_of_a_kernel_count_with_all_its_taps():
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 1))
-    blocks = {weight.name: Blocks(weight) for weight in prunable(model, 4)}
+    blocks = {weight.name: weight.blocks for weight in prunable(model, 4)}
     scores = {"0.weight": torch.tensor([[0.0, 1.0], [2.0, 3.0]]), "1.weight": torch.tensor([[9.0, 8.0], [7.0, 6.0]])}
     masks = strongest(scores, blocks, 0.55, "global")  # of 40 parts 18 go, the first two blocks
     assert masks["0.weight"].tolist() == [[False, False], [True, True]]

@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 
 import blocksparse as bs
 from blocksparse import BlockLayout, BlockSparseError
-from blocksparse.sparsity.sparse_training.sampling import draw_unused, keys_of
+from blocksparse.sparsity.sparse_training.sampling import draw_unused
 from blocksparse.topology import Trajectory, distances, embedding, linkage, nnstd, nnstd_matching
 from blocksparse_lab.models.mlp import SparseMLP
 
@@ -127,7 +127,7 @@ def test_extremes():
 
 def rewired(layout, part, rng):
     drop = rng.choice(layout.nnz, round(part * layout.nnz), replace=False)
-    rows, cols = draw_unused(keys_of(layout), layout.grid, drop.size, rng)
+    rows, cols = draw_unused(layout.keys_of_blocks(), layout.grid, drop.size, rng)
     return layout.replaced(drop, rows, cols)[0]
 
 

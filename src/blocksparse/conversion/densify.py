@@ -6,15 +6,15 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..convert import to_dense
 from ..errors import BlockSparseError
 from ..nn.linear import Linear
 from ..nn.module import Weight
-from ..nn.recurrent import Recurrent, Size
+from ..nn.recurrent import Recurrent
 from ..surgery.prunable import CONVOLUTIONS, TRANSPOSED
-from ..surgery.replace import like
+from ..surgery.replace import like, replace_modules
 
 ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
 DENSE: dict[Any, Any] = {Linear: nn.Linear}
@@ -52,12 +52,7 @@ def densify(model: nn.Module, inplace: bool = False) -> nn.Module:
         if parameter.is_meta:
             raise BlockSparseError.expected("model", "parameters with values", f"{name} on the meta device")
     model = model if inplace else copy.deepcopy(model)
-    new = {module: _dense(module) for module in model.modules() if _is_sparse(module)}
-    for parent in list(model.modules()):
-        for key, child in parent._modules.items():
-            if child in new:
-                parent._modules[key] = new[child]
-    return new.get(model, model)
+    return replace_modules(model, {module: _dense(module) for module in model.modules() if _is_sparse(module)})
 
 
 def _is_sparse(module: nn.Module) -> bool:
@@ -68,7 +63,7 @@ def _is_sparse(module: nn.Module) -> bool:
 
 def _dense(module: Any) -> nn.Module:
     if isinstance(module, Recurrent):
-        return _recurrent(module)
+        return module.densified()
     kind = DENSE[type(module)]
     options: dict[str, Any] = {"bias": module.bias is not None, "device": "meta"}
     if kind is nn.Linear:
@@ -80,34 +75,8 @@ def _dense(module: Any) -> nn.Module:
     weight = to_dense(module.values.detach(), module.layout)
     if kind in TRANSPOSED:
         weight = weight.transpose(0, 1)
-    new.weight = _parameter(weight[tuple(slice(size) for size in new.weight.shape)], module.values)
+    weight = weight[tuple(slice(size) for size in new.weight.shape)].contiguous()
+    new.weight = nn.Parameter(weight, requires_grad=module.values.requires_grad)
     new.bias = module.bias
     like(module, new)
     return nn.Sequential(new, ACTIVATIONS[module.activation]()) if module.activation else new
-
-
-def _recurrent(module: Recurrent) -> Recurrent:
-    """The same without blocks, and so without padding."""
-    new = copy.copy(module)
-    new._parameters, new._modules, new._sizes = dict(module._parameters), dict(module._modules), {}
-    for name in [*module._parameters, *module._modules]:
-        old = getattr(module, name)
-        if old is None or not isinstance(old, Tensor | Weight):
-            continue
-        tensor = to_dense(old.values.detach(), old.layout) if isinstance(old, Weight) else old.detach()
-        out, in_ = module._sizes.get(name, (module._hidden, None))
-        tensor = tensor[out.used(len(tensor)).to(tensor.device)]
-        if in_ is not None:
-            tensor = tensor[:, : in_.real]
-            new._sizes[name] = Size(out.real, out.real), Size(in_.real, in_.real)
-        new._modules.pop(name, None)
-        if isinstance(old, nn.Parameter) and old.shape == tensor.shape:
-            continue
-        new._parameters[name] = _parameter(tensor, old.values if isinstance(old, Weight) else old)
-    new._hidden = Size(module._hidden.real, module._hidden.real)
-    new._output = Size(module._output.real, module._output.real)
-    return new
-
-
-def _parameter(tensor: Tensor, old: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor.contiguous(), requires_grad=old.requires_grad)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,7 +29,7 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
         The model; another object only where the model itself is a layer that became block-sparse.
 
     Raises:
-        BlockSparseError: tensors that are missing, too many, or do not fit the model.
+        BlockSparseError: tensors that are missing, too many, or do not fit the model. Nothing is changed then.
 
     >>> import torch, blocksparse as bs
     >>> state = bs.sparsify(torch.nn.Linear(256, 256), density=0.25, force=True).state_dict()
@@ -38,13 +40,36 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise BlockSparseError.expected("state", "what state_dict gave", type(state).__name__)
-    model = replace_with_sparse(model, _layouts(model, state))
-    empty = any(tensor.is_meta for tensor in model.state_dict().values())
+    layouts = _layouts(model, state)
     try:
-        model.load_state_dict(dict(state), assign=empty)
+        # Once without values, so that nothing is changed where some of it does not fit.
+        _load(_without_values(model), layouts, {key: _empty(key, tensor) for key, tensor in state.items()})
+        return _load(model, layouts, state)
     except RuntimeError as error:
         raise BlockSparseError.expected("state", f"that of a {type(model).__name__} like this one", error) from error
+
+
+def _load(model: nn.Module, layouts: Mapping[str, BlockLayout], state: Mapping[str, Tensor]) -> nn.Module:
+    model = replace_with_sparse(model, layouts)
+    assign = any(tensor.is_meta for tensor in model.state_dict().values())
+    model.load_state_dict(dict(state), assign=assign)
     return model
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """A copy on the meta device."""
+    copied: dict[int, Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+            empty = tensor.detach().to("meta")
+            new = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            copied[id(tensor)] = new
+    return copy.deepcopy(model, copied)
+
+
+def _empty(key: str, tensor: Any) -> Any:
+    """The tensor on the meta device, but for indices, which say what shape the values have."""
+    return tensor.to("meta") if isinstance(tensor, Tensor) and not key.endswith("_indices") else tensor
 
 
 def _layouts(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, BlockLayout]:
@@ -58,10 +83,9 @@ def _layouts(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, BlockLa
         if len(shape) < 3 or 0 in shape[1:3] or not {f"{at}crow_indices", f"{at}col_indices"} <= set(state):
             got = shape or type(tensor).__name__
             raise BlockSparseError.expected(key, "blocks with crow_indices and col_indices", got)
-        name = weights[key].name
         block = (tensor.shape[1], tensor.shape[2])
-        (weight,) = (each for each in prunable(model, block, empty=True) if each.name == name)
+        weight = weights[key].in_blocks(block)
         layout = layout_of_indices(state[f"{at}crow_indices"], state[f"{at}col_indices"], weight.grid, block)
         layout.check_values(tensor)
-        layouts[name] = layout
+        layouts[weight.name] = layout
     return layouts

@@ -167,14 +167,14 @@ def report(model: nn.Module, tokens: int = 64) -> Report:
         if isinstance(module, BlockSparseModule):
             rows.append(_sparse_row(name, module, owners, tokens))
             continue
-        for key in module._parameters:
+        for key, _ in module.named_parameters(recurse=False, remove_duplicate=False):
             weight, reason = dense.get(f"{name}.{key}" if name else key, (None, None))
             if weight is not None:
                 note = getattr(module, REASONS, {}).get(key) or reason or ""
                 rows.append(_dense_row(weight.name, module, weight.matrix(), note))
     parameters = list(model.parameters())
-    stored = {p for _, module in owners.items() if isinstance(module, BlockSparseModule) for p in [module.values]}
-    stored |= {getattr(weight.module, weight.parameter) for weight, _ in dense.values()}
+    stored: set[Tensor] = {module.values for module in owners.values() if isinstance(module, BlockSparseModule)}
+    stored |= {weight.tensor for weight, _ in dense.values()}
     other = [p for p in parameters if p not in stored]
     return Report(
         tuple(rows),
@@ -194,11 +194,10 @@ def _sparse_row(name: str, module: BlockSparseModule, owners: dict[str, nn.Modul
         owner = owners[parent]
         kind = type(owner).__name__
         if isinstance(owner, Recurrent):
-            rows, columns = owner._sizes[key]
-            out, in_ = out // rows.padded * rows.real, columns.real
+            out, in_ = owner.shape_of(key)
         shown = name
     else:
-        out, in_ = (getattr(module, f"{side}_{what}") for what in _sides(module) for side in ("out", "in"))
+        out, in_ = module.weight_shape
         shown = f"{name}.weight" if name else "weight"
     dense = out * in_ * math.prod(kernel)
     size = _size(values) + _size(module.crow_indices) + _size(module.col_indices)
@@ -218,10 +217,6 @@ def _sparse_row(name: str, module: BlockSparseModule, owners: dict[str, nn.Modul
         speed_up_of_module(module, tokens) or None,
         "",
     )
-
-
-def _sides(module: nn.Module) -> list[str]:
-    return ["features" if hasattr(module, "in_features") else "channels"]
 
 
 def _dense_row(name: str, module: nn.Module, matrix: Tensor, note: str) -> Row:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ..checked import integer
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
-from ..sparsity.pruning.blocks import Blocks
 from ..sparsity.pruning.strongest import check_density, strongest
 from ..sparsity.sparse_training.densities import erk
 from ..surgery.prunable import Prunable, Skip, survey
@@ -104,6 +103,7 @@ def sparsify(
     reasons = {weight.name: reason for weight, reason in found if reason is not None}
     if layouts is not None:
         chosen = _given(weights, layouts)
+        weights |= {name: weights[name].in_blocks(layout.block_shape) for name, layout in chosen.items()}
     else:
         wanted = density.keys() if isinstance(density, Mapping) else weights
         _check_names("density", wanted, weights)
@@ -139,7 +139,7 @@ class _Choice:
             wanted = f"one of {', '.join(CRITERIA)}, scores by name or a function"
             raise BlockSparseError.expected("criterion", wanted, repr(criterion))
         self.weights, self.density, self.scope = weights, density, scope
-        self.blocks = {name: Blocks(weight) for name, weight in weights.items()}
+        self.blocks = {name: weight.blocks for name, weight in weights.items()}
         for value in density.values() if isinstance(density, Mapping) else [density]:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
                 raise BlockSparseError.expected("density", "a number above 0 and at most 1", repr(value))
@@ -173,7 +173,7 @@ class _Choice:
     def _scores(self, name: str, criterion: Criterion) -> Tensor:
         weight, blocks = self.weights[name], self.blocks[name]
         if isinstance(criterion, str):
-            numbers = blocks.fold(getattr(weight.module, weight.parameter).detach()).float().abs()
+            numbers = blocks.fold(weight.tensor.detach()).float().abs()
             if criterion == "lamp":
                 return _lamp(numbers.double().square().sum(blocks.inside))
             if criterion == "max":
@@ -201,8 +201,9 @@ def _lamp(squares: Tensor) -> Tensor:
 
 def _given(weights: Mapping[str, Prunable], layouts: Mapping[str, BlockLayout]) -> dict[str, BlockLayout]:
     _check_names("layouts", layouts, weights)
-    for layout in layouts.values():
+    for name, layout in layouts.items():
         check_layout(layout)
+        weights[name].check_fit(layout)
     return {name: layouts[name] for name in weights if name in layouts}
 
 

@@ -16,8 +16,8 @@ from ..nn.linear import Linear
 from ..nn.module import BlockSparseModule, Weight
 from ..nn.recurrent import Recurrent
 from ..ops.linear.op import backend_of
-from ..surgery.prunable import Prunable
-from ..surgery.replace import replace_with_sparse
+from ..surgery.prunable import Prunable, prunable
+from ..surgery.replace import sparse_module
 from .densify import densify
 
 # Layers that agree in all of this are assumed to be equally fast.
@@ -26,13 +26,12 @@ _measured: dict[tuple[Any, ...], float] = {}
 
 def speed_up_of_weight(weight: Prunable, layout: BlockLayout, tokens: int) -> float:
     """The same for a weight that is still dense; its module is left as it is."""
-    module: Any = weight.module
-    if isinstance(module, nn.LSTM | Recurrent):
-        module = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
-        module.weight = nn.Parameter(weight.padded().detach())
-    # A module that is the whole model is replaced, not changed.
-    sparse: Any = lambda: replace_with_sparse(module, {"weight": layout})  # noqa: E731
-    return _speed_up(_key(module, layout, module.weight, tokens), lambda: module, sparse, tokens)
+    if isinstance(weight.module, nn.LSTM | Recurrent):
+        alone = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
+        alone.weight = nn.Parameter(weight.padded().detach())
+        (weight,) = prunable(alone, layout.block_shape, empty=True)
+    module, chosen = weight.module, [(weight, layout)]
+    return _speed_up(_key(module, layout, weight.tensor, tokens), lambda: module, lambda: sparse_module(chosen), tokens)
 
 
 def speed_up_of_module(module: BlockSparseModule, tokens: int) -> float:

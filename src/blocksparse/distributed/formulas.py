@@ -12,7 +12,6 @@ from ..checked import integer, number
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
 from ..sparsity.pruning.magnitude import magnitudes, smallest
-from ..sparsity.sparse_training.sampling import keys_of
 from ..surgery.rewire import remap_blocks
 
 WARM_EPOCHS = 5
@@ -46,7 +45,7 @@ def retain_valid(grad_values: Tensor, of_layout: BlockLayout, now_layout: BlockL
     of_layout.check_values(grad_values)
     if of_layout == now_layout:
         return grad_values
-    there, wanted = keys_of(of_layout), keys_of(now_layout)
+    there, wanted = of_layout.keys_of_blocks(), now_layout.keys_of_blocks()
     if there.size == 0:
         return grad_values.new_zeros(wanted.size, *grad_values.shape[1:])
     at = np.minimum(np.searchsorted(there, wanted), there.size - 1)
@@ -85,7 +84,7 @@ def union_average(layouts: Sequence[BlockLayout], values: Sequence[Tensor]) -> t
         if one.shape[1:] != first.shape[1:] or one.dtype != first.dtype or one.device != first.device:
             got = f"{list(one.shape)}, {one.dtype}, {one.device}"
             raise BlockSparseError.expected("values", f"as the first ones, {list(first.shape)}, {first.dtype}", got)
-    keys = [keys_of(layout) for layout in layouts]
+    keys = [layout.keys_of_blocks() for layout in layouts]
     union = np.sort(np.concatenate(keys))
     union = union[np.flatnonzero(np.diff(union, prepend=-1))]
     wide = first.dtype if first.dtype == torch.float64 else torch.float32

@@ -14,7 +14,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.conv import ACTIVATIONS, per_axis
 from .circular import circular_pad
-from .module import BlockSparseModule, draw_parameters, layout_for
+from .module import BlockSparseModule, layout_for
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 Ints = int | Sequence[int]
@@ -56,7 +56,11 @@ class Convolution(BlockSparseModule):
 
     def reset_parameters(self) -> None:
         """Draws weights and biases again."""
-        draw_parameters(self, (self.out_channels, self.in_channels), self.bias)
+        self.draw_parameters(self.bias)
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        return self.out_channels, self.in_channels
 
     def _apply(self, fn, recurse=True):
         # `model.to(memory_format=torch.channels_last)` treats any tensor of 4 or 5 axes as images, but values are not.
@@ -142,19 +146,8 @@ class _Conv(Convolution):
         if self.padding == "valid":
             return x
         if self.padding_mode == "circular":
-            return circular_pad(x, self._around())
-        return F.pad(x, self._around(), mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
-
-    def _around(self) -> list[int]:
-        """The padding as F.pad takes it: the last axis first, before and after."""
-        around: list[int] = []
-        for axis in reversed(range(self.axes)):
-            if self.padding == "same":
-                total = self.dilation[axis] * (self.kernel_size[axis] - 1)
-                around += [total // 2, total - total // 2]
-            else:
-                around += [self.padding[axis]] * 2
-        return around
+            return circular_pad(x, margins(self))
+        return F.pad(x, margins(self), mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
 
     def _settings(self) -> dict[str, Any]:
         settings = super()._settings()
@@ -325,3 +318,15 @@ class ConvTranspose3d(_ConvTranspose):
 
     axes = 3
     function = staticmethod(ops.conv_transpose3d)
+
+
+def margins(layer: Any) -> list[int]:
+    """The padding of a convolution, torch.nn's or ours, as F.pad takes it: the last axis first, before and after."""
+    around: list[int] = []
+    for axis in reversed(range(len(layer.kernel_size))):
+        if layer.padding == "same":
+            total = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
+            around += [total // 2, total - total // 2]
+        else:
+            around += [0 if layer.padding == "valid" else layer.padding[axis]] * 2
+    return around

@@ -12,7 +12,7 @@ from .. import ops
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.linear import ACTIVATIONS
-from .module import BlockSparseModule, draw_parameters, layout_for
+from .module import BlockSparseModule, layout_for
 
 
 class Linear(BlockSparseModule):
@@ -69,7 +69,11 @@ class Linear(BlockSparseModule):
 
     def reset_parameters(self) -> None:
         """Draws weights and biases again."""
-        draw_parameters(self, (self.out_features, self.in_features), self.bias)
+        self.draw_parameters(self.bias)
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         out_features, in_features = self.layout.shape

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import patterns
-from ..checked import is_int
+from ..checked import check_kept, is_int
 from ..convert import block_coordinates
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout, layout_of_indices
@@ -57,12 +57,13 @@ class BlockSparseModule(nn.Module):
         self.register_buffer("col_indices", torch.empty(0, device=device))
         self.reset_layout_buffers()
 
-    def reset_layout_buffers(self) -> None:
-        """Gives the module other buffers, with the indices of its layout."""
+    def reset_layout_buffers(self, device: torch.device | None = None) -> None:
+        """Gives the module other buffers, with the indices of its layout, on their device or on another one."""
         with torch.inference_mode(False):
             for name in ("crow_indices", "col_indices"):
                 # Copies: tensors that two modules share cannot be saved as safetensors.
-                setattr(self, name, getattr(self._layout, name)().to(getattr(self, name).device))
+                there = device or getattr(self._buffers.get(name), "device", self.values.device)
+                self.register_buffer(name, getattr(self._layout, name)().to(there))
         self._trust()
 
     def _trust(self) -> None:
@@ -84,8 +85,8 @@ class BlockSparseModule(nn.Module):
         written, buffers = mine.get("_written"), mine["_buffers"]
         if (
             written is None
-            or buffers["crow_indices"] is not written[0]
-            or buffers["col_indices"] is not written[2]
+            or buffers.get("crow_indices") is not written[0]
+            or buffers.get("col_indices") is not written[2]
             or written[0]._version != written[1]
             or written[2]._version != written[3]
             or (_several_processes() and written[0].device.type == "cpu")
@@ -121,17 +122,21 @@ class BlockSparseModule(nn.Module):
         """Marks which outputs and inputs of the layout are not padding, bool on the CPU; None where all are real."""
         return self._used
 
-    def set_layout(self, layout: BlockLayout, values: Tensor, used: tuple[Tensor, Tensor] | None = None) -> None:
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """(out, in) of the weight, without padding where the module knows it."""
+        return self._layout.shape
+
+    def set_layout(self, layout: BlockLayout, values: Tensor) -> None:
         """Sets another pattern and its values in place: the parameter stays the same object; its gradient is cleared.
 
         Args:
-            layout: of the same block; of another grid only where the module's sizes are changed with it.
+            layout: of the same block, of the module's sizes.
             values: `[nnz, block_out, block_in]`, with a convolution's `*kernel` behind. It is not copied.
-            used: as the property, for another grid.
 
         Raises:
-            BlockSparseError: a layout of another block, values of another shape, dtype or device, or that the module
-                computes from other parameters.
+            BlockSparseError: a layout of another block or of other sizes, values of another shape, dtype or device, or
+                that the module computes from other parameters. Nothing is changed then.
 
         >>> import torch, blocksparse as bs
         >>> layer = bs.nn.Linear(4, 2, block_size=2, density=1)
@@ -149,15 +154,55 @@ class BlockSparseModule(nn.Module):
             raise BlockSparseError.expected("values", "a dense tensor", kind)
         if layout.block_shape != self._layout.block_shape:
             raise BlockSparseError.expected("layout", f"blocks of {self._layout.block_shape}", repr(layout))
+        check_shape(layout, self.weight_shape)
         shape = [layout.nnz, *mine.shape[1:]]
         if list(values.shape) != shape or values.dtype != mine.dtype or values.device != mine.device:
             got = f"{list(values.shape)}, {values.dtype}, {values.device}"
             raise BlockSparseError.expected("values", f"{shape}, {mine.dtype}, {mine.device}", got)
         if layout.grid != self._layout.grid:
-            self._used = used
+            self._used = _padding_of(layout, self.weight_shape)
         self._layout = layout
         replace_data(mine, values.detach())
         self.reset_layout_buffers()
+
+    def draw_parameters(self, bias: Tensor | None) -> None:
+        """Draws values and bias, uniform within 1 / sqrt(fan_in) with the fan-in of each output; the padding is 0.
+
+        The fan-in counts the stored inputs, each with all taps of a kernel.
+        """
+        bound = self.draw_values(_padding_of(self._layout, self.weight_shape))
+        if bias is not None and not bias.is_meta:
+            with torch.no_grad():
+                bias.uniform_(-1, 1).mul_(bound[: len(bias)])
+
+    def draw_values(self, used: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Draws values, uniform within the bound of each output, 1 / sqrt(fan_in); returns the bounds `[out_features]`.
+
+        Args:
+            used: the property's new value.
+        """
+        self.reset_layout_buffers()
+        self._used = used
+        layout, values = self._layout, self.values
+        height, width = layout.block_shape
+        if values.is_meta:  # nothing to draw, and PyTorch would spend seconds importing its code for such tensors
+            return values.new_empty(layout.shape[0])
+        rows, cols = block_coordinates(layout, torch.device("cpu"))
+        used_out, used_in = used or (torch.ones(size, dtype=torch.bool, device="cpu") for size in layout.shape)
+        inputs = used_in.view(-1, width)
+        fan_in = np.bincount(rows, weights=inputs.sum(1)[cols], minlength=layout.grid[0]) * math.prod(values.shape[3:])
+        bound = torch.from_numpy(np.where(fan_in > 0, 1 / np.sqrt(np.maximum(fan_in, 1)), 0)).to(values)
+        device = bound.device
+        with torch.no_grad():
+            values.uniform_(-1, 1).mul_(bound[rows.to(device)].reshape(-1, *[1] * (values.dim() - 1)))
+            # The padding stays 0, as it gets no gradient.
+            for padding, lines in ((~used_out.view(-1, height), rows), (~inputs, cols)):
+                partly = padding.any(1)[lines].nonzero().squeeze(1)
+                mask = padding[lines[partly]].to(device)
+                mask = mask.unsqueeze(1) if lines is cols else mask.unsqueeze(2)
+                partly = partly.to(device)
+                values[partly] = values[partly].masked_fill(mask.reshape(*mask.shape, *[1] * (values.dim() - 3)), 0)
+        return bound.repeat_interleave(height)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         try:
@@ -181,7 +226,7 @@ class BlockSparseModule(nn.Module):
         if crow is None or col is None:
             wanted = "crow_indices and col_indices, which say where the values belong (or load values by hand)"
             raise BlockSparseError.expected("layout", wanted, f"only {' and '.join(given)}")
-        if crow.is_meta and self.crow_indices.is_meta:
+        if crow.is_meta and getattr(self._buffers.get("crow_indices"), "is_meta", False):
             return  # nothing is loaded
         layout = layout_of_indices(crow, col, mine.grid, mine.block_shape)
         shape = [layout.nnz, *self.values.shape[1:]]
@@ -196,6 +241,8 @@ class BlockSparseModule(nn.Module):
                 raise BlockSparseError.expected("values", "a tensor with numbers", "one on the meta device")
         if layout != mine:
             self.set_layout(layout, self.values.new_empty(shape))
+        elif _others(self):
+            self.reset_layout_buffers(self.values.device)
 
 
 class Weight(BlockSparseModule):
@@ -218,12 +265,16 @@ def _others(module: BlockSparseModule) -> str | None:
     """The name of a buffer that holds other indices than the layout's; meta and fake tensors hold none."""
     layout = module._layout
     for name, wanted in (("crow_indices", layout.row_start), ("col_indices", layout.col_of_block)):
-        index: Any = module._buffers[name]
+        index: Any = module._buffers.get(name)
+        if not isinstance(index, Tensor):
+            return name
         batched = _is_wrapped(index)
         while _is_wrapped(index):
             index = torch._C._functorch.get_unwrapped(index)
         if type(index) is not Tensor or index.is_meta:
             continue
+        if index.is_quantized or index.layout != torch.strided:
+            return name
         with torch._C._DisableTorchDispatch():  # also inside of tracing or fake modes
             held = index.cpu().numpy()
         if (held.shape[-1:] if batched else held.shape) != wanted.shape or not (held == wanted).all():
@@ -269,11 +320,7 @@ def _refuse_stale_state(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
         for parameter in group["params"]:
             if parameter not in _resized:
                 continue
-            for key, kept in optimizer.state.get(parameter, {}).items():
-                if isinstance(kept, Tensor) and kept.numel() != 1 and kept.shape != parameter.shape:
-                    wanted = f"the shape of its parameter, {list(parameter.shape)}, whose layout has changed"
-                    got = f"{list(kept.shape)}; load the optimizer's state with the model's, or optimizer.state.clear()"
-                    raise BlockSparseError.expected(key, wanted, got)
+            check_kept(optimizer.state.get(parameter, {}), parameter, "its parameter")
             del _resized[parameter]
 
 
@@ -295,9 +342,7 @@ def layout_for(
         check_layout(layout)
         if density is not None:
             raise BlockSparseError.expected("density", "None where a layout is given", density)
-        padded = _padded(shape, layout.block_shape)
-        if layout.shape != padded:
-            raise BlockSparseError.expected("layout", f"shape {padded} for {shape} {what}", repr(layout))
+        check_shape(layout, shape, f" {what}")
         return layout
     probe = BlockLayout([[True]], block_size)  # checks the block size
     padded = _padded(shape, probe.block_shape)
@@ -307,46 +352,19 @@ def layout_for(
     return patterns.random(padded, probe.block_shape, density=density, seed=seed)
 
 
-def draw_parameters(module: BlockSparseModule, shape: tuple[int, int], bias: Tensor | None) -> None:
-    """Draws values and bias, uniform within 1 / sqrt(fan_in) with the fan-in of each output; the padding is 0.
-
-    `shape` is (out, in) without the padding. The fan-in counts the stored inputs, each with all taps of a kernel.
-    """
-    used = tuple(
-        torch.arange(padded, device="cpu") < size for padded, size in zip(module.layout.shape, shape, strict=True)
-    )
-    bound = draw_values(module, *used)
-    if bias is not None and not bias.is_meta:
-        with torch.no_grad():
-            bias.uniform_(-1, 1).mul_(bound[: shape[0]])
+def check_shape(layout: BlockLayout, shape: tuple[int, int], what: str = "") -> None:
+    """Raises a BlockSparseError unless the layout is that of a weight of `shape` (out, in), padded to whole blocks."""
+    padded = _padded(shape, layout.block_shape)
+    if layout.shape != padded:
+        raise BlockSparseError.expected("layout", f"shape {padded} for {shape}{what}", repr(layout))
 
 
-def draw_values(module: BlockSparseModule, used_out: Tensor, used_in: Tensor) -> Tensor:
-    """Draws values, uniform within the bound of each output, 1 / sqrt(fan_in); returns the bounds `[out_features]`.
-
-    `used_out` and `used_in` are bool on the CPU, of the layout's shape: the others are padding.
-    """
-    module.reset_layout_buffers()
-    module._used = None if used_out.all() and used_in.all() else (used_out, used_in)
-    layout, values = module.layout, module.values
-    height, width = layout.block_shape
-    if values.is_meta:  # nothing to draw, and PyTorch would spend seconds importing its code for such tensors
-        return values.new_empty(layout.shape[0])
-    rows, cols = block_coordinates(layout, torch.device("cpu"))
-    inputs = used_in.view(-1, width)
-    fan_in = np.bincount(rows, weights=inputs.sum(1)[cols], minlength=layout.grid[0]) * math.prod(values.shape[3:])
-    bound = torch.from_numpy(np.where(fan_in > 0, 1 / np.sqrt(np.maximum(fan_in, 1)), 0)).to(values)
-    device = bound.device
-    with torch.no_grad():
-        values.uniform_(-1, 1).mul_(bound[rows.to(device)].reshape(-1, *[1] * (values.dim() - 1)))
-        # The padding stays 0, as it gets no gradient.
-        for padding, lines in ((~used_out.view(-1, height), rows), (~inputs, cols)):
-            partly = padding.any(1)[lines].nonzero().squeeze(1)
-            mask = padding[lines[partly]].to(device)
-            mask = mask.unsqueeze(1) if lines is cols else mask.unsqueeze(2)
-            partly = partly.to(device)
-            values[partly] = values[partly].masked_fill(mask.reshape(*mask.shape, *[1] * (values.dim() - 3)), 0)
-    return bound.repeat_interleave(height)
+def _padding_of(layout: BlockLayout, shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+    """Which outputs and inputs of the layout are within `shape`: bool on the CPU; None where all are."""
+    if layout.shape == shape:
+        return None
+    out, in_ = (torch.arange(padded, device="cpu") < size for padded, size in zip(layout.shape, shape, strict=True))
+    return out, in_
 
 
 def _padded(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:

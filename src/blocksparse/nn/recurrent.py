@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,12 +16,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .. import patterns
 from ..checked import is_int
-from ..convert import block_coordinates
+from ..convert import block_coordinates, to_dense
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
 from ..ops.checks import autocast
 from ..ops.recurrent import Steps, linear_of
-from .module import Weight, draw_values
+from .module import Weight
 
 State = tuple[Tensor, Tensor]
 
@@ -88,14 +89,14 @@ class Recurrent(nn.Module):
             block = math.lcm(*BlockLayout([[True]], block_size).block_shape)
         self._hidden = Size(self.hidden_size, _up(self.hidden_size, block))
         self._output = Size(self.proj_size, _up(self.proj_size, block)) if self.proj_size else self._hidden
-        self._sizes: dict[str, tuple[Size, Size]] = {}
+        self.sizes: dict[str, tuple[Size, Size]] = {}  # (outputs of one gate, inputs) of each weight
         for layer in range(self.num_layers):
             for direction in range(self.directions):
                 inputs = self._inputs_of(layer)
                 self._build(self._suffix(layer, direction), Size(inputs, inputs), layout, input_layout)
-        unknown = self._layouts.keys() - self._sizes.keys()
+        unknown = self._layouts.keys() - self.sizes.keys()
         if unknown:
-            raise BlockSparseError.expected("layouts", f"names out of {list(self._sizes)}", sorted(unknown))
+            raise BlockSparseError.expected("layouts", f"names out of {list(self.sizes)}", sorted(unknown))
         self._layouts.clear()  # from here on each weight has its own
         self.reset_parameters()
 
@@ -131,7 +132,7 @@ class Recurrent(nn.Module):
             seed = int(torch.randint(2**31, (), device="cpu"))
             shape = (gates * out.padded, _up(in_.padded, block[1]))
             layout = patterns.random(shape, block, density=self._density, seed=seed)
-        self._sizes[name] = (out, in_)
+        self.sizes[name] = (out, in_)
         if layout is None:
             setattr(self, name, nn.Parameter(torch.empty(gates * out.padded, in_.padded, **self._options)))
         else:
@@ -147,6 +148,43 @@ class Recurrent(nn.Module):
         weight, layout = self._weight(name)
         return linear_of(pad(x, layout), weight, layout, bias)
 
+    def shape_of(self, name: str) -> tuple[int, int]:
+        """(out, in) of a weight, without padding."""
+        weight, (out, in_) = getattr(self, name), self.sizes[name]
+        rows = weight.layout.shape[0] if isinstance(weight, Weight) else len(weight)
+        return rows // out.padded * out.real, in_.real
+
+    def with_weights(self, weights: Mapping[str, nn.Parameter | Weight]) -> Recurrent:
+        """Returns a module with other weights or biases of these names, which shares all else with this one."""
+        new = copy.copy(self)
+        new._parameters, new._modules = dict(self._parameters), dict(self._modules)
+        for name, weight in weights.items():
+            delattr(new, name)
+            setattr(new, name, weight)
+        return new
+
+    def densified(self) -> Recurrent:
+        """Returns the same module with dense weights, and so without padding; what stays as it is, is shared."""
+        changed: dict[str, nn.Parameter | Weight] = {}
+        sizes: dict[str, tuple[Size, Size]] = {}
+        for name, old in (*self.named_parameters(recurse=False), *self.named_children()):
+            values = old.values if isinstance(old, Weight) else old
+            if not isinstance(values, nn.Parameter):
+                continue
+            tensor = to_dense(old.values.detach(), old.layout) if isinstance(old, Weight) else values.detach()
+            out, in_ = self.sizes.get(name, (self._hidden, None))
+            tensor = tensor[out.used(len(tensor)).to(tensor.device)]
+            if in_ is not None:
+                tensor = tensor[:, : in_.real]
+                sizes[name] = Size(out.real, out.real), Size(in_.real, in_.real)
+            if isinstance(old, Weight) or values.shape != tensor.shape:
+                changed[name] = nn.Parameter(tensor.contiguous(), requires_grad=values.requires_grad)
+        new = self.with_weights(changed)
+        new.sizes = sizes
+        new._hidden = Size(self._hidden.real, self._hidden.real)
+        new._output = Size(self._output.real, self._output.real)
+        return new
+
     def reset_parameters(self) -> None:
         """Draws all parameters again: uniform within 1 / sqrt(fan_in), for dense weights 1 / sqrt(hidden_size)."""
         bound = 1 / math.sqrt(self.hidden_size)
@@ -156,11 +194,12 @@ class Recurrent(nn.Module):
                     self._reset(name, parameter, bound)
             for name, weight in self.named_children():
                 if isinstance(weight, Weight):
-                    out, in_ = self._sizes[name]
-                    draw_values(weight, out.used(weight.layout.shape[0]), in_.used(weight.layout.shape[1], parts=False))
+                    out, in_ = self.sizes[name]
+                    used = out.used(weight.layout.shape[0]), in_.used(weight.layout.shape[1], parts=False)
+                    weight.draw_values(None if all(bool(side.all()) for side in used) else used)
 
     def _reset(self, name: str, parameter: Tensor, bound: float) -> None:
-        out, in_ = self._sizes.get(name, (self._hidden, None))
+        out, in_ = self.sizes.get(name, (self._hidden, None))
         used = out.used(len(parameter)).to(parameter.device)
         parameter.uniform_(-bound, bound)
         if out.padded != out.real:

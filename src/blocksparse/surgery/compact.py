@@ -15,7 +15,8 @@ from ..layout import BlockLayout
 from ..nn.linear import Linear
 from ..nn.module import replace_data
 from ..ops.linear import ACTIVATIONS
-from .rewire import carry_state, check_optimizer, remap_blocks
+from .optimizer import check_optimizer
+from .rewire import carry_state, remap_blocks
 
 
 @torch.no_grad()
@@ -107,7 +108,7 @@ def _shrink_outputs(layer: Linear, gone: np.ndarray, kept: Tensor, optimizer: to
         source = kept.to(bias.device)
         carry_state(optimizer, bias, source)
         replace_data(bias, bias.detach()[source])
-    layer.set_layout(smaller, layer.values.detach(), _used(layer, smaller))
+    layer.set_layout(smaller, layer.values.detach())
 
 
 def _shrink_inputs(layer: Linear, gone: np.ndarray, inputs: int, optimizer: torch.optim.Optimizer | None) -> None:
@@ -119,12 +120,4 @@ def _shrink_inputs(layer: Linear, gone: np.ndarray, inputs: int, optimizer: torc
     source = torch.from_numpy(stay).to(values.device)
     carry_state(optimizer, values, source)
     layer.in_features = inputs
-    layer.set_layout(smaller, remap_blocks(values.detach(), source), _used(layer, smaller))
-
-
-def _used(layer: Linear, layout: BlockLayout) -> tuple[Tensor, Tensor] | None:
-    sizes = (layer.out_features, layer.in_features)
-    if sizes == layout.shape:
-        return None
-    out, in_ = (torch.arange(padded, device="cpu") < size for padded, size in zip(layout.shape, sizes, strict=True))
-    return out, in_
+    layer.set_layout(smaller, remap_blocks(values.detach(), source))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checked import check_kept
 from ..errors import BlockSparseError
 
 
@@ -17,11 +18,10 @@ def has_parameter(optimizer: Any, parameter: Tensor) -> bool:
     return any(given is parameter for group in optimizer.param_groups for given in group["params"])
 
 
-def check_state(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> None:
-    """Raises a BlockSparseError unless all that is kept for the parameter is of its shape, or one number."""
-    for key, kept in optimizer.state.get(parameter, {}).items():
-        numbers = kept.numel() if isinstance(kept, Tensor) else len(kept) if isinstance(kept, list | tuple) else 1
-        if numbers != 1 and not (isinstance(kept, Tensor) and kept.shape == parameter.shape):
-            shape = list(kept.shape) if isinstance(kept, Tensor) else type(kept).__name__
-            what = f"{key!r} of {name} of the parameter's shape {list(parameter.shape)}, or one number"
-            raise BlockSparseError.expected(f"the state of {type(optimizer).__name__}", what, shape)
+def check_optimizer(optimizer: Any, parameter: Tensor, name: str) -> None:
+    """Raises a BlockSparseError unless the optimizer, if any, has the parameter, and a state that can follow it."""
+    if optimizer is None:
+        return
+    if not has_parameter(optimizer, parameter):
+        raise BlockSparseError.expected("optimizer", f"one that has the parameter {name}", type(optimizer).__name__)
+    check_kept(optimizer.state.get(parameter, {}), parameter, name)

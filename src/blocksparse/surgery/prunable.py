@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checked import checked_block
 from ..errors import BlockSparseError
+from ..layout import BlockLayout, check_layout
 from ..nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from ..nn.lstm import LSTM
 from ..nn.module import BlockSparseModule
 from ..nn.recurrent import Recurrent
+from .blocks import Blocks
+
+__all__ = ["Prunable", "Skip", "prunable", "survey"]
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Skip = str | nn.Module | Iterable[str | nn.Module]
@@ -41,50 +44,79 @@ class Prunable:
         name: of the parameter in the model, "encoder.0.weight" or "lstm.weight_hh_l0".
         module: that has it.
         parameter: its name there.
-        block_shape: (rows, columns) of the blocks that it is to have.
+        blocks: how it falls into blocks.
     """
 
     name: str
     module: nn.Module
     parameter: str
-    block_shape: tuple[int, int]
+    blocks: Blocks
+
+    @property
+    def tensor(self) -> nn.Parameter:
+        """The parameter."""
+        return getattr(self.module, self.parameter)
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(rows, columns) of its blocks."""
+        return self.blocks.block_shape
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of its layouts, whole blocks."""
+        return self.blocks.shape
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(out_blocks, in_blocks) of its layouts."""
+        return self.blocks.grid
 
     def matrix(self) -> Tensor:
         """The weight as `[out, in]`, or `[out, in, *kernel]`: a view of the parameter, which can be written to."""
-        return as_matrix(self.module, getattr(self.module, self.parameter))
+        return self.blocks.matrix(self.tensor)
 
     def padded(self) -> Tensor:
         """`matrix()` with zeros up to whole blocks, the shape of its layouts; differentiable.
 
         Of an LSTM each gate has its own zeros.
         """
-        return pad(self.matrix(), self.shape, self._parts)
+        return self.blocks.padded(self.tensor)
+
+    def in_blocks(self, block_shape: tuple[int, int]) -> Prunable:
+        """The same weight, to have blocks of another shape."""
+        return replace(self, blocks=_blocks_of(self.module, self.parameter, block_shape))
+
+    def check_fit(self, layout: BlockLayout) -> None:
+        """Raises a BlockSparseError unless the layout is of the weight's padded shape."""
+        shape = self.in_blocks(layout.block_shape).shape
+        if shape != layout.shape:
+            raise BlockSparseError.expected(f"the layout of {self.name}", f"shape {shape}", repr(layout))
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in) of its layouts, whole blocks."""
-        rows, columns = self.matrix().shape[:2]
-        block = self.block_shape
-        if not is_dense_lstm(self.module):
-            return _up(rows, block[0]), _up(columns, block[1])
-        # Everything that concerns hidden units has the same padding: a step uses what the last one left.
-        both, of_inputs = math.lcm(*block), self.parameter.startswith("weight_ih")
-        return _up(rows // self._parts, both) * self._parts, _up(columns, block[1] if of_inputs else both)
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """(out_blocks, in_blocks) of its layouts."""
-        return self.shape[0] // self.block_shape[0], self.shape[1] // self.block_shape[1]
+    def obstacle(self) -> str | None:
+        """Why the weight cannot be replaced, its name apart; or None."""
+        module, parameter = self.module, self.tensor
+        kind = type(module)
+        if isinstance(parameter, nn.UninitializedParameter):
+            return "not initialized yet"
+        if parameter.dtype not in DTYPES:
+            return f"{parameter.dtype} is not supported"
+        if isinstance(module, Recurrent) and not is_dense_lstm(module):
+            fits = self.parameter in module.sizes and not self.blocks.needs_padding
+            return None if fits else "no multiple of the block"
+        known = kind in (nn.Linear, *CONVOLUTIONS, *TRANSPOSED) or _is_transformers_conv1d(module)
+        if not known and not (is_dense_lstm(module) and self.parameter.startswith("weight_")):
+            return f"{kind.__name__} has no block-sparse counterpart"
+        if getattr(module, "groups", 1) != 1:
+            return f"{module.groups} groups"
+        return None
 
     @property
     def values_name(self) -> str:
         """The name of the parameter in the model once the weight is block-sparse."""
         whole = isinstance(self.module, nn.LSTM | Recurrent)  # it has several weights, each with its name
         return f"{self.name}.values" if whole else f"{self.name.removesuffix('weight')}values"
-
-    @property
-    def _parts(self) -> int:
-        return parts_of(self.module, self.parameter)
 
 
 def prunable(
@@ -129,20 +161,19 @@ def survey(
     skipped_modules, skipped_names = _skipped(model, skip)
     owners: dict[Tensor, list[str]] = {}
     for name, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(parameter, []).append(_dotted(name, key))
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(parameter, []).append(_dotted(name, key))
     found = []
     for name, module in model.named_modules():
         if isinstance(module, BlockSparseModule):
             continue
-        for key, parameter in module._parameters.items():
-            if parameter is None or not _is_weight(key, parameter):
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if not _is_weight(key, parameter):
                 continue
-            weight = Prunable(_dotted(name, key), module, key, block)
+            weight = Prunable(_dotted(name, key), module, key, _blocks_of(module, key, block))
             if parameter.is_meta and not empty:
                 raise BlockSparseError.expected("model", "parameters with values", f"{weight.name} on the meta device")
-            reason = _obstacle(weight)
+            reason = weight.obstacle
             others = [other for other in owners[parameter] if other != weight.name]
             if reason is None and others:
                 reason = f"tied to {', '.join(others)}"
@@ -152,34 +183,46 @@ def survey(
     return found
 
 
+def weights_of(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> dict[str, Prunable]:
+    """Finds the weights that layouts are given for, by name, after checking that each fits.
+
+    Raises:
+        BlockSparseError: a name without a weight that can become block-sparse, a layout of another shape.
+    """
+    known = {weight.name: (weight, reason) for weight, reason in survey(model, 1, empty=True)}
+    found = {}
+    for name, layout in layouts.items():
+        check_layout(layout)
+        weight, reason = known.get(name, (None, "the model has none of this name"))
+        if weight is not None:
+            weight = weight.in_blocks(layout.block_shape)
+            reason = weight.obstacle or reason
+        if weight is None or reason is not None:
+            raise BlockSparseError.expected("layouts", f"weights that can be block-sparse, not {name}", reason)
+        weight.check_fit(layout)
+        found[name] = weight
+    return found
+
+
+def _blocks_of(module: nn.Module, parameter: str, block: tuple[int, int]) -> Blocks:
+    tensor, parts, multiple = getattr(module, parameter), 1, None
+    if isinstance(tensor, nn.UninitializedParameter):
+        return Blocks((0, 0), block)
+    if is_dense_lstm(module):
+        parts = 1 if parameter.startswith("weight_hr") else 4
+        # Everything that concerns hidden units has the same padding: a step uses what the last one left.
+        both = math.lcm(*block)
+        multiple = both, block[1] if parameter.startswith("weight_ih") else both
+    elif isinstance(module, Recurrent) and parameter in module.sizes:
+        parts = len(tensor) // module.sizes[parameter][0].padded
+    transposed = type(module) in TRANSPOSED or _is_transformers_conv1d(module)
+    return Blocks(tensor.shape, block, parts, transposed, multiple)
+
+
 def _is_weight(key: str, parameter: nn.Parameter) -> bool:
     if isinstance(parameter, nn.UninitializedParameter):
         return key.startswith("weight")
     return parameter.dim() >= 2
-
-
-def _obstacle(weight: Prunable) -> str | None:
-    """Why the weight cannot be exchanged, its name apart."""
-    module, parameter = weight.module, getattr(weight.module, weight.parameter)
-    kind = type(module)
-    if isinstance(parameter, nn.UninitializedParameter):
-        return "not initialized yet"
-    if parameter.dtype not in DTYPES:
-        return f"{parameter.dtype} is not supported"
-    if isinstance(module, Recurrent) and not is_dense_lstm(module):
-        fits = weight.parameter in module._sizes and _fits(weight)
-        return None if fits else "no multiple of the block"
-    known = kind in (nn.Linear, *CONVOLUTIONS, *TRANSPOSED) or _is_transformers_conv1d(module)
-    if not known and not (is_dense_lstm(module) and weight.parameter.startswith("weight_")):
-        return f"{kind.__name__} has no block-sparse counterpart"
-    if getattr(module, "groups", 1) != 1:
-        return f"{module.groups} groups"
-    return None
-
-
-def _fits(weight: Prunable) -> bool:
-    rows, columns = weight.matrix().shape
-    return rows // weight._parts % weight.block_shape[0] == 0 and columns % weight.block_shape[1] == 0
 
 
 def _skipped(model: nn.Module, skip: Skip) -> tuple[set[nn.Module], set[str]]:
@@ -202,42 +245,12 @@ def _skipped(model: nn.Module, skip: Skip) -> tuple[set[nn.Module], set[str]]:
 
 def is_dense_lstm(module: nn.Module) -> bool:
     """Whether it is an LSTM, PyTorch's or ours, without padding: all of its weights are dense."""
-    return type(module) is nn.LSTM or (type(module) is LSTM and not module._modules)
+    return type(module) is nn.LSTM or (type(module) is LSTM and not any(True for _ in module.children()))
 
 
 def _is_transformers_conv1d(module: nn.Module) -> bool:
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-
-
-def parts_of(module: nn.Module, parameter: str) -> int:
-    """Of how many parts, one above the other, a weight or a bias is: an LSTM's of four gates."""
-    if is_dense_lstm(module):
-        return 1 if parameter.startswith("weight_hr") else 4
-    if isinstance(module, Recurrent) and parameter in module._sizes:
-        return len(getattr(module, parameter)) // module._sizes[parameter][0].padded
-    return 1
-
-
-def as_matrix(module: nn.Module, tensor: Tensor) -> Tensor:
-    """A tensor of the shape of the module's weight as `[out, in, *kernel]`, a view."""
-    flipped = type(module) in TRANSPOSED or _is_transformers_conv1d(module)
-    return tensor.transpose(0, 1) if flipped else tensor
-
-
-def pad(tensor: Tensor, shape: tuple[int, ...], parts: int = 1) -> Tensor:
-    """The tensor with zeros behind each of its parts, so that its first axes have this shape."""
-    if tuple(tensor.shape[: len(shape)]) == shape:
-        return tensor
-    split = tensor.unflatten(0, (parts, -1))
-    wanted = (shape[0] // parts, *shape[1:])
-    more = [(0, size - here) for size, here in zip(wanted, split.shape[1:], strict=False)]
-    behind = [(0, 0)] * (tensor.dim() - len(shape))
-    return F.pad(split, [n for pair in reversed(more + behind) for n in pair]).flatten(0, 1)
-
-
-def _up(size: int, block: int) -> int:
-    return -(-size // block) * block
 
 
 def _dotted(module: str, parameter: str) -> str:

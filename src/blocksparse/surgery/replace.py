@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,26 +12,16 @@ from torch import Tensor, nn
 
 from ..convert import from_dense
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, check_layout
+from ..layout import BlockLayout
 from ..nn.linear import Linear
 from ..nn.lstm import LSTM
-from ..nn.module import BlockSparseModule, Weight
+from ..nn.module import Weight
 from ..nn.recurrent import Recurrent
-from .optimizer import check_state, has_parameter
-from .prunable import (
-    CONVOLUTIONS,
-    TRANSPOSED,
-    Prunable,
-    Skip,
-    as_matrix,
-    is_dense_lstm,
-    pad,
-    parts_of,
-    prunable,
-    survey,
-)
+from .blocks import pad
+from .optimizer import check_optimizer, has_parameter
+from .prunable import CONVOLUTIONS, TRANSPOSED, Prunable, Skip, is_dense_lstm, prunable, survey, weights_of
 
-__all__ = ["Prunable", "Skip", "prunable", "replace_with_sparse", "survey"]
+__all__ = ["Prunable", "Skip", "prunable", "replace_modules", "replace_with_sparse", "sparse_module", "survey"]
 
 
 @torch.no_grad()
@@ -66,23 +55,26 @@ def replace_with_sparse(
       (1): ReLU()
     )
     """
-    weights = _weights_of(model, layouts)
-    modules = dict.fromkeys(weight.module for weight in weights.values())
+    weights = weights_of(model, layouts)
+    of_module: dict[nn.Module, list[tuple[Prunable, BlockLayout]]] = {}
+    for name, weight in weights.items():
+        of_module.setdefault(weight.module, []).append((weight, layouts[name]))
     changes: list[_Change] = []
-    new = {
-        module: _exchanged(
-            module, {w.parameter: (w, layouts[n]) for n, w in weights.items() if w.module is module}, changes
-        )
-        for module in modules
-    }
+    new = {module: sparse_module(chosen, changes) for module, chosen in of_module.items()}
     _check_optimizer(optimizer, changes)
     for change in changes:
         change.apply(optimizer)
-    for parent in list(model.modules()):
-        for key, child in parent._modules.items():
-            if child in new:
-                parent._modules[key] = new[child]
+    model = replace_modules(model, new)
     _avoid_fused_encoders(model)
+    return model
+
+
+def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Puts modules in the places of others, in place; returns the model, or what takes its own place."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if name and module in new:
+            parent, _, key = name.rpartition(".")
+            setattr(model.get_submodule(parent), key, new[module])
     return new.get(model, model)
 
 
@@ -110,38 +102,36 @@ class _Change:
                 }
 
 
-Weights = Mapping[str, tuple[Prunable, BlockLayout]]
+Chosen = Sequence[tuple[Prunable, BlockLayout]]
 
 
-def _exchanged(module: nn.Module, weights: Weights, changes: list[_Change]) -> nn.Module:
-    """The module with block-sparse weights, sharing its other parameters; what changes with them is listed."""
-    if is_dense_lstm(module):
-        return _lstm(module, weights, changes)
-    if isinstance(module, Recurrent):
-        new = copy.copy(module)
-        new._parameters, new._modules = dict(module._parameters), dict(module._modules)
-        for key, (weight, layout) in weights.items():
-            del new._parameters[key]
-            new._modules[key] = _filled(Weight(layout, "meta"), weight, layout, changes)
-        return new
-    ((weight, layout),) = weights.values()
-    out, in_ = weight.matrix().shape[:2]
+def sparse_module(chosen: Chosen, changes: list[_Change] | None = None) -> nn.Module:
+    """Makes the block-sparse counterpart of a module, which shares its other parameters.
+
+    Args:
+        chosen: weights of the module, with their layouts.
+        changes: gets the parameters that are replaced.
+    """
+    changes = [] if changes is None else changes
+    weight, layout = chosen[0]
+    module = weight.module
+    if isinstance(module, nn.LSTM | Recurrent):
+        return _recurrent(module, chosen, changes)
+    rows, columns = weight.blocks.size_of_matrix
     options: dict[str, Any] = {"layout": layout, "bias": module.bias is not None, "device": "meta"}
-    if type(module) in CONVOLUTIONS:
-        names = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
-        settings = {name: getattr(module, name) for name in names}
-        layer = CONVOLUTIONS[type(module)](in_, out, **settings, **options)
-    elif type(module) in TRANSPOSED:
-        names = ("kernel_size", "stride", "padding", "output_padding", "dilation")
-        settings = {name: getattr(module, name) for name in names}
-        layer = TRANSPOSED[type(module)](in_, out, **settings, **options)
-    else:
-        layer = Linear(in_, out, **options)
-    layer.bias = module.bias
-    return like(module, _filled(layer, weight, layout, changes))
+    kind: Any = CONVOLUTIONS.get(type(module)) or TRANSPOSED.get(type(module)) or Linear
+    if kind is not Linear:
+        last = "output_padding" if type(module) in TRANSPOSED else "padding_mode"
+        options |= {name: getattr(module, name) for name in ("kernel_size", "stride", "padding", "dilation", last)}
+    new = kind(columns, rows, **options)
+    new.bias = module.bias
+    return like(module, _filled(new, weight, layout, changes))
 
 
-def _lstm(module: nn.Module, weights: Weights, changes: list[_Change]) -> LSTM:
+def _recurrent(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Module:
+    if not is_dense_lstm(module):
+        return module.with_weights({w.parameter: _filled(Weight(l, "meta"), w, l, changes) for w, l in chosen})
+    weights = {weight.parameter: (weight, layout) for weight, layout in chosen}
     names = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional", "proj_size")
     settings = {name: getattr(module, name) for name in names}
     new = LSTM(**settings, layouts={key: layout for key, (_, layout) in weights.items()}, device="meta")
@@ -153,23 +143,21 @@ def _lstm(module: nn.Module, weights: Weights, changes: list[_Change]) -> LSTM:
         if shape == tuple(old.shape):
             setattr(new, key, old)
         else:  # padded
-            take = partial(pad, shape=shape, parts=parts_of(module, key))
+            take = partial(pad, shape=shape, parts=1 if key.startswith("weight_hr") else 4)
             setattr(new, key, nn.Parameter(take(old.detach()), requires_grad=old.requires_grad))
             changes.append(_Change(key, old, getattr(new, key), take))
     return like(module, new)
 
 
-def _filled(new: BlockSparseModule, weight: Prunable, layout: BlockLayout, changes: list[_Change]) -> BlockSparseModule:
+def _filled(new: Any, weight: Prunable, layout: BlockLayout, changes: list[_Change]) -> Any:
     """A module on the meta device with the values that the weight has on the layout."""
-    old = getattr(weight.module, weight.parameter)
+    old, blocks = weight.tensor, weight.blocks
 
     def take(tensor: Tensor) -> Tensor:
-        return from_dense(pad(as_matrix(weight.module, tensor), weight.shape, weight._parts), layout)
+        return from_dense(blocks.padded(tensor), layout)
 
     new.values = nn.Parameter(take(old.detach()), requires_grad=old.requires_grad)
-    new.crow_indices = torch.empty(0, device=old.device)
-    new.col_indices = torch.empty(0, device=old.device)
-    new.reset_layout_buffers()
+    new.reset_layout_buffers(old.device)
     changes.append(_Change(weight.name, old, new.values, take))
     return new
 
@@ -183,23 +171,6 @@ def like(module: nn.Module, new: Any) -> Any:
     return new
 
 
-def _weights_of(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> dict[str, Prunable]:
-    surveys: dict[tuple[int, int], dict[str, tuple[Prunable, str | None]]] = {}
-    found = {}
-    for name, layout in layouts.items():
-        check_layout(layout)
-        if layout.block_shape not in surveys:
-            found_now = survey(model, layout.block_shape, empty=True)
-            surveys[layout.block_shape] = {w.name: (w, reason) for w, reason in found_now}
-        weight, reason = surveys[layout.block_shape].get(name, (None, "the model has none of this name"))
-        if weight is None or reason is not None:
-            raise BlockSparseError.expected("layouts", f"weights that can be block-sparse, not {name}", reason)
-        if weight.shape != layout.shape:
-            raise BlockSparseError.expected(f"the layout of {name}", f"shape {weight.shape}", repr(layout))
-        found[name] = weight
-    return found
-
-
 def _check_optimizer(optimizer: torch.optim.Optimizer | None, changes: Sequence[_Change]) -> None:
     if optimizer is None or not changes:
         return
@@ -208,7 +179,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, changes: Sequence[
         what = f"one that has parameters of the model, {changes[0].name} say"
         raise BlockSparseError.expected("optimizer", what, type(optimizer).__name__)
     for change in trained:
-        check_state(optimizer, change.old, change.name)
+        check_optimizer(optimizer, change.old, change.name)
 
 
 def _avoid_fused_encoders(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule
-from .optimizer import check_state, has_parameter
+from .optimizer import check_optimizer
 
 OnLayoutChange = Callable[[BlockSparseModule, Tensor], None]
 
@@ -109,12 +109,3 @@ def check_module(module: Any) -> None:
     """Raises a BlockSparseError unless the module is block-sparse."""
     if not isinstance(module, BlockSparseModule):
         raise BlockSparseError.expected("module", "one with a block-sparse weight", type(module).__name__)
-
-
-def check_optimizer(optimizer: Any, parameter: Tensor, name: str) -> None:
-    """Raises a BlockSparseError unless the optimizer, if any, has the parameter, and a state that can follow it."""
-    if optimizer is None:
-        return
-    if not has_parameter(optimizer, parameter):
-        raise BlockSparseError.expected("optimizer", f"one that has the parameter {name}", type(optimizer).__name__)
-    check_state(optimizer, parameter, name)

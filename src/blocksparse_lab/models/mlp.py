@@ -15,7 +15,6 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
 from blocksparse.nn import AllReLU, Dropout, Linear
 from blocksparse.sparsity.sparse_training.densities import erdos_renyi_density
-from blocksparse.sparsity.sparse_training.sampling import places_of
 from blocksparse.sparsity.sparse_training.start import bound, first_values
 from blocksparse.surgery.compact import compact
 
@@ -169,7 +168,9 @@ def _layout(
 def _draw(layer: Linear | nn.Linear, init: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     if isinstance(layer, Linear):
-        drawn = first_values(layer, layer.layout.nnz, init, generator, partial(places_of, layer.layout))
+        layout = layer.layout
+        places = lambda: (layout.row_of_block, layout.col_of_block)  # noqa: E731
+        drawn = first_values(layer, layout.nnz, init, generator, places)
         layer.values.copy_(drawn)
     else:
         most = bound(init, layer.out_features, layer.in_features)

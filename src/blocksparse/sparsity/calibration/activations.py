@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import BlockSparseError
-from ...surgery.prunable import Prunable, Skip, as_matrix, prunable
-from ..pruning.blocks import Blocks
+from ...surgery.prunable import Prunable, Skip, prunable
 from .calibrate import Batches, as_rows, channel_axis, check_finite, observe
 
 
@@ -85,7 +84,7 @@ def _scores(weight: Prunable, squares: Tensor | None) -> Tensor:
     matrix = weight.matrix().detach().double().abs()
     if squares is not None:
         matrix = matrix * squares.sqrt().view(1, -1, *[1] * (matrix.dim() - 2))
-    return Blocks(weight).sums(as_matrix(weight.module, matrix))
+    return weight.blocks.sums(weight.blocks.matrix(matrix))
 
 
 def _unseen(weight: Prunable) -> str:
@@ -112,7 +111,7 @@ def _inputs_of_lstm(
         size = module.input_size if level == 0 else directions * (module.proj_size or module.hidden_size)
         names = ("hidden_size", "bias", "batch_first", "bidirectional", "proj_size")
         layer = nn.LSTM(size, **{name: getattr(module, name) for name in names}, device="meta")
-        for key in list(layer._parameters):
+        for key in [name for name, _ in layer.named_parameters()]:
             setattr(layer, key, getattr(module, key.replace("_l0", f"_l{level}")))
         part = slice(level * directions, (level + 1) * directions)
         rows = as_rows(x.data if isinstance(x, PackedSequence) else x)

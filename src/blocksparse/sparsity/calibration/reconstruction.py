@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ...checked import number
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
+from ...nn.conv import margins
 from ...surgery.prunable import Prunable, Skip, prunable
 from ...surgery.replace import replace_with_sparse
-from ..pruning.blocks import Blocks
+from ..pruning.magnitude import dense_norms
 from ..pruning.strongest import check_density, strongest
 from .calibrate import Batches, as_rows, check_batches, check_finite, observe
 from .least_squares import best_columns, block_counts, least_squares
@@ -107,9 +108,8 @@ def reconstruct(
     by_magnitude = {weight.name: _unfitted(weight) for weight in weights if weight.name not in layouts}
     for weight in weights:
         if weight.name in by_magnitude:
-            blocks = Blocks(weight)
-            scores = blocks.norms(getattr(weight.module, weight.parameter))
-            mask = strongest({weight.name: scores}, {weight.name: blocks}, density, "layer")[weight.name]
+            scores = dense_norms(weight.blocks, weight.tensor)
+            mask = strongest({weight.name: scores}, {weight.name: weight.blocks}, density, "layer")[weight.name]
             layouts[weight.name] = BlockLayout(mask, weight.block_shape)
     return Reconstruction(replace_with_sparse(model, layouts), layouts, errors, by_magnitude)
 
@@ -117,7 +117,7 @@ def reconstruct(
 def _checked(weights: list[Prunable], density: float) -> list[Prunable]:
     if not weights:
         raise BlockSparseError.expected("model", "dense weights that can become block-sparse", "none")
-    check_density(density, {weight.name: Blocks(weight) for weight in weights}, "layer")
+    check_density(density, {weight.name: weight.blocks for weight in weights}, "layer")
     return weights
 
 
@@ -158,7 +158,7 @@ def _rows(module: nn.Module, x: Tensor, weight: Prunable) -> Tensor:
         return as_rows(x)
     images = x if x.dim() == 4 else x.unsqueeze(0)
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    images = F.pad(images, module._reversed_padding_repeated_twice, mode)
+    images = F.pad(images, margins(module), mode)
     return as_rows(F.unfold(images, module.kernel_size, module.dilation, stride=module.stride), axis=1)
 
 

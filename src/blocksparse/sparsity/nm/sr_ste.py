@@ -70,7 +70,7 @@ class SRSTE(TrainingMethod):
         self.weights = tuple(weight.name for weight in chosen)
         self._modules: list[Any] = [weight.module for weight in chosen]
         for weight in chosen:
-            swapped = weight.matrix() is not getattr(weight.module, weight.parameter)
+            swapped = weight.matrix() is not weight.tensor
             parametrize.register_parametrization(weight.module, "weight", _Masked(n, m, decay, swapped), unsafe=True)
 
     def freeze(self) -> None:

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
+from ...surgery.optimizer import check_optimizer
 from ...surgery.prunable import Skip, prunable
 from ...surgery.replace import replace_with_sparse
-from ...surgery.rewire import check_optimizer
 from ..training_method import TrainingMethod
-from .blocks import Blocks
 
 
 class DensePruner(TrainingMethod):
@@ -55,10 +54,9 @@ class DensePruner(TrainingMethod):
         self.weights = {weight.name: weight for weight in found}
         self.dense: dict[str, Tensor] = {}
         for weight in found:
-            dense = getattr(weight.module, weight.parameter)
-            check_optimizer(optimizer, dense, weight.name)
-            self.dense[weight.name] = dense
-        self.blocks = {weight.name: Blocks(weight) for weight in found}
+            check_optimizer(optimizer, weight.tensor, weight.name)
+            self.dense[weight.name] = weight.tensor
+        self.blocks = {weight.name: weight.blocks for weight in found}
         self._layouts: dict[str, BlockLayout] | None = None
 
     @property

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ...checked import number
+from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
-from .blocks import Blocks
 from .dense_pruner import DensePruner
 
 

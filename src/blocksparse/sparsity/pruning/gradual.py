@@ -7,7 +7,7 @@ from torch import nn
 
 from ...surgery.prunable import Skip
 from .dense_pruner import Masked
-from .magnitude import check_norm
+from .magnitude import check_norm, dense_norms
 from .schedule import CubicSchedule
 from .strongest import check_density, strongest
 
@@ -75,7 +75,7 @@ class GradualPruning(Masked):
         scores = {}
         for name, keep in self.keep.items():
             blocks, dense = self.blocks[name], self.dense[name]
-            norms = blocks.norms(dense, self.norm)
+            norms = dense_norms(blocks, dense, self.norm)
             # Per number in the block, as blocks of convolutions have more numbers but compete with others.
             norms = norms / blocks.size**0.5 if self.norm == "l2" else norms
             # A removed block has a lower score than any zero that is kept, so it never comes back.

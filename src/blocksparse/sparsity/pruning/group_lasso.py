@@ -11,6 +11,7 @@ from ...checked import number
 from ...errors import BlockSparseError
 from ...surgery.prunable import Skip
 from .dense_pruner import DensePruner
+from .magnitude import dense_norms
 from .strongest import Cap
 
 MODES = ("proximal", "penalty")
@@ -102,13 +103,15 @@ class GroupLasso(DensePruner):
             return False
         rates = {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
         for name, dense in self.dense.items():
-            norms = self.blocks[name].norms(dense)
+            norms = dense_norms(self.blocks[name], dense)
             least = float(rates[id(dense)]) * self.strength * self.factors[name]
             scale = (1 - least / norms).masked_fill(norms <= least, 0)
             dense.mul_(self.blocks[name].spread(scale.to(dense.dtype)))
         return True
 
     def _kept(self) -> Mapping[str, Tensor]:
-        kept = {name: blocks.norms(self.dense[name], "max") > self.threshold for name, blocks in self.blocks.items()}
-        norms = {name: blocks.norms(self.dense[name]) / blocks.size**0.5 for name, blocks in self.blocks.items()}
+        kept, norms = {}, {}
+        for name, blocks in self.blocks.items():
+            kept[name] = dense_norms(blocks, self.dense[name], "max") > self.threshold
+            norms[name] = dense_norms(blocks, self.dense[name]) / blocks.size**0.5
         return self.cap(kept, norms)

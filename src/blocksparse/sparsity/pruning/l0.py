@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...checked import integer, number
+from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
-from .blocks import Blocks
 from .gates import Gate, Gated
 from .strongest import Cap
 

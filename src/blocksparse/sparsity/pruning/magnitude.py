@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
+from ...surgery.blocks import Blocks
 
 NORMS = ("l2", "mean", "max")
 
@@ -42,6 +43,11 @@ def block_norms(values: Tensor, norm: str = "l2") -> Tensor:
         got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise BlockSparseError.expected("values", "blocks [nnz, block_out, block_in, ...]", got)
     return _norms(values, norm, tuple(range(1, values.dim())))
+
+
+def dense_norms(blocks: Blocks, dense: Tensor, norm: str = "l2") -> Tensor:
+    """The magnitude of each block of a dense weight, `[out_blocks, in_blocks]`, without gradients."""
+    return norms_of(blocks.fold(dense), norm, blocks.inside)
 
 
 def norms_of(blocks: Tensor, norm: str, dims: tuple[int, ...]) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
-from .blocks import Blocks
 from .gates import Gate, Gated
 from .schedule import CubicSchedule
 from .strongest import check_density, strongest

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule, replace_data
-from ...surgery.optimizer import check_state, has_parameter
+from ...surgery.optimizer import check_optimizer, has_parameter
 from ...surgery.rewire import OnLayoutChange, carry_state, check_module, rewire
 
 
@@ -60,7 +60,7 @@ def prune_gated_blocks(
         raise BlockSparseError.expected("gate", "finite numbers, not all of them 0", gate)
     trained = optimizer is not None and has_parameter(optimizer, gate)
     if optimizer is not None and trained:
-        check_state(optimizer, gate, "gate")
+        check_optimizer(optimizer, gate, "gate")
     drop = (gate == 0).nonzero().squeeze(1)
     source = rewire(module, drop, [], [], optimizer, on_layout_change=on_layout_change).to(gate.device)
     carry_state(optimizer if trained else None, gate, source)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...checked import number
 from ...errors import BlockSparseError
-from .blocks import Blocks
+from ...surgery.blocks import Blocks
 
 SCOPES = ("global", "layer")
 
@@ -44,10 +44,9 @@ def strongest(
 
     >>> import torch
     >>> from blocksparse.surgery.prunable import prunable
-    >>> from blocksparse.sparsity.pruning.blocks import Blocks
     >>> from blocksparse.sparsity.pruning.strongest import strongest
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 2))
-    >>> blocks = {weight.name: Blocks(weight) for weight in prunable(model, block_size=1)}
+    >>> blocks = {weight.name: weight.blocks for weight in prunable(model, block_size=1)}
     >>> scores = {"0.weight": torch.arange(8.0).view(2, 4), "1.weight": torch.full((2, 2), -1.0)}
     >>> [mask.int().tolist() for mask in strongest(scores, blocks, 0.25, "global").values()]
     [[[0, 0, 0, 0], [0, 0, 1, 1]], [[1, 0], [0, 0]]]

@@ -13,6 +13,7 @@ from ...checked import integer, number
 from ...errors import BlockSparseError
 from ...surgery.prunable import Skip, prunable
 from .dense_pruner import Masked
+from .magnitude import dense_norms
 
 
 @dataclass(frozen=True)
@@ -155,5 +156,5 @@ class ThresholdPruning(Masked):
 
     def _change(self) -> None:
         for name, keep in self.keep.items():
-            largest = self.blocks[name].norms(self.dense[name], "max")
+            largest = dense_norms(self.blocks[name], self.dense[name], "max")
             self.keep[name] = keep.to(largest.device) & (largest >= self.threshold(name, self.calls))

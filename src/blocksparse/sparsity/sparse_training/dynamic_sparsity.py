@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ...checked import integer
 from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule
+from ...surgery.optimizer import check_optimizer
 from ...surgery.prunable import Skip
-from ...surgery.rewire import OnLayoutChange, check_optimizer
+from ...surgery.rewire import OnLayoutChange
 from ..training_method import TrainingMethod
 
 Modules = nn.Module | Iterable[nn.Module]

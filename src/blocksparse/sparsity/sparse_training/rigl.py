@@ -19,7 +19,6 @@ from ...surgery.rewire import OnLayoutChange, rewire
 from ..pruning.magnitude import check_norm, magnitudes, smallest
 from .dense_gradient import Watch, gradient_norms, largest
 from .dynamic_sparsity import DynamicSparsity, Modules, Skip
-from .sampling import keys_of
 
 
 class RigL(DynamicSparsity):
@@ -144,7 +143,7 @@ class RigL(DynamicSparsity):
     def _rig(self, watch: Watch) -> None:
         layer, layout = watch.layer, watch.layer.layout
         count = int(self.fraction(self.calls) * layout.nnz)
-        keys = keys_of(layout)
+        keys = layout.keys_of_blocks()
         drop = smallest(magnitudes(layer.values, self.norm), count)
         kernel = tuple(layer.values.shape[3:])
         norms = gradient_norms(watch.seen, layout, kernel, self.norm)

@@ -4,21 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...layout import BlockLayout
-
-
-def keys_of(layout: BlockLayout) -> np.ndarray:
-    """The number row * columns + column of each stored block, int64 `[nnz]`, rising."""
-    # Not by layout.row_of_block, which would stay in memory.
-    keys = layout.row_of_block * layout.grid[1]
-    keys += layout.col_of_block
-    return keys
-
-
-def places_of(layout: BlockLayout) -> tuple[np.ndarray, np.ndarray]:
-    """The row and the column of each stored block."""
-    return np.divmod(keys_of(layout), layout.grid[1])
-
 
 def draw_unused(
     taken: np.ndarray,

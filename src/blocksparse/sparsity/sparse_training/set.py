@@ -10,7 +10,7 @@ from ...nn.module import BlockSparseModule
 from ...surgery.rewire import OnLayoutChange, rewire
 from ..pruning.magnitude import check_norm, magnitudes, smallest
 from .dynamic_sparsity import DynamicSparsity, Modules, Skip
-from .sampling import draw_unused, keys_of
+from .sampling import draw_unused
 from .start import Init, check_init, first_values
 
 
@@ -88,7 +88,7 @@ class SET(DynamicSparsity):
     def _evolve(self, module: BlockSparseModule, generator: np.random.Generator) -> None:
         layout = module.layout
         drop = nearest_zero(module, self.zeta, self.norm)
-        taken = keys_of(layout)[~drop]
+        taken = layout.keys_of_blocks()[~drop]
         rows, cols = draw_unused(taken, layout.grid, int(drop.sum()), generator, _lines(module))
         new = None
         if self.init != "zeros":

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checked import number
-from ...errors import BlockSparseError
+from ...checked import check_kept, number
 from ...ops import momentum
 
 
@@ -82,14 +81,8 @@ class SGD(torch.optim.Optimizer):
         found = state.get("momentum_buffer")
         if found is None:  # not yet; torch.optim.SGD saves None for it where it has no momentum
             found = state["momentum_buffer"] = torch.zeros_like(w)
-        elif not isinstance(found, Tensor) or found.shape != w.shape:
-            got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise BlockSparseError.expected(
-                "momentum_buffer",
-                f"{list(w.shape)}, as its parameter (after a change of the layout: load the optimizer's state of the "
-                "same time, or begin again with optimizer.state.clear())",
-                got,
-            )
+        else:
+            check_kept({"momentum_buffer": found}, w, "its parameter", scalars=False)
         return found
 
 

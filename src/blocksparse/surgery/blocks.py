@@ -1,0 +1,106 @@
+"""How a dense weight falls into blocks: padding, its numbers by block, numbers per block spread over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+Pair = tuple[int, int]
+
+
+class Blocks:
+    """The blocks of a parameter of a dense module; the parameter itself is not kept.
+
+    Args:
+        shape: of the parameter, `[out, in, *kernel]`.
+        block_shape: (rows, columns).
+        parts: how many weights it is, one above the other: four for an LSTM's gates. Each is padded by itself.
+        transposed: whether the parameter is `[in, out, *kernel]`.
+        multiple: what the rows of a part and the columns are padded to, `block_shape` by default.
+
+    >>> import torch
+    >>> from blocksparse.surgery.blocks import Blocks
+    >>> blocks = Blocks((2, 3), (2, 2))
+    >>> blocks.grid, blocks.spread(torch.tensor([[1.0, 2.0]]))
+    ((1, 2), tensor([[1., 1., 2.],
+            [1., 1., 2.]]))
+    >>> blocks.sums(torch.ones(2, 3))       # the second block is half padding
+    tensor([[4., 2.]])
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        block_shape: Pair,
+        parts: int = 1,
+        transposed: bool = False,
+        multiple: Pair | None = None,
+    ):
+        self._rows, self._columns = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
+        self._axes, self._transposed = len(shape) - 2, transposed
+        self.block_shape, self.parts = block_shape, parts
+        rows, columns = multiple or block_shape
+        self.shape = _up(self._rows // parts, rows) * parts, _up(self._columns, columns)
+        """(out, in) of the layouts, whole blocks."""
+        self.grid = self.shape[0] // block_shape[0], self.shape[1] // block_shape[1]
+        self.taps = 1
+        for size in shape[2:]:
+            self.taps *= size
+        self.size = block_shape[0] * block_shape[1] * self.taps
+        """Numbers that each stored block has, padding included."""
+        self.inside = (1, 3, *range(4, 4 + self._axes))
+        """The axes of `fold` that are within a block."""
+
+    @property
+    def needs_padding(self) -> bool:
+        """Whether the weight is not of whole blocks."""
+        return self.shape != self.size_of_matrix
+
+    @property
+    def size_of_matrix(self) -> Pair:
+        """(out, in) of the weight, without padding."""
+        return self._rows, self._columns
+
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as `[out, in, *kernel]`: a view, which can be written to."""
+        return tensor.transpose(0, 1) if self._transposed else tensor
+
+    def padded(self, tensor: Tensor) -> Tensor:
+        """The same with zeros up to whole blocks, behind each part; differentiable."""
+        return pad(self.matrix(tensor), self.shape, self.parts)
+
+    def fold(self, tensor: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as `[out_blocks, rows, in_blocks, columns, *kernel]`, padded with zeros."""
+        (out, in_), (height, width) = self.grid, self.block_shape
+        matrix = self.padded(tensor)
+        return matrix.reshape(out, height, in_, width, *matrix.shape[2:])
+
+    def sums(self, tensor: Tensor) -> Tensor:
+        """The sum over each block of a tensor of the parameter's shape, `[out_blocks, in_blocks]`."""
+        return self.fold(tensor).sum(self.inside)
+
+    def spread(self, per_block: Tensor) -> Tensor:
+        """`[out_blocks, in_blocks]` as a tensor that broadcasts to the parameter: each number in all of its block."""
+        (out, in_), (height, width) = self.grid, self.block_shape
+        full = per_block[:, None, :, None].expand(out, height, in_, width)
+        full = full.reshape(self.parts, out * height // self.parts, in_ * width)
+        full = full[:, : self._rows // self.parts, : self._columns].reshape(self._rows, self._columns)
+        full = full.T if self._transposed else full
+        return full.reshape(*full.shape, *[1] * self._axes)
+
+
+def pad(tensor: Tensor, shape: tuple[int, ...], parts: int = 1) -> Tensor:
+    """The tensor with zeros behind each of its parts, so that its first axes have this shape."""
+    if tuple(tensor.shape[: len(shape)]) == shape:
+        return tensor
+    split = tensor.unflatten(0, (parts, -1))
+    target = (shape[0] // parts, *shape[1:])
+    more = [(0, size - here) for size, here in zip(target, split.shape[1:], strict=False)]
+    behind = [(0, 0)] * (tensor.dim() - len(shape))
+    return F.pad(split, [n for pair in reversed(more + behind) for n in pair]).flatten(0, 1)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
