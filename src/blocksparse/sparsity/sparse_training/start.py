@@ -47,7 +47,7 @@ def first_values(
             raise BlockSparseError.expected("what init returns", f"a tensor {list(shape)}", got)
     if module.used is not None:
         height, width = module.layout.block_shape
-        rows, cols = (torch.from_numpy(np.asarray(lines, np.int64)) for lines in places())
+        rows, cols = (torch.from_numpy(np.array(lines, np.int64)) for lines in places())
         out, in_ = module.used
         kernel = [1] * (len(shape) - 3)
         drawn = drawn * out.view(-1, height)[rows].view(-1, height, 1, *kernel).to(drawn)
