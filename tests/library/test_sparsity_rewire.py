@@ -210,7 +210,7 @@ def test_a_state_that_cannot_follow_is_refused():
     layer = bs.nn.Linear(3, 2, layout=bs.BlockLayout([[1, 1, 0], [0, 1, 0]], block_size=1))
     optimizer = Odd(layer.parameters(), lr=0.1)
     trained(layer, torch.randn(4, 3), optimizer)
-    with pytest.raises(bs.BlockSparseError, match=r"rows in the optimizer's state: expected the shape of module.values, .* got \[7\]"):
+    with pytest.raises(bs.BlockSparseError, match=r"rows in the .*: expected the shape of module.values, .* got \[7\]"):
         bs.sparsity.rewire(layer, [0], [], [], optimizer)
 
 
