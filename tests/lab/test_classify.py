@@ -146,7 +146,7 @@ def test_new_connections_have_no_momentum_and_survivors_keep_theirs():
     optimizer.step()
     layer = made.model.layers[0]
     before = {key: (v, m) for key, v, m in state(layer, optimizer, ema)}
-    made.loss(4)
+    made.before_step(4)
     after = state(layer, optimizer, ema)
     # A place that was dropped may be drawn again.
     grown = [(momentum, mean) for key, momentum, mean in after if (momentum, mean) != before.get(key)]

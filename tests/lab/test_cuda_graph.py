@@ -10,7 +10,7 @@ from blocksparse_lab.data import text
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
 from blocksparse_lab.recipes.charlm import CharLMTask
 from blocksparse_lab.recipes.cuda_graph import GraphedStep
-from blocksparse_lab.recipes.trainer import Settings, Trainer, Watcher
+from blocksparse_lab.recipes.trainer import Callback, Settings, Trainer
 
 
 class FakeGraph:
@@ -79,7 +79,7 @@ def test_where_a_capture_fails_it_goes_on_without(calls):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_graph_learns_what_steps_learn(tmp_path):
     settings = Settings(steps=20, learning_rate=0.01, warmup=5, ema=0.9, log_every=1, device="cuda")
-    results, notes, watch = [], [], Watcher()
+    results, notes, watch = [], [], Callback()
     watch.note = notes.append
     for graph in (False, True):
         model = CharLM(CharLMConfig(width=64, pattern="barabasi_albert", m=1, block_size=16))

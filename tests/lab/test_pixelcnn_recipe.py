@@ -20,7 +20,7 @@ from blocksparse_lab.models import logistic_mixture
 from blocksparse_lab.recipes import pixelcnn
 from blocksparse_lab.recipes.pixelcnn import Network
 from blocksparse_lab.recipes.run_log import read
-from blocksparse_lab.recipes.trainer import Interrupted, Watcher
+from blocksparse_lab.recipes.trainer import Callback, Interrupted
 from test_data_tables import write_cifar10
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
@@ -65,8 +65,8 @@ def test_an_evaluation_is_the_mean_of_log_prob(tmp_path):
         assert float(task.loss(0)) == pytest.approx(float(-model.log_prob(task.take(0)).mean() / 3), rel=1e-5)
 
 
-class Stops(Watcher):
-    def stepped(self, step):
+class Stops(Callback):
+    def after_step(self, step):
         if step == 3:
             raise Interrupted(2, step)
 

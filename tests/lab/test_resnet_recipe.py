@@ -18,7 +18,7 @@ from blocksparse_lab.models.resnet import ResNet
 from blocksparse_lab.recipes import resnet
 from blocksparse_lab.recipes.resnet import Recipe, Rows, augmented
 from blocksparse_lab.recipes.shifts import all_shifts, consistency
-from blocksparse_lab.recipes.trainer import Interrupted, Watcher
+from blocksparse_lab.recipes.trainer import Callback, Interrupted
 from test_data_tables import write_cifar10
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
@@ -118,8 +118,8 @@ def test_it_learns(recipe, tmp_path):
         assert shifted.difference < 1e-4
 
 
-class Stops(Watcher):
-    def stepped(self, step):
+class Stops(Callback):
+    def after_step(self, step):
         if step == 3:
             raise Interrupted(2, step)
 

@@ -15,7 +15,7 @@ from blocksparse import BlockSparseError, checkpoint
 from blocksparse.checkpoint import part
 from blocksparse_lab.recipes import run_log
 from blocksparse_lab.recipes.optimizers import learning_rate
-from blocksparse_lab.recipes.trainer import Interrupted, Settings, Trainer, Watcher
+from blocksparse_lab.recipes.trainer import Callback, Interrupted, Settings, Task, Trainer
 
 SETTINGS = Settings(
     steps=24, learning_rate=0.02, warmup=4, ema=0.9, clip=0.5, weight_decay=0.1, log_every=5, eval_every=8, save_every=7
@@ -29,7 +29,7 @@ class Killed(BaseException):
     """Ends a training as SIGKILL would: nothing is done about it."""
 
 
-class Walk:
+class Walk(Task):
     """A task with all that may be carried over: a state, numbers drawn, a layout, and a gain with one dimension."""
 
     unit, per_nat, bytes_per_step = "nats", 1.0, 8
@@ -161,7 +161,7 @@ def test_curves_for_tensorboard(whole):
 def test_without_tensorboard_a_note_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     notes = []
-    watch = Watcher()
+    watch = Callback()
     watch.note = notes.append
     Trainer(Walk(), tmp_path, replace(SETTINGS, steps=2)).train(watch)
     assert len(notes) == 1
@@ -416,8 +416,8 @@ def test_a_gradient_that_is_not_finite_stops_too(tmp_path):
 
 
 def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
-    task, watch = Walk(), Watcher()
-    watch.stepped = lambda step: step == 7 and torch.nn.init.constant_(task.model[0].bias, float("inf"))
+    task, watch = Walk(), Callback()
+    watch.after_step = lambda step: step == 7 and torch.nn.init.constant_(task.model[0].bias, float("inf"))
     with pytest.raises(BlockSparseError, match=r"step 7: expected finite parameters, got others in 0\.bias"):
         Trainer(task, tmp_path, SETTINGS).train(watch)
     assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == 0
@@ -469,8 +469,8 @@ def test_the_mean_of_the_parameters_is_what_is_evaluated(tmp_path):
 
     task = Seen()
     expected, history = task.model[2].weight.detach().clone(), []
-    watch = Watcher()
-    watch.stepped = lambda step: history.append(task.model[2].weight.detach().clone())
+    watch = Callback()
+    watch.after_step = lambda step: history.append(task.model[2].weight.detach().clone())
     Trainer(task, tmp_path, replace(SETTINGS, steps=12, ema=0.7, eval_every=0)).train(watch)
     for step, weight in enumerate(history):
         decay = min(0.7, (1 + step) / (10 + step))

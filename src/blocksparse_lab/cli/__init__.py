@@ -23,8 +23,6 @@ from .sample import sample
 from .sentiment import sentiment
 from .sparsify import sparsify
 from .train import train
-from .train_pixelcnn import pixelcnn
-from .train_resnet import resnet
 from .tune import tune
 
 
@@ -62,7 +60,5 @@ app.command()(layout)
 app.command()(sample)
 app.command()(sentiment)
 app.command()(sparsify)
-train.command("pixelcnn")(pixelcnn)
-train.command("resnet")(resnet)
 app.add_typer(train)
 app.command()(tune)

@@ -23,9 +23,10 @@ from blocksparse.errors import BlockSparseError
 
 if TYPE_CHECKING:
     from ..recipes.next_byte import Race
-    from .page import Story
+    from .demo_page import Story
 
 DENSE, SPARSE = "dark_orange", "dodger_blue1"
+COLOR_NUMBERS = (208, 33)  # the same, of a terminal's 256
 
 # Steps per second of the demo's limit, as two slow cores do them. This and not the clock fixes the number of steps,
 # so that a seed gives the same curve each time.
@@ -66,15 +67,15 @@ def play(console: Console, sizes: Sizes, text: Path | None, seconds: float, out:
     """
     from ..data import text as texts
     from ..machine import machine
-    from ..recipes.next_byte import Settings
-    from . import page
+    from ..recipes.next_byte import RaceSettings
+    from . import demo_page as page
 
     if not 0 < seconds < math.inf:
         raise BlockSparseError.expected("seconds", "a positive number", seconds)
     if not 0 <= seed < 2**32:
         raise BlockSparseError.expected("seed", "an int from 0 to 2^32 - 1", seed)
     steps = max(1, round(seconds * STEPS_PER_SECOND))
-    settings = Settings(**{"steps": steps, "seconds": seconds, "seed": seed, **sizes.training})
+    settings = RaceSettings(**{"steps": steps, "seconds": seconds, "seed": seed, **sizes.training})
     data = texts.python_topics() if text is None else texts.read(text)
     name = "The help topics of Python" if text is None else text.name
     parts = texts.split(data, settings.context, name=name)
@@ -166,7 +167,7 @@ def _speedups(console: Console, story: Story, sizes: Sizes) -> None:
 
 def _train(console: Console, story: Story, sizes: Sizes, parts: Any, settings: Any) -> None:
     from ..recipes import next_byte
-    from .page import Training, compared, verdict
+    from .demo_page import Training, compared, verdict
 
     _title(console, 3, "The next byte: dense against wide and block-sparse, equal parameters")
     models, layouts = next_byte.contenders(settings.context, seed=story.seed, **sizes.models)
@@ -184,7 +185,7 @@ def _train(console: Console, story: Story, sizes: Sizes, parts: Any, settings: A
         with Live(progress, console=console, refresh_per_second=4) as live:
             for step in race.run():
                 progress.update(task, completed=step, bits=_now(race))
-                if step % settings.every == 0 or step == settings.steps:
+                if step % settings.eval_every == 0 or step == settings.steps:
                     live.update(Group(progress, _plot(console, race)))
             progress.update(task, description="evaluating")
             training.outcomes = next_byte.outcomes(race)
@@ -209,16 +210,42 @@ def _train(console: Console, story: Story, sizes: Sizes, parts: Any, settings: A
 
 def _plot(console: Console, race: Race) -> Text:
     """The held-out bits per byte of both, as far as they are known."""
-    from .page import bits_range
-    from .plot import Curve, plot
+    from .demo_page import bits_range
 
     curves = list(race.curves.values())
     if console.options.ascii_only or not all(curve.held_out for curve in curves):
         return Text()
-    drawn = [Curve(c.evaluated_at, c.held_out, style) for c, style in zip(curves, (DENSE, SPARSE), strict=True)]
-    picture = plot(drawn, min(console.width, 100), 12, (0, race.settings.steps), bits_range(curves))
+    points = [(curve.evaluated_at, curve.held_out) for curve in curves]
+    picture = plot(points, min(console.width, 100), 12, (0, race.settings.steps), bits_range(curves))
     title = Text("held-out bits per byte   ", style="dim").append("━ dense  ", DENSE).append("━ block-sparse", SPARSE)
     return Text("\n").join([title, picture])
+
+
+def plot(
+    curves: Sequence[tuple[Sequence[float], Sequence[float]]],
+    width: int,
+    height: int,
+    x_range: tuple[float, float],
+    y_range: tuple[float, float],
+) -> Text:
+    """Points joined by lines, of the dense model and the block-sparse one, in characters of a terminal.
+
+    Args:
+        curves: x and y of each.
+        width, height: of the whole in characters, the numbers at the axes included.
+        x_range, y_range: of the axes.
+    """
+    import plotext
+
+    figure = plotext.figure  # the only one there is
+    figure.clear()
+    figure.theme("colorless").canvas("default").plot_size(width, height)
+    figure.axes(False, side=1)
+    for axis, limits in (("x", x_range), ("y", y_range)):
+        figure.ruler(axis).lim(*limits)
+    for (x, y), color in zip(curves, COLOR_NUMBERS, strict=True):
+        figure.draw(figure.signal(list(x), list(y), marker=plotext.marker("braille", plotext.pixel(color))).lines())
+    return Text.from_ansi(str(figure.build()).rstrip("\n"), no_wrap=True)
 
 
 def _now(race: Race) -> str:

@@ -16,6 +16,8 @@ from blocksparse.nn import LSTM, MultiplicativeLSTM, SmallWorldLSTM
 from blocksparse.nn.recurrent import State
 from blocksparse.ops.recurrent import linear_of
 
+from ..option import option
+
 CELLS = ("lstm", "mlstm", "smallworld")
 PATTERNS = ("dense", "barabasi_albert", "watts_strogatz", "random")
 
@@ -24,35 +26,22 @@ PATTERNS = ("dense", "barabasi_albert", "watts_strogatz", "random")
 class CharLMConfig:
     """The configuration of a CharLM.
 
-    Args:
-        cell: "lstm", "mlstm" (the multiplicative one) or "smallworld" (the deep-transition one).
-        width: hidden units of a layer.
-        embedding: features of a byte.
-        layers: recurrent layers.
-        depth: of the small-world cell: steps through the graph within a time step.
-        pattern: of the recurrent weights: "dense", "barabasi_albert", "watts_strogatz" or "random".
-        block_size: of the pattern.
-        m: of "barabasi_albert": ties that a block brings.
-        neighbors, rewire: of "watts_strogatz".
-        density: of "random".
-        seed: of the pattern and the weights.
-
     Raises:
         BlockSparseError: a cell or a pattern that is unknown, a width that is no multiple of the block.
     """
 
-    cell: str = "lstm"
-    width: int = 1024
-    embedding: int = 64
-    layers: int = 1
-    depth: int = 4
-    pattern: str = "dense"
-    block_size: int = 32
-    m: int = 8
-    neighbors: int = 8
-    rewire: float = 0.2
-    density: float = 0.1
-    seed: int = 0
+    cell: str = option("lstm", "lstm, mlstm (the multiplicative one) or smallworld (the deep-transition one).")
+    width: int = 1024  # hidden units of a layer
+    embedding: int = option(64, "Features of a byte.")
+    layers: int = option(1, "Recurrent layers.")
+    depth: int = option(4, "Of smallworld: steps through the graph within a time step.")
+    pattern: str = option("dense", "Of the recurrent weights: dense, barabasi_albert, watts_strogatz or random.")
+    block_size: int = option(32, "Rows and columns of a block.")
+    m: int = option(8, "Of barabasi_albert: edges of each new node.")
+    neighbors: int = option(8, "Of watts_strogatz, of each node.")
+    rewire: float = option(0.2, "Of watts_strogatz: part of the edges drawn at random.")
+    density: float = option(0.1, "Of random: part of the blocks.")
+    seed: int = option(0, "Of pattern, weights and whatever is drawn.")
 
     def __post_init__(self) -> None:
         for name, known in (("cell", CELLS), ("pattern", PATTERNS)):

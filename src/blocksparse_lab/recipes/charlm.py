@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,12 @@ from blocksparse.errors import BlockSparseError
 
 from ..data.text import Text
 from ..models.char_lm import CharLM, CharLMConfig, least_parameters, multiply_adds, parameter_count
+from ..option import option
+from . import stored
+from .callback import Task
 from .memory import check_room
+from .settings import Settings
+from .trainer import Trainer, device_of
 
 KIND = "charlm"
 
@@ -29,7 +34,24 @@ KIND = "charlm"
 EVALUATION_STREAM = 8192
 
 
-class CharLMTask:
+@dataclass(frozen=True)
+class CharLMSettings(Settings):
+    """A language model of bytes is trained by Adam, with a rate that rises, then falls to 0 in a line."""
+
+    learning_rate: float = option(0.002, "The highest learning rate.", "lr")
+    seed: int = option(0, "Of pattern, weights and whatever is drawn.")
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What a step and an evaluation read."""
+
+    batch: int = option(64, "Streams of text side by side.")
+    seq: int = option(128, "Bytes of a stream per step.")
+    evaluated: int = option(0, "Held-out bytes per evaluation; 0 for all.", "eval-bytes")
+
+
+class CharLMTask(Task):
     """Truncated backpropagation over streams of a text.
 
     `batch` streams begin evenly spaced in the training text and read it in chunks of `seq` bytes. The state after a
@@ -106,12 +128,9 @@ class CharLMTask:
         begins = torch.ones_like(at, dtype=torch.bool) if step == 0 else at == 0
         return self._train[at * self.seq + self._offsets], begins
 
-    def loss(self, step: int) -> Tensor:
-        """The cross entropy of a step in nats."""
-        return self.loss_of(*self.inputs(step))
-
-    def loss_of(self, chunk: Tensor, begins: Tensor) -> Tensor:
-        """The same of `inputs`; the state goes on."""
+    def loss_of(self, *inputs: Tensor) -> Tensor:
+        """The cross entropy of `inputs` in nats; the state goes on."""
+        chunk, begins = inputs
         before = tuple(part.masked_fill(begins.view(-1, 1), 0) for part in self._state)
         logits, after = self.model(chunk[:-1], before)
         with torch.no_grad():
@@ -173,21 +192,34 @@ def facts(config: CharLMConfig, text: str) -> dict[str, Any]:
     }
 
 
+def trainer(
+    config: CharLMConfig, text: Text, run: str | Path, how: Settings, batches: Batches | None = None
+) -> Trainer:
+    """A language model, ready to be trained in a folder.
+
+    Args:
+        config: what it is.
+        text: to train and to evaluate on.
+        run: the folder.
+        how: it is trained.
+        batches: what a step and an evaluation read.
+
+    Raises:
+        BlockSparseError: as `network`, `CharLMTask` and `Trainer`.
+    """
+    of = batches or Batches()
+    task = CharLMTask(network(config), text, of.batch, of.seq, of.evaluated, device_of(how.device))
+    return Trainer(task, run, how, facts(config, text.name))
+
+
 def load(path: str | Path) -> CharLM:
     """The language model of a checkpoint, or of a run's folder, on the CPU; with the mean parameters if there are any.
 
     Raises:
         BlockSparseError: no such checkpoint, a broken one, one of something else.
     """
-    path = Path(path)
-    path = path / "last.safetensors" if path.is_dir() else path
-    tensors, about = checkpoint.load(path)
-    task = checkpoint.task_of(about)
-    if task.get("kind") != KIND:
-        raise BlockSparseError.expected(str(path), "a byte-level language model", task.get("kind", "something else"))
-    given = task.get("model")
-    if not isinstance(given, dict) or not given.keys() <= {field.name for field in fields(CharLMConfig)}:
-        raise BlockSparseError.expected(str(path), "the configuration of a CharLM of this version", f"{given!r:.200}")
+    path, tensors, task = stored.read(path, KIND, "a byte-level language model")
+    given = stored.config_of(path, task, {field.name for field in fields(CharLMConfig)}, "a CharLM")
     usual = asdict(CharLMConfig()) | given
     sizes = ("width", "embedding", "layers", *(("depth",) if usual["cell"] == "smallworld" else ()))
     checkpoint.check_sizes(path, tensors, {name: usual[name] for name in sizes})
@@ -196,10 +228,8 @@ def load(path: str | Path) -> CharLM:
     with torch.device("meta"):
         model = CharLM(replace(config, pattern="dense", seed=0))
     model.config = config
-    try:
+    with stored.parameters_of(path, config):
         load_sparsified(model, part(tensors, "model.") | part(tensors, "ema."))
-    except BlockSparseError as error:
-        raise BlockSparseError.expected(str(path), f"parameters of {config}", error) from error
     return model.eval()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,8 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.nn.module import BlockSparseModule
 from blocksparse.sparsity import SET, ImportancePruning, RigL, remap_blocks
 from blocksparse.sparsity.sparse_training.dynamic_sparsity import DynamicSparsity
+
+from .callback import EpochTask
 
 KIND = "classify"
 METHODS = ("set", "rigl", "none")
@@ -101,11 +103,10 @@ class Topology:
         return {key: value for key, value in asdict(self).items() if key in used}
 
 
-class ClassifyTask:
+class ClassifyTask(EpochTask):
     """Cross entropy on batches of rows, in another order in each epoch; the held-out figure is the error in %.
 
-    The order, and so each batch, is determined by the seed and the step; rows that do not fill a batch are left out
-    of their epoch. Between two epochs, and so after the evaluation at the end of one, the topology is pruned, then
+    Between two epochs, and so after the evaluation at the end of one, the topology is pruned, then
     evolved; after the last one nothing changes, as in the papers.
 
     Args:
@@ -149,18 +150,12 @@ class ClassifyTask:
     ):
         if epochs < 1:
             raise BlockSparseError.expected("epochs", "a positive int", epochs)
-        if not 1 <= batch <= data.rows:
-            raise BlockSparseError.expected("batch", f"an int from 1 to the rows to train on, {data.rows:,}", batch)
-        self.device = torch.device(device)
-        self.model, self.data, self.batch, self.seed = model.to(self.device), data, batch, seed
-        self.topology = topology or Topology()
-        self.steps_per_epoch = data.rows // batch
+        super().__init__(model, device, data.rows, batch, seed, "rows", data.features * 4)
+        self.data, self.topology = data, topology or Topology()
         self.steps = epochs * self.steps_per_epoch
-        self.bytes_per_step = batch * data.features * 4
         self.methods: dict[str, DynamicSparsity] = {}
         self._about = about if about is not None else {"repr": repr(model)}
         self._digest = data.digest()
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
     def attach(self, optimizer: torch.optim.Optimizer, ema: dict[str, Tensor]) -> None:
         """Makes the methods: momentum and running means follow the connections."""
@@ -172,51 +167,35 @@ class ClassifyTask:
                 # The mean of a new connection begins with its first value.
                 ema[name] = remap_blocks(ema[name], source, module.values.detach()[source < 0])
 
-        skip = getattr(self.model, "output", ())
+        how: dict[str, Any] = {"skip": getattr(self.model, "output", ()), "on_layout_change": on_layout_change}
         self.methods = {}
         if t.importance_from is not None:
             self.methods["importance"] = ImportancePruning(
                 self.model, optimizer, percentile=t.importance_percentile, begin=t.importance_from + 1,
-                every=t.importance_every, skip=skip, on_layout_change=on_layout_change,
+                every=t.importance_every, **how,
             )  # fmt: skip
         if t.method == "set":
             self.methods["set"] = SET(
-                self.model,
-                optimizer,
-                t.zeta,
-                every=t.evolve_every,
-                init=t.regrow,
-                skip=skip,
-                seed=self.seed,
-                on_layout_change=on_layout_change,
+                self.model, optimizer, t.zeta, every=t.evolve_every, init=t.regrow, seed=self.seed, **how
             )
         if t.method == "rigl":
             end = max(1, 3 * self.steps // 4)
-            rigl = RigL(
-                self.model,
-                optimizer,
-                end,
-                every=t.every,
-                alpha=t.fraction,
-                skip=skip,
-                on_layout_change=on_layout_change,
-            )
-            optimizer.register_step_post_hook(_after_update(rigl))
-            self.methods["rigl"] = rigl
+            self.methods["rigl"] = RigL(self.model, optimizer, end, every=t.every, alpha=t.fraction, **how)
 
-    def rows_of(self, step: int) -> np.ndarray:
-        """The numbers of a step's rows."""
-        epoch, nth = divmod(step, self.steps_per_epoch)
-        if self._order[0] != epoch:
-            self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.data.rows)
-        return self._order[1][nth * self.batch : (nth + 1) * self.batch]
+    def before_step(self, step: int) -> None:
+        if step and step % self.steps_per_epoch == 0:
+            self._change("importance", "set")
+
+    def after_update(self) -> None:
+        self._change("rigl")
+
+    def _change(self, *names: str) -> None:
+        for name in names:
+            if name in self.methods:
+                self.methods[name].step()
 
     def loss(self, step: int) -> Tensor:
-        """The cross entropy of a step in nats; before the first step of an epoch the topology changes."""
-        if step and step % self.steps_per_epoch == 0:
-            for name in ("importance", "set"):
-                if name in self.methods:
-                    self.methods[name].step()
+        """The cross entropy of a step in nats."""
         rows, labels = (tensor.to(self.device) for tensor in self.take(step))
         return F.cross_entropy(self.model(rows).float(), labels)
 
@@ -247,10 +226,3 @@ class ClassifyTask:
             "data": self._digest,
             "batch": self.batch,
         }
-
-
-def _after_update(rigl: RigL) -> Callable[..., None]:
-    def hook(*_: Any) -> None:
-        rigl.step()
-
-    return hook

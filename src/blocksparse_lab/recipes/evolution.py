@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from blocksparse.errors import BlockSparseError
-from blocksparse.sparsity import SET
 from blocksparse.topology import Trajectory
 
+from ..data.table import Table
 from ..models.mlp import SparseMLP
+from .classify import ClassifyTask, Topology
+from .trainer import Callback, Settings, Trainer
 
 SIZES = (64, 96, 96, 10)
 BATCH = 64
@@ -52,27 +55,36 @@ def evolve(epochs: int = 12, runs: int = 3, zeta: float = 0.3, seed: int = 0) ->
         needs = f"the digits need scikit-learn ({error}): pip install 'blocksparse-torch[lab]'"
         raise BlockSparseError(needs) from error
     digits = load_digits()
-    x = torch.tensor(digits.data / 16, dtype=torch.float32)
-    y = torch.tensor(digits.target)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    train, test = order[:1400], order[1400:]
+    x, y = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    train, test = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).split([1400, len(x) - 1400])
+    data = Table("digits", x[train], y[train], x[test], y[test], tuple("0123456789"))
     trajectory, names, errors = Trajectory(), [], []
     for run in range(runs):
-        begins = seed + max(run - 1, 0)  # the same for the first two
-        model = SparseMLP(SIZES, epsilon=8, dropout=0, seed=begins)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        method = SET(model, optimizer, zeta=zeta, seed=seed + 1000 + run)
-        generator = torch.Generator().manual_seed(seed + 2000 + run)
-        trajectory.record(model, 0)
-        for epoch in range(1, epochs + 1):
-            for batch in train[torch.randperm(len(train), generator=generator)].split(BATCH):
-                optimizer.zero_grad()
-                functional.cross_entropy(model(x[batch]), y[batch]).backward()
-                optimizer.step()
-            method.step()
-            trajectory.record(model, epoch)
-        model.eval()
-        with torch.no_grad():
-            errors.append(100 * float((model(x[test]).argmax(-1) != y[test]).float().mean()))
+        model = SparseMLP(SIZES, epsilon=8, dropout=0, seed=seed + max(run - 1, 0))  # the same for the first two
+        # The connections move before the first step of an epoch, and so for the last time in that of one more.
+        task = ClassifyTask(model, data, epochs + 1, BATCH, Topology("set", zeta=zeta), seed + 1000 + run)
+        settings = Settings(
+            steps=task.steps, learning_rate=0.05, warmup=0, decay="none", clip=0.0, log_every=0, save_every=0,
+            eval_every=task.steps_per_epoch, optimizer="sgd", seed=seed,
+        )  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = Trainer(task, folder, settings)
+            with closing(trainer.steps(_Recorder(task, trajectory))) as steps:
+                for step in steps:
+                    if step > epochs * task.steps_per_epoch:
+                        break
+        errors.append(trainer.held_out or 0.0)
         names += [f"run {run + 1}"] * (epochs + 1)
     return Evolution(trajectory, tuple(names), tuple(errors))
+
+
+class _Recorder(Callback):
+    """Records the model at the beginning, and after each change of its connections."""
+
+    def __init__(self, task: ClassifyTask, trajectory: Trajectory):
+        self.task, self.trajectory = task, trajectory
+
+    def before_step(self, step: int) -> None:
+        epoch, within = divmod(step, self.task.steps_per_epoch)
+        if within == 0:
+            self.trajectory.record(self.task.model, epoch)

@@ -11,6 +11,7 @@ from blocksparse.checked import integer
 from blocksparse.errors import BlockSparseError
 
 from ..models.mlp import SparseMLP
+from ..option import option
 from .classify import ClassifyTask, Data, Topology
 from .memory import check_room
 from .settings import Settings
@@ -24,35 +25,31 @@ SAVE_EVERY = 500
 
 @dataclass(frozen=True)
 class Recipe:
-    """A net's shape and its training.
+    """A net's shape and its training."""
 
-    Args:
-        hidden: features of the hidden layers.
-        epsilon: of the Erdos-Renyi layouts.
-        alpha: the slope of All-ReLU.
-        epochs: of the run.
-        zeta: the fraction that SET replaces between two epochs.
-        evolve_every: epochs from one evolution to the next: an epoch of few rows is too short to tell which are useful.
-        regrow: the first values of new connections, of `bs.sparsity.SET`: "zeros", or "he" as in the papers.
-        learning_rate, momentum, weight_decay: of `bs.sparsity.SGD`; the learning rate is the same throughout.
-        batch: rows of a step.
-        dropout: of the hidden layers' outputs.
-        init: of the weights, as `SparseMLP` names it.
-    """
+    epochs: int = option(500, "Of the whole run; as others below, by the data's recipe.")
+    hidden: tuple[int, ...] = option((1000, 1000, 1000), "Features of the hidden layers, as 1000,1000,1000.")
+    epsilon: float = option(20, "About epsilon (n_in + n_out) connections of a layer.")
+    zeta: float = option(0.3, "Of set: the part that is replaced after an epoch.")
+    # An epoch of few rows is too short to tell which connections are useful.
+    evolve_every: int = option(1, "Of set: epochs from one evolution to the next.")
+    regrow: str = option("zeros", "Of set: first values of new connections: zeros, he (as in the papers), xavier.")
+    alpha: float = option(0.6, "The slope of All-ReLU.")
+    dropout: float = option(0.3, "Of the hidden layers' outputs.")
+    learning_rate: float = option(0.01, "The learning rate, the same throughout.", "lr")
+    momentum: float = option(0.9, "Of SGD.")
+    weight_decay: float = option(2e-4, "Of all weights, not multiplied by the rate.")
+    batch: int = option(128, "Rows of a step.")
+    init: str = "he"  # of the weights, as `SparseMLP` names it
 
-    hidden: tuple[int, ...] = (1000, 1000, 1000)
-    epsilon: float = 20
-    alpha: float = 0.6
-    epochs: int = 500
-    zeta: float = 0.3
-    evolve_every: int = 1
-    regrow: str = "zeros"
-    learning_rate: float = 0.01
-    momentum: float = 0.9
-    weight_decay: float = 2e-4
-    batch: int = 128
-    dropout: float = 0.3
-    init: str = "he"
+
+@dataclass(frozen=True)
+class Importance:
+    """When, and how many, neurons are pruned by importance."""
+
+    importance_from: int | None = option(None, "Prune the least important neurons after so many epochs.")
+    importance_every: int = option(10, "Epochs from one such pruning to the next.")
+    importance_percentile: float = option(20.0, "Of the neurons of a layer, each time.")
 
 
 # Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021), and its code; but new connections begin
@@ -178,9 +175,7 @@ def task(
     method: str = "set",
     seed: int = 0,
     device: str = "cpu",
-    importance_from: int | None = None,
-    importance_every: int = 10,
-    importance_percentile: float = 20.0,
+    importance: Importance | None = None,
 ) -> ClassifyTask:
     """The task for the trainer.
 
@@ -191,21 +186,20 @@ def task(
         method: "set", "rigl", "fixed" (as sparse, and never changed), or "dense".
         seed: of the order of the rows, and of new connections.
         device: "cpu" or "cuda".
-        importance_from, importance_every, importance_percentile: of `Topology`.
+        importance: which neurons are pruned besides.
 
     Raises:
         BlockSparseError: as `ClassifyTask` and the methods; importance pruning of a dense net.
     """
-    if method == "dense" and importance_from is not None:
+    importance = importance or Importance()
+    if method == "dense" and importance.importance_from is not None:
         raise BlockSparseError.expected("importance pruning", "a sparse net", "method dense")
     topology = Topology(
         method=method if method in ("set", "rigl") else "none",
         zeta=recipe.zeta,
         evolve_every=recipe.evolve_every,
         regrow=recipe.regrow,
-        importance_from=importance_from,
-        importance_every=importance_every,
-        importance_percentile=importance_percentile,
+        **asdict(importance),
     )
     about: dict[str, Any] = {"method": method, "sizes": list(model.sizes)}
     about |= {"alpha": recipe.alpha, "dropout": recipe.dropout}
@@ -249,7 +243,7 @@ def trainer(
     method: str = "set",
     seed: int = 0,
     device: str = "cpu",
-    **pruning: Any,
+    importance: Importance | None = None,
 ) -> Trainer:
     """A recipe's network, ready to be trained in a folder.
 
@@ -257,12 +251,12 @@ def trainer(
         recipe: of the net and its training.
         data: to train and to test on.
         run: the folder.
-        method, seed, device, pruning: of `network`, `task` and `settings`.
+        method, seed, device, importance: of `network`, `task` and `settings`.
 
     Raises:
         BlockSparseError: as `network`, `task` and `settings`.
     """
     model = network(recipe, data, method, seed)
     told = {"data": data.name, "tested": data.tested, "epochs": recipe.epochs, **asdict(facts(model))}
-    of = task(recipe, model, data, method, seed, device, **pruning)
+    of = task(recipe, model, data, method, seed, device, importance)
     return Trainer(of, run, settings(recipe, of, seed, device), told)

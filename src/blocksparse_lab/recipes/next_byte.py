@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,44 +21,80 @@ from blocksparse.measure import Spread
 
 from ..data.text import Text, windows
 from ..models.bytes import ByteLayouts, ByteMLP, dense_width, multiply_adds, parameters, small_world_layouts
+from .trainer import Callback, Settings, Task, Trainer
 
 # The best for each: half of it and twice of it are worse. A smaller fan-in takes a higher rate, as theory has it.
 LEARNING_RATES = {"dense": 0.002, "block-sparse": 0.008}
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How to train.
+class RaceSettings(Settings):
+    """How to train each model.
 
     Args:
         context: bytes a model sees.
-        steps: planned steps of each model; the learning rate falls to zero over them.
         batch: windows per step.
-        warmup: steps over which the learning rate rises.
-        seconds: the training stops after this, finished or not.
-        every: steps between two evaluations.
         probe: windows per evaluation.
-        seed: of the batches.
+        seconds: the training stops after this, finished or not.
     """
 
-    context: int = 32
     steps: int = 1600
-    batch: int = 256
     warmup: int = 50
-    seconds: float = math.inf
-    every: int = 50
+    decay: str = "cosine"
+    clip: float = 0.0
+    log_every: int = 0
+    eval_every: int = 50
+    save_every: int = 0
+    save_minutes: float = 0.0
+    context: int = 32
+    batch: int = 256
     probe: int = 4096
-    seed: int = 0
+    seconds: float = math.inf
+
+
+class NextByteTask(Task):
+    """The cross entropy of the byte after windows of a text, drawn as the seed and the step determine."""
+
+    unit = "bits per byte"
+    per_nat = 1 / math.log(2)
+
+    def __init__(self, model: ByteMLP, text: Text, settings: RaceSettings):
+        self.model, self.text, self.settings = model, text, settings
+        self.bytes_per_step = settings.batch * settings.context
+
+    def loss(self, step: int) -> Tensor:
+        s = self.settings
+        rng = np.random.default_rng([s.seed, step])
+        positions = torch.from_numpy(rng.integers(s.context, len(self.text.train), s.batch))
+        window, target = windows(self.text.train, positions, s.context)
+        return F.cross_entropy(self.model(window), target)
+
+    def evaluate(self, model: nn.Module) -> float:
+        return bits_per_byte(model, self.text.held_out, self.settings.context, self.settings.probe)
+
+    def about(self) -> dict[str, Any]:
+        return {"kind": "next byte", "text": self.text.name, "parameters": parameters(self.model)}
 
 
 @dataclass
-class Curve:
+class Curve(Callback):
     """The record of one model: bits per byte of each batch, seconds of each step, and held-out evaluations."""
 
     bits: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     evaluated_at: list[int] = field(default_factory=list)
     held_out: list[float] = field(default_factory=list)
+
+    def before_step(self, step: int) -> None:
+        self._began = time.perf_counter()
+
+    def after_update(self) -> None:
+        self.seconds.append(time.perf_counter() - self._began)
+
+    def logged(self, record: Mapping[str, Any]) -> None:
+        if "held_out" in record:
+            self.evaluated_at.append(record["step"])
+            self.held_out.append(record["held_out"])
 
 
 class Race:
@@ -73,10 +114,10 @@ class Race:
     >>> import torch
     >>> from blocksparse_lab.data import text
     >>> from blocksparse_lab.models.bytes import ByteMLP
-    >>> from blocksparse_lab.recipes.next_byte import Race, Settings
+    >>> from blocksparse_lab.recipes.next_byte import Race, RaceSettings
     >>> parts = text.split(b"a rose is a rose is a rose. " * 40, context=4)
     >>> _ = torch.manual_seed(0)
-    >>> settings = Settings(context=4, steps=30, batch=16, warmup=5)
+    >>> settings = RaceSettings(context=4, steps=30, batch=16, warmup=5)
     >>> race = Race({"dense": ByteMLP(4, width=32, depth=1)}, {"dense": 0.01}, parts, settings)
     >>> for step in race.run():
     ...     pass
@@ -85,7 +126,7 @@ class Race:
     """
 
     def __init__(
-        self, models: Mapping[str, ByteMLP], learning_rates: Mapping[str, float], text: Text, settings: Settings
+        self, models: Mapping[str, ByteMLP], learning_rates: Mapping[str, float], text: Text, settings: RaceSettings
     ):
         if models.keys() != learning_rates.keys():
             raise BlockSparseError.expected("learning_rates", f"one of each of {list(models)}", dict(learning_rates))
@@ -102,43 +143,24 @@ class Race:
     @property
     def steps(self) -> int:
         """The steps that every model has done."""
-        return min(len(curve.seconds) for curve in self.curves.values())
+        return min(len(curve.bits) for curve in self.curves.values())
 
     def run(self) -> Iterator[int]:
         """Trains; yields the number of steps done after each."""
-        s = self.settings
-        generator = torch.Generator().manual_seed(s.seed)
-        optimizers = {
-            name: torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
-            for name, model in self.models.items()
-        }
-        started = time.perf_counter()
-        for step in range(s.steps):
-            positions = torch.randint(s.context, len(self.text.train), (s.batch,), generator=generator)
-            batch = windows(self.text.train, positions, s.context)
-            for name, optimizer in optimizers.items():
-                optimizer.param_groups[0]["lr"] = self.learning_rates[name] * _schedule(step, s)
-                self._step(name, optimizer, *batch)
-            if (step + 1) % s.every == 0 or step + 1 == s.steps:
-                self._evaluate(step + 1)
-            yield step + 1
-            if time.perf_counter() - started > s.seconds:
-                return
-
-    def _step(self, name: str, optimizer: torch.optim.Optimizer, window: Tensor, target: Tensor) -> None:
-        started = time.perf_counter()
-        loss = F.cross_entropy(self.models[name](window), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        self.curves[name].seconds.append(time.perf_counter() - started)
-        self.curves[name].bits.append(loss.item() / math.log(2))
-
-    def _evaluate(self, step: int) -> None:
-        for name, model in self.models.items():
-            bits = bits_per_byte(model, self.text.held_out, self.settings.context, self.settings.probe)
-            self.curves[name].evaluated_at.append(step)
-            self.curves[name].held_out.append(bits)
+        s, started = self.settings, time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            trainers, steps = {}, {}
+            for name, model in self.models.items():
+                how = replace(s, learning_rate=self.learning_rates[name])
+                trainers[name] = Trainer(NextByteTask(model, self.text, s), Path(folder, name), how)
+                steps[name] = stack.enter_context(closing(trainers[name].steps(self.curves[name])))
+            for step in range(1, s.steps + 1):
+                for name, trainer in trainers.items():
+                    next(steps[name])
+                    self.curves[name].bits.append(trainer.loss * NextByteTask.per_nat)
+                yield step
+                if time.perf_counter() - started > s.seconds:
+                    return
 
 
 @dataclass(frozen=True)
@@ -236,10 +258,3 @@ def bits_per_byte(model: nn.Module, data: Tensor, context: int, at_most: int | N
             window, target = windows(data, chunk, context)
             total += F.cross_entropy(model(window), target, reduction="sum").item()
     return total / len(positions) / math.log(2)
-
-
-def _schedule(step: int, s: Settings) -> float:
-    """The learning rate's factor: up over the warm-up, then down a half cosine."""
-    if step < s.warmup:
-        return (step + 1) / s.warmup
-    return 0.5 + 0.5 * math.cos(math.pi * (step - s.warmup) / max(1, s.steps - s.warmup))

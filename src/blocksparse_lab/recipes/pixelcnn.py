@@ -21,6 +21,9 @@ from blocksparse.nn import bands, fold
 from ..data.images import Images
 from ..models import logistic_mixture
 from ..models.pixelcnn import STRIDE, PixelCNN
+from ..option import option
+from . import stored
+from .callback import EpochTask
 from .memory import check_room
 from .settings import Settings
 from .trainer import Trainer, device_of
@@ -36,16 +39,18 @@ INITIAL_BATCH = 64
 
 @dataclass(frozen=True)
 class Network:
-    """The arguments of a PixelCNN by their names, and the seed of its weights."""
+    """The arguments of a PixelCNN by their names, and the seed of its weights; the sizes are those of the paper."""
 
-    filters: int = 160
-    resnets: int = 5
-    mixtures: int = 10
-    dropout: float = 0.5
-    sparse: int | None = None
-    block_size: int | None = None
-    depth: int = 1
-    seed: int = 0
+    filters: int = option(160, "Channels of all layers; 160 in the paper.")
+    resnets: int = option(5, "Gated residual layers of each resolution; 5 in the paper.")
+    mixtures: int = option(10, "Logistics of a pixel.")
+    dropout: float = option(0.5, "Within each gated residual layer.")
+    sparse: int | None = option(None, "Groups of channels of each layer; dense unless given.")
+    block_size: int | None = option(
+        None, "Of groups: our kernels, in such blocks; else PyTorch's grouped convolutions."
+    )
+    depth: int = option(1, "Times as many gated residual layers.")
+    seed: int = option(0, "Of weights, order and dropout.")
 
     def made(self, channels: int) -> PixelCNN:
         """The network for images of `channels`, as drawn; the global generator is left as it was.
@@ -65,11 +70,49 @@ class Network:
             return PixelCNN(channels=channels, **options)
 
 
-class PixelCNNTask:
-    """The negative logarithm of the probability of batches of images, in another order in each epoch.
+@dataclass(frozen=True)
+class SmallNetwork(Network):
+    """A network for a look, and the one of the command line unless told otherwise."""
 
-    The order, and so each batch, is determined by the seed and the step; images that do not fill a batch are left out
-    of their epoch.
+    filters: int = option(32, "Channels of all layers; 160 in the paper.")
+    resnets: int = option(1, "Gated residual layers of each resolution; 5 in the paper.")
+
+
+@dataclass(frozen=True)
+class PixelSettings(Settings):
+    """Adam with the betas of the paper, a rate that falls by a factor per step, Polyak's means.
+
+    >>> from blocksparse_lab.recipes import pixelcnn
+    >>> pixelcnn.settings(1000).ema
+    0.9995
+    """
+
+    learning_rate: float = option(1e-3, "The learning rate at first.", "lr")
+    warmup: int = option(0, "Steps over which it rises.")
+    decay: str = option("none", "How it falls besides: linear or cosine, to 0, or none.")
+    decay_per_step: float = option(0.999995, "By which the learning rate is multiplied after each step.")
+    betas: tuple[float, float] = (0.95, 0.9995)
+    weight_decay: float = 0.0
+    ema: float = option(0.9995, "Evaluate a running mean of the weights of this decay; 0: none.")
+    clip: float = option(0.0, "The gradient's largest norm; 0 for any.")
+    eval_every: int = option(1000, "Steps between evaluations; 0: at the end.")
+    seed: int = option(0, "Of weights, order and dropout.")
+    cuda_graph: bool = False
+
+
+settings = PixelSettings
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What a step and an evaluation read."""
+
+    batch: int = option(16, "Images of a step.")
+    evaluated: int = option(0, "Test images per evaluation, the first ones; 0 for all.", "eval-images")
+
+
+class PixelCNNTask(EpochTask):
+    """The negative logarithm of the probability of batches of images, in another order in each epoch.
 
     Args:
         model: a `PixelCNN`; or any module with its `log_prob(images)`.
@@ -107,9 +150,6 @@ class PixelCNNTask:
         device: torch.device | str = "cpu",
         about: dict[str, Any] | None = None,
     ):
-        if not 1 <= batch <= len(images.train):
-            wanted = f"an int from 1 to the images to train on, {len(images.train):,}"
-            raise BlockSparseError.expected("batch", wanted, batch)
         if not 0 <= evaluated <= len(images.test):
             wanted = f"an int from 0, for all, to the test images, {len(images.test):,}"
             raise BlockSparseError.expected("evaluated", wanted, evaluated)
@@ -117,23 +157,14 @@ class PixelCNNTask:
             raise BlockSparseError.expected(
                 images.name, f"images of height and width divisible by {STRIDE}", tuple(images.shape[1:])
             )
-        self.device = torch.device(device)
-        self.model = model.to(self.device)
-        self.batch, self.seed = batch, seed
-        self.steps_per_epoch = len(images.train) // batch
-        self.bytes_per_step = batch * images.shape.numel()
+        super().__init__(model, device, len(images.train), batch, seed, "images", images.shape.numel())
         self._train, self._test = images.train, images.test[: evaluated or None]
         self._about = about if about is not None else {"repr": repr(model)}
         self._digest = images.digest()
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
     def take(self, step: int) -> Tensor:
         """The images of a step, `[batch, channels, height, width]` from -1 to 1."""
-        epoch, nth = divmod(step, self.steps_per_epoch)
-        if self._order[0] != epoch:
-            self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self._train))
-        rows = self._order[1][nth * self.batch : (nth + 1) * self.batch]
-        return self.ready(self._train[torch.from_numpy(rows)])
+        return self.ready(self._train[torch.from_numpy(self.rows_of(step))])
 
     def ready(self, images: Tensor) -> Tensor:
         """Bytes as the model takes them."""
@@ -152,12 +183,6 @@ class PixelCNNTask:
             total -= float(model.log_prob(self.ready(images)).double().sum())  # type: ignore[operator]
         return total / self._test.numel() * self.per_nat
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        pass
-
     def about(self) -> dict[str, Any]:
         return {
             "kind": KIND,
@@ -166,24 +191,6 @@ class PixelCNNTask:
             "batch": self.batch,
             "evaluated": len(self._test),
         }
-
-
-def settings(steps: int, **other: Any) -> Settings:
-    """How it is trained: Adam with the betas of the paper, a rate that falls by a factor per step, Polyak's means.
-
-    Args:
-        steps: of the run.
-        other: further settings, by the names of `Settings`.
-
-    >>> from blocksparse_lab.recipes import pixelcnn
-    >>> pixelcnn.settings(1000).ema
-    0.9995
-    """
-    usual: dict[str, Any] = {
-        "learning_rate": 1e-3, "warmup": 0, "decay": "none", "decay_per_step": 0.999995, "betas": (0.95, 0.9995),
-        "ema": 0.9995, "clip": 0.0,
-    }  # fmt: skip
-    return Settings(steps=steps, **(usual | other))
 
 
 def trainer(
@@ -223,19 +230,14 @@ def load(path: str | Path) -> tuple[PixelCNN, tuple[int, int, int]]:
     Raises:
         BlockSparseError: no such checkpoint, a broken one, one of something else.
     """
-    path = Path(path)
-    path = path / "last.safetensors" if path.is_dir() else path
-    tensors, about = checkpoint.load(path)
-    task = checkpoint.task_of(about)
-    if task.get("kind") != KIND:
-        raise BlockSparseError.expected(str(path), "a PixelCNN", task.get("kind", "something else"))
-    config, data = task.get("model"), task.get("data")
+    path, tensors, task = stored.read(path, KIND, "a PixelCNN")
+    config, data = (
+        stored.config_of(path, task, {field.name for field in fields(Network)}, "a PixelCNN"),
+        task.get("data"),
+    )
     shape = data.get("shape") if isinstance(data, dict) else None
-    names = {field.name for field in fields(Network)}
-    if not isinstance(config, dict) or not config.keys() <= names or not isinstance(shape, list) or len(shape) != 3:
-        raise BlockSparseError.expected(
-            str(path), "the configuration of a PixelCNN of this version", f"{config!r:.200}, images {shape!r:.99}"
-        )
+    if not isinstance(shape, list) or len(shape) != 3:
+        raise BlockSparseError.expected(str(path), "images of three dimensions", f"{shape!r:.99}")
     usual = asdict(Network()) | config
     sizes = {name: usual[name] for name in ("filters", "resnets", "depth", "mixtures")} | {"channels": shape[0]}
     checkpoint.check_sizes(path, tensors, sizes)
@@ -247,12 +249,10 @@ def load(path: str | Path) -> tuple[PixelCNN, tuple[int, int, int]]:
     for side in shape[1:]:
         integer(f"{path}, a side of its images", side, 1, LARGEST + 1)
     network = Network(**(config | {"seed": 0}))  # all that it draws is in the tensors
-    try:
+    with stored.parameters_of(path, config):
         with torch.device("meta"):
             model = network.made(shape[0])
         model.load_state_dict(state, assign=True)
-    except (RuntimeError, TypeError, BlockSparseError) as error:
-        raise BlockSparseError.expected(str(path), f"parameters of {config}", error) from error
     return model.eval(), (shape[0], shape[1], shape[2])
 
 

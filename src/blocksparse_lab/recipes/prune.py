@@ -16,7 +16,8 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
 from blocksparse.sparsity.pruning.dense_pruner import DensePruner
 
-from .trainer import Task, Trainer
+from .callback import Task
+from .trainer import Trainer
 
 METHODS = ("one-shot", "gradual", "threshold", "group lasso", "l0", "movement")
 _TO_DENSITY = ("one-shot", "gradual", "movement")
@@ -74,7 +75,7 @@ class Pruning:
         return {key: value for key, value in asdict(self).items() if key not in unused}
 
 
-class PruneTask:
+class PruneTask(Task):
     """Wraps a task so that its model becomes block-sparse while it is trained.
 
     The method's `step` follows each update of the search. Then the model is truly sparse, and so are the steps, the
@@ -101,10 +102,11 @@ class PruneTask:
     >>> optimizer = torch.optim.Adam(net.parameters())
     >>> task.attach(optimizer, {})
     >>> for step in range(inner.steps):
-    ...     _ = task.prepare(step)
+    ...     task.before_step(step)
     ...     optimizer.zero_grad()
     ...     task.loss(step).backward()
     ...     optimizer.step()
+    ...     task.after_update()
     >>> task.model[0]
     Linear(in_features=64, out_features=64, block_size=(16, 16), nnz=4, density=0.25, bias=True)
     """
@@ -116,8 +118,9 @@ class PruneTask:
             raise BlockSparseError.expected("q", "percentiles of a trained dense model, for threshold", q)
         self.task, self.pruning, self.seed, self.q = task, pruning, seed, q or {}
         self.model, self.unit, self.per_nat = task.model, task.unit, task.per_nat
-        self.loss_unit = getattr(task, "loss_unit", task.unit)
-        self.bytes_per_step = task.bytes_per_step
+        self.loss_unit, self.bytes_per_step = task.loss_unit, task.bytes_per_step
+        self.samples, self.samples_per_step = task.samples, task.samples_per_step
+        self.steps_per_epoch = task.steps_per_epoch
         self.search = max(1, round(pruning.search * steps))
         self._penalties: list[Callable[[], Tensor]] = []
         self.sparse = False  # whether the model is, truly
@@ -126,12 +129,10 @@ class PruneTask:
         """Makes the method, which follows each update."""
         if ema:
             raise BlockSparseError.expected("ema", "0 where a model is pruned", "running means of the parameters")
-        if hasattr(self.task, "attach"):
-            self.task.attach(optimizer, ema)
+        self.task.attach(optimizer, ema)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             self.method = self._method(optimizer)
-        optimizer.register_step_post_hook(self._updated)
 
     def _method(self, optimizer: torch.optim.Optimizer) -> DensePruner:
         p, model, end = self.pruning, self.model, self.search
@@ -158,16 +159,20 @@ class PruneTask:
         ramp: dict[str, Any] = {"begin": end // 10, "ramp": end // 2, "end": end, "every": every}
         return sparsity.ThresholdPruning(model, optimizer, q, **ramp, **of)
 
-    def prepare(self, step: int) -> bool:
-        """Makes the model truly sparse once the search is over; returns whether that was now, with new parameters.
+    def before_step(self, step: int) -> None:
+        """Makes the model truly sparse once the search is over.
 
         Raises:
             BlockSparseError: nothing is left of a weight.
         """
-        if self.sparse or not self.searched:
-            return False
-        self._finish()
-        return True
+        self.task.before_step(step)
+        if not self.sparse and self.searched:
+            self._finish()
+
+    def after_update(self) -> None:
+        self.task.after_update()
+        if not self.sparse:
+            self.method.step()
 
     @property
     def searched(self) -> bool:
@@ -178,10 +183,6 @@ class PruneTask:
         """The other task's loss; while the pattern is searched, with what the method adds to it."""
         penalties = () if self.sparse else self._penalties
         return sum((penalty() for penalty in penalties), self.task.loss(step))
-
-    def _updated(self, *_: Any) -> None:
-        if not self.sparse:
-            self.method.step()
 
     def _finish(self, layouts: Mapping[str, BlockLayout] | None = None) -> None:
         self.model = self.task.model = self.method.finish(layouts)

@@ -21,7 +21,9 @@ from blocksparse.errors import BlockSparseError
 
 from ..data.images import Images
 from ..models.resnet import ResNet
-from .classify import ClassifyTask
+from ..option import option
+from . import stored
+from .classify import KIND, ClassifyTask
 from .memory import check_room
 from .settings import Settings
 from .shifts import Consistency, consistency
@@ -38,27 +40,20 @@ _OPTIONS = {"classes", "channels", "width", "blocks", "downsample", "density", "
 
 @dataclass(frozen=True)
 class Recipe:
-    """A network and its training; sized for minutes on one core.
+    """A network and its training by AdamW, whose rate rises over the first tenth of the steps and falls to 0 in a line;
+    sized for minutes on one core."""
 
-    Args:
-        width, blocks, downsample, density, block_size, blur, padding_mode: of `ResNet`.
-        epochs: of the run.
-        batch: images of a step.
-        learning_rate: the highest, of AdamW; it rises over the first tenth of the steps and falls to 0 in a line.
-        weight_decay: of AdamW.
-    """
-
-    width: int = 8
-    blocks: tuple[int, ...] = (1, 1, 1, 1)
-    downsample: str = "stride"
-    density: float | None = None
-    block_size: int = 8
-    blur: int = 1
-    padding_mode: str | None = None
-    epochs: int = 6
-    batch: int = 64
-    learning_rate: float = 0.01
-    weight_decay: float = 0.01
+    downsample: str = option("stride", "stride, or aps: adaptive polyphase sampling.")
+    width: int = option(8, "Channels of the first stage, doubled from stage to stage.")
+    blocks: tuple[int, ...] = option((1, 1, 1, 1), "Residual blocks of each stage.")
+    density: float | None = option(None, "Of the convolutions' blocks; dense unless given.")
+    block_size: int = option(8, "Of channels, where there is a density.")
+    blur: int = option(1, "Of aps: the size of its low-pass filter; 1 for none.")
+    padding_mode: str | None = option(None, "zeros or circular; by default circular of aps, zeros of stride.")
+    epochs: int = option(6, "Of the whole run.")
+    batch: int = option(64, "Images of a step.")
+    learning_rate: float = option(0.01, "The highest learning rate.", "lr")
+    weight_decay: float = option(0.01, "Of the weights, decoupled.")
 
 
 @dataclass(frozen=True)
@@ -208,26 +203,22 @@ def load(run: str | Path) -> ResNet:
     Raises:
         BlockSparseError: no such run, a broken one, one of something else.
     """
-    path = Path(run) / "last.safetensors"
-    tensors, about = checkpoint.load(path)
-    task = checkpoint.task_of(about)
+    path, tensors, task = stored.read(Path(run) / "last.safetensors", KIND, "a residual network")
     config = task.get("model")
     if not isinstance(config, dict) or config.get("network") != NETWORK:
-        raise BlockSparseError.expected(str(path), "a residual network", task.get("kind", "another"))
+        raise BlockSparseError.expected(str(path), "a residual network", task["kind"])
     known = {key: value for key, value in config.items() if key not in ("network", "seed")}
     blocks = known.get("blocks")
     if not isinstance(blocks, list) or known.keys() != _OPTIONS:
         raise BlockSparseError.expected(str(path), "the configuration of a residual network", f"{config!r:.200}")
     sizes = {name: known[name] for name in ("classes", "channels", "width")} | {"stages": len(blocks)}
     checkpoint.check_sizes(path, tensors, sizes | {f"blocks {nth}": count for nth, count in enumerate(blocks)})
-    try:
+    with stored.parameters_of(path, config):
         with torch.device("meta"):
             # The tensors bring the layouts; until then there is a block in each row and column.
             model = _network(known | {"density": None if known["density"] is None else 1e-9})
         model.load_state_dict(part(tensors, "model."), assign=True)
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError, BlockSparseError) as error:  # types of options too
-        raise BlockSparseError.expected(str(path), f"parameters of {config}", error) from error
     return model.eval()
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from blocksparse.errors import BlockSparseError
 
+from ..option import option
+
 DECAYS = ("linear", "cosine", "none")
 DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("adam", "sgd", "adagrad")
@@ -17,49 +19,30 @@ FREE = ("log_every", "eval_every", "save_every", "save_minutes", "device", "cuda
 
 @dataclass(frozen=True)
 class Settings:
-    """How to train.
+    """How to train."""
 
-    Args:
-        steps: of the whole run.
-        learning_rate: the highest.
-        warmup: steps over which it rises.
-        decay: how it falls after them: "linear" or "cosine", to 0 at the end, or "none".
-        decay_per_step: by which it is multiplied besides, once for each step.
-        betas, eps: of Adam.
-        weight_decay: of "adam", of the parameters with two dimensions or more, decoupled from the gradient; of "sgd",
-            of all, not multiplied by the learning rate; of "adagrad", of all, as a part of the gradient.
-        clip: the largest norm of the gradient of all parameters; 0 for any.
-        ema: decay of the running mean of the parameters, which is what is evaluated; 0 for none.
-        dtype: "float32", or "bfloat16" by autocast: parameters stay float32.
-        log_every, eval_every, save_every: steps; 0 for the last one only.
-        save_minutes: a checkpoint is this old at most; 0 for any age.
-        seed: of PyTorch's generators, of which a task may draw.
-        device: "cpu", or "cuda".
-        cuda_graph: on "cuda", whether a step is captured as one graph, where the task allows it; with "adam" only.
-        optimizer: "adam" (AdamW), "sgd", `bs.sparsity.SGD`, or "adagrad".
-        momentum: of "sgd".
-    """
-
-    steps: int = 10_000
-    learning_rate: float = 1e-3
-    warmup: int = 100
-    decay: str = "linear"
-    decay_per_step: float = 1.0
-    betas: tuple[float, float] = (0.9, 0.999)
+    steps: int = option(10_000, "Of the whole run.")
+    learning_rate: float = option(1e-3, "The highest learning rate.", "lr")
+    warmup: int = option(100, "Steps over which it rises.")
+    decay: str = option("linear", "How it falls after that: linear or cosine, to 0, or none.")
+    decay_per_step: float = 1.0  # by which it is multiplied besides
+    betas: tuple[float, float] = (0.9, 0.999)  # of Adam, as eps
     eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    ema: float = 0.0
-    dtype: str = "float32"
-    log_every: int = 20
-    eval_every: int = 500
-    save_every: int = 500
-    save_minutes: float = 5.0
-    seed: int = 0
-    device: str = "cpu"
-    cuda_graph: bool = False
-    optimizer: str = "adam"
-    momentum: float = 0.9
+    # Of "adam" only for parameters with two dimensions or more; of "sgd" for all, not multiplied by the learning rate;
+    # of "adagrad" for all, as a part of the gradient.
+    weight_decay: float = option(0.0, "Of the weights, decoupled.")
+    clip: float = option(1.0, "The gradient's largest norm; 0 for any.")
+    ema: float = option(0.0, "Evaluate a running mean of the weights of this decay; 0: none.")
+    dtype: str = option("float32", "float32, or bfloat16 by autocast.")
+    log_every: int = option(20, "Steps between lines of the log.")
+    eval_every: int = option(500, "Steps between evaluations; 0: at the end.")
+    save_every: int = option(500, "Steps between checkpoints, at least one in 5 minutes.")
+    save_minutes: float = 5.0  # a checkpoint is this old at most; 0 for any age
+    seed: int = option(0, "Of weights, order and whatever is drawn.")
+    device: str = option("cpu", "cpu or cuda.")
+    cuda_graph: bool = option(False, "On cuda, with adam: a step as one graph.")
+    optimizer: str = "adam"  # AdamW, "sgd" (`bs.sparsity.SGD`) or "adagrad"
+    momentum: float = 0.9  # of "sgd"
 
     def __post_init__(self) -> None:
         for name, known in (("decay", DECAYS), ("dtype", DTYPES), ("optimizer", OPTIMIZERS)):

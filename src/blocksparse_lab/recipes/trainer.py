@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,72 +18,12 @@ from blocksparse.errors import BlockSparseError
 
 from ..machine import machine
 from . import resume
+from .callback import Callback, Task
 from .cuda_graph import GraphedStep
 from .optimizers import learning_rate, optimizer_for
 from .run_log import RunLog
 from .settings import FREE, Settings
 from .signals import Interrupted, signals
-
-
-class Task(Protocol):
-    """A model, its data and its loss, for the trainer.
-
-    model: the network; the trainer puts it on the settings' device.
-    unit: of the figures shown, such as "bits per character"; a loss in nats times `per_nat` is in it.
-    bytes_per_step: of the training data that a step reads.
-
-    A task whose step may be captured as a CUDA graph has `inputs(step)` too, tensors of the same shapes each time, and
-    `loss_of(*inputs)`, which reads nothing else from the host and keeps its state in tensors that stay.
-
-    A task that changes its model while it is trained has `attach(optimizer, ema)` too: it is given once, before all
-    else, the optimizer and the running means by the parameters' names, which are to follow. It may give the model and
-    the optimizer new parameters, in groups with rates of their own.
-
-    A task that exchanges parameters later has `prepare(step)`, called before each step, which returns whether it has
-    done so, and `resume(state)`, called with what its `state_dict` gave, before the model's state is loaded: it
-    exchanges what was exchanged by then.
-
-    A task whose loss is in another unit than the figure has `loss_unit`.
-    """
-
-    model: nn.Module
-    unit: str
-    per_nat: float
-    bytes_per_step: int
-
-    def loss(self, step: int) -> Tensor:
-        """The loss of a step in nats, which the step and the carried state determine; carries the state on."""
-        ...
-
-    def evaluate(self, model: nn.Module) -> float:
-        """The figure on held-out data, in the unit; the lower the better. Gradients are off."""
-        ...
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The state carried from step to step."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
-
-    def about(self) -> dict[str, Any]:
-        """Describes the task, ready for JSON, with a digest of the data: a run resumes only if this is the same."""
-        ...
-
-
-class Watcher:
-    """Receives the events of a training; this one ignores them."""
-
-    def began(self, step: int) -> None:
-        """Training begins, with `step` steps done before."""
-
-    def stepped(self, step: int) -> None:
-        """A step is done: `step` in all."""
-
-    def logged(self, record: Mapping[str, Any]) -> None:
-        """A line was logged: with "loss", of the steps since the last such line, or with "held_out"."""
-
-    def note(self, text: str) -> None:
-        """A note for the user."""
 
 
 class Trainer:
@@ -101,14 +41,11 @@ class Trainer:
     with the same bits as one that was not.
 
     >>> import tempfile, torch
-    >>> from blocksparse_lab.recipes.trainer import Settings, Trainer
-    >>> class Mean:
-    ...     unit, per_nat, bytes_per_step = "nats", 1.0, 4
-    ...     model = torch.nn.Linear(1, 1)
+    >>> from blocksparse_lab.recipes.trainer import Settings, Task, Trainer
+    >>> class Mean(Task):
+    ...     unit, bytes_per_step, model = "nats", 4, torch.nn.Linear(1, 1)
     ...     def loss(self, step): return (self.model(torch.ones(8, 1)) - 3).square().mean()
     ...     def evaluate(self, model): return (model(torch.ones(1, 1)) - 3).abs().item()
-    ...     def state_dict(self): return {}
-    ...     def load_state_dict(self, state): pass
     ...     def about(self): return {"kind": "mean"}
     >>> with tempfile.TemporaryDirectory() as run:
     ...     result = Trainer(Mean(), run, Settings(steps=200, learning_rate=0.1, warmup=10)).train()
@@ -125,9 +62,8 @@ class Trainer:
         self.parameters = dict(self.model.named_parameters())
         self.ema = {name: p.detach().clone() for name, p in self.parameters.items()} if settings.ema else {}
         self.optimizer = optimizer_for(list(self.parameters.values()), settings, self.device)
-        if hasattr(task, "attach"):
-            task.attach(self.optimizer, self.ema)
-            self._take_model()
+        task.attach(self.optimizer, self.ema)
+        self._take_model()
         # The rate of a group that the task has added stays in proportion to the settings'.
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._factors = [rate / rates[0] if rates[0] else 1.0 for rate in rates]
@@ -139,11 +75,17 @@ class Trainer:
         self._ema_weight = torch.zeros((), device=self.device)
         self._logged = (0, 0.0)  # step and seconds
         self._graph: GraphedStep | None = None
+        self._callbacks: tuple[Callback, ...] = (task,)
 
     def _take_model(self) -> None:
         """Takes the task's current model."""
         self.model = self.task.model
         self.parameters = dict(self.model.named_parameters())
+
+    @property
+    def loss(self) -> float:
+        """The newest step's, in nats."""
+        return float(self._loss)
 
     @property
     def path(self) -> Path:
@@ -152,7 +94,7 @@ class Trainer:
 
     # -- the course of a run -----------------------------------------------------------------------------------------
 
-    def train(self, watch: Watcher | None = None) -> dict[str, Any]:
+    def train(self, *callbacks: Callback) -> dict[str, Any]:
         """Begins, or goes on, to the last step; returns what `result.json` has.
 
         Raises:
@@ -160,38 +102,54 @@ class Trainer:
                 full disk. The newest checkpoint is whole.
             Interrupted: by SIGINT or SIGTERM, after the step was finished and saved; a second one stops at once.
         """
-        watch = watch or Watcher()
+        with signals() as caught:
+            for _ in self.steps(*callbacks, caught=caught):
+                pass
+        return resume.result(self.run / "result.json")
+
+    def steps(self, *callbacks: Callback, caught: Sequence[int] = ()) -> Generator[int]:
+        """`train` step by step: yields the number of steps done after each. It may be left, and saves nothing then.
+
+        Args:
+            callbacks: what takes part besides the task.
+            caught: signals; one in it ends the training.
+        """
+        self._callbacks = (self.task, *callbacks)
         s = self.settings
         try:
             self.run.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BlockSparseError.expected("run", "a folder to write to", f"{self.run} ({error.strerror})") from error
         devices = [self.device] if self.device.type == "cuda" else []
-        with RunLog(self.run) as log, torch.random.fork_rng(devices), signals() as caught:
+        with RunLog(self.run) as log, torch.random.fork_rng(devices):
             self._begin(log)
-            watch.began(self.step)
-            result = self.run / "result.json"
-            if self.step == s.steps and result.exists():
-                return resume.result(result)
+            self._call("began", self.step)
+            if self.step == s.steps and (self.run / "result.json").exists():
+                return
             if not log.draw(self.step):
-                watch.note("no curves for TensorBoard, which is not installed: pip install tensorboard")
+                self._call("note", "no curves for TensorBoard, which is not installed: pip install tensorboard")
             self.model.train()
-            self._graph = self._graphed(watch)
+            self._graph = self._graphed()
             saved = self._resume_clock()
             while self.step < s.steps:
                 self._step()
-                watch.stepped(self.step)
+                self._call("after_step", self.step)
                 if self._due(s.log_every):
-                    self._log(log, watch)
+                    self._log(log)
                 if self._due(s.eval_every):
-                    self._evaluate(log, watch)
+                    self._evaluate(log)
                 old = 0 < s.save_minutes * 60 < time.perf_counter() - saved
                 if self._due(s.save_every) or old or caught:
                     self._save(log)
                     saved = self._resume_clock()
                 if caught and self.step < s.steps:
                     raise Interrupted(caught[0], self.step)
-            return self._finish()
+                yield self.step
+            self._finish()
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, method)(*arguments)
 
     def _due(self, every: int) -> bool:
         return self.step == self.settings.steps or (every > 0 and self.step % every == 0)
@@ -217,7 +175,7 @@ class Trainer:
         }
         checkpoint.write_text(self.run / "config.json", json.dumps(config, indent=1) + "\n")
 
-    def _finish(self) -> dict[str, Any]:
+    def _finish(self) -> None:
         s = self.settings
         read = s.steps * self.task.bytes_per_step
         result = {
@@ -234,14 +192,13 @@ class Trainer:
             "machine": machine(self.device.type),
         }
         checkpoint.write_text(self.run / "result.json", json.dumps(result, indent=1) + "\n")
-        return result
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         s = self.settings
-        if hasattr(self.task, "prepare") and self.task.prepare(self.step):
-            self._take_model()
+        self._call("before_step", self.step)
+        self._take_model()
         for group, factor in zip(self.optimizer.param_groups, self._factors, strict=True):
             rate = factor * learning_rate(s, self.step)
             if isinstance(group["lr"], Tensor):
@@ -253,14 +210,14 @@ class Trainer:
         if self._graph is None:
             self._work(self.step)
         else:
-            self._graph(*self.task.inputs(self.step))  # type: ignore[attr-defined]
+            self._graph(*(self.task.inputs(self.step) or ()))
         self.step += 1
 
     def _work(self, *inputs: Any) -> None:
         """Forward, backward, update; of a step, or of a task's inputs in a graph, in which all tensors stay."""
         self.optimizer.zero_grad()
         with self._autocast():
-            loss = self.task.loss(*inputs) if self._graph is None else self.task.loss_of(*inputs)  # type: ignore[attr-defined]
+            loss = self.task.loss(*inputs) if self._graph is None else self.task.loss_of(*inputs)
         loss.backward()
         given = [p for p in self.parameters.values() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in given if p.grad is not None])
@@ -273,14 +230,15 @@ class Trainer:
         if self.settings.clip:
             nn.utils.clip_grads_with_norm_(given, self.settings.clip, norm)
         self.optimizer.step()
+        self._call("after_update")
         with torch.no_grad():
             for name, mean in self.ema.items():
                 mean.lerp_(self.parameters[name], self._ema_weight)
 
-    def _graphed(self, watch: Watcher) -> GraphedStep | None:
-        able = hasattr(self.task, "inputs") and hasattr(self.task, "loss_of")
+    def _graphed(self) -> GraphedStep | None:
         wanted = self.settings.cuda_graph and self.settings.optimizer == "adam" and self.device.type == "cuda"
-        return GraphedStep(self._work, watch.note) if wanted and able else None
+        able = wanted and self.task.inputs(self.step) is not None
+        return GraphedStep(self._work, lambda text: self._call("note", text)) if able else None
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16")
@@ -315,7 +273,7 @@ class Trainer:
         self.seconds += now - self._started
         self._started = now
 
-    def _log(self, log: RunLog, watch: Watcher) -> None:
+    def _log(self, log: RunLog) -> None:
         self._check_finite()  # on a GPU this waits for the steps, so that the time is theirs
         self._stop_clock()
         steps, seconds = self.step - self._logged[0], self.seconds - self._logged[1]
@@ -330,9 +288,9 @@ class Trainer:
         self._total.zero_()
         self._logged = (self.step, self.seconds)
         log.write(record)
-        watch.logged(record)
+        self._call("logged", record)
 
-    def _evaluate(self, log: RunLog, watch: Watcher) -> None:
+    def _evaluate(self, log: RunLog) -> None:
         self._check_finite()
         self._stop_clock()
         devices = [self.device] if self.device.type == "cuda" else []
@@ -342,7 +300,7 @@ class Trainer:
         self.model.train()
         record = {"step": self.step, "held_out": self.held_out, "seconds": self.seconds}
         log.write(record)
-        watch.logged(record)
+        self._call("logged", record)
         self._resume_clock()
 
     @contextmanager
@@ -399,9 +357,8 @@ class Trainer:
             at = resume.progress(self.path, about, self.settings.steps)
             state = {name: tensor.clone() for name, tensor in checkpoint.part(tensors, "task.").items()}
             with resume.taking_over(self.path):
-                if hasattr(self.task, "resume"):
-                    self.task.resume(state)
-                    self._take_model()
+                self.task.resume(state)
+                self._take_model()
                 resume.check_tensors(self.path, tensors, self.model, self.ema)
                 # First the model: its layouts determine the shapes of all that follows.
                 self.model.load_state_dict(checkpoint.part(tensors, "model."))

@@ -1,0 +1,138 @@
+"""What a command shows of a training run: a bar with the newest figures, and a line for each evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from ..recipes.trainer import Callback, Interrupted, Trainer
+
+# Without a terminal, a line of progress is printed this often at most.
+SECONDS_BETWEEN_LINES = 10
+
+_SHORT = {"bits per character": "bpc", "bits per dimension": "bpd"}
+
+
+def show(console: Console, trainer: Trainer, *about: str) -> None:
+    """Trains with progress shown; prints before it what is trained, and at the end the result, or how to resume."""
+    for nth, line in enumerate(about, 1):
+        console.print(line, style="dim" if 1 < nth == len(about) else None, highlight=False)
+    try:
+        with _bar(console, trainer) as bar:
+            result = trainer.train(bar)
+    except Interrupted as stop:
+        console.print(
+            f"stopped after {_at(trainer, stop.step)}; {trainer.path} is saved. The same command goes on.",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(128 + stop.number) from None
+    epochs = trainer.task.steps_per_epoch
+    done = f"{result['steps'] / epochs:,.4g} epochs" if epochs else f"{result['steps']:,} steps"
+    console.print(
+        f"held out [bold]{result['held_out']:.4f}[/] {result['unit']} after {done}, "
+        f"{_duration(result['seconds'])}, {_speed(trainer, result)}",
+        highlight=False,
+    )
+    console.print(f"{trainer.path} and result.json are there", style="dim", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _bar(console: Console, trainer: Trainer) -> Iterator[Callback]:
+    columns = (
+        TextColumn("{task.fields[shown]}"),
+        BarColumn(bar_width=16),
+        MofNCompleteColumn() if not trainer.task.steps_per_epoch else TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        yield _Bar(progress, trainer)
+
+
+class _Bar(Callback):
+    """A bar with the newest figures, and each evaluation as a line; without a terminal other figures now and then."""
+
+    def __init__(self, progress: Progress, trainer: Trainer):
+        self.progress, self.trainer, self.console = progress, trainer, progress.console
+        self.shown: dict[str, str] = {}
+        self.last = 0.0
+
+    def began(self, step: int) -> None:
+        total = self.trainer.settings.steps
+        if step == total:
+            self.console.print("this run is finished", style="green")
+        elif step:
+            self.console.print(f"goes on after {_at(self.trainer, step)}", style="green", highlight=False)
+        self.task = self.progress.add_task("", total=total, completed=step, shown="training")
+
+    def after_step(self, step: int) -> None:
+        self.progress.update(self.task, completed=step)
+
+    def logged(self, record: Mapping[str, Any]) -> None:
+        trainer, now = self.trainer, time.monotonic()
+        if "held_out" in record:
+            line = f"held out {record['held_out']:.4f} {trainer.task.unit}"
+            self.shown["held out"] = f"held out [bold]{record['held_out']:.3f}[/]"
+        else:
+            unit = trainer.task.loss_unit or trainer.task.unit
+            left = (trainer.settings.steps - record["step"]) * trainer.task.bytes_per_step / record["bytes_per_second"]
+            line = f"{record['loss']:.4f} {unit}, {_speed(trainer, record)}, {_duration(left)} left"
+            self.shown |= {"loss": f"[bold]{record['loss']:.3f}[/] {_SHORT.get(unit, unit)}"}
+            self.shown |= {"speed": _speed(trainer, record)}
+        parts = [self.shown[key] for key in ("loss", "held out", "speed") if key in self.shown]
+        self.progress.update(self.task, shown="  ".join(parts))
+        often = not self.console.is_terminal and now - self.last >= SECONDS_BETWEEN_LINES
+        if "held_out" in record or often:
+            self.last = now
+            self.console.print(f"{_at(trainer, record['step'])}: {line}", highlight=False, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def _at(trainer: Trainer, step: int) -> str:
+    """The place of a step in the run, in epochs where there are some.
+
+    >>> from types import SimpleNamespace as Some
+    >>> some = Some(settings=Some(steps=1200), task=Some(steps_per_epoch=100))
+    >>> _at(some, 250), _at(Some(settings=Some(steps=1200), task=Some(steps_per_epoch=None)), 250)
+    ('epoch 2.5 of 12', 'step 250 of 1,200')
+    """
+    epoch, steps = trainer.task.steps_per_epoch, trainer.settings.steps
+    return f"epoch {step / epoch:,.4g} of {steps / epoch:,.4g}" if epoch else f"step {step:,} of {steps:,}"
+
+
+def _speed(trainer: Trainer, record: Mapping[str, Any]) -> str:
+    task, bytes_per_second = trainer.task, record["bytes_per_second"]
+    if task.samples_per_step is None:
+        return f"{bytes_per_second:,.0f} bytes/s"
+    return f"{bytes_per_second * task.samples_per_step / task.bytes_per_step:,.0f} {task.samples}/s"
+
+
+def _duration(seconds: float) -> str:
+    """
+    >>> _duration(5), _duration(75), _duration(7300)
+    ('5 s', '1 min 15 s', '2 h 1 min')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
