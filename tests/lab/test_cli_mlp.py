@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from blocksparse import BlockSparseError, checkpoint
-from blocksparse_lab.cli.train import parse_sizes
+from blocksparse_lab.cli.options import parse_sizes
 from blocksparse_lab.data.synthetic import Synthetic
 from blocksparse_lab.models.mlp import SparseMLP
 from blocksparse_lab.recipes import compare, mlp, run_log
@@ -95,9 +95,9 @@ def test_it_says_what_it_trains_and_what_came_out(points, tmp_path):
     assert "set, 12-40-30-3, All-ReLU 0.6" in out
     assert f"85 neurons, {connections:,} connections, density {connections / 1770:.3g}, 0.0 MB" in out
     assert "points.csv: 120 rows to train on, 3 classes; 8 epochs of 7 steps" in out
-    assert re.search(r"step 7 of 56: \d\.\d+ nats", out)
+    assert re.search(r"epoch 1 of 8: \d\.\d+ nats, [\d,]+ rows/s", out)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert f"held out {result['held_out']:.4f} % test error after 56 steps" in out
+    assert f"held out {result['held_out']:.4f} % test error after 8 epochs" in out
     assert result["held_out"] < 20
     assert result["unit"] == "% test error"
     assert result["facts"]["connections"] == connections
@@ -192,8 +192,8 @@ def test_a_signal_saves_and_says_how_to_go_on(points, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(mlp.ClassifyTask, "rows_of", interrupting)
         out = train(points, tmp_path, code=130).stdout
-    assert "stopped after step 10 of 28" in out
-    assert "goes on after step 10" in train(points, tmp_path).stdout
+    assert "stopped after epoch 1.429 of 4" in out
+    assert "goes on after epoch 1.429" in train(points, tmp_path).stdout
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------

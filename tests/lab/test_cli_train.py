@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import blocksparse as bs
 from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab.cli import app
-from blocksparse_lab.cli.train import parse_count
+from blocksparse_lab.cli.options import parse_count
 from blocksparse_lab.data import text
 from blocksparse_lab.models.char_lm import CharLMConfig, parameter_count
 from blocksparse_lab.recipes import run_log

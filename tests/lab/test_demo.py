@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -9,8 +10,9 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from blocksparse_lab.cli import app, page, plot, svg
-from blocksparse_lab.cli.demo import Sizes, play
+from blocksparse.measure import Spread
+from blocksparse_lab.cli import app, demo_page
+from blocksparse_lab.cli.demo import Sizes, play, plot
 from blocksparse_lab.recipes import next_byte
 
 TINY = Sizes(
@@ -19,7 +21,7 @@ TINY = Sizes(
     block=16,
     densities=(1, 0.5),
     budget=0.05,
-    training={"context": 16, "steps": 12, "batch": 32, "warmup": 2, "every": 4, "probe": 100},
+    training={"context": 16, "steps": 12, "batch": 32, "warmup": 2, "eval_every": 4, "probe": 100},
     models={"width": 256, "depth": 1, "embedding": 8, "block_size": 8},
 )
 
@@ -42,7 +44,7 @@ def run(novel, out, width=80):
 class Page(HTMLParser):
     """Collects what a page refers to, and its tags that do not close."""
 
-    VOID = ("meta", "br", "path", "circle")
+    VOID = ("meta", "img")
 
     def __init__(self, text):
         super().__init__()
@@ -72,11 +74,10 @@ def test_a_run_leaves_a_page_and_its_numbers(novel, tmp_path, width):
     html = (tmp_path / "out" / "demo.html").read_text(encoding="utf-8")
     parsed = Page(html)
     assert not parsed.open
-    assert not parsed.references
-    assert not {"script", "link", "img", "iframe"} & set(parsed.tags)
-    assert "http" not in html
-    assert "url(" not in html
-    assert "@import" not in html
+    assert len(parsed.references) == 3
+    assert all(one.startswith("data:image/svg+xml;base64,") for one in parsed.references)
+    assert not {"script", "link", "iframe"} & set(parsed.tags)
+    assert not re.search(r"http|url\(|@import", re.sub(r'src="data:[^"]*"', "", html))
     assert "a novel &amp; &lt;more&gt;.txt" in html
 
     found = json.loads((tmp_path / "out" / "demo.json").read_text(encoding="utf-8"))
@@ -99,17 +100,17 @@ def test_two_runs_give_the_same_curves(novel, tmp_path):
     assert curves[0] == curves[1]
 
 
-@pytest.mark.parametrize("steps", [0, 3, 9])
+@pytest.mark.parametrize("steps", [0, 3])
 def test_ctrl_c_keeps_what_is_done(novel, tmp_path, monkeypatch, steps):
-    step, done = next_byte.Race._step, []
+    loss, done = next_byte.NextByteTask.loss, []
 
-    def interrupted(self, *args):
+    def interrupted(self, step):
         if len(done) == 2 * steps + 1:  # in the second model's step
             raise KeyboardInterrupt
-        done.append(args)
-        step(self, *args)
+        done.append(step)
+        return loss(self, step)
 
-    monkeypatch.setattr(next_byte.Race, "_step", interrupted)
+    monkeypatch.setattr(next_byte.NextByteTask, "loss", interrupted)
     with pytest.raises(typer.Exit) as caught:
         run(novel, tmp_path)
     assert caught.value.exit_code == 130
@@ -155,14 +156,8 @@ def test_mistakes_end_in_one_line_before_anything_runs(tmp_path, monkeypatch, ar
     assert "Traceback" not in result.output
 
 
-def test_it_is_a_command():
-    result = CliRunner().invoke(app, ["demo", "--help"])
-    assert result.exit_code == 0
-    assert "--seconds" in result.output
-
-
 def outcome(name, held_out, ms):
-    spread = page.Spread(ms / 1e3, ms / 1e3, ms / 1e3, 10)
+    spread = Spread(ms / 1e3, ms / 1e3, ms / 1e3, 10)
     return next_byte.Outcome(name, 8, 100, 90, 0.1, held_out, held_out, spread, next_byte.Curve())
 
 
@@ -171,24 +166,14 @@ def outcome(name, held_out, ms):
     [(2.0, 1.9, "5.0 % fewer"), (2.0, 2.1, "5.0 % more"), (2.0, 2.004, "no real difference")],
 )
 def test_the_verdict_says_whichever_wins(dense, sparse, words):
-    text = page.verdict([outcome("dense", dense, 8.0), outcome("block-sparse", sparse, 10.0)])
+    text = demo_page.verdict([outcome("dense", dense, 8.0), outcome("block-sparse", sparse, 10.0)])
     assert words in text
     assert "1.25 times as long" in text
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 1600), (2.11, 2.13), (-3, 7), (0, 1e-6), (0, 3e8)])
-def test_ticks_are_few_and_inside(low, high):
-    found = svg.ticks(low, high)
-    assert 2 <= len(found) <= 7
-    assert low <= found[0] < found[-1] <= high * (1 + 1e-9)
-
-
 def test_a_plot_fits_its_box():
-    curve = plot.Curve([1, 50, 100], [9.0, 3.0, 2.0], "red")
-    lines = plot.plot([curve, plot.Curve([], [], "blue")], 60, 10, (0, 100), (1.9, 4.0)).plain.splitlines()
+    curves = [([1, 50, 100], [9.0, 3.0, 2.0]), ([1, 50], [3.0, 2.5])]
+    lines = plot(curves, 60, 10, (0, 100), (1.9, 4.0)).plain.splitlines()
     assert len(lines) == 10
     assert max(map(len, lines)) <= 60
-
-
-def test_a_chart_of_equal_values_has_axes():
-    assert "<path" in svg.chart([svg.Line([1, 2], [3, 3], "dense")], "x", "y")
+    assert any("\u2800" < character <= "\u28ff" for character in "".join(lines))

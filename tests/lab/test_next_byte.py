@@ -7,7 +7,7 @@ import blocksparse as bs
 from blocksparse_lab.data import text
 from blocksparse_lab.models.bytes import ByteMLP, dense_width, multiply_adds, parameters, small_world_layouts
 from blocksparse_lab.recipes import example_2017
-from blocksparse_lab.recipes.next_byte import Race, Settings, bits_per_byte, contenders, outcomes
+from blocksparse_lab.recipes.next_byte import Race, RaceSettings, bits_per_byte, contenders, outcomes
 
 TINY = {"width": 256, "depth": 1, "embedding": 8, "block_size": 8}
 RATES = {"dense": 0.004, "block-sparse": 0.01}
@@ -16,17 +16,10 @@ pytestmark = pytest.mark.usefixtures("any_backend")
 
 
 def race(seed=0, **settings):
-    settings = {
-        "context": 16,
-        "steps": 60,
-        "batch": 64,
-        "warmup": 5,
-        "every": 20,
-        "probe": 200,
-        "seed": seed,
-    } | settings
-    models, _ = contenders(settings["context"], seed=seed, **TINY)
-    return Race(models, RATES, text.split(text.python_topics()[:30_000], settings["context"]), Settings(**settings))
+    usual = {"context": 16, "steps": 60, "batch": 64, "warmup": 5, "eval_every": 20, "probe": 200}
+    how = RaceSettings(seed=seed, **usual | settings)
+    models, _ = contenders(how.context, seed=seed, **TINY)
+    return Race(models, RATES, text.split(text.python_topics()[:30_000], how.context), how)
 
 
 @pytest.mark.parametrize("sizes", [{}, TINY, TINY | {"depth": 3, "neighbors": 6}])
@@ -75,7 +68,7 @@ def test_the_loss_falls_for_both():
 def test_a_seed_gives_the_same_curve_and_another_seed_another():
     curves = []
     for seed in (0, 0, 1):
-        run = race(seed, steps=8, every=4)
+        run = race(seed, steps=8, eval_every=4)
         list(run.run())
         curves.append([(curve.bits, curve.held_out) for curve in run.curves.values()])
     assert curves[0] == curves[1]
@@ -110,9 +103,9 @@ def test_mistakes_are_named():
     models, layouts = contenders(16, **TINY)
     short = text.Text("note", torch.zeros(100, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8))
     with pytest.raises(bs.BlockSparseError, match="note: expected more than a context of 16 bytes"):
-        Race(models, RATES, short, Settings(context=16))
+        Race(models, RATES, short, RaceSettings(context=16))
     with pytest.raises(bs.BlockSparseError, match="learning_rates"):
-        Race(models, {"dense": 1.0}, short, Settings(context=16))
+        Race(models, {"dense": 1.0}, short, RaceSettings(context=16))
     with pytest.raises(bs.BlockSparseError, match="window"):
         models["dense"](torch.zeros(1, 15, dtype=torch.int64))
     with pytest.raises(bs.BlockSparseError, match=r"layouts\.hidden: expected 4 for 2 layers, got 2"):

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 def compare_topology(runs: list[Path], out: Path | None, json_file: Path | None, html: Path | None) -> None:
-    """Prints both tables; writes a picture, the numbers and a page if requested.
-
-    Raises:
-        BlockSparseError: a run that cannot be read, none with a block-sparse weight, files that cannot be written.
-    """
+    """Prints both tables; writes a picture, the numbers and a page if requested."""
     from blocksparse import topology
     from blocksparse.topology import drawings
 

@@ -60,11 +60,7 @@ def demo(
 
 
 def play(console: Console, sizes: Sizes, text: Path | None, seconds: float, out: Path, seed: int) -> None:
-    """`demo` at any sizes.
-
-    Raises:
-        BlockSparseError: an invalid text, folder or number; raised before anything runs.
-    """
+    """`demo` at any sizes."""
     from ..data import text as texts
     from ..machine import machine
     from ..recipes.next_byte import RaceSettings

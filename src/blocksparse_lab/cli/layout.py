@@ -283,11 +283,7 @@ def _page(path: Path, title: str, named: list[tuple[str, BlockLayout]]) -> None:
 
 
 def write(option: str, path: Path, text: str) -> None:
-    """Writes a file that an option asks for.
-
-    Raises:
-        BlockSparseError: it could not be written.
-    """
+    """Writes a file that an option asks for."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -28,13 +28,6 @@ def load(data_dir: str | Path | None = None, progress: Progress | None = None) -
 
     Each pixel is standardised over the training images, as in the codes of sparse evolutionary training.
 
-    Args:
-        data_dir: a folder with `cifar-10-batches-py/`, or that folder itself; without one it is downloaded, once.
-        progress: called after each chunk of a download with the bytes so far and the total.
-
-    Raises:
-        BlockSparseError: a file that is missing or broken, a failed download.
-
     Source: Krizhevsky, Learning multiple layers of features from tiny images (2009).
     """
     train, labels, test, test_labels = read(data_dir, progress)
@@ -43,14 +36,7 @@ def load(data_dir: str | Path | None = None, progress: Progress | None = None) -
 
 
 def read(data_dir: str | Path | None = None, progress: Progress | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The pixels, uint8 `[n, 3072]`, and the labels, int64 `[n]`, of the images to train on; those to test on.
-
-    Args:
-        data_dir, progress: as for `load`.
-
-    Raises:
-        BlockSparseError: as `load`.
-    """
+    """The pixels, uint8 `[n, 3072]`, and the labels, int64 `[n]`, of the images to train on; those to test on."""
     if data_dir is None:
         folder = fetch(URL, HASH, "cifar10", progress) / FOLDER
     else:
@@ -64,9 +50,6 @@ def read_batch(path: str | Path) -> tuple[Tensor, Tensor]:
     """The pixels, uint8 `[n, 3072]`, and the labels, int64 `[n]`, of a batch.
 
     No function named in the pickle is called.
-
-    Raises:
-        BlockSparseError: a file that is missing, broken, or not from CIFAR-10.
     """
     content = pickles.read(path, "cifar10", "a batch of CIFAR-10")
     content = content if isinstance(content, dict) else {}

@@ -57,12 +57,6 @@ def load(name: str, data_dir: str | Path | None = None, progress: Progress | Non
         name: "enwik8", "text8", "tinyshakespeare", "imdb" (the unlabelled reviews, each as the sentiment protocol
             gives it to a model), "python" (Python's help topics, always there), "wikipedia" and "enwik8_prefix" (only
             of `data_dir`), or any file in `data_dir`.
-        data_dir: a folder with the files as published; without one they are downloaded, once.
-        progress: called after each chunk of a download with the bytes so far and the total.
-
-    Raises:
-        BlockSparseError: an unknown name, a file that is missing or not what the name says, a failed download.
-
     >>> from blocksparse_lab.data import corpora
     >>> corpora.load("python")[:22]
     b'The "assert" statement'

@@ -26,12 +26,7 @@ def load(data_dir: str | Path | None = None, seed: int = 0) -> Table:
     Each feature is standardised over the training rows.
 
     Args:
-        data_dir: a folder with `higgs.csv`, `HIGGS.csv` or `HIGGS.csv.gz`, or with a `higgs` that has one. The
-            published file has the label first and no line of names; with one, columns may be in any order.
         seed: of the draw.
-
-    Raises:
-        BlockSparseError: no folder, a file that is missing or broken or has other columns.
 
     Source: Baldi, Sadowski, Whiteson, Searching for exotic particles in high-energy physics with deep learning (2014).
     """

@@ -30,11 +30,7 @@ class Images:
 
 
 def read(path: str | Path) -> Tensor:
-    """The tensor in an idx file, compressed with gzip or not.
-
-    Raises:
-        BlockSparseError: no such file, or one that is not in this format, breaks off or goes on.
-    """
+    """The tensor in an idx file, compressed with gzip or not."""
     with files.opened(path, "idx file", gzipped=True) as file:
         head = file.read(4)
         sizes = file.read(4 * head[3]) if len(head) == 4 else b""
@@ -57,11 +53,7 @@ def read(path: str | Path) -> Tensor:
 
 
 def mnist(folder: str | Path) -> Images:
-    """The four files of MNIST or Fashion-MNIST in a folder, named as they are published, `.gz` or unpacked.
-
-    Raises:
-        BlockSparseError: a file that is missing or broken, or labels and images that differ in number.
-    """
+    """The four files of MNIST or Fashion-MNIST in a folder, named as they are published, `.gz` or unpacked."""
     parts = []
     for name in ("train", "t10k"):
         images, labels = (_find(folder, f"{name}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))

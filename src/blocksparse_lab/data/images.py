@@ -41,9 +41,6 @@ class Images:
         train, test: uint8 `[n, channels, height, width]`.
         train_labels, test_labels: int64 `[n]`, the numbers of the classes.
         classes: their names in the data.
-
-    Raises:
-        BlockSparseError: parts that do not fit each other, labels out of range, no image.
     """
 
     name: str
@@ -87,12 +84,6 @@ def load(name: str, data_dir: str | Path | None = None, progress: Progress | Non
 
     Args:
         name: "cifar10", 60,000 coloured ones of 32 x 32, or "fashion_mnist", 70,000 grey ones of 28 x 28.
-        data_dir: a folder with the set's folder or files; without one they are downloaded, once.
-        progress: called after each chunk of a download with the bytes so far and the total.
-
-    Raises:
-        BlockSparseError: an unknown name, files that are missing or broken, a failed download.
-
     Source: Krizhevsky, Learning multiple layers of features from tiny images (2009); Xiao, Rasul, Vollgraf,
     Fashion-MNIST (2017).
     """

@@ -23,12 +23,6 @@ def load(data_dir: str | Path | None = None) -> Table:
 
     Each feature is standardised over the training rows, as in the codes of sparse evolutionary training.
 
-    Args:
-        data_dir: a folder with `madelon_{train,valid}.{data,labels}`, or with a `madelon` that has them.
-
-    Raises:
-        BlockSparseError: no folder, a file that is missing or broken.
-
     Source: Guyon, Gunn, Ben-Hur, Dror, Result analysis of the NIPS 2003 feature selection challenge (2004).
     """
     if data_dir is None:
@@ -41,11 +35,7 @@ def load(data_dir: str | Path | None = None) -> Table:
 
 
 def read(path: Path) -> tuple[Tensor, Tensor]:
-    """The rows of `NAME.data`, float32 `[n, 500]`, and the labels of `NAME.labels`, int64 `[n]`.
-
-    Raises:
-        BlockSparseError: a file that is missing; with its line, an invalid number or label.
-    """
+    """The rows of `NAME.data`, float32 `[n, 500]`, and the labels of `NAME.labels`, int64 `[n]`."""
     rows: list[list[float]] = []
     for line, fields in _lines(path):
         if len(fields) != FEATURES:

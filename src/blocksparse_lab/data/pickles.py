@@ -54,11 +54,7 @@ class Array:
     data: Any = None
 
     def numpy(self) -> np.ndarray:
-        """The array, a copy.
-
-        Raises:
-            PickleError: a shape, dtype and bytes that do not fit each other.
-        """
+        """The array, a copy."""
         dtype = self.dtype.numpy() if isinstance(self.dtype, _Dtype) else None
         shape = self.shape if isinstance(self.shape, tuple) else None
         data = self.data
@@ -109,13 +105,8 @@ def read(path: Any, subject: str, wanted: str) -> Any:
     Texts of Python 2, and bytes in its protocols, are read as Latin-1. Keys of dicts are numbers and texts.
 
     Args:
-        path: of the file.
         subject: what an error is about where the file cannot be read.
         wanted: what the file should be.
-
-    Raises:
-        BlockSparseError: no such file; a broken pickle, one of more than two million steps, or one with other
-            objects in it.
     """
     data = files.read(path, subject)
     try:

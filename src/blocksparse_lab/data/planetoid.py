@@ -46,12 +46,6 @@ def load(name: str = "cora", data_dir: str | Path | None = None) -> Graph:
 
     Args:
         name: "cora", "citeseer" or "pubmed".
-        data_dir: a folder with the files `ind.NAME.*` of https://github.com/kimiyoung/planetoid, or with a `planetoid`
-            that has them.
-
-    Raises:
-        BlockSparseError: an unknown name, no folder, a file that is missing or broken, or has anything but arrays.
-
     Source: Yang, Cohen, Salakhutdinov, Revisiting semi-supervised learning with graph embeddings (2016).
     """
     if name not in NAMES:

@@ -102,12 +102,7 @@ def load(
 
     Args:
         data: "sst", "imdb", or the path of a file for `read_csv`, which is split 80 / 10 / 10.
-        data_dir: a folder that has `sst/*_binary_sent.csv` or `aclImdb/`; without one they are downloaded, once.
         seed: of what is drawn, with its share of both classes: IMDB's validation part, all parts of a csv file.
-        progress: called after each chunk of a download with the bytes so far and the total.
-
-    Raises:
-        BlockSparseError: an unknown name, files that are missing or broken, a failed download.
     """
     if str(data) == "sst":
         return sst(data_dir, progress)
@@ -127,12 +122,7 @@ def load(
 
 
 def sst(data_dir: str | Path | None = None, progress: Progress | None = None) -> Splits:
-    """The whole sentences of SST-2: 6920 to train on, 872 and 1821 to choose with and to test on.
-
-    Args:
-        data_dir: a folder with `{train,dev,test}_binary_sent.csv`, or with an `sst` that has them.
-        progress: called after each chunk of a download with the bytes so far and the total.
-    """
+    """The whole sentences of SST-2: 6920 to train on, 872 and 1821 to choose with and to test on."""
     parts = []
     for part, known_hash in SST_HASHES.items():
         name = f"{part}_binary_sent.csv"
@@ -148,9 +138,7 @@ def imdb(data_dir: str | Path | None = None, seed: int = 0, progress: Progress |
     """The labelled reviews of Maas et al. 2011: 25,000 to test on; a tenth of the other 25,000 to choose with.
 
     Args:
-        data_dir: a folder with `aclImdb/`, or that folder itself.
         seed: of the draw of the validation part.
-        progress: called after each chunk of a download with the bytes so far and the total.
     """
     folder = _imdb(data_dir, progress)
     parts = []
@@ -171,9 +159,6 @@ def read_csv(path: str | Path) -> tuple[Labelled, tuple[str, str]]:
 
     The first line names the columns: one of text, sentence and review, one of label and sentiment. Labels are any two
     different words or numbers; the smaller number, or the first in the alphabet, is 0.
-
-    Raises:
-        BlockSparseError: no such file; with its line, a column, a text or a label that is missing, or a third class.
     """
     path = files.path_of("csv file", path)
     data = files.read(path, "csv file")

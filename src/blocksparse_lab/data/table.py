@@ -29,10 +29,6 @@ class Table:
         train_labels, test_labels: int64 `[n]`, the numbers of the classes.
         classes: their names in the data.
         validation, validation_labels: rows to choose with, where there are some.
-
-    Raises:
-        BlockSparseError: parts that do not fit each other, numbers that are not finite, labels out of range, a single
-            class, no row.
     """
 
     name: str
@@ -126,11 +122,7 @@ def standardised(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 
 
 def split(name: str, rows: Tensor, labels: Tensor, classes: tuple[str, ...], seed: int = 0) -> Table:
-    """A standardised table; a fifth of each class, drawn with the seed, is to test on.
-
-    Raises:
-        BlockSparseError: a class with fewer than two rows.
-    """
+    """A standardised table; a fifth of each class, drawn with the seed, is to test on."""
     rng = np.random.default_rng(seed)
     testing = np.zeros(len(labels), dtype=bool)
     counts = labels.bincount(minlength=len(classes))

@@ -22,12 +22,7 @@ def load(
 
     Args:
         data: "fashion_mnist", "cifar10", "madelon", "higgs", or the path of a file for `csv_table.read`.
-        data_dir: a folder that has the files; without one fashion_mnist and cifar10 are downloaded, once.
         seed: of the draw of the rows to test on, of higgs and a csv file: a fifth of each class.
-        progress: called after each chunk of a download with the bytes so far and the total.
-
-    Raises:
-        BlockSparseError: an unknown name, files that are missing or broken, a failed download.
     """
     if str(data) == "fashion_mnist":
         return fashion_mnist(data_dir, progress)
@@ -47,13 +42,6 @@ def fashion_mnist(data_dir: str | Path | None = None, progress: Progress | None 
     """The 60,000 images to train on and 10,000 to test on, as rows of 28 x 28 pixels.
 
     Each pixel is standardised over the training images, as in the codes of sparse evolutionary training.
-
-    Args:
-        data_dir: a folder with the four idx files, or with a `fashion_mnist` that has them.
-        progress: called after each chunk of a download with the bytes so far and the total.
-
-    Raises:
-        BlockSparseError: files that are missing or broken, a failed download.
 
     Source: Xiao, Rasul, Vollgraf, Fashion-MNIST (2017).
     """

@@ -39,11 +39,7 @@ def python_topics() -> bytes:
 
 
 def read(path: str | Path) -> bytes:
-    """The bytes of a file, in whatever encoding.
-
-    Raises:
-        BlockSparseError: no such file, one that cannot be read, or an empty one.
-    """
+    """The bytes of a file, in whatever encoding."""
     data = files.read(path, "text")
     if not data:
         raise BlockSparseError.expected("text", "a file with some bytes in it", f"{path}, which is empty")
@@ -58,9 +54,6 @@ def split(data: bytes, context: int, *, name: str = "text", held_out: float = 0.
         context: how many bytes come before a predicted one; both parts are longer than this.
         name: where the text comes from.
         held_out: the part of the bytes that is the tail.
-
-    Raises:
-        BlockSparseError: too few bytes, or a part outside of 0..1.
 
     >>> from blocksparse_lab.data import text
     >>> parts = text.split(b"a rose is a rose is a rose", context=4, held_out=0.25)

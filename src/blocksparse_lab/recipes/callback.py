@@ -99,12 +99,8 @@ class EpochTask(Task):
         model, device: the network, and where it is put.
         rows: to train on.
         batch: rows of a step.
-        seed: of the order.
         samples: what a row is, in the plural.
         row_bytes: of a row.
-
-    Raises:
-        BlockSparseError: a batch larger than the data.
     """
 
     def __init__(

@@ -64,11 +64,6 @@ class CharLMTask(Task):
         batch: streams.
         seq: bytes of a chunk.
         evaluated: held-out bytes that an evaluation reads, from the first; 0 for all.
-        device: of model and data.
-
-    Raises:
-        BlockSparseError: a text with fewer chunks than streams, or without two held-out bytes.
-
     >>> from blocksparse_lab.data import text
     >>> from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
     >>> from blocksparse_lab.recipes.charlm import CharLMTask
@@ -173,11 +168,7 @@ class CharLMTask(Task):
 
 
 def network(config: CharLMConfig) -> CharLM:
-    """The language model, newly drawn.
-
-    Raises:
-        BlockSparseError: more than there is memory for.
-    """
+    """The language model, newly drawn."""
     check_room(f"width {config.width:,}, layers {config.layers:,}", least_parameters(config))
     return CharLM(config)
 
@@ -200,12 +191,8 @@ def trainer(
     Args:
         config: what it is.
         text: to train and to evaluate on.
-        run: the folder.
         how: it is trained.
         batches: what a step and an evaluation read.
-
-    Raises:
-        BlockSparseError: as `network`, `CharLMTask` and `Trainer`.
     """
     of = batches or Batches()
     task = CharLMTask(network(config), text, of.batch, of.seq, of.evaluated, device_of(how.device))
@@ -250,11 +237,6 @@ def sample(
         length: bytes.
         temperature: below 1 the likely is preferred; at 0 the likeliest is taken.
         top_k: only the k likeliest bytes are drawn.
-        seed: of the draws.
-
-    Raises:
-        BlockSparseError: a number out of range.
-
     >>> from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
     >>> from blocksparse_lab.recipes.charlm import sample
     >>> len(b"".join(sample(CharLM(CharLMConfig(width=16)), b"The ", 20)))

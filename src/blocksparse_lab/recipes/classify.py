@@ -72,9 +72,6 @@ class Topology:
         importance_from: epochs after which `bs.sparsity.ImportancePruning` begins; None for none of it.
         importance_every: epochs from one such pruning to the next.
         importance_percentile: of each.
-
-    Raises:
-        BlockSparseError: an unknown method. Numbers are checked by the methods.
     """
 
     method: str = "none"
@@ -116,12 +113,7 @@ class ClassifyTask(EpochTask):
         epochs: of the run, whose settings have `steps` of this task.
         batch: rows of a step.
         topology: how it changes.
-        seed: of the order of the rows and of the topology.
-        device: of model and data.
         about: what the model is, ready for JSON.
-
-    Raises:
-        BlockSparseError: a batch larger than the data, no epoch.
 
     >>> import torch
     >>> from blocksparse_lab.data.synthetic import Synthetic

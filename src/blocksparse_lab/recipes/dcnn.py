@@ -30,7 +30,6 @@ def table(graph: Graph, diffusion: Diffusion, seed: int = 0) -> Table:
     Args:
         graph: whose nodes.
         diffusion: over its edges.
-        seed: of the draw.
     """
     rows = diffusion(graph.features).flatten(1)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(rows)))
@@ -47,9 +46,7 @@ def trainer(graph: Graph, run: str | Path, threshold: float = 0.0, seed: int = 0
 
     Args:
         graph: to train on.
-        run: its folder.
         threshold: of the transitions that are left out.
-        seed: of the thirds, the weights and the order of the nodes.
         epochs: over the third that is trained on.
     """
     diffusion = Diffusion(graph.edges, len(graph.labels), HOPS, threshold)
@@ -90,8 +87,6 @@ def growth(
         nodes: of the graphs.
         m: edges that each new node comes with.
         threshold: of the transitions.
-        seed: of the graphs.
-
     >>> from blocksparse_lab.recipes import dcnn
     >>> per_node = [entries / n for n, entries, _ in dcnn.growth((500, 2000))]
     >>> 0.8 < per_node[1] / per_node[0] < 1.25

@@ -41,11 +41,6 @@ def evolve(epochs: int = 12, runs: int = 3, zeta: float = 0.3, seed: int = 0) ->
         epochs: after each the weakest connections move.
         runs: how many nets.
         zeta: of the connections that move.
-        seed: of all that is drawn.
-
-    Raises:
-        BlockSparseError: scikit-learn is not installed.
-
     Source: Liu, van der Lee, Yaman, Atashgahi, Ferraro, Sokar, Pechenizkiy, Mocanu, Topological insights into sparse
     neural networks (2020).
     """

@@ -33,7 +33,6 @@ def run(
 
     Args:
         hidden, block, batch: the sizes; the pattern is square.
-        seed: of the pattern and of the numbers.
         rounds, budget: of the timing (see `blocksparse.measure.alternate`).
 
     >>> from blocksparse_lab.recipes import example_2017

@@ -39,14 +39,7 @@ class RunLayouts:
 
 
 def read(run: str | Path) -> RunLayouts:
-    """The layouts of a run as its newest checkpoint has them; a dense one has none.
-
-    Args:
-        run: its folder.
-
-    Raises:
-        BlockSparseError: no checkpoint, a broken one, or one of a model of another kind.
-    """
+    """The layouts of a run as its newest checkpoint has them; a dense one has none."""
     path = Path(run) / "last.safetensors"
     name = Path(run).resolve().name
     with checkpoint.opened(path) as (tensors, about):

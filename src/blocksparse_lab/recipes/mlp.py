@@ -82,9 +82,6 @@ def recipe_for(name: str) -> Recipe:
 def extreme_hidden(neurons: int, classes: int = 2) -> tuple[int, ...]:
     """The hidden layers of a net with 65,536 inputs and about `neurons` in all, inputs and outputs included.
 
-    Raises:
-        BlockSparseError: fewer than one neuron in each hidden layer.
-
     >>> from blocksparse_lab.recipes.mlp import extreme_hidden
     >>> extreme_hidden(1_065_538)       # as published
     (250000, 250000, 250000, 250000)
@@ -97,9 +94,6 @@ def extreme_hidden(neurons: int, classes: int = 2) -> tuple[int, ...]:
 
 def extreme(neurons: int) -> Recipe:
     """The recipe of a net of about `neurons`.
-
-    Raises:
-        BlockSparseError: as `extreme_hidden`.
 
     >>> from blocksparse_lab.recipes.mlp import extreme
     >>> extreme(1_065_538).learning_rate
@@ -116,11 +110,6 @@ def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> S
         recipe: of the net.
         data: whose features and classes it has.
         method: "dense" for one of torch.nn.Linear; for the others it is sparse in the same places.
-        seed: of layouts and weights.
-
-    Raises:
-        BlockSparseError: an unknown method, sizes or numbers out of range, a layer without a connection, more than
-            there is memory for.
     """
     if method not in METHODS:
         raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(method))
@@ -184,12 +173,7 @@ def task(
         model: its `network`, made with the same method.
         data: to train and to test on.
         method: "set", "rigl", "fixed" (as sparse, and never changed), or "dense".
-        seed: of the order of the rows, and of new connections.
-        device: "cpu" or "cuda".
         importance: which neurons are pruned besides.
-
-    Raises:
-        BlockSparseError: as `ClassifyTask` and the methods; importance pruning of a dense net.
     """
     importance = importance or Importance()
     if method == "dense" and importance.importance_from is not None:
@@ -216,8 +200,6 @@ def settings(recipe: Recipe, of: ClassifyTask, seed: int = 0, device: str = "cpu
     Args:
         recipe: of the training.
         of: the task.
-        seed: of the dropout.
-        device: "cpu" or "cuda".
     """
     return Settings(
         steps=of.steps,
@@ -250,11 +232,7 @@ def trainer(
     Args:
         recipe: of the net and its training.
         data: to train and to test on.
-        run: the folder.
         method, seed, device, importance: of `network`, `task` and `settings`.
-
-    Raises:
-        BlockSparseError: as `network`, `task` and `settings`.
     """
     model = network(recipe, data, method, seed)
     told = {"data": data.name, "tested": data.tested, "epochs": recipe.epochs, **asdict(facts(model))}

@@ -108,9 +108,6 @@ class Race:
 
     The curves are up to date after each step of `run`, which can be left at any time.
 
-    Raises:
-        BlockSparseError: a text shorter than a context, names that differ.
-
     >>> import torch
     >>> from blocksparse_lab.data import text
     >>> from blocksparse_lab.models.bytes import ByteMLP
@@ -217,8 +214,6 @@ def contenders(
     Args:
         context, width, depth, embedding: of the block-sparse model; the dense one's width is solved for.
         block_size, neighbors: of its layouts.
-        seed: of layouts and weights; the global generator is left as it was.
-
     Returns:
         The models by name, "dense" and "block-sparse", and the layouts.
 

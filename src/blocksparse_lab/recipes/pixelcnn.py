@@ -53,11 +53,7 @@ class Network:
     seed: int = option(0, "Of weights, order and dropout.")
 
     def made(self, channels: int) -> PixelCNN:
-        """The network for images of `channels`, as drawn; the global generator is left as it was.
-
-        Raises:
-            BlockSparseError: as `PixelCNN`; more than there is memory for.
-        """
+        """The network for images of `channels`, as drawn; the global generator is left as it was."""
         for name, size in (("filters", self.filters), ("resnets", self.resnets), ("depth", self.depth)):
             integer(name, size, 1)
         # Of both streams and ways: the gated layers' convolutions, and those that halve and double the size.
@@ -119,13 +115,7 @@ class PixelCNNTask(EpochTask):
         images: to train and to evaluate on.
         batch: images of a step.
         evaluated: test images that an evaluation takes, the first ones; 0 for all.
-        seed: of the order.
-        device: of model and data.
         about: what the model is, ready for JSON.
-
-    Raises:
-        BlockSparseError: a batch larger than the data, fewer test images than are to be evaluated on, images whose
-            height or width is not divisible by 4.
 
     >>> import torch
     >>> from blocksparse_lab.data.images import Images
@@ -201,12 +191,8 @@ def trainer(
     Args:
         network: what it is.
         images: to train and to test on.
-        run: the folder.
         how: it is trained. Its seed is that of the images' order and of the dropout.
         batch, evaluated: of `PixelCNNTask`.
-
-    Raises:
-        BlockSparseError: as `PixelCNN` and `PixelCNNTask`.
     """
     model = network.made(images.shape[0])
     about = asdict(network)
@@ -274,14 +260,8 @@ def sample(
         model: what draws.
         count: images.
         height, width: of them, divisible by 4.
-        seed: of the draws.
-        progress: called after each pixel with the number done and the total.
-
     Returns:
         uint8 `[count, channels, height, width]`.
-
-    Raises:
-        BlockSparseError: no image, a size that is not divisible by 4.
 
     >>> from blocksparse_lab.models.pixelcnn import PixelCNN
     >>> from blocksparse_lab.recipes.pixelcnn import sample

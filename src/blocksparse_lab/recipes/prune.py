@@ -42,10 +42,6 @@ class Pruning:
         skip: names of what stays dense.
         search: the part of the steps that search.
         times: steps of the whole run, as a multiple of those of the dense net: truly sparse ones cost a fraction.
-
-    Raises:
-        BlockSparseError: an unknown method, a method without the density it needs, an invalid part, times below 1.
-            Other numbers are checked by the methods.
     """
 
     method: str
@@ -85,12 +81,7 @@ class PruneTask(Task):
         task: what is trained.
         pruning: how it becomes sparse.
         steps: of the whole run.
-        seed: of the method's initial draws.
         q: of "threshold", these percentiles, from `sparsity.percentiles`.
-
-    Raises:
-        BlockSparseError: as the methods; "threshold" without q; running means of the parameters, which would not have
-            the zeros.
 
     >>> import torch
     >>> from blocksparse_lab.data.synthetic import Synthetic
@@ -160,11 +151,7 @@ class PruneTask(Task):
         return sparsity.ThresholdPruning(model, optimizer, q, **ramp, **of)
 
     def before_step(self, step: int) -> None:
-        """Makes the model truly sparse once the search is over.
-
-        Raises:
-            BlockSparseError: nothing is left of a weight.
-        """
+        """Makes the model truly sparse once the search is over."""
         self.task.before_step(step)
         if not self.sparse and self.searched:
             self._finish()
@@ -189,11 +176,7 @@ class PruneTask(Task):
         self.sparse = True
 
     def finish(self) -> nn.Module:
-        """The model, truly sparse from now on, if it was not already.
-
-        Raises:
-            BlockSparseError: before the end of the search; nothing is left of a weight.
-        """
+        """The model, truly sparse from now on, if it was not already."""
         if not self.sparse:
             self._finish()
         return self.model
@@ -229,9 +212,6 @@ def finished(trainer: Trainer) -> nn.Module:
 
     Args:
         trainer: of a run that was trained, newly made; it cannot go on after this.
-
-    Raises:
-        BlockSparseError: as `Trainer.load` and `PruneTask.finish`.
     """
     devices = [trainer.device] if trainer.device.type == "cuda" else []
     with torch.random.fork_rng(devices):

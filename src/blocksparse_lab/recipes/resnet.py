@@ -135,11 +135,7 @@ def augmented(images: Tensor, rng: np.random.Generator, margin: int = MARGIN) ->
 
 
 def options(recipe: Recipe, images: Images) -> dict[str, Any]:
-    """Those of the recipe's `ResNet` for some images.
-
-    Raises:
-        BlockSparseError: a size that cannot be halved between all stages, no stage.
-    """
+    """Those of the recipe's `ResNet` for some images."""
     if not recipe.blocks or min(recipe.blocks) < 1:
         raise BlockSparseError.expected("blocks", "one or more in each of one or more stages", recipe.blocks)
     parts = 2 ** (len(recipe.blocks) - 1)
@@ -157,12 +153,6 @@ def trainer(recipe: Recipe, images: Images, run: str | Path, seed: int = 0, devi
     Args:
         recipe: of the net and its training.
         images: to train and to test on.
-        run: the folder.
-        seed: of the weights, the order of the images and their augmentation.
-        device: "cpu" or "cuda".
-
-    Raises:
-        BlockSparseError: as `options`, `ResNet`, `ClassifyTask` and `Settings`; more than there is memory for.
     """
     about = options(recipe, images)
     integer("width", recipe.width, 1)
@@ -228,13 +218,8 @@ def shifted(
     """The consistency of a run's network on the first images to test on; kept in the run as `consistency.json`.
 
     Args:
-        run: the folder.
         images: what it was trained on.
         count: of the images; each is seen at all of its shifts.
-        progress: as for `consistency`.
-
-    Raises:
-        BlockSparseError: as `load`; no image, or more than there are.
     """
     if not 1 <= count <= len(images.test):
         wanted = f"an int from 1 to the images to test on, {len(images.test):,}"

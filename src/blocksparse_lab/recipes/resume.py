@@ -35,11 +35,7 @@ class Progress:
 
 
 def progress(path: Path, about: Mapping[str, Any], steps: int) -> Progress:
-    """The progress of a run of `steps`, from the metadata of its checkpoint.
-
-    Raises:
-        BlockSparseError: something is missing, or of another type or range.
-    """
+    """The progress of a run of `steps`, from the metadata of its checkpoint."""
     logged, held_out = about.get("logged"), about.get("held_out")
     if not isinstance(logged, list) or len(logged) != 2:
         raise BlockSparseError.expected(f"{path}, logged", "a step and seconds", f"{logged!r:.99}")
@@ -55,11 +51,7 @@ def progress(path: Path, about: Mapping[str, Any], steps: int) -> Progress:
 
 
 def check_tensors(path: Path, tensors: Mapping[str, Tensor], model: nn.Module, means: Collection[str]) -> None:
-    """Checks that the tensors of a checkpoint fit a model, its running means and its optimizer's state.
-
-    Raises:
-        BlockSparseError: it names a tensor that is missing, is not known or does not fit, what fits and what is there.
-    """
+    """Checks that the tensors of a checkpoint fit a model, its running means and its optimizer's state."""
     stored, own = part(tensors, "model."), model.state_dict()
 
     def check(name: str, shape: list[int | None], dtype: torch.dtype | None) -> None:
@@ -99,11 +91,7 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor], model: nn.Module, m
 
 @contextmanager
 def taking_over(path: Path) -> Iterator[None]:
-    """Reports errors within it as faults of the checkpoint.
-
-    Raises:
-        BlockSparseError: such an error occurred.
-    """
+    """Reports errors within it as faults of the checkpoint."""
     try:
         yield
     except BlockSparseError:
@@ -114,11 +102,7 @@ def taking_over(path: Path) -> Iterator[None]:
 
 
 def result(path: Path) -> dict[str, Any]:
-    """Reads `result.json`.
-
-    Raises:
-        BlockSparseError: it is broken.
-    """
+    """Reads `result.json`."""
     found = checkpoint.read_json(path)
     for name in ("held_out", "steps", "seconds", "bytes_per_second"):
         if not isinstance(found.get(name), int | float):

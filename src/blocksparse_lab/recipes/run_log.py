@@ -22,12 +22,6 @@ except ImportError:  # Windows
 class RunLog:
     """RUN/log.jsonl, and TensorBoard's events where that is installed. It is locked while open.
 
-    Args:
-        run: the folder of the run.
-
-    Raises:
-        BlockSparseError: a folder that cannot be written, or another process that trains there.
-
     >>> import tempfile
     >>> from blocksparse_lab.recipes.run_log import RunLog, read
     >>> with tempfile.TemporaryDirectory() as run:
@@ -115,11 +109,7 @@ class RunLog:
 
 
 def read(run: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's log, [] where it has none; one that is being written, or broken, is left out.
-
-    Raises:
-        BlockSparseError: a log that cannot be read.
-    """
+    """The lines of a run's log, [] where it has none; one that is being written, or broken, is left out."""
     path = Path(run) / "log.jsonl"
     try:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []

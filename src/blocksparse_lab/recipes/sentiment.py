@@ -73,12 +73,6 @@ def probe(
         parts: features of train, validation and test, `[n, width]` each.
         labels: theirs, 0 or 1.
         strengths: values of C to choose from; of equal ones the first.
-        seed: of the solver.
-        progress: called after each fit.
-
-    Raises:
-        BlockSparseError: scikit-learn is not installed.
-
     >>> import numpy as np
     >>> from blocksparse_lab.recipes.sentiment import probe
     >>> x = np.random.default_rng(0).standard_normal((300, 5))
@@ -178,11 +172,7 @@ class Baseline:
 
 
 def baseline(splits: Splits, *, seed: int = SEED) -> Baseline:
-    """A logistic regression on TF-IDF of words and pairs of words: the accuracy without any pretraining.
-
-    Raises:
-        BlockSparseError: scikit-learn is not installed, or no text has a word.
-    """
+    """A logistic regression on TF-IDF of words and pairs of words: the accuracy without any pretraining."""
     _sklearn()
     from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -286,8 +276,6 @@ def evaluate(
         cache: where features are looked for and kept.
         with_baseline: whether to fit the TF-IDF baseline as well.
         batch, chunk: as of `features`.
-        seed: of the solver.
-        progress: called with the current stage, the work done in it, and its total.
     """
     _sklearn()  # before the features, which may take hours
 
@@ -332,12 +320,8 @@ def picture(path: Path, result: Result, where: str) -> None:
     """A PNG with a histogram of the single unit for each class, and its threshold.
 
     Args:
-        path: of the file.
         result: one that has a unit.
         where: the machine in a line.
-
-    Raises:
-        BlockSparseError: matplotlib is not installed, or no unit.
     """
     from ..bench.report import figure_and_axes
 

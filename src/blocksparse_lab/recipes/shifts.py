@@ -40,11 +40,6 @@ def consistency(model: nn.Module, images: Tensor, progress: Callable[[int, int],
     Args:
         model: `[n, channels, height, width]` to logits `[n, classes]`; put in evaluation mode.
         images: `[n, channels, height, width]`, one or more, as the model takes them.
-        progress: called after each image with the number done and the total.
-
-    Raises:
-        BlockSparseError: other images.
-
     >>> import torch
     >>> from blocksparse_lab.recipes.shifts import consistency
     >>> class Corner(torch.nn.Module):  # the class is where the top left pixel is positive

@@ -43,11 +43,7 @@ class Stored:
 
 
 def open_model(path: str | Path) -> Stored:
-    """The model of a byte model's checkpoint or run, of a folder of the transformers library, or of a plain file.
-
-    Raises:
-        BlockSparseError: none of these, a broken file, transformers that is not installed.
-    """
+    """The model of a byte model's checkpoint or run, of a folder of the transformers library, or of a plain file."""
     path = Path(path)
     if path.is_dir():
         if (path / "last.safetensors").is_file():  # before a look for config.json, which a run has too
@@ -74,11 +70,7 @@ def sparsified(stored: Stored, skip: tuple[str, ...] = (), **options: Any) -> tu
 
 
 def save(stored: Stored, model: nn.Module, made: Report, out: str | Path) -> Path:
-    """Writes the model, its further files and report.json into a folder; returns the checkpoint's path.
-
-    Raises:
-        BlockSparseError: a folder that cannot be written to.
-    """
+    """Writes the model, its further files and report.json into a folder; returns the checkpoint's path."""
     out = Path(out)
     try:
         for path in stored.beside:
@@ -91,11 +83,7 @@ def save(stored: Stored, model: nn.Module, made: Report, out: str | Path) -> Pat
 
 
 def folder(out: str | Path, model: str | Path) -> Path:
-    """The folder to write to, made before any work; another one than the model's.
-
-    Raises:
-        BlockSparseError: the model's own, or one that cannot be made.
-    """
+    """The folder to write to, made before any work; another one than the model's."""
     out, model = Path(out), Path(model)
     if out.resolve() in (model.resolve(), model.resolve().parent):
         raise BlockSparseError.expected("out", "another folder than the model's, which stays as it is", out)

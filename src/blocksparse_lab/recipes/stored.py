@@ -14,11 +14,7 @@ from blocksparse.errors import BlockSparseError
 
 
 def read(path: str | Path, kind: str, wanted: str) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
-    """The path, tensors and task of a checkpoint, or of the newest one in a run's folder.
-
-    Raises:
-        BlockSparseError: no such checkpoint, a broken one, one of another kind than `kind`, which is `wanted` in words.
-    """
+    """The path, tensors and task of a checkpoint, or of the newest one in a run's folder."""
     path = Path(path)
     path = path / "last.safetensors" if path.is_dir() else path
     tensors, about = checkpoint.load(path)
@@ -29,11 +25,7 @@ def read(path: str | Path, kind: str, wanted: str) -> tuple[Path, dict[str, Tens
 
 
 def config_of(path: Path, task: dict[str, Any], known: Collection[str], wanted: str) -> dict[str, Any]:
-    """The configuration of a task's model.
-
-    Raises:
-        BlockSparseError: there is none, or one with other names than the known ones.
-    """
+    """The configuration of a task's model."""
     config = task.get("model")
     if not isinstance(config, dict) or not config.keys() <= set(known):
         raise BlockSparseError.expected(str(path), f"the configuration of {wanted} of this version", f"{config!r:.200}")
@@ -42,11 +34,7 @@ def config_of(path: Path, task: dict[str, Any], known: Collection[str], wanted: 
 
 @contextmanager
 def parameters_of(path: Path, config: Any) -> Iterator[None]:
-    """Reports errors of making a model, and of loading its state, as faults of the checkpoint.
-
-    Raises:
-        BlockSparseError: such an error occurred.
-    """
+    """Reports errors of making a model, and of loading its state, as faults of the checkpoint."""
     try:
         yield
     except (RuntimeError, TypeError, BlockSparseError) as error:  # types of options too

@@ -37,13 +37,8 @@ def features(
         texts: what to read; an empty one is three bytes too.
         batch: texts side by side.
         chunk: bytes per call at most; more cost memory, fewer cost time.
-        progress: called after each call with the bytes read and the total.
-
     Returns:
         float32 `[texts, width]`, of the cell state's last layer.
-
-    Raises:
-        BlockSparseError: no texts, a model whose state is not finite.
 
     >>> import torch
     >>> from blocksparse_lab.recipes.text_features import features
