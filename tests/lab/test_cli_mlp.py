@@ -163,6 +163,7 @@ def start(points, out):
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
 def test_a_run_killed_with_9_and_resumed_ends_with_the_same_bits(points, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -116,6 +116,7 @@ def wait_for_step(run, step, process):
         time.sleep(0.002)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
 def test_a_run_killed_with_9_and_resumed_ends_with_the_same_bits(book, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -14,6 +14,7 @@ from test_data_idx import write
 EXAMPLE = Path(__file__).parents[2] / "examples" / "wasap_fashion_mnist.py"
 
 
+@pytest.mark.full
 def test_wasap_fashion_mnist(tmp_path):
     write(tmp_path, n=96)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]

@@ -2,33 +2,42 @@
 
 import json
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from test_data_idx import write
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(name, *arguments):
-    done = subprocess.run([sys.executable, EXAMPLES / name, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs an example in this process, as if from the shell; returns what it prints."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+        with torch.random.fork_rng([]):
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_matmul_2017():
+def test_matmul_2017(run):
     assert "y [64, 256], relative error" in run("matmul_2017.py", "256")
 
 
-def test_linear_layer():
+def test_linear_layer(run):
     before, after = re.search(r"loss (\S+) -> (\S+) in 60 steps", run("linear_layer.py", "60")).groups()
     assert float(after) < float(before)
 
 
-def test_training_helpers():
+def test_training_helpers(run):
     out = run("training_helpers.py", "40")
     stayed, all_blocks = map(int, re.search(r"(\d+) of (\d+) blocks are where they were", out).groups())
     assert stayed < all_blocks
@@ -36,13 +45,14 @@ def test_training_helpers():
     assert max(after, mean) < 0.9 * before
 
 
-def test_fashion_mnist(tmp_path):
+def test_fashion_mnist(run, tmp_path):
     write(tmp_path, n=96)
     out = run("fashion_mnist.py", tmp_path, "--epochs", "2", "--width", "16", "--batch", "32")
     assert re.search(r"loss \S+ -> \S+ in 6 steps.*test accuracy 0\.\d+", out)
 
 
-def test_prune_fashion_mnist(tmp_path):
+@pytest.mark.full
+def test_prune_fashion_mnist(run, tmp_path):
     write(tmp_path, n=96)
     methods = ["dense", "oneshot", "gradual", "threshold", "group_lasso", "l0", "movement"]
     small = ["--epochs", "3", "--hidden", "64", "--batch", "32", "--density", "0.3", "--strength", "0.05"]
@@ -61,8 +71,8 @@ def test_readme_quick_start():
     programs = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     assert programs
     for program in programs:
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        with torch.random.fork_rng([]):
+            exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
