@@ -407,6 +407,16 @@ FORMATS = (
     Format(lambda folder: tables.load(folder / "table.csv.gz"), {"table.csv.gz": gzip.compress(TABLE, mtime=0)}, CSV),
     Format(lambda folder: reviews.load(folder / "reviews.csv"), {"reviews.csv": SENTENCES}, REVIEWS | CSV),
     Format(
+        lambda folder: reviews.load("imdb", folder),
+        {
+            f"aclImdb/{part}/{kind}/{n}_{n}.txt": b"Not bad &amp; caf\xc3\xa9."
+            for part in ("train", "test")
+            for kind in ("neg", "pos")
+            for n in range(3)
+        },
+        {"no UTF-8": b"caf\xe9", "half a surrogate": b"\xed\xa0\x80", "nothing": b"", "many lines": b"\n" * MIB},
+    ),
+    Format(
         lambda folder: madelon.read(folder / "madelon_train.data"),
         MADELON,
         {"a byte of its own": b"\xff", "a long line": b"1 " * (2 * MIB // 2), "underscores": b"1_0 " * 500},

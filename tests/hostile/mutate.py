@@ -87,6 +87,7 @@ def run(form: Format, content: bytes, folder: Path) -> bool:
         Exception: whatever a reader raises but BlockSparseError.
     """
     for name, data in form.valid.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content if name == form.name else data)
     try:
         form.read(folder)

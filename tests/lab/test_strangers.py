@@ -2,6 +2,7 @@
 
 import json
 import time
+from functools import cache
 
 import pytest
 import torch
@@ -18,6 +19,11 @@ pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 DEEP = json.loads("[" * 45 + "]" * 45)
 ODD = [None, "7", -1, 0, 1.5, True, float("nan"), 10**6, 10**9, 10**30, [], {}, DEEP]
 CONFIG = {"width": 16, "embedding": 8, "block_size": 8, "pattern": "random", "density": 0.5}
+PIXELS = {"filters": 8, "resnets": 1, "sparse": 2, "block_size": 4}
+RESNET = {
+    "classes": 2, "channels": 1, "width": 8, "blocks": [1, 1], "downsample": "stride", "density": 0.5,
+    "block_size": 4, "blur": 1, "padding_mode": None,
+}  # fmt: skip
 IMAGES = {"name": "noise", "shape": [1, 8, 8]}
 
 
@@ -35,26 +41,27 @@ def saved(folder, model, task):
     return folder
 
 
+@cache
+def model_of(kind, cell="lstm"):
+    """A small model of a kind, which no test changes."""
+    if kind == "charlm":
+        return CharLM(CharLMConfig(**CONFIG | {"cell": cell}))
+    return pixelcnn.Network(**PIXELS).made(1) if kind == "pixelcnn" else resnet._network(RESNET)
+
+
 def charlm_run(folder, **changes):
-    cell = changes.get("cell") if changes.get("cell") in CELLS else "lstm"
-    model = CharLM(CharLMConfig(**CONFIG | {"cell": cell}))
+    cell = changes.get("cell")
+    model = model_of("charlm", cell if isinstance(cell, str) and cell in CELLS else "lstm")
     return saved(folder, model, {"kind": "charlm", "model": CONFIG | changes})
 
 
 def pixelcnn_run(folder, images=(), **changes):
-    config = {"filters": 8, "resnets": 1, "sparse": 2, "block_size": 4}
-    model = pixelcnn.Network(**config).made(1)
-    task = {"kind": "pixelcnn", "model": config | changes, "data": IMAGES | dict(images)}
-    return saved(folder, model, task)
+    task = {"kind": "pixelcnn", "model": PIXELS | changes, "data": IMAGES | dict(images)}
+    return saved(folder, model_of("pixelcnn"), task)
 
 
 def resnet_run(folder, **changes):
-    config = {
-        "classes": 2, "channels": 1, "width": 8, "blocks": [1, 1], "downsample": "stride", "density": 0.5,
-        "block_size": 4, "blur": 1, "padding_mode": None,
-    }  # fmt: skip
-    model = resnet._network(config)
-    return saved(folder, model, {"kind": "classify", "model": {"network": "resnet", **config, **changes}})
+    return saved(folder, model_of("resnet"), {"kind": "classify", "model": {"network": "resnet", **RESNET, **changes}})
 
 
 @pytest.mark.parametrize("cell", CELLS)
