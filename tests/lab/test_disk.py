@@ -10,14 +10,14 @@ import torch
 
 from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab.recipes import run_log
-from blocksparse_lab.recipes.trainer import Settings, Trainer
+from blocksparse_lab.recipes.trainer import Settings, Task, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SETTINGS = Settings(steps=2, log_every=1, eval_every=2, save_every=1)
 
 
-class Line:
+class Line(Task):
     unit, per_nat, bytes_per_step = "nats", 1.0, 4
 
     def __init__(self):
@@ -30,12 +30,6 @@ class Line:
 
     def evaluate(self, model):
         return 1.0
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
 
     def about(self):
         return {"kind": "line"}

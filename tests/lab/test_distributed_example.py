@@ -28,7 +28,7 @@ def test_wasap_fashion_mnist(tmp_path):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGINT to send")
 @pytest.mark.parametrize(
-    "script", [EXAMPLE, EXAMPLE.parents[2] / "benchmarks" / "wasap.py"], ids=lambda path: path.stem
+    "script", [EXAMPLE, EXAMPLE.parents[1] / "benchmarks" / "wasap.py"], ids=lambda path: path.stem
 )
 def test_ctrl_c_is_quiet_while_a_script_imports(script, tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")

@@ -29,8 +29,6 @@ from blocksparse_lab.data.table import split
 from hostile import formats, mutate
 
 MUTATE = Path(mutate.__file__)
-# The nightly run reads more.
-CASES = int(os.environ.get("BLOCKSPARSE_HOSTILE_CASES", "1600"))
 
 
 def refused(message):
@@ -42,20 +40,21 @@ def write(path, content):
     return path
 
 
-def test_hostile_and_changed_files_load_or_are_refused(tmp_path):
+@pytest.mark.parametrize("cases", [600, pytest.param(6000, marks=pytest.mark.full)])
+def test_hostile_and_changed_files_load_or_are_refused(cases, tmp_path):
     # In a process of its own, which a crash may end, and in which memory is measured.
-    command = [sys.executable, str(MUTATE), "--cases", str(CASES), "--seed", "0", "--folder", str(tmp_path / "work")]
+    command = [sys.executable, str(MUTATE), "--cases", str(cases), "--seed", "0", "--folder", str(tmp_path / "work")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert f"{mutate.on_purpose() + CASES} files" in done.stdout
+    assert f"{mutate.on_purpose() + cases} files" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
         ("{}[1]", "KeyError"),
-        ("len(bytearray(b'x') * 2 * mutate.MOST_MEMORY)", "bytes of memory"),
+        pytest.param("len(bytearray(b'x') * 2 * mutate.MOST_MEMORY)", "bytes of memory", marks=pytest.mark.full),
         ("__import__('ctypes').string_at(0)", "Segmentation fault"),
     ],
     ids=["a raw error", "memory", "a crash"],

@@ -116,7 +116,8 @@ def by_the_whole(model, count, height, width, seed):
 
 
 @pytest.mark.parametrize(
-    ("channels", "network"), [(3, Network(8, 1, mixtures=2, sparse=2)), (1, Network(8, 1, mixtures=2))]
+    ("channels", "network"),
+    [(3, Network(8, 1, mixtures=2, sparse=2)), pytest.param(1, Network(8, 1, mixtures=2), marks=pytest.mark.full)],
 )
 @torch.no_grad()
 def test_samples_are_those_of_the_whole_image(channels, network):
@@ -179,6 +180,7 @@ def test_the_commands(tmp_path):
     assert "data_batch_3" in run(*command, code=1)
 
 
+@pytest.mark.full
 def test_the_experiment(tmp_path, monkeypatch):
     experiment = experiments.find("cifar10-pixels-small")
     data = draw(n=12)

@@ -167,6 +167,7 @@ def test_the_command(tmp_path):
     assert "this run is finished" in run(*command)
 
 
+@pytest.mark.full
 def test_the_experiment(tmp_path, monkeypatch):
     experiment = experiments.find("shifts-cifar10")
     data = draw()

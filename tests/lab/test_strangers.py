@@ -12,7 +12,7 @@ from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab.cli import app
 from blocksparse_lab.models.char_lm import CELLS, CharLM, CharLMConfig
 from blocksparse_lab.recipes import charlm, layouts, memory, mlp, pixelcnn, resnet, sparsify
-from blocksparse_lab.recipes.trainer import Settings, Trainer
+from blocksparse_lab.recipes.trainer import Settings, Task, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
@@ -184,7 +184,7 @@ def test_facts_and_lines_that_are_unknown(value, tmp_path):
 # -- training ------------------------------------------------------------------------------------------------------
 
 
-class Line:
+class Line(Task):
     """A task with a line for a model."""
 
     unit, per_nat, bytes_per_step = "nats", 1.0, 4
@@ -198,12 +198,6 @@ class Line:
 
     def evaluate(self, model):
         return 1.0
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
 
     def about(self):
         return {"kind": "line"}

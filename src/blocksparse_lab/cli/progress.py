@@ -42,8 +42,8 @@ def show(console: Console, trainer: Trainer, *about: str) -> None:
             soft_wrap=True,
         )
         raise typer.Exit(128 + stop.number) from None
-    epochs = trainer.task.steps_per_epoch
-    done = f"{result['steps'] / epochs:,.4g} epochs" if epochs else f"{result['steps']:,} steps"
+    epochs = trainer.facts.get("epochs")
+    done = f"{epochs:,} epoch{'s' * (epochs != 1)}" if epochs else f"{result['steps']:,} steps"
     console.print(
         f"held out [bold]{result['held_out']:.4f}[/] {result['unit']} after {done}, "
         f"{_duration(result['seconds'])}, {_speed(trainer, result)}",
@@ -57,7 +57,7 @@ def _bar(console: Console, trainer: Trainer) -> Iterator[Callback]:
     columns = (
         TextColumn("{task.fields[shown]}"),
         BarColumn(bar_width=16),
-        MofNCompleteColumn() if not trainer.task.steps_per_epoch else TaskProgressColumn(),
+        TaskProgressColumn() if trainer.facts.get("epochs") else MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
@@ -111,12 +111,12 @@ def _at(trainer: Trainer, step: int) -> str:
     """The place of a step in the run, in epochs where there are some.
 
     >>> from types import SimpleNamespace as Some
-    >>> some = Some(settings=Some(steps=1200), task=Some(steps_per_epoch=100))
-    >>> _at(some, 250), _at(Some(settings=Some(steps=1200), task=Some(steps_per_epoch=None)), 250)
+    >>> some = Some(steps=1200)
+    >>> _at(Some(settings=some, facts={"epochs": 12}), 250), _at(Some(settings=some, facts={}), 250)
     ('epoch 2.5 of 12', 'step 250 of 1,200')
     """
-    epoch, steps = trainer.task.steps_per_epoch, trainer.settings.steps
-    return f"epoch {step / epoch:,.4g} of {steps / epoch:,.4g}" if epoch else f"step {step:,} of {steps:,}"
+    epochs, steps = trainer.facts.get("epochs"), trainer.settings.steps
+    return f"epoch {step * epochs / steps:,.4g} of {epochs:,}" if epochs else f"step {step:,} of {steps:,}"
 
 
 def _speed(trainer: Trainer, record: Mapping[str, Any]) -> str:
