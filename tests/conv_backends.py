@@ -42,9 +42,9 @@ def sparse(dims, transposed, x, values, layout, bias=None, activation=None, **st
     return function(x, values, layout, bias, activation=activation, **steps)
 
 
-def conv(x, values, layout, size, stride, padding, dilation, transpose=False, scatter=False, bias=None, act=None):
-    return conv_op(x, values, bias, *indices(layout), transpose, scatter, size, stride, padding, dilation, act)
+def conv(x, values, layout, size, stride, padding, dilation, transpose=False, transposed=False, bias=None, act=None):
+    return conv_op(x, values, bias, *indices(layout), transpose, transposed, size, stride, padding, dilation, act)
 
 
-def wgrad(grad, x, layout, kernel, stride, padding, dilation, scatter=False):
-    return conv_wgrad_op(grad, x, *indices(layout), scatter, kernel, stride, padding, dilation)
+def wgrad(grad, x, layout, kernel, stride, padding, dilation, transposed=False):
+    return conv_wgrad_op(grad, x, *indices(layout), transposed, kernel, stride, padding, dilation)

@@ -16,8 +16,8 @@ from blocksparse.ops.gpu import runtime as triton_runtime
 from blocksparse.ops.gpu.tiles import Tile, use_tiles
 from blocksparse.ops.linear.op import indices_of, linear_op, linear_wgrad_op
 
-SMALL = Tile(tokens=32, outputs=32, lanes=32, warps=1, stages=2, group=2)
-PAIRS = Tile(tokens=32, outputs=32, lanes=64, warps=4, stages=3, pairs=True)
+SMALL = Tile(block_m=32, block_n=32, block_k=32, warps=1, stages=2, group_m=2)
+PAIRS = Tile(block_m=32, block_n=32, block_k=64, warps=4, stages=3, pairs=True)
 TILES = {
     "tuned": {},
     "small": {"forward": SMALL, "dgrad": SMALL, "wgrad": SMALL},

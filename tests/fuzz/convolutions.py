@@ -54,7 +54,7 @@ def _draw_axis(rng: Random, longest: int) -> list[int]:
 def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
     layout, dtype, images = layout_of(case["layout"], numbers), DTYPES[case["dtype"]], case["images"]
     axes = [Axis(*axis) for axis in case["axes"]]
-    big, small, kernel = ([getattr(axis, name) for axis in axes] for name in ("big", "small", "kernel"))
+    big, small, kernel = ([getattr(axis, name) for axis in axes] for name in ("input", "output", "kernel"))
     transpose, kind, offset = case["transpose"], case["spread"], case["offset"]
     outs, ins = layout.shape[::-1] if transpose else layout.shape
     values = whole(spread(numbers, normal(numbers, *layout.values_shape, *kernel), kind), dtype, offset)
@@ -66,35 +66,35 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
 
     weight = to_dense(values.double(), layout)
     weight = weight.transpose(0, 1) if transpose else weight
-    for scatter in (False, True):
-        x, size = image(small if scatter else big, ins), big if scatter else small
+    for transposed in (False, True):
+        x, size = image(small if transposed else big, ins), big if transposed else small
         # The weight of the dense ones is [channels of the small image, channels of the big one].
-        dense = weight.transpose(0, 1) if scatter else weight
-        product = _scatter if scatter else _gather
+        dense = weight.transpose(0, 1) if transposed else weight
+        product = _scatter if transposed else _gather
         expected, terms = (product(a, b, axes) for a, b in ((x.double(), dense), (x.double().abs(), dense.abs())))
         if bias is not None:
             expected, terms = expected + bias.double(), terms + bias.double().abs()
         expected, bound = activated(expected, sum_bound(terms, ins * taps, dtype), case["activation"], dtype)
         calls.on_each(
-            f"conv {'scatter' if scatter else 'gather'}",
+            f"conv {'transposed' if transposed else 'gather'}",
             dtype,
-            lambda x=x, scatter=scatter: cpu.conv(
-                x, values, bias, layout, transpose, scatter, axes, case["activation"]
+            lambda x=x, transposed=transposed: cpu.conv(
+                x, values, bias, layout, transpose, transposed, axes, case["activation"]
             ),
             lambda y, expected=expected, bound=bound: assert_within(y, expected, bound),
             threads,
         )
-        grad, x = image(size, layout.shape[0]), image(small if scatter else big, layout.shape[1])
-        small_one, big_one = (x, grad) if scatter else (grad, x)
+        grad, x = image(size, layout.shape[0]), image(small if transposed else big, layout.shape[1])
+        small_one, big_one = (x, grad) if transposed else (grad, x)
         expected, terms = (
-            _blocks(_wgrad(a, b, axes), layout, scatter)
+            _blocks(_wgrad(a, b, axes), layout, transposed)
             for a, b in ((small_one.double(), big_one.double()), (small_one.double().abs(), big_one.double().abs()))
         )
         bound = sum_bound(terms, images * int(np.prod(small)), dtype)
         calls.on_each(
             "conv wgrad",
             dtype,
-            lambda x=x, grad=grad, scatter=scatter: cpu.conv_wgrad(grad, x, layout, scatter, axes),
+            lambda x=x, grad=grad, transposed=transposed: cpu.conv_wgrad(grad, x, layout, transposed, axes),
             lambda got, expected=expected, bound=bound: assert_within(got, expected, bound),
             threads,
         )
@@ -102,12 +102,12 @@ def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
 
 def _reach(axis: Axis) -> int:
     """The big positions that the small image meets, from -padding on."""
-    return (axis.small - 1) * axis.stride + axis.dilation * (axis.kernel - 1) + 1
+    return (axis.output - 1) * axis.stride + axis.dilation * (axis.kernel - 1) + 1
 
 
 def _padded(image: Tensor, axes: list[Axis]) -> Tensor:
     """A big image, channels first, of just these positions."""
-    pads = [pad for axis in reversed(axes) for pad in (axis.padding, _reach(axis) - axis.padding - axis.big)]
+    pads = [pad for axis in reversed(axes) for pad in (axis.padding, _reach(axis) - axis.padding - axis.input)]
     return F.pad(image.movedim(-1, 1), pads)
 
 
@@ -117,15 +117,15 @@ def _steps(axes: list[Axis]) -> dict:
 
 def _gather(x: Tensor, weight: Tensor, axes: list[Axis]) -> Tensor:
     if not x.numel():
-        return x.new_zeros(0, *(axis.small for axis in axes), weight.shape[0])
+        return x.new_zeros(0, *(axis.output for axis in axes), weight.shape[0])
     return CONV[len(axes)](_padded(x, axes), weight, **_steps(axes)).movedim(1, -1)
 
 
 def _scatter(x: Tensor, weight: Tensor, axes: list[Axis]) -> Tensor:
     if not x.numel():
-        return x.new_zeros(0, *(axis.big for axis in axes), weight.shape[1])
+        return x.new_zeros(0, *(axis.input for axis in axes), weight.shape[1])
     y = SCATTER[len(axes)](x.movedim(-1, 1), weight, **_steps(axes))
-    pads = [pad for axis in reversed(axes) for pad in (-axis.padding, axis.padding + axis.big - _reach(axis))]
+    pads = [pad for axis in reversed(axes) for pad in (-axis.padding, axis.padding + axis.input - _reach(axis))]
     return F.pad(y, pads).movedim(1, -1)
 
 
@@ -136,8 +136,8 @@ def _wgrad(small: Tensor, big: Tensor, axes: list[Axis]) -> Tensor:
     return WGRAD[len(axes)](_padded(big, axes), shape, small.movedim(-1, 1), **_steps(axes))
 
 
-def _blocks(dense: Tensor, layout, scatter: bool) -> Tensor:
-    dense = dense.transpose(0, 1) if scatter else dense
+def _blocks(dense: Tensor, layout, transposed: bool) -> Tensor:
+    dense = dense.transpose(0, 1) if transposed else dense
     (rows, cols), (high, wide) = layout.grid, layout.block_shape
     blocks = dense.reshape(rows, high, cols, wide, *dense.shape[2:]).transpose(1, 2)
     return blocks[at(layout.row_of_block), at(layout.col_of_block)]

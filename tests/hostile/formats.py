@@ -251,7 +251,7 @@ ENTRY = {
     "block": [32, 32],
     "tokens": 8192,
     "density": 0.1,
-    "tile": {"tokens": 64, "outputs": 32, "lanes": 64, "warps": 4, "stages": 3, "group": 1, "pairs": False},
+    "tile": {"block_m": 64, "block_n": 32, "block_k": 64, "warps": 4, "stages": 3, "group_m": 1, "pairs": False},
 }
 ODD = (0, -1, -(2**40), 10**30, 0.5, 1e308, "32", "", None, True, [], {}, [32], {"a": 1})
 

@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
 
 def cost_of_lanes(tile: Tile) -> float:
     """Least at 64 lanes, 2 warps."""
-    return 1 + abs(tile.lanes - 64) / 16 + abs(tile.warps - 2) / 4
+    return 1 + abs(tile.block_k - 64) / 16 + abs(tile.warps - 2) / 4
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Timed:
 
         def few(tile: Tile, work: Work, gpu: tiles.Gpu) -> list[Tile]:  # the interpreter is slow
             found = neighbours(tile, work, gpu)
-            return [t for t in found if t == replace(tile, lanes=t.lanes, warps=t.warps) and t.lanes > 16]
+            return [t for t in found if t == replace(tile, block_k=t.block_k, warps=t.warps) and t.block_k > 16]
 
         self.monkeypatch.setattr(tiles, "use_tiles", watched)
         self.monkeypatch.setattr(tune, "neighbours", few)
@@ -101,10 +101,10 @@ def test_pairs_are_tried_where_there_are_rows_to_pair():
 
 def test_search_finds_a_planted_optimum():
     work, gpu = Work("forward", torch.bfloat16, (64, 64), 8192, 0.1), GPUS["sm90"]
-    planted = Tile(tokens=64, outputs=32, lanes=128, warps=4, stages=3, group=4)
+    planted = Tile(block_m=64, block_n=32, block_k=128, warps=4, stages=3, group_m=4)
 
     def cost(tile: Tile) -> float:
-        names = ("tokens", "outputs", "lanes", "warps", "stages", "group")
+        names = ("block_m", "block_n", "block_k", "warps", "stages", "group_m")
         ratios = [getattr(tile, name) / getattr(planted, name) for name in names]
         return sum(max(ratio, 1 / ratio) for ratio in ratios) + tile.pairs
 
@@ -151,7 +151,7 @@ def test_what_is_tuned_is_written_and_then_chosen(folder, monkeypatch, pass_):
     tuner = Tuner(timed.device)
     assert not list(folder.iterdir())  # nothing before a case is finished
     (result,) = tuner.run([Case(replace(TINY, pass_=pass_))], seconds=600)
-    assert (result.tile.lanes, result.tile.warps) == (64, 2)
+    assert (result.tile.block_k, result.tile.warps) == (64, 2)
     assert result.time.median < result.rule_time.median
     assert not result.refused
     assert tiles.read(tuner.path) == {result.work: result.tile}
@@ -188,21 +188,21 @@ def test_runs_add_to_what_is_there_and_start_from_it(folder, monkeypatch):
 @interpreted
 def test_tiles_that_fail_are_left_out(monkeypatch):
     def cost(tile: Tile) -> float:
-        return 1 / tile.lanes
+        return 1 / tile.block_k
 
     timed = Timed(monkeypatch, cost)
     tuner = Tuner(timed.device)
     ready = tuner._ready
 
     def failing(problem, tile: Tile):
-        if tile.lanes > 64:
+        if tile.block_k > 64:
             raise RuntimeError("out of\nresources")
         return ready(problem, tile)
 
     monkeypatch.setattr(tuner, "_ready", failing)
     monkeypatch.setattr(tiles, "rule", lambda work, gpu: Tile(32, 16, 32, 4, 3))
     (result,) = tuner.run([Case(TINY)], seconds=600)
-    assert result.tile.lanes == 64
+    assert result.tile.block_k == 64
     assert set(result.refused.values()) == {"RuntimeError: out of resources"}
 
 

@@ -105,8 +105,8 @@ def test_many_tokens_run_on_tensor_cores_that_read_shared_memory(kind):
 def wide(record: dict) -> bool:
     """Whether the larger operand comes by 16 bytes per thread; on NVIDIA's, asynchronously."""
     tile = record["tile"]
-    steps, across = ("tokens", "lanes") if record["pass_"] == "wgrad" else ("lanes", "tokens")
-    step = tile[steps] * max(tile[across], tile["outputs"]) * SIZES[record["dtype"]]
+    steps, across = ("block_m", "block_k") if record["pass_"] == "wgrad" else ("block_k", "block_m")
+    step = tile[steps] * max(tile[across], tile["block_n"]) * SIZES[record["dtype"]]
     copies = record.get("copies")
     if copies is None:  # on AMD's, into registers
         return step < 16 * 64 * tile["warps"] or any(name.endswith("dwordx4") for name in record["loads"])

@@ -33,7 +33,7 @@ ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 # The interpreter takes seconds for what others do at once, fewer with few and large tiles.
-WIDE = Tile(tokens=512, outputs=32, lanes=64, warps=8, stages=2)
+WIDE = Tile(block_m=512, block_n=32, block_k=64, warps=8, stages=2)
 
 
 @contextmanager

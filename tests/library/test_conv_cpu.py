@@ -43,7 +43,7 @@ def test_bit_identical_over_runs_and_thread_counts(backend, dtype, density, thre
             results.append(
                 (
                     conv(x, values, layout, (9, 30), *STEPS),
-                    conv(grad, values, layout, (9, 30), *STEPS, transpose=True, scatter=True),
+                    conv(grad, values, layout, (9, 30), *STEPS, transpose=True, transposed=True),
                     wgrad(grad, x, layout, (3, 3), *STEPS),
                 )
             )
@@ -130,8 +130,8 @@ def test_the_image_is_never_unfolded():
 
 axes = st.builds(
     Axis,
-    big=st.integers(1, 12),
-    small=st.integers(1, 12),
+    input=st.integers(1, 12),
+    output=st.integers(1, 12),
     kernel=st.integers(1, 5),
     stride=st.integers(1, 4),
     padding=st.integers(-3, 6),
@@ -139,16 +139,16 @@ axes = st.builds(
 )
 
 
-@given(axis=axes, scatter=st.booleans(), cut=st.booleans())
-def test_runs_hold_each_meeting_once(axis, scatter, cut):
-    """Against the definition: small position j meets big position j * stride - padding + tap * dilation."""
+@given(axis=axes, transposed=st.booleans(), cut=st.booleans())
+def test_runs_hold_each_meeting_once(axis, transposed, cut):
+    """Against the definition: output position j meets input position j * stride - padding + tap * dilation."""
     meetings = {
         (j, b, t)
-        for j in range(axis.small)
+        for j in range(axis.output)
         for t in range(axis.kernel)
-        if 0 <= (b := j * axis.stride - axis.padding + t * axis.dilation) < axis.big
+        if 0 <= (b := j * axis.stride - axis.padding + t * axis.dilation) < axis.input
     }
-    found = runs(axis, scatter, cut)
+    found = runs(axis, transposed, cut)
     outputs, seen = [], []
     for i, (first, count) in enumerate(zip(found.first, found.count, strict=True)):
         outputs += [first + found.out_step * n for n in range(count)]
@@ -157,8 +157,8 @@ def test_runs_hold_each_meeting_once(axis, scatter, cut):
             assert not cut or (found.begin[k], found.end[k]) == (0, count)
             for n in range(found.begin[k], found.end[k]):
                 pair = first + found.out_step * n, found.at[k] + found.in_step * n
-                seen.append((*(pair[::-1] if scatter else pair), found.tap[k]))
-    assert sorted(outputs) == list(range(axis.big if scatter else axis.small))
+                seen.append((*(pair[::-1] if transposed else pair), found.tap[k]))
+    assert sorted(outputs) == list(range(axis.input if transposed else axis.output))
     assert len(seen) == len(set(seen))
     assert set(seen) == meetings
 
@@ -166,11 +166,11 @@ def test_runs_hold_each_meeting_once(axis, scatter, cut):
 @given(axis=axes)
 def test_taps_hold_each_meeting(axis):
     for t in range(axis.kernel):
-        count, small, big = axis.tap(t)
-        inside = [j for j in range(axis.small) if 0 <= j * axis.stride - axis.padding + t * axis.dilation < axis.big]
-        assert list(range(small, small + count)) == inside
+        count, output, input = axis.tap(t)
+        inside = [j for j in range(axis.output) if 0 <= j * axis.stride - axis.padding + t * axis.dilation < axis.input]
+        assert list(range(output, output + count)) == inside
         if inside:
-            assert big == inside[0] * axis.stride - axis.padding + t * axis.dilation
+            assert input == inside[0] * axis.stride - axis.padding + t * axis.dilation
 
 
 @given(layout=layouts(), transpose=st.booleans())

@@ -95,7 +95,7 @@ def test_tasks_in_groups(monkeypatch):
     # Four times these tasks are 0 in int32, and programs are divided among groups of up to four tiles.
     changed(monkeypatch, linear_backend, tasks=2**30)
     x, values = torch.randn(2, 2, device=DEVICE), torch.randn(1, 2, 2, device=DEVICE)
-    with bs.use_backend("triton"), use_tiles(forward=Tile(16, 16, 16, 1, 2, group=4)):
+    with bs.use_backend("triton"), use_tiles(forward=Tile(16, 16, 16, 1, 2, group_m=4)):
         y = forward(x, values, bs.BlockLayout(LAYOUT.mask(), 2))
     torch.testing.assert_close(y, x @ values[0].T, atol=1e-2, rtol=0)
 

@@ -87,12 +87,12 @@ def test_pairing_stays_within_chunks(monkeypatch):
     assert all(first // 4 == second // 4 for first, second in pairs)
 
 
-@given(layout=layouts(max_grid=9), lanes=st.sampled_from([1, 4, 16, 64]))
-def test_wgrad_tasks_cover_every_lane_of_every_row(layout, lanes):
+@given(layout=layouts(max_grid=9), block_k=st.sampled_from([1, 4, 16, 64]))
+def test_wgrad_tasks_cover_every_lane_of_every_row(layout, block_k):
     width = 1 << (layout.block_shape[1] - 1).bit_length()
     seen = {}
-    for row, first, last, lane0 in wgrad_tasks(layout, lanes).tolist():
+    for row, first, last, lane0 in wgrad_tasks(layout, block_k).tolist():
         assert (first, last) == tuple(layout.row_start[row : row + 2].tolist())
         seen.setdefault(row, []).append(lane0)
     for row, count in enumerate(np.diff(layout.row_start).tolist()):
-        assert sorted(seen.get(row, [])) == list(range(0, count * width, lanes))
+        assert sorted(seen.get(row, [])) == list(range(0, count * width, block_k))

@@ -90,7 +90,7 @@ def test_conv(backend, name, kernel):
         check_every_operand(lambda **given: conv(layout=layout, size=(3,), **steps, **given), given)
         check_every_operand(lambda grad, x: conv_wgrad(grad, x, layout, (kernel,), **steps), {"grad": grad, "x": x})
         if backend in CONV_FAST:
-            turned = {"transpose": True, "scatter": True}
+            turned = {"transpose": True, "transposed": True}
             check_every_operand(
                 lambda grad, values: conv(grad, values, layout, (3,), **steps, **turned),
                 {"grad": grad, "values": values},

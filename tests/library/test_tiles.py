@@ -16,7 +16,7 @@ from compile_kernels import GPUS
 
 H200 = Gpu("NVIDIA H200", "sm90", 132, 227 * 1024)
 WORK = Work("forward", torch.bfloat16, (32, 32), 8192, 0.1)
-ODD = Tile(tokens=64, outputs=32, lanes=64, warps=4, stages=3)
+ODD = Tile(block_m=64, block_n=32, block_k=64, warps=4, stages=3)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def test_the_rule_fits_every_gpu(gpu, pass_):
                 work = Work(pass_, dtype, block, tokens, 0.1)
                 tile = tiles.tile_for(work, gpu)
                 assert tiles.shared_memory(tile, work) <= gpu.shared_memory
-                sizes = (tile.tokens, tile.outputs, tile.lanes, tile.warps)
+                sizes = (tile.block_m, tile.block_n, tile.block_k, tile.warps)
                 assert all(size & (size - 1) == 0 for size in sizes)
                 assert min(sizes[:3]) >= 16
 
@@ -101,7 +101,7 @@ def test_the_users_tiles_come_before_the_shipped_ones(folder):
     assert tiles.tile_for(other, H200).warps == 2
 
 
-@pytest.mark.parametrize("tile", [{"tokens": 48}, {"warps": "4"}, {"stages": 0}, {"lanes": -16}], ids=str)
+@pytest.mark.parametrize("tile", [{"block_m": 48}, {"warps": "4"}, {"stages": 0}, {"block_k": -16}], ids=str)
 def test_tiles_that_cannot_be_are_refused(folder, tile):
     with pytest.raises(bs.BlockSparseError, match=f"{next(iter(tile))} of a tile: expected"):
         replace(ODD, **tile)

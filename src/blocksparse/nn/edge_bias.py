@@ -95,10 +95,10 @@ def _kinds(size: int, kernel: int, stride: int, padding: int, dilation: int) -> 
     reach = dilation * (kernel - 1) + 1
     if size + 2 * padding < reach:
         raise BlockSparseError.expected("size", f"{reach - 2 * padding} or more for the kernel's reach {reach}", size)
-    small = (size + 2 * padding - reach) // stride + 1
-    found = runs(Axis(size, small, kernel, stride, padding, dilation), scatter=False, cut=True)
+    output = (size + 2 * padding - reach) // stride + 1
+    found = runs(Axis(size, output, kernel, stride, padding, dilation), transposed=False, cut=True)
     kinds = {frozenset(range(kernel)): 0}
-    kind = np.zeros(small, dtype=np.int64)
+    kind = np.zeros(output, dtype=np.int64)
     for i, (first, count) in enumerate(zip(found.first, found.count, strict=True)):
         taps = frozenset(found.tap[found.tap_start[i] : found.tap_start[i + 1]].tolist())
         kind[first : first + count] = kinds.setdefault(taps, len(kinds))

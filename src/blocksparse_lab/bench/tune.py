@@ -102,14 +102,14 @@ def valid(tile: Tile, work: Work, gpu: Gpu) -> bool:
     wgrad, nvidia = work.pass_ == "wgrad", gpu.kind.startswith("sm")
     height = work.block[1] if work.pass_ == "dgrad" else work.block[0]
     most = tiles.power_of_two(height)
-    sums = (tile.lanes if wgrad else tile.tokens) * tile.outputs * (2 if tile.pairs else 1)
+    sums = (tile.block_k if wgrad else tile.block_m) * tile.block_n * (2 if tile.pairs else 1)
     return (
-        16 <= tile.tokens <= min(work.tokens, 128 if wgrad else 256)
-        and (8 if nvidia and most == 8 else 16) <= tile.outputs <= max(most, 16)
-        and 16 <= tile.lanes <= 256
+        16 <= tile.block_m <= min(work.tokens, 128 if wgrad else 256)
+        and (8 if nvidia and most == 8 else 16) <= tile.block_n <= max(most, 16)
+        and 16 <= tile.block_k <= 256
         and 2 <= tile.warps <= 8
         and (2 <= tile.stages <= 8 if nvidia else tile.stages <= 2)
-        and (tile.group == 1 or (not wgrad and tile.group * tile.tokens <= work.tokens))
+        and (tile.group_m == 1 or (not wgrad and tile.group_m * tile.block_m <= work.tokens))
         and not (tile.pairs and wgrad)
         and sums <= SUMS * 32 * tile.warps
         and tiles.shared_memory(tile, work) <= gpu.shared_memory
@@ -126,16 +126,16 @@ def neighbours(tile: Tile, work: Work, gpu: Gpu) -> list[Tile]:
     """
     steps = [
         replace(tile, **{name: size})
-        for name in ("lanes", "tokens", "warps", "outputs")
+        for name in ("block_k", "block_m", "warps", "block_n")
         for size in (2 * getattr(tile, name), max(getattr(tile, name) // 2, 1))
     ]
     steps += [replace(tile, stages=max(tile.stages + step, 1)) for step in (-2, 2, -1, 1)]
     # As many sums per thread in other proportions: neither step alone may help.
-    steps += [replace(tile, tokens=2 * tile.tokens, warps=2 * tile.warps)]
-    steps += [replace(tile, tokens=max(tile.tokens // 2, 1), warps=max(tile.warps // 2, 1))]
+    steps += [replace(tile, block_m=2 * tile.block_m, warps=2 * tile.warps)]
+    steps += [replace(tile, block_m=max(tile.block_m // 2, 1), warps=max(tile.warps // 2, 1))]
     steps += [replace(tile, pairs=not tile.pairs)]
-    steps += [replace(tile, pairs=not tile.pairs, tokens=max(tile.tokens // 2, 1))]
-    steps += [replace(tile, group=group) for group in (4 * tile.group, tile.group // 4) if group]
+    steps += [replace(tile, pairs=not tile.pairs, block_m=max(tile.block_m // 2, 1))]
+    steps += [replace(tile, group_m=group) for group in (4 * tile.group_m, tile.group_m // 4) if group]
     return [step for step in dict.fromkeys(steps) if step != tile and valid(step, work, gpu)]
 
 

@@ -70,8 +70,8 @@ def _table(results: list[Any], title: str) -> Table:
 
 
 def _short(tile: Any) -> str:
-    extras = [f"group {tile.group}"] * (tile.group > 1) + ["pairs"] * tile.pairs
-    size = f"{tile.tokens}x{tile.outputs}x{tile.lanes}, {tile.warps} warps, {tile.stages} stages"
+    extras = [f"group {tile.group_m}"] * (tile.group_m > 1) + ["pairs"] * tile.pairs
+    size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}, {tile.warps} warps, {tile.stages} stages"
     return ", ".join([size, *extras])
 
 

@@ -221,10 +221,10 @@ def _conv(
     check_alike(x, values, bias)
     check_activation(activation, ACTIVATIONS)
     steps = per_axis("stride", stride, dims, least=1), per_axis("dilation", dilation, dims, least=1)
-    scatter = output_padding is not None
+    transposed = output_padding is not None
     batch = x if x.dim() == dims + 2 else x.unsqueeze(0)
     space, kernel = batch.shape[2:], values.shape[3:]
-    if scatter:
+    if transposed:
         before = per_axis("padding", padding, dims, least=0)
         more = per_axis("output_padding", output_padding, dims, least=0)
         size = _transposed_size(space, kernel, *steps, before, more)
@@ -235,7 +235,7 @@ def _conv(
     fused = activation if activation == "relu" or not needs_grad(x, values, bias) else None
     indices = [*layout.indices_on(x.device)]
     last = batch.movedim(1, -1)
-    flags = layout.grid[1], False, scatter
+    flags = layout.grid[1], False, transposed
     y = conv_op(last, values, bias, indices, *flags, size, steps[0], before, steps[1], fused)
     if fused != activation:
         y = ACTIVATIONS[activation](y)

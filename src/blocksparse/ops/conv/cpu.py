@@ -22,15 +22,15 @@ def conv(
     bias: torch.Tensor | None,
     layout: BlockLayout,
     transpose: bool,
-    scatter: bool,
+    transposed: bool,
     axes: Sequence[Axis],
     activation: str | None,
 ) -> torch.Tensor:
     x, values = x.contiguous(), values.data.contiguous()  # as in `linear`
     dtype, images = x.dtype, cpu_core.length(x)
     out_channels, in_channels = layout.shape[::-1] if transpose else layout.shape
-    big, small, kernel = _sizes(axes)
-    from_size, to_size = (small, big) if scatter else (big, small)
+    input, output, kernel = _sizes(axes)
+    from_size, to_size = (output, input) if transposed else (input, output)
     x_address = address("x", x, (images, *from_size, in_channels), dtype)
     values_address = address("values", values, (*layout.values_shape, *kernel), dtype)
     if is_linear(axes):
@@ -40,7 +40,7 @@ def conv(
     bias = None if bias is None else bias.contiguous()
     y = torch.empty(images, *to_size, out_channels, dtype=dtype, device=x.device)
     axes = three_axes(axes)
-    big, small, kernel = _sizes(axes)
+    input, output, kernel = _sizes(axes)
     plan = channel_plan(layout, transpose)
     cpu_core.core().conv(
         isa=cpu_core.isa(),
@@ -51,14 +51,14 @@ def conv(
         kernel=kernel,
         images=images,
         x=x_address,
-        x_size=small if scatter else big,
+        x_size=output if transposed else input,
         in_channels=in_channels,
         values=values_address,
         bias=address("bias", bias, (out_channels,), dtype),
         y=address("y", y, (images, *to_size, out_channels), dtype),
-        y_size=big if scatter else small,
+        y_size=input if transposed else output,
         out_channels=out_channels,
-        axes=[runs(axis, scatter, cut).packed for cut in (True, False) for axis in axes],
+        axes=[runs(axis, transposed, cut).packed for cut in (True, False) for axis in axes],
         start=plan.start,
         col=plan.col,
         position=plan.block,
@@ -68,13 +68,13 @@ def conv(
 
 
 def conv_wgrad(
-    grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout, scatter: bool, axes: Sequence[Axis]
+    grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout, transposed: bool, axes: Sequence[Axis]
 ) -> torch.Tensor:
     grad, x = grad.contiguous(), x.contiguous()
     dtype, images = x.dtype, cpu_core.length(x)
     out_channels, in_channels = layout.shape
-    big, small, kernel = _sizes(axes)
-    grad_size, x_size = (big, small) if scatter else (small, big)
+    input, output, kernel = _sizes(axes)
+    grad_size, x_size = (input, output) if transposed else (output, input)
     x_address = address("x", x, (images, *x_size, in_channels), dtype)
     grad_address = address("grad", grad, (images, *grad_size, out_channels), dtype)
     shape = *layout.values_shape, *kernel
@@ -82,7 +82,7 @@ def conv_wgrad(
         return linear.linear_wgrad(grad.reshape(-1, out_channels), x.reshape(-1, in_channels), layout).reshape(shape)
     values = torch.empty(shape, dtype=dtype, device=x.device)
     axes = three_axes(axes)
-    big, small, kernel = _sizes(axes)
+    input, output, kernel = _sizes(axes)
     plan = block_plan(layout)
     cpu_core.core().conv_wgrad(
         isa=cpu_core.isa(),
@@ -90,12 +90,12 @@ def conv_wgrad(
         block=layout.block_shape,
         images=images,
         grad=grad_address,
-        grad_size=big if scatter else small,
+        grad_size=input if transposed else output,
         out_channels=out_channels,
         x=x_address,
-        x_size=small if scatter else big,
+        x_size=output if transposed else input,
         in_channels=in_channels,
-        big_grad=scatter,
+        big_grad=transposed,
         values=address("values", values, shape, dtype),
         axes=[packed_taps(axis) for axis in axes],
         row=plan.row,
@@ -105,5 +105,5 @@ def conv_wgrad(
 
 
 def _sizes(axes: Sequence[Axis]) -> tuple[list[int], list[int], list[int]]:
-    """Of both images and of the kernel."""
-    return [axis.big for axis in axes], [axis.small for axis in axes], [axis.kernel for axis in axes]
+    """Of input, output and kernel."""
+    return [axis.input for axis in axes], [axis.output for axis in axes], [axis.kernel for axis in axes]

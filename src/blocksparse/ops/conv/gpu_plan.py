@@ -29,24 +29,24 @@ class Phase:
     shift_step: int
 
 
-def phases(axis: Axis, scatter: bool) -> list[Phase]:
+def phases(axis: Axis, transposed: bool) -> list[Phase]:
     """The phases of one axis: one of a convolution, up to `stride` of a transposed one.
 
-    >>> axis = Axis(big=8, small=4, kernel=3, stride=2, padding=1, dilation=1)
-    >>> phases(axis, scatter=False)
+    >>> axis = Axis(input=8, output=4, kernel=3, stride=2, padding=1, dilation=1)
+    >>> phases(axis, transposed=False)
     [Phase(first=0, count=4, tap=0, tap_step=1, taps=3, shift=-1, shift_step=1)]
-    >>> for phase in phases(axis, scatter=True):  # even outputs meet the tap in the middle, odd ones the two outer ones
+    >>> for phase in phases(axis, transposed=True):  # even outputs meet the middle tap, odd ones the two outer ones
     ...     print(phase)
     Phase(first=0, count=4, tap=1, tap_step=2, taps=1, shift=0, shift_step=-1)
     Phase(first=1, count=4, tap=0, tap_step=2, taps=2, shift=1, shift_step=-1)
     """
-    if not scatter:
-        return [Phase(0, axis.small, 0, 1, axis.kernel, -axis.padding, axis.dilation)]
+    if not transposed:
+        return [Phase(0, axis.output, 0, 1, axis.kernel, -axis.padding, axis.dilation)]
     # Output P meets tap t if P + padding - t * dilation is a multiple of the stride: of the input.
     every = axis.stride // math.gcd(axis.stride, axis.dilation)
     found = []
-    for first in range(min(axis.stride, axis.big)):
-        count = -(-(axis.big - first) // axis.stride)
+    for first in range(min(axis.stride, axis.input)):
+        count = -(-(axis.input - first) // axis.stride)
         reach = [t for t in range(axis.kernel) if (first + axis.padding - t * axis.dilation) % axis.stride == 0]
         tap = reach[0] if reach else 0
         shift = (first + axis.padding - tap * axis.dilation) // axis.stride
@@ -55,9 +55,9 @@ def phases(axis: Axis, scatter: bool) -> list[Phase]:
 
 
 @lru_cache(maxsize=4096)
-def phase_table(axes: Sequence[Axis], scatter: bool) -> np.ndarray:
+def phase_table(axes: Sequence[Axis], transposed: bool) -> np.ndarray:
     """int32 `[phases, 3, 7]`: the phases of three axes, each with each; those with the most work first."""
-    rows = list(itertools.product(*(phases(axis, scatter) for axis in axes)))
+    rows = list(itertools.product(*(phases(axis, transposed) for axis in axes)))
     rows.sort(key=lambda row: -math.prod(phase.count * phase.taps for phase in row))
     table = [[astuple(phase) for phase in row] for row in rows]
     return np.array(table, dtype=np.int32).reshape(-1, 3, 7)

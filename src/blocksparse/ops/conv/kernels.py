@@ -49,24 +49,24 @@ def conv_kernel(
     PRECISION: tl.constexpr,
     SUM: tl.constexpr,
     WIDEN: tl.constexpr,
-    TOKENS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    LANES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """One tile of positions of one phase, and all taps and entries of one task."""
     height: tl.constexpr = block_in if TRANSPOSE else block_out
     width: tl.constexpr = block_out if TRANSPOSE else block_in
     WIDTH: tl.constexpr = triton.next_power_of_2(width)
-    slices: tl.constexpr = triton.cdiv(height, OUTPUTS)
+    slices: tl.constexpr = triton.cdiv(height, BLOCK_N)
     task = (tl.program_id(0) // slices % tasks).to(tl.int64)
     tile = tl.program_id(0) // slices // tasks
-    output = tl.program_id(0) % slices * OUTPUTS + tl.arange(0, OUTPUTS)
+    output = tl.program_id(0) % slices * BLOCK_N + tl.arange(0, BLOCK_N)
     phase = phase_ptr + tl.program_id(1) * 21
     first0, count0, tap0, tap_step0, taps0, shift0, shift_step0 = _axis(phase)
     first1, count1, tap1, tap_step1, taps1, shift1, shift_step1 = _axis(phase + 7)
     first2, count2, tap2, tap_step2, taps2, shift2, shift_step2 = _axis(phase + 14)
 
-    token = tile * TOKENS + tl.arange(0, TOKENS)
+    token = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = token < images * count0 * count1 * count2
     n2 = token % count2
     n1 = token // count2 % count1
@@ -76,8 +76,8 @@ def conv_kernel(
     row = tl.load(task_ptr + 4 * task)
     first = tl.load(task_ptr + 4 * task + 1)
     last = tl.load(task_ptr + 4 * task + 2)
-    steps = tl.cdiv((last - first) * WIDTH, LANES)
-    sums = tl.zeros((TOKENS, OUTPUTS), SUM)
+    steps = tl.cdiv((last - first) * WIDTH, BLOCK_K)
+    sums = tl.zeros((BLOCK_M, BLOCK_N), SUM)
     for step in range(0, taps0 * taps1 * taps2 * steps):
         t2 = step // steps % taps2
         t1 = step // steps // taps2 % taps1
@@ -89,7 +89,7 @@ def conv_kernel(
         x_rows = x_ptr + (((image * in_size0 + i0) * in_size1 + i1) * in_size2 + i2) * in_channels
         tap = ((tap0 + t0 * tap_step0) * kernel1 + tap1 + t1 * tap_step1) * kernel2 + tap2 + t2 * tap_step2
         weights = values_ptr + tap.to(tl.int64) * nnz * (block_out * block_in)
-        entry, k, there = lanes(first, last, step % steps * LANES, width, WIDTH, LANES)
+        entry, k, there = lanes(first, last, step % steps * BLOCK_K, width, WIDTH, BLOCK_K)
         x = load_inputs(x_rows, inside, col_ptr, entry, k, there, width)
         w = load_weights(weights, block_ptr, entry, k, there, output, block_out, block_in, TRANSPOSE)
         sums = dot(x, w, sums, PRECISION, WIDEN)
@@ -110,12 +110,12 @@ def conv_wgrad_kernel(
     nnz,
     images,
     tokens_per_split,
-    big_size0,
-    big_size1,
-    big_size2,
-    small_size0,
-    small_size1,
-    small_size2,
+    input_size0,
+    input_size1,
+    input_size2,
+    output_size0,
+    output_size1,
+    output_size2,
     in_channels,
     out_channels,
     kernel0: tl.constexpr,
@@ -132,48 +132,48 @@ def conv_wgrad_kernel(
     dilation2: tl.constexpr,
     block_out: tl.constexpr,
     block_in: tl.constexpr,
-    BIG_GRAD: tl.constexpr,  # grad is the big image and x the small one, as in a transposed convolution
+    TRANSPOSED: tl.constexpr,  # grad is the input of the convolution and x its output
     PRECISION: tl.constexpr,
     SUM: tl.constexpr,
     WIDEN: tl.constexpr,
-    TOKENS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    LANES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """One tap of LANES lanes of one row's entries, summed over a part of the positions of the small image."""
+    """One tap of BLOCK_K lanes of one row's entries, summed over a part of the output positions."""
     taps: tl.constexpr = kernel0 * kernel1 * kernel2
-    slices: tl.constexpr = triton.cdiv(block_out, OUTPUTS)
+    slices: tl.constexpr = triton.cdiv(block_out, BLOCK_N)
     task = (tl.program_id(0) // (taps * slices)).to(tl.int64)
     tap = tl.program_id(0) // slices % taps
     split = tl.program_id(1)
     row = tl.load(task_ptr + 4 * task)
     first = tl.load(task_ptr + 4 * task + 1)
     last = tl.load(task_ptr + 4 * task + 2)
-    lane0 = tl.multiple_of(tl.load(task_ptr + 4 * task + 3), LANES)
+    lane0 = tl.multiple_of(tl.load(task_ptr + 4 * task + 3), BLOCK_K)
     WIDTH: tl.constexpr = triton.next_power_of_2(block_in)
-    entry, i, there = lanes(first, last, lane0, block_in, WIDTH, LANES)
-    o = tl.program_id(0) % slices * OUTPUTS + tl.arange(0, OUTPUTS)
+    entry, i, there = lanes(first, last, lane0, block_in, WIDTH, BLOCK_K)
+    o = tl.program_id(0) % slices * BLOCK_N + tl.arange(0, BLOCK_N)
     col = tl.load(col_ptr + entry, mask=there, other=0)
     x_lane = x_ptr + col * block_in + i
     grad_lane = row * block_out + o
     shift0 = tap // (kernel1 * kernel2) * dilation0 - padding0
     shift1 = tap // kernel2 % kernel1 * dilation1 - padding1
     shift2 = tap % kernel2 * dilation2 - padding2
-    sums = tl.zeros((LANES, OUTPUTS), SUM)
+    sums = tl.zeros((BLOCK_K, BLOCK_N), SUM)
     begin = split * tokens_per_split
-    end = tl.minimum(begin + tokens_per_split, images * small_size0 * small_size1 * small_size2)
-    for token0 in range(begin, end, TOKENS):
-        token = token0 + tl.arange(0, TOKENS)
-        b2 = token % small_size2 * stride2 + shift2
-        b1 = token // small_size2 % small_size1 * stride1 + shift1
-        b0 = token // small_size2 // small_size1 % small_size0 * stride0 + shift0
-        image = (token // small_size2 // small_size1 // small_size0).to(tl.int64)
-        inside = (b0 >= 0) & (b0 < big_size0) & (b1 >= 0) & (b1 < big_size1) & (b2 >= 0) & (b2 < big_size2)
+    end = tl.minimum(begin + tokens_per_split, images * output_size0 * output_size1 * output_size2)
+    for token0 in range(begin, end, BLOCK_M):
+        token = token0 + tl.arange(0, BLOCK_M)
+        b2 = token % output_size2 * stride2 + shift2
+        b1 = token // output_size2 % output_size1 * stride1 + shift1
+        b0 = token // output_size2 // output_size1 % output_size0 * stride0 + shift0
+        image = (token // output_size2 // output_size1 // output_size0).to(tl.int64)
+        inside = (b0 >= 0) & (b0 < input_size0) & (b1 >= 0) & (b1 < input_size1) & (b2 >= 0) & (b2 < input_size2)
         inside = inside & (token < end)
-        big = ((image * big_size0 + b0) * big_size1 + b1) * big_size2 + b2
-        small = token.to(tl.int64)
-        x_rows = (small if BIG_GRAD else big) * in_channels
-        grad_rows = grad_ptr + (big if BIG_GRAD else small) * out_channels
+        input = ((image * input_size0 + b0) * input_size1 + b1) * input_size2 + b2
+        output = token.to(tl.int64)
+        x_rows = (output if TRANSPOSED else input) * in_channels
+        grad_rows = grad_ptr + (input if TRANSPOSED else output) * out_channels
         x = tl.load(x_lane[:, None] + x_rows[None, :], mask=inside[None, :] & there[:, None], other=0)
         grad = tl.load(
             grad_rows[:, None] + grad_lane[None, :], mask=inside[:, None] & (o < block_out)[None, :], other=0

@@ -1,9 +1,8 @@
 """Where the taps of a convolution meet its images, axis by axis: pure, made once per geometry, without channels.
 
-A convolution ties positions of a `small` image to positions of a `big` one: position j of the small axis meets
-position j * stride - padding + tap * dilation of the big axis. To gather is to compute the small image (a convolution),
-to scatter is to compute the big one (a transposed convolution). What lies outside of an image takes no part: nothing is
-padded.
+A convolution maps its `input` image to its `output`: output position j meets input position
+j * stride - padding + tap * dilation. The transposed convolution maps the `output` back to the `input`; the names stay
+those of the convolution. What lies outside of an image takes no part: nothing is padded.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ from ..linear.plan import check_int32
 class Axis:
     """One axis of space: the sizes of both images, and how taps map one to the other."""
 
-    big: int
-    small: int
+    input: int
+    output: int
     kernel: int
     stride: int
     padding: int
     dilation: int
 
     def tap(self, tap: int) -> tuple[int, int, int]:
-        """Returns (count, first position of the small axis, first one of the big axis) of the pairs that a tap maps.
+        """Returns (count, first output position, first input position) of the pairs that a tap maps.
 
-        The positions go on in steps of 1 on the small axis, of `stride` on the big one.
+        Output positions go on in steps of 1, input positions in steps of `stride`.
 
-        >>> Axis(big=5, small=3, kernel=3, stride=2, padding=1, dilation=1).tap(0)  # the first one lies outside
+        >>> Axis(input=5, output=3, kernel=3, stride=2, padding=1, dilation=1).tap(0)  # the first one lies outside
         (2, 1, 1)
         """
         offset = tap * self.dilation - self.padding
         first = max(0, -(offset // self.stride))
-        last = min(self.small - 1, (self.big - 1 - offset) // self.stride)
+        last = min(self.output - 1, (self.input - 1 - offset) // self.stride)
         return (last - first + 1, first, first * self.stride + offset) if first <= last else (0, 0, 0)
 
 
@@ -73,32 +72,32 @@ class Runs:
 
 
 @lru_cache(maxsize=4096)
-def runs(axis: Axis, scatter: bool, cut: bool) -> Runs:
+def runs(axis: Axis, transposed: bool, cut: bool) -> Runs:
     """The outputs of an axis in runs with constant steps; with `cut`, in runs all of whose outputs meet the same taps.
 
-    >>> axis = Axis(big=5, small=5, kernel=3, stride=1, padding=1, dilation=1)
-    >>> found = runs(axis, scatter=False, cut=True)
+    >>> axis = Axis(input=5, output=5, kernel=3, stride=1, padding=1, dilation=1)
+    >>> found = runs(axis, transposed=False, cut=True)
     >>> found.first, found.count, np.diff(found.tap_start)  # the left border, the middle, the right border
     (array([0, 1, 4]), array([1, 3, 1]), array([2, 3, 2]))
-    >>> found = runs(axis, scatter=False, cut=False)
+    >>> found = runs(axis, transposed=False, cut=False)
     >>> found.count, found.begin, found.end
     (array([5]), array([1, 0, 0]), array([5, 5, 4]))
     """
-    out_step, in_step = (axis.stride, 1) if scatter else (1, axis.stride)
+    out_step, in_step = (axis.stride, 1) if transposed else (1, axis.stride)
     whole = []  # (first output, count, [(tap, at, begin, end), ...])
-    if scatter:
-        for phase in range(min(axis.stride, axis.big)):
+    if transposed:
+        for phase in range(min(axis.stride, axis.input)):
             # The taps that reach outputs phase, phase + stride, ..., and the input at which each reaches the first.
-            count, taps = -(-(axis.big - phase) // axis.stride), []
+            count, taps = -(-(axis.input - phase) // axis.stride), []
             for t in range(axis.kernel):
                 shift, rest = divmod(phase + axis.padding - t * axis.dilation, axis.stride)
                 if rest == 0:
-                    taps.append((t, shift, max(0, -shift), min(count, axis.small - shift)))
+                    taps.append((t, shift, max(0, -shift), min(count, axis.output - shift)))
             whole.append((phase, count, taps))
     else:
-        ties = [(t, *axis.tap(t)) for t in range(axis.kernel)]
-        taps = [(t, big - small * in_step, small, small + count) for t, count, small, big in ties]
-        whole.append((0, axis.small, taps))
+        maps = [(t, *axis.tap(t)) for t in range(axis.kernel)]
+        taps = [(t, input - output * in_step, output, output + count) for t, count, output, input in maps]
+        whole.append((0, axis.output, taps))
     whole = [(first, count, [tap for tap in taps if tap[2] < tap[3]]) for first, count, taps in whole if count]
     return _as_arrays(
         [piece for run in whole for piece in _cut(run, out_step, in_step)] if cut else whole, out_step, in_step
@@ -139,7 +138,7 @@ def _as_arrays(found: Sequence[tuple[int, int, list]], out_step: int, in_step: i
 
 @lru_cache(maxsize=4096)
 def packed_taps(axis: Axis) -> np.ndarray:
-    """What each tap ties together, in one vector for the compiled core."""
+    """The pairs of positions that each tap maps, in one vector for the compiled core."""
     counts = zip(*(axis.tap(t) for t in range(axis.kernel)), strict=True)
     return np.concatenate([[axis.kernel, axis.stride], *counts]).astype(np.int64)
 
@@ -176,20 +175,20 @@ def channel_plan(layout: BlockLayout, transpose: bool) -> ChannelPlan:
 
 
 def axes_of(
-    big: Sequence[int],
-    small: Sequence[int],
+    input: Sequence[int],
+    output: Sequence[int],
     kernel: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> tuple[Axis, ...]:
     """The axes of a convolution; a BlockSparseError for lists of unequal length, or steps that are not positive."""
-    lists = (big, small, kernel, stride, padding, dilation)
+    lists = (input, output, kernel, stride, padding, dilation)
     if len({len(numbers) for numbers in lists}) != 1:
         raise BlockSparseError.expected("sizes, kernel, stride, padding, dilation", "one number per axis each", lists)
     axes = tuple(Axis(*map(int, numbers)) for numbers in zip(*lists, strict=True))
     for axis in axes:
-        if min(axis.stride, axis.dilation, axis.kernel) < 1 or min(axis.big, axis.small) < 0:
+        if min(axis.stride, axis.dilation, axis.kernel) < 1 or min(axis.input, axis.output) < 0:
             raise BlockSparseError.expected("stride, dilation and kernel", "positive ints, and sizes from 0 on", axis)
         if max(axis.stride, axis.dilation, abs(axis.padding)) >= 2**31:  # products of them stay within int64
             raise BlockSparseError.expected("stride, dilation and padding", "less than 2^31 each", axis)
@@ -198,10 +197,10 @@ def axes_of(
 
 def is_linear(axes: Sequence[Axis]) -> bool:
     """Whether each position depends only on itself: the convolution is then one linear product."""
-    return all(axis.kernel == axis.stride == 1 and axis.padding == 0 and axis.big == axis.small for axis in axes)
+    return all(axis.kernel == axis.stride == 1 and axis.padding == 0 and axis.input == axis.output for axis in axes)
 
 
 def three_axes(axes: Sequence[Axis]) -> list[Axis]:
     """Prepends axes of one position, as kernels need three axes."""
-    one = Axis(big=1, small=1, kernel=1, stride=1, padding=0, dilation=1)
+    one = Axis(input=1, output=1, kernel=1, stride=1, padding=0, dilation=1)
     return [one] * (3 - len(axes)) + list(axes)

@@ -1,4 +1,4 @@
-"""The definition of the convolutions in plain PyTorch: for each tap, the linear product of what it ties together."""
+"""The definition of the convolutions in plain PyTorch: for each tap, the linear product of what it maps."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def conv(
     bias: torch.Tensor | None,
     layout: BlockLayout,
     transpose: bool,
-    scatter: bool,
+    transposed: bool,
     axes: Sequence[Axis],
     activation: str | None,
 ) -> torch.Tensor:
-    """`[n, *space, in] -> [n, *space, out]`: activation(W * x + bias), or with `scatter` the transposed convolution.
+    """`[n, *space, in] -> [n, *space, out]`: activation(W * x + bias), or with `transposed` the transposed convolution.
 
     With `transpose`, W is used with its inputs and outputs exchanged, as in the gradients.
     """
     dtype, wide = x.dtype, linear.accumulator(x.dtype)
     x, values = x.to(wide), values.to(wide)
     out_channels = layout.shape[1 if transpose else 0]
-    y = x.new_zeros(x.shape[0], *(axis.big if scatter else axis.small for axis in axes), out_channels)
-    for tap, small, big in _taps(axes):
-        outputs, inputs = (big, small) if scatter else (small, big)
+    y = x.new_zeros(x.shape[0], *(axis.input if transposed else axis.output for axis in axes), out_channels)
+    for tap, output, input in _taps(axes):
+        outputs, inputs = (input, output) if transposed else (output, input)
         part = x[inputs]
         product = linear.linear(part.reshape(-1, part.shape[-1]), values[tap], None, layout, transpose, None)
         y[outputs] += product.reshape(*part.shape[:-1], out_channels)
@@ -45,29 +45,31 @@ def conv(
 
 
 def conv_wgrad(
-    grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout, scatter: bool, axes: Sequence[Axis]
+    grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout, transposed: bool, axes: Sequence[Axis]
 ) -> torch.Tensor:
     """`[n, *space, out], [n, *space, in] -> [nnz, block_out, block_in, *kernel]`: the gradient of the stored blocks.
 
-    x is the big image, or with `scatter` grad is.
+    x is the input of the convolution, or with `transposed` grad is.
     """
     wide = linear.accumulator(x.dtype)
     kernel = [axis.kernel for axis in axes]
     values = torch.zeros(*layout.values_shape, *kernel, dtype=wide, device=x.device)
-    for tap, small, big in _taps(axes):
-        left, right = (grad[big], x[small]) if scatter else (grad[small], x[big])
+    for tap, output, input in _taps(axes):
+        left, right = (grad[input], x[output]) if transposed else (grad[output], x[input])
         left, right = left.reshape(-1, grad.shape[-1]), right.reshape(-1, x.shape[-1])
         values[tap] = linear.linear_wgrad(left.to(wide), right.to(wide), layout)
     return values.to(x.dtype)
 
 
 def _taps(axes: Sequence[Axis]) -> Iterator[tuple[tuple, Slices, Slices]]:
-    """Each tap that ties anything: its index into the values, and the places of the small and of the big image."""
+    """Each tap that maps anything: its index into the values, and the places of the output and of the input."""
     for tap in itertools.product(*(range(axis.kernel) for axis in axes)):
-        small, big = [slice(None)], [slice(None)]
+        output, input = [slice(None)], [slice(None)]
         for axis, t in zip(axes, tap, strict=True):
-            count, first_small, first_big = axis.tap(t)
-            small.append(slice(first_small, first_small + count))
-            big.append(slice(first_big, first_big + (count - 1) * axis.stride + 1, axis.stride) if count else slice(0))
-        if all(place.start is None or place.start < place.stop for place in small):
-            yield (..., *tap), tuple(small), tuple(big)
+            count, first_output, first_input = axis.tap(t)
+            output.append(slice(first_output, first_output + count))
+            input.append(
+                slice(first_input, first_input + (count - 1) * axis.stride + 1, axis.stride) if count else slice(0)
+            )
+        if all(place.start is None or place.start < place.stop for place in output):
+            yield (..., *tap), tuple(output), tuple(input)

@@ -26,7 +26,7 @@ def conv(
     bias: Tensor | None,
     layout: BlockLayout,
     transpose: bool,
-    scatter: bool,
+    transposed: bool,
     axes: Sequence[Axis],
     activation: str | None,
 ) -> Tensor:
@@ -38,49 +38,49 @@ def conv(
         matrix = values.reshape(layout.values_shape)
         y = linear.linear(x.reshape(-1, x.shape[-1]), matrix, bias, layout, transpose, activation)
         return y.reshape(*x.shape[:-1], out_channels)
-    out_space = [axis.big if scatter else axis.small for axis in axes]
+    out_space = [axis.input if transposed else axis.output for axis in axes]
     y = torch.empty(x.shape[0], *out_space, out_channels, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
     _check_fits(layout, axes)
     axes = three_axes(axes)
-    big, small, kernel, stride = (
-        [getattr(axis, name) for axis in axes] for name in ("big", "small", "kernel", "stride")
+    input, output, kernel, stride = (
+        [getattr(axis, name) for axis in axes] for name in ("input", "output", "kernel", "stride")
     )
-    table = phase_table(tuple(axes), scatter)
+    table = phase_table(tuple(axes), transposed)
     tokens = x.shape[0] * int(table[:, :, 1].astype("int64").prod(1).max())
     check_fits("x", "positions in one call", tokens)
     tile = _tile("dgrad" if transpose else "forward", x, layout, tokens)
     tasks, col, block = _tasks(layout, transpose, x.device)
     height = layout.block_shape[transpose]
     arguments = {
-        "phase_ptr": _on(layout, ("conv phases", tuple(axes), scatter), x.device, lambda: table),
+        "phase_ptr": _on(layout, ("conv phases", tuple(axes), transposed), x.device, lambda: table),
         "task_ptr": tasks,
         "col_ptr": col,
         "block_ptr": block,
         "tasks": tasks.shape[0],
         "images": x.shape[0],
         "nnz": layout.nnz,
-        **_each("in_size", small if scatter else big),
-        **_each("out_size", big if scatter else small),
+        **_each("in_size", output if transposed else input),
+        **_each("out_size", input if transposed else output),
         "in_channels": x.shape[-1],
         "out_channels": out_channels,
         **_each("kernel", kernel),
-        **_each("out_step", stride if scatter else (1, 1, 1)),
-        **_each("in_step", (1, 1, 1) if scatter else stride),
+        **_each("out_step", stride if transposed else (1, 1, 1)),
+        **_each("in_step", (1, 1, 1) if transposed else stride),
         "block_out": layout.block_shape[0],
         "block_in": layout.block_shape[1],
         "TRANSPOSE": transpose,
         "ACTIVATION": activation or "",
         **common(x.dtype, tile),
     }
-    count = cdiv(tokens, tile.tokens) * tasks.shape[0] * cdiv(height, tile.outputs)
+    count = cdiv(tokens, tile.block_m) * tasks.shape[0] * cdiv(height, tile.block_n)
     launch = Launch(kernels.conv_kernel, (count, len(table), 1), 4, arguments, tile)
     launch(x, _taps_first(values), bias, y)
     return y
 
 
-def conv_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, scatter: bool, axes: Sequence[Axis]) -> Tensor:
+def conv_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, transposed: bool, axes: Sequence[Axis]) -> Tensor:
     from . import kernels
 
     grad, x = grad.contiguous(), x.contiguous()
@@ -88,21 +88,21 @@ def conv_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, scatter: bool, axes
     if is_linear(axes):
         values = linear.linear_wgrad(grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]), layout)
         return values.reshape(*layout.values_shape, *kernel)
-    small_image = x if scatter else grad
-    tokens = small_image[..., 0].numel()
+    output = x if transposed else grad
+    tokens = output[..., 0].numel()
     if layout.nnz == 0 or tokens == 0:
         return torch.zeros(*layout.values_shape, *kernel, dtype=x.dtype, device=x.device)
     _check_fits(layout, axes)
     check_fits("x", "positions in one call", tokens)
     tile, gpu = _tile("wgrad", x, layout, tokens), gpu_of(x.device)
-    tasks = _on(layout, ("conv wgrad tasks", tile.lanes), x.device, lambda: wgrad_tasks(layout, tile.lanes))
+    tasks = _on(layout, ("conv wgrad tasks", tile.block_k), x.device, lambda: wgrad_tasks(layout, tile.block_k))
     col = _on(layout, ("conv col",), x.device, lambda: layout.col_of_block.astype("int32"))
-    taps, slices = int(torch.Size(kernel).numel()), cdiv(layout.block_shape[0], tile.outputs)
+    taps, slices = int(torch.Size(kernel).numel()), cdiv(layout.block_shape[0], tile.block_n)
     splits = linear.splits_of(tasks.shape[0] * slices * taps, tokens, tile, gpu)
     axes = three_axes(axes)
     names = {
-        "big": "big_size",
-        "small": "small_size",
+        "input": "input_size",
+        "output": "output_size",
         **{name: name for name in ("kernel", "stride", "padding", "dilation")},
     }
     arguments = {
@@ -110,12 +110,12 @@ def conv_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, scatter: bool, axes
         "col_ptr": col,
         "nnz": layout.nnz,
         "images": x.shape[0],
-        "tokens_per_split": cdiv(cdiv(tokens, splits), tile.tokens) * tile.tokens,
+        "tokens_per_split": cdiv(cdiv(tokens, splits), tile.block_m) * tile.block_m,
         "in_channels": x.shape[-1],
         "out_channels": grad.shape[-1],
         "block_out": layout.block_shape[0],
         "block_in": layout.block_shape[1],
-        "BIG_GRAD": scatter,
+        "TRANSPOSED": transposed,
         **common(x.dtype, tile),
     }
     for attribute, name in names.items():
@@ -132,7 +132,7 @@ def _check_fits(layout: BlockLayout, axes: Sequence[Axis]) -> None:
     """Raises a BlockSparseError for more blocks, channels or positions along an axis than kernels count."""
     check_layout_fits(layout)
     for axis in axes:
-        reach = axis.big + (axis.small - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + abs(axis.padding)
+        reach = axis.input + (axis.output - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + abs(axis.padding)
         check_fits("x", "positions along an axis with all that its taps reach", reach)
 
 
@@ -147,12 +147,12 @@ def _tile(pass_: str, x: Tensor, layout: BlockLayout, tokens: int) -> Tile:
     tile = tile_for(Work(pass_, x.dtype, layout.block_shape, bucket(tokens), layout.density), gpu_of(x.device))
     rows = layout.T if pass_ == "dgrad" else layout
     if pass_ == "wgrad":
-        lanes = rows.nnz // rows.grid[0] * rows.block_shape[1]
+        block_k = rows.nnz // rows.grid[0] * rows.block_shape[1]
         # The address of each position is computed again, so wide tiles spill the registers of four warps.
-        lanes = min(tile.lanes, max(power_of_two(lanes), 64))
-        return replace(tile, lanes=lanes, warps=8 if lanes > 64 else 4)
+        block_k = min(tile.block_k, max(power_of_two(block_k), 64))
+        return replace(tile, block_k=block_k, warps=8 if block_k > 64 else 4)
     # A step stays within one tap.
-    return replace(tile, lanes=min(tile.lanes, max(power_of_two(rows.block_shape[1]), 32)), pairs=False)
+    return replace(tile, block_k=min(tile.block_k, max(power_of_two(rows.block_shape[1]), 32)), pairs=False)
 
 
 def _tasks(layout: BlockLayout, transpose: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:

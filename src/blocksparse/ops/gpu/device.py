@@ -15,9 +15,9 @@ DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 @triton.jit
-def lanes(first, last, lane0, width: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr):
+def lanes(first, last, lane0, width: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
     """Entry, feature within its block and existence of each lane from lane0 on."""
-    lane = lane0 + tl.arange(0, LANES)
+    lane = lane0 + tl.arange(0, BLOCK_K)
     entry = first + lane // WIDTH
     k = lane % WIDTH
     there = entry < last
@@ -28,7 +28,7 @@ def lanes(first, last, lane0, width: tl.constexpr, WIDTH: tl.constexpr, LANES: t
 
 @triton.jit
 def load_inputs(rows, valid, col_ptr, entry, k, there, width: tl.constexpr):
-    """[TOKENS, LANES]: the features of the lanes' blocks, from pointers to the rows of inputs; 0 where not valid."""
+    """[BLOCK_M, BLOCK_K]: the features of the lanes' blocks, from pointers to the rows of inputs; 0 where not valid."""
     col = tl.load(col_ptr + entry, mask=there, other=0)
     mask = there[None, :]
     if valid is not None:
@@ -48,7 +48,7 @@ def load_weights(
     block_in: tl.constexpr,
     TRANSPOSE: tl.constexpr,
 ):
-    """[LANES, OUTPUTS]: the lanes' part of their blocks, or of the transposed blocks."""
+    """[BLOCK_K, BLOCK_N]: the lanes' part of their blocks, or of the transposed blocks."""
     block = entry if block_ptr is None else tl.load(block_ptr + entry, mask=there, other=0)
     block_start = block.to(tl.int64) * (block_out * block_in)
     mask = there[:, None] & (output < (block_in if TRANSPOSE else block_out))[None, :]

@@ -149,22 +149,22 @@ def share(plan: LinearPlan) -> float:
     return both / (entries + both) if entries else 0.0
 
 
-def wgrad_tasks(layout: BlockLayout, lanes: int) -> np.ndarray:
+def wgrad_tasks(layout: BlockLayout, block_k: int) -> np.ndarray:
     """The tasks of the sampled product, int32 `[tasks, 4]`: a row, its first and last entry, the task's first lane.
 
     >>> import blocksparse as bs
     >>> layout = bs.BlockLayout([[True, True, True], [False, True, False]], block_size=32)
-    >>> wgrad_tasks(layout, lanes=64)  # two blocks at a time
+    >>> wgrad_tasks(layout, block_k=64)  # two blocks at a time
     array([[ 0,  0,  3,  0],
            [ 0,  0,  3, 64],
            [ 1,  3,  4,  0]], dtype=int32)
     """
     start = layout.row_start.astype(np.int64)
     width = 1 << (layout.block_shape[1] - 1).bit_length()
-    count = -(-np.diff(start) * width // lanes)
+    count = -(-np.diff(start) * width // block_k)
     row = np.repeat(np.arange(layout.grid[0]), count)
     nth = np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
-    return _int32(np.stack([row, start[row], start[row + 1], nth * lanes], axis=1))
+    return _int32(np.stack([row, start[row], start[row + 1], nth * block_k], axis=1))
 
 
 def _int32(array: np.ndarray) -> np.ndarray:

@@ -154,9 +154,9 @@ def common(dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
         "PRECISION": precision(dtype),
         "SUM": DTYPES[sums_of(dtype)],
         "WIDEN": interpreting(),
-        "TOKENS": tile.tokens,
-        "OUTPUTS": tile.outputs,
-        "LANES": tile.lanes,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
     }
 
 

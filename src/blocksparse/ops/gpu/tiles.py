@@ -39,24 +39,26 @@ BARRIERS = 64
 class Tile:
     """The tile of one program, and how Triton compiles it.
 
-    `tokens` x `outputs` sums, `lanes` of the inner dimension per step; of wgrad: `lanes` x `outputs` sums, `tokens` per
-    step. `stages` is the depth of the software pipeline; loads behind an index load get about half of it in buffers.
+    The sizes are those of the forward product, of `block_m` tokens, `block_n` outputs, `block_k` inputs: forward and
+    dgrad have `block_m` x `block_n` sums and take `block_k` per step; wgrad, which sums over tokens, has `block_k` x
+    `block_n` sums and takes `block_m` per step. `stages` is the depth of the software pipeline; loads behind an index
+    load get about half of it in buffers.
     """
 
-    tokens: int
-    outputs: int
-    lanes: int
+    block_m: int
+    block_n: int
+    block_k: int
     warps: int
     stages: int
-    group: int = 1  # tiles of tokens that come to one task side by side, to share its weights in the cache
+    group_m: int = 1  # tiles of tokens that come to one task side by side, to share its weights in the cache
     pairs: bool = False  # two rows per task, inputs that both need loaded once
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "outputs", "lanes", "warps"):
+        for name in ("block_m", "block_n", "block_k", "warps"):
             size, most = getattr(self, name), MOST_WARPS if name == "warps" else MOST_SIZE
             if not is_int(size) or not 1 <= size <= most or size & (size - 1):
                 raise BlockSparseError.expected(f"{name} of a tile", f"a power of two, {most} at most", repr(size))
-        for name in ("stages", "group"):
+        for name in ("stages", "group_m"):
             integer(f"{name} of a tile", getattr(self, name), 1, below=MOST_SIZE + 1)
         if not isinstance(self.pairs, bool):
             raise BlockSparseError.expected("pairs of a tile", "True or False", repr(self.pairs))
@@ -138,34 +140,34 @@ def forced() -> tuple[Any, ...]:
 def rule(work: Work, gpu: Gpu) -> Tile:
     """A tile from the bounds alone (bytes of the weights, L2 traffic of the inputs, registers), for any GPU."""
     height = work.block[1] if work.pass_ == "dgrad" else work.block[0]
-    outputs = min(max(power_of_two(height), 16), 128)
+    block_n = min(max(power_of_two(height), 16), 128)
     if work.dtype == torch.float64 or (work.dtype == torch.float32 and not work.tf32):
-        tile = _rule_of_exact_products(work, min(outputs, 64))
+        tile = _rule_of_exact_products(work, min(block_n, 64))
     elif work.pass_ == "wgrad":
-        tokens = min(work.tokens, 32 if work.tf32 else 64)
-        tile = Tile(tokens, outputs, lanes=128, warps=8 if outputs > 64 else 4, stages=4)
+        block_m = min(work.tokens, 32 if work.tf32 else 64)
+        tile = Tile(block_m, block_n, block_k=128, warps=8 if block_n > 64 else 4, stages=4)
     elif work.tokens <= FEW_TOKENS:
-        tile = Tile(work.tokens, min(outputs, 64), lanes=64 if work.tf32 else 128, warps=4, stages=7)
+        tile = Tile(work.tokens, min(block_n, 64), block_k=64 if work.tf32 else 128, warps=4, stages=7)
     elif _reads_shared_memory(gpu):
-        tokens = 256 if gpu.kind == "sm90" or not work.tf32 else 128
-        tile = Tile(min(work.tokens, tokens), outputs, lanes=32 if work.tf32 else 64, warps=8, stages=5)
+        block_m = 256 if gpu.kind == "sm90" or not work.tf32 else 128
+        tile = Tile(min(work.tokens, block_m), block_n, block_k=32 if work.tf32 else 64, warps=8, stages=5)
     else:
-        large = outputs > 64
-        lanes = 16 if large and work.tf32 else 32
-        tile = Tile(min(work.tokens, 128), outputs, lanes, warps=8 if large else 4, stages=5)
+        large = block_n > 64
+        block_k = 16 if large and work.tf32 else 32
+        tile = Tile(min(work.tokens, 128), block_n, block_k, warps=8 if large else 4, stages=5)
     # Triton's pipeline for AMD keeps one step in registers and one in shared memory.
     return replace(tile, stages=2) if gpu.kind.startswith("gfx") else tile
 
 
-def _rule_of_exact_products(work: Work, outputs: int) -> Tile:
+def _rule_of_exact_products(work: Work, block_n: int) -> Tile:
     # Plain multiply-adds, or products of 16 x 8 in float64: sums and operands share the registers.
     double = work.dtype == torch.float64
     if work.pass_ == "wgrad":
-        return Tile(tokens=16, outputs=outputs, lanes=64 if double or outputs > 32 else 128, warps=4, stages=4)
+        return Tile(block_m=16, block_n=block_n, block_k=64 if double or block_n > 32 else 128, warps=4, stages=4)
     if work.tokens <= FEW_TOKENS:
-        outputs = min(outputs, 32)
-    lanes = 16 if double else 32 if work.tokens <= 32 else max(outputs // 2, 16)
-    return Tile(min(work.tokens, 64), outputs, lanes, warps=4, stages=5)
+        block_n = min(block_n, 32)
+    block_k = 16 if double else 32 if work.tokens <= 32 else max(block_n // 2, 16)
+    return Tile(min(work.tokens, 64), block_n, block_k, warps=4, stages=5)
 
 
 def _reads_shared_memory(gpu: Gpu) -> bool:
@@ -182,10 +184,10 @@ def fit(tile: Tile, work: Work, gpu: Gpu) -> Tile:
     while shared_memory(tile, work) > gpu.shared_memory:
         if tile.stages > 2:
             tile = replace(tile, stages=max(tile.stages - 2, 2))
-        elif tile.lanes > 16 and work.pass_ != "wgrad":
-            tile = replace(tile, lanes=tile.lanes // 2)
-        elif tile.tokens > 16:
-            tile = replace(tile, tokens=tile.tokens // 2)
+        elif tile.block_k > 16 and work.pass_ != "wgrad":
+            tile = replace(tile, block_k=tile.block_k // 2)
+        elif tile.block_m > 16:
+            tile = replace(tile, block_m=tile.block_m // 2)
         else:
             expected = f"at least {shared_memory(tile, work)} bytes of shared memory per program for this {work}"
             raise BlockSparseError.expected("GPU", expected, f"{gpu.shared_memory} on {gpu.name}")
@@ -196,10 +198,10 @@ def shared_memory(tile: Tile, work: Work) -> int:
     """An upper estimate of the bytes of shared memory that the pipeline's buffers take."""
     itemsize = work.dtype.itemsize
     if work.pass_ == "wgrad":
-        return max(tile.stages, 1) * (tile.lanes + tile.outputs) * tile.tokens * itemsize + BARRIERS
+        return max(tile.stages, 1) * (tile.block_k + tile.block_n) * tile.block_m * itemsize + BARRIERS
     buffers = tile.stages // 2 + 1
-    rows = tile.tokens + tile.outputs * (2 if tile.pairs else 1)
-    return buffers * (rows * itemsize + 12) * tile.lanes + BARRIERS
+    rows = tile.block_m + tile.block_n * (2 if tile.pairs else 1)
+    return buffers * (rows * itemsize + 12) * tile.block_k + BARRIERS
 
 
 @lru_cache

@@ -90,7 +90,7 @@ def _schedule(layout: BlockLayout, device: torch.device, dtype: torch.dtype, tok
         _plan(layout, transpose, tile_for(_work(pass_, dtype, layout, tokens), gpu), tokens, gpu)
         for pass_, transpose in (("forward", False), ("dgrad", True))
     )
-    wgrad = wgrad_tasks(layout, tile_for(_work("wgrad", dtype, layout, tokens), gpu).lanes)
+    wgrad = wgrad_tasks(layout, tile_for(_work("wgrad", dtype, layout, tokens), gpu).block_k)
     with torch.inference_mode(False):
         arrays = [*_arrays(forward), *_arrays(dgrad), wgrad, layout.col_of_block.astype("int32")]
         return Schedule(*(torch.from_numpy(array.copy()).to(device) for array in arrays))
@@ -104,8 +104,8 @@ def _plan(layout: BlockLayout, transpose: bool, tile: Tile, tokens: int, gpu: Gp
     lengths = rows.row_start[1:] - rows.row_start[:-1]
     # Entries per multiprocessor. A row well above that would keep one busy alone: it is cut in parts of about half of
     # it, though not so short that a program does little but start and stop.
-    mean = layout.nnz * cdiv(height, tile.outputs) * cdiv(tokens, tile.tokens) / gpu.multiprocessors
-    least = 4 * max(tile.lanes // width, 1)
+    mean = layout.nnz * cdiv(height, tile.block_n) * cdiv(tokens, tile.block_m) / gpu.multiprocessors
+    least = 4 * max(tile.block_k // width, 1)
     longest = None if lengths.max() <= 1.5 * mean else max(int(mean / 2), least)
     return layout.derived(("tasks", transpose, longest), lambda: linear_plan(layout, transpose, longest))
 
@@ -199,7 +199,7 @@ def _linear_launches(
     tasks, col, block, slots = _schedule_of(layout, x)[4:8] if transpose else _schedule_of(layout, x)[:4]
     tokens, height = x.shape[0], layout.block_shape[transpose]
     tile = tile_for(_work("dgrad" if transpose else "forward", x.dtype, layout, tokens), gpu_of(x.device))
-    token_tiles, slices = cdiv(tokens, tile.tokens), cdiv(height, tile.outputs)
+    token_tiles, slices = cdiv(tokens, tile.block_m), cdiv(height, tile.block_n)
     pairs, count, parts = int(tasks.shape[1]) == 6, int(tasks.shape[0]), int(slots.shape[0])
     arguments = {
         "task_ptr": tasks,
@@ -217,7 +217,7 @@ def _linear_launches(
         "TRANSPOSE": transpose,
         "ACTIVATION": activation or "",
         "SPLIT": parts > 0,
-        "GROUP": tile.group,
+        "GROUP_M": tile.group_m,
         **common(x.dtype, tile),
     }
     kernel = kernels.linear_pair_kernel if pairs else kernels.linear_kernel
@@ -234,7 +234,7 @@ def _wgrad_launch(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) -
     tasks, col = _schedule_of(layout, x)[8:]
     tokens, gpu = x.shape[0], gpu_of(x.device)
     tile = tile_for(_work("wgrad", x.dtype, layout, tokens), gpu)
-    slices = cdiv(layout.block_shape[0], tile.outputs)
+    slices = cdiv(layout.block_shape[0], tile.block_n)
     count = int(tasks.shape[0])
     splits = splits_of(count * slices, tokens, tile, gpu)
     arguments = {
@@ -242,7 +242,7 @@ def _wgrad_launch(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) -
         "col_ptr": col,
         "nnz": layout.nnz,
         "tokens": tokens,
-        "tokens_per_split": cdiv(cdiv(tokens, splits), tile.tokens) * tile.tokens,
+        "tokens_per_split": cdiv(cdiv(tokens, splits), tile.block_m) * tile.block_m,
         "grad_stride": grad.stride(0),
         "x_stride": x.stride(0),
         "block_out": layout.block_shape[0],
@@ -254,7 +254,7 @@ def _wgrad_launch(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) -
 
 def splits_of(programs: int, tokens: int, tile: Tile, gpu: Gpu) -> int:
     """Among how many programs the tokens of a block are shared: few blocks would leave most of the GPU idle."""
-    return max(1, min(2 * gpu.multiprocessors // programs, bucket(tokens) // (8 * tile.tokens)))
+    return max(1, min(2 * gpu.multiprocessors // programs, bucket(tokens) // (8 * tile.block_m)))
 
 
 def _schedule_of(layout: BlockLayout | TracedLayout, x: Tensor) -> Sequence[Tensor]:

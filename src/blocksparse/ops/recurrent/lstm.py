@@ -11,7 +11,7 @@ from torch import Tensor
 from ...layout import BlockLayout
 from .. import lstm_gates, workspace
 from .product import Product, linear_of
-from .rows import Rows, collected, gathered
+from .rows import Rows, gather_rows, scatter_add_rows
 from .steps import StateGradient, Steps, Trajectory
 
 
@@ -41,7 +41,7 @@ class LSTM:
             return (linear_of(h, weights[1], self.projection) if len(weights) == 2 else h), c
 
         inputs = linear_of(x, input_weight, self.input_layout, bias)
-        return unrolled(self.steps, step, (gathered(inputs, index),), h, c)
+        return unrolled(self.steps, step, (gather_rows(inputs, index),), h, c)
 
     def forward(self, x, index, h, c, input_weight, bias, *weights, keep):
         steps = self.steps
@@ -96,7 +96,7 @@ class LSTM:
             )
             dh.set(t, recurrent.dgrad(grad_z))
         of_inputs = Product(input_weight, self.input_layout, len(x)).backward(
-            collected(grad_pre, x, index), x, needed[0], needed[5]
+            scatter_add_rows(grad_pre, x, index), x, needed[0], needed[5]
         )
         grad_x, grad_input_weight, grad_bias = of_inputs
         grad_weights = [recurrent.wgrad(grad_pre, h_before)]

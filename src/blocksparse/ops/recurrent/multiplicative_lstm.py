@@ -11,7 +11,7 @@ from ...layout import BlockLayout
 from .. import lstm_gates, workspace
 from .lstm import gates, outputs, unrolled
 from .product import Product, linear_of
-from .rows import Rows, collected, gathered
+from .rows import Rows, gather_rows, scatter_add_rows
 from .steps import StateGradient, Steps, Trajectory
 
 
@@ -44,7 +44,7 @@ class MultiplicativeLSTM:
             return gates(z + linear_of(m, weight, self.layout), c)
 
         inputs = linear_of(x, input_weight, self.input_layout, bias), linear_of(x, factor_weight, self.factor_layout)
-        return unrolled(self.steps, step, [gathered(each, index) for each in inputs], h, c)
+        return unrolled(self.steps, step, [gather_rows(each, index) for each in inputs], h, c)
 
     def forward(self, x, index, h, c, input_weight, bias, factor_weight, weight, state_weight, *, keep):
         steps, hidden = self.steps, c.shape[1]
@@ -94,7 +94,7 @@ class MultiplicativeLSTM:
             torch.mul(grad_m, state, out=grad_factor)
             torch.mul(grad_m, factors[t], out=grad_of_state)
             dh.set(t, state_product.dgrad(grad_of_state))
-        grad_inputs, grad_factors = collected(grad_pre, x, index), collected(grad_of_x, x, index)
+        grad_inputs, grad_factors = scatter_add_rows(grad_pre, x, index), scatter_add_rows(grad_of_x, x, index)
         of_inputs = Product(input_weight, self.input_layout, len(x)).backward(grad_inputs, x, needed[0], needed[5])
         of_factors = Product(factor_weight, self.factor_layout, len(x)).backward(grad_factors, x, needed[0], False)
         grad_x = None if of_inputs[0] is None or of_factors[0] is None else of_inputs[0] + of_factors[0]

@@ -26,12 +26,12 @@ class Rows:
         return self._data.index_select(0, self._cut[t]) if self._indexed else self._cut[t]
 
 
-def gathered(data: Tensor, index: Tensor | None) -> Tensor:
+def gather_rows(data: Tensor, index: Tensor | None) -> Tensor:
     """All rows, differentiable."""
     return data if index is None else data.index_select(0, index)
 
 
-def collected(grad: Tensor, data: Tensor, index: Tensor | None) -> Tensor:
+def scatter_add_rows(grad: Tensor, data: Tensor, index: Tensor | None) -> Tensor:
     """The gradient of data `[n, ...]` from that of all rows."""
     if index is None:
         return grad

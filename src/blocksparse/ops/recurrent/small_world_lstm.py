@@ -13,7 +13,7 @@ from ...layout import BlockLayout
 from .. import lstm_gates, workspace
 from .lstm import gates, outputs, unrolled
 from .product import Product, linear_of
-from .rows import Rows, collected, gathered
+from .rows import Rows, gather_rows, scatter_add_rows
 from .steps import StateGradient, Steps, Trajectory
 
 EPSILON = 1e-5
@@ -67,7 +67,7 @@ class SmallWorldLSTM:
             z = F.layer_norm(z.to(c.dtype), z.shape[-1:], eps=EPSILON).to(z.dtype).flatten(-2)
             return gates(z * gains[-1] + biases[-1], c)
 
-        return unrolled(self.steps, step, (gathered(factors, index), gathered(terms, index)), h, c)
+        return unrolled(self.steps, step, (gather_rows(factors, index), gather_rows(terms, index)), h, c)
 
     def forward(self, factors, terms, index, h, c, *parameters, keep):
         steps, depth, hidden = self.steps, self.depth, c.shape[1]
@@ -143,16 +143,16 @@ class SmallWorldLSTM:
         run = lstm_gates.backend_for(factors.device, factors.dtype).backward
         for t in reversed(steps.order):
             rows = slice(steps.start[t], steps.start[t + 1])
-            remap_blocks = dc[: steps.sizes[t]]
+            grad_state = dc[: steps.sizes[t]]
             run(
                 activated[rows],
                 c_before[rows],
                 c_after[rows],
                 dh.at(t),
                 grad_y[rows],
-                remap_blocks,
+                grad_state,
                 grad_pre_out=grad_pre[rows],
-                grad_c_out=remap_blocks,
+                grad_c_out=grad_state,
             )
             # Summed while the terms are in the cache.
             grad_gains[-1] += (grad_pre[rows] * z_normed[rows]).sum(0)
@@ -182,8 +182,8 @@ class SmallWorldLSTM:
         grad_outputs = [*grad_taken, grad_z]
         grad_weights = [p.wgrad(grad, x) for p, grad, x in zip(products, grad_outputs, inputs, strict=True)]
         return (
-            collected(grad_factors, factors, index),
-            collected(grad_terms, terms, index) if depth > 1 else None,
+            scatter_add_rows(grad_factors, factors, index),
+            scatter_add_rows(grad_terms, terms, index) if depth > 1 else None,
             None,
             dh.initial,
             dc,
