@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 import blocksparse as bs
+from blocksparse.ops.checks import SUM_DTYPES
 from blocksparse.ops.gpu import tiles
 from blocksparse.ops.gpu.tiles import Gpu, Tile, Work
-from blocksparse.ops.lstm_gates.operands import STATES
 
 GPUS = {
     "sm80": Gpu("A100", "sm80", 108, 163 * 1024),
@@ -100,7 +100,7 @@ class GatesCase:
 
 
 def gates_cases() -> list[GatesCase]:
-    dtypes = [str(dtype).removeprefix("torch.") for dtype in STATES]
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in SUM_DTYPES]
     return [GatesCase(*point[:1], *point[1], point[2]) for point in itertools.product(dtypes, GATES, (True, False))]
 
 
@@ -201,7 +201,7 @@ class Device:
         def made(features: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(case.rows, features, dtype=dtype, device="meta")
 
-        one, all_four, c = made(case.hidden), made(4 * case.hidden), made(case.hidden, STATES[dtype])
+        one, all_four, c = made(case.hidden), made(4 * case.hidden), made(case.hidden, SUM_DTYPES[dtype])
         add, gain, grad, grad_c = (all_four, all_four[0], one, c) if case.everything else (None, None, None, None)
         self.launches.clear()
         gates.forward(all_four, add, gain, c, h_out=one, c_out=c, gates_out=add)

@@ -14,7 +14,7 @@ import blocksparse as bs
 from blocksparse.ops import cpu_core
 from blocksparse.ops.gpu import runtime as triton_runtime
 from blocksparse.ops.gpu.tiles import Tile, use_tiles
-from blocksparse.ops.linear.op import indices_of, linear_op, linear_wgrad_op
+from blocksparse.ops.linear.op import LINEAR, linear_op, linear_wgrad_op
 
 SMALL = Tile(block_m=32, block_n=32, block_k=32, warps=1, stages=2, group_m=2)
 PAIRS = Tile(block_m=32, block_n=32, block_k=64, warps=4, stages=3, pairs=True)
@@ -91,15 +91,15 @@ def poison_working_memory() -> None:
 
 
 def forward(x, values, layout, bias=None, activation=None):
-    return linear_op(x, values, bias, indices_of(layout, x), layout.grid[1], False, activation)
+    return linear_op(x, values, bias, LINEAR.indices(layout, x), layout.grid[1], False, activation)
 
 
 def dgrad(grad, values, layout):
-    return linear_op(grad, values, None, indices_of(layout, grad), layout.grid[1], True, None)
+    return linear_op(grad, values, None, LINEAR.indices(layout, grad), layout.grid[1], True, None)
 
 
 def wgrad(grad, x, layout):
-    return linear_wgrad_op(grad, x, indices_of(layout, x), layout.grid[1])
+    return linear_wgrad_op(grad, x, LINEAR.indices(layout, x), layout.grid[1])
 
 
 def assert_close(

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from blocksparse.ops import dropout
+from blocksparse.ops.checks import SUM_DTYPES
 from blocksparse.ops.dropout import cpu as dropout_cpu
 from blocksparse.ops.dropout import reference as dropout_reference
 from blocksparse.ops.lstm_gates import cpu as gates_cpu
 from blocksparse.ops.lstm_gates import reference as gates_reference
-from blocksparse.ops.lstm_gates.operands import STATES
 from blocksparse.ops.momentum import cpu as momentum_cpu
 
 from .calls import DTYPES, ROUNDING, Calls, assert_same, assert_within
@@ -42,7 +42,7 @@ def draw_gates(rng: Random) -> dict:
 
 def run_gates(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
     n, hidden, dtype, places = case["n"], case["hidden"], DTYPES[case["dtype"]], iter(case["places"])
-    state, size = STATES[dtype], case["size"]
+    state, size = SUM_DTYPES[dtype], case["size"]
 
     def given(features: int, of: torch.dtype, wanted: bool = True) -> Tensor | None:
         return rows(normal(numbers, n, features) * size, of, next(places)) if wanted else next(places) and None

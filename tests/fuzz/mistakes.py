@@ -11,10 +11,10 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse import BlockLayout, BlockSparseError
 from blocksparse.ops import lstm_gates
+from blocksparse.ops.checks import SUM_DTYPES
 from blocksparse.ops.conv.op import conv_op, conv_wgrad_op
 from blocksparse.ops.linear import linear_transposed
 from blocksparse.ops.linear.op import linear_op, linear_wgrad_op
-from blocksparse.ops.lstm_gates.operands import STATES
 
 from .calls import DTYPES, Calls, Fault
 from .layouts import draw_layout, layout_of
@@ -105,7 +105,7 @@ def _call(case: dict, layout: BlockLayout, dtype: torch.dtype):
 
     bias = {"bias": (outs,)} if case["bias"] else {}
     values, filters = layout.values_shape, (*layout.values_shape, *kernel)
-    state, n, hidden = STATES[dtype], tokens, outs
+    state, n, hidden = SUM_DTYPES[dtype], tokens, outs
 
     def gates_forward(**given):
         h, c, gates = (torch.empty(n, k * hidden, dtype=of) for k, of in ((1, dtype), (1, state), (4, dtype)))

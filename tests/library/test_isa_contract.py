@@ -14,7 +14,7 @@ import torch
 
 import blocksparse as bs
 from blocksparse.ops import cpu_core, dropout, lstm_gates, momentum
-from blocksparse.ops.lstm_gates.operands import STATES
+from blocksparse.ops.checks import SUM_DTYPES
 from linear_backends import DTYPES, dgrad, forward, running, wgrad
 
 ISAS = [isa for isa, here in cpu_core.isas().items() if here] if cpu_core.unavailable() is None else []
@@ -248,7 +248,7 @@ def test_float16_is_read_in_full_where_the_user_flushes(isa):
 @on_every_isa
 def test_gates_of_special_values(isa, dtype):
     numbers = torch.tensor([*specials(dtype), 0.0, 1.0, -90.0, 90.0], dtype=dtype)
-    sums = STATES[dtype]
+    sums = SUM_DTYPES[dtype]
     # Each special value in each gate, with ones and with states that are special too.
     z = torch.ones(2 * 4 * len(numbers), 4, dtype=dtype)
     for gate in range(4):

@@ -13,7 +13,7 @@ from hypothesis import given
 
 import blocksparse as bs
 from blocksparse.ops import cpu_core
-from blocksparse.ops.linear.plan import OUTPUT_STEP, TASK_COST, block_plan, row_plan
+from blocksparse.ops.cpu_plan import OUTPUT_STEP, TASK_COST, block_plan, row_plan
 from linear_backends import BACKENDS, assert_close, dgrad, forward, running, wgrad
 from strategies import layouts
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import blocksparse as bs
 from blocksparse.ops import cpu_core
+from blocksparse.ops.cpu_plan import column_plan
 from blocksparse.ops.linear import cpu
-from blocksparse.ops.linear.plan import column_plan
 from linear_backends import BACKENDS, DTYPES, assert_close, bound, dgrad, forward, running, wgrad
 from strategies import layouts
 from test_linear import ACTIVATIONS, STRIDES, check_products, strided

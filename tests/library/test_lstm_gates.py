@@ -9,8 +9,8 @@ import torch
 
 import blocksparse as bs
 from blocksparse.ops import cpu_core, lstm_gates
+from blocksparse.ops.checks import SUM_DTYPES
 from blocksparse.ops.gpu import runtime as triton_runtime
-from blocksparse.ops.lstm_gates.operands import STATES
 from blocksparse.ops.lstm_gates.specs import SPECS, TEST_SHAPES
 
 CPU = [f"cpu-{isa}" for isa, present in cpu_core.isas().items() if present] if cpu_core.unavailable() is None else []
@@ -89,7 +89,7 @@ def before_gates(gates):
 
 
 def operands(n, hidden, dtype, add, gain):
-    z, c = 2 * in_buffer(n, 4 * hidden, dtype), in_buffer(n, hidden, STATES[dtype])
+    z, c = 2 * in_buffer(n, 4 * hidden, dtype), in_buffer(n, hidden, SUM_DTYPES[dtype])
     added = {"rows": in_buffer(n, 4 * hidden, dtype), "one": torch.randn(4 * hidden).to(dtype), "no": None}[add]
     return z, added, torch.randn(4 * hidden).to(dtype) if gain else None, c
 
@@ -129,7 +129,7 @@ def test_extreme_inputs(backend, dtype):
     with running(backend):
         extreme = torch.tensor([torch.inf, 100, 30, 0, -30, -100, -torch.inf, torch.nan, -0.0, 1e-4]).to(dtype)
         z = extreme.repeat(4)[None]
-        c = torch.tensor([[1.0, 1, 1, 1, 1, 1, 1, 1, torch.inf, torch.nan]], dtype=STATES[dtype])
+        c = torch.tensor([[1.0, 1, 1, 1, 1, 1, 1, 1, torch.inf, torch.nan]], dtype=SUM_DTYPES[dtype])
         h, after, gates = (torch.empty(1, k * 10, dtype=d) for k, d in ((1, dtype), (1, c.dtype), (4, dtype)))
         lstm_gates.forward(z, None, None, c, h_out=h, c_out=after, gates_out=gates)
     expected = step(z.double(), c.double())
@@ -163,7 +163,7 @@ def test_each_number_is_exact_near_zero_and_far(backend, dtype):
 def test_backward(backend, dtype, given):
     with running(backend):
         for n, hidden in shapes(backend):
-            state = STATES[dtype]
+            state = SUM_DTYPES[dtype]
             saved = in_buffer(n, 4 * hidden, dtype)
             saved.copy_(step(saved.double().clamp(-2.5, 2.5), torch.zeros(n, hidden))[2])
             pre, before = before_gates(saved.double()).requires_grad_(), in_buffer(n, hidden, state)
@@ -286,10 +286,10 @@ def test_what_would_leave_the_memory_is_refused(backend, name, wrong):
 
 
 def test_the_backend_is_that_of_the_device():
-    module = lstm_gates.backend_for(torch.device("cpu"), torch.float32)
+    module = lstm_gates.LSTM_GATES.on(torch.device("cpu"), torch.float32)
     assert module.__name__.endswith("lstm_gates.cpu")
     with pytest.raises(bs.BlockSparseError, match=r"lstm_gates.*int32"):
-        lstm_gates.backend_for(torch.device("cpu"), torch.int32)
+        lstm_gates.LSTM_GATES.on(torch.device("cpu"), torch.int32)
 
 
 @pytest.mark.parametrize("name", SPECS)

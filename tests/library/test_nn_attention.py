@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 import blocksparse as bs
-from blocksparse.ops.attention import _check, _flex
+from blocksparse.ops.attention import _check
+from blocksparse.ops.attention import cpu as gathered
+from blocksparse.ops.attention.triton import flex
 
 # FlexAttention as it is written, without a compiler, is what these tests want of it.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -42,15 +42,17 @@ def draw(shape, heads=3, d=4, d_v=5, dtype=torch.float64):
     return [torch.randn(2, heads, *size, dtype=dtype, requires_grad=True) for size in sizes]
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("density", [0.1, 0.5, 1.0])
-def test_it_is_masked_attention(name, density, causal):
+def test_it_is_masked_attention(name, density, causal, backend):
     shape, block = SHAPES[name]
     grid = bs.patterns.dense(shape, block).grid
     layout = bs.BlockLayout(torch.rand(grid) < density, block)
     q, k, v = draw(shape)
-    found = bs.nn.attention(q, k, v, layout, causal=causal)
+    with bs.use_backend(backend):
+        found = bs.nn.attention(q, k, v, layout, causal=causal)
     mask = dense_mask(layout, causal)
     expected = dense_attention(q, k, v, mask)
     torch.testing.assert_close(found, expected)
@@ -62,20 +64,35 @@ def test_it_is_masked_attention(name, density, causal):
         torch.testing.assert_close(ours, theirs)
 
 
+def test_the_backend_is_the_one_asked_for(monkeypatch):
+    def refuses(*_):
+        raise AssertionError("rows were gathered")
+
+    layout, qkv = bs.patterns.random((16, 16), block_size=4, density=0.5, seed=0), draw((16, 16))
+    expected = bs.nn.attention(*qkv, layout)
+    monkeypatch.setattr(gathered, "attention", refuses)
+    with bs.use_backend("reference"):
+        torch.testing.assert_close(bs.nn.attention(*qkv, layout), expected)
+    with pytest.raises(AssertionError, match="gathered"):
+        bs.nn.attention(*qkv, layout)
+
+
 @pytest.mark.parametrize("together", [1, 5])
 def test_rows_may_be_computed_apart(together, monkeypatch):
     layout = bs.patterns.random((64, 64), block_size=8, density=0.4, seed=2)
     whole = bs.nn.attention(*(qkv := draw((64, 64))), layout)
-    monkeypatch.setattr(sys.modules["blocksparse.ops.attention"], "MAX_BATCHED_BLOCKS", together)
+    monkeypatch.setattr(gathered, "MAX_BATCHED_BLOCKS", together)
     apart = bs.BlockLayout(layout.mask(), 8)  # a plan stays with its layout
     torch.testing.assert_close(bs.nn.attention(*qkv, apart), whole)
 
 
-def test_each_head_has_its_own():
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_each_head_has_its_own(backend):
     layouts = [bs.patterns.random((32, 32), block_size=8, density=p, seed=i) for i, p in enumerate((0.2, 0.5, 0.2))]
     layouts[2] = layouts[0]
     q, k, v = draw((32, 32))
-    found = bs.nn.attention(q, k, v, layouts, causal=True, scale=0.3)
+    with bs.use_backend(backend):
+        found = bs.nn.attention(q, k, v, layouts, causal=True, scale=0.3)
     mask = torch.stack([dense_mask(layout, True) for layout in layouts])
     expected = dense_attention(q, k, v, mask, 0.3)
     torch.testing.assert_close(found, expected)
@@ -84,11 +101,13 @@ def test_each_head_has_its_own():
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_dtypes_and_strides(dtype):
+def test_other_dtypes_and_strides(dtype, backend):
     layout = bs.patterns.random((64, 64), block_size=16, density=0.4, seed=1)
     q, k, v = (torch.randn(2, 64, 3, 8, dtype=dtype).transpose(1, 2) for _ in range(3))
-    found = bs.nn.attention(q, k, v, layout)
+    with bs.use_backend(backend):
+        found = bs.nn.attention(q, k, v, layout)
     expected = dense_attention(q.double(), k.double(), v.double(), dense_mask(layout, False))
     error = (found.double() - expected).norm() / expected.norm()
     assert error < {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
@@ -129,7 +148,7 @@ def test_flex_attention_sees_the_same(shape, block, per_head, causal):
     grid = bs.patterns.dense(shape, block).grid
     layouts = [bs.BlockLayout(torch.rand(grid) < 0.5, block) for _ in range(2 if per_head else 1)]
     q, k, v = (tensor.detach() for tensor in draw(shape, heads=2, d=16, d_v=16, dtype=torch.float32))
-    found = _flex(q, k, v, _check(q, k, v, layouts if per_head else layouts[0]), causal, 0.25, flex_attention)
+    found = flex(q, k, v, _check(q, k, v, layouts if per_head else layouts[0]), causal, 0.25, flex_attention)
     mask = torch.stack([dense_mask(layout, causal) for layout in layouts])
     torch.testing.assert_close(found, dense_attention(q, k, v, mask, 0.25), atol=1e-5, rtol=1e-5)
 
@@ -139,7 +158,7 @@ def test_heads_with_different_blocks():
     q, k, v = (tensor.detach() for tensor in draw((64, 64), heads=2, d=16, d_v=16, dtype=torch.float32))
     expected = dense_attention(q, k, v, torch.stack([dense_mask(layout, False) for layout in layouts]))
     torch.testing.assert_close(bs.nn.attention(q, k, v, layouts), expected)
-    torch.testing.assert_close(_flex(q, k, v, layouts, False, 0.25, flex_attention), expected)
+    torch.testing.assert_close(flex(q, k, v, layouts, False, 0.25, flex_attention), expected)
 
 
 def test_nothing_to_do():

@@ -9,9 +9,9 @@ import torch
 
 import blocksparse as bs
 from blocksparse.ops import cpu_core, recurrent
-from blocksparse.ops.linear.op import backend_of
-from blocksparse.ops.recurrent import Steps, product, scan
-from blocksparse.ops.recurrent.product import Product
+from blocksparse.ops.linear.op import LINEAR
+from blocksparse.ops.recurrent import Steps, op, scan
+from blocksparse.ops.recurrent.op import Product
 from linear_backends import FAST, SLOW, assert_close, running
 
 STEPS = {
@@ -130,8 +130,8 @@ def test_by_hand_as_by_definition(cell, sparse, steps):
 def test_gradients_by_a_transposed_copy_of_dense_weights(cell, products, monkeypatch):
     copies, make = [], Product._copy
     monkeypatch.setattr(Product, "_copy", lambda self, layout: copies.append(layout) or make(self, layout))
-    monkeypatch.setattr(product, "WIDE", 32)
-    monkeypatch.setattr(product, "TOKENS_OF_A_COPY", 10)
+    monkeypatch.setattr(op, "WIDE", 32)
+    monkeypatch.setattr(op, "TOKENS_OF_A_COPY", 10)
     check(cell, Steps.equal(4, 8), False, torch.float32, hidden=64)
     # The eight tokens of the last step go without.
     assert len(copies) == 3 * products
@@ -186,7 +186,7 @@ def test_each_weight_has_its_gradient_from_one_product(cell, monkeypatch):
     recurrence, tensors = case(cell, Steps.equal(9, 8), True)
     tensors = cast(tensors, cell, torch.float32)
     calls = []
-    backend = backend_of(torch.empty(0))
+    backend = LINEAR.on(torch.device("cpu"), torch.float32)
     wgrad = backend.linear_wgrad
     monkeypatch.setattr(backend, "linear_wgrad", lambda *args: calls.append(args[2]) or wgrad(*args))
     outputs_and_gradients(lambda *leaves: scan(recurrence, *leaves), tensors)

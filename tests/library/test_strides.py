@@ -7,7 +7,7 @@ import torch
 
 import blocksparse as bs
 from blocksparse.ops import dropout, lstm_gates, momentum
-from blocksparse.ops.linear.op import backend_of, indices_of, linear_op, linear_wgrad_op
+from blocksparse.ops.linear.op import LINEAR, linear_op, linear_wgrad_op
 from blocksparse.ops.recurrent import Steps, scan
 from conv_backends import FAST as CONV_FAST
 from conv_backends import SLOW as CONV_SLOW
@@ -67,7 +67,7 @@ def test_outputs_of_linear(backend, name, tokens):
     layout = LAYOUTS[name]
     with running(backend):
         x, values = torch.randn(tokens, layout.shape[1]), torch.randn(layout.values_shape)
-        run = backend_of(x).linear
+        run = LINEAR.on(x.device, x.dtype).linear
         expected = run(x, values, None, layout, False, None)
         for odd, out in views(torch.zeros_like(expected)).items():
             if "expanded" in odd or "one number" in odd or "negated" in odd or out.is_inference():
@@ -269,7 +269,7 @@ def test_outputs_lie_in_memory_as_fake_ones(backend):
 
 def test_opcheck_of_strided_operands():
     layout = LAYOUTS["a block"]
-    indices = indices_of(layout, torch.empty(0)), layout.grid[1]
+    indices = LINEAR.indices(layout, torch.empty(0)), layout.grid[1]
     x, grad = torch.randn(3, 2).T.requires_grad_(), torch.randn(1, 2).expand(2, 2)
     values, bias = torch.randn(1, 3, 2).mT.requires_grad_(), torch.randn(1).expand(2)
     torch.library.opcheck(linear_op, (x, values, bias, *indices, False, "relu"))

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.ops import cpu_core, registry
-from blocksparse.ops.linear import linear_transposed
+from blocksparse.ops import cpu_core
+from blocksparse.ops.linear import LINEAR, linear_transposed
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 compiled = pytest.mark.skipif(cpu_core.unavailable() is not None, reason="the compiled core is off")
@@ -169,7 +169,12 @@ def test_threads_that_share_layouts_nobody_has_planned_give_the_bits_of_one(bloc
 def test_each_thread_takes_back_its_own_choice(which):
     """The choice is that of the whole process; the one who entered last is obeyed, whoever leaves first."""
     use, now, first, second = {
-        "backend": (bs.use_backend, lambda: registry._wanted(torch.device("cpu")), "reference", "cpu"),
+        "backend": (
+            bs.use_backend,
+            lambda: LINEAR.on(torch.device("cpu"), torch.float32).__name__.rpartition(".")[2],
+            "reference",
+            "cpu",
+        ),
         "isa": (cpu_core.use_isa, cpu_core.isa, *[name for name, here in cpu_core.isas().items() if here][:2]),
     }[which]
     usual, entered, leave = now(), threading.Event(), threading.Event()

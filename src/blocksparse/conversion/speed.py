@@ -15,7 +15,7 @@ from ..measure import Clock, alternate, cuda_clock, host_clock
 from ..nn.linear import Linear
 from ..nn.module import BlockSparseModule, Weight
 from ..nn.recurrent import Recurrent
-from ..ops.linear.op import backend_of
+from ..ops.linear import LINEAR
 from ..surgery.prunable import Prunable, prunable
 from ..surgery.replace import sparse_module
 from .densify import densify
@@ -72,7 +72,7 @@ def _speed_up(
     made: Any = None
     try:
         made = sparse()
-        backend = backend_of(made.values).__name__
+        backend = LINEAR.on(made.values.device, made.values.dtype).__name__
     except BlockSparseError:
         return 0.0  # no backend serves it here
     if (*key, backend) not in _measured:

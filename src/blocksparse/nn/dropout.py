@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..checked import number
 from ..ops import dropout
-from ..ops.checks import is_eager
+from ..ops.registry import is_eager
 
 
 class Dropout(nn.Module):

@@ -76,7 +76,8 @@ class Linear(BlockSparseModule):
         return self.out_features, self.in_features
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        out_features, in_features = self.layout.shape
+        layout = self.layout
+        out_features, in_features = layout.shape
         bias: Tensor | None = self.bias
         if in_features != self.in_features:
             if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.in_features:
@@ -85,7 +86,7 @@ class Linear(BlockSparseModule):
             x = F.pad(x, (0, in_features - self.in_features))
         if bias is not None and out_features != self.out_features:
             bias = F.pad(bias, (0, out_features - self.out_features))
-        y = ops.linear(x, self.values, self.layout, bias, self.activation, gate)
+        y = ops.linear(x, self.values, layout, bias, self.activation, gate)
         return y if out_features == self.out_features else y[..., : self.out_features]
 
     def extra_repr(self) -> str:

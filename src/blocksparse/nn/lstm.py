@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..layout import BlockLayout
 from ..ops import recurrent
-from ..ops.checks import needs_grad
-from ..ops.recurrent import Steps, can_join, scan
+from ..ops.recurrent import Steps, scan
+from ..ops.registry import needs_grad
 from .module import Weight
 from .recurrent import Recurrent, State, cast, fitting, pad
 
@@ -160,13 +160,12 @@ class LSTM(Recurrent):
         self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
     ) -> tuple[Tensor, ...]:
         bias = getattr(self, f"bias_ih{suffix}") + getattr(self, f"bias_hh{suffix}") if self.bias else None
-        input_weight, input_layout = self._weight(f"weight_ih{suffix}")
-        weight, layout = self._weight(f"weight_hh{suffix}")
-        weights, projection = [weight], None
-        if self.proj_size:
-            projected, projection = self._weight(f"weight_hr{suffix}")
-            weights.append(projected)
+        pairs = self._weights(suffix, "ih", "hh", *(["hr"] if self.proj_size else []))
+        (input_weight, *weights), (input_layout, layout, *projections) = zip(*pairs, strict=True)
         x, h, input_weight, bias, *weights = cast(x, h, input_weight, bias, *weights)
-        joined = index is None and not self.proj_size and can_join(input_layout, layout)
-        cell = (recurrent.JoinedLSTM if joined else recurrent.LSTM)(steps, input_layout, layout, projection)
-        return scan(cell, pad(x, input_layout), index, h, c, input_weight, bias, *weights)
+        sparse = input_layout is not None and layout is not None
+        joined = sparse and index is None and not projections and input_layout.block_shape == layout.block_shape
+        cell = (recurrent.JoinedLSTM if joined else recurrent.LSTM)(steps, input_layout, layout, *projections)
+        if input_layout is not None and input_layout.shape[1] != x.shape[1]:
+            x = pad(x, input_layout)
+        return scan(cell, x, index, h, c, input_weight, bias, *weights)

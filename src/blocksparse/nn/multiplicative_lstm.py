@@ -117,7 +117,7 @@ class MultiplicativeLSTM(Recurrent):
         self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
     ) -> tuple[Tensor, ...]:
         bias = getattr(self, f"bias{suffix}") if self.bias else None
-        pairs = [self._weight(f"weight_{name}{suffix}") for name in ("ih", "im", "mh", "hm")]
+        pairs = self._weights(suffix, "ih", "im", "mh", "hm")
         weights, layouts = zip(*pairs, strict=True)
         x, h, bias, input_weight, *rest = cast(x, h, bias, *weights)
         cell = recurrent.MultiplicativeLSTM(steps, *layouts)

@@ -143,6 +143,10 @@ class Recurrent(nn.Module):
         weight = getattr(self, name)
         return (weight.values, weight.layout) if isinstance(weight, Weight) else (weight, None)
 
+    def _weights(self, suffix: str, *names: str) -> list[tuple[Tensor, BlockLayout | None]]:
+        """Those of one cell."""
+        return [self._weight(f"weight_{name}{suffix}") for name in names]
+
     def _product(self, x: Tensor, name: str, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for all steps at once."""
         weight, layout = self._weight(name)
@@ -281,7 +285,7 @@ class Recurrent(nn.Module):
     def _initial(self, hx: State | None, batch: int, like: Tensor, input: Any) -> tuple[Tensor, Tensor]:
         """The initial states of all cells, padded; c in float32 or float64."""
         cells = self.num_layers * self.directions
-        narrow = autocast(like, like, None)[0].dtype
+        narrow = _dtype_of_products(like)
         wide = torch.float64 if narrow == torch.float64 else torch.float32
         if hx is None:
             h = like.new_zeros(cells, batch, self._output.padded, dtype=narrow)
@@ -324,8 +328,12 @@ def fitting(layout: BlockLayout | None, out: Size, in_: Size) -> BlockLayout | N
 
 def cast(x: Tensor, *tensors: Tensor | None) -> list[Any]:
     """x and the tensors in the dtype that products with x have: under autocast another one than x's."""
-    dtype = autocast(x, x, None)[0].dtype
+    dtype = _dtype_of_products(x)
     return [None if tensor is None else tensor.to(dtype) for tensor in (x, *tensors)]
+
+
+def _dtype_of_products(x: Tensor) -> torch.dtype:
+    return autocast(x, x, None)[0].dtype if torch._C._is_any_autocast_enabled() else x.dtype
 
 
 def pad(x: Tensor, layout: BlockLayout | None) -> Tensor:

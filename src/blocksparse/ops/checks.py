@@ -117,42 +117,20 @@ def autocast(x: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
     return cast(x), cast(values), None if bias is None else cast(bias)
 
 
-def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd will record operations on these."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
+def features_together(x: Tensor) -> Tensor:
+    """Returns x, or a copy whose features lie side by side, as kernels need them."""
+    return x if x.stride()[-1:] == (1,) else x.resolve_neg().contiguous()
 
 
-def can_skip_dispatcher(*tensors: Tensor | None) -> bool:
-    """Whether no gradient, tracer, mode, transform or subclass needs to see an op, so that a direct call is enough.
-
-    PyTorch's dispatch of an op written in Python takes 6 microseconds.
-    """
-    return not needs_grad(*tensors) and only_autograd_active(*tensors)
-
-
-def only_autograd_active(*tensors: Tensor | None) -> bool:
-    """Whether nothing but autograd, where it records, needs to see ops on these."""
-    return is_eager(*tensors) and not torch.autograd._profiler_enabled()
+# The dtypes that kernels serve, and those in which they accumulate sums.
+SUM_DTYPES = {
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
 
 
-def is_eager(*tensors: Tensor | None) -> bool:
-    """Whether the numbers can be read: there is no tracer, mode, transform, subclass or lazy negation."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(tensor is None or _is_plain(tensor) for tensor in tensors)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.maybe_current_level() is None
-        and torch._C._get_tracing_state() is None
-    )
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    # Lazily negated tensors, and zeros without memory, get their numbers in PyTorch's dispatcher only.
-    return type(tensor) in _PLAIN and not (tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor())
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which sums of any `dtype` are accumulated."""
+    return SUM_DTYPES.get(dtype, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -192,14 +193,27 @@ def _pointer(name: str, tensor: Tensor) -> int:
     return pointer
 
 
-def features_together(x: Tensor) -> Tensor:
-    """x, or a copy whose features lie side by side, as `rows` asks for."""
-    return x if x.stride()[-1:] == (1,) else x.resolve_neg().contiguous()
+Operand = tuple[str, Tensor | None, tuple[int, ...], torch.dtype]
+
+
+def operands(*tensors: Operand) -> tuple[ModuleType, str, list[tuple[int, int]]]:
+    """The core, the instruction set, and of each tensor its address and the distance between rows.
+
+    Matrices are `rows`; any other tensor, for which the distance is 0, is one `address`.
+    """
+    found = []
+    for name, tensor, shape, dtype in tensors:
+        if len(shape) == 2:
+            found.append(rows(name, tensor, shape, dtype))
+        else:
+            found.append((address(name, tensor, shape, dtype), 0))
+    return core(), isa(), found
 
 
 def new(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, int]:
     """Memory for an output, and its address."""
-    made = workspace.empty(shape, dtype, _CPU)
+    small = math.prod(shape) * dtype.itemsize < workspace.MIN_BYTES  # PyTorch reuses such memory itself
+    made = torch.empty(shape, dtype=dtype, device=_CPU) if small else workspace.empty(shape, dtype, _CPU)
     return made, made.data_ptr()
 
 

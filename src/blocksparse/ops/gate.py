@@ -11,7 +11,7 @@ from ..errors import BlockSparseError
 from ..indices import LARGE
 from ..layout import BlockLayout
 from . import workspace
-from .checks import is_eager, needs_grad
+from .registry import is_eager, needs_grad
 
 # How many gates a layout caches, the newest ones: several weights may share a layout.
 REMEMBERED = 8

@@ -1,4 +1,4 @@
-"""Chooses the backend that serves a call; a refusal has its reason.
+"""Makes the operations: one `Op` each, of which come the choice of the backend, PyTorch's op, and its gradients.
 
 A backend of an op is a module in the op's folder with the op's products as functions and a function
 `refusal(device, dtype) -> str | None`: why it cannot serve such a call, or None when it can.
@@ -6,20 +6,34 @@ A backend of an op is a module in the op's folder with the op's products as func
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
+from ..checked import checked_ints
 from ..errors import BlockSparseError
+from ..layout import BlockLayout, layout_of_indices
+from . import cpu_core
+from .checks import check_devices, check_operands
+from .gpu import runtime as gpu_runtime
+
+__all__ = ["BackendStatus", "LayoutOp", "Op", "backends", "use_backend"]
 
 _BACKEND_OF_DEVICE = {"cpu": "cpu", "cuda": "triton"}
 # For the whole process, since autograd runs backward passes in threads of its own; the last entry applies. Keyed, so
 # that each `with` removes its own entry, in whatever order threads exit theirs.
 _forced: dict[object, str] = {}
+
+
+# -- backends ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -50,12 +64,9 @@ def backends() -> dict[str, BackendStatus]:
     >>> bs.backends()["reference"].usable
     True
     """
-    from . import cpu_core
-    from .gpu import runtime as triton_runtime
-
-    no_gpu, no_core = triton_runtime.unavailable(), cpu_core.unavailable()
+    no_gpu, no_core = gpu_runtime.unavailable(), cpu_core.unavailable()
     return {
-        "triton": BackendStatus("triton", no_gpu, "" if no_gpu else triton_runtime.details()),
+        "triton": BackendStatus("triton", no_gpu, "" if no_gpu else gpu_runtime.details()),
         "cpu": BackendStatus("cpu", no_core, "" if no_core else f"instruction set {cpu_core.isa()}"),
         "reference": BackendStatus("reference", details="plain PyTorch on any device, the definition; slow"),
     }
@@ -87,30 +98,311 @@ def use_backend(name: str) -> Iterator[None]:
         del _forced[key]
 
 
-def choose(op: str, implementations: Mapping[str, ModuleType], device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The implementation of `op` for tensors of this device and dtype, or a BlockSparseError that says why none."""
-    name = _wanted(device)
-    if name is None or name not in implementations:
-        reason = f"there is no {name or device.type} backend of it yet"
-    else:
-        refusal = implementations[name].refusal(device, dtype)
-        if refusal is None:
-            return implementations[name]
-        reason = f"the {name} backend refuses: {refusal}"
-    raise BlockSparseError.expected(
-        op,
-        "a dtype and a device that its backend serves",
-        f"{dtype} on {device}: {reason}. The plain PyTorch definition runs anywhere, slowly: "
-        f'`with blocksparse.use_backend("reference"): ...`',
+class Op:
+    """An operation and its backends.
+
+    Args:
+        name: of the operation.
+        backends: the modules that serve it, named "triton", "cpu" and "reference".
+        elsewhere: the module among them that serves what no other does; without one such calls are refused.
+    """
+
+    def __init__(self, name: str, *backends: ModuleType, elsewhere: ModuleType | None = None) -> None:
+        self.name = name
+        self.backends = {module.__name__.rpartition(".")[2]: module for module in backends}
+        self._elsewhere = elsewhere
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> Any:
+        """The backend for tensors of this device and dtype.
+
+        Raises:
+            BlockSparseError: there is none, with the reason.
+        """
+        # A copy of the values, as other threads change them.
+        name = [*_forced.values()][-1] if _forced else _BACKEND_OF_DEVICE.get(device.type)
+        backend: Any = self.backends.get(name or "")
+        refusal = f"there is no {name or device.type} backend of it yet"
+        if backend is not None:
+            refusal = backend.refusal(device, dtype)
+            if refusal is None:
+                return backend
+            refusal = f"the {name} backend refuses: {refusal}"
+        if self._elsewhere is not None:
+            return self._elsewhere
+        raise BlockSparseError.expected(
+            self.name,
+            "a dtype and a device that its backend serves",
+            f"{dtype} on {device}: {refusal}. The plain PyTorch definition runs anywhere, slowly: "
+            f'`with blocksparse.use_backend("reference"): ...`',
+        )
+
+
+# -- the way of a call -------------------------------------------------------------------------------------------
+
+Tensors = Sequence[Tensor | None]
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd will record operations on these."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_eager(*tensors: Tensor | None) -> bool:
+    """Whether the numbers can be read: there is no tracer, mode, transform, subclass or lazy negation."""
+    if torch.compiler.is_compiling():
+        return False
+    for tensor in tensors:
+        # Lazily negated tensors, and zeros without memory, get their numbers in PyTorch's dispatcher only.
+        if tensor is not None and (
+            type(tensor) not in _PLAIN or tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor()
+        ):
+            return False
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.maybe_current_level() is None
+        and torch._C._get_tracing_state() is None
     )
 
 
-def choose_or_reference(implementations: Mapping[str, ModuleType], device: torch.device, dtype: torch.dtype) -> Any:
-    """As `choose`, of an op whose definition is good enough wherever nothing else serves: there it is taken."""
-    found = implementations.get(_wanted(device) or "")
-    return implementations["reference"] if found is None or found.refusal(device, dtype) is not None else found
+def only_autograd_active(*tensors: Tensor | None) -> bool:
+    """Whether nothing but autograd, where it records, needs to see ops on these, which then may skip the dispatcher.
+
+    PyTorch's dispatch of an op written in Python takes 6 microseconds, its autograd of one longer than a small product.
+    """
+    return is_eager(*tensors) and not torch.autograd._profiler_enabled()
 
 
-def _wanted(device: torch.device) -> str | None:
-    forced = [*_forced.values()]  # a copy, as other threads change it
-    return forced[-1] if forced else _BACKEND_OF_DEVICE.get(device.type)
+def is_plain(*tensors: Any) -> bool:
+    """Whether these are dense tensors or None to which nothing but autograd is to be done: no autocast, no tangent."""
+    if torch.compiler.is_compiling():
+        return False
+    for tensor in tensors:
+        if tensor is not None and (
+            type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested
+        ):
+            return False
+    if forward_ad._current_level >= 0 or torch._C._is_any_autocast_enabled():
+        return False
+    return only_autograd_active(*tensors)
+
+
+class Pattern(NamedTuple):
+    """A layout as a graph has it: the index tensors, perhaps with a GPU's schedule behind them, and the columns."""
+
+    indices: Sequence[Tensor]
+    in_blocks: int
+
+
+class LayoutOp(Op):
+    """An operation on tensors and a layout, as PyTorch's op too: schema, meta kernel, autograd, vmap of one definition.
+
+    The op takes the layout as its index tensors, `indices`: crow and col, so that a compiled or exported graph is
+    self-contained. Its gradients are calls of such operations again, so they can be differentiated as often as one
+    likes. Subclasses define what is computed.
+
+    Args:
+        name: of the operation, of its function in the backends, and of PyTorch's op in `torch.ops.blocksparse`.
+        tensors, options: the schema before and behind `Tensor[] indices, SymInt in_blocks`.
+        backends: as for `Op`.
+    """
+
+    torch_op: Any
+
+    def __init__(self, name: str, tensors: str, options: str, *backends: ModuleType) -> None:
+        super().__init__(name, *backends)
+        self.operands = [argument.split()[-1] for argument in tensors.split(",")]
+        schema = f"{name}({tensors}, Tensor[] indices, SymInt in_blocks{', ' if options else ''}{options}) -> Tensor"
+        LIBRARY.define(schema)
+        self.torch_op = getattr(torch.ops.blocksparse, name).default
+        LIBRARY.impl(name, self._run, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, self._autograd, "Autograd", with_keyset=True)
+        torch.library.register_fake(f"blocksparse::{name}", self._meta, lib=LIBRARY)
+        torch.library.register_vmap(self.torch_op, _each_entry(self.torch_op), lib=LIBRARY)
+
+    # What subclasses define; `tensors` are the operands, `options` the rest of the schema.
+
+    def block(self, tensors: Any, grid: tuple[int, int], options: Sequence[Any]) -> tuple[int, int]:
+        """The layout's block, after a check that the operands have the axes they should have."""
+        raise NotImplementedError
+
+    def shapes(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> list[tuple[int, ...]]:
+        """The shape of each operand."""
+        raise NotImplementedError
+
+    def output(
+        self, nnz: int, grid: tuple[int, int], block: tuple[int, int], tensors: Any, options: Sequence[Any]
+    ) -> tuple[int, ...]:
+        """The shape of the result."""
+        raise NotImplementedError
+
+    def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
+        """The result, by the backend."""
+        x = tensors[0]
+        result: Tensor = getattr(self.on(x.device, x.dtype), self.name)(*tensors, layout, *options)
+        return result
+
+    def kept(self, tensors: Any, output: Tensor, options: Sequence[Any]) -> Tensors:
+        """What `backward` needs: the operands, or x and values with what the gradient of an activation needs."""
+        if self.operands[-1] != "bias":
+            return tensors  # type: ignore[no-any-return]
+        (x, values, bias), activation = tensors, options[-1]
+        return x, values, None if activation in (None, "relu") else bias, output if activation == "relu" else None
+
+    def backward(
+        self, grad: Tensor, kept: Any, layout: BlockLayout | Pattern, options: Sequence[Any], needed: Sequence[bool]
+    ) -> Tensors:
+        """The gradients of the operands that are needed, by operations that can be differentiated."""
+        raise NotImplementedError
+
+    def indices(self, layout: BlockLayout, x: Tensor) -> Sequence[Tensor]:
+        """The index tensors that stand for the layout in a call with x."""
+        return layout.indices_on(x.device)
+
+    # The way of a call.
+
+    def __call__(self, tensors: Tensors, layout: BlockLayout | Pattern, options: Sequence[Any] = ()) -> Tensor:
+        """The result for checked operands: directly where only autograd needs to see it, else as PyTorch's op."""
+        if isinstance(layout, BlockLayout):
+            if only_autograd_active(*tensors):
+                return self.direct(tensors, layout, options)
+            layout = Pattern(self.indices(layout, tensors[0]), layout.grid[1])  # type: ignore[arg-type]
+        result: Tensor = self.torch_op(*tensors, layout.indices, layout.in_blocks, *options)
+        return result
+
+    def direct(self, tensors: Tensors, layout: BlockLayout, options: Sequence[Any] = ()) -> Tensor:
+        """The result by the backend itself, recorded where autograd is to see it."""
+        if needs_grad(*tensors):
+            recorded: Tensor = _Node.apply(self, None, layout, options, *tensors)
+            return recorded
+        return self.compute(tensors, layout, options)
+
+    def _run(self, *arguments: Any) -> Tensor:
+        tensors, (indices, in_blocks), options = self._split(arguments)
+        grid = _grid_of(indices, in_blocks)
+        layout = _layout_of(indices, grid, self.block(tensors, grid, options))
+        x, shapes = tensors[0], self.shapes(layout, tensors, options)
+        named = zip(self.operands, zip(tensors, shapes, strict=True), strict=True)
+        check_operands(x.dtype, x.device, **dict(named))
+        return self.compute(tensors, layout, options)
+
+    def _meta(self, *arguments: Any) -> Tensor:
+        tensors, (indices, in_blocks), options = self._split(arguments)
+        grid = _grid_of(indices, in_blocks)
+        block = self.block(tensors, grid, options)
+        named = dict(zip(self.operands, tensors, strict=True))
+        check_devices(indices, **{"x": named.pop("x"), **named})
+        result: Tensor = tensors[0].new_empty(*self.output(indices[1].shape[0], grid, block, tensors, options))
+        return result
+
+    def _autograd(self, keys: Any, *arguments: Any) -> Tensor:
+        tensors, (indices, in_blocks), options = self._split(arguments)
+        if needs_grad(*tensors):
+            recorded: Tensor = _Node.apply(self, keys, in_blocks, options, *tensors, *indices)
+            return recorded
+        return self.below_autograd(keys, arguments)
+
+    def below_autograd(self, keys: Any, arguments: Sequence[Any]) -> Tensor:
+        """Dispatches PyTorch's op to what comes after autograd: compilers, fake tensors, `_run`."""
+        with torch._C._AutoDispatchBelowAutograd():
+            result: Tensor = self.torch_op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+        return result
+
+    def _split(self, arguments: Sequence[Any]) -> tuple[Any, Pattern, Sequence[Any]]:
+        count = len(self.operands)
+        return arguments[:count], Pattern(*arguments[count : count + 2]), arguments[count + 2 :]
+
+
+class _Node(torch.autograd.Function):
+    """The node of autograd's graph of every `LayoutOp`, on either way of a call.
+
+    `torch.library.register_autograd` takes lists of tensors by flattening and rebuilding all arguments on every way in
+    and out, which takes longer than the products of a small layer. Here the indices are arguments of their own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, op: LayoutOp, keys: Any, layout: Any, options: Sequence[Any], *operands: Any) -> Tensor:
+        tensors, indices = operands[: len(op.operands)], operands[len(op.operands) :]
+        if keys is None:
+            output = op.compute(tensors, layout, options)
+        else:  # `layout` is but its number of columns
+            output = op.below_autograd(keys, (*tensors, indices, layout, *options))
+        kept = op.kept(tensors, output, options)
+        ctx.op, ctx.layout, ctx.options, ctx.count = op, layout, options, len(kept)
+        ctx.save_for_backward(*kept, *indices)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        op, layout, saved, rest = ctx.op, ctx.layout, ctx.saved_tensors, [None] * len(ctx.needs_input_grad)
+        kept, indices = saved[: ctx.count], saved[ctx.count :]
+        if indices:
+            layout = Pattern(indices, layout)
+        count = len(op.operands)
+        found = op.backward(grad, kept, layout, ctx.options, ctx.needs_input_grad[4 : 4 + count])
+        return None, None, None, None, *found, *rest[4 + count :]
+
+
+LIBRARY = torch.library.Library("blocksparse", "DEF")
+
+
+def _each_entry(op: Any) -> Callable[..., tuple[Tensor, int]]:
+    """The rule by which `torch.vmap` calls an op once for each entry of the batch; gradients pass to the whole.
+
+    One layout serves them all, so that its index tensors have no batch.
+    """
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+        def entry(i: int) -> Callable[[Any, Any], Any]:
+            return lambda argument, dim: argument.select(dim, i) if isinstance(dim, int) else argument
+
+        outputs = [op(*map(entry(i), arguments, in_dims)) for i in range(info.batch_size)]
+        return torch.stack(outputs), 0
+
+    return rule
+
+
+# -- layouts of graphs -------------------------------------------------------------------------------------------
+
+
+def _grid_of(indices: Sequence[Tensor], in_blocks: int) -> tuple[int, int]:
+    """Returns (out_blocks, in_blocks) from the sizes of index tensors, which may be traced."""
+    # Behind these two comes the schedule of a graph for a GPU.
+    vectors = len(indices) >= 2 and indices[0].dim() == indices[1].dim() == 1
+    if not vectors or indices[0].shape[0] < 2 or in_blocks < 1:
+        got = f"{[list(index.shape) for index in indices]}, {in_blocks}"
+        raise BlockSparseError.expected(
+            "indices, in_blocks", "crow [out_blocks + 1], col [nnz] of at least one block row, a positive int", got
+        )
+    return indices[0].shape[0] - 1, in_blocks
+
+
+def _layout_of(indices: Sequence[Tensor], grid: tuple[int, int], block: tuple[int, int]) -> BlockLayout:
+    """Returns the layout of these index tensors, or makes one of them (as in a graph loaded from a file).
+
+    Raises:
+        BlockSparseError: index tensors that are not those of a layout of this grid.
+    """
+    crow, col = indices[:2]
+    known = getattr(col, "_blocksparse_layout", None)
+    layout: BlockLayout | None = known() if known is not None else None
+    if layout is not None and layout.block_shape == block and layout.grid == grid:
+        # Others, such as a copy that was written to, are compared.
+        own_crow, own_col = layout.indices_on(col.device)
+        if own_crow is crow and own_col is col:
+            return layout
+    starts, cols = checked_ints("crow_indices", crow), checked_ints("col_indices", col)
+    return _layout_from_bytes((starts.tobytes(), starts.dtype), (cols.tobytes(), cols.dtype), grid, block)
+
+
+@lru_cache(maxsize=64)
+def _layout_from_bytes(
+    crow: tuple[bytes, Any], col: tuple[bytes, Any], grid: tuple[int, int], block: tuple[int, int]
+) -> BlockLayout:
+    return layout_of_indices(np.frombuffer(*crow), np.frombuffer(*col), grid, block)

@@ -33,7 +33,7 @@ from blocksparse.layout import BlockLayout
 from blocksparse.measure import Call, Samples, Spread, alternate
 from blocksparse.ops.gpu.tiles import FEW_TOKENS, PASSES, Gpu, Work, bucket, gpu_of, tile_for
 from blocksparse.ops.linear import linear
-from blocksparse.ops.linear.op import indices_of, linear_op, linear_wgrad_op
+from blocksparse.ops.linear.op import LINEAR, linear_op, linear_wgrad_op
 from blocksparse.ops.linear.specs import LinearSpec
 
 from . import peers as elsewhere
@@ -295,7 +295,7 @@ class Problem:
     def ours(self, copy: int = 0) -> Call:
         """The pass of the spec on the block-sparse weight."""
         x, grad, values, layout = self.x, self.grad, self.copy_of_values(copy), self.layout
-        indices, in_blocks = indices_of(layout, x), layout.grid[1]
+        indices, in_blocks = LINEAR.indices(layout, x), layout.grid[1]
         if self.spec.pass_ == "dgrad":
             return lambda: linear_op(grad, values, None, indices, in_blocks, True, None)
         if self.spec.pass_ == "wgrad":

@@ -10,10 +10,22 @@ from torch import Tensor
 from ...checked import is_int
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ..checks import autocast, check_activation, check_alike, check_kinds, needs_grad
+from ..activations import ACTIVATIONS
+from ..checks import autocast, check_activation, check_alike, check_kinds
 from ..gate import gated
-from .op import conv_op
-from .reference import ACTIVATIONS
+from ..registry import needs_grad
+from .op import CONV
+
+__all__ = [
+    "ACTIVATIONS",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "per_axis",
+]
 
 Ints = int | Sequence[int]
 _AXES = {1: "length", 2: "height, width", 3: "depth, height, width"}
@@ -233,10 +245,8 @@ def _conv(
 
     # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
     fused = activation if activation == "relu" or not needs_grad(x, values, bias) else None
-    indices = [*layout.indices_on(x.device)]
-    last = batch.movedim(1, -1)
-    flags = layout.grid[1], False, transposed
-    y = conv_op(last, values, bias, indices, *flags, size, steps[0], before, steps[1], fused)
+    options = False, transposed, size, steps[0], before, steps[1], fused
+    y = CONV((batch.movedim(1, -1), values, bias), layout, options)
     if fused != activation:
         y = ACTIVATIONS[activation](y)
     y = y.movedim(-1, 1)

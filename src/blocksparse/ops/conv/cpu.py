@@ -9,9 +9,8 @@ import torch
 from ...layout import BlockLayout
 from .. import cpu_core
 from ..cpu_core import DTYPES, address
-from ..linear import cpu as linear
-from ..linear.plan import block_plan
-from .plan import Axis, channel_plan, is_linear, packed_taps, runs, three_axes
+from ..cpu_plan import block_plan
+from .plan import Axis, channel_plan, packed_taps, runs, three_axes
 
 refusal = cpu_core.refusal
 
@@ -33,10 +32,6 @@ def conv(
     from_size, to_size = (output, input) if transposed else (input, output)
     x_address = address("x", x, (images, *from_size, in_channels), dtype)
     values_address = address("values", values, (*layout.values_shape, *kernel), dtype)
-    if is_linear(axes):
-        matrix = values.reshape(layout.values_shape)
-        y = linear.linear(x.reshape(-1, in_channels), matrix, bias, layout, transpose, activation)
-        return y.reshape(images, *to_size, out_channels)
     bias = None if bias is None else bias.contiguous()
     y = torch.empty(images, *to_size, out_channels, dtype=dtype, device=x.device)
     axes = three_axes(axes)
@@ -78,8 +73,6 @@ def conv_wgrad(
     x_address = address("x", x, (images, *x_size, in_channels), dtype)
     grad_address = address("grad", grad, (images, *grad_size, out_channels), dtype)
     shape = *layout.values_shape, *kernel
-    if is_linear(axes):
-        return linear.linear_wgrad(grad.reshape(-1, out_channels), x.reshape(-1, in_channels), layout).reshape(shape)
     values = torch.empty(shape, dtype=dtype, device=x.device)
     axes = three_axes(axes)
     input, output, kernel = _sizes(axes)

@@ -8,7 +8,7 @@ those of the convolution. What lies outside of an image takes no part: nothing i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,7 +17,7 @@ import numpy as np
 from ...cached import cached_property
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ..linear.plan import check_int32
+from ..cpu_plan import check_int32
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def runs(axis: Axis, transposed: bool, cut: bool) -> Runs:
     (array([5]), array([1, 0, 0]), array([5, 5, 4]))
     """
     out_step, in_step = (axis.stride, 1) if transposed else (1, axis.stride)
-    whole = []  # (first output, count, [(tap, at, begin, end), ...])
+    whole: list[Run] = []
     if transposed:
         for phase in range(min(axis.stride, axis.input)):
             # The taps that reach outputs phase, phase + stride, ..., and the input at which each reaches the first.
@@ -104,7 +104,11 @@ def runs(axis: Axis, transposed: bool, cut: bool) -> Runs:
     )
 
 
-def _cut(run: tuple[int, int, list], out_step: int, in_step: int) -> list[tuple[int, int, list]]:
+# (first output, count, [(tap, at, begin, end), ...])
+Run = tuple[int, int, list[tuple[int, int, int, int]]]
+
+
+def _cut(run: Run, out_step: int, in_step: int) -> list[Run]:
     """The run cut where a tap begins or ends."""
     first, count, taps = run
     cuts = sorted({0, count, *(begin for *_, begin, _ in taps), *(end for *_, end in taps)})
@@ -118,8 +122,8 @@ def _cut(run: tuple[int, int, list], out_step: int, in_step: int) -> list[tuple[
     ]
 
 
-def _as_arrays(found: Sequence[tuple[int, int, list]], out_step: int, in_step: int) -> Runs:
-    def vector(numbers) -> np.ndarray:
+def _as_arrays(found: Sequence[Run], out_step: int, in_step: int) -> Runs:
+    def vector(numbers: Iterable[int]) -> np.ndarray:
         return np.array(list(numbers), dtype=np.int64)
 
     taps = [tap for _, _, taps in found for tap in taps]

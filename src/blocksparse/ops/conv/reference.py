@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from ...layout import BlockLayout
-from ..linear import reference as linear
+from ..activations import ACTIVATIONS
+from ..checks import accumulator
+from ..linear import definition as linear
 from .plan import Axis
 
-ACTIVATIONS = linear.ACTIVATIONS
 refusal = linear.refusal
 Slices = tuple[slice, ...]
 
@@ -30,7 +32,7 @@ def conv(
 
     With `transpose`, W is used with its inputs and outputs exchanged, as in the gradients.
     """
-    dtype, wide = x.dtype, linear.accumulator(x.dtype)
+    dtype, wide = x.dtype, accumulator(x.dtype)
     x, values = x.to(wide), values.to(wide)
     out_channels = layout.shape[1 if transpose else 0]
     y = x.new_zeros(x.shape[0], *(axis.input if transposed else axis.output for axis in axes), out_channels)
@@ -51,7 +53,7 @@ def conv_wgrad(
 
     x is the input of the convolution, or with `transposed` grad is.
     """
-    wide = linear.accumulator(x.dtype)
+    wide = accumulator(x.dtype)
     kernel = [axis.kernel for axis in axes]
     values = torch.zeros(*layout.values_shape, *kernel, dtype=wide, device=x.device)
     for tap, output, input in _taps(axes):
@@ -61,7 +63,7 @@ def conv_wgrad(
     return values.to(x.dtype)
 
 
-def _taps(axes: Sequence[Axis]) -> Iterator[tuple[tuple, Slices, Slices]]:
+def _taps(axes: Sequence[Axis]) -> Iterator[tuple[tuple[Any, ...], Slices, Slices]]:
     """Each tap that maps anything: its index into the values, and the places of the output and of the input."""
     for tap in itertools.product(*(range(axis.kernel) for axis in axes)):
         output, input = [slice(None)], [slice(None)]

@@ -1,4 +1,4 @@
-"""The convolutions on a GPU: tensors, tasks and geometry to a launch; those that are linear products go there."""
+"""The convolutions on a GPU: tensors, tasks and geometry to a launch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
+from ..checks import SUM_DTYPES
+from ..gpu import runtime
 from ..gpu.plan import linear_plan, wgrad_tasks
-from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common, power_of_two, sums_of
-from ..gpu.tiles import Tile, Work, bucket, gpu_of, tile_for
-from ..linear import triton as linear
+from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common, power_of_two
+from ..gpu.tiles import Tile, Work, bucket, gpu_of, splits_of, tile_for
 from .gpu_plan import phase_table
-from .plan import Axis, is_linear, three_axes
+from .plan import Axis, three_axes
 
-refusal = linear.refusal
+refusal = runtime.refusal
 
 
 def conv(
@@ -34,10 +35,6 @@ def conv(
 
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     out_channels = layout.shape[transpose]
-    if is_linear(axes):
-        matrix = values.reshape(layout.values_shape)
-        y = linear.linear(x.reshape(-1, x.shape[-1]), matrix, bias, layout, transpose, activation)
-        return y.reshape(*x.shape[:-1], out_channels)
     out_space = [axis.input if transposed else axis.output for axis in axes]
     y = torch.empty(x.shape[0], *out_space, out_channels, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
@@ -85,9 +82,6 @@ def conv_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, transposed: bool, a
 
     grad, x = grad.contiguous(), x.contiguous()
     kernel = [axis.kernel for axis in axes]
-    if is_linear(axes):
-        values = linear.linear_wgrad(grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]), layout)
-        return values.reshape(*layout.values_shape, *kernel)
     output = x if transposed else grad
     tokens = output[..., 0].numel()
     if layout.nnz == 0 or tokens == 0:
@@ -98,7 +92,7 @@ def conv_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, transposed: bool, a
     tasks = _on(layout, ("conv wgrad tasks", tile.block_k), x.device, lambda: wgrad_tasks(layout, tile.block_k))
     col = _on(layout, ("conv col",), x.device, lambda: layout.col_of_block.astype("int32"))
     taps, slices = int(torch.Size(kernel).numel()), cdiv(layout.block_shape[0], tile.block_n)
-    splits = linear.splits_of(tasks.shape[0] * slices * taps, tokens, tile, gpu)
+    splits = splits_of(tasks.shape[0] * slices * taps, tokens, tile, gpu)
     axes = three_axes(axes)
     names = {
         "input": "input_size",
@@ -120,7 +114,7 @@ def conv_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, transposed: bool, a
     }
     for attribute, name in names.items():
         arguments |= _each(name, [getattr(axis, attribute) for axis in axes])
-    dtype = x.dtype if splits == 1 else sums_of(x.dtype)
+    dtype = x.dtype if splits == 1 else SUM_DTYPES[x.dtype]
     parts = torch.empty(splits, taps, *layout.values_shape, dtype=dtype, device=x.device)
     launch = Launch(kernels.conv_wgrad_kernel, (tasks.shape[0] * taps * slices, splits, 1), 3, arguments, tile)
     launch(grad, x, parts)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ...checked import integer
 from ...errors import BlockSparseError
-from ..registry import choose_or_reference
-from . import cpu, reference
+from .op import DROPOUT
 
-IMPLEMENTATIONS = {"cpu": cpu, "reference": reference}
+__all__ = ["LEVELS", "Factors", "backward", "factors_of", "forward", "least_of"]
+
 LEVELS = 2**16
 
 Factors = tuple[float, float, float]
@@ -45,7 +45,8 @@ def forward(x: Tensor, factors: Factors, seed: int, least: int) -> tuple[Tensor,
     """
     integer("seed", seed, 0, below=2**64), integer("least", least, 0, below=LEVELS)
     _check_factors(factors)
-    return choose_or_reference(IMPLEMENTATIONS, x.device, x.dtype).forward(_plain(x), factors, seed, least)
+    found: tuple[Tensor, Tensor] = DROPOUT.on(x.device, x.dtype).forward(_plain(x), factors, seed, least)
+    return found
 
 
 def backward(grad: Tensor, code: Tensor, factors: Factors) -> Tensor:
@@ -54,8 +55,8 @@ def backward(grad: Tensor, code: Tensor, factors: Factors) -> Tensor:
     if code.shape != grad.shape or code.dtype is not torch.uint8 or code.device != grad.device:
         expected = f"uint8 {list(grad.shape)} on {grad.device}, as grad"
         raise BlockSparseError.expected("code", expected, f"{code.dtype} {list(code.shape)} on {code.device}")
-    backend = choose_or_reference(IMPLEMENTATIONS, grad.device, grad.dtype)
-    return backend.backward(_plain(grad), _plain(code), factors)
+    grad_x: Tensor = DROPOUT.on(grad.device, grad.dtype).backward(_plain(grad), _plain(code), factors)
+    return grad_x
 
 
 def _check_factors(factors: Factors) -> None:

@@ -34,7 +34,7 @@ class LinearPlan:
 
     @property
     def pairs(self) -> bool:
-        return self.tasks.shape[1] == 6
+        return bool(self.tasks.shape[1] == 6)
 
 
 def linear_plan(layout: BlockLayout, transpose: bool, longest: int | None = None) -> LinearPlan:

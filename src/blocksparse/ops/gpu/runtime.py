@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ...errors import BlockSparseError
+from ..checks import SUM_DTYPES
 
 if TYPE_CHECKING:
     from ...layout import BlockLayout
@@ -41,8 +42,10 @@ def details() -> str:
     return "Triton's interpreter, on the CPU" if interpreting() else torch.cuda.get_device_name()
 
 
-def refusal(device: torch.device) -> str | None:
-    """Why tensors on this device cannot be served, or None."""
+def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why such tensors cannot be served, or None: the `refusal` of each op's Triton backend."""
+    if dtype not in SUM_DTYPES:
+        return f"it serves {', '.join(str(known) for known in SUM_DTYPES)}"
     if interpreting() and device.type != "cpu":
         return f"Triton interprets here (TRITON_INTERPRET=1), tensors on the CPU, not on {device}"
     if device.type == "cuda" and not interpreting():
@@ -152,7 +155,7 @@ def common(dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
 
     return {
         "PRECISION": precision(dtype),
-        "SUM": DTYPES[sums_of(dtype)],
+        "SUM": DTYPES[SUM_DTYPES[dtype]],
         "WIDEN": interpreting(),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -167,16 +170,11 @@ def precision(dtype: torch.dtype) -> str:
 
 def tf32() -> bool:
     """Whether PyTorch's own switch allows TF32 in products of float32."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 # Dynamo cannot trace it; graphs are guarded by the switch anyway.
 tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def sums_of(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which sums of `dtype` are accumulated."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def cdiv(a: int, b: int) -> int:

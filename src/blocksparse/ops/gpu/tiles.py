@@ -21,7 +21,8 @@ import torch
 from ... import files
 from ...checked import checked_block, integer, is_int, number
 from ...errors import BlockSparseError
-from .runtime import power_of_two, tf32
+from .runtime import power_of_two as power_of_two
+from .runtime import tf32
 
 PASSES = ("forward", "dgrad", "wgrad")
 DTYPES = ("float16", "bfloat16", "float32", "tf32", "float64")
@@ -105,6 +106,11 @@ def bucket(tokens: int) -> int:
     while size < MOST_TOKENS and tokens > size:
         size *= 2
     return size
+
+
+def splits_of(programs: int, tokens: int, tile: Tile, gpu: Gpu) -> int:
+    """Among how many programs the tokens of a block are shared: few blocks would leave most of the GPU idle."""
+    return max(1, min(2 * gpu.multiprocessors // programs, bucket(tokens) // (8 * tile.block_m)))
 
 
 def tile_for(work: Work, gpu: Gpu) -> Tile:

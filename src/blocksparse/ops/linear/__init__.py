@@ -6,11 +6,14 @@ from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ..checks import autocast, check_activation, check_alike, check_kinds, needs_grad, only_autograd_active
+from ..activations import ACTIVATIONS
+from ..checks import autocast, check_activation, check_alike, check_kinds
 from ..gate import gated
-from . import cpu
-from .op import EagerLinear, backend_of, indices_of, linear_op
-from .reference import ACTIVATIONS
+from ..registry import is_plain, needs_grad
+from . import reference as definition
+from .op import LINEAR, LINEAR_WGRAD
+
+__all__ = ["ACTIVATIONS", "LINEAR", "LINEAR_WGRAD", "definition", "linear", "linear_transposed"]
 
 
 def linear(
@@ -106,29 +109,21 @@ def _product(
     gate: Tensor | None,
     transpose: bool,
 ) -> Tensor:
-    check_kinds(x, values, layout, bias, gate)
-    if gate is not None:
-        values, layout = gated(values, layout, gate)
-    x, values, bias = autocast(x, values, bias)
-    check_activation(activation, ACTIVATIONS)
+    plain = gate is None and isinstance(layout, BlockLayout) and is_plain(x, values, bias)
+    if not plain:
+        check_kinds(x, values, layout, bias, gate)
+        if gate is not None:
+            values, layout = gated(values, layout, gate)
+        x, values, bias = autocast(x, values, bias)
+    fused = activation
+    if activation is not None:
+        check_activation(activation, ACTIVATIONS)
+        # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
+        fused = None if activation != "relu" and needs_grad(x, values, bias) else activation
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
-    differentiates = needs_grad(x, values, bias)
-    if x.dim() == 2 and not differentiates and only_autograd_active(x, values, bias) and backend_of(x) is cpu:
-        try:
-            return cpu.linear(x, values, bias, layout, transpose, activation)
-        except BlockSparseError:  # it compares all sizes itself: nothing is checked twice, but said better
-            _check(x, values, layout, bias, out_features, in_features)
-            raise
     _check(x, values, layout, bias, out_features, in_features)
-    # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
-    fused = activation if activation == "relu" or not differentiates else None
     flat = x if x.dim() == 2 else x.reshape(-1, in_features)
-    if not only_autograd_active(x, values, bias):
-        y = linear_op(flat, values, bias, indices_of(layout, flat), layout.grid[1], transpose, fused)
-    elif differentiates:
-        y = EagerLinear.apply(flat, values, bias, layout, transpose, fused)
-    else:
-        y = backend_of(flat).linear(flat, values, bias, layout, transpose, fused)
+    y = (LINEAR.direct if plain else LINEAR)((flat, values, bias), layout, (transpose, fused))
     if fused != activation:
         y = ACTIVATIONS[activation](y)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], out_features)
@@ -148,4 +143,6 @@ def _check(
         raise BlockSparseError.expected("values", f"{list(layout.values_shape)} for {layout!r}", list(values.shape))
     if bias is not None and tuple(bias.shape) != (out_features,):
         raise BlockSparseError.expected("bias", f"[{out_features}] for {layout!r}", list(bias.shape))
-    check_alike(x, values, bias)
+    for tensor in (values, bias):
+        if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
+            check_alike(x, values, bias)

@@ -32,7 +32,7 @@ def linear_kernel(
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     SUM: tl.constexpr,  # the dtype of sums
-    WIDEN: tl.constexpr,  # operands to it beforehand: see triton_device.dot
+    WIDEN: tl.constexpr,  # operands to it beforehand: see gpu/device.py
     SPLIT: tl.constexpr,  # some tasks are parts of rows
     BLOCK_M: tl.constexpr,  # the tile: tokens, outputs, lanes
     BLOCK_N: tl.constexpr,

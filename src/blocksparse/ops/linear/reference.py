@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from ...convert import block_coordinates
 from ...layout import BlockLayout
-
-ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+from ..activations import ACTIVATIONS
+from ..checks import accumulator
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -47,8 +46,3 @@ def linear_wgrad(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout) -> to
     left = grad.to(wide).reshape(-1, layout.grid[0], layout.block_shape[0]).index_select(1, rows)
     right = x.to(wide).reshape(-1, layout.grid[1], layout.block_shape[1]).index_select(1, cols)
     return torch.einsum("tko,tki->koi", left, right).to(x.dtype)
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which sums of `dtype` are accumulated."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

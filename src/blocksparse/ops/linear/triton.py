@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
-from ..gpu import runtime as triton_runtime
+from ..checks import SUM_DTYPES, features_together
+from ..gpu import runtime
 from ..gpu.plan import LinearPlan, linear_plan, pair_plan, wgrad_tasks
-from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common, precision, sums_of
-from ..gpu.tiles import Gpu, Tile, Work, bucket, forced, gpu_of, tile_for
+from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common, precision
+from ..gpu.tiles import Gpu, Tile, Work, bucket, forced, gpu_of, splits_of, tile_for
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Launches kept per layout; the cache is cleared at this many, for callers whose token counts always change.
 MOST_LAUNCHES = 64
 
 
 class Schedule(NamedTuple):
-    """The index tensors of a layout on a device, for the three passes; see `gpu_plan` for what is in them."""
+    """The index tensors of a layout on a device, for the three passes; see `gpu/plan.py` for what is in them."""
 
     forward_tasks: Tensor
     forward_col: Tensor
@@ -51,10 +51,7 @@ class TracedLayout(NamedTuple):
         return self.nnz / (self.grid[0] * self.grid[1])
 
 
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    if dtype not in DTYPES:
-        return f"it serves {', '.join(str(known) for known in DTYPES)}"
-    return triton_runtime.refusal(device)
+refusal = runtime.refusal
 
 
 # -- schedules --------------------------------------------------------------------------------------------------
@@ -137,7 +134,7 @@ def linear(
     y = torch.empty(tokens, out_blocks * height, dtype=x.dtype, device=x.device) if out is None else out
     if tokens == 0:
         return y
-    x, values = _features_contiguous(x), values.contiguous()
+    x, values = features_together(x), values.contiguous()
     bias = None if bias is None else bias.contiguous()
     kind = ("linear", transpose, activation, y.stride(0))
     launches = _prepared(
@@ -147,7 +144,7 @@ def linear(
         launches[0](x, values, bias, y, None)
         return y
     product, reduction = launches
-    partial = torch.empty(product.slots, tokens, height, dtype=sums_of(x.dtype), device=x.device)
+    partial = torch.empty(product.slots, tokens, height, dtype=SUM_DTYPES[x.dtype], device=x.device)
     product(x, values, bias, y, partial)
     reduction(partial, bias, y)
     return y
@@ -158,14 +155,14 @@ def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) ->
     if layout.nnz == 0 or x.shape[0] == 0:
         return torch.zeros(shape, dtype=x.dtype, device=x.device)
     check_fits("x", "tokens", x.shape[0])
-    grad, x = _features_contiguous(grad), _features_contiguous(x)
+    grad, x = features_together(grad), features_together(x)
     kind = ("wgrad", grad.stride(0))
     (launch,) = _prepared(layout, kind, x, (grad,), lambda: [_wgrad_launch(grad, x, layout)])
     if launch.splits == 1:
         values = torch.empty(shape, dtype=x.dtype, device=x.device)
         launch(grad, x, values)
         return values
-    parts = torch.empty((launch.splits, *shape), dtype=sums_of(x.dtype), device=x.device)
+    parts = torch.empty((launch.splits, *shape), dtype=SUM_DTYPES[x.dtype], device=x.device)
     launch(grad, x, parts)
     return parts.sum(0).to(x.dtype)
 
@@ -252,17 +249,7 @@ def _wgrad_launch(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) -
     return Launch(kernels.linear_wgrad_kernel, (count, slices, splits), 3, arguments, tile, splits=splits)
 
 
-def splits_of(programs: int, tokens: int, tile: Tile, gpu: Gpu) -> int:
-    """Among how many programs the tokens of a block are shared: few blocks would leave most of the GPU idle."""
-    return max(1, min(2 * gpu.multiprocessors // programs, bucket(tokens) // (8 * tile.block_m)))
-
-
 def _schedule_of(layout: BlockLayout | TracedLayout, x: Tensor) -> Sequence[Tensor]:
     if isinstance(layout, TracedLayout):
         return layout.schedule
     return schedule(layout, x.device, x.dtype, x.shape[0])
-
-
-def _features_contiguous(x: Tensor) -> Tensor:
-    # The kernels take any distance between tokens, but the features of one token side by side.
-    return x if x.stride(1) == 1 else x.contiguous()

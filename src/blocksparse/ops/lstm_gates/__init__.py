@@ -10,29 +10,16 @@ sequence has one buffer of each. Shapes, with n rows and H features:
 
 All but the states c have one dtype out of float32, float64, bfloat16 and float16; the arithmetic is that of the states.
 The features of a row lie side by side, the rows anywhere. An output may be the very tensor of an input of its shape,
-but must not overlap one otherwise.
+but must not overlap one otherwise. Callers with many steps ask `LSTM_GATES.on(device, dtype)` for the backend once.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-
-import torch
 from torch import Tensor
 
-from ..registry import choose
-from . import cpu, reference, triton
+from .op import LSTM_GATES
 
-IMPLEMENTATIONS = {"triton": triton, "cpu": cpu, "reference": reference}
-
-
-def backend_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """Returns the module whose `forward` and `backward` serve such tensors, for callers with many steps.
-
-    Raises:
-        BlockSparseError: there is none, with the reason.
-    """
-    return choose("lstm_gates", IMPLEMENTATIONS, device, dtype)
+__all__ = ["LSTM_GATES", "backward", "forward"]
 
 
 def forward(
@@ -68,7 +55,7 @@ def forward(
 
     Source: Hochreiter, Schmidhuber, Long Short-Term Memory (1997), with the forget gate of Gers et al. (2000).
     """
-    backend_for(z.device, z.dtype).forward(z, add, gain, c, h_out=h_out, c_out=c_out, gates_out=gates_out)
+    LSTM_GATES.on(z.device, z.dtype).forward(z, add, gain, c, h_out=h_out, c_out=c_out, gates_out=gates_out)
 
 
 def backward(
@@ -95,6 +82,6 @@ def backward(
     Raises:
         BlockSparseError: as `forward`.
     """
-    backend_for(gates.device, gates.dtype).backward(
+    LSTM_GATES.on(gates.device, gates.dtype).backward(
         gates, c_before, c, grad_h, grad_y, grad_c, grad_pre_out=grad_pre_out, grad_c_out=grad_c_out
     )

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ...errors import BlockSparseError
 from .. import cpu_core
-from ..cpu_core import DTYPES, address, rows
-from .operands import STATES
+from ..checks import SUM_DTYPES
+from ..cpu_core import DTYPES
 
 refusal = cpu_core.refusal
 
@@ -23,21 +23,18 @@ def forward(
     c_out: Tensor,
     gates_out: Tensor | None = None,
 ) -> None:
-    dtype, name, n, hidden = z.dtype, DTYPES[z.dtype], *_sizes(c)
-    state, one, all_four = STATES[dtype], (n, hidden), (n, 4 * hidden)
-    cpu_core.core().gates_forward(
-        cpu_core.isa(),
-        name,
-        n,
-        hidden,
-        rows("z", z, all_four, dtype),
-        rows("add", add, all_four if add is None or add.dim() == 2 else all_four[1:], dtype),
-        address("gain", gain, all_four[1:], dtype),
-        rows("c", c, one, state),
-        rows("h_out", h_out, one, dtype),
-        rows("c_out", c_out, one, state),
-        rows("gates_out", gates_out, all_four, dtype),
+    dtype, name, (n, hidden) = z.dtype, DTYPES[z.dtype], _sizes(c)
+    state, one, all_four = SUM_DTYPES[dtype], (n, hidden), (n, 4 * hidden)
+    core, isa, (z_, add_, (gain_, _), *rest) = cpu_core.operands(
+        ("z", z, all_four, dtype),
+        ("add", add, all_four if add is None or add.dim() == 2 else all_four[1:], dtype),
+        ("gain", gain, all_four[1:], dtype),
+        ("c", c, one, state),
+        ("h_out", h_out, one, dtype),
+        ("c_out", c_out, one, state),
+        ("gates_out", gates_out, all_four, dtype),
     )
+    core.gates_forward(isa, name, n, hidden, z_, add_, gain_, *rest)
 
 
 def backward(
@@ -51,22 +48,19 @@ def backward(
     grad_pre_out: Tensor,
     grad_c_out: Tensor,
 ) -> None:
-    dtype, name, n, hidden = gates.dtype, DTYPES[gates.dtype], *_sizes(c)
-    state, one, all_four = STATES[dtype], (n, hidden), (n, 4 * hidden)
-    cpu_core.core().gates_backward(
-        cpu_core.isa(),
-        name,
-        n,
-        hidden,
-        rows("gates", gates, all_four, dtype),
-        rows("c_before", c_before, one, state),
-        rows("c", c, one, state),
-        rows("grad_h", grad_h, one, dtype),
-        rows("grad_y", grad_y, one, dtype),
-        rows("grad_c", grad_c, one, state),
-        rows("grad_pre_out", grad_pre_out, all_four, dtype),
-        rows("grad_c_out", grad_c_out, one, state),
+    dtype, name, (n, hidden) = gates.dtype, DTYPES[gates.dtype], _sizes(c)
+    state, one, all_four = SUM_DTYPES[dtype], (n, hidden), (n, 4 * hidden)
+    core, isa, addresses = cpu_core.operands(
+        ("gates", gates, all_four, dtype),
+        ("c_before", c_before, one, state),
+        ("c", c, one, state),
+        ("grad_h", grad_h, one, dtype),
+        ("grad_y", grad_y, one, dtype),
+        ("grad_c", grad_c, one, state),
+        ("grad_pre_out", grad_pre_out, all_four, dtype),
+        ("grad_c_out", grad_c_out, one, state),
     )
+    core.gates_backward(isa, name, n, hidden, *addresses)
 
 
 def _sizes(c: Tensor) -> torch.Size:

@@ -21,7 +21,8 @@ class GatesSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
 
 SPECS: dict[str, GatesSpec] = {

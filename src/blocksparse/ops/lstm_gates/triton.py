@@ -7,10 +7,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..gpu import runtime as triton_runtime
+from ..checks import SUM_DTYPES, row_stride
+from ..gpu import runtime
 from ..gpu.runtime import Launch, cdiv, check_fits, power_of_two
 from ..gpu.tiles import Tile
-from .operands import STATES, row_stride
 
 # Numbers of h per program: four per thread, so that even few rows make many programs.
 NUMBERS, WARPS = 512, 4
@@ -21,10 +21,7 @@ FORWARD = ("z", "add", "gain", "c", "h", "c_out", "gates")
 BACKWARD = ("gates", "c_before", "c", "grad_h", "grad_y", "grad_c", "grad_pre", "grad_c_before")
 
 
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    if dtype not in STATES:
-        return f"it serves {', '.join(str(known) for known in STATES)}"
-    return triton_runtime.refusal(device)
+refusal = runtime.refusal
 
 
 def forward(
@@ -38,7 +35,7 @@ def forward(
     gates_out: Tensor | None = None,
 ) -> None:
     dtype, device, (n, hidden) = z.dtype, z.device, c.shape
-    state, one, all_four = STATES[dtype], (n, hidden), (n, 4 * hidden)
+    state, one, all_four = SUM_DTYPES[dtype], (n, hidden), (n, 4 * hidden)
     strides = (
         row_stride("z", z, all_four, dtype, device),
         0 if add is None else row_stride("add", add, all_four if add.dim() == 2 else all_four[1:], dtype, device),
@@ -63,7 +60,7 @@ def backward(
     grad_c_out: Tensor,
 ) -> None:
     dtype, device, (n, hidden) = gates.dtype, gates.device, c.shape
-    state, one, all_four = STATES[dtype], (n, hidden), (n, 4 * hidden)
+    state, one, all_four = SUM_DTYPES[dtype], (n, hidden), (n, 4 * hidden)
     strides = (
         row_stride("gates", gates, all_four, dtype, device),
         row_stride("c_before", c_before, one, state, device),
@@ -116,7 +113,7 @@ def _launch(
         "n": n,
         "hidden": hidden,
         **{f"{name}_stride": stride for name, stride in zip(names, strides, strict=True)},
-        "SUM": DTYPES[STATES[dtype]],
+        "SUM": DTYPES[SUM_DTYPES[dtype]],
         "ROWS": rows,
         "FEATURES": features,
     }

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...errors import BlockSparseError
-from ..registry import choose_or_reference
 from . import cpu, reference
+from .op import MOMENTUM
 
-IMPLEMENTATIONS = {"cpu": cpu, "reference": reference}
+__all__ = ["step"]
 
 
 def step(
@@ -35,7 +35,7 @@ def step(
         if tensor.is_neg():  # its numbers are not what lies in its memory
             raise BlockSparseError.expected("weights, velocities", "tensors that are not lazily negated", "such a view")
     grads = [grad.resolve_neg() for grad in grads]
-    backend = choose_or_reference(IMPLEMENTATIONS, weights[0].device, weights[0].dtype)
+    backend = MOMENTUM.on(weights[0].device, weights[0].dtype)
     if backend is cpu and not cpu.serves([*weights, *velocities, *grads]):
         backend = reference
     backend.step(weights, velocities, grads, momentum=momentum, rate=rate, keep=keep)

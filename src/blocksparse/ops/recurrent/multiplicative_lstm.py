@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
-from .. import lstm_gates, workspace
+from .. import workspace
+from ..lstm_gates import LSTM_GATES
 from .lstm import gates, outputs, unrolled
-from .product import Product, linear_of
-from .rows import Rows, gather_rows, scatter_add_rows
-from .steps import StateGradient, Steps, Trajectory
+from .op import Product, Rows, StateGradient, Steps, Tensors, Trajectory, gather_rows, linear_of, scatter_add_rows
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,10 @@ class MultiplicativeLSTM:
     layout: BlockLayout | None = None
     state_layout: BlockLayout | None = None
 
-    def definition(self, x, index, h, c, input_weight, bias, *weights):
+    def definition(
+        self, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, input_weight: Tensor, bias: Tensor | None,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         factor_weight, weight, state_weight = weights
 
         def step(z: Tensor, factor: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +50,10 @@ class MultiplicativeLSTM:
         inputs = linear_of(x, input_weight, self.input_layout, bias), linear_of(x, factor_weight, self.factor_layout)
         return unrolled(self.steps, step, [gather_rows(each, index) for each in inputs], h, c)
 
-    def forward(self, x, index, h, c, input_weight, bias, factor_weight, weight, state_weight, *, keep):
+    def forward(
+        self, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, input_weight: Tensor, bias: Tensor | None,
+        factor_weight: Tensor, weight: Tensor, state_weight: Tensor, *, keep: bool,
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
         steps, hidden = self.steps, c.shape[1]
         product = Product(weight, self.layout, steps.batch)
         state_product = Product(state_weight, self.state_layout, steps.batch)
@@ -58,8 +65,8 @@ class MultiplicativeLSTM:
         # The activated gates take the place of the inputs' product where there is one of each row.
         gates = pre if index is None else workspace.empty((steps.rows, 4 * hidden), x.dtype, x.device)
         of_h, m = (workspace.empty((steps.rows, hidden), x.dtype, x.device) for _ in range(2))
-        views = [steps.cut(each) for each in (gates, of_h, m)]
-        run = lstm_gates.backend_for(x.device, x.dtype).forward
+        views = [each.split(steps.sizes) for each in (gates, of_h, m)]
+        run = LSTM_GATES.on(x.device, x.dtype).forward
         for t in steps.order:
             activated, state, multiplied = (view[t] for view in views)
             state_product.forward(hs.before[t], out=state)
@@ -67,12 +74,15 @@ class MultiplicativeLSTM:
             z = product.forward(multiplied)
             into = activated if keep else None
             run(z, inputs[t], None, cs.before[t], h_out=hs.after[t], c_out=cs.after[t], gates_out=into)
-            hs.advance(t)
-            cs.advance(t)
+            if not steps.aligned:
+                hs.advance(t)
+                cs.advance(t)
         kept = gates, of_x, of_h, m, hs.all_before, cs.all_before, cs.all_after
         return outputs(hs, cs), kept if keep else ()
 
-    def backward(self, tensors, kept, grads, needed):
+    def backward(
+        self, tensors: Any, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
+    ) -> Tensors:
         steps, (x, index, _, _, input_weight, _, factor_weight, weight, state_weight) = self.steps, tensors
         gates, of_x, of_h, m, h_before, c_before, c_after = kept
         grad_y, grad_h, grad_c = grads
@@ -81,10 +91,10 @@ class MultiplicativeLSTM:
         grad_pre = workspace.empty_like(gates)
         grad_of_x, grad_of_h = workspace.empty_like(of_h), workspace.empty_like(of_h)
         dh, dc = StateGradient(steps, grad_h), grad_c.clone()
-        views = [steps.cut(each) for each in (gates, c_before, c_after, grad_y.contiguous(), grad_pre)]
-        factor_views = [steps.cut(each) for each in (of_h, grad_of_x, grad_of_h)]
+        views = [each.split(steps.sizes) for each in (gates, c_before, c_after, grad_y.contiguous(), grad_pre)]
+        factor_views = [each.split(steps.sizes) for each in (of_h, grad_of_x, grad_of_h)]
         factors = Rows(steps, of_x, index)
-        run = lstm_gates.backend_for(gates.device, gates.dtype).backward
+        run = LSTM_GATES.on(gates.device, gates.dtype).backward
         for t in reversed(steps.order):
             activated, before, after, from_y, grad_z = (view[t] for view in views)
             state, grad_factor, grad_of_state = (view[t] for view in factor_views)

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...layout import BlockLayout
-from .. import lstm_gates, workspace
+from .. import workspace
+from ..lstm_gates import LSTM_GATES
 from .lstm import gates, outputs, unrolled
-from .product import Product, linear_of
-from .rows import Rows, gather_rows, scatter_add_rows
-from .steps import StateGradient, Steps, Trajectory
+from .op import (
+    Product,
+    Rows,
+    StateGradient,
+    Steps,
+    Tensors,
+    Trajectory,
+    empty,
+    gather_rows,
+    linear_of,
+    scatter_add_rows,
+)
 
 EPSILON = 1e-5
 
@@ -48,7 +59,9 @@ class SmallWorldLSTM:
     def depth(self) -> int:
         return len(self.layouts) - 1
 
-    def definition(self, factors, terms, index, h, c, *parameters):
+    def definition(
+        self, factors: Tensor, terms: Tensor, index: Tensor | None, h: Tensor, c: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
         weights, gains, biases = self._split(parameters)
 
         def product(k: int, x: Tensor) -> Tensor:
@@ -69,7 +82,10 @@ class SmallWorldLSTM:
 
         return unrolled(self.steps, step, (gather_rows(factors, index), gather_rows(terms, index)), h, c)
 
-    def forward(self, factors, terms, index, h, c, *parameters, keep):
+    def forward(
+        self, factors: Tensor, terms: Tensor, index: Tensor | None, h: Tensor, c: Tensor, *parameters: Tensor,
+        keep: bool,
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
         steps, depth, hidden = self.steps, self.depth, c.shape[1]
         weights, gains, biases = self._split(parameters)
         products = [
@@ -78,15 +94,15 @@ class SmallWorldLSTM:
         hs, cs = Trajectory(steps, h), Trajectory(steps, c)
         # Of each norm but the last: what it takes, and mean and 1 / deviation; what the following product takes.
         rows_kept = steps.rows if keep else 0
-        taken, given = ([_empty(rows_kept, hidden, factors) for _ in range(depth)] for _ in range(2))
+        taken, given = ([empty(rows_kept, hidden, factors) for _ in range(depth)] for _ in range(2))
         moments = [c.new_empty(2, rows_kept, 1) for _ in range(depth)]
-        z_normed, activated = (_empty(rows_kept, 4 * hidden, factors) for _ in range(2))
+        z_normed, activated = (empty(rows_kept, 4 * hidden, factors) for _ in range(2))
         z_scale = c.new_empty(rows_kept, 4)
         factor, term = Rows(steps, factors, index), Rows(steps, terms, index)
         # Norms of 16-bit numbers are computed in those of the state.
         wide = c.dtype
         wide_norms = [(gains[k].to(wide), biases[k].to(wide)) for k in range(depth)]
-        run = lstm_gates.backend_for(factors.device, factors.dtype).forward
+        run = LSTM_GATES.on(factors.device, factors.dtype).forward
         for t in steps.order:
             rows = slice(steps.start[t], steps.start[t + 1])
             s = hs.before[t]
@@ -114,12 +130,15 @@ class SmallWorldLSTM:
                 c_out=cs.after[t],
                 gates_out=activated[rows] if keep else None,
             )
-            hs.advance(t)
-            cs.advance(t)
+            if not steps.aligned:
+                hs.advance(t)
+                cs.advance(t)
         kept = (activated, z_normed, z_scale, hs.all_before, cs.all_before, cs.all_after, *taken, *given, *moments)
         return outputs(hs, cs), kept if keep else ()
 
-    def backward(self, tensors, kept, grads, needed):
+    def backward(
+        self, tensors: Any, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
+    ) -> Tensors:
         steps, depth = self.steps, self.depth
         factors, terms, index, _, c, *parameters = tensors
         hidden = c.shape[1]
@@ -140,7 +159,7 @@ class SmallWorldLSTM:
         dh, dc = StateGradient(steps, grad_h), grad_c.clone()
         wide = c.dtype
         wide_norms = [(gains[k].to(wide), biases[k].to(wide)) for k in range(depth)]
-        run = lstm_gates.backend_for(factors.device, factors.dtype).backward
+        run = LSTM_GATES.on(factors.device, factors.dtype).backward
         for t in reversed(steps.order):
             rows = slice(steps.start[t], steps.start[t + 1])
             grad_state = dc[: steps.sizes[t]]
@@ -196,16 +215,12 @@ class SmallWorldLSTM:
         return parameters[:count], parameters[count : 2 * count], parameters[2 * count :]
 
 
-def _empty(rows: int, features: int, like: Tensor) -> Tensor:
-    return workspace.empty((rows, features), like.dtype, like.device)
-
-
 def _norm_backward(grad: Tensor, normed: Tensor, scale: Tensor, hidden: int) -> Tensor:
     """The gradient at what each of the four norms without gain takes."""
     shape = (len(grad), 4, hidden)
     zeros, ones = scale.new_zeros(len(grad), 4, 1), scale.new_ones(len(grad), 4, 1)
     # Normalised values already have mean 0 and deviation 1.
-    wide = torch.ops.aten.native_layer_norm_backward(
+    wide: Tensor = torch.ops.aten.native_layer_norm_backward(
         grad.view(shape).to(scale.dtype), normed.view(shape).to(scale.dtype), (hidden,), zeros, ones, None, None,
         (True, False, False),
     )[0]  # fmt: skip

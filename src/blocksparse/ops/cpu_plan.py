@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import BlockSparseError
-from ...layout import BlockLayout
-from .. import cpu_core
+from ..errors import BlockSparseError
+from ..layout import BlockLayout
+from . import cpu_core
 
 # At 48 tokens about 10 microseconds of a fast core: long compared with taking a task, short compared with a layer.
 TASK_COST = 16_384

@@ -1,0 +1,33 @@
+"""The definition of block-sparse attention: scores of all queries and keys, those that are not seen masked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...layout import BlockLayout
+from ..checks import accumulator
+
+
+def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:
+    """softmax(scale q k^T) v of the keys that are seen: `[batch, heads, queries, d_v]`; 0 where there are none."""
+    wide = accumulator(q.dtype)
+    seen = torch.stack([_seen(layout, causal) for layout in layouts]).to(q.device)
+    nothing = ~seen.any(-1, keepdim=True)
+    scores = scale * (q.to(wide) @ k.to(wide).mT)
+    # A softmax has to be of something: of all keys, where there is none to see.
+    weights = scores.masked_fill(~(seen | nothing), -torch.inf).softmax(-1)
+    return (weights @ v.to(wide)).masked_fill(nothing, 0).to(q.dtype)
+
+
+def _seen(layout: BlockLayout, causal: bool) -> Tensor:
+    """bool `[queries, keys]`."""
+    height, width = layout.block_shape
+    mask = layout.mask().repeat_interleave(height, 0).repeat_interleave(width, 1)
+    return mask.tril() if causal else mask

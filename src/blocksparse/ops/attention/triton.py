@@ -1,0 +1,97 @@
+"""Block-sparse attention on a GPU: PyTorch's FlexAttention with a `BlockMask` made of the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layout import BlockLayout
+
+# FlexAttention's kernels work on tiles of this many queries and keys.
+TILE = 128
+
+
+def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"it serves tensors on a GPU, not on {device}"
+    return "FlexAttention does not serve torch.float64" if dtype == torch.float64 else None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:
+    return flex(q, k, v, layouts, causal, scale, _compiled())
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layouts: Sequence[BlockLayout],
+    causal: bool,
+    scale: float,
+    kernel: Callable[..., Tensor],
+) -> Tensor:
+    """`attention` by a given form of FlexAttention: compiled, or as it is written."""
+    key = ("flex attention", tuple(layouts), causal, q.device)
+    mask = layouts[0].derived(key, partial(_block_mask, layouts, causal, q.device))
+    return kernel(q, k, v, block_mask=mask, scale=scale)
+
+
+def _block_mask(layouts: Sequence[BlockLayout], causal: bool, device: torch.device) -> Any:
+    """A BlockMask of tiles, in which a look into the layouts' own masks tells what a tile has of the smaller blocks."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    queries, keys = layouts[0].shape
+    shared = all(layout.block_shape == layouts[0].block_shape for layout in layouts)
+    height, width = layouts[0].block_shape if shared else (1, 1)
+    masks = [
+        layout.mask() if shared else layout.mask().repeat_interleave(b[0], 0).repeat_interleave(b[1], 1)
+        for layout in layouts
+        for b in [layout.block_shape]
+    ]
+    some = torch.stack([_tiles(mask, (height, width), any_=True) for mask in masks])
+    whole = torch.stack([_tiles(mask, (height, width), any_=False) for mask in masks])
+    if causal:
+        row, col = (torch.arange(n) * TILE for n in some.shape[1:])
+        some &= col <= row[:, None] + TILE - 1
+        whole &= col + TILE - 1 <= row[:, None]
+    table = torch.stack(masks).to(device)
+    per_head = len(layouts) > 1
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        found = table[h if per_head else 0, i // height, j // width]
+        return found & (j <= i) if causal else found
+
+    counts: list[Tensor] = []
+    for tiles in (some & ~whole, whole):
+        counts += [tiles.sum(-1, dtype=torch.int32), tiles.int().argsort(dim=-1, descending=True, stable=True).int()]
+    some_counts, some_cols, whole_counts, whole_cols = (tensor[None].to(device) for tensor in counts)
+    return BlockMask.from_kv_blocks(
+        some_counts,
+        some_cols,
+        whole_counts,
+        whole_cols,
+        BLOCK_SIZE=TILE,
+        mask_mod=seen,
+        seq_lengths=(queries, keys),
+    )
+
+
+def _tiles(mask: Tensor, block: tuple[int, int], any_: bool) -> Tensor:
+    """Which tiles have something, or all, of a mask of blocks: bool `[tiles of queries, tiles of keys]`."""
+    for axis, size in enumerate(block):
+        starts = torch.arange(0, mask.shape[axis] * size, TILE)
+        first, last = starts // size, (starts + TILE - 1).clamp(max=mask.shape[axis] * size - 1) // size
+        parts = [mask.narrow(axis, int(a), int(b - a + 1)) for a, b in zip(first, last, strict=True)]
+        mask = torch.stack([part.any(axis) if any_ else part.all(axis) for part in parts], axis)
+    return mask

@@ -1,0 +1,341 @@
+"""What all recurrences over whole sequences share: autograd, time steps, states on their way through them, products.
+
+A recurrence is one node of autograd's graph, so that each weight gets its gradient in one product over all steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import patterns
+from ...layout import BlockLayout
+from .. import cpu_core, workspace
+from ..linear import LINEAR, linear
+
+Tensors = tuple[Tensor | None, ...]
+
+
+class Recurrence(Protocol):
+    """A recurrence over a whole sequence, written twice: as a definition, and by hand.
+
+    `tensors` are its inputs, initial states and weights in an order of its own, some may be None; so are the gradients.
+
+        definition(*tensors)                    the outputs, in operations that autograd differentiates as often as one
+                                                likes; slow
+        forward(*tensors, keep)                 the outputs, and what backward needs besides the tensors if it is to be
+                                                kept
+        backward(tensors, kept, grads, needed)  the gradients of the tensors from those of the outputs; None at will
+                                                for what is not needed
+    """
+
+    def definition(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]: ...
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]: ...
+
+    def backward(
+        self, tensors: Tensors, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: tuple[bool, ...]
+    ) -> Tensors: ...
+
+
+def scan(recurrence: Recurrence, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Returns the outputs of a recurrence, differentiable any number of times."""
+    if torch.compiler.is_compiling():
+        return recurrence.definition(*tensors)
+    outputs: tuple[Tensor, ...] = _Scan.apply(recurrence, torch.is_grad_enabled(), *map(_resolved, tensors))
+    return outputs
+
+
+def _resolved(tensor: Tensor | None) -> Tensor | None:
+    """The tensor as it lies in memory, where PyTorch had put off a change of sign; vectors in one piece."""
+    if tensor is None:
+        return None
+    tensor = tensor.resolve_neg()
+    return tensor.contiguous() if tensor.dim() == 1 else tensor
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recurrence: Recurrence, grad_enabled: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        keep = grad_enabled and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+        outputs, kept = recurrence.forward(*tensors, keep=keep)
+        ctx.recurrence, ctx.count = recurrence, len(tensors)
+        ctx.save_for_backward(*tensors, *kept)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensors:
+        tensors, kept, needed = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :], ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled():
+            return None, None, *_differentiable(ctx.recurrence, tensors, grads, needed)
+        # Users may pass gradients of any strides, but the gates need the features of a row to be contiguous.
+        grads = tuple(grad.resolve_neg().contiguous() for grad in grads)
+        return None, None, *ctx.recurrence.backward(tensors, kept, grads, needed)
+
+
+def _differentiable(
+    recurrence: Recurrence, tensors: Tensors, grads: tuple[Tensor, ...], needed: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """The gradients as a function that autograd can differentiate again: those of the definition."""
+    outputs = recurrence.definition(*tensors)
+    wanted = [tensor for tensor, need in zip(tensors, needed, strict=True) if tensor is not None and need]
+    found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True))
+    return [next(found) if need else None for need in needed]
+
+
+# -- time steps ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How the rows of `[rows, features]` data are time steps: step t is the next `sizes[t]` rows.
+
+    Args:
+        sizes: rows of each step, never more than of the step before, as in a PackedSequence: shorter sequences end
+            earlier, and row r of a step belongs to row r of the step before.
+        reverse: whether time runs from the last step to the first.
+    """
+
+    sizes: tuple[int, ...]
+    reverse: bool = False
+    start: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The first row of each step, and the number of rows."""
+    rows: int = field(init=False, repr=False, compare=False)
+    """Of all steps."""
+    batch: int = field(init=False, repr=False, compare=False)
+    """The number of sequences."""
+    aligned: bool = field(init=False, repr=False, compare=False)
+    """Whether all sequences have the same length."""
+    order: Sequence[int] = field(init=False, repr=False, compare=False)
+    """The steps as time runs."""
+
+    @classmethod
+    def equal(cls, steps: int, batch: int, reverse: bool = False) -> Steps:
+        """Steps of sequences that all have the same length."""
+        return cls((batch,) * steps, reverse)
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes
+        order = range(len(sizes))
+        # Stored, not computed, as each step of each sequence reads these.
+        for name, value in (
+            ("start", (0, *accumulate(sizes))),
+            ("rows", sum(sizes)),
+            ("batch", sizes[0] if sizes else 0),
+            ("aligned", not sizes or sizes[-1] == sizes[0]),
+            ("order", order[::-1] if self.reverse else order),
+        ):
+            object.__setattr__(self, name, value)
+
+
+class Trajectory:
+    """A state on its way through the steps: what each step takes (`before`) and what it leaves (`after`).
+
+    The step itself writes `after[t]`, and then calls `advance(t)`, unless the steps are aligned: what one step leaves
+    then is what the next one takes, in the same memory.
+
+    Args:
+        steps: which.
+        initial: `[batch, features]`, what the first step of each sequence takes.
+        x: `[rows, input]`, or None. With it `rows_before` are the rows [x, what the step takes], one after the other in
+            memory.
+
+    final: `[batch, features]`, what the last step of each sequence left.
+    """
+
+    def __init__(self, steps: Steps, initial: Tensor, x: Tensor | None = None) -> None:
+        self.steps = steps
+        rows, batch = steps.rows, len(initial)
+        at = 0 if x is None else x.shape[1]
+        if steps.aligned:
+            memory = empty(rows + batch, at + initial.shape[1], initial)
+            first, last = memory[:rows], memory[batch:]
+            self.rows_before, after = (last, first) if steps.reverse else (first, last)
+            (memory[rows:] if steps.reverse else memory[:batch])[:, at:] = initial
+            self.final = (memory[:batch] if steps.reverse else memory[rows:])[:, at:]
+        else:
+            self.rows_before, after = (empty(rows, at + initial.shape[1], initial) for _ in range(2))
+            self.final = initial.clone()
+            size = steps.sizes[steps.order[0]]
+            self.rows_before[steps.start[steps.order[0]] :][:size, at:] = initial[:size]
+        if x is not None:
+            self.rows_before[:, :at] = x
+        self.all_before, self.all_after = self.rows_before[:, at:], after[:, at:]
+        self.before, self.after = self.all_before.split(steps.sizes), self.all_after.split(steps.sizes)
+
+    def advance(self, t: int) -> None:
+        """Passes on the state that step t left, among sequences of several lengths."""
+        size = self.steps.sizes[t]
+        # Sequences that are over keep their final state; those that have not begun, their initial one.
+        self.final[:size] = self.after[t]
+        following = t - 1 if self.steps.reverse else t + 1
+        if 0 <= following < len(self.steps.sizes):
+            self.before[following].copy_(self.final[: self.steps.sizes[following]])
+
+
+class StateGradient:
+    """The gradient at a state on its way back through the steps.
+
+    Args:
+        steps: which.
+        final: `[batch, features]`, the gradient at the final state.
+    """
+
+    def __init__(self, steps: Steps, final: Tensor) -> None:
+        self._aligned = steps.aligned
+        self._sizes = steps.sizes
+        self._grad = final.contiguous() if steps.aligned else final.clone()
+
+    def at(self, t: int) -> Tensor:
+        """The gradient at what step t left."""
+        return self._grad if self._aligned else self._grad[: self._sizes[t]]
+
+    def set(self, t: int, grad: Tensor) -> None:
+        """The gradient at what step t took."""
+        if self._aligned:
+            self._grad = grad
+        else:
+            self._grad[: self._sizes[t]] = grad
+
+    @property
+    def initial(self) -> Tensor:
+        """`[batch, features]`, the gradient at the initial state."""
+        return self._grad
+
+
+class Rows:
+    """What each step takes of `data`.
+
+    Args:
+        steps: which.
+        data: `[rows, features]`, or with an index `[n, features]`.
+        index: `[rows]`, the row of data that each row is.
+    """
+
+    def __init__(self, steps: Steps, data: Tensor, index: Tensor | None) -> None:
+        self._data = data
+        self._cut = (data if index is None else index).split(steps.sizes)
+        self._indexed = index is not None
+
+    def __getitem__(self, t: int) -> Tensor:
+        return self._data.index_select(0, self._cut[t]) if self._indexed else self._cut[t]
+
+
+def gather_rows(data: Tensor, index: Tensor | None) -> Tensor:
+    """All rows, differentiable."""
+    return data if index is None else data.index_select(0, index)
+
+
+def scatter_add_rows(grad: Tensor, data: Tensor, index: Tensor | None) -> Tensor:
+    """The gradient of data `[n, ...]` from that of all rows."""
+    if index is None:
+        return grad
+    # Unlike index_add, this has a fixed order and runs in parallel.
+    summed: Tensor = torch.ops.aten.embedding_dense_backward(grad, index, len(data), -1, False)
+    return summed
+
+
+def empty(rows: int, features: int, like: Tensor) -> Tensor:
+    """`[rows, features]` of the dtype and on the device of another tensor, in memory that large ones use again."""
+    small = rows * features * like.element_size() < workspace.MIN_BYTES
+    return like.new_empty(rows, features) if small else workspace.empty((rows, features), like.dtype, like.device)
+
+
+# -- products ------------------------------------------------------------------------------------------------------
+
+
+# dgrad by the rows of a dense weight adds to the whole output for each row. From WIDE features on, the output no longer
+# fits in the L1 cache, and products with a transposed copy take half the time; the copy costs about as much as the
+# products of TOKENS_OF_A_COPY tokens.
+WIDE, TOKENS_OF_A_COPY = 1024, 128
+
+
+class Product:
+    """The products with one weight, without autograd: x W^T and grad W at each step, the weight's gradient at the end.
+
+    Args:
+        weight: `[nnz, block_out, block_in]` with a layout, `[out, in]` without.
+        layout: the stored blocks, or None for a dense weight.
+        tokens: rows of each x.
+    """
+
+    def __init__(self, weight: Tensor, layout: BlockLayout | None, tokens: int) -> None:
+        self.shape = weight.shape
+        self.layout = as_blocks(weight, tokens) if layout is None else layout
+        self.weight = weight.contiguous()
+        turns = layout is None and self.layout is not None and weight.shape[1] >= WIDE
+        self._transposed_layout = _rows_of(*weight.T.shape) if turns else None
+        self._transposed: Tensor | None = None
+        self._seen = 0
+        if self.layout is not None:
+            self.weight = self.weight.view(self.layout.values_shape)
+            backend = LINEAR.on(weight.device, weight.dtype)
+            self._linear: Callable[..., Tensor] = backend.linear
+            self._linear_wgrad: Callable[..., Tensor] = backend.linear_wgrad
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """`[tokens, in] -> [tokens, out]`, x W^T + bias, into `out` if given."""
+        if self.layout is not None:
+            return self._linear(x, self.weight, bias, self.layout, False, None, out)
+        if bias is None:
+            return torch.mm(x, self.weight.T, out=out)
+        return torch.addmm(bias, x, self.weight.T, out=out)
+
+    def backward(
+        self, grad: Tensor, x: Tensor, needs_x: bool, needs_bias: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """The gradients of x, of the weight and of the bias."""
+        return self.dgrad(grad) if needs_x else None, self.wgrad(grad, x), grad.sum(0) if needs_bias else None
+
+    def dgrad(self, grad: Tensor) -> Tensor:
+        """`[tokens, out] -> [tokens, in]`."""
+        if self.layout is None:
+            return grad @ self.weight
+        self._seen += len(grad)
+        if self._transposed_layout is not None and self._seen > TOKENS_OF_A_COPY:
+            return self._linear(grad, self._copy(self._transposed_layout), None, self._transposed_layout, False, None)
+        return self._linear(grad, self.weight, None, self.layout, True, None)
+
+    def _copy(self, layout: BlockLayout) -> Tensor:
+        """The transposed weight as values of the layout."""
+        if self._transposed is None:
+            copy = workspace.empty(layout.shape, self.weight.dtype, self.weight.device)
+            self._transposed = copy.copy_(self.weight.view(self.shape).T).view(layout.values_shape)
+        return self._transposed
+
+    def wgrad(self, grad: Tensor, x: Tensor) -> Tensor:
+        """`[tokens, out], [tokens, in] ->` the gradient of the weight."""
+        if self.layout is None:
+            return grad.T @ x
+        return self._linear_wgrad(grad, x, self.layout).view(self.shape)
+
+
+def linear_of(x: Tensor, weight: Tensor, layout: BlockLayout | None, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias, differentiable, of a weight that is block-sparse with a layout, dense without."""
+    if layout is None and not torch.is_autocast_enabled(x.device.type):
+        layout = as_blocks(weight, len(x))
+        weight = weight if layout is None else weight.view(layout.values_shape)
+    return F.linear(x, weight, bias) if layout is None else linear(x, weight, layout, bias)
+
+
+def as_blocks(weight: Tensor, tokens: int) -> BlockLayout | None:
+    """Returns a layout whose values are the dense `weight` as it is in memory: blocks as wide as the weight.
+
+    None where PyTorch's dense product is the better one: our kernels are faster than a BLAS that does not use all of
+    the CPU, but not at a few tokens, nor in 16 bits.
+    """
+    if tokens < 8 or weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():
+        return None
+    return _rows_of(*weight.shape)
+
+
+@lru_cache(maxsize=64)
+def _rows_of(out: int, in_: int) -> BlockLayout | None:
+    return None if out % 32 or cpu_core.unavailable() else patterns.dense((out, in_), (32, in_))
