@@ -100,15 +100,15 @@ int run_axis(const AxisRuns* whole, int64_t images) {
   return best;
 }
 
-std::vector<Region> regions_of(const AxisRuns* const* axes, int axis, const int64_t* kernel, int fold, const Image& x,
+std::vector<Region> regions_of(const AxisRuns* const* axes, int axis, const int64_t* kernel, int k_pack, const Image& x,
                                const Image& y) {
   std::vector<Region> regions;
-  const auto distances = [](const Image& image, int64_t fold, int64_t* to) {
-    to[3] = image.channels / fold;
+  const auto distances = [](const Image& image, int64_t k_pack, int64_t* to) {
+    to[3] = image.channels / k_pack;
     for (int a = 3; a > 0; --a) to[a - 1] = to[a] * image.size[a - 1];
   };
   int64_t in[4], out[4], s[3];
-  distances(x, fold, in);
+  distances(x, k_pack, in);
   distances(y, 1, out);
   for (s[0] = 0; s[0] < axes[0]->count; ++s[0])
     for (s[1] = 0; s[1] < axes[1]->count; ++s[1])
@@ -207,7 +207,7 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
   const FlushSubnormals flush(dtype == DType::kBFloat16);
   const ConvKernels& kernels = isa.conv(dtype, block_sum);
   const int64_t size = size_of(dtype), unit = kernels.unit_size, nnz = rows.start[rows.rows];
-  const int64_t taps = kernel[0] * kernel[1] * kernel[2], steps = block_sum / kernels.fold;
+  const int64_t taps = kernel[0] * kernel[1] * kernel[2], steps = block_sum / kernels.k_pack;
   const int64_t padded = ceil_div(block_out, kernels.lanes) * kernels.lanes, block_units = taps * steps * padded;
 
   void* weights = scratch(Scratch::kWeights, nnz * block_units * unit);
@@ -223,7 +223,7 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
   const int axis = run_axis(whole, n);
   const AxisRuns* axes[3];
   for (int a = 0; a < 3; ++a) axes[a] = a + 1 == axis ? &whole[a] : &cut_axes[a];
-  std::vector<Region> regions = regions_of(axes, axis, kernel, kernels.fold, x, y);
+  std::vector<Region> regions = regions_of(axes, axis, kernel, kernels.k_pack, x, y);
   std::vector<Piece> pieces;
   std::vector<Job> jobs;
   const int64_t at_once = kernels.converts ? std::max<int64_t>(kImageBytes / std::max<int64_t>(image * unit, 1), 1) : n;

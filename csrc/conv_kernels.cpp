@@ -22,7 +22,7 @@ void convert(const void* from, int64_t count, void* to) {
   using Storage = typename E::Storage;
   using Sum = typename E::Sum;
   constexpr int n = kLanes<Sum>;
-  if constexpr (E::kFold == 1) {
+  if constexpr (E::kPack == 1) {
     const Storage* x = static_cast<const Storage*>(from);
     Sum* y = static_cast<Sum*>(to);
     int64_t i = 0;
@@ -35,7 +35,7 @@ void convert(const void* from, int64_t count, void* to) {
 
 template <class E>
 typename E::Unit unit_of(const typename E::Storage* from, int64_t next) {
-  if constexpr (E::kFold == 1) {
+  if constexpr (E::kPack == 1) {
     (void)next;
     return E::to_sum(*from);
   } else {
@@ -50,10 +50,10 @@ void pack_block(const PackedBlock& block) {
   Unit* to = static_cast<Unit*>(block.to);
   const int64_t sum_step = block.transposed ? block.lanes * block.taps : block.taps;
   const int64_t lane_step = block.transposed ? block.taps : block.sum * block.taps;
-  const int64_t steps = block.sum / E::kFold, tap_units = steps * block.padded;
+  const int64_t steps = block.sum / E::kPack, tap_units = steps * block.padded;
   for (int64_t k = 0; k < steps; ++k) {
     for (int64_t l = 0; l < block.lanes; ++l) {
-      const auto* at = from + k * E::kFold * sum_step + l * lane_step;
+      const auto* at = from + k * E::kPack * sum_step + l * lane_step;
       Unit* unit = to + k * block.padded + l;
       for (int64_t t = 0; t < block.taps; ++t) unit[t * tap_units] = unit_of<E>(at + t, sum_step);
     }
@@ -195,7 +195,7 @@ void multiply_piece(const ConvPiece& piece, typename E::Sum* sums) {
       const ClassTerms<E> some(piece, c, terms * g / groups, terms * (g + 1) / groups);
       const bool add = c > 0 || g > 0 || !piece.covered;
 #if defined(BLOCKSPARSE_TILES)
-      if constexpr (E::kFold == 2) {
+      if constexpr (E::kPack == 2) {
         if (fills_tiles(piece.steps)) {
           fetch_next<E>(piece, c * groups + g, piece.classes * groups);
           multiply_runs_on_tiles<E>(piece, some, add, sums);
@@ -227,7 +227,7 @@ void conv_piece(const ConvPiece& piece) {
 
 template <class E>
 void sample(const SampledRows& rows) {
-  if constexpr (E::kFold == 1) {
+  if constexpr (E::kPack == 1) {
     using Unit = typename E::Unit;
     const Terms<E> terms = {reinterpret_cast<const Unit* const*>(rows.left),
                             reinterpret_cast<const Unit* const*>(rows.right),
@@ -282,7 +282,7 @@ void unpack_block(const UnpackedBlock& block) {
 
 template <class E>
 constexpr ConvKernels table() {
-  return {E::kFold,
+  return {E::kPack,
           kLanes<typename E::Sum>,
           sizeof(typename E::Unit),
           sizeof(typename E::Sum),

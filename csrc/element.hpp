@@ -1,7 +1,7 @@
 // The element types: how they are stored, what the register tile multiplies, what it accumulates in.
 //
 // A Unit is what one lane holds at one step of a sum. For most types it is one number; where the CPU multiplies pairs
-// of bfloat16 it is a pair of neighbours along the sum (kFold = 2).
+// of bfloat16 it is a pair of neighbours along the sum (kPack = 2).
 #pragma once
 
 #include "kernels.hpp"
@@ -22,7 +22,7 @@ struct Plain {  // float32 and float64, as they are
   using Storage = Real;
   using Unit = Real;
   using Sum = Real;
-  static constexpr int kFold = 1;
+  static constexpr int kPack = 1;
   static constexpr bool kConvertsWeights = false;
   BLOCKSPARSE_INLINE Vector<Unit> units(const Storage* from) { return load(from); }
   BLOCKSPARSE_INLINE void store_sums(Storage* to, Vector<Sum> v) { store(to, v); }
@@ -102,7 +102,7 @@ struct Widened {  // 16 bits in memory, float32 in registers
   using Storage = typename Bits::Half;
   using Unit = float;
   using Sum = float;
-  static constexpr int kFold = 1;
+  static constexpr int kPack = 1;
   static constexpr bool kConvertsWeights = true;
   BLOCKSPARSE_INLINE Vector<Unit> units(const Storage* from) { return Bits::widen(from); }
   BLOCKSPARSE_INLINE void store_sums(Storage* to, Vector<Sum> v) { Bits::narrow(to, v); }
@@ -129,7 +129,7 @@ struct BFloat16Pairs {  // two products and two sums per lane and instruction
   using Storage = uint16_t;
   using Unit = uint32_t;
   using Sum = float;
-  static constexpr int kFold = 2;
+  static constexpr int kPack = 2;
   static constexpr bool kConvertsWeights = false;  // forward; the transposed product pairs the rows of each block
   BLOCKSPARSE_INLINE Vector<Unit> units(const Storage* from) {
     Vector<Unit> v;

@@ -19,7 +19,7 @@ struct RowPiece {
   int64_t block_out, block_sum;  // outputs and summed inputs of a block
   bool transposed;
   int64_t begin, end;     // outputs of the block row
-  const void* panel;      // [in_features / fold, width] units
+  const void* panel;      // [in_features / k_pack, width] units
   int64_t width, tokens;  // of the panel: with padding, and of those the real ones
   const void* bias;       // of output `begin`, or null
   Activation activation;
@@ -27,11 +27,11 @@ struct RowPiece {
   int64_t y_stride;
 };
 
-// A chunk of tokens, features cut into blocks, to [blocks, tokens / fold, padded] units, zeros behind.
+// A chunk of tokens, features cut into blocks, to [blocks, tokens / k_pack, padded] units, zeros behind.
 struct BlockColumns {
   const void* from;  // of token 0, feature 0
   int64_t stride;
-  int64_t tokens;  // of the chunk: the last group of `fold` is filled with zeros
+  int64_t tokens;  // of the chunk: the last group of `k_pack` is filled with zeros
   int64_t block, padded;
   void* to;
   int64_t to_stride;  // units from block to block
@@ -43,14 +43,14 @@ struct SampledStrip {
   const int32_t* col;  // [blocks]
   const void* grad;    // [steps, block_out] units of the block row
   const void* x;       // [in_blocks, steps, padded_in] units
-  int64_t steps;       // tokens / fold
+  int64_t steps;       // tokens / k_pack
   int64_t block_out, block_in, padded_in;
   void* values;  // [blocks, block_out, block_in]
   bool add;      // to what `values` holds
 };
 
 struct LinearKernels {
-  int fold;         // numbers per unit along the sum
+  int k_pack;       // numbers per unit along the sum
   int lanes;        // units, and sums, in a vector
   int max_vectors;  // of tokens in a panel
   size_t unit_size;
@@ -116,7 +116,7 @@ struct CsrKernels {
 };
 using SelectCsr = const CsrKernels& (*)(DType dtype);
 
-// The weights of one block of a convolution, [lane, sum, tap] or [sum, lane, tap] in memory, to [tap, sum / fold,
+// The weights of one block of a convolution, [lane, sum, tap] or [sum, lane, tap] in memory, to [tap, sum / k_pack,
 // padded] units, zeros behind.
 struct PackedBlock {
   const void* from;
@@ -175,7 +175,7 @@ struct UnpackedBlock {
 };
 
 struct ConvKernels {
-  int fold, lanes;
+  int k_pack, lanes;
   size_t unit_size, sum_size;
   bool converts;  // the type in memory is not the type that is multiplied
   void (*convert)(const void* from, int64_t count, void* to);

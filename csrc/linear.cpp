@@ -40,7 +40,7 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
             int64_t out_features, const RowTasks& tasks) {
   const FlushSubnormals flush(dtype == DType::kBFloat16);
   const LinearKernels& kernels = isa.linear(dtype, block_sum);
-  const int64_t size = size_of(dtype), units = x.features / kernels.fold, token_bytes = units * kernels.unit_size;
+  const int64_t size = size_of(dtype), units = x.features / kernels.k_pack, token_bytes = units * kernels.unit_size;
   const Panels panels(tokens, kernels);
   const int64_t width_bytes = token_bytes * kernels.lanes * kernels.max_vectors;
   const int64_t at_once =
@@ -83,7 +83,7 @@ void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int
   const int64_t at_once = size == 2 ? std::max<int64_t>(tokens, 1) : kWgradTokens;
 
   for (int64_t first = 0; first == 0 || first < tokens; first += at_once) {
-    const int64_t here = std::min(at_once, tokens - first), steps = ceil_div(here, kernels.fold);
+    const int64_t here = std::min(at_once, tokens - first), steps = ceil_div(here, kernels.k_pack);
     const auto pack = [&](const Matrix& from, int64_t blocks, int64_t block, int64_t padded, Scratch slot) {
       const int64_t block_units = steps * padded;
       void* packed = scratch(slot, blocks * block_units * unit);

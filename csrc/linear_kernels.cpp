@@ -17,7 +17,7 @@ constexpr int64_t kStepGroup = 128;
 
 template <class E>
 Vector<typename E::Unit> units_up_to(const typename E::Storage* from, int64_t count) {
-  constexpr int64_t whole = kLanes<typename E::Unit> * E::kFold;
+  constexpr int64_t whole = kLanes<typename E::Unit> * E::kPack;
   if (count >= whole) return E::units(from);
   typename E::Storage padded[whole] = {};
   if (count > 0) memcpy(padded, from, count * sizeof *from);
@@ -40,11 +40,11 @@ void pack_panel(const void* from, int64_t stride, int64_t tokens, int64_t first_
       const int64_t whole = smaller<int64_t>(n, last_unit - k);
       if (whole == n && t + n <= tokens) {
 #pragma GCC unroll 16
-        for (int i = 0; i < n; ++i) v[i] = E::units(x + (t + i) * stride + k * E::kFold);
+        for (int i = 0; i < n; ++i) v[i] = E::units(x + (t + i) * stride + k * E::kPack);
       } else {
         for (int i = 0; i < n; ++i)
           v[i] =
-              t + i < tokens ? units_up_to<E>(x + (t + i) * stride + k * E::kFold, whole * E::kFold) : Vector<Unit>{};
+              t + i < tokens ? units_up_to<E>(x + (t + i) * stride + k * E::kPack, whole * E::kPack) : Vector<Unit>{};
       }
       transpose<Unit>(v);
       if (whole == n) {
@@ -57,10 +57,10 @@ void pack_panel(const void* from, int64_t stride, int64_t tokens, int64_t first_
   }
 }
 
-// Units [i, i + lanes) of one step: kFold rows of numbers, the second of which may be missing.
+// Units [i, i + lanes) of one step: kPack rows of numbers, the second of which may be missing.
 template <class E>
 Vector<typename E::Unit> step_units(const typename E::Storage* const* row, int64_t i) {
-  if constexpr (E::kFold == 1) {
+  if constexpr (E::kPack == 1) {
     return E::units(row[0] + i);
   } else {
     typedef typename E::Storage Narrow __attribute__((vector_size(kVectorBytes / 2)));
@@ -74,7 +74,7 @@ Vector<typename E::Unit> step_units(const typename E::Storage* const* row, int64
 
 template <class E>
 typename E::Unit step_unit(const typename E::Storage* const* row, int64_t i) {
-  if constexpr (E::kFold == 1) {
+  if constexpr (E::kPack == 1) {
     return E::to_sum(row[0][i]);
   } else {
     return typename E::Unit(row[0][i]) | typename E::Unit(row[1] ? row[1][i] : 0) << 16;
@@ -101,9 +101,9 @@ void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t
     Unit* to = static_cast<Unit*>(columns.to) + b * columns.to_stride;
     const bool whole = kPieces > 1 && b + kPieces <= last_block;
     for (int64_t s = first_step; s < last_step; ++s) {
-      const Storage* row[E::kFold];
-      for (int f = 0; f < E::kFold; ++f) {
-        const int64_t t = s * E::kFold + f;
+      const Storage* row[E::kPack];
+      for (int f = 0; f < E::kPack; ++f) {
+        const int64_t t = s * E::kPack + f;
         row[f] = t < columns.tokens ? from + t * columns.stride + b * columns.block : nullptr;
       }
       Unit* at = to + s * columns.padded;
@@ -114,8 +114,8 @@ void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t
         for (int p = 0; p < kPieces; ++p) memcpy(at + p * columns.to_stride, units + p * size, size * sizeof(Unit));
       } else {
         for (int64_t p = 0; p < smaller<int64_t>(kPieces, last_block - b); ++p) {
-          const Storage* block[E::kFold];
-          for (int f = 0; f < E::kFold; ++f) block[f] = row[f] ? row[f] + p * columns.block : nullptr;
+          const Storage* block[E::kPack];
+          for (int f = 0; f < E::kPack; ++f) block[f] = row[f] ? row[f] + p * columns.block : nullptr;
           pack_step<E>(block, columns.block, at + p * columns.to_stride);
           for (int64_t i = columns.block; i < columns.padded; ++i) at[p * columns.to_stride + i] = 0;
         }
@@ -153,11 +153,11 @@ struct BlockWeights {
   Unit* converted;  // room for a group of blocks, or null where the values are used in place
 
   BlockWeights(const RowPiece& piece, int64_t group) {
-    const int64_t sum_units = piece.block_sum / E::kFold;
+    const int64_t sum_units = piece.block_sum / E::kPack;
     row = piece.transposed ? 1 : sum_units;
     step = piece.transposed ? piece.block_out : 1;
     block_units = piece.block_out * sum_units;
-    const bool converts = E::kConvertsWeights || (E::kFold > 1 && piece.transposed);
+    const bool converts = E::kConvertsWeights || (E::kPack > 1 && piece.transposed);
     converted = converts ? static_cast<Unit*>(scratch(Scratch::kWeights, group * block_units * int64_t(sizeof(Unit))))
                          : nullptr;
   }
@@ -166,10 +166,10 @@ struct BlockWeights {
     const Storage* block = static_cast<const Storage*>(piece.values) + position * (piece.block_out * piece.block_sum);
     if (!converted) return reinterpret_cast<const Unit*>(block) + piece.begin * row;
     Unit* to = converted + slot * block_units;
-    if constexpr (E::kFold == 1) {
+    if constexpr (E::kPack == 1) {
       pack_step<E>(&block, block_units, to);
     } else {
-      for (int64_t k = 0; k < piece.block_sum / E::kFold; ++k) {
+      for (int64_t k = 0; k < piece.block_sum / E::kPack; ++k) {
         const Storage* pair[2] = {block + 2 * k * piece.block_out, block + (2 * k + 1) * piece.block_out};
         pack_step<E>(pair, piece.block_out, to + k * piece.block_out);
       }
@@ -181,7 +181,7 @@ struct BlockWeights {
 template <class E>
 void multiply_row(const RowPiece& piece, typename E::Sum* sums) {
   using Unit = typename E::Unit;
-  const int64_t sum_units = piece.block_sum / E::kFold;
+  const int64_t sum_units = piece.block_sum / E::kPack;
   const int64_t group = sum_units < kSumGroup ? kSumGroup / sum_units : 1;
   const BlockWeights<E> weights(piece, group);
   const Unit* w[kSumGroup];
@@ -227,7 +227,7 @@ void multiply_row(const RowPiece& piece, typename E::Sum* sums) {
 template <class E>
 bool multiply_row_on_tiles_if_pairs(const RowPiece& piece, typename E::Sum* sums) {
 #if defined(BLOCKSPARSE_TILES)
-  if constexpr (E::kFold == 2) {
+  if constexpr (E::kPack == 2) {
     const BlockWeights<E> weights(piece, 1);
     return multiply_row_on_tiles(piece, sums, [&](int64_t position) { return weights.prepare(piece, position, 0); });
   }
@@ -295,7 +295,7 @@ template <class E>
 int64_t strip(int64_t block_in) {
   const int64_t padded = padded_in<E>(block_in), vector = kLanes<typename E::Sum>;
 #if defined(BLOCKSPARSE_TILES)
-  if (E::kFold == 2) return kTileStrip;
+  if (E::kPack == 2) return kTileStrip;
 #endif
   if (padded < vector) return 2 * vector / padded;
   return padded < kTileVectors * vector ? kTileVectors * vector / padded : 1;
@@ -351,7 +351,7 @@ void write_strip(const SampledStrip& strip, const typename E::Sum* sums, int64_t
 template <class E>
 bool sample_on_tiles_if_pairs(const SampledStrip& strip, typename E::Sum* sums, int64_t sums_row) {
 #if defined(BLOCKSPARSE_TILES)
-  if constexpr (E::kFold == 2) return sample_on_tiles(strip, sums, sums_row);
+  if constexpr (E::kPack == 2) return sample_on_tiles(strip, sums, sums_row);
 #endif
   (void)strip, (void)sums, (void)sums_row;
   return false;
@@ -382,7 +382,7 @@ void sampled_strip(const SampledStrip& strip) {
 
 template <class E>
 constexpr LinearKernels table(int max_vectors) {
-  return {E::kFold,
+  return {E::kPack,
           kLanes<typename E::Sum>,
           max_vectors,
           sizeof(typename E::Unit),
