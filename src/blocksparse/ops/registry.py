@@ -279,8 +279,7 @@ class LayoutOp(Op):
     def direct(self, tensors: Tensors, layout: BlockLayout, options: Sequence[Any] = ()) -> Tensor:
         """The result by the backend itself, recorded where autograd is to see it."""
         if needs_grad(*tensors):
-            recorded: Tensor = _Node.apply(self, None, layout, options, *tensors)
-            return recorded
+            return _recorded(self, None, layout, options, *tensors)
         return self.compute(tensors, layout, options)
 
     def _run(self, *arguments: Any) -> Tensor:
@@ -304,8 +303,7 @@ class LayoutOp(Op):
     def _autograd(self, keys: Any, *arguments: Any) -> Tensor:
         tensors, (indices, in_blocks), options = self._split(arguments)
         if needs_grad(*tensors):
-            recorded: Tensor = _Node.apply(self, keys, in_blocks, options, *tensors, *indices)
-            return recorded
+            return _recorded(self, keys, in_blocks, options, *tensors, *indices)
         return self.below_autograd(keys, arguments)
 
     def below_autograd(self, keys: Any, arguments: Sequence[Any]) -> Tensor:
@@ -349,6 +347,7 @@ class _Node(torch.autograd.Function):
         return None, None, None, None, *found, *rest[4 + count :]
 
 
+_recorded: Callable[..., Tensor] = _Node.apply
 LIBRARY = torch.library.Library("blocksparse", "DEF")
 
 

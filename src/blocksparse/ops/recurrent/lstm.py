@@ -67,16 +67,17 @@ class LSTM:
         steps = self.steps
         recurrent, *projection = self._products(weights)
         hs, cs = Trajectory(steps, h), Trajectory(steps, c)
-        pre = workspace.empty((len(x), 4 * c.shape[1]), x.dtype, x.device)
+        pre = empty(len(x), 4 * c.shape[1], x)
         Product(input_weight, self.input_layout, len(x)).forward(x, bias, out=pre)
         inputs = Rows(steps, pre, index)
         # The activated gates take the place of the inputs' product where there is one of each row.
-        gates = pre if index is None else workspace.empty((steps.rows, pre.shape[1]), x.dtype, x.device)
-        raw = workspace.empty((steps.rows, c.shape[1]), x.dtype, x.device) if projection else hs.all_after
+        gates = pre if index is None else empty(steps.rows, pre.shape[1], x)
+        raw = empty(steps.rows, c.shape[1], x) if projection else hs.all_after
         activated, left = gates.split(steps.sizes), raw.split(steps.sizes)
+        z_of = x.new_empty(steps.batch, pre.shape[1])  # of each step in turn
         run = LSTM_GATES.on(x.device, x.dtype).forward
         for t in steps.order:
-            z = recurrent.forward(hs.before[t])
+            z = recurrent.forward(hs.before[t], out=z_of[: steps.sizes[t]])
             into = activated[t] if keep else None
             run(z, inputs[t], None, cs.before[t], h_out=left[t], c_out=cs.after[t], gates_out=into)
             if projection:

@@ -13,7 +13,7 @@ from ...layout import BlockLayout
 from .. import workspace
 from ..lstm_gates import LSTM_GATES
 from .lstm import gates, outputs, unrolled
-from .op import Product, Rows, StateGradient, Steps, Tensors, Trajectory, gather_rows, linear_of, scatter_add_rows
+from .op import Product, Rows, StateGradient, Steps, Tensors, Trajectory, empty, gather_rows, linear_of, scatter_add_rows
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class MultiplicativeLSTM:
         product = Product(weight, self.layout, steps.batch)
         state_product = Product(state_weight, self.state_layout, steps.batch)
         hs, cs = Trajectory(steps, h), Trajectory(steps, c)
-        pre, of_x = (workspace.empty((len(x), size), x.dtype, x.device) for size in (4 * hidden, hidden))
+        pre, of_x = (empty(len(x), size, x) for size in (4 * hidden, hidden))
         Product(input_weight, self.input_layout, len(x)).forward(x, bias, out=pre)
         Product(factor_weight, self.factor_layout, len(x)).forward(x, out=of_x)
         inputs, factors = Rows(steps, pre, index), Rows(steps, of_x, index)
         # The activated gates take the place of the inputs' product where there is one of each row.
-        gates = pre if index is None else workspace.empty((steps.rows, 4 * hidden), x.dtype, x.device)
-        of_h, m = (workspace.empty((steps.rows, hidden), x.dtype, x.device) for _ in range(2))
+        gates = pre if index is None else empty(steps.rows, 4 * hidden, x)
+        of_h, m = (empty(steps.rows, hidden, x) for _ in range(2))
         views = [each.split(steps.sizes) for each in (gates, of_h, m)]
         run = LSTM_GATES.on(x.device, x.dtype).forward
         for t in steps.order:

@@ -49,8 +49,8 @@ def scan(recurrence: Recurrence, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """Returns the outputs of a recurrence, differentiable any number of times."""
     if torch.compiler.is_compiling():
         return recurrence.definition(*tensors)
-    outputs: tuple[Tensor, ...] = _Scan.apply(recurrence, torch.is_grad_enabled(), *map(_resolved, tensors))
-    return outputs
+    recorded: Callable[..., tuple[Tensor, ...]] = _Scan.apply
+    return recorded(recurrence, torch.is_grad_enabled(), *map(_resolved, tensors))
 
 
 def _resolved(tensor: Tensor | None) -> Tensor | None:
