@@ -1,6 +1,6 @@
 """Counts the files of the library that a call runs through, and the calls from one of them to another.
 
-    python tests/library/trace_calls.py          the counts of a linear layer and an LSTM, with each call
+python tests/library/trace_calls.py          the counts of a linear layer and an LSTM, with each call
 """
 
 from __future__ import annotations

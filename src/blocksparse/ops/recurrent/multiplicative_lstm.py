@@ -13,7 +13,18 @@ from ...layout import BlockLayout
 from .. import workspace
 from ..lstm_gates import LSTM_GATES
 from .lstm import gates, outputs, unrolled
-from .op import Product, Rows, StateGradient, Steps, Tensors, Trajectory, empty, gather_rows, linear_of, scatter_add_rows
+from .op import (
+    Product,
+    Rows,
+    StateGradient,
+    Steps,
+    Tensors,
+    Trajectory,
+    empty,
+    gather_rows,
+    linear_of,
+    scatter_add_rows,
+)
 
 
 @dataclass(frozen=True)
