@@ -42,3 +42,7 @@ __all__ = [
     "topology",
     "use_backend",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

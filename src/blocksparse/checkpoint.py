@@ -23,6 +23,8 @@ from .checked import is_int
 from .errors import BlockSparseError
 from .files import path_of
 
+__all__ = ["about", "check_sizes", "load", "opened", "parsed", "part", "read_json", "save", "task_of", "write_text"]
+
 FORMAT = "blocksparse checkpoint"
 VERSION = 2  # 1 had no checksums
 

@@ -7,6 +7,8 @@ import torch
 from .errors import BlockSparseError
 from .layout import BlockLayout, check_layout
 
+__all__ = ["block_coordinates", "from_dense", "to_dense"]
+
 
 def from_dense(weight: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     """Returns the values of `layout`'s blocks in a dense weight; what lies outside of them is dropped.

@@ -1,5 +1,7 @@
 """The one error class of the library."""
 
+__all__ = ["BlockSparseError"]
+
 
 class BlockSparseError(ValueError):
     """A user's mistake, reported as "expected ..., got ..." with shapes, dtypes and the layout.

@@ -14,6 +14,8 @@ from .checked import checked_array, checked_block, checked_grid, checked_indices
 from .errors import BlockSparseError
 from .indices import LARGE, compressed, few, index_type, read_only, refuse_twice, rows_of, tensor_of
 
+__all__ = ["BlockLayout", "check_layout", "import_scipy_sparse", "layout_of_indices"]
+
 Made = TypeVar("Made")
 
 
@@ -307,7 +309,8 @@ class BlockLayout:
         """Returns what `build` makes (such as a plan), made once and kept with the layout."""
         if key not in self._derived:
             self._derived[key] = build()
-        return self._derived[key]
+        made: Made = self._derived[key]
+        return made
 
     # -- as a value --------------------------------------------------------------------------------------------
 
@@ -338,13 +341,13 @@ class BlockLayout:
             and np.array_equal(self._col, other._col)
         )
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return BlockLayout.from_indices, (self.row_of_block, np.array(self._col), self.grid, self.block_shape)
 
     def __copy__(self) -> BlockLayout:
         return self
 
-    def __deepcopy__(self, memo: dict) -> BlockLayout:
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockLayout:
         return self
 
     def __repr__(self) -> str:
@@ -466,10 +469,10 @@ def import_scipy_sparse() -> Any:
     return scipy.sparse
 
 
-class _LayoutRef(weakref.ref):
+class _LayoutRef(weakref.ref[BlockLayout]):
     """A weak reference that index tensors can carry into pickles and `torch.save`, where it becomes an empty one."""
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return _no_layout, ()
 
 

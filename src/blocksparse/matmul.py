@@ -13,6 +13,8 @@ from .errors import BlockSparseError
 from .layout import BlockLayout
 from .ops import linear_transposed
 
+__all__ = ["BlocksparseMatMul"]
+
 
 class BlocksparseMatMul:
     """The product with a block-sparse matrix as OpenAI's blocksparse had it: `y = bsmm(x, w)`.

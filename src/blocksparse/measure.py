@@ -11,6 +11,8 @@ from time import perf_counter
 import numpy as np
 import torch
 
+__all__ = ["Samples", "Spread", "alternate", "cuda_clock", "geometric_mean", "host_clock"]
+
 Call = Callable[[], object]
 Clock = Callable[[Call, int], float]
 

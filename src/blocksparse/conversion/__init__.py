@@ -6,3 +6,7 @@ from .report import Report, Row, report
 from .sparsify import sparsify
 
 __all__ = ["Report", "Row", "densify", "load_sparsified", "report", "sparsify"]
+
+
+def __dir__() -> list[str]:
+    return __all__

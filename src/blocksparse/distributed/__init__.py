@@ -5,3 +5,7 @@ from .settings import Epoch, Settings
 from .wasap import train
 
 __all__ = ["Epoch", "Settings", "prune_to", "retain_valid", "train", "union_average", "warm_up"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from .. import checkpoint as checkpoints
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
-from ..sparsity.sparse_training.dynamic_sparsity import Skip
 from ..sparsity.sparse_training.set import SET
 from ..sparsity.sparse_training.sgd import SGD
+from ..surgery.prunable import Skip
 from . import group
 from .flat import Flat
 from .formulas import prune_to, union_average, warm_up

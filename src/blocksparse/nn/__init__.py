@@ -42,3 +42,7 @@ __all__ = [
     "initialise_from_data",
     "l2_normalize",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -93,7 +93,8 @@ class Causal2d(_Banded):
         self.sides = (width // 2, width // 2) if shift == "down" else (width - 1, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.module(self._extended(x, *self.sides))
+        y: Tensor = self.module(self._extended(x, *self.sides))
+        return y
 
     def extra_repr(self) -> str:
         return self.shift

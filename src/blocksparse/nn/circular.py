@@ -30,7 +30,8 @@ def circular_pad(x: Tensor, around: Sequence[int]) -> Tensor:
         if not 0 <= min(before, after) <= max(before, after) <= x.shape[axis]:
             size = x.shape[axis]
             raise BlockSparseError.expected("padding", f"from 0 to the size that is padded, {size}", (before, after))
-    return _CircularPad.apply(x, tuple(around))
+    padded: Tensor = _CircularPad.apply(x, tuple(around))  # type: ignore[no-untyped-call]
+    return padded
 
 
 def _margins(around: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,7 @@ class Convolution(BlockSparseModule):
     def weight_shape(self) -> tuple[int, int]:
         return self.out_channels, self.in_channels
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `model.to(memory_format=torch.channels_last)` treats any tensor of 4 or 5 axes as images, but values are not.
         def apart(tensor: Tensor) -> Tensor:
             return fn(tensor) if tensor.dim() < 4 else fn(tensor.flatten(2)).reshape(tensor.shape)
@@ -77,7 +77,7 @@ class Convolution(BlockSparseModule):
         if bias is not None and out_channels != self.out_channels:
             bias = F.pad(bias, (0, out_channels - self.out_channels))
         steps |= {"stride": self.stride, "dilation": self.dilation, "activation": self.activation}
-        y = self.function(x, self.values, self.layout, bias, **steps)
+        y: Tensor = self.function(x, self.values, self.layout, bias, **steps)
         return y if out_channels == self.out_channels else y.narrow(-self.axes - 1, 0, self.out_channels)
 
     def _check(self, x: Any) -> None:

@@ -48,7 +48,8 @@ class Dropout(nn.Module):
         if drops and x.device.type == "cpu" and is_eager(x):
             least = dropout.least_of(self.p)
             seed = int(torch.randint(-(2**63), 2**63 - 1, (), device="cpu")) % 2**64
-            return _Dropped.apply(x, dropout.factors_of(least, slope), seed, least)
+            dropped: Tensor = _Dropped.apply(x, dropout.factors_of(least, slope), seed, least)  # type: ignore[no-untyped-call]
+            return dropped
         x = x if slope == 1 else F.leaky_relu(x, slope)
         return F.dropout(x, self.p) if drops else x
 
@@ -69,7 +70,7 @@ class _Dropped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (code,) = ctx.saved_tensors
-        return _Scaled.apply(grad, code, ctx.factors), None, None, None
+        return _Scaled.apply(grad, code, ctx.factors), None, None, None  # type: ignore[no-untyped-call]
 
 
 class _Scaled(torch.autograd.Function):
@@ -84,4 +85,4 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (code,) = ctx.saved_tensors
-        return _Scaled.apply(grad, code, ctx.factors), None, None
+        return _Scaled.apply(grad, code, ctx.factors), None, None  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from ..ops import recurrent
 from ..ops.recurrent import Steps, scan
 from ..ops.registry import needs_grad
 from .module import Weight
-from .recurrent import Recurrent, State, cast, fitting, pad
+from .recurrent import Recurrent, Size, State, cast, fitting, pad
 
 
 class LSTM(Recurrent):
@@ -96,7 +96,7 @@ class LSTM(Recurrent):
         )
         self.flatten_parameters()
 
-    def _build(self, suffix, inputs, layout, input_layout):
+    def _build(self, suffix: str, inputs: Size, layout: BlockLayout | None, input_layout: BlockLayout | None) -> None:
         hidden = self._hidden
         chosen = input_layout if suffix.startswith("_l0") else None
         chosen = chosen or fitting(layout, hidden, inputs)
@@ -131,7 +131,7 @@ class LSTM(Recurrent):
         return x.device.type == "cuda" or not needs_grad(x, *(hx or ()), *self.parameters())
 
     def _apply(self, *args: Any, **kwargs: Any) -> LSTM:
-        super()._apply(*args, **kwargs)
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.flatten_parameters()
         return self
 
@@ -141,12 +141,12 @@ class LSTM(Recurrent):
         if any(isinstance(weight, Weight) or not weight.is_cuda for weight in weights):
             return
         first, addresses = weights[0], {weight.data_ptr() for weight in weights}
-        if not torch.backends.cudnn.is_acceptable(first) or len(addresses) < len(weights):
+        if not torch.backends.cudnn.is_acceptable(first) or len(addresses) < len(weights):  # type: ignore[no-untyped-call]
             return
-        mode = torch.backends.cudnn.rnn.get_cudnn_mode("LSTM")
+        mode = torch.backends.cudnn.rnn.get_cudnn_mode("LSTM")  # type: ignore[no-untyped-call]
         per_cell = len(weights) // (self.num_layers * self.directions)
         sizes = self.input_size, mode, self.hidden_size, self.proj_size, self.num_layers
-        with torch.cuda.device_of(first), torch.no_grad():
+        with torch.cuda.device_of(first), torch.no_grad():  # type: ignore[no-untyped-call]
             if torch._use_cudnn_rnn_flatten_weight():
                 torch._cudnn_rnn_flatten_weight(weights, per_cell, *sizes, self.batch_first, self.bidirectional)
 

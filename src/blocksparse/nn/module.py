@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -92,7 +93,7 @@ class BlockSparseModule(nn.Module):
             or (_several_processes() and written[0].device.type == "cpu")
         ):
             self._check_buffers()
-        return mine["_layout"]
+        return self._layout
 
     def _check_buffers(self) -> None:
         """Raises a BlockSparseError unless the buffers hold the layout, as far as they hold anything."""
@@ -105,15 +106,15 @@ class BlockSparseModule(nn.Module):
             else:
                 self._trust()
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Moving devices and `to_empty` make new buffers; casts to floating point must not change the indices.
         _, before = self.layout, self.crow_indices
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.crow_indices is not before and type(self.crow_indices) is Tensor:
             self.reset_layout_buffers()
         return self
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self._check_buffers()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -204,7 +205,16 @@ class BlockSparseModule(nn.Module):
                 values[partly] = values[partly].masked_fill(mask.reshape(*mask.shape, *[1] * (values.dim() - 3)), 0)
         return bound.repeat_interleave(height)
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
         try:
             self._adopt(*(state_dict.get(prefix + name) for name in ("crow_indices", "col_indices", "values")))
         except BlockSparseError as error:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..layout import BlockLayout
 from ..ops import recurrent
 from ..ops.recurrent import Steps, scan
-from .recurrent import Recurrent, cast, fitting, pad
+from .recurrent import Recurrent, Size, cast, fitting, pad
 from .weight_norm import l2_normalize, norms
 
 
@@ -81,7 +81,7 @@ class MultiplicativeLSTM(Recurrent):
             dtype,
         )
 
-    def _build(self, suffix, inputs, layout, input_layout):
+    def _build(self, suffix: str, inputs: Size, layout: BlockLayout | None, input_layout: BlockLayout | None) -> None:
         hidden = self._hidden
         chosen = input_layout if suffix.startswith("_l0") else None
         chosen = chosen or fitting(layout, hidden, inputs)

@@ -59,7 +59,7 @@ class AdaptivePolyphaseDownsample(nn.Module):
             energy = torch.linalg.vector_norm(x.detach(), dim=1, keepdim=True, dtype=torch.float64).square()
             index = torch.stack([energy[phase].sum((1, 2, 3)) for phase in _PHASES], 1).argmax(1)
         _check_index(index, x)
-        return _Take.apply(_blurred(x, self.blur), index), index
+        return _Take.apply(_blurred(x, self.blur), index), index  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         return f"blur={self.blur}"
@@ -96,7 +96,7 @@ class AdaptivePolyphaseUpsample(nn.Module):
     def forward(self, y: Tensor, index: Tensor) -> Tensor:
         _check_images(y)
         _check_index(index, y)
-        x = _Place.apply(y, index)
+        x = _Place.apply(y, index)  # type: ignore[no-untyped-call]
         # The filter's weights sum to 1, a quarter of which meets pixels that are not 0.
         return x if self.blur == 1 else STEP * STEP * _blurred(x, self.blur)
 
@@ -127,7 +127,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Place.apply(grads[0], *ctx.saved_tensors), None
+        return _Place.apply(grads[0], *ctx.saved_tensors), None  # type: ignore[no-untyped-call]
 
 
 class _Place(torch.autograd.Function):
@@ -149,7 +149,7 @@ class _Place(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Take.apply(grads[0], *ctx.saved_tensors), None
+        return _Take.apply(grads[0], *ctx.saved_tensors), None  # type: ignore[no-untyped-call]
 
 
 def _blurred(x: Tensor, size: int) -> Tensor:

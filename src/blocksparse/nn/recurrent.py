@@ -24,6 +24,7 @@ from ..ops.recurrent import Steps, linear_of
 from .module import Weight
 
 State = tuple[Tensor, Tensor]
+Restore = Callable[[Tensor, Tensor, Tensor], tuple[Any, State]]
 
 
 class Size(NamedTuple):
@@ -249,7 +250,7 @@ class Recurrent(nn.Module):
         h, c = (torch.stack(states) for states in zip(*finals, strict=True))
         return restore(data, h, c.to(data.dtype if hx is None else hx[1].dtype))
 
-    def _rows(self, input: Any, table: Tensor | None) -> tuple[Tensor, tuple[int, ...], Callable[..., Any]]:
+    def _rows(self, input: Any, table: Tensor | None) -> tuple[Tensor, tuple[int, ...], Restore]:
         """The input as rows in time order, the rows of each step, and what gives the results the input's form."""
         data = input.data if isinstance(input, PackedSequence) else input
         if not isinstance(data, Tensor):
@@ -275,7 +276,7 @@ class Recurrent(nn.Module):
         steps, batch = data.shape[:2]
 
         def restore(y: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, State]:
-            y = y.unflatten(0, (steps, batch))
+            y = y.unflatten(0, (steps, batch))  # type: ignore[no-untyped-call]
             if unbatched:
                 return y.squeeze(1), (h.squeeze(1), c.squeeze(1))
             return y.transpose(0, 1) if self.batch_first else y, (h, c)

@@ -14,7 +14,7 @@ from ..layout import BlockLayout
 from ..ops import recurrent
 from ..ops.recurrent import Steps, scan
 from ..ops.recurrent.small_world_lstm import EPSILON
-from .recurrent import Recurrent, cast, fitting
+from .recurrent import Recurrent, Size, cast, fitting
 
 
 class SmallWorldLSTM(Recurrent):
@@ -87,7 +87,7 @@ class SmallWorldLSTM(Recurrent):
             dtype,
         )
 
-    def _build(self, suffix, inputs, layout, input_layout):
+    def _build(self, suffix: str, inputs: Size, layout: BlockLayout | None, input_layout: BlockLayout | None) -> None:
         hidden = self._hidden
         if hidden.padded != hidden.real:
             raise BlockSparseError.expected("hidden_size", "a multiple of the block", self.hidden_size)

@@ -101,7 +101,9 @@ class WeightNorm(nn.Module):
     def _norms(self) -> Tensor:
         if isinstance(self.module, BlockSparseModule):
             return norms(self.module.values.detach(), self.module.layout)
-        return self.module.weight.detach().transpose(0, self._axis).flatten(1).norm(dim=1)
+        weight: Tensor = self.module.weight
+        found: Tensor = weight.detach().transpose(0, self._axis).flatten(1).norm(dim=1)
+        return found
 
     @property
     def values(self) -> Tensor:
@@ -112,7 +114,7 @@ class WeightNorm(nn.Module):
         shape = [-1 if axis == self._axis else 1 for axis in range(weight.dim())]
         return torch._weight_norm(weight, self.gain.view(shape), self._axis)
 
-    def forward(self, *inputs: Any, **options: Any) -> Tensor:
+    def forward(self, *inputs: Any, **options: Any) -> Any:
         return torch.func.functional_call(self.module, {self.name: self.values}, inputs, options)
 
     def fold(self) -> nn.Module:

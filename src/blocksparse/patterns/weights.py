@@ -434,10 +434,10 @@ def _nodes(features: Any, block_size: Any) -> tuple[int, tuple[int, int]]:
 
 
 def _even_neighbors(neighbors: Any, nodes: int) -> int:
-    neighbors = integer("neighbors", neighbors, 2, below=nodes, of="the number of blocks")
-    if neighbors % 2:
-        raise BlockSparseError.expected("neighbors", "an even int", neighbors)
-    return neighbors
+    even = integer("neighbors", neighbors, 2, below=nodes, of="the number of blocks")
+    if even % 2:
+        raise BlockSparseError.expected("neighbors", "an even int", even)
+    return even
 
 
 def _generator(seed: Any) -> np.random.Generator:

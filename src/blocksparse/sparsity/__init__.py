@@ -54,3 +54,7 @@ __all__ = [
     "sync_ema",
     "to_semi_structured",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

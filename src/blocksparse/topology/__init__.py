@@ -42,3 +42,7 @@ __all__ = [
     "steps_to_mix",
     "summary",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

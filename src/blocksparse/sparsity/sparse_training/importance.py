@@ -9,9 +9,10 @@ from torch import Tensor
 from ...checked import integer, number
 from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule, Weight
+from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, check_module, rewire
 from ..pruning.magnitude import magnitudes
-from .dynamic_sparsity import DynamicSparsity, Modules, Skip
+from .dynamic_sparsity import DynamicSparsity, Modules
 
 
 class ImportancePruning(DynamicSparsity):

@@ -15,10 +15,11 @@ from ...checked import integer, number
 from ...errors import BlockSparseError
 from ...nn.conv import Convolution
 from ...nn.linear import Linear
+from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
 from ..pruning.magnitude import check_norm, magnitudes, smallest
 from .dense_gradient import Watch, gradient_norms, largest
-from .dynamic_sparsity import DynamicSparsity, Modules, Skip
+from .dynamic_sparsity import DynamicSparsity, Modules
 
 
 class RigL(DynamicSparsity):

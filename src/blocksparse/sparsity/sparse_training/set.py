@@ -7,9 +7,10 @@ import torch
 
 from ...checked import integer, number
 from ...nn.module import BlockSparseModule
+from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
 from ..pruning.magnitude import check_norm, magnitudes, smallest
-from .dynamic_sparsity import DynamicSparsity, Modules, Skip
+from .dynamic_sparsity import DynamicSparsity, Modules
 from .sampling import draw_unused
 from .start import Init, check_init, first_values
 
