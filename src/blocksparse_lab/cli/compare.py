@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -15,6 +14,7 @@ from rich.table import Table
 from blocksparse.errors import BlockSparseError
 
 from .layout import write
+from .tables import say, table
 
 if TYPE_CHECKING:
     from ..recipes.compare import Group, Run
@@ -49,10 +49,10 @@ def compare(
     if json_file is not None:
         content = {"what": "training runs side by side", "runs": [run.as_dict() for run in found]}
         write("json", json_file, json.dumps(content, indent=1) + "\n")
-        console.print(f"wrote {json_file}", highlight=False, soft_wrap=True)
+        say(console, f"wrote {json_file}")
     if out is not None:
         recipe.picture(out, grouped)
-        console.print(f"wrote {out}", highlight=False, soft_wrap=True)
+        say(console, f"wrote {out}")
 
 
 def _table(runs: list[Run], narrow: bool) -> Table:
@@ -80,28 +80,21 @@ def _table(runs: list[Run], narrow: bool) -> Table:
                 "bytes/s": _short(numbers["bytes_per_second"]),
             }
         )
-    table = Table(box=SIMPLE_HEAD, header_style="dim", padding=(0, 0 if narrow else 1), pad_edge=False, show_edge=False)
-    for name in rows[0]:
-        if any(row[name] for row in rows):
-            words = name in ("run", "method", "net", "cell", "pattern")
-            table.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
-    for row in rows:
-        table.add_row(*(row[str(column.header)] for column in table.columns))
-    return table
+    words = ["run", "method", "net", "cell", "pattern"]
+    head = [name for name in rows[0] if any(row[name] for row in rows)]
+    shown = [[row[name] for name in head] for row in rows]
+    return table(head, shown, words=sum(name in words for name in head), padding=(0, 0 if narrow else 1))
 
 
 def _seeds(groups: list[Group]) -> Table:
-    table = Table(box=SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
-    table.add_column("over seeds")
-    table.add_column("runs", justify="right")
-    table.add_column(f"{_word(groups[0].runs[0].unit)} ± deviation", justify="right", no_wrap=True)
+    rows = []
     for group in groups:
         spread = group.held_out
         shown = "" if spread is None else f"{spread[0]:.4f}"
         if spread is not None and len(group.runs) > 1:
             shown += f" ± {spread[1]:.4f}"
-        table.add_row(escape(group.label), str(len(group.runs)), shown)
-    return table
+        rows.append((escape(group.label), str(len(group.runs)), shown))
+    return table(("over seeds", "runs", f"{_word(groups[0].runs[0].unit)} ± deviation"), rows)
 
 
 def _word(value: Any) -> str:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from blocksparse.errors import BlockSparseError
+
+from .tables import table
 
 if TYPE_CHECKING:
     from ..recipes.next_byte import Race
@@ -144,13 +144,13 @@ def _speedups(console: Console, story: Story, sizes: Sizes) -> None:
             spec = LinearSpec(sizes.hidden, sizes.hidden, sizes.batch, sizes.block, density)
             story.speedups.append(runner.run(spec))
             progress.advance(task)
-    table = _table("density", "block-sparse", "dense", "speed-up", "1 / density")
-    table.add_column("")
+    made = table(("density", "block-sparse", "dense", "speed-up", "1 / density"))
+    made.add_column("")
     longest = max(result.speedup("dense").median for result in story.speedups)
     room = max(4, min(32, console.width - 70))
     for result in story.speedups:
         speedup = result.speedup("dense")
-        table.add_row(
+        made.add_row(
             f"{result.spec.density:g}",
             duration(result.time().median),
             duration(result.time("dense").median),
@@ -158,7 +158,7 @@ def _speedups(console: Console, story: Story, sizes: Sizes) -> None:
             f"{1 / result.density:.3g}",
             Text("━" * max(1, round(room * speedup.median / longest)), style=SPARSE),
         )
-    console.print(table)
+    console.print(made)
 
 
 def _train(console: Console, story: Story, sizes: Sizes, parts: Any, settings: Any) -> None:
@@ -193,14 +193,14 @@ def _train(console: Console, story: Story, sizes: Sizes, parts: Any, settings: A
     training.steps = race.steps
     if not training.outcomes:
         return
-    table = _table("", f"[{DENSE}]dense[/]", f"[{SPARSE}]block-sparse[/]")
+    made = table(("", f"[{DENSE}]dense[/]", f"[{SPARSE}]block-sparse[/]"))
     for name, cells in compared(training.outcomes):
         style = "bold" if "held-out" in name or "ms" in name else None
-        table.add_row(name, *cells, style=style)
+        made.add_row(name, *cells, style=style)
     if training.steps < settings.steps:
         console.print(f"stopped after {training.steps:,} of {settings.steps:,} steps", style="yellow", highlight=False)
     console.print()
-    console.print(table)
+    console.print(made)
     console.print(f"\n{verdict(training.outcomes)}", highlight=False)
 
 
@@ -266,13 +266,6 @@ def _title(console: Console, number: int, text: str) -> None:
 def _progress(console: Console) -> Iterator[Progress]:
     with Progress(*_COLUMNS, console=console, transient=True) as progress:
         yield progress
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
-    for nth, name in enumerate(columns):
-        table.add_column(name, justify="left" if nth == 0 else "right", no_wrap=True)
-    return table
 
 
 def _as_dict(story: Story) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from rich.table import Table
 
 from blocksparse.errors import BlockSparseError
 
+from .tables import say
+
 if TYPE_CHECKING:
     from blocksparse.layout import BlockLayout
     from blocksparse.topology.proposals import Proposals
@@ -110,10 +112,10 @@ def layout(
             _replacement(pattern, made, given, out, name)
         else:
             _draw(picture or "matrix", made, out, name)
-        console.print(f"wrote {out}", highlight=False, soft_wrap=True)
+        say(console, f"wrote {out}")
     if html is not None:
         _page(html, title, named)
-        console.print(f"wrote {html}", highlight=False, soft_wrap=True)
+        say(console, f"wrote {html}")
 
 
 def evolution(console: Console, out: Path) -> None:
@@ -128,7 +130,7 @@ def evolution(console: Console, out: Path) -> None:
     title = f"Connections of nets in sparse evolutionary training, epochs 0 to {labels[-1]}; runs 1 and 2 begin alike"
     distance_map(found.trajectory.distances(), labels, out, title, found.runs)
     console.print(f"errors on digits that were held out: {errors}", highlight=False)
-    console.print(f"wrote {out}", highlight=False, soft_wrap=True)
+    say(console, f"wrote {out}")
 
 
 def propose(

@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .tables import say
+
 
 def sample(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run.")],
@@ -51,7 +53,7 @@ def _draw(path: Path, count: int, out: Path, seed: int) -> None:
             model, count, height, width, seed=seed, progress=lambda done, _: progress.update(task, completed=done)
         )
     write(pixelcnn.grid(images))
-    console.print(f"wrote {out}: {count} images of {height} x {width}", highlight=False, soft_wrap=True)
+    say(console, f"wrote {out}: {count} images of {height} x {width}")
 
 
 def _write(path: Path, prompt: str, length: int, temperature: float, top_k: int | None, seed: int) -> None:

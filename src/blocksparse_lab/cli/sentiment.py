@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from blocksparse.errors import BlockSparseError
 
 from .stages import stages
+from .tables import say, table
 
 if TYPE_CHECKING:
     from ..recipes.sentiment import Result
@@ -81,12 +81,12 @@ def sentiment(
     if splits != whole:
         full = len(whole.train) + len(whole.validation) + len(whole.test)
         said = f"a quick look: {sum(sizes):,} of {full:,} texts, by --limit; not to be compared with published results"
-        console.print(said, style="yellow", highlight=False, soft_wrap=True)
+        say(console, said, "yellow")
     console.print(_table(result))
     for line in _remarks(result):
-        console.print(line, style="yellow", highlight=False, soft_wrap=True)
+        say(console, line, "yellow")
     if cache.note:
-        console.print(cache.note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        say(console, cache.note, "yellow")
 
     facts = machine.machine(device)
     base = folder / f"sentiment-{Path(splits.name).stem}{'' if limit is None else f'-limit{limit}'}"
@@ -107,14 +107,10 @@ def sentiment(
     except OSError as error:
         raise BlockSparseError.expected("out", "a folder with room to write to", f"{base}: {error.strerror}") from error
     picture = " and .png" if result.unit is not None else ""
-    console.print(f"wrote {base}.json{picture}", highlight=False, soft_wrap=True)
+    say(console, f"wrote {base}.json{picture}")
 
 
 def _table(result: Result) -> Table:
-    table = Table(box=SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
-    table.add_column("")
-    for name in ("train", "validation", "test", "test error"):
-        table.add_column(name, justify="right", no_wrap=True)
     probe, unit, words = result.probe, result.unit, result.baseline
     title = f"probe, {probe.used:,} of {result.width:,} features, C {_power(probe.strength)}"
     rows: list[tuple[str, Any, str | None]] = [(title, probe, "bold")]
@@ -122,11 +118,12 @@ def _table(result: Result) -> Table:
         rows.append((f"unit {unit.index} alone", unit, None))
     if words is not None:
         rows.append((f"TF-IDF, {words.terms:,} terms, C {_power(words.strength)}", words, None))
+    made = table(("", "train", "validation", "test", "test error"))
     for title, of, style in rows:
-        table.add_row(
+        made.add_row(
             title, *(f"{100 * part:.1f} %" for part in (of.train, of.validation, of.test, 1 - of.test)), style=style
         )
-    return table
+    return made
 
 
 def _power(strength: float) -> str:

@@ -10,6 +10,8 @@ from rich.console import Console
 
 from blocksparse.errors import BlockSparseError
 
+from .tables import say
+
 
 def sparsify(
     model: Annotated[
@@ -47,4 +49,4 @@ def sparsify(
     console.print(made.table())
     if folder is not None:
         path = recipe.save(stored, new, made, folder)
-        console.print(f"wrote {path} and report.json", highlight=False, soft_wrap=True)
+        say(console, f"wrote {path} and report.json")

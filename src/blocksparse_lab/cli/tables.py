@@ -1,0 +1,33 @@
+"""Tables and lines as all commands print them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]] = (), words: int = 1, **options: Any) -> Table:
+    """A table whose first columns, `words` of them, are words that may be folded; numbers are on the right.
+
+    >>> Console(width=40).print(table(("net", "error"), [("dense", "1.5 %"), ("sparse", "11 %")]))
+    net      error
+    ──────────────
+    dense    1.5 %
+    sparse    11 %
+    """
+    made = Table(box=SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False, **options)
+    for nth, name in enumerate(head):
+        first = nth < words
+        made.add_column(name, justify="left" if first else "right", no_wrap=not first, overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Prints a line as it is: not wrapped, so that it can be copied, and without colours that guess."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
