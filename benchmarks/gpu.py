@@ -20,7 +20,6 @@ from pathlib import Path
 from time import monotonic
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from blocksparse import BlockSparseError
 from blocksparse_lab import machine
@@ -29,6 +28,7 @@ from blocksparse_lab.bench.device import Cuda, Device, Host
 from blocksparse_lab.bench.gpu import GpuReach, Job, write_chart
 from blocksparse_lab.bench.linear import LinearBench
 from blocksparse_lab.bench.rows import Row
+from blocksparse_lab.cli.bench import progress as shown
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -102,16 +102,15 @@ def chosen(jobs: list[Job], only: str) -> list[Job]:
 
 def measured(jobs: list[Job], seconds: float):
     """The rows as they come; on a terminal with a bar, elsewhere with a line for each."""
-    stderr, start = Console(stderr=True), monotonic()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+    start = monotonic()
+    with shown() as progress:
         task = progress.add_task("", total=len(jobs))
         for job in jobs:
             progress.update(task, description=job.work)
             late = monotonic() - start > seconds
             some = [rows.not_measured(job.work, job.target, "out of time")] if late else job.run()
             for row in some:
-                if not stderr.is_terminal:
+                if progress.disable:
                     print(f"[{monotonic() - start:4.0f} s] {row.work}: {row.measured}", file=sys.stderr, flush=True)
                 yield row
             progress.advance(task)

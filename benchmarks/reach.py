@@ -11,15 +11,11 @@ next to it.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -31,30 +27,29 @@ from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.linear.specs import LINE_DENSITIES, LINE_INTERCEPT, REACH, SMALL_BLOCKS, TRAINING, LinearSpec
 from blocksparse_lab import machine
 from blocksparse_lab.bench import attention, gates, lstm_reach, mlp, pixelcnn, report, rows
+from blocksparse_lab.bench.case import OURS, Bench
 from blocksparse_lab.bench.conv import ConvBench
 from blocksparse_lab.bench.linear import LinearBench
-from blocksparse_lab.bench.rows import Row, not_measured, times
+from blocksparse_lab.bench.memory import apart, linear_peak
+from blocksparse_lab.bench.rows import Row, judged, not_measured
 
 RESULTS = Path(__file__).parent / "results"
 BUDGET = 5.0  # seconds of timing per row
 PASSES = ("forward", "dgrad", "wgrad")
 
 
-def speedup_rows(
-    bench: LinearBench, name: str, spec: LinearSpec | ConvSpec, targets: dict[str, float]
-) -> Iterator[Row]:
+def speedup_rows(bench: Bench, name: str, spec: LinearSpec | ConvSpec, targets: dict[str, float]) -> Iterator[Row]:
     """One row per peer: a median ratio at least as large as its target."""
     peers = tuple(targets) or ("dense",)
     result = bench.run(spec, peers)
     for peer in peers:
-        wanted = targets.get(peer)
-        target = "-" if wanted is None else f">= {wanted:.3g}x {peer}"
+        least, details = targets.get(peer), result.as_dict()
         if peer in result.refused:
-            yield Row(name, target, f"{peer} refused: {result.refused[peer]}", None, result.as_dict())
-            continue
-        speedup = result.speedup(peer)
-        met = None if wanted is None else speedup.median >= wanted
-        yield Row(name, target, f"{times(speedup)} {peer}, {result.gflops:.0f} GFLOP/s", met, result.as_dict())
+            target = "-" if least is None else f">= {least:.3g}x {peer}"
+            yield Row(name, target, f"{peer} refused: {result.refused[peer]}", None, details)
+        else:
+            rate = f", {result.gflops:.0f} GFLOP/s"
+            yield judged(name, result.speedup(peer), peer, least=least, more=rate, details=details)
 
 
 def target_rows(bench: LinearBench, shrink: int) -> Iterator[Row]:
@@ -77,10 +72,10 @@ def small_block_rows(bench: LinearBench, shrink: int) -> Iterator[Row]:
     """Small blocks against blocks of 32 at the same shape and density: how much of their speed is left."""
     for pass_ in PASSES:
         specs = {block: replace(TRAINING.shrunk(shrink), block=block, pass_=pass_) for block in (32, *SMALL_BLOCKS)}
-        problems = {block: bench.problem(spec) for block, spec in specs.items()}
-        for problem in problems.values():
-            problem.check(bench.seed)
-        calls = {str(block): problem.ours() for block, problem in problems.items()}
+        cases = {block: bench.case(spec) for block, spec in specs.items()}
+        for case in cases.values():
+            case.check(bench.seed)
+        calls = {str(block): case.call(OURS) for block, case in cases.items()}
         samples = alternate(calls, rounds=bench.rounds, budget=bench.budget)
         for block, wanted in SMALL_BLOCKS.items():
             slower = samples.ratio(str(block), "32")
@@ -94,15 +89,15 @@ def small_block_rows(bench: LinearBench, shrink: int) -> Iterator[Row]:
             )
 
 
-def line_row(bench: LinearBench, specs: Sequence[LinearSpec] | Sequence[ConvSpec], most: float) -> Row:
+def line_row(bench: Bench, specs: Sequence[LinearSpec] | Sequence[ConvSpec], most: float) -> Row:
     """Fits a line to time against nnz of specs that differ in density; its intercept as a part of the dense time."""
-    problems = [bench.problem(spec) for spec in specs]
-    for problem in problems:
-        problem.check(bench.seed)
-    calls = {"dense": problems[0].peer("dense")}
-    calls |= {f"{problem.layout.nnz}": problem.ours() for problem in problems}
+    cases = [bench.case(spec) for spec in specs]
+    for case in cases:
+        case.check(bench.seed)
+    calls = {"dense": cases[0].call("dense")}
+    calls |= {f"{case.layout.nnz}": case.call(OURS) for case in cases}
     samples = alternate(calls, rounds=bench.rounds, budget=2 * bench.budget)
-    nnz = np.array([problem.layout.nnz for problem in problems])
+    nnz = np.array([case.layout.nnz for case in cases])
     times = np.array([samples.time(str(count)).median for count in nnz])
     # Relative residuals: else the few dense points alone would say where the line meets zero.
     slope, intercept = np.polyfit(nnz, times, 1, w=1 / times)
@@ -118,45 +113,11 @@ def line_row(bench: LinearBench, specs: Sequence[LinearSpec] | Sequence[ConvSpec
 
 
 def memory_row(hidden: int, tokens: int, density: float) -> Row:
-    command = [sys.executable, __file__, "--peak", json.dumps([hidden, tokens, density])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
     work = f"fp32 memory of forward + backward, hidden {hidden}, {tokens} tokens, density {density:g}"
-    if done.returncode:
-        return not_measured(work, "gradient + activations + O(nnz) indices", done.stderr.strip().splitlines()[-1])
-    return rows.memory_row(work, json.loads(done.stdout), dense=4 * hidden**2)
-
-
-def peak(hidden: int, tokens: int, density: float) -> dict[str, int]:
-    """The peak memory that one forward and backward adds to the resident one, measured in its own process."""
-    small = bs.BlockLayout([[True]], 32)
-    _train_step(small, torch.randn(4, 32))  # loads libraries and starts threads
-    layout = bs.patterns.random((hidden, hidden), 32, density=density, seed=0)
-    x = torch.randn(tokens, hidden)
-    values, grad = torch.randn(layout.values_shape), torch.randn(tokens, hidden)
-    # The transposed index lists and the plans are made by the first call, thus counted.
-    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to what is resident now
-    before = _status("VmRSS")
-    _train_step(layout, x, values, grad)
-    return {
-        "nnz": layout.nnz,
-        "peak": _status("VmHWM") - before,
-        "gradient": 4 * values.numel(),
-        "activations": 4 * (x.numel() + grad.numel()),
-    }
-
-
-def _train_step(layout: bs.BlockLayout, x, values=None, grad=None) -> None:
-    values = torch.randn(layout.values_shape) if values is None else values
-    x, values = x.requires_grad_(), values.requires_grad_()
-    y = bs.linear(x, values, layout)
-    torch.autograd.grad(y, (x, values), torch.ones_like(y) if grad is None else grad)
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return 1024 * int(line.split()[1])
-    raise bs.BlockSparseError.expected("/proc/self/status", f"a line {field}", "none")
+    try:
+        return rows.memory_row(work, apart(linear_peak, hidden, tokens, density), dense=4 * hidden**2)
+    except bs.BlockSparseError as error:
+        return not_measured(work, "gradient + activations + O(nnz) indices", error)
 
 
 def linear_rows(shrink: int) -> Iterator[Row]:
@@ -199,11 +160,7 @@ def main() -> None:
     parser.add_argument("--only", choices=tuple(OPS), help="the rows of one op")
     parser.add_argument("--quick", action="store_true", help="small shapes; writes nothing")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--peak", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.peak:
-        print(json.dumps(peak(*arguments.peak)))
-        return
     cpu_core.core()  # says how to build it where it is missing
     console, stderr = Console(), Console(stderr=True)
     for op in [arguments.only] if arguments.only else OPS:

@@ -44,19 +44,23 @@ def test_a_phase_within_another_has_its_own_mark():
     assert phases.peak["inner"] - phases.peak["outer"] > 100 << 20
 
 
-def test_a_process_of_its_own_or_the_reason(tmp_path, monkeypatch):
+@pytest.mark.full
+def test_a_process_of_its_own(tmp_path):
     spec, said = Extreme(66_000, rows=8, epochs=1), []
     found = extreme.measure(spec, tmp_path, said.append)
     assert found.run == asdict(spec)
     assert len(said) >= 2
     assert not list(tmp_path.iterdir())
+
+
+def test_no_process_without_memory_and_the_reason_of_one_that_died(tmp_path, monkeypatch):
     monkeypatch.setattr(extreme, "available_memory", lambda: 3 << 30)
     wanted = r"memory: expected 8.7 GiB free for 99,934,466 connections, or --force, got 3.0 GiB"
     with pytest.raises(bs.BlockSparseError, match=wanted):
         extreme.measure(Extreme(50_000_000), tmp_path)
     monkeypatch.setattr(extreme.sys, "executable", "/bin/false")
     with pytest.raises(bs.BlockSparseError, match="66,000 neurons: expected a run to its end, got status 1"):
-        extreme.measure(spec, tmp_path)
+        extreme.measure(Extreme(66_000, rows=8, epochs=1), tmp_path)
 
 
 def test_what_is_predicted_grows_with_connections():
@@ -85,7 +89,7 @@ def test_a_table_grows_size_by_size(tmp_path):
     assert content["lines"]["memory"]["slope"] == pytest.approx(80)
     assert content["lines"]["step"]["off"] < 1e-9
     text = path.with_suffix(".md").read_text()
-    assert "80.0 bytes for each, and 0.25 GiB; the runs are within 0% of it" in text
+    assert "| peak memory | 80.0 bytes | 0.25 GiB | 0% |" in text
     assert "| 4,000,002 |" not in text
     assert "| 4,000,000 | 8,000,000 |" in text
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"

@@ -1,5 +1,6 @@
 """The GPU benchmark, as far as it goes without a GPU: targets, verdicts, copies in turn, peers, the whole program."""
 
+import importlib.util
 import json
 import math
 import os
@@ -17,8 +18,9 @@ from blocksparse.measure import Samples, Spread
 from blocksparse.ops.gpu.tiles import INTERPRETED
 from blocksparse.ops.linear.specs import GPU_HUBS, GPU_MEAN, GPU_REACH, LinearSpec, Target
 from blocksparse_lab.bench import gpu, peers, report, rows
+from blocksparse_lab.bench.case import OURS, CaseResult
 from blocksparse_lab.bench.device import Host, Rotation, device_of
-from blocksparse_lab.bench.linear import OURS, PEERS, CaseResult, LinearBench, Problem
+from blocksparse_lab.bench.linear import PEERS, LinearBench, LinearCase
 from blocksparse_lab.cli import app
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
@@ -33,6 +35,24 @@ def case(spec=SPEC, refused=(), **seconds):
     samples = Samples({name: [value] * 3 for name, value in seconds.items()}, dict.fromkeys(seconds, 1))
     layout = spec.layout()
     return CaseResult(spec, layout.nnz, layout.density, {"y": 1e-7}, samples, dict(refused), 1e-5)
+
+
+@pytest.fixture
+def script(monkeypatch, capsys):
+    """The program, within this process: `script(arguments)` gives its status and what it printed."""
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module.signal, "signal", lambda *of: None)
+    monkeypatch.setenv("COLUMNS", "250")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            module.main()
+        return end.value.code, *capsys.readouterr()
+
+    return run
 
 
 def program(*arguments, **environment):
@@ -98,7 +118,7 @@ def test_a_target_wants_its_ratio_and_its_bandwidth(ratio, bandwidth, met):
     result = case(blocksparse=1e-3, dense=2e-3)
     part = result.moved / 1e-3 / 1e9
     target = Target(SPEC, (("dense", ratio),), bandwidth=part * bandwidth)
-    (row,) = gpu.judged("work", target, result, CEILINGS)
+    (row,) = gpu.case_rows("work", target, result, CEILINGS)
     assert row.met is met
     assert f"= {part:.0%} of a copy" in row.measured
     assert row.details["part_of_copy"] == pytest.approx(part)
@@ -107,17 +127,17 @@ def test_a_target_wants_its_ratio_and_its_bandwidth(ratio, bandwidth, met):
 def test_each_further_target_has_its_row_and_a_refusal_its_reason():
     target = Target(SPEC, (("dense", 3), ("stk", 1.1)), others=("torch-bsr", "csr-matmul"))
     result = case(blocksparse=1.0, dense=4.0, torch_bsr=5.0, refused={"stk": "not here", "csr-matmul": "no bf16"})
-    first, second = gpu.judged("work", target, result, CEILINGS)
+    first, second = gpu.case_rows("work", target, result, CEILINGS)
     assert first.met is True
     assert "4.00x" in first.measured
     assert first.measured.endswith("5.00x torch-bsr, csr-matmul refused")
     assert first.details["refused"]["csr-matmul"] == "no bf16"
     assert (second.work, second.met, second.measured) == ("work, stk", None, "not measured: not here")
-    _, second = gpu.judged(
+    _, second = gpu.case_rows(
         "work", target, case(blocksparse=1.0, dense=4.0, stk=1.0, torch_bsr=1.0, csr_matmul=1.0), CEILINGS
     )
     assert second.met is False
-    (row,) = gpu.judged(
+    (row,) = gpu.case_rows(
         "work", Target(SPEC, (("dense", 3),)), case(blocksparse=1.0, refused={"dense": "oom"}), CEILINGS
     )
     assert (row.met, row.measured) == (None, "not measured: oom")
@@ -154,8 +174,8 @@ def test_host_time_is_that_of_the_eager_call():
 
 
 def test_copies_take_turns_and_differ():
-    problem = LinearBench(device=Host(copies=3)).problem(SPEC)
-    results = [problem.ours(copy)() for copy in range(3)]
+    problem = LinearBench(device=Host(copies=3)).case(SPEC)
+    results = [problem.call(OURS, copy)() for copy in range(3)]
     assert not any(torch.equal(results[i], results[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
     assert all((problem.copy_of_values(copy) != 0).all() for copy in range(3))
     rotation = Rotation([lambda copy=copy: copy for copy in range(3)], laps=2)
@@ -167,7 +187,7 @@ def test_copies_take_turns_and_differ():
 def test_seconds_are_per_product():
     counts = {}
     bench = LinearBench(device=Host(copies=3))
-    bench.ready(bench.problem(SPEC), OURS, counts)
+    bench.ready(bench.case(SPEC), OURS, counts)
     assert counts == {OURS: 33}  # eleven laps: few tokens are timed in 32 products or more
     assert Samples({"a": [6.0, math.nan]}, {}).per({"a": 3}).time("a") == Spread(2.0, 2.0, 2.0, 1)
     result = LinearBench(("dense",), rounds=3, budget=0.05, device=Host(copies=3)).run(SPEC)
@@ -175,7 +195,7 @@ def test_seconds_are_per_product():
 
 
 def test_the_tiles_of_a_case_are_recorded():
-    problem = LinearBench().problem(replace(SPEC, pass_="train", dtype="bfloat16"))
+    problem = LinearBench().case(replace(SPEC, pass_="train", dtype="bfloat16"))
     tiles = problem.tiles(INTERPRETED)
     assert set(tiles) == {"forward", "dgrad", "wgrad"}
     assert tiles["forward"]["block_n"] >= 8
@@ -183,17 +203,17 @@ def test_the_tiles_of_a_case_are_recorded():
 
 
 def test_a_replay_with_other_bits_stops_the_run(monkeypatch):
-    def drifting(problem, copy=0):
+    def drifting(case, name, copy=0):
         return lambda: torch.randn(3)
 
-    monkeypatch.setattr(Problem, "ours", drifting)
+    monkeypatch.setattr(LinearCase, "call", drifting)
     bench = LinearBench(device=Host(copies=2))
     with pytest.raises(bs.BlockSparseError, match=r"a replay of .* expected the bits of the call, got others"):
-        bench.ready(bench.problem(SPEC), OURS, {})
+        bench.ready(bench.case(SPEC), OURS, {})
 
 
 def test_a_failing_or_wrong_peer_is_recorded_and_the_others_are_timed(monkeypatch):
-    right = Problem.peer
+    right = LinearCase.call
 
     def peer(problem, name, copy=0):
         if name == "torch-bsr":
@@ -201,7 +221,7 @@ def test_a_failing_or_wrong_peer_is_recorded_and_the_others_are_timed(monkeypatc
         call = right(problem, name, copy)
         return (lambda: call() + 1) if name == "bsr-matmul" else call
 
-    monkeypatch.setattr(Problem, "peer", peer)
+    monkeypatch.setattr(LinearCase, "call", peer)
     result = LinearBench(PEERS, rounds=1, budget=0.01).run(SPEC)
     assert result.refused["torch-bsr"] == "its kernel fails"
     assert "wrong: bsr-matmul's y has a relative L2 error of" in result.refused["bsr-matmul"]
@@ -222,29 +242,26 @@ def test_a_job_that_fails_is_a_row():
 
 
 @NO_GPU
-def test_without_a_gpu_it_says_so():
+def test_without_a_gpu_it_says_so(script):
     with pytest.raises(bs.BlockSparseError, match="device: expected a GPU that PyTorch sees, got none"):
         device_of("cuda")
-    done = program()
-    assert done.returncode == 1
-    assert done.stderr == "error: device: expected a GPU that PyTorch sees, got none\n"
+    assert script() == (1, "", "error: device: expected a GPU that PyTorch sees, got none\n")
     done = CliRunner().invoke(app, ["bench", "linear", "--device", "cuda"])
     assert done.exit_code == 1
     assert "expected a GPU that PyTorch sees, got none" in done.output
 
 
-def test_the_rows_are_listed_with_their_targets():
-    done = program("--list")
-    assert done.returncode == 0, done.stderr
+def test_the_rows_are_listed_with_their_targets(script):
+    status, said, _ = script("--list")
+    assert status == 0
     for text in ("few tokens, bf16, density 0.03", ">= 18x dense", "layout with hubs", "< 15 us eager", ">= 1.1x stk"):
-        assert text in done.stdout
-    assert "fp32" not in program("--list", "--only", "hubs,break-even").stdout
-    assert (
-        "--only: expected words of the rows that --list shows, got 'hub caps'"
-        in program("--only=hub caps", "--list").stderr
-    )
+        assert text in said
+    assert "fp32" not in script("--list", "--only", "hubs,break-even")[1]
+    wanted = "--only: expected words of the rows that --list shows, got 'hub caps'"
+    assert wanted in script("--only=hub caps", "--list")[2]
 
 
+@pytest.mark.full
 def test_the_program_runs_from_end_to_end(tmp_path, backend):
     if backend != "cpu":
         pytest.skip("slow without the compiled core")
@@ -261,21 +278,20 @@ def test_the_program_runs_from_end_to_end(tmp_path, backend):
     case = content["rows"][1]["details"]
     assert case["errors"]["y"] <= case["error_bound"]
     assert case["calls_per_sample"] == {"blocksparse": 32, "dense": 32}
-    assert "0123456789ab with changes" in path.with_suffix(".md").read_text()
+    assert "01234567 with changes" in path.with_suffix(".md").read_text()
 
 
-def test_rows_are_written_as_they_come_and_late_ones_left_out(tmp_path):
-    arguments = "--quick", "--device", "cpu", "--only", "host,break-even", "--out", tmp_path
-    done = program(*arguments, "--minutes", "-1")
-    assert done.returncode == 0, done.stderr
+def test_rows_are_written_as_they_come_and_late_ones_left_out(tmp_path, script):
+    quick = "--quick", "--device", "cpu", "--only", "host,break-even", "--out", tmp_path
+    assert script(*quick, "--minutes", "-1")[0] == 0
     (path,) = tmp_path.glob("linear-*.json")
     assert {row["measured"] for row in json.loads(path.read_text())["rows"]} == {"not measured: out of time"}
 
 
-def test_the_cpu_is_for_dry_runs_only():
-    done = program("--device", "cpu")
-    assert done.returncode == 1
-    assert "--device cpu: expected --quick with it" in done.stderr
+def test_the_cpu_is_for_dry_runs_only(script):
+    status, _, said = script("--device", "cpu")
+    assert status == 1
+    assert "--device cpu: expected --quick with it" in said
 
 
 def test_the_chart_is_a_png(tmp_path):
@@ -288,7 +304,7 @@ def test_the_chart_is_a_png(tmp_path):
         "training step": case(blocksparse=1e-3, dense=3e-3),
     }
     facts = {"gpu": None, "cpu": "x", "isa": None, "threads": 1, "torch": "2", "blocksparse": "0", "commit": None}
-    for some in (cases, {}, {"many tokens, block 32": case(blocksparse=1e-3, refused={"dense": "oom"})}):
+    for some in (cases, {"many tokens, block 32": case(blocksparse=1e-3, refused={"dense": "oom"})}):
         gpu.write_chart(tmp_path / "r.png", some, CEILINGS, report.where(facts))
         assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -9,10 +9,11 @@ from typer.testing import CliRunner
 
 import blocksparse as bs
 from blocksparse.measure import Samples
-from blocksparse_lab.bench import lstm_reach
+from blocksparse_lab.bench import lstm_reach, memory, report
+from blocksparse_lab.bench.case import OURS, CaseResult
 from blocksparse_lab.bench.gpu import GpuReach
-from blocksparse_lab.bench.linear import OURS, LinearBench
-from blocksparse_lab.bench.lstm import PASSES, PEERS, LstmBench, LstmProblem, LstmResult, LstmSpec, write_chart
+from blocksparse_lab.bench.linear import LinearBench
+from blocksparse_lab.bench.lstm import PASSES, PEERS, LstmBench, LstmCase, LstmSpec
 from blocksparse_lab.cli import app
 from blocksparse_lab.models.char_lm import CELLS, CharLMConfig
 
@@ -27,7 +28,7 @@ def result(spec=SPEC, refused=(), **seconds):
     samples = Samples({name: [value] * 3 for name, value in seconds.items()}, dict.fromkeys(seconds, 1))
     facts = {"device": "cpu", "widths": dict.fromkeys(seconds, 48), "parameters": dict.fromkeys(seconds, 10**6)}
     layout = spec.config.layout
-    return LstmResult(spec, layout.nnz, layout.density, {"scores": 1e-7}, samples, dict(refused), 1e-5, facts)
+    return CaseResult(spec, layout.nnz, layout.density, {"scores": 1e-7}, samples, dict(refused), 1e-5, facts)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -38,7 +39,7 @@ def test_every_cell_is_right_and_timed(cell, dtype):
         found = QUICK.run(spec, ["dense", "torch"])
         assert found.peers == (["dense", "torch"] if cell == "lstm" else ["dense"])
         assert found.speedup("dense").median > 0
-        assert found.bytes_per_second() > 0
+        assert found.tokens_per_second() > 0
         assert set(found.errors) == {"scores", "gradients"}
         assert json.dumps(found.as_dict())
     if cell != "lstm":
@@ -51,11 +52,11 @@ def test_peers_are_of_equal_parameters_or_of_the_same_width():
     assert width["dense-wide"] == width["torch-wide"] == width[OURS] == 256
     assert width["dense"] == width["torch"] < 256
     assert found.facts["parameters"]["dense"] == pytest.approx(ours, rel=0.05)
-    assert LstmProblem(replace(SPEC, narrow=40), seed=0).config("torch").width == 40
+    assert LstmCase(replace(SPEC, narrow=40), seed=0).config("torch").width == 40
 
 
 def test_pytorchs_model_is_the_dense_one():
-    problem = LstmProblem(SPEC, seed=0)
+    problem = LstmCase(SPEC, seed=0)
     ours, theirs = problem.model("dense-wide"), problem.model("torch-wide")
     ours_found, theirs_found = problem._results(ours), problem._results(theirs)
     assert isinstance(theirs.recurrent, torch.nn.LSTM)
@@ -65,34 +66,34 @@ def test_pytorchs_model_is_the_dense_one():
 
 
 def test_a_step_trains():
-    problem = LstmProblem(SPEC, seed=0)
+    problem = LstmCase(SPEC, seed=0)
     step = problem.call(OURS)
     losses = [float(step()) for _ in range(40)]
     assert losses[-1] < losses[0]
 
 
 def test_a_wrong_model_stops_the_run(monkeypatch):
-    right = LstmProblem._results
+    right = LstmCase._results
 
     def results(problem, model):
         found = right(problem, model)
         exact = next(model.parameters()).dtype == torch.float64
         return found if exact else {**found, "outlet.bias": found["outlet.bias"] + 1}
 
-    monkeypatch.setattr(LstmProblem, "_results", results)
+    monkeypatch.setattr(LstmCase, "_results", results)
     with pytest.raises(bs.BlockSparseError, match=r"gradient of outlet.bias .* of at most 1e-05 against float64, got"):
         QUICK.run(SPEC)
 
 
 def test_a_peer_without_memory_is_recorded(monkeypatch):
-    right = LstmProblem.model
+    right = LstmCase.model
 
     def model(problem, name):
         if name == "dense-wide":
             raise RuntimeError("out of\nmemory")
         return right(problem, name)
 
-    monkeypatch.setattr(LstmProblem, "model", model)
+    monkeypatch.setattr(LstmCase, "model", model)
     found = QUICK.run(SPEC, ["dense-wide", "dense"])
     assert found.refused == {"dense-wide": "out of memory"}
     assert found.peers == ["dense"]
@@ -115,8 +116,8 @@ def test_bad_specs(changes, message):
 # -- targets -------------------------------------------------------------------------------------------------------
 
 
-def test_all_rows_come_in_small(monkeypatch):
-    monkeypatch.setattr(lstm_reach, "peak", None)  # runs in a process of its own
+@pytest.mark.full
+def test_all_rows_come_in_small():
     rows = list(lstm_reach.rows(quick=True))
     targets = [row.target for row in rows if row.target != "-"]
     assert targets == [
@@ -148,14 +149,16 @@ def test_a_layer_and_pytorchs_have_the_same_weights():
 
 def test_a_layer_that_differs_stops_the_run(monkeypatch):
     monkeypatch.setattr(lstm_reach, "torchs", lambda ours: torch.nn.LSTM(ours.input_size, ours.hidden_size))
-    with pytest.raises(bs.BlockSparseError, match=r"y of LSTM\(.*expected a relative L2 difference"):
+    with pytest.raises(
+        bs.BlockSparseError, match=r"y of LSTM\(.*expected a relative L2 error of .* against torch\.nn\.LSTM"
+    ):
         lstm_reach.dense_row(QUICK, SPEC, 32)
 
 
 def test_a_training_that_dies_is_not_measured(monkeypatch):
-    monkeypatch.setattr(lstm_reach.sys, "executable", "/bin/false")
+    monkeypatch.setattr(memory.sys, "executable", "/bin/false")
     row = lstm_reach.memory_row(SPEC)
-    assert (row.met, row.measured) == (None, "not measured: it ended")
+    assert (row.met, row.measured) == (None, "not measured: peak: expected a run to its end, got status 1")
 
 
 def test_jobs_for_a_gpu():
@@ -180,7 +183,13 @@ def run(*arguments, code=0):
     return done
 
 
-@pytest.mark.parametrize("pattern", ["barabasi_albert", "watts_strogatz", "random", "dense"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "random",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("barabasi_albert", "watts_strogatz", "dense")),
+    ],
+)
 def test_the_command_writes_what_it_says(tmp_path, pattern):
     pytest.importorskip("matplotlib")
     tiny = ["--width", 96, "--block-size", 8, "--batch", 2, "--seq", 3, "--rounds", 1, "--budget", 0.01]
@@ -219,6 +228,6 @@ def test_the_chart_is_a_png_of_one_result_or_several(tmp_path):
         result(blocksparse=1.0, dense=1.1, torch=1.2, dense_wide=9.0),
         result(other, blocksparse=0.5, dense=0.6, refused={"torch": "no"}),
     ]
-    for some in (several, several[:1], [result(blocksparse=1.0)]):
-        write_chart(tmp_path / "r.png", some, "title")
+    for some in (several, [result(blocksparse=1.0)]):
+        report.write_chart(tmp_path / "r.png", some, "title")
         assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"

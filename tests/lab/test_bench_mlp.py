@@ -9,7 +9,7 @@ import torch
 import blocksparse as bs
 from blocksparse.measure import Samples
 from blocksparse_lab.bench import mlp
-from blocksparse_lab.bench.linear import OURS
+from blocksparse_lab.bench.case import OURS
 from blocksparse_lab.bench.mlp import MlpProblem, MlpSpec
 
 pytest.importorskip("scipy")
@@ -66,6 +66,10 @@ def test_rows_in_small():
     assert all(isinstance(row.met, bool) and "1 thread" in row.work for row in rows[:2])
     assert rows[2].met is None
     assert json.dumps([row.details for row in rows])
+
+
+@pytest.mark.full
+def test_a_second_round_has_one_thread():
     torch.set_num_threads(2)
     assert [row.met is None for row in mlp.rows(0.05, quick=True)] == [False, False] + 4 * [True]
 

@@ -22,8 +22,8 @@ from blocksparse.layout import BlockLayout
 from blocksparse.measure import Call, Samples, alternate
 from blocksparse.nn import attention
 
-from .linear import OURS
-from .rows import Row, times
+from .case import OURS
+from .rows import Row, judged
 
 # Relative L2 error of outputs and gradients against float64, at most.
 BOUND = 1e-5
@@ -94,7 +94,7 @@ def _rows(problem: AttentionProblem, pass_: str, budget: float, rounds: int, fal
             "ratio": vars(speedup),
         }
         known = "" if falls else f" of density {layout.density:.3g}"
-        yield Row(f"{work}, {name}{known}", "-", f"{times(speedup)} dense", None, details)
+        yield judged(f"{work}, {name}{known}", speedup, "dense", details=details)
 
 
 def falls_row(work: str, names: list[str], samples: Samples) -> Row:

@@ -8,7 +8,8 @@ The peers:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,47 +17,28 @@ from torch import Tensor
 
 from blocksparse import patterns
 from blocksparse.convert import from_dense, to_dense
-from blocksparse.errors import BlockSparseError
+from blocksparse.layout import BlockLayout
 from blocksparse.measure import Call
 from blocksparse.ops.conv import conv2d
 from blocksparse.ops.conv.op import conv_op, conv_wgrad_op
 from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.gpu.runtime import tf32
 
-from .linear import OURS, CaseResult, LinearBench, bound_of
+from .case import OURS, Bench, Case, bound_of, within
+from .linear import named_results, relative_error
 
 PEERS = ("dense", "grouped")
 
 
-class ConvBench(LinearBench):
-    """Measures specs one after the other, as `LinearBench` does; the peers here are those in `PEERS`.
+class ConvCase(Case):
+    """A convolution. Calls have no rotating copies: the images alone flush the caches."""
 
-    >>> result = ConvBench(rounds=3, budget=0.1).run(ConvSpec(32, 32, size=6, images=2, block=8, density=0.5))
-    >>> result.peers, result.nnz
-    (['dense'], 8)
-    """
-
-    known_peers = PEERS
-
-    def run(self, spec: ConvSpec, against: Sequence[str] | None = None) -> CaseResult:  # type: ignore[override]
-        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=tf32()):
-            return super().run(spec, against)  # type: ignore[arg-type]
-
-    def problem(self, spec: ConvSpec) -> ConvProblem:  # type: ignore[override]
-        """The tensors of `spec`, and the calls on them."""
-        return ConvProblem(spec, self.seed, self.device.torch)
-
-    def ready(self, problem: ConvProblem, name: str, counts: dict[str, int]) -> Call:  # type: ignore[override]
-        counts[name] = 1
-        # No rotating copies: the images alone flush the caches.
-        return self.device.ready([problem.ours() if name == OURS else problem.peer(name)])
-
-
-class ConvProblem:
-    """One spec with its tensors: our call, the peers' calls, and the check."""
+    peers = PEERS
+    layout: BlockLayout
 
     def __init__(self, spec: ConvSpec, seed: int, device: torch.device | None = None):
         self.spec, self.device = spec, device or torch.device("cpu")
+        self.bound = bound_of(spec.dtype, self.device)
         shape = (spec.out_channels, spec.in_channels)
         if spec.pattern == "block-diagonal":
             self.layout = patterns.block_diagonal(shape, spec.block)
@@ -77,8 +59,13 @@ class ConvProblem:
 
     # -- the calls -------------------------------------------------------------------------------------------------
 
-    def ours(self) -> Call:
-        """The pass of the spec with the block-sparse weight."""
+    def call(self, name: str, copy: int = 0) -> Call:
+        return self._ours() if name == OURS else self._peer(name)
+
+    def switches(self) -> AbstractContextManager[Any]:
+        return torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=tf32())
+
+    def _ours(self) -> Call:
         x, grad, values, layout, steps = self.x, self.grad, self.values, self.layout, self.steps
         indices = [layout.crow_indices(self.device), layout.col_indices(self.device)]
         in_blocks = layout.grid[1]
@@ -91,8 +78,7 @@ class ConvProblem:
         stride, padding, _ = steps
         return self._through(lambda x, values: conv2d(x, values, layout, None, stride, padding), values)
 
-    def peer(self, name: str) -> Call:
-        """The same pass as the peer does it."""
+    def _peer(self, name: str) -> Call:
         spec = self.spec
         if name == "dense":
             weight = torch.randn(
@@ -122,27 +108,14 @@ class ConvProblem:
         x, weight = self.x.detach().requires_grad_(), weight.detach().requires_grad_()
         return lambda: torch.autograd.grad(product(x, weight), (x, weight), self.grad)
 
-    def facts(self) -> dict[str, str]:
-        return {}
-
-    def wrong(self, name: str, call: Call) -> None:
-        """Returns None: the peers are PyTorch's own convolutions."""
-
     # -- the check -------------------------------------------------------------------------------------------------
 
     def check(self, seed: int) -> dict[str, float]:
-        """The relative L2 error of each result of the pass against PyTorch's dense convolution in float64.
-
-        Raises:
-            BlockSparseError: an error beyond the bound of the dtype.
-        """
-        results = self.ours()()
-        names = {"forward": ["y"], "dgrad": ["grad_x"], "wgrad": ["grad_values"], "train": ["grad_x", "grad_values"]}
-        named = dict(zip(names[self.spec.pass_], results if isinstance(results, tuple) else [results], strict=True))
+        """Against PyTorch's dense convolution in float64."""
         weight, x, grad = to_dense(self.values, self.layout).double(), self.x.double(), self.grad.double()
         stride, padding, _ = self.steps
         errors = {}
-        for name, found in named.items():
+        for name, found in named_results(self.spec.pass_, self.call(OURS)()).items():
             if name == "y":
                 expected = F.conv2d(x, weight, None, stride, padding)
             else:
@@ -152,14 +125,23 @@ class ConvProblem:
                 expected = from_dense(expected, self.layout)
             elif self.spec.pass_ == "dgrad":  # of the op itself, whose channels come last
                 found = found.movedim(-1, 1)
-            norm = expected.norm().item()
-            error = (found.double() - expected).norm().item()
-            errors[name] = error / norm if norm else float(error > 0)
-            most = bound_of(self.spec.dtype, self.device)
-            if not errors[name] <= most:
-                bound = f"a relative L2 error of at most {most:g} against float64"
-                raise BlockSparseError.expected(f"{name} of {self.spec!r}", bound, f"{errors[name]:g}")
+            errors[name] = relative_error(found, expected)
+        within(self.bound, errors, self.spec)
         return errors
+
+
+class ConvBench(Bench):
+    """Measures convolutions.
+
+    >>> result = ConvBench(rounds=3, budget=0.1).run(ConvSpec(32, 32, size=6, images=2, block=8, density=0.5))
+    >>> result.peers, result.nnz
+    (['dense'], 8)
+    """
+
+    kind = ConvCase
+
+    def case(self, spec: ConvSpec) -> ConvCase:
+        return ConvCase(spec, self.seed, self.device.torch)
 
 
 def _backward(grad, x, weight, stride, padding, groups, wanted) -> tuple[Tensor | None, ...]:

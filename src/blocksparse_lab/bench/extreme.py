@@ -21,10 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from blocksparse.checkpoint import read_json
 from blocksparse.errors import BlockSparseError
 
 from ..machine import machine
-from .report import duration, figure_and_axes, plain_ticks, where
+from .memory import forget_peak, status
+from .report import duration, figure_and_axes, markdown, plain_ticks, where, write_json, write_text
 
 NEURONS = (1_000_000, 5_000_000, 10_000_000, 20_000_000, 50_000_000, 100_000_000)
 PHASES = ("build", "save", "train", "evaluate", "evolve")
@@ -154,15 +156,7 @@ class Phases:
             name = self._open[-1]
             self.resident[name] = status("VmRSS")
             self.peak[name] = max(self.peak.get(name, 0), self.resident[name], status("VmHWM"))
-        Path("/proc/self/clear_refs").write_text("5")  # sets it back to what is resident now
-
-
-def status(name: str) -> int:
-    """Bytes of this process, from /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return 1024 * int(line.split()[1])
-    raise BlockSparseError.expected("/proc/self/status", f"a line {name}", "none")
+        forget_peak()
 
 
 def train(spec: Extreme, run: str | Path, say: Say = lambda text: None) -> Found:
@@ -262,7 +256,7 @@ def measure(spec: Extreme, folder: Path, say: Say = lambda text: None, force: bo
         if process.returncode:
             reason = "killed, likely for memory" if process.returncode == -9 else f"status {process.returncode}"
             raise BlockSparseError.expected(f"{spec.neurons:,} neurons", "a run to its end", reason)
-        return Found(**json.loads(Path(out).read_text()))
+        return Found(**read_json(Path(out)))
 
 
 def available_memory() -> int:
@@ -314,67 +308,69 @@ def lines(found: Sequence[Found]) -> dict[str, Line]:
 
 def merged(path: Path, new: Found) -> list[Found]:
     """The runs of a file with this one among them, in place of one of the same size; by size."""
-    old = [Found(**one) for one in json.loads(path.read_text())["runs"]] if path.exists() else []
+    old = [Found(**one) for one in read_json(path)["runs"]] if path.exists() else []
     kept = [one for one in old if one.run["neurons"] != new.run["neurons"]]
     return sorted([*kept, new], key=lambda one: one.neurons)
 
 
 def write(path: Path, found: Sequence[Found]) -> None:
-    """The runs as JSON, as a table in Markdown and, where matplotlib is installed, as a picture next to it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """The runs as JSON, as tables in Markdown and, where there are several, as a picture next to it."""
     fits = lines(found)
     content = {
         "what": "truly sparse MLPs of many neurons: memory and time",
         "lines": {name: asdict(line) for name, line in fits.items()},
         "runs": [asdict(one) for one in found],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    path.with_suffix(".md").write_text(table(found, fits, path.stem))
+    write_json(path, content)
+    write_text(path.with_suffix(".md"), tables(found, fits, path.stem))
     if len(found) > 1:
         _draw(path.with_suffix(".png"), found, fits)
 
 
-def table(found: Sequence[Found], fits: Mapping[str, Line], name: str) -> str:
-    """The runs in Markdown."""
-    columns = (
-        "neurons", "connections", "peak, GiB", "bytes per connection", "built, GiB", "training, GiB", "evolving, GiB",
-        "saving, GiB", "build", "a step", "an evolution", "saving", "an epoch", "loss", "held-out error, %",
-    )  # fmt: skip
-    rows = [f"| {' | '.join(columns)} |", f"|{'---:|' * len(columns)}"]
-    for one in found:
-        gib = [f"{size / 2**30:.2f}" for size in (one.resident["build"], *(one.peak.get(p, 0) for p in _TOLD))]
-        times = [duration(one.seconds[key]) for key in ("build", "train", "evolve", "save", "epoch")]
-        cells = [f"{one.neurons:,}", f"{one.connections:,}", f"{one.most / 2**30:.2f}"]
-        cells += [f"{one.most / one.connections:.1f}", *gib, *times]
-        cells += [f"{one.losses[0]:.3f} to {one.losses[1]:.3f}", ", ".join(f"{error:.1f}" for error in one.held_out)]
-        rows.append(f"| {' | '.join(cells)} |")
-    run = found[-1].run
-    text = [
-        "# Extreme networks",
-        "",
-        "`blocksparse train mlp --neurons N` on the CPU: 65,536 inputs, four hidden layers of equal size, two classes, "
-        "Erdos-Renyi with epsilon 1, All-ReLU, dropout 0.3, momentum SGD, SET between the epochs. An epoch is "
-        f"{run['rows']} synthetic rows in batches of {run['batch']}, and an evolution.",
-        "",
-        *rows,
-        "",
-        "Peak: the most of the process' resident memory in any phase, Python and PyTorch (about 0.25 GiB) included. "
-        "Loss: means of the first and the last quarter of the steps, in nats.",
-    ]
+CAPTION = (
+    "`blocksparse train mlp --neurons N` on the CPU: 65,536 inputs, four hidden layers of equal size, two classes, "
+    "Erdos-Renyi with epsilon 1, All-ReLU, dropout 0.3, momentum SGD, SET between the epochs. An epoch is synthetic "
+    "rows in batches, and an evolution. Peak: the most of the process' resident memory in any phase, Python and "
+    "PyTorch (about 0.25 GiB) included. Loss: means of the first and the last quarter of the steps, in nats."
+)
+COLUMNS: dict[str, Callable[[Found], str]] = {
+    "neurons": lambda one: f"{one.neurons:,}",
+    "connections": lambda one: f"{one.connections:,}",
+    "rows of an epoch": lambda one: f"{one.run['rows']:,}",
+    "of a batch": lambda one: f"{one.run['batch']:,}",
+    "peak, GiB": lambda one: gib(one.most),
+    "bytes per connection": lambda one: f"{one.most / one.connections:.1f}",
+    "built, GiB": lambda one: gib(one.resident["build"]),
+    "training, GiB": lambda one: gib(one.peak.get("train", 0)),
+    "evolving, GiB": lambda one: gib(one.peak.get("evolve", 0)),
+    "saving, GiB": lambda one: gib(one.peak.get("save", 0)),
+    "build": lambda one: duration(one.seconds["build"]),
+    "a step": lambda one: duration(one.seconds["train"]),
+    "an evolution": lambda one: duration(one.seconds["evolve"]),
+    "saving": lambda one: duration(one.seconds["save"]),
+    "an epoch": lambda one: duration(one.seconds["epoch"]),
+    "loss": lambda one: f"{one.losses[0]:.3f} to {one.losses[1]:.3f}",
+    "held-out error, %": lambda one: ", ".join(f"{error:.1f}" for error in one.held_out),
+}
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def tables(found: Sequence[Found], fits: Mapping[str, Line], name: str) -> str:
+    """The runs, and the lines through them, in Markdown."""
+    runs = [[cell(one) for cell in COLUMNS.values()] for one in found]
+    parts = ["# Extreme networks", CAPTION, "\n".join(markdown(list(COLUMNS), runs, text=0))]
     if fits:
         memory, step = fits["memory"], fits["step"]
-        text += [
-            "",
-            f"Memory is a line in the connections: {memory.slope:.1f} bytes for each, and "
-            f"{memory.intercept / 2**30:.2f} GiB; the runs are within {memory.off:.0%} of it. So is the time of a "
-            f"step: {step.slope * 1e9:.1f} ns for each, within {step.off:.0%}.",
-            "",
-            f"![Memory and time against connections]({name}.png)",
+        rows = [
+            ("peak memory", f"{memory.slope:.1f} bytes", f"{gib(memory.intercept)} GiB", f"{memory.off:.0%}"),
+            ("a step", f"{step.slope * 1e9:.1f} ns", f"{step.intercept:.2f} s", f"{step.off:.0%}"),
         ]
-    return "\n".join([*text, "", where(found[-1].machine), ""])
-
-
-_TOLD = ("train", "evolve", "save")
+        head = ("line", "for each connection", "and", "the runs are within")
+        parts += ["\n".join(markdown(head, rows)), f"![Memory and time against connections]({name}.png)"]
+    return "\n\n".join([*parts, where(found[-1].machine)]) + "\n"
 
 
 def _draw(path: Path, found: Sequence[Found], fits: Mapping[str, Line]) -> None:

@@ -13,7 +13,7 @@ from blocksparse.ops.linear import linear
 from blocksparse.ops.linear.specs import LinearSpec
 
 from .linear import LinearBench
-from .rows import Row, times
+from .rows import Row, judged, times
 
 HIDDEN = (1024, 4096)
 CLOSED = (0.5, 0.9)  # part of the gates
@@ -31,7 +31,7 @@ def rows(bench: LinearBench, shrink: int = 1) -> Iterator[Row]:
     """
     for hidden in HIDDEN:
         spec = LinearSpec(hidden // shrink, hidden // shrink, tokens=64, block=max(32 // shrink, 4), density=0.2)
-        problem = bench.problem(spec)
+        problem = bench.case(spec)
         x, values, layout = problem.x, problem.values, problem.layout
         draw = torch.Generator().manual_seed(bench.seed)
         order = torch.rand(layout.nnz, generator=draw).argsort()
@@ -50,14 +50,16 @@ def rows(bench: LinearBench, shrink: int = 1) -> Iterator[Row]:
             if not torch.equal(calls[GATED](), calls[COMPACTED]()):
                 raise BlockSparseError.expected(f"{spec!r} with gates", "the bits of the compacted layout", "others")
             samples = alternate(calls, rounds=bench.rounds, budget=bench.budget)
-            ratio, alone = samples.ratio(GATED, GATED_COMPACTED), samples.ratio(GATED, COMPACTED)
-            yield Row(
+            ratio, alone, full = (
+                samples.ratio(*pair) for pair in ((GATED, GATED_COMPACTED), (GATED, COMPACTED), (FULL, COMPACTED))
+            )
+            yield judged(
                 f"fp32 forward, hidden {spec.out_features}, 64 tokens, density 0.2, {closed:.0%} of the gates 0",
-                f"<= {MOST:g}x the compacted layout with its gates",
-                f"{times(ratio)}; {times(alone)} the compacted layout without; all blocks without gates are "
-                f"{times(samples.ratio(FULL, COMPACTED))}",
-                ratio.median <= MOST,
-                {
+                ratio,
+                "the compacted layout with its gates",
+                most=MOST,
+                more=f"; {times(alone)} without gates; all blocks without gates {times(full)}",
+                details={
                     "seconds": {name: vars(samples.time(name)) for name in calls},
                     "ratio": {GATED_COMPACTED: vars(ratio), COMPACTED: vars(alone)},
                 },

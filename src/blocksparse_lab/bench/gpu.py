@@ -38,14 +38,16 @@ from blocksparse.ops.linear.specs import (
     Target,
 )
 
+from .case import OURS, Bench, CaseResult
 from .conv import ConvBench
 from .device import Device
-from .linear import OURS, CaseResult, LinearBench
+from .linear import LinearBench
 from .lstm import LstmBench
 from .lstm_reach import GPU_REACH as LSTM_REACH
 from .lstm_reach import LstmTarget, described, sized
-from .report import figure_and_axes, plain_ticks, short
-from .rows import Row, memory_row, not_measured, times
+from .memory import train_step
+from .report import figure_and_axes, line, plain_ticks, short
+from .rows import Row, judged, memory_row, not_measured, times
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class GpuReach:
             step = sized(lstm_target.spec, self.shrink)
             work = f"a step, {described(step)}, {lstm_target.peer}"
             wants = f">= {lstm_target.ratio:g}x {lstm_target.peer}"
-            out.append(Job(work, wants, partial(self._lstm, replace(lstm_target, spec=step), work, wants)))
+            out.append(Job(work, wants, partial(self._lstm, replace(lstm_target, spec=step), work)))
         for peer, ratio in GPU_MEAN.items():
             work = f"geometric mean over {peer}"
             out.append(Job(work, f">= {ratio:g}x {peer}", partial(self._mean, peer, ratio, work)))
@@ -176,7 +178,7 @@ class GpuReach:
 
     def _target_rows(self, name: str) -> list[Row]:
         target = GPU_REACH[name]
-        return judged(self._title(name, target.spec), target, self.case(name), self.ceilings)
+        return case_rows(self._title(name, target.spec), target, self.case(name), self.ceilings)
 
     def _training(self, block: int, work: str) -> list[Row]:
         forward = self.case(f"many tokens, block {block}")
@@ -185,8 +187,8 @@ class GpuReach:
         return [training_row(work, forward.speedup("dense"), step)]
 
     def _hubs(self, spec: LinearSpec, work: str) -> list[Row]:
-        hubs = self.bench.problem(self._sized(spec))
-        even = self.bench.problem(replace(hubs.spec, pattern="random", density=hubs.layout.density))
+        hubs = self.bench.case(self._sized(spec))
+        even = self.bench.case(replace(hubs.spec, pattern="random", density=hubs.layout.density))
         if hubs.layout.nnz != even.layout.nnz:
             raise BlockSparseError.expected("random layout", f"{hubs.layout.nnz} blocks", even.layout.nnz)
         calls, counts = {}, {}
@@ -207,29 +209,24 @@ class GpuReach:
             "calls_per_sample": counts,
             **{name: problem.facts() for name, problem in (("random", even), ("hubs", hubs))},
         }
-        measured = f"{times(slower)} random, {hubs.layout.nnz} blocks each"
-        return [Row(work, f"<= {GPU_HUB_TIME:g}x random", measured, slower.median <= GPU_HUB_TIME, details)]
+        more = f", {hubs.layout.nnz} blocks each"
+        return [judged(work, slower, "random", most=GPU_HUB_TIME, more=more, details=details)]
 
     def _conv(self, spec: ConvSpec, peer: str, ratio: float) -> list[Row]:
-        bench = ConvBench(rounds=self.bench.rounds, budget=self.bench.budget, device=self.bench.device)
-        result, wants = bench.run(spec, [peer]), f">= {ratio:g}x {peer}"
-        if peer in result.refused:
-            return [not_measured(f"{spec!r}", wants, result.refused[peer])]
-        found = result.speedup(peer)
-        measured = f"{times(found)} {peer}, {result.gflops / 1e3:.3g} TFLOP/s"
-        return [Row(f"{spec!r}", wants, measured, found.median >= ratio, result.as_dict())]
+        result = self._sized_bench(ConvBench).run(spec, [peer])
+        return [against(f"{spec!r}", result, peer, ratio, lambda: f", {result.gflops / 1e3:.3g} TFLOP/s")]
 
-    def _lstm(self, target: LstmTarget, work: str, wants: str) -> list[Row]:
-        bench = LstmBench(rounds=self.bench.rounds, budget=self.bench.budget, device=self.bench.device)
-        result, peer = bench.run(target.spec, [target.peer]), target.peer
-        if peer in result.refused:
-            return [not_measured(work, wants, result.refused[peer])]
-        found = result.speedup(peer)
-        measured = (
-            f"{times(found)} {peer} of width {result.facts['widths'][peer]}, "
-            f"{result.bytes_per_second() / 1e3:.3g} against {result.bytes_per_second(peer) / 1e3:.3g} kB/s"
-        )
-        return [Row(work, wants, measured, found.median >= target.ratio, result.as_dict())]
+    def _lstm(self, target: LstmTarget, work: str) -> list[Row]:
+        result, peer = self._sized_bench(LstmBench).run(target.spec, [target.peer]), target.peer
+
+        def more() -> str:
+            ours, theirs = (result.tokens_per_second(name) / 1e3 for name in (OURS, peer))
+            return f" of width {result.facts['widths'][peer]}, {ours:.3g} against {theirs:.3g} kB/s"
+
+        return [against(work, result, peer, target.ratio, more)]
+
+    def _sized_bench(self, kind: type[ConvBench] | type[LstmBench]) -> Bench:
+        return kind(rounds=self.bench.rounds, budget=self.bench.budget, device=self.bench.device)
 
     def _host(self) -> list[Row]:
         device = self.bench.device
@@ -284,7 +281,7 @@ def wanted(target: Target) -> str:
     return ", ".join(parts)
 
 
-def judged(work: str, target: Target, result: CaseResult, ceilings: Ceilings) -> list[Row]:
+def case_rows(work: str, target: Target, result: CaseResult, ceilings: Ceilings) -> list[Row]:
     """The row of a case, with its bandwidth; one more for each further peer that there is a target for."""
     (first, ratio), *more = target.ratios
     details = {**result.as_dict(), "moved": result.moved, "bandwidth": result.bandwidth}
@@ -298,14 +295,17 @@ def judged(work: str, target: Target, result: CaseResult, ceilings: Ceilings) ->
     rate = rate or f"{result.gflops / 1e3:.3g} TFLOP/s"
     measured = ", ".join([f"{times(speedup)} {first}", rate, *others])
     rows = [Row(work, wanted(replace(target, ratios=((first, ratio),))), measured, met, details)]
-    for peer, least in more:
-        text = f">= {least:g}x {peer}"
-        if peer in result.refused:
-            rows.append(not_measured(f"{work}, {peer}", text, result.refused[peer]))
-        else:
-            found = result.speedup(peer)
-            rows.append(Row(f"{work}, {peer}", text, f"{times(found)} {peer}", found.median >= least))
-    return rows
+    return [*rows, *(against(f"{work}, {peer}", result, peer, least, details=False) for peer, least in more)]
+
+
+def against(
+    work: str, result: CaseResult, peer: str, least: float, more: Callable[[], str] = str, details: bool = True
+) -> Row:
+    """The row of a speed-up over a peer, which may have refused."""
+    if peer in result.refused:
+        return not_measured(work, f">= {least:g}x {peer}", result.refused[peer])
+    found = result.as_dict() if details else {}
+    return judged(work, result.speedup(peer), peer, least=least, more=more(), details=found)
 
 
 def _against(result: CaseResult, peer: str) -> str:
@@ -386,20 +386,17 @@ def training_memory(spec: LinearSpec, device: Device) -> dict[str, int]:
     """The peak of GPU memory that one forward and backward allocates, its plans included."""
     kind: dict[str, Any] = {"dtype": spec.torch_dtype, "device": device.torch}
 
-    def step(layout: BlockLayout, x: Tensor, values: Tensor, grad: Tensor) -> None:
-        torch.autograd.grad(linear(x, values, layout), (x, values), grad)
-
     small = BlockLayout([[True]], spec.block)
     sides = (4, spec.block), (1, spec.block, spec.block), (4, spec.block)
-    step(small, *(torch.randn(side, **kind).requires_grad_() for side in sides))  # loads libraries
+    train_step(small, *(torch.randn(side, **kind) for side in sides))  # loads libraries
     layout = spec.layout()
-    x = torch.randn(spec.tokens, spec.in_features, **kind).requires_grad_()
-    values = torch.randn(layout.values_shape, **kind).requires_grad_()
+    x = torch.randn(spec.tokens, spec.in_features, **kind)
+    values = torch.randn(layout.values_shape, **kind)
     grad = torch.randn(spec.tokens, spec.out_features, **kind)
     device.wait()
     torch.cuda.reset_peak_memory_stats(device.torch)
     before = torch.cuda.memory_allocated(device.torch)
-    step(layout, x, values, grad)
+    train_step(layout, x, values, grad)
     device.wait()
     return {
         "nnz": layout.nnz,
@@ -429,8 +426,8 @@ def write_chart(path: Path, cases: Mapping[str, CaseResult], ceilings: Ceilings,
         chosen = {name: case for name, case in forward.items() if part(name)}
         groups = dict.fromkeys(key(case) for case in chosen.values())
         for colour, group in zip(_COLOURS, groups, strict=False):
-            line = sorted((c for c in chosen.values() if key(c) == group), key=lambda case: case.density)
-            _draw(axes, line, group, colour, ceilings)
+            some = sorted((c for c in chosen.values() if key(c) == group), key=lambda case: case.density)
+            _draw(axes, some, group, colour, ceilings)
         for name, case in chosen.items():
             axes.plot(case.density, dict(GPU_REACH[name].ratios)["dense"], marker="_", ms=14, color="0.2", ls="")
         shapes = dict.fromkeys(f"hidden {c.spec.out_features}, {c.spec.tokens} tokens" for c in chosen.values())
@@ -448,17 +445,11 @@ def write_chart(path: Path, cases: Mapping[str, CaseResult], ceilings: Ceilings,
     figure.savefig(path, format="png", dpi=150)
 
 
-def _draw(axes: Any, line: list[CaseResult], name: str, colour: str, ceilings: Ceilings) -> None:
-    density = [case.density for case in line]
-    spreads = [case.speedup("dense") for case in line]
-    bounds = [case.time("dense").median / ceilings.least_time(case) for case in line]
-    axes.plot(density, bounds, "--", color=colour, lw=1)
-    axes.plot(density, [spread.median for spread in spreads], color=colour, marker="o", ms=5, lw=1.8, label=name)
-    axes.fill_between(density, [s.low for s in spreads], [s.high for s in spreads], color=colour, alpha=0.18, lw=0)
-    for at, spread in zip(density, spreads, strict=True):
-        place: dict[str, Any] = {"xytext": (0, -13), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(short(spread.median), (at, spread.median), color=colour, size=8.5, **place)
-    raced = [case for case in line if "torch-bsr" in case.peers]
+def _draw(axes: Any, cases: list[CaseResult], name: str, colour: str, ceilings: Ceilings) -> None:
+    bounds = [case.time("dense").median / ceilings.least_time(case) for case in cases]
+    axes.plot([case.density for case in cases], bounds, "--", color=colour, lw=1)
+    line(axes, [(case.density, case.speedup("dense")) for case in cases], name, colour)
+    raced = [case for case in cases if "torch-bsr" in case.peers]
     if raced:
         theirs = [case.samples.ratio("dense", "torch-bsr").median for case in raced]
         axes.plot([c.density for c in raced], theirs, ":", marker="s", ms=4, color=colour, label=f"torch BSR, {name}")

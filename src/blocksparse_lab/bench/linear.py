@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -28,204 +28,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blocksparse.convert import block_coordinates
-from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
-from blocksparse.measure import Call, Samples, Spread, alternate
-from blocksparse.ops.gpu.tiles import FEW_TOKENS, PASSES, Gpu, Work, bucket, gpu_of, tile_for
+from blocksparse.measure import Call
+from blocksparse.ops.gpu.tiles import PASSES, Gpu, Work, bucket, gpu_of, tile_for
 from blocksparse.ops.linear import linear
 from blocksparse.ops.linear.op import LINEAR, linear_op, linear_wgrad_op
 from blocksparse.ops.linear.specs import LinearSpec
 
 from . import peers as elsewhere
-from .device import LEAST_CALLS, Device, device_of, same_bits
+from .case import OURS, Bench, Case, CaseResult, bound_of, within
 
-OURS = "blocksparse"
+__all__ = ["OURS", "PEERS", "CaseResult", "LinearBench", "LinearCase"]
+
 PEERS = ("dense", "torch-bsr", "bsr-matmul", "csr-matmul", "stk")
-
-# Relative L2 error against float64 that a result may have.
-BOUNDS = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}
 
 # The check forms at most this many numbers of a dense float64 weight (all of hidden 4096), and multiplies at most
 # this many tokens with them: beyond, it looks at a random part of the rows, columns or blocks, and of the tokens.
 CHECKED_WEIGHT = 2**24
 CHECKED_TOKENS = 128
 
-
-def bound_of(dtype: str, device: torch.device) -> float:
-    """The relative L2 error against float64 that a result of this dtype may have on this device."""
-    if device.type == "cuda" and dtype == "float32":
-        return 2e-3 if torch.backends.cuda.matmul.fp32_precision == "tf32" else 1e-5
-    return BOUNDS[dtype]
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """The result of one spec. `refused` says why a peer could not run, `facts` how the rest was measured."""
-
-    spec: LinearSpec
-    nnz: int
-    density: float
-    errors: dict[str, float]
-    samples: Samples
-    refused: dict[str, str]
-    bound: float
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def peers(self) -> list[str]:
-        """The peers that ran."""
-        return [name for name in self.samples.names if name != OURS]
-
-    def time(self, name: str = OURS) -> Spread:
-        """Seconds per call."""
-        return self.samples.time(name)
-
-    def speedup(self, peer: str) -> Spread:
-        """How many times longer the peer takes than we do."""
-        return self.samples.ratio(peer, OURS)
-
-    @property
-    def gflops(self) -> float:
-        """Our useful arithmetic, in 10^9 operations per second: the stored blocks only."""
-        return 1e-9 * self.operations / self.time().median
-
-    @property
-    def operations(self) -> int:
-        """The multiplications and additions of the stored blocks."""
-        spec = self.spec
-        return 2 * spec.products * self.nnz * spec.block**2 * spec.tokens
-
-    @property
-    def moved(self) -> int:
-        """The fewest bytes that one product moves: values, inputs and outputs, each once."""
-        spec = self.spec
-        elements = self.nnz * spec.block**2 + spec.tokens * (spec.in_features + spec.out_features)
-        return elements * spec.torch_dtype.itemsize
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second, of those that have to be moved."""
-        return self.spec.products * self.moved / self.time().median
-
-    def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        names = self.samples.names
-        return {
-            **self.spec.as_dict(),
-            "nnz": self.nnz,
-            "density_stored": self.density,
-            "error_bound": self.bound,
-            "errors": self.errors,
-            "seconds": {name: {**vars(self.time(name)), "repeat": self.samples.repeat[name]} for name in names},
-            "speedup": {name: vars(self.speedup(name)) for name in self.peers},
-            "gflops": self.gflops,
-            "refused": self.refused,
-            **self.facts,
-        }
-
-
-class LinearBench:
-    """Measures specs one after the other.
-
-    Args:
-        against: the peers, out of `PEERS`.
-        rounds, budget: of the timing of one spec (see `alternate`).
-        seed: of patterns and numbers.
-        device: "cpu", "cuda", or a `bench.device.Device`.
-        tuning: seconds that a peer which tunes itself has for each shape.
-
-    The inputs and the dense weight of a shape are drawn once for all its specs in a row: at hidden 12288 drawing
-    them takes longer than timing them.
-
-    >>> result = LinearBench(rounds=3, budget=0.1).run(LinearSpec(64, 64, tokens=8, block=16, density=0.5))
-    >>> result.peers, result.nnz
-    (['dense'], 8)
-    """
-
-    known_peers: Sequence[str] = PEERS
-
-    def __init__(
-        self,
-        against: Sequence[str] = ("dense",),
-        *,
-        rounds: int = 21,
-        budget: float = 4.0,
-        seed: int = 0,
-        device: str | Device = "cpu",
-        tuning: float = 20.0,
-    ):
-        if rounds < 1:
-            raise BlockSparseError.expected("rounds", "a positive int", rounds)
-        if not budget > 0:
-            raise BlockSparseError.expected("budget", "a positive number of seconds", budget)
-        if not 0 <= seed < 2**63:
-            raise BlockSparseError.expected("seed", "an int from 0 to 2^63 - 1", seed)
-        self.device = device_of(device)
-        self.against = self._peers(against)
-        self.rounds, self.budget, self.seed, self.tuning = rounds, budget, seed, tuning
-        self._drawn: tuple[Any, _Inputs] | None = None
-
-    def _peers(self, names: Sequence[str]) -> tuple[str, ...]:
-        for name in names:
-            if name not in self.known_peers:
-                raise BlockSparseError.expected("against", f"some of {', '.join(self.known_peers)}", repr(name))
-        return tuple(dict.fromkeys(names))
-
-    def run(self, spec: LinearSpec, against: Sequence[str] | None = None) -> CaseResult:
-        """Checks the product of `spec` against float64, then times it and its peers (other ones, if given here).
-
-        Raises:
-            BlockSparseError: the product is wrong.
-        """
-        problem = self.problem(spec)
-        bound = bound_of(spec.dtype, self.device.torch)
-        errors = problem.check(self.seed)
-        counts: dict[str, int] = {}
-        calls = {OURS: self.ready(problem, OURS, counts)}
-        refused: dict[str, str] = {}
-        for name in self.against if against is None else self._peers(against):
-            try:
-                call = problem.peer(name)
-                call()
-                if name != "dense" and (wrong := problem.wrong(name, call)):
-                    raise BlockSparseError(wrong)
-                calls[name] = self.ready(problem, name, counts)
-            except Exception as error:  # of other libraries: whatever it is, the others are still measured
-                refused[name] = " ".join(f"{error or type(error).__name__}".split())
-        samples = self.alternate(calls, counts)
-        facts = {"device": self.device.torch.type, "calls_per_sample": counts, **problem.facts()}
-        return CaseResult(spec, problem.layout.nnz, problem.layout.density, errors, samples, refused, bound, facts)
-
-    def ready(self, problem: Problem, name: str, counts: dict[str, int]) -> Call:
-        """All the copies of a contender in turn as one call; how many products that is goes into `counts`.
-
-        Raises:
-            BlockSparseError: replaying ours gives other bits than calling it.
-        """
-        copies = self.device.copies(problem.size(name))
-        calls = [problem.ours(copy) if name == OURS else problem.peer(name, copy) for copy in range(copies)]
-        laps = -(-LEAST_CALLS // copies) if copies > 1 and problem.spec.tokens <= FEW_TOKENS else 1
-        call = self.device.ready(calls, laps)
-        if name == OURS and len(calls) > 1:
-            call()
-            if not same_bits(call.result, calls[-1]()):  # type: ignore[attr-defined]
-                raise BlockSparseError.expected(f"a replay of {problem.spec!r}", "the bits of the call", "others")
-        counts[name] = copies * laps
-        return call
-
-    def alternate(self, calls: dict[str, Call], counts: dict[str, int]) -> Samples:
-        """Times what `ready` made, per product."""
-        self.device.settle()
-        samples = alternate(calls, rounds=self.rounds, budget=self.budget, clock=self.device.clock)
-        return samples.per(counts)
-
-    def problem(self, spec: LinearSpec) -> Problem:
-        """The tensors of `spec`, and the calls on them."""
-        key = (spec.out_features, spec.in_features, spec.tokens, spec.dtype)
-        if self._drawn is None or self._drawn[0] != key:
-            self._drawn = None  # lets go of the old ones before the new ones are made
-            self._drawn = key, _Inputs(spec, self.seed, self.device.torch)
-        return Problem(spec, self._drawn[1], self.seed, self.tuning)
+# The results of a pass, in their order.
+RESULTS = {"forward": ["y"], "dgrad": ["grad_x"], "wgrad": ["grad_values"], "train": ["grad_x", "grad_values"]}
 
 
 class _Inputs:
@@ -247,14 +70,16 @@ class _Inputs:
         return self._weights[copy]
 
 
-class Problem:
-    """One spec with its tensors: our call, the peers' calls, and the check.
+class LinearCase(Case):
+    """A product. Calls come in copies: the same product with the next weight. All copies have one layout."""
 
-    Calls come in copies: the same product with the next weight. All copies have one layout.
-    """
+    peers = PEERS
+    rotates = True
+    layout: BlockLayout
 
     def __init__(self, spec: LinearSpec, inputs: _Inputs, seed: int, tuning: float = 20.0):
         self.spec, self.inputs, self.tuning = spec, inputs, tuning
+        self.bound = bound_of(spec.dtype, inputs.x.device)
         self.layout = spec.layout(seed)
         self.x, self.grad = inputs.x, inputs.grad
         self._values = [inputs.randn(*self.layout.values_shape)]
@@ -275,8 +100,8 @@ class Problem:
         blocks = self.layout.grid[0] * self.layout.grid[1] if name == "dense" else self.layout.nnz
         return blocks * self.spec.block**2 * self.spec.torch_dtype.itemsize
 
-    def facts(self) -> dict[str, Any]:
-        """How it was computed, for the record: on a GPU, our tiles and a tuned peer's parameters."""
+    def facts(self, names: Sequence[str] = ()) -> dict[str, Any]:
+        """How it was computed: on a GPU, our tiles and a tuned peer's parameters."""
         if self.x.device.type != "cuda":
             return {}
         peer = {} if self._tuned is None else {"torch_bsr": self._tuned}
@@ -292,8 +117,10 @@ class Problem:
 
     # -- the calls -------------------------------------------------------------------------------------------------
 
-    def ours(self, copy: int = 0) -> Call:
-        """The pass of the spec on the block-sparse weight."""
+    def call(self, name: str, copy: int = 0) -> Call:
+        return self._ours(copy) if name == OURS else self._peer(name, copy)
+
+    def _ours(self, copy: int) -> Call:
         x, grad, values, layout = self.x, self.grad, self.copy_of_values(copy), self.layout
         indices, in_blocks = LINEAR.indices(layout, x), layout.grid[1]
         if self.spec.pass_ == "dgrad":
@@ -302,8 +129,7 @@ class Problem:
             return lambda: linear_wgrad_op(grad, x, indices, in_blocks)
         return self._autograd(lambda x, values: linear(x, values, layout), x, values)
 
-    def peer(self, name: str, copy: int = 0) -> Call:
-        """The same pass as the peer does it. Making or calling it raises the library's own errors."""
+    def _peer(self, name: str, copy: int) -> Call:
         if name == "dense":
             return self._dense(copy)
         if self.spec.pass_ == "wgrad":
@@ -353,42 +179,26 @@ class Problem:
     # -- the check -------------------------------------------------------------------------------------------------
 
     def check(self, seed: int) -> dict[str, float]:
-        """The relative L2 error of each result of the pass against a dense float64 product of our own making.
-
-        Raises:
-            BlockSparseError: an error beyond the bound of the dtype.
-        """
-        named = self._named(self.ours()())
+        """Against a dense float64 product of our own making."""
+        named = named_results(self.spec.pass_, self.call(OURS)())
         if self.spec.pass_ == "train":
             with torch.no_grad():
                 named["y"] = linear(self.x, self.values, self.layout)
         rng = np.random.default_rng(seed)
         errors = {name: self._error(name, result, rng) for name, result in named.items()}
-        bound = bound_of(self.spec.dtype, self.x.device)
-        for name, error in errors.items():
-            if not error <= bound:
-                raise BlockSparseError.expected(
-                    f"{name} of {self.spec!r}",
-                    f"a relative L2 error of at most {bound:g} against float64",
-                    f"{error:g}",
-                )
+        within(self.bound, errors, self.spec)
         return errors
 
     def wrong(self, name: str, call: Call) -> str | None:
-        """The reason why the result of a peer with our weight is wrong, if it is: the bound is ten times ours."""
-        bound, rng = 10 * bound_of(self.spec.dtype, self.x.device), np.random.default_rng(0)
-        for what, found in self._named(call()).items():
+        """Of a peer with our weight: the bound is ten times ours."""
+        rng = np.random.default_rng(0)
+        for what, found in named_results(self.spec.pass_, call()).items() if name != "dense" else ():
             if what == "grad_values":  # in the format of the peer
                 continue
             error = self._error(what, found, rng)
-            if not error <= bound:
+            if not error <= 10 * self.bound:
                 return f"wrong: {name}'s {what} has a relative L2 error of {error:g} against float64"
         return None
-
-    def _named(self, results: Any) -> dict[str, Tensor]:
-        names = {"forward": ["y"], "dgrad": ["grad_x"], "wgrad": ["grad_values"], "train": ["grad_x", "grad_values"]}
-        results = results if isinstance(results, tuple) else [results]
-        return dict(zip(names[self.spec.pass_], results, strict=True))
 
     def _error(self, name: str, result: Tensor, rng: np.random.Generator) -> float:
         block = self.spec.block
@@ -397,7 +207,7 @@ class Problem:
             rows, cols = (indices[some] for indices in block_coordinates(self.layout, some.device))
             left = self.grad.reshape(self.spec.tokens, -1, block)[:, rows].double()
             right = self.x.reshape(self.spec.tokens, -1, block)[:, cols].double()
-            return _relative(result[some], torch.einsum("tko,tki->koi", left, right))
+            return relative_error(result[some], torch.einsum("tko,tki->koi", left, right))
         layout, values, x = self.layout, self.values, self.x
         if name == "grad_x":
             order = torch.from_numpy(layout.transpose_order).to(values.device)
@@ -406,7 +216,34 @@ class Problem:
         rows = _some(rng, layout.grid[0], max(1, CHECKED_WEIGHT // (block * layout.shape[1]))).to(result.device)
         weight = _dense_rows(layout, values, rows)
         found = result[tokens].reshape(len(tokens), -1, block)[:, rows].flatten(1)
-        return _relative(found, x[tokens].double() @ weight.t())
+        return relative_error(found, x[tokens].double() @ weight.t())
+
+
+class LinearBench(Bench):
+    """Measures products.
+
+    The inputs and the dense weight of a shape are drawn once for all its specs in a row: at hidden 12288 drawing
+    them takes longer than timing them.
+
+    >>> result = LinearBench(rounds=3, budget=0.1).run(LinearSpec(64, 64, tokens=8, block=16, density=0.5))
+    >>> result.peers, result.nnz
+    (['dense'], 8)
+    """
+
+    kind = LinearCase
+    _drawn: tuple[Any, _Inputs] | None = None
+
+    def case(self, spec: LinearSpec) -> LinearCase:
+        key = (spec.out_features, spec.in_features, spec.tokens, spec.dtype)
+        if self._drawn is None or self._drawn[0] != key:
+            self._drawn = None  # lets go of the old ones before the new ones are made
+            self._drawn = key, _Inputs(spec, self.seed, self.device.torch)
+        return LinearCase(spec, self._drawn[1], self.seed, self.tuning)
+
+
+def named_results(pass_: str, results: Any) -> dict[str, Tensor]:
+    """The results of a pass by name."""
+    return dict(zip(RESULTS[pass_], results if isinstance(results, tuple) else [results], strict=True))
 
 
 def _some(rng: np.random.Generator, count: int, limit: int) -> Tensor:
@@ -430,7 +267,7 @@ def _dense_rows(layout: BlockLayout, values: Tensor, rows: Tensor) -> Tensor:
     return weight.reshape(len(rows) * height, -1)
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
+def relative_error(found: Tensor, expected: Tensor) -> float:
     """||found - expected|| / ||expected||; where nothing but zeros is expected, 0 for just that and else infinity."""
     norm = expected.norm().item()
     error = (found.double() - expected).norm().item()

@@ -5,12 +5,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -19,13 +15,15 @@ from torch import Tensor, nn
 
 from blocksparse.convert import to_dense
 from blocksparse.errors import BlockSparseError
-from blocksparse.measure import Call, Spread, alternate
+from blocksparse.measure import Call, Spread
 from blocksparse.nn import LSTM
 
 from ..models.char_lm import CharLM, CharLMConfig, parameter_count
-from .linear import OURS
-from .lstm import BOUNDS, LstmBench, LstmProblem, LstmSpec, train_step
-from .rows import Row, not_measured, times
+from .case import OURS, compared, within
+from .linear import relative_error
+from .lstm import BOUNDS, LstmBench, LstmCase, LstmSpec, train_step
+from .memory import apart, status
+from .rows import Row, judged, not_measured
 
 # A step at equal parameters takes at most this many times as long as that of the narrower dense net.
 EQUAL = LstmSpec(CharLMConfig(width=2048, pattern="barabasi_albert", m=8))
@@ -87,16 +85,13 @@ def described(spec: LstmSpec) -> str:
 def equal_row(bench: LstmBench, spec: LstmSpec, target: float | None) -> Row:
     """The time of a training step, as a multiple of that of a dense net with as many parameters."""
     result = bench.run(spec, ["dense"])
-    slower = result.samples.ratio(OURS, "dense")
-    facts = result.facts
-    measured = (
-        f"{times(slower)} dense of width {facts['widths']['dense']}, {facts['parameters'][OURS] / 1e6:.3g} M "
-        f"parameters, {result.bytes_per_second() / 1e3:.3g} kB/s"
-    )
-    wanted = "-" if target is None else f"<= {target:g}x dense of equal parameters"
-    met = None if target is None else slower.median <= target
+    slower, facts = result.samples.ratio(OURS, "dense"), result.facts
     work = f"a step, {described(spec)}, batch {spec.batch}, seq {spec.seq}"
-    return Row(work, wanted, measured, met, {**result.as_dict(), "ratio": vars(slower)})
+    more = f" of width {facts['widths']['dense']}, {facts['parameters'][OURS] / 1e6:.3g} M parameters, "
+    more += f"{result.tokens_per_second() / 1e3:.3g} kB/s"
+    wanted = f"<= {target:g}x dense of equal parameters" if target else None
+    details = {**result.as_dict(), "ratio": vars(slower)}
+    return judged(work, slower, "dense", most=target, target=wanted, more=more, details=details)
 
 
 # -- single layers ---------------------------------------------------------------------------------------------------
@@ -111,53 +106,38 @@ def wide_row(bench: LstmBench, spec: LstmSpec, inputs: int, width: int, target: 
     ours = LSTM(inputs, width, density=WIDE_DENSITY)
     if inputs != width:
         ours = LSTM(inputs, width, layout=ours.weight_hh_l0.layout)  # type: ignore[arg-type]
-    samples, details = _layers(bench, spec, ours)
-    speedup = samples.ratio("torch", OURS)
+    speedup, details = _layers(bench, spec, ours, "torch", OURS)
     kind = "all weights" if inputs == width else "recurrent weights"
     work = f"a step, one LSTM layer, {inputs} inputs, width {width}, {kind} of density {WIDE_DENSITY:g}"
-    wanted = "-" if target is None else f">= {target:g}x torch.nn.LSTM of the same width"
-    met = None if target is None else speedup.median >= target
-    return Row(work, wanted, f"{times(speedup)} torch.nn.LSTM", met, {**details, "ratio": vars(speedup)})
+    wanted = f">= {target:g}x torch.nn.LSTM of the same width" if target else None
+    return judged(work, speedup, "torch.nn.LSTM", least=target, target=wanted, details=details)
 
 
 def dense_row(bench: LstmBench, spec: LstmSpec, width: int) -> Row:
     """A dense layer against torch.nn.LSTM, both with as many inputs as units."""
     torch.manual_seed(bench.seed)
-    samples, details = _layers(bench, spec, LSTM(width, width))
-    slower = samples.ratio(OURS, "torch")
+    slower, details = _layers(bench, spec, LSTM(width, width), OURS, "torch")
     what = "a step" if spec.pass_ == "train" else "inference"
     work = f"{what}, one dense LSTM layer, {width} inputs, width {width}"
-    details["ratio"] = vars(slower)
     wanted = f"<= 1x torch.nn.LSTM, give or take {DENSE_TIME - 1:.0%}"
-    return Row(work, wanted, f"{times(slower)} torch.nn.LSTM", slower.median <= DENSE_TIME, details)
+    return judged(work, slower, "torch.nn.LSTM", most=DENSE_TIME, target=wanted, details=details)
 
 
-def _layers(bench: LstmBench, spec: LstmSpec, ours: LSTM) -> tuple[Any, dict[str, Any]]:
-    """Times a layer and torch.nn.LSTM with the same weights, whose results must be the same."""
+def _layers(bench: LstmBench, spec: LstmSpec, ours: LSTM, over: str, base: str) -> tuple[Spread, dict[str, Any]]:
+    """Times a layer and torch.nn.LSTM with the same weights, whose results must be the same: the ratio, and facts."""
     generator = torch.Generator().manual_seed(bench.seed)
     x, grad = (torch.randn(spec.seq, spec.batch, n, generator=generator) for n in (ours.input_size, ours.hidden_size))
     theirs = torchs(ours)
-    errors = {}
-    bound = BOUNDS["float32"]
-    for name, found, expected in zip(("y", "grad_x"), _results(ours, x, grad), _results(theirs, x, grad), strict=True):
-        errors[name] = ((found - expected).norm() / expected.norm()).item()
-        if not errors[name] <= bound:
-            raise BlockSparseError.expected(
-                f"{name} of {ours!r}", f"a relative L2 difference from torch.nn.LSTM of at most {bound:g}", errors[name]
-            )
-    calls = {OURS: _call(ours, x, grad, spec.pass_), "torch": _call(theirs, x, grad, spec.pass_)}
-    samples = alternate(calls, rounds=bench.rounds, budget=bench.budget)
-    details = {
-        "inputs": ours.input_size,
-        "width": ours.hidden_size,
-        "batch": spec.batch,
-        "seq": spec.seq,
-        "dtype": "float32",
-        "pass": spec.pass_,
-        "differences": errors,
-        "seconds": {name: vars(samples.time(name)) for name in calls},
+    names = ("y", "grad_x")
+    errors = {
+        name: relative_error(found, expected)
+        for name, found, expected in zip(names, _results(ours, x, grad), _results(theirs, x, grad), strict=True)
     }
-    return samples, details
+    within(BOUNDS["float32"], errors, ours, "torch.nn.LSTM")
+    calls = {OURS: _call(ours, x, grad, spec.pass_), "torch": _call(theirs, x, grad, spec.pass_)}
+    ratio, timed = compared(calls, over, base, bench.rounds, bench.budget)
+    sizes = {"inputs": ours.input_size, "width": ours.hidden_size, "batch": spec.batch, "seq": spec.seq}
+    return ratio, {**sizes, "dtype": "float32", "pass": spec.pass_, "differences": errors, **timed}
 
 
 def torchs(ours: LSTM) -> nn.LSTM:
@@ -202,12 +182,10 @@ def memory_row(spec: LstmSpec) -> Row:
     """The peak memory of a process that trains the net, all of it: Python and PyTorch, too."""
     work = f"training, {described(spec)}, batch {spec.batch}, seq {spec.seq}"
     wanted = f"a process below {MEMORY >> 30} GiB"
-    program = f"import sys; from {__name__} import peak; peak(*sys.argv[1:])"
-    command = [sys.executable, "-c", program, json.dumps(vars(spec.config)), str(spec.batch), str(spec.seq)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return not_measured(work, wanted, (done.stderr.strip().splitlines() or ["it ended"])[-1])
-    found = json.loads(done.stdout)
+    try:
+        found = apart(peak, vars(spec.config), spec.batch, spec.seq)
+    except BlockSparseError as error:
+        return not_measured(work, wanted, error)
     step = Spread.of(found["seconds"])
     rate = spec.tokens / step.median
     measured = f"{found['peak'] / 2**30:.2f} GiB, {found['parameters'] / 1e6:.3g} M parameters, {rate:.0f} bytes/s"
@@ -215,24 +193,18 @@ def memory_row(spec: LstmSpec) -> Row:
     return Row(work, wanted, measured, found["peak"] < MEMORY, details)
 
 
-def peak(config: str, batch: str, seq: str, steps: int = 5) -> None:
-    """Prints the peak memory of a few training steps and the seconds of each but the first; runs in its own process.
+def peak(config: dict[str, Any], batch: int, seq: int, steps: int = 5) -> dict[str, Any]:
+    """The peak memory of a few training steps, and the seconds of each but the first; in a process of its own.
 
     It is the process' high-water mark: `ru_maxrss` would begin with that of the process that started it.
     """
-    spec = LstmSpec(CharLMConfig(**json.loads(config)), int(batch), int(seq))
-    problem = LstmProblem(spec, seed=0)
+    spec = LstmSpec(CharLMConfig(**config), batch, seq)
+    case = LstmCase(spec, seed=0)
     model = CharLM(spec.config)
-    step, seconds, losses = train_step(model, lambda: problem.backward(model)), [], []
+    step, seconds, losses = train_step(model, lambda: case.backward(model)), [], []
     for _ in range(steps):
         start = perf_counter()
         losses.append(float(step()))  # type: ignore[arg-type]
         seconds.append(perf_counter() - start)
-    marks = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
-    found = {
-        "peak": 1024 * int(marks[0].split()[1]),
-        "parameters": parameter_count(spec.config),
-        "seconds": seconds[1:],
-        "losses": losses,
-    }
-    print(json.dumps(found))
+    parameters = parameter_count(spec.config)
+    return {"peak": status("VmHWM"), "parameters": parameters, "seconds": seconds[1:], "losses": losses}

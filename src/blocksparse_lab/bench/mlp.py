@@ -31,15 +31,15 @@ from blocksparse.measure import Call, Samples, alternate
 from blocksparse.sparsity import SET, SGD
 
 from ..models.mlp import SparseMLP
-from .linear import OURS
+from .case import OURS
 from .report import duration
-from .rows import Row, times
+from .rows import Row, judged
 
 PEERS = ("dense", "scipy", "blas")
 # Relative L2 difference of loss and gradients between any two of them, at most.
 BOUND = 1e-5
 # An epoch is faster than the dense one, and this many times as fast as scipy's.
-DENSE_SPEEDUP, SCIPY_SPEEDUP = 1.0, 5.0
+TARGETS = {"dense": (1.0, "> 1x dense torch.nn"), "scipy": (5.0, ">= 5x scipy CSR")}
 
 # A call that is timed: as in an epoch, a step finds in the caches what the one before it left there.
 STEPS = 10
@@ -144,12 +144,6 @@ def _repeated(step: Call) -> None:
 
 def epoch_row(spec: MlpSpec, peer: str, epochs: Samples, details: dict[str, Any], has_target: bool) -> Row:
     """The speed-up of our epoch over a peer's."""
-    speedup = epochs.ratio(peer, OURS)
-    targets = {
-        "dense": (f"> {DENSE_SPEEDUP:g}x dense torch.nn", speedup.median > DENSE_SPEEDUP),
-        "scipy": (f">= {SCIPY_SPEEDUP:g}x scipy CSR", speedup.median >= SCIPY_SPEEDUP),
-    }
-    wanted, met = targets.get(peer, ("-", None)) if has_target else ("-", None)
     threads = details["threads"]
     work = f"an epoch, {described(spec)}, {threads} thread{'s' * (threads != 1)}"
     said = {
@@ -158,15 +152,12 @@ def epoch_row(spec: MlpSpec, peer: str, epochs: Samples, details: dict[str, Any]
         "blas": f"the same with gradients of the values from dense products where faster ({_told(details)})",
     }[peer]
     ours, theirs = (duration(epochs.time(name).median) for name in (OURS, peer))
-    found = f"{times(speedup)} {said}; {ours} against {theirs}, of it an evolution {duration(details['evolution'])}"
+    speedup = epochs.ratio(peer, OURS)
     seconds = {name: vars(epochs.time(name)) for name in (OURS, peer)}
-    return Row(
-        work,
-        wanted,
-        found,
-        met if met is None else bool(met),
-        {**details, "seconds": seconds, "ratio": vars(speedup)},
-    )
+    least, target = TARGETS.get(peer, (None, None)) if has_target else (None, None)
+    more = f"; {ours} against {theirs}, of it an evolution {duration(details['evolution'])}"
+    details = {**details, "seconds": seconds, "ratio": vars(speedup)}
+    return judged(work, speedup, said, least=least, target=target or "-", more=more, details=details)
 
 
 def described(spec: MlpSpec) -> str:

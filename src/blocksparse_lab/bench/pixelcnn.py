@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from blocksparse.measure import Call, Spread, alternate
+from blocksparse.measure import Call
 
 from ..models import logistic_mixture
 from ..models.pixelcnn import PixelCNN
+from .case import compared
 from .report import duration
-from .rows import Row, times
+from .rows import Row, judged
 
 # A sparse step takes at most this many times as long as the dense one.
 MOST = 1.2
@@ -66,8 +66,8 @@ def row(spec: PixelSpec, budget: float, rounds: int) -> Row:
     dense = PixelCNN(spec.filters, spec.resnets)
     sparse = PixelCNN(spec.filters, spec.resnets, sparse=spec.groups, block_size=spec.block_size, depth=spec.depth)
     images = _images(spec)
-    samples = alternate({"dense": _step(dense, images), "sparse": _step(sparse, images)}, rounds=rounds, budget=budget)
-    ratio = samples.ratio("sparse", "dense")
+    calls = {"dense": _step(dense, images), "sparse": _step(sparse, images)}
+    ratio, timed = compared(calls, "sparse", "dense", rounds, budget)
     parameters = {
         name: sum(p.numel() for p in model.parameters()) for name, model in (("dense", dense), ("sparse", sparse))
     }
@@ -76,16 +76,14 @@ def row(spec: PixelSpec, budget: float, rounds: int) -> Row:
         f"a step, PixelCNN++ of {spec.filters} filters, {spec.groups} groups ({by}), depth x{spec.depth}, "
         f"{parameters['sparse']:,} parameters against {parameters['dense']:,}, batch {spec.batch}"
     )
-    ours, theirs = (duration(samples.time(name).median) for name in ("sparse", "dense"))
-    found = f"{times(ratio)} dense; {ours} against {theirs}"
-    details: dict[str, Any] = {**asdict(spec), "parameters": parameters, "ratio": vars(ratio)}
-    details["seconds"] = {name: vars(samples.time(name)) for name in ("dense", "sparse")}
-    return Row(work, f"<= {MOST:g}x dense" if spec in TARGETS else "-", found, verdict(spec, ratio), details)
+    ours, theirs = (duration(timed["seconds"][name]["median"]) for name in ("sparse", "dense"))
+    details = {**asdict(spec), "parameters": parameters, **timed}
+    return judged(work, ratio, "dense", most=limit(spec), more=f"; {ours} against {theirs}", details=details)
 
 
-def verdict(spec: PixelSpec, ratio: Spread) -> bool | None:
-    """Whether the target is met; None where there is none."""
-    return bool(ratio.median <= MOST) if spec in TARGETS else None
+def limit(spec: PixelSpec) -> float | None:
+    """How many times as long as a dense step a sparse one may take; None where there is no target."""
+    return MOST if spec in TARGETS else None
 
 
 def _images(spec: PixelSpec) -> Tensor:

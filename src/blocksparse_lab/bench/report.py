@@ -17,45 +17,58 @@ from blocksparse.measure import Spread
 from blocksparse.topology.drawings.style import figure_and_axes
 
 from ..machine import machine
-from .linear import CaseResult
+from .case import CaseResult
 
-# Of the peers' lines, in the order of `PEERS`: distinct in grey and for the colour-blind too.
-_STYLES = {
+# Of the peers' lines: distinct in grey and for the colour-blind too.
+STYLES = {
     "dense": ("#0072b2", "o"),
     "torch-bsr": ("#d55e00", "s"),
     "bsr-matmul": ("#009e73", "^"),
     "csr-matmul": ("#e69f00", "v"),
     "stk": ("#56b4e9", "P"),
     "grouped": ("#cc79a7", "D"),
+    "dense-wide": ("#d55e00", "s"),
+    "torch": ("#009e73", "^"),
+    "torch-wide": ("#e69f00", "v"),
 }
 
 
-def table(results: Sequence[CaseResult], title: str = "") -> Table:
-    """One row per result: our time and useful arithmetic, and the speed-up over each peer with its quartiles."""
-    peers = list(dict.fromkeys(name for result in results for name in (*result.peers, *result.refused)))
-    errors = [error for result in results for error in result.errors.values()]
-    bound = max((result.bound for result in results), default=0)
-    caption = (
-        f"speed-up: median of the rounds (quartiles)\nrelative error against float64: {max(errors, default=0):.1e}"
-    )
-    out = Table(
-        title=title,
-        caption=f"{caption}, bound {bound:g}",
-        box=SIMPLE_HEAD,
-        title_style="bold",
-        title_justify="left",
-        caption_justify="left",
-    )
-    for name in ("density", "our time", "GFLOP/s"):
-        out.add_column(name, justify="right", no_wrap=True)
-    for name in peers:
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", caption: str = "", text: int = 0
+) -> Table:
+    """For the terminal: the first `text` columns are text, the others numbers."""
+    out = Table(title=title, caption=caption or None, box=SIMPLE_HEAD, collapse_padding=True)
+    out.title_style, out.title_justify, out.caption_justify = "bold", "left", "left"
+    for nth, name in enumerate(head):
         # Wide enough for the quartiles alone: on a narrow terminal they go below the median.
-        out.add_column(f"over {name}", justify="right", min_width=13)
-    for result in results:
-        cells = [f"{result.spec.density:g}", duration(result.time().median), f"{result.gflops:.0f}"]
-        cells += [ratio(result.speedup(name)) if name in result.peers else "[dim]refused[/]" for name in peers]
-        out.add_row(*cells)
+        width = 13 if name.startswith("over ") else None
+        out.add_column(
+            name, justify="left" if nth < text else "right", no_wrap=nth >= text and not width, min_width=width
+        )
+    for row in rows:
+        out.add_row(*row)
     return out
+
+
+def results_table(results: Sequence[CaseResult], title: str = "") -> Table:
+    """One row per result: our time and rate, and the speed-up over each peer with its quartiles and its width."""
+    peers = list(dict.fromkeys(name for result in results for name in (*result.peers, *result.refused)))
+    worst = max((error for result in results for error in result.errors.values()), default=0)
+    bound = max((result.bound for result in results), default=0)
+    widths = any("widths" in result.facts for result in results)
+    cells = []
+    for result in results:
+        rate = result.gflops if result.spec.products else result.tokens_per_second()
+        over = ["[dim]refused[/]" if name not in result.peers else ratio(result.speedup(name)) for name in peers]
+        if widths:
+            over = [f"{one}\n{result.facts['widths'].get(name, '')}" for one, name in zip(over, peers, strict=True)]
+        density = f"{result.density:.3g}" if widths else f"{result.spec.density:g}"
+        said = [result.spec.pattern.partition(" ")[2]] if widths else []
+        cells.append([*said, density, duration(result.time().median), f"{rate:.0f}", *over])
+    head = [*([""] if widths else []), "density", "our time", "bytes/s" if widths else "GFLOP/s"]
+    caption = f"speed-up: median of the rounds (quartiles){'; below it the width of the peer' * widths}"
+    caption += f"\nrelative error against float64: {worst:.1e}, bound {bound:g}"
+    return table([*head, *(f"over {name}" for name in peers)], cells, title, caption)
 
 
 def refusals(results: Sequence[CaseResult]) -> list[str]:
@@ -95,17 +108,13 @@ def short(value: float) -> str:
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
-def write_results(
-    path: Path, results: Sequence[CaseResult], what: str = "block-sparse linear products", **settings: Any
-) -> None:
+def write_results(path: Path, results: Sequence[CaseResult], what: str, **settings: Any) -> None:
     """The results with the machine they were measured on."""
-    content = {
-        "what": what,
-        "machine": machine(_device(results)),
-        "settings": settings,
-        "results": [result.as_dict() for result in results],
-    }
-    write_json(path, content)
+    facts = machine(_device(results))
+    write_json(
+        path,
+        {"what": what, "machine": facts, "settings": settings, "results": [result.as_dict() for result in results]},
+    )
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -159,9 +168,9 @@ def rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table in Markdown, whose first column is text."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> list[str]:
+    """The lines of a table in Markdown, whose first `text` columns are text, the others numbers."""
+    lines = [head, [*["---"] * text, *["---:"] * (len(head) - text)], *rows]
     return [f"| {' | '.join(line)} |" if line is not lines[1] else f"|{'|'.join(line)}|" for line in lines]
 
 
@@ -177,39 +186,56 @@ def spread(values: Sequence[float], digits: int | None = None, sign: str = "") -
     return f"{statistics.fmean(values):{sign},.{digits}f}{deviation}"
 
 
-def write_chart(path: Path, results: Sequence[CaseResult], title: str) -> None:
-    """A PNG of the speed-up over each peer against density, with what the arithmetic alone would give.
+def write_chart(path: Path, results: Sequence[CaseResult], title: str, bound: bool = True) -> None:
+    """A PNG of the speed-up over each peer against density, with what the arithmetic alone would give if `bound`.
 
-    The line over dense carries its numbers; the bands are the quartiles.
+    The bands are the quartiles; a line has its numbers where it would not be read otherwise.
 
     Raises:
         BlockSparseError: matplotlib is not installed.
     """
     figure, axes = figure_and_axes((7.5, 5.2))
-    densities = sorted({result.density for result in results if result.density > 0})
-    axes.plot(densities, [1 / density for density in densities], "--", color="0.45", lw=1.2, label="1 / density")
+    some = sorted((result for result in results if result.density > 0), key=lambda result: result.density)
+    densities = list(dict.fromkeys(result.density for result in some))
+    if bound:
+        axes.plot(densities, [1 / density for density in densities], "--", color="0.45", lw=1.2, label="1 / density")
     axes.axhline(1, color="0.2", lw=1)
-    for peer, (color, marker) in _STYLES.items():
-        points = [(r.density, r.speedup(peer)) for r in results if peer in r.peers and r.density > 0]
-        if not points:
-            continue
-        points.sort(key=lambda point: point[0])
-        x, spreads = zip(*points, strict=True)
-        axes.plot(x, [s.median for s in spreads], color=color, marker=marker, ms=5, lw=1.8, label=f"over {peer}")
-        axes.fill_between(x, [s.low for s in spreads], [s.high for s in spreads], color=color, alpha=0.18, lw=0)
-        if peer == "dense":
-            for at, spread in points:
-                place = {"xytext": (0, -13), "textcoords": "offset points", "ha": "center"}
-                axes.annotate(short(spread.median), (at, spread.median), color=color, size=8.5, **place)
+    for peer, (color, marker) in STYLES.items():
+        points = [(result.density, result.speedup(peer)) for result in some if peer in result.peers]
+        if points:
+            line(axes, points, f"over {peer}", color, marker, _NUMBERS.get(peer))
     axes.set(xscale="log", yscale="log", xlabel="density (stored blocks / all blocks)", ylabel="speed-up")
-    axes.set_title(title, loc="left", size=11)
+    axes.set_title(title, loc="left", size=10)
     figure.supxlabel(where(machine(_device(results))), size=7.5, color="0.4", x=0.01, ha="left")
     plain_ticks(axes)
     if not densities:
         axes.set_xlim(0.01, 1)  # without a single block there is no point to draw, and a logarithmic axis needs a range
     axes.grid(which="major", color="0.9", lw=0.8)
-    axes.legend(frameon=False)
+    axes.margins(x=0.08, y=0.12)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
     figure.savefig(path, format="png", dpi=150)
+
+
+# Where the numbers of a peer's points are, in points above its line; peers of one width are close to each other.
+_NUMBERS = {"dense": -13, "dense-wide": -13, "torch": 6, "torch-wide": 6}
+
+
+def line(
+    axes: Any,
+    points: Sequence[tuple[float, Spread]],
+    label: str,
+    color: str,
+    marker: str = "o",
+    above: int | None = -13,
+) -> None:
+    """A line through the medians at some densities, the quartiles as a band, and numbers so far above, or none."""
+    x, spreads = zip(*points, strict=True)
+    axes.plot(x, [s.median for s in spreads], color=color, marker=marker, ms=5, lw=1.8, label=label)
+    axes.fill_between(x, [s.low for s in spreads], [s.high for s in spreads], color=color, alpha=0.18, lw=0)
+    for at, spread in points if above else ():
+        place: Any = {"xytext": (0, above), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(short(spread.median), (at, spread.median), color=color, size=8.5, **place)
 
 
 def _device(results: Sequence[CaseResult]) -> str:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from blocksparse.measure import Spread
 
-from .report import chip, ratio, short
+from . import report
+from .report import ratio, short, where
+
+HEAD = ("work", "target", "measured", "met")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,38 @@ class Row:
         'NO'
         """
         return "-" if self.met is None else "yes" if self.met else "NO"
+
+
+def judged(
+    work: str,
+    ratio: Spread,
+    over: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    target: str | None = None,
+    more: str = "",
+    details: Mapping[str, Any] | None = None,
+) -> Row:
+    """The row of a ratio: met if its median is at least `least`, or at most `most`; without either it has no target.
+
+    Args:
+        work, target: texts; the target's, where those words do not say it.
+        over: what the ratio is over.
+        more: what is told behind it.
+        details: for JSON.
+
+    >>> judged("a step", Spread(1.5, 1.4, 1.6, 21), "dense", least=2)
+    Row(work='a step', target='>= 2x dense', measured='1.50x (1.40-1.60) dense', met=False, details={})
+    """
+    met: bool | None = None
+    if least is not None:
+        met, said = bool(ratio.median >= least), f">= {least:.3g}x {over}"
+    elif most is not None:
+        met, said = bool(ratio.median <= most), f"<= {most:.3g}x {over}"
+    else:
+        said = "-"
+    return Row(work, target or said, f"{times(ratio)} {over}{more}", met, dict(details or {}))
 
 
 def not_measured(work: str, target: str, reason: object) -> Row:
@@ -71,30 +104,18 @@ def memory_row(work: str, facts: Mapping[str, int], dense: int) -> Row:
 
 def table(rows: Sequence[Row], title: str) -> Table:
     """For the terminal."""
-    out = Table(box=SIMPLE_HEAD, title=title)
-    for name in ("work", "target", "measured"):
-        out.add_column(name)
-    out.add_column("met", justify="right")
-    for row in rows:
-        colour = {None: "dim", True: "green", False: "bold red"}[row.met]
-        out.add_row(row.work, row.target, row.measured, f"[{colour}]{row.verdict}[/]")
-    return out
+    colours = {None: "dim", True: "green", False: "bold red"}
+    cells = [(r.work, r.target, r.measured, f"[{colours[r.met]}]{r.verdict}[/]") for r in rows]
+    return report.table(HEAD, cells, title, text=3)
 
 
 def write(path: Path, rows: Sequence[Row], what: str, facts: Mapping[str, Any], **settings: Any) -> None:
     """The rows as JSON, and a table of them in Markdown next to it; `facts` are those of the machine."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"what": what, "machine": facts, "settings": settings, "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    commit = f"{facts['commit'][:12]}{' with changes' if facts['dirty'] else ''}" if facts["commit"] else "unknown"
-    lines = ["| work | target | measured | met |", "|---|---|---|---|"]
-    lines += [f"| {row.work} | {row.target} | {row.measured} | {row.verdict} |" for row in rows]
-    lines += [
-        "",
-        f"{chip(facts)}, torch {facts['torch']}, commit {commit}, {facts['date'][:10]}. "
-        "Ratios: median of the rounds of one run (quartiles).",
-    ]
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    every = [asdict(row) for row in rows]
+    report.write_json(path, {"what": what, "machine": facts, "settings": settings, "rows": every})
+    lines = report.markdown(HEAD, [(row.work, row.target, row.measured, row.verdict) for row in rows], text=4)
+    caption = f"{where(facts)}, {facts['date'][:10]}. Ratios: median of the rounds of one run (quartiles)."
+    report.write_text(path.with_suffix(".md"), "\n".join([*lines, "", caption]) + "\n")
 
 
 def times(speedup: Spread) -> str:

@@ -26,8 +26,9 @@ from blocksparse.ops.linear.specs import LinearSpec
 from blocksparse.ops.registry import use_backend
 
 from ..machine import machine
+from .case import OURS
 from .device import Device
-from .linear import OURS, LinearBench, Problem
+from .linear import LinearBench, LinearCase
 
 # Tuned by default: a layer in training and in generation. "tf32" is float32 with that switch on.
 DTYPES = ("bfloat16", "float32")
@@ -221,7 +222,7 @@ class Tuner:
     def tune(self, case: Case, seconds: float) -> Result:
         """Finds the best tile for a case within about `seconds`."""
         end = perf_counter() + seconds
-        problem = self.bench.problem(case.spec)
+        problem = self.bench.case(case.spec)
         layout, dtype = problem.layout, case.spec.torch_dtype
         work = Work(case.spec.pass_, dtype, layout.block_shape, tiles.bucket(case.spec.tokens), layout.density)
         rule = tiles.fit(tiles.rule(work, self.gpu), work, self.gpu)
@@ -250,7 +251,7 @@ class Tuner:
         times = self._times({"rule": ready[rule], "best": ready[best]}, rounds=11)
         return Result(case, work, rule, best, times.time("rule"), times.time("best"), tried, refused)
 
-    def _ready(self, problem: Problem, tile: Tile) -> tuple[Call, int]:
+    def _ready(self, problem: LinearCase, tile: Tile) -> tuple[Call, int]:
         """Checks the product with this tile; returns a call that makes several of it."""
         forced = {problem.spec.pass_: tile}
         counts: dict[str, int] = {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,7 +12,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from blocksparse.errors import BlockSparseError
 
+if TYPE_CHECKING:
+    from ..bench.case import Bench
+
 bench = typer.Typer(name="bench", help="Measure against the peers, correctness first.", no_args_is_help=True)
+
+BlockSize = Annotated[int, typer.Option(help="Rows and columns of a block.")]
+Densities = Annotated[str, typer.Option(help="Parts of the blocks that are stored, of random patterns.")]
+Dtype = Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")]
+Out = Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")]
+Rounds = Annotated[int, typer.Option(help="Rounds of A B A B ... at most.")]
+Budget = Annotated[float, typer.Option(help="Seconds of timing per case, about.")]
+Seed = Annotated[int, typer.Option(help="Of patterns and numbers.")]
+Device = Annotated[str, typer.Option(help="cpu, or cuda: CUDA graphs, copies of the weights in turn.")]
+OUT, ROUNDS, BUDGET, SEED, DEVICE = Path("bench-out"), 21, 4.0, 0, "cpu"
 
 
 @bench.callback()
@@ -23,19 +37,17 @@ def _bench() -> None:
 @bench.command("linear")
 def linear(
     hidden: Annotated[int, typer.Option(help="Features in and out.")] = 4096,
-    block_size: Annotated[int, typer.Option(help="Rows and columns of a block.")] = 32,
+    block_size: BlockSize = 32,
     batch: Annotated[int, typer.Option(help="Tokens.")] = 64,
-    densities: Annotated[
-        str, typer.Option(help="Parts of the blocks that are stored.")
-    ] = "1,0.5,0.25,0.1,0.05,0.03,0.01",
-    dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
+    densities: Densities = "1,0.5,0.25,0.1,0.05,0.03,0.01",
+    dtype: Dtype = "float32",
     pass_: Annotated[str, typer.Option("--pass", help="forward, dgrad, wgrad or train.")] = "forward",
     against: Annotated[str, typer.Option(help="Peers, of dense, torch-bsr, bsr-matmul, csr-matmul and stk.")] = "dense",
-    out: Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")] = Path("bench-out"),
-    rounds: Annotated[int, typer.Option(help="Rounds of A B A B ... at most.")] = 21,
-    budget: Annotated[float, typer.Option(help="Seconds of timing per density, about.")] = 4.0,
-    seed: Annotated[int, typer.Option(help="Of patterns and numbers.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, or cuda: CUDA graphs, copies of the weights in turn.")] = "cpu",
+    out: Out = OUT,
+    rounds: Rounds = ROUNDS,
+    budget: Budget = BUDGET,
+    seed: Seed = SEED,
+    device: Device = DEVICE,
 ) -> None:
     """y = x W^T and its gradients: speed-up against density, as a table, JSON and a chart.
 
@@ -43,63 +55,31 @@ def linear(
     """
     from blocksparse.ops.linear.specs import LinearSpec
 
-    from .. import machine
-    from ..bench import report
     from ..bench.linear import LinearBench
 
-    specs = [LinearSpec(hidden, hidden, batch, block_size, density, dtype, pass_) for density in _densities(densities)]
-    runner = LinearBench(_list(against), rounds=rounds, budget=budget, seed=seed, device=device)
-    _folder(out)
-    console = Console()
-    results = []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    stderr = Console(stderr=True)
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        task = progress.add_task("checking and timing", total=len(specs))
-        for spec in specs:
-            progress.update(task, description=f"checking and timing, density {spec.density:g}")
-            results.append(runner.run(spec))
-            progress.advance(task)
-
-    name = f"linear-{pass_}-{dtype}-h{hidden}-b{block_size}-t{batch}"
-    if gpu := machine.machine(device)["gpu"]:
-        name += f"-{machine.slug(gpu['name'])}"
+    of = numbers("densities", densities, float)
+    specs = [LinearSpec(hidden, hidden, batch, block_size, density, dtype, pass_) for density in of]
     title = f"{pass_} {dtype}, hidden {hidden}, block {block_size}, {batch} tokens"
-    console.print(report.table(results, title))
-    for line in report.refusals(results):
-        console.print(f"refused: {line}", style="yellow", markup=False, highlight=False)
-    settings: dict[str, Any] = {
-        "rounds": rounds,
-        "budget": budget,
-        "seed": seed,
-        "device": device,
-        "against": list(runner.against),
-    }
-    report.write_results(out / f"{name}.json", results, **settings)
-    report.write_chart(out / f"{name}.png", results, title)
-    console.print(f"wrote {out / name}.json and .png", highlight=False, soft_wrap=True)
+    runner = LinearBench(parts(against), rounds=rounds, budget=budget, seed=seed, device=device)
+    name = f"linear-{pass_}-{dtype}-h{hidden}-b{block_size}-t{batch}"
+    _measure(runner, {"": (title, specs)}, out, name, "block-sparse linear products")
 
 
 @bench.command("conv2d")
 def conv2d(
     layer: Annotated[str, typer.Option(help="A named shape: reach, resnet50-conv4-3x3, pixelcnn-16, ...")] = "reach",
     images: Annotated[int | None, typer.Option(help="Images at once, where not those of the layer.")] = None,
-    block_size: Annotated[int, typer.Option(help="Rows and columns of a block of channels.")] = 32,
+    block_size: BlockSize = 32,
     pattern: Annotated[str, typer.Option(help="random (of the densities) or block-diagonal.")] = "random",
-    densities: Annotated[str, typer.Option(help="Parts of the blocks that are stored.")] = "1,0.5,0.25,0.1",
-    dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
+    densities: Densities = "1,0.5,0.25,0.1",
+    dtype: Dtype = "float32",
     pass_: Annotated[str, typer.Option("--pass", help="Of forward, dgrad, wgrad and train.")] = "forward,dgrad,wgrad",
     against: Annotated[str | None, typer.Option(help="Peers, of dense and grouped.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")] = Path("bench-out"),
-    rounds: Annotated[int, typer.Option(help="Rounds of A B A B ... at most.")] = 21,
-    budget: Annotated[float, typer.Option(help="Seconds of timing per density and pass, about.")] = 4.0,
-    seed: Annotated[int, typer.Option(help="Of patterns and numbers.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    out: Out = OUT,
+    rounds: Rounds = ROUNDS,
+    budget: Budget = BUDGET,
+    seed: Seed = SEED,
+    device: Device = DEVICE,
 ) -> None:
     """A block-sparse 2-D convolution and its gradients: speed-up against density, as tables, JSON and charts.
 
@@ -109,8 +89,6 @@ def conv2d(
 
     from blocksparse.ops.conv.specs import LAYERS
 
-    from .. import machine
-    from ..bench import report
     from ..bench.conv import ConvBench
 
     if layer not in LAYERS:
@@ -118,39 +96,19 @@ def conv2d(
     shape = replace(LAYERS[layer], block=block_size, dtype=dtype, pattern=pattern)
     shape = shape if images is None else replace(shape, images=images)
     random = pattern == "random"
-    passes = _list(pass_)
-    specs = {
-        name: [replace(shape, density=d, pass_=name) for d in (_densities(densities) if random else [shape.density])]
-        for name in passes
+    of = numbers("densities", densities, float) if random else [shape.density]
+    what = f"{shape.out_channels}x{shape.in_channels}, {shape.kernel}x{shape.kernel} on {shape.size}x{shape.size}"
+    groups = {
+        name: (
+            f"{name} {dtype}, {what}, {shape.images} images, block {block_size}, {pattern}",
+            [replace(shape, density=density, pass_=name) for density in of],
+        )
+        for name in parts(pass_)
     }
-    peers = _list(against) if against is not None else ["dense"] if random else ["dense", "grouped"]
+    peers = parts(against) if against is not None else ["dense"] if random else ["dense", "grouped"]
     runner = ConvBench(peers, rounds=rounds, budget=budget, seed=seed, device=device)
-    _folder(out)
-    console = Console()
-    base = f"conv2d-{layer}-{pattern}-{dtype}-b{block_size}-n{shape.images}"
-    if gpu := machine.machine(device)["gpu"]:
-        base += f"-{machine.slug(gpu['name'])}"
-    everything = []
-    for name in passes:
-        results = [runner.run(spec) for spec in specs[name]]
-        everything += results
-        what = f"{shape.out_channels}x{shape.in_channels}, {shape.kernel}x{shape.kernel} on {shape.size}x{shape.size}"
-        title = f"{name} {dtype}, {what}, {shape.images} images, block {block_size}, {pattern}"
-        console.print(report.table(results, title))
-        for line in report.refusals(results):
-            console.print(f"refused: {line}", style="yellow", markup=False, highlight=False)
-        if random:
-            report.write_chart(out / f"{base}-{name}.png", results, title)
-    settings: dict[str, Any] = {
-        "rounds": rounds,
-        "budget": budget,
-        "seed": seed,
-        "device": device,
-        "against": list(runner.against),
-        "layer": layer,
-    }
-    report.write_results(out / f"{base}.json", everything, "block-sparse 2-D convolutions", **settings)
-    console.print(f"wrote {out / base}.json" + (" and .png" if random else ""), highlight=False, soft_wrap=True)
+    file = f"conv2d-{layer}-{pattern}-{dtype}-b{block_size}-n{shape.images}"
+    _measure(runner, groups, out, file, "block-sparse 2-D convolutions", chart=random, layer=layer)
 
 
 @bench.command("lstm")
@@ -159,21 +117,21 @@ def lstm(
     width: Annotated[int, typer.Option(help="Units.")] = 2048,
     pattern: Annotated[str, typer.Option(help="barabasi_albert, watts_strogatz, random or dense.")] = "barabasi_albert",
     m: Annotated[str, typer.Option(help="Ties of barabasi_albert, or neighbors of watts_strogatz.")] = "8,4,2",
-    densities: Annotated[str, typer.Option(help="Of random: parts of the blocks that are stored.")] = "0.25,0.1,0.03",
+    densities: Densities = "0.25,0.1,0.03",
     batch: Annotated[int, typer.Option(help="Texts at once.")] = 64,
     seq: Annotated[int, typer.Option(help="Bytes of each.")] = 64,
-    block_size: Annotated[int, typer.Option(help="Rows and columns of a block.")] = 32,
+    block_size: BlockSize = 32,
     embedding: Annotated[int, typer.Option(help="Features of a byte.")] = 64,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 by autocast.")] = "float32",
     pass_: Annotated[str, typer.Option("--pass", help="Of train (whole steps) and inference.")] = "train,inference",
     against: Annotated[
         str, typer.Option(help="Peers: dense and torch (torch.nn.LSTM) of equal parameters, dense-wide, torch-wide.")
     ] = "dense",
-    out: Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")] = Path("bench-out"),
-    rounds: Annotated[int, typer.Option(help="Rounds of A B A B ... at most.")] = 21,
-    budget: Annotated[float, typer.Option(help="Seconds of timing per pattern and pass, about.")] = 4.0,
-    seed: Annotated[int, typer.Option(help="Of patterns and numbers.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, or cuda: a step as one CUDA graph.")] = "cpu",
+    out: Out = OUT,
+    rounds: Rounds = ROUNDS,
+    budget: Budget = BUDGET,
+    seed: Seed = SEED,
+    device: Device = DEVICE,
 ) -> None:
     """Language models over bytes with recurrent layers: speed-up of steps and of inference, as tables, JSON and charts.
 
@@ -181,70 +139,94 @@ def lstm(
     """
     from dataclasses import replace
 
-    from .. import machine
-    from ..bench import lstm, report
+    from ..bench.lstm import LstmBench, LstmSpec
     from ..models.char_lm import CharLMConfig
 
     base = CharLMConfig(cell=cell, width=width, embedding=embedding, pattern=pattern, block_size=block_size, seed=seed)
     variants: dict[str, list[dict[str, Any]]] = {
-        "barabasi_albert": [{"m": ties} for ties in _ints("m", m)],
-        "watts_strogatz": [{"neighbors": ties} for ties in _ints("m", m)],
-        "random": [{"density": density} for density in _densities(densities)],
+        "barabasi_albert": [{"m": ties} for ties in numbers("m", m, int)],
+        "watts_strogatz": [{"neighbors": ties} for ties in numbers("m", m, int)],
+        "random": [{"density": density} for density in numbers("densities", densities, float)],
         "dense": [{}],
     }
     configs = [replace(base, **changes) for changes in variants[pattern]]
-    passes = _list(pass_)
-    specs = {name: [lstm.LstmSpec(config, batch, seq, dtype, name) for config in configs] for name in passes}
-    runner = lstm.LstmBench(_list(against), rounds=rounds, budget=budget, seed=seed, device=device)
-    _folder(out)
-    console = Console()
-    file = f"lstm-{cell}-{pattern}-{dtype}-w{width}-b{block_size}-n{batch}x{seq}"
-    if gpu := machine.machine(device)["gpu"]:
-        file += f"-{machine.slug(gpu['name'])}"
-    everything = []
-    for name in passes:
-        results = [runner.run(spec) for spec in specs[name]]
-        everything += results
-        title = f"{name} {dtype}, {cell} of width {width}, {pattern}, block {block_size}, batch {batch}, seq {seq}"
-        console.print(lstm.table(results, title))
-        for line in report.refusals(results):
-            console.print(f"refused: {line}", style="yellow", markup=False, highlight=False)
-        lstm.write_chart(out / f"{file}-{name}.png", results, title)
-    settings: dict[str, Any] = {
-        "rounds": rounds,
-        "budget": budget,
-        "seed": seed,
-        "device": device,
-        "against": list(runner.against),
+    groups = {
+        name: (
+            f"{name} {dtype}, {cell} of width {width}, {pattern}, block {block_size}, batch {batch}, seq {seq}",
+            [LstmSpec(config, batch, seq, dtype, name) for config in configs],
+        )
+        for name in parts(pass_)
     }
-    report.write_results(out / f"{file}.json", everything, "block-sparse recurrent language models", **settings)
-    console.print(f"wrote {out / file}.json and .png", highlight=False, soft_wrap=True)
+    runner = LstmBench(parts(against), rounds=rounds, budget=budget, seed=seed, device=device)
+    file = f"lstm-{cell}-{pattern}-{dtype}-w{width}-b{block_size}-n{batch}x{seq}"
+    wide = any(name.endswith("-wide") for name in runner.against)
+    _measure(runner, groups, out, file, "block-sparse recurrent language models", bound=wide)
 
 
-def _densities(text: str) -> list[float]:
-    return _numbers("densities", text, float, "numbers with commas between, as in 1,0.5,0.1")
+def _measure(
+    runner: Bench,
+    groups: Mapping[str, tuple[str, Sequence[Any]]],
+    out: Path,
+    name: str,
+    what: str,
+    chart: bool = True,
+    bound: bool = True,
+    **settings: Any,
+) -> None:
+    """Measures the specs of each group; prints a table for each, and writes one JSON file and a chart for each."""
+    from .. import machine
+    from ..bench import report
 
-
-def _ints(name: str, text: str) -> list[int]:
-    return _numbers(name, text, int, "ints with commas between, as in 8,4,2")
-
-
-def _numbers(name: str, text: str, kind: Any, expected: str) -> list[Any]:
-    try:
-        numbers = [kind(part) for part in _list(text)]
-    except ValueError:
-        numbers = []
-    if not numbers:
-        raise BlockSparseError.expected(name, expected, repr(text))
-    return list(dict.fromkeys(numbers))
-
-
-def _list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
+    try:  # before anything is measured
+        out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BlockSparseError.expected("out", "a folder to write to", f"{path} ({error.strerror})") from error
+        raise BlockSparseError.expected("out", "a folder to write to", f"{out} ({error.strerror})") from error
+    console, everything = Console(), []
+    device = runner.device.torch.type
+    if gpu := machine.machine(device)["gpu"]:
+        name += f"-{machine.slug(gpu['name'])}"
+    with progress() as shown:
+        task = shown.add_task("checking and timing", total=sum(len(specs) for _, specs in groups.values()))
+        for group, (title, specs) in groups.items():
+            results = []
+            for spec in specs:
+                shown.update(task, description=f"checking and timing {spec!r}")
+                results.append(runner.run(spec))
+                shown.advance(task)
+            everything += results
+            console.print(report.results_table(results, title))
+            for line in report.refusals(results):
+                console.print(f"refused: {line}", style="yellow", markup=False, highlight=False)
+            if chart:
+                report.write_chart(out / f"{name}{group and '-'}{group}.png", results, title, bound)
+    settings = {"rounds": runner.rounds, "budget": runner.budget, "seed": runner.seed, "device": device} | settings
+    report.write_results(out / f"{name}.json", everything, what, against=list(runner.against), **settings)
+    console.print(f"wrote {out / name}.json" + " and .png" * chart, highlight=False, soft_wrap=True)
+
+
+def progress() -> Progress:
+    """A bar on a terminal, nothing elsewhere."""
+    stderr = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)
+
+
+def numbers(name: str, text: str, kind: type) -> list[Any]:
+    """Numbers with commas between.
+
+    Raises:
+        BlockSparseError: something else, or none at all.
+    """
+    try:
+        found = [kind(part) for part in parts(text)]
+    except ValueError:
+        found = []
+    if not found:
+        example = "ints with commas between, as in 8,4,2" if kind is int else "numbers with commas between, as in 1,0.5"
+        raise BlockSparseError.expected(name, example, repr(text))
+    return list(dict.fromkeys(found))
+
+
+def parts(text: str) -> list[str]:
+    """Words with commas between, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))

@@ -1,0 +1,72 @@
+"""The memory of processes, measured from within them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blocksparse import patterns
+from blocksparse.errors import BlockSparseError
+from blocksparse.layout import BlockLayout
+from blocksparse.ops.linear import linear
+
+
+def status(name: str) -> int:
+    """Bytes of this process, from /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise BlockSparseError.expected("/proc/self/status", f"a line {name}", "none")
+
+
+def forget_peak() -> None:
+    """Sets the high-water mark back to what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function in a process of its own; arguments and result go through JSON.
+
+    Raises:
+        BlockSparseError: the process failed, with the last line that it said.
+    """
+    module, name = function.__module__, function.__name__
+    program = f"import json, sys; from {module} import {name}; print(json.dumps({name}(*json.loads(sys.argv[1]))))"
+    command = [sys.executable, "-c", program, json.dumps(arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise BlockSparseError.expected(name, "a run to its end", said)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def train_step(layout: BlockLayout, x: Tensor, values: Tensor, grad: Tensor) -> None:
+    """A forward and backward of the linear product."""
+    x, values = x.requires_grad_(), values.requires_grad_()
+    torch.autograd.grad(linear(x, values, layout), (x, values), grad)
+
+
+def linear_peak(hidden: int, tokens: int, density: float) -> dict[str, int]:
+    """The peak memory that one forward and backward adds to the resident one; in a process of its own."""
+    train_step(
+        BlockLayout([[True]], 32), torch.randn(4, 32), torch.randn(1, 32, 32), torch.randn(4, 32)
+    )  # loads libraries
+    layout = patterns.random((hidden, hidden), 32, density=density, seed=0)
+    x, values, grad = torch.randn(tokens, hidden), torch.randn(layout.values_shape), torch.randn(tokens, hidden)
+    # The transposed index lists and the plans are made by the first call, thus counted.
+    forget_peak()
+    before = status("VmRSS")
+    train_step(layout, x, values, grad)
+    return {
+        "nnz": layout.nnz,
+        "peak": status("VmHWM") - before,
+        "gradient": 4 * values.numel(),
+        "activations": 4 * (x.numel() + grad.numel()),
+    }
