@@ -62,8 +62,8 @@ def target_rows(bench: LinearBench, shrink: int) -> Iterator[Row]:
         if not name.startswith("break-even"):
             title += f", density {spec.density:g}"
         if target.needs == "amx" and not amx:
-            for peer, wanted in ratios.items():
-                yield not_measured(f"{title}, AMX", f">= {wanted:g}x {peer}", lacking)
+            for peer, least in ratios.items():
+                yield not_measured(f"{title}, AMX", f">= {least:g}x {peer}", lacking)
             title, ratios = f"{title}, {cpu_core.isa()}", {}
         yield from speedup_rows(bench, title, spec, ratios)
 
@@ -77,14 +77,14 @@ def small_block_rows(bench: LinearBench, shrink: int) -> Iterator[Row]:
             case.check(bench.seed)
         calls = {str(block): case.call(OURS) for block, case in cases.items()}
         samples = alternate(calls, rounds=bench.rounds, budget=bench.budget)
-        for block, wanted in SMALL_BLOCKS.items():
+        for block, least in SMALL_BLOCKS.items():
             slower = samples.ratio(str(block), "32")
             part = Spread(1 / slower.median, 1 / slower.high, 1 / slower.low, slower.count)
             yield Row(
                 f"fp32 {pass_}, blocks of {block} against 32",
-                f">= {wanted:.0%} of the speed",
+                f">= {least:.0%} of the speed",
                 f"{part.median:.0%} ({part.low:.0%}-{part.high:.0%})",
-                part.median >= wanted,
+                part.median >= least,
                 {"part": vars(part), "seconds": {name: vars(samples.time(name)) for name in calls}},
             )
 

@@ -224,9 +224,9 @@ def _reason(errors: Any, status: int) -> str:
     """The line of an error, of all that torchrun says."""
     errors.seek(0)
     lines = [line.strip() for line in errors if line.strip()]
-    told = [line for line in lines if "Signal " in line]  # of the killed one, with which others only lost contact
-    told += [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
-    return (told or [f"exit status {status}"])[0]
+    named = [line for line in lines if "Signal " in line]  # of the killed one, with which others only lost contact
+    named += [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
+    return (named or [f"exit status {status}"])[0]
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
@@ -273,21 +273,21 @@ def _rows(of: dict[int, list[Run]]) -> Iterator[list[str]]:
 
         return [title, *map(cell, of.values())]
 
-    def told(title: str, name: str) -> list[str]:
+    def given(title: str, name: str) -> list[str]:
         return row(title, lambda run: f"{run.facts[name]:,}")
 
     def compared(value: Callable[[Run], Any], how: Callable[[Any, Any], float]) -> Callable[[Run], float | None]:
         """Of a run and that of one process with the same seed."""
-        alone = {run.seed: value(run) for run in of.get(1, ())}
-        return lambda run: how(value(run), alone[run.seed]) if value(run) and alone.get(run.seed) else None
+        base = {run.seed: value(run) for run in of.get(1, ())}
+        return lambda run: how(value(run), base[run.seed]) if value(run) and base.get(run.seed) else None
 
     phases = {FIRST: "first phase", SECOND: "second phase"}
     yield row("cores of a process", lambda run: _share(run.facts["cores"], run.processes))
-    yield told("threads of a process", "threads")
-    yield told("rows to train on", "rows")
-    yield told("rows to test on", "tested")
-    yield told("rows of a batch, in each process", "batch")
-    yield told("connections", "connections")
+    yield given("threads of a process", "threads")
+    yield given("rows to train on", "rows")
+    yield given("rows to test on", "tested")
+    yield given("rows of a batch, in each process", "batch")
+    yield given("connections", "connections")
     yield row("density", lambda run: f"{100 * run.facts['density']:.3g} %")
     yield row("epochs", lambda run: str(run.epochs[-1]["epoch"]))
     yield row("of them in the first phase", lambda run: str(sum(epoch["phase"] == FIRST for epoch in run.epochs)))
@@ -352,7 +352,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=100, help="of each run, both phases together")
     parser.add_argument("--processes", default="1,2,4", help="of the runs")
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--rows", type=int, help="so many of those to train on, for a quick look")
+    parser.add_argument("--rows", type=int, help="number of those to train on, for a quick look")
     parser.add_argument("--patience", type=float, default=900, help="seconds that an epoch may take")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)

@@ -93,8 +93,8 @@ class ConvCase(Case):
         weight = weight.contiguous(memory_format=torch.channels_last)
         stride, padding, _ = self.steps
         if self.spec.pass_ in ("dgrad", "wgrad"):
-            wanted = (self.spec.pass_ == "dgrad", self.spec.pass_ == "wgrad", False)
-            return lambda: _backward(self.grad, self.x, weight, stride, padding, groups, wanted)
+            mask = (self.spec.pass_ == "dgrad", self.spec.pass_ == "wgrad", False)
+            return lambda: _backward(self.grad, self.x, weight, stride, padding, groups, mask)
         return self._through(lambda x, weight: F.conv2d(x, weight, None, stride, padding, groups=groups), weight)
 
     def _through(self, product, weight: Tensor) -> Call:
@@ -119,8 +119,8 @@ class ConvCase(Case):
             if name == "y":
                 expected = F.conv2d(x, weight, None, stride, padding)
             else:
-                wanted = (name == "grad_x", name == "grad_values", False)
-                expected = next(g for g in _backward(grad, x, weight, stride, padding, 1, wanted) if g is not None)
+                mask = (name == "grad_x", name == "grad_values", False)
+                expected = next(g for g in _backward(grad, x, weight, stride, padding, 1, mask) if g is not None)
             if name == "grad_values":
                 expected = from_dense(expected, self.layout)
             elif self.spec.pass_ == "dgrad":  # of the op itself, whose channels come last
@@ -144,7 +144,7 @@ class ConvBench(Bench):
         return ConvCase(spec, self.seed, self.device.torch)
 
 
-def _backward(grad, x, weight, stride, padding, groups, wanted) -> tuple[Tensor | None, ...]:
+def _backward(grad, x, weight, stride, padding, groups, mask) -> tuple[Tensor | None, ...]:
     return torch.ops.aten.convolution_backward(
-        grad, x, weight, None, stride, padding, [1, 1], False, [0, 0], groups, wanted
+        grad, x, weight, None, stride, padding, [1, 1], False, [0, 0], groups, mask
     )

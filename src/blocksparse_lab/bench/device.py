@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,19 +18,24 @@ LEAST_CALLS = 32
 MOST_COPIES = 256
 
 
-class Device(Protocol):
-    """Where products run and are timed."""
+class Device:
+    """Where work runs and is timed; this one is the CPU.
 
-    torch: torch.device
+    It has one copy of a weight by default: inputs and outputs flush its caches, and peers' as much.
+    """
 
-    def clock(self, call: Call, repeat: int) -> float:
-        """Seconds per call."""
+    def __init__(self, copies: int = 1):
+        self.torch = torch.device("cpu")
+        self._copies = copies
+        self.clock: Callable[[Call, int], float] = host_clock
 
     def copies(self, size: int) -> int:
         """The number of copies of a weight of `size` bytes that take turns, so that none is found in a cache."""
+        return self._copies
 
     def ready(self, calls: Sequence[Call], laps: int = 1) -> Call:
         """One call that makes all these calls, `laps` times."""
+        return calls[0] if len(calls) * laps == 1 else Rotation(calls, laps)
 
     def settle(self) -> None:
         """Brings the device to the speed that it keeps under load."""
@@ -39,25 +44,7 @@ class Device(Protocol):
         """Waits until the device has finished all its work."""
 
 
-class Host:
-    """The CPU. It has one copy by default: inputs and outputs flush its caches, and peers' as much."""
-
-    def __init__(self, copies: int = 1):
-        self.torch = torch.device("cpu")
-        self._copies = copies
-        self.clock: Callable[[Call, int], float] = host_clock
-
-    def copies(self, size: int) -> int:
-        return self._copies
-
-    def ready(self, calls: Sequence[Call], laps: int = 1) -> Call:
-        return calls[0] if len(calls) * laps == 1 else Rotation(calls, laps)
-
-    def settle(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
+Host = Device
 
 
 class Rotation:
@@ -72,7 +59,7 @@ class Rotation:
             self.result = call()
 
 
-class Cuda:
+class Cuda(Device):
     """A GPU: CUDA graphs, timed by its own events.
 
     Raises:

@@ -2,7 +2,7 @@
 
 A run is that of `blocksparse train mlp --neurons N`: 65,536 synthetic inputs, four hidden layers, two classes, SET with
 epsilon 1, batches of 4 rows; two epochs, between which the topology evolves. It has a process of its own, of which the
-memory is told phase by phase as the system's high-water mark of it, Python and PyTorch included.
+memory is given phase by phase, as the high-water mark of the system, Python and PyTorch included.
 """
 
 from __future__ import annotations
@@ -239,12 +239,12 @@ def measure(spec: Extreme, folder: Path, say: Say = lambda text: None, force: bo
         BlockSparseError: too little memory or disk for what it is expected to take; it died.
     """
     if not force:
-        for what, wanted, there in (
+        for what, needed, there in (
             ("memory", spec.predicted, available_memory()),
             ("disk", DISK_PER_CONNECTION * spec.connections, _free_disk(folder)),
         ):
-            if wanted > there:
-                size = f"{wanted / 2**30:.1f} GiB free for {spec.connections:,} connections"
+            if needed > there:
+                size = f"{needed / 2**30:.1f} GiB free for {spec.connections:,} connections"
                 raise BlockSparseError.expected(what, f"{size}, or --force", f"{there / 2**30:.1f} GiB")
     with tempfile.TemporaryDirectory(dir=folder) as place:
         out = f"{place}/found.json"

@@ -50,7 +50,7 @@ def rows(bench: LinearBench, shrink: int = 1) -> Iterator[Row]:
             if not torch.equal(calls[GATED](), calls[COMPACTED]()):
                 raise BlockSparseError.expected(f"{spec!r} with gates", "the bits of the compacted layout", "others")
             samples = alternate(calls, rounds=bench.rounds, budget=bench.budget)
-            ratio, alone, full = (
+            ratio, compacted, full = (
                 samples.ratio(*pair) for pair in ((GATED, GATED_COMPACTED), (GATED, COMPACTED), (FULL, COMPACTED))
             )
             yield judged(
@@ -58,9 +58,9 @@ def rows(bench: LinearBench, shrink: int = 1) -> Iterator[Row]:
                 ratio,
                 "the compacted layout with its gates",
                 most=MOST,
-                more=f"; {times(alone)} without gates; all blocks without gates {times(full)}",
+                more=f"; {times(compacted)} without gates; all blocks without gates {times(full)}",
                 details={
                     "seconds": {name: vars(samples.time(name)) for name in calls},
-                    "ratio": {GATED_COMPACTED: vars(ratio), COMPACTED: vars(alone)},
+                    "ratio": {GATED_COMPACTED: vars(ratio), COMPACTED: vars(compacted)},
                 },
             )

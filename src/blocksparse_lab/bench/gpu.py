@@ -133,7 +133,7 @@ class GpuReach:
         out = [Job("bandwidth of a copy, dense peak", "-", self._ceiling_rows)]
         later: list[Job] = []
         for name, target in GPU_REACH.items():
-            job = Job(self._title(name, target.spec), wanted(target), partial(self._target_rows, name))
+            job = Job(self._title(name, target.spec), target_text(target), partial(self._target_rows, name))
             (later if "fp32" in name else out).append(job)
         for block in GPU_BLOCKS:
             work = f"training step, many tokens, block {block}"
@@ -269,10 +269,10 @@ def _has(target: Target, peer: str) -> bool:
 # -- verdicts ------------------------------------------------------------------------------------------------------
 
 
-def wanted(target: Target) -> str:
+def target_text(target: Target) -> str:
     """A target in words.
 
-    >>> wanted(GPU_REACH["few tokens, bf16, density 0.1"])
+    >>> target_text(GPU_REACH["few tokens, bf16, density 0.1"])
     '>= 8x dense, >= 75% of a copy'
     """
     parts = [f">= {ratio:g}x {peer}" for peer, ratio in target.ratios]
@@ -288,13 +288,13 @@ def case_rows(work: str, target: Target, result: CaseResult, ceilings: Ceilings)
     details |= {"part_of_copy": result.bandwidth / ceilings.copy, "least_time": ceilings.least_time(result)}
     others = [_against(result, peer) for peer in target.others]
     if first in result.refused:
-        return [not_measured(work, wanted(target), result.refused[first])]
+        return [not_measured(work, target_text(target), result.refused[first])]
     speedup, part = result.speedup(first), result.bandwidth / ceilings.copy
     met = speedup.median >= ratio and (target.bandwidth is None or part >= target.bandwidth)
     rate = f"{result.bandwidth / 1e12:.2f} TB/s = {part:.0%} of a copy" if target.spec.tokens <= FEW_TOKENS else ""
     rate = rate or f"{result.gflops / 1e3:.3g} TFLOP/s"
     measured = ", ".join([f"{times(speedup)} {first}", rate, *others])
-    rows = [Row(work, wanted(replace(target, ratios=((first, ratio),))), measured, met, details)]
+    rows = [Row(work, target_text(replace(target, ratios=((first, ratio),))), measured, met, details)]
     return [*rows, *(against(f"{work}, {peer}", result, peer, least, details=False) for peer, least in more)]
 
 

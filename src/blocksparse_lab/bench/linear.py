@@ -173,8 +173,8 @@ class LinearCase(Case):
             return forward
         x = x.detach().requires_grad_()
         weight = weight.detach().requires_grad_(self.spec.pass_ == "train")
-        wanted = [tensor for tensor in (x, weight) if tensor.requires_grad]
-        return lambda: torch.autograd.grad(product(x, weight), wanted, self.grad)
+        sources = [tensor for tensor in (x, weight) if tensor.requires_grad]
+        return lambda: torch.autograd.grad(product(x, weight), sources, self.grad)
 
     # -- the check -------------------------------------------------------------------------------------------------
 

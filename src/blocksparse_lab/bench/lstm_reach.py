@@ -89,9 +89,9 @@ def equal_row(bench: LstmBench, spec: LstmSpec, target: float | None) -> Row:
     work = f"a step, {described(spec)}, batch {spec.batch}, seq {spec.seq}"
     more = f" of width {facts['widths']['dense']}, {facts['parameters'][OURS] / 1e6:.3g} M parameters, "
     more += f"{result.tokens_per_second() / 1e3:.3g} kB/s"
-    wanted = f"<= {target:g}x dense of equal parameters" if target else None
+    goal = f"<= {target:g}x dense of equal parameters" if target else None
     details = {**result.as_dict(), "ratio": vars(slower)}
-    return judged(work, slower, "dense", most=target, target=wanted, more=more, details=details)
+    return judged(work, slower, "dense", most=target, target=goal, more=more, details=details)
 
 
 # -- single layers ---------------------------------------------------------------------------------------------------
@@ -109,8 +109,8 @@ def wide_row(bench: LstmBench, spec: LstmSpec, inputs: int, width: int, target: 
     speedup, details = _layers(bench, spec, ours, "torch", OURS)
     kind = "all weights" if inputs == width else "recurrent weights"
     work = f"a step, one LSTM layer, {inputs} inputs, width {width}, {kind} of density {WIDE_DENSITY:g}"
-    wanted = f">= {target:g}x torch.nn.LSTM of the same width" if target else None
-    return judged(work, speedup, "torch.nn.LSTM", least=target, target=wanted, details=details)
+    goal = f">= {target:g}x torch.nn.LSTM of the same width" if target else None
+    return judged(work, speedup, "torch.nn.LSTM", least=target, target=goal, details=details)
 
 
 def dense_row(bench: LstmBench, spec: LstmSpec, width: int) -> Row:
@@ -119,8 +119,8 @@ def dense_row(bench: LstmBench, spec: LstmSpec, width: int) -> Row:
     slower, details = _layers(bench, spec, LSTM(width, width), OURS, "torch")
     what = "a step" if spec.pass_ == "train" else "inference"
     work = f"{what}, one dense LSTM layer, {width} inputs, width {width}"
-    wanted = f"<= 1x torch.nn.LSTM, give or take {DENSE_TIME - 1:.0%}"
-    return judged(work, slower, "torch.nn.LSTM", most=DENSE_TIME, target=wanted, details=details)
+    goal = f"<= 1x torch.nn.LSTM, give or take {DENSE_TIME - 1:.0%}"
+    return judged(work, slower, "torch.nn.LSTM", most=DENSE_TIME, target=goal, details=details)
 
 
 def _layers(bench: LstmBench, spec: LstmSpec, ours: LSTM, over: str, base: str) -> tuple[Spread, dict[str, Any]]:
@@ -181,16 +181,16 @@ def _call(lstm: nn.Module, x: Tensor, grad: Tensor, pass_: str) -> Call:
 def memory_row(spec: LstmSpec) -> Row:
     """The peak memory of a process that trains the net, all of it: Python and PyTorch, too."""
     work = f"training, {described(spec)}, batch {spec.batch}, seq {spec.seq}"
-    wanted = f"a process below {MEMORY >> 30} GiB"
+    goal = f"a process below {MEMORY >> 30} GiB"
     try:
         found = apart(peak, vars(spec.config), spec.batch, spec.seq)
     except BlockSparseError as error:
-        return not_measured(work, wanted, error)
+        return not_measured(work, goal, error)
     step = Spread.of(found["seconds"])
     rate = spec.tokens / step.median
     measured = f"{found['peak'] / 2**30:.2f} GiB, {found['parameters'] / 1e6:.3g} M parameters, {rate:.0f} bytes/s"
     details = {**spec.as_dict(), **found, "bytes_per_second": rate}
-    return Row(work, wanted, measured, found["peak"] < MEMORY, details)
+    return Row(work, goal, measured, found["peak"] < MEMORY, details)
 
 
 def peak(config: dict[str, Any], batch: int, seq: int, steps: int = 5) -> dict[str, Any]:

@@ -133,8 +133,8 @@ def _one_blas_thread() -> Any:
     try:
         return import_module("threadpoolctl").threadpool_limits(1, user_api="blas")
     except ImportError:
-        wanted = 'what scikit-learn brings: pip install "blocksparse-torch[lab]"'
-        raise BlockSparseError.expected("threadpoolctl", wanted, "none") from None
+        needed = 'what scikit-learn brings: pip install "blocksparse-torch[lab]"'
+        raise BlockSparseError.expected("threadpoolctl", needed, "none") from None
 
 
 def _repeated(step: Call) -> None:
@@ -149,7 +149,7 @@ def epoch_row(spec: MlpSpec, peer: str, epochs: Samples, details: dict[str, Any]
     said = {
         "dense": f"dense torch.nn, SGD {details['dense_sgd']}",
         "scipy": "scipy CSR, whose sparse products have one thread, nothing dense",
-        "blas": f"the same with gradients of the values from dense products where faster ({_told(details)})",
+        "blas": f"the same with gradients of the values from dense products where faster ({_wgrads(details)})",
     }[peer]
     ours, theirs = (duration(epochs.time(name).median) for name in (OURS, peer))
     speedup = epochs.ratio(peer, OURS)
@@ -169,7 +169,7 @@ def described(spec: MlpSpec) -> str:
     return f"MLP {sizes}, epsilon {spec.epsilon:g}, {spec.rows:,} rows, batch {spec.batch}, SET"
 
 
-def _told(details: dict[str, Any]) -> str:
+def _wgrads(details: dict[str, Any]) -> str:
     return ", ".join(sorted({ways["wgrad"] for ways in details["blas_ways"]}))
 
 
@@ -269,8 +269,8 @@ def _pairs(model: SparseMLP, other: SparseMLP) -> Iterator[tuple[Any, Any]]:
 
 
 def _differences(peer: str, found: Results, expected: Results) -> Iterator[float]:
-    for name, wanted in expected.items():
-        difference = float(np.linalg.norm(found[name] - wanted) / np.linalg.norm(wanted))
+    for name, reference in expected.items():
+        difference = float(np.linalg.norm(found[name] - reference) / np.linalg.norm(reference))
         if not difference <= BOUND:
             raise BlockSparseError.expected(f"{name} of {peer}", f"a difference of at most {BOUND:g}", difference)
         yield difference
@@ -407,26 +407,28 @@ class _ScipyLayer:
         if dense:
             self.ways["wgrad"] = _fastest({name: partial(way, self, delta, a) for name, way in _WGRADS.items()})
 
-    def _dgrad_turned(self, delta: np.ndarray) -> np.ndarray:
-        np.take(self.weight.data, self.order, out=self.turned.data, mode="clip")
-        return self.turned @ delta
 
-    def _dgrad_view(self, delta: np.ndarray) -> np.ndarray:
-        return self.view @ delta
-
-    def _wgrad_dense(self, delta: np.ndarray, a: np.ndarray) -> np.ndarray:
-        return (delta @ a.T)[self.rows, self.cols]
-
-    def _wgrad_gathered(self, delta: np.ndarray, a: np.ndarray) -> np.ndarray:
-        found = np.empty_like(self.values)
-        for first in range(0, len(found), 4096):  # 4,096 rows of either stay in the cache
-            part = slice(first, first + 4096)
-            np.einsum("kb,kb->k", delta[self.rows[part]], a[self.cols[part]], out=found[part])
-        return found
+def _dgrad_turned(layer: _ScipyLayer, delta: np.ndarray) -> np.ndarray:
+    np.take(layer.weight.data, layer.order, out=layer.turned.data, mode="clip")
+    return layer.turned @ delta
 
 
-_DGRADS = {"transposed CSR": _ScipyLayer._dgrad_turned, "CSC view": _ScipyLayer._dgrad_view}
-_WGRADS = {"dense, gathered": _ScipyLayer._wgrad_dense, "gathers": _ScipyLayer._wgrad_gathered}
+def _wgrad_gathered(layer: _ScipyLayer, delta: np.ndarray, a: np.ndarray) -> np.ndarray:
+    found = np.empty_like(layer.values)
+    for first in range(0, len(found), 4096):  # 4,096 rows of either stay in the cache
+        part = slice(first, first + 4096)
+        np.einsum("kb,kb->k", delta[layer.rows[part]], a[layer.cols[part]], out=found[part])
+    return found
+
+
+_DGRADS: dict[str, Callable[..., np.ndarray]] = {
+    "transposed CSR": _dgrad_turned,
+    "CSC view": lambda layer, delta: layer.view @ delta,
+}
+_WGRADS: dict[str, Callable[..., np.ndarray]] = {
+    "dense, gathered": lambda layer, delta, a: (delta @ a.T)[layer.rows, layer.cols],
+    "gathers": _wgrad_gathered,
+}
 
 
 def _fastest(ways: dict[str, Callable[[], object]]) -> str:

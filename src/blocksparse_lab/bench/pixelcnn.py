@@ -1,6 +1,6 @@
 """The time of a training step of PixelCNN++, sparse in its channels and deeper, against the dense one.
 
-Both are `models.PixelCNN`, which differ in their convolutions alone; the dense ones are PyTorch's (oneDNN). A step is
+Both are `models.PixelCNN`, which differ only in their convolutions; the dense ones are PyTorch's (oneDNN). A step is
 forward, the negative logarithm of the probability, backward, Adam; on the same images, channels-last.
 """
 

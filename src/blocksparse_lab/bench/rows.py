@@ -52,7 +52,7 @@ def judged(
     Args:
         work, target: texts; the target's, where those words do not say it.
         over: what the ratio is over.
-        more: what is told behind it.
+        more: what follows the ratio.
         details: for JSON.
 
     >>> judged("a step", Spread(1.5, 1.4, 1.6, 21), "dense", least=2)

@@ -73,7 +73,7 @@ def cases(
     densities: Sequence[float] = DENSITIES,
     hidden: int = HIDDEN,
 ) -> list[Case]:
-    """All combinations. Those that differ in density alone come one after the other: the first is the second's start.
+    """All combinations. Those that differ only in density come one after the other: the first is the second's start.
 
     >>> len(cases()), str(cases()[0])
     (96, 'forward bfloat16, block 16, 32 tokens, density 0.1')
@@ -131,7 +131,7 @@ def neighbours(tile: Tile, work: Work, gpu: Gpu) -> list[Tile]:
         for size in (2 * getattr(tile, name), max(getattr(tile, name) // 2, 1))
     ]
     steps += [replace(tile, stages=max(tile.stages + step, 1)) for step in (-2, 2, -1, 1)]
-    # As many sums per thread in other proportions: neither step alone may help.
+    # As many sums per thread in other proportions: one of the steps by itself may not help.
     steps += [replace(tile, block_m=2 * tile.block_m, warps=2 * tile.warps)]
     steps += [replace(tile, block_m=max(tile.block_m // 2, 1), warps=max(tile.warps // 2, 1))]
     steps += [replace(tile, pairs=not tile.pairs)]

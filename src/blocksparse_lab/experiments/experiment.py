@@ -20,12 +20,12 @@ from ..recipes.trainer import Trainer
 
 @dataclass(frozen=True)
 class Column:
-    """One thing that a report's table tells of each contender.
+    """A column of a report's table, or a row of it.
 
     Args:
         title: its name.
         of: `of(run, contender)` gives a text or an int, as of the first run; a float, of which mean and standard
-            deviation over the seeds are told; or None where it is not known: then no contender has this column.
+            deviation over the seeds are shown; or None where it is not known: then no contender has this column.
         digits: of the floats; None for those that suit their size.
         against: a contender; each run is compared with its run of the same seed.
         compared: how, by default the difference.
@@ -195,8 +195,8 @@ class Experiment(ABC):
 
     def tables(self, of: Results) -> Iterator[Table]:
         """The tables of the report."""
-        told = [(column.title, column.cells(self.contenders, of.runs)) for column in self.columns]
-        table = [["", *of.runs], *([title, *cells] for title, cells in told if cells)]
+        columns = [(column.title, column.cells(self.contenders, of.runs)) for column in self.columns]
+        table = [["", *of.runs], *([title, *cells] for title, cells in columns if cells)]
         head, *rows = zip(*table, strict=True) if self.in_rows else table
         yield Table(self.caption, head, rows)
         if of.left_out:

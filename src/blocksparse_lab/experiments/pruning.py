@@ -121,8 +121,8 @@ class PruningExperiment(Experiment):
 
     def _percentiles(self, dense: Path) -> dict[str, float]:
         if not (dense / MODEL).is_file():
-            wanted = "the dense run of this seed before it, whose weights say where its threshold ends"
-            raise BlockSparseError.expected("threshold", wanted, f"none in {dense}")
+            needed = "the dense run of this seed before it, whose weights say where its threshold ends"
+            raise BlockSparseError.expected("threshold", needed, f"none in {dense}")
         return sparsity.percentiles(self.opened(dense))
 
     def probe(
@@ -196,10 +196,10 @@ class PruningExperiment(Experiment):
             }
 
         for path in paths:
-            told = measured(path.name) | {"batch": BATCH, "machine": here}
+            record = measured(path.name) | {"batch": BATCH, "machine": here}
             if path == dense:
-                told["pruned"] = {f"{density:g}": measured(f"{density:g}") for density in self.pruned}
-            checkpoint.write_text(path / RACED, json.dumps(told, indent=1) + "\n")
+                record["pruned"] = {f"{density:g}": measured(f"{density:g}") for density in self.pruned}
+            checkpoint.write_text(path / RACED, json.dumps(record, indent=1) + "\n")
 
     # -- the report ----------------------------------------------------------------------------------------------
 
@@ -219,8 +219,8 @@ class PruningExperiment(Experiment):
 
     def left_out(self, runs: Path) -> dict[str, str]:
         paths = [folder(runs, name, seed) for name in self.contenders for seed in self.seeds]
-        told = {path.name: kept(path, PROBED).get("failed") for path in paths}
-        return {name: why for name, why in told.items() if why}
+        reasons = {path.name: kept(path, PROBED).get("failed") for path in paths}
+        return {name: why for name, why in reasons.items() if why}
 
     @property
     def columns(self) -> Sequence[Column]:
@@ -298,7 +298,7 @@ class PruningExperiment(Experiment):
             texts = [f"{density:.2g}" for density in densities]
             texts[-1] = f"{name} {texts[-1]}"
             labels += zip(x, y, texts, [color] * len(x), strict=True)
-        axes.set(xlabel=f"ms of inference, {BATCH} at once (beside the points: density)", ylabel=self.figure)
+        axes.set(xlabel=f"ms of inference, {BATCH} at once (at the points: density)", ylabel=self.figure)
         axes.set_xscale("log", subs=[2, 3, 5])
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter("{x:g}")

@@ -1,4 +1,4 @@
-"""Reports of experiments: JSON from the finished runs, and Markdown and PNG from the JSON alone."""
+"""Reports of experiments: JSON from the finished runs, and Markdown and PNG from that JSON."""
 
 from __future__ import annotations
 

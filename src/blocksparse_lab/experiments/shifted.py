@@ -54,8 +54,8 @@ class ShiftExperiment(Experiment):
     ) -> None:
         """The consistency over shifts."""
         if kept(run, KEPT).get("images") != self.shifted:
-            told = (lambda done, of: progress("shifts", done, of)) if progress else None
-            resnet.shifted(run, self.load(data_dir), self.shifted, told)
+            report = (lambda done, of: progress("shifts", done, of)) if progress else None
+            resnet.shifted(run, self.load(data_dir), self.shifted, report)
 
     def found(self, run: Run) -> dict[str, Any]:
         return {
