@@ -141,12 +141,12 @@ class LSTM(Recurrent):
         if any(isinstance(weight, Weight) or not weight.is_cuda for weight in weights):
             return
         first, addresses = weights[0], {weight.data_ptr() for weight in weights}
-        if not torch.backends.cudnn.is_acceptable(first) or len(addresses) < len(weights):  # type: ignore[no-untyped-call]
+        if not torch.backends.cudnn.is_acceptable(first) or len(addresses) < len(weights):
             return
-        mode = torch.backends.cudnn.rnn.get_cudnn_mode("LSTM")  # type: ignore[no-untyped-call]
+        mode = torch.backends.cudnn.rnn.get_cudnn_mode("LSTM")
         per_cell = len(weights) // (self.num_layers * self.directions)
         sizes = self.input_size, mode, self.hidden_size, self.proj_size, self.num_layers
-        with torch.cuda.device_of(first), torch.no_grad():  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(first), torch.no_grad():
             if torch._use_cudnn_rnn_flatten_weight():
                 torch._cudnn_rnn_flatten_weight(weights, per_cell, *sizes, self.batch_first, self.bidirectional)
 

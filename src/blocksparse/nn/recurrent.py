@@ -276,7 +276,7 @@ class Recurrent(nn.Module):
         steps, batch = data.shape[:2]
 
         def restore(y: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, State]:
-            y = y.unflatten(0, (steps, batch))  # type: ignore[no-untyped-call]
+            y = y.unflatten(0, (steps, batch))
             if unbatched:
                 return y.squeeze(1), (h.squeeze(1), c.squeeze(1))
             return y.transpose(0, 1) if self.batch_first else y, (h, c)
