@@ -210,10 +210,11 @@ def operands(*tensors: Operand) -> tuple[ModuleType, str, list[tuple[int, int]]]
     return core(), isa(), found
 
 
-def new(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, int]:
-    """Memory for an output, and its address."""
-    small = math.prod(shape) * dtype.itemsize < workspace.MIN_BYTES  # PyTorch reuses such memory itself
-    made = torch.empty(shape, dtype=dtype, device=_CPU) if small else workspace.empty(shape, dtype, _CPU)
+def new(shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, int]:
+    """Memory on the CPU for an output of another tensor's dtype, and its address."""
+    size = math.prod(shape) * like.element_size()  # memory of small ones is used again without our help
+    small = size < workspace.MIN_BYTES and like.is_cpu
+    made = like.new_empty(shape) if small else workspace.empty(shape, like.dtype, _CPU)
     return made, made.data_ptr()
 
 

@@ -181,16 +181,12 @@ def only_autograd_active(*tensors: Tensor | None) -> bool:
 
 def is_plain(*tensors: Any) -> bool:
     """Whether these are dense tensors or None to which nothing but autograd is to be done: no autocast, no tangent."""
-    if torch.compiler.is_compiling():
+    if not only_autograd_active(*tensors) or torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0:
         return False
     for tensor in tensors:
-        if tensor is not None and (
-            type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested
-        ):
+        if tensor is not None and (tensor.layout is not torch.strided or tensor.is_nested):
             return False
-    if forward_ad._current_level >= 0 or torch._C._is_any_autocast_enabled():
-        return False
-    return only_autograd_active(*tensors)
+    return True
 
 
 class Pattern(NamedTuple):
@@ -338,13 +334,12 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        op, layout, saved, rest = ctx.op, ctx.layout, ctx.saved_tensors, [None] * len(ctx.needs_input_grad)
+        op, layout, saved = ctx.op, ctx.layout, ctx.saved_tensors
         kept, indices = saved[: ctx.count], saved[ctx.count :]
         if indices:
             layout = Pattern(indices, layout)
-        count = len(op.operands)
-        found = op.backward(grad, kept, layout, ctx.options, ctx.needs_input_grad[4 : 4 + count])
-        return None, None, None, None, *found, *rest[4 + count :]
+        found = op.backward(grad, kept, layout, ctx.options, ctx.needs_input_grad[4 : 4 + len(op.operands)])
+        return None, None, None, None, *found, *[None] * len(indices)
 
 
 _recorded: Callable[..., Tensor] = _Node.apply

@@ -37,37 +37,55 @@ def linear(
     bias = bias if bias is None else bias.contiguous()
     dtype, tokens = x.dtype, x.shape[0] if x.dim() else 0
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
-    y, y_address = cpu_core.new((tokens, out_features), dtype) if out is None else (out, 0)
-    core, isa, ((x_address, x_stride), (values_address, _), (bias_address, _), (out_address, _)) = cpu_core.operands(
+    wanted = [
         ("x", x, (tokens, in_features), dtype),
         ("values", values, layout.values_shape, dtype),
         ("bias", bias, (out_features,), dtype),
-        ("out", out, (tokens, out_features), dtype),
-    )
-    arguments = {
-        "isa": isa,
-        "dtype": DTYPES[dtype],
-        "activation": activation or "none",
-        "tokens": tokens,
-        "x": x_address,
-        "x_stride": x_stride,
-        "in_features": in_features,
-        "values": values_address,
-        "bias": bias_address,
-        "y": y_address or out_address,
-        "out_features": out_features,
-    }
+    ]
+    if out is None:
+        y, y_address = cpu_core.new((tokens, out_features), x)
+        core, isa, addresses = cpu_core.operands(*wanted)
+    else:
+        y = out
+        core, isa, (*addresses, (y_address, _)) = cpu_core.operands(*wanted, ("out", y, (tokens, out_features), dtype))
+    (x_address, x_stride), (values_address, _), (bias_address, _) = addresses
+    # Named one by one in both calls: a dictionary of them would take as long as the product of a block.
     if layout.block_shape == (1, 1):
         start, col, position = column_plan(layout) if transpose else (layout.row_start, layout.col_of_block, None)
         working = _working(core.csr_working_bytes(isa, DTYPES[dtype], tokens, in_features))
-        core.csr_linear(**arguments, **_handed(working), start=start, col=col, position=position)
+        core.csr_linear(
+            isa=isa,
+            dtype=DTYPES[dtype],
+            activation=activation or "none",
+            tokens=tokens,
+            x=x_address,
+            x_stride=x_stride,
+            in_features=in_features,
+            values=values_address,
+            bias=bias_address,
+            y=y_address,
+            out_features=out_features,
+            **_handed(working),
+            start=start,
+            col=col,
+            position=position,
+        )
         return y
-    # Looked up here, as a call takes as long as the product of a few blocks.
     plan = layout._derived.get(("linear rows", transpose)) or row_plan(layout, transpose)
     core.linear(
-        **arguments,
+        isa=isa,
+        dtype=DTYPES[dtype],
+        activation=activation or "none",
         transpose=transpose,
         block=layout.block_shape,
+        tokens=tokens,
+        x=x_address,
+        x_stride=x_stride,
+        in_features=in_features,
+        values=values_address,
+        bias=bias_address,
+        y=y_address,
+        out_features=out_features,
         start=plan.start,
         col=plan.col,
         position=plan.block,
@@ -108,7 +126,7 @@ def gradients(
         return None
     grad, x, values = features_together(grad), features_together(x), values.data.contiguous()
     operands, working = _gradient_operands(grad, x, layout), _working(size)
-    grad_x, grad_x_address = cpu_core.new(tuple(x.shape), dtype) if needs_x else (None, 0)
+    grad_x, grad_x_address = cpu_core.new(tuple(x.shape), x) if needs_x else (None, 0)
     grad_values = torch.empty(layout.values_shape, dtype=x.dtype, device=_CPU)
     grad_bias = torch.empty(layout.shape[:1], dtype=dtype, device=_CPU) if needs_bias else None
     start, col, position = column_plan(layout) if needs_x else (layout.row_start, layout.col_of_block, None)

@@ -59,26 +59,21 @@ class Linear(_Product):
         (x, values, bias, output), (transpose, activation) = kept, options
         # Only direct calls of the op keep a bias: the public function does not fuse "gelu" and "silu" while training.
         grad = grad_before(grad, activation, output, lambda: self((x, values, bias), layout, (transpose, None)))
-        if needed[1] and not transpose and isinstance(layout, BlockLayout) and layout.block_shape == (1, 1):
-            found = self._at_once(grad, x, values, layout, needed)
-            if found is not None:
-                return found
+        linear: Callable[..., Tensor] = self
+        wgrad: Callable[..., Tensor] = LINEAR_WGRAD
+        if isinstance(layout, BlockLayout) and only_autograd_active(grad, x, values):
+            if needed[1] and not transpose and layout.block_shape == (1, 1) and not needs_grad(grad, x, values):
+                together = getattr(self.on(x.device, x.dtype), "gradients", None)
+                found: Tensors | None = together and together(grad, x, values, layout, needed[0], needed[2])
+                if found is not None:
+                    return found
+            linear, wgrad = self.direct, LINEAR_WGRAD.direct
         grad_x = grad_values = None
         if needed[0]:
-            grad_x = self((grad, values, None), layout, (not transpose, None))
+            grad_x = linear((grad, values, None), layout, (not transpose, None))
         if needed[1]:
-            grad_values = LINEAR_WGRAD((x, grad) if transpose else (grad, x), layout)
+            grad_values = wgrad((x, grad) if transpose else (grad, x), layout)
         return grad_x, grad_values, grad.sum(0) if needed[2] else None
-
-    def _at_once(
-        self, grad: Tensor, x: Tensor, values: Tensor, layout: BlockLayout, needed: Sequence[bool]
-    ) -> Tensors | None:
-        """The gradients by the backend's one function for all, if it has it and nothing needs to see the products."""
-        together = getattr(self.on(x.device, x.dtype), "gradients", None)
-        if together is None or needs_grad(grad, x, values) or not only_autograd_active(grad, x, values):
-            return None
-        found: Tensors | None = together(grad, x, values, layout, needed[0], needed[2])
-        return found
 
 
 class LinearWgrad(_Product):
