@@ -43,10 +43,10 @@ def number(name: str, value: Any, least: float, most: float = math.inf, *, below
     """
     real = is_int(value) or isinstance(value, float | np.floating)
     if not real or not math.isfinite(value) or not least <= value <= most or value >= below:
-        wanted = f"a finite number, {least:g} or more"
+        expected = f"a finite number, {least:g} or more"
         if min(most, below) < math.inf:
-            wanted = f"a number from {least:g} to " + (f"below {below:g}" if below <= most else f"{most:g}")
-        raise BlockSparseError.expected(name, wanted, repr(value))
+            expected = f"a number from {least:g} to " + (f"below {below:g}" if below <= most else f"{most:g}")
+        raise BlockSparseError.expected(name, expected, repr(value))
     return float(value)
 
 
@@ -117,8 +117,8 @@ def check_state(state: Any, like: Mapping[str, torch.Tensor]) -> None:
             raise BlockSparseError.expected(f"{name} in the state", "a dense tensor", got)
         mine = like[name]
         if tensor.shape != mine.shape or tensor.dtype != mine.dtype:
-            wanted, got = (f"{each.dtype} {list(each.shape)}" for each in (mine, tensor))
-            raise BlockSparseError.expected(f"{name} in the state", wanted, got)
+            expected, got = (f"{each.dtype} {list(each.shape)}" for each in (mine, tensor))
+            raise BlockSparseError.expected(f"{name} in the state", expected, got)
         if mine.dim() == 0 and mine.dtype == torch.int64 and int(tensor) < 0:
             raise BlockSparseError.expected(f"{name} in the state", "0 or more", int(tensor))
 

@@ -188,8 +188,8 @@ def check_sizes(path: Path, tensors: Mapping[str, Tensor], sizes: Mapping[str, A
     most = max([len(tensors), *(size for tensor in tensors.values() for size in tensor.shape)], default=0)
     for name, size in sizes.items():
         if not is_int(size) or not 1 <= size <= most:
-            wanted = f"{name} as its tensors have it, an int from 1 to {most:,}"
-            raise BlockSparseError.expected(str(path), wanted, f"{size!r:.99}")
+            expected = f"{name} as its tensors have it, an int from 1 to {most:,}"
+            raise BlockSparseError.expected(str(path), expected, f"{size!r:.99}")
 
 
 def write_text(path: Path, text: str) -> None:

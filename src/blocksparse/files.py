@@ -97,8 +97,8 @@ def lines(path: Any, subject: str, encoding: str) -> Iterator[tuple[int, str]]:
         while line := text.readline(MOST_IN_A_LINE):
             number += 1
             if len(line) == MOST_IN_A_LINE and line[-1] not in "\r\n":
-                wanted = f"fewer than {MOST_IN_A_LINE:,} characters"
-                raise BlockSparseError.expected(f"{path}, line {number}", wanted, "more")
+                expected = f"fewer than {MOST_IN_A_LINE:,} characters"
+                raise BlockSparseError.expected(f"{path}, line {number}", expected, "more")
             empty += len(line) < 3 and line.isspace()
             if empty > MOST_EMPTY:
                 raise BlockSparseError.expected(str(path), f"{MOST_EMPTY:,} empty lines at most", "more")
@@ -150,8 +150,8 @@ def check_unpacked(subject: str, size: int, packed: int) -> None:
     """Raises a BlockSparseError where `packed` bytes may not unpack to `size`."""
     most = most_unpacked(packed)
     if size > most:
-        wanted = f"{most / GIB:.3g} GiB unpacked at most (more where BLOCKSPARSE_MAX_UNPACKED, in GiB, says so)"
-        raise BlockSparseError.expected(subject, wanted, "more")
+        expected = f"{most / GIB:.3g} GiB unpacked at most (more where BLOCKSPARSE_MAX_UNPACKED, in GiB, says so)"
+        raise BlockSparseError.expected(subject, expected, "more")
 
 
 def unpack(archive: Path, folder: Path) -> None:

@@ -91,7 +91,7 @@ def test_the_choice_is_that_of_the_dense_gradient(sizes, block, activation, norm
     average = bs.to_dense(optimizer.state[layer.values]["exp_avg_sq"], layer.layout)
     assert (average[~stayed] == 0).all()
     assert average[stayed].any()
-    assert not layer._forward_hooks, "hooks are there in one iteration of so many"
+    assert not layer._forward_hooks, "hooks are there in one of several iterations"
 
 
 CONVOLUTIONS = {

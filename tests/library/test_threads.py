@@ -38,7 +38,7 @@ def product(size=512):
 
 
 def in_children(count, work, patience=20):
-    # Children that are not through after so many seconds are told by their number.
+    # Children that are not through after this number of seconds are told by their number.
     late = 0
     for _ in range(count):
         child = os.fork()

@@ -105,9 +105,9 @@ def sparsify(
         chosen = _given(weights, layouts)
         weights |= {name: weights[name].in_blocks(layout.block_shape) for name, layout in chosen.items()}
     else:
-        wanted = density.keys() if isinstance(density, Mapping) else weights
-        _check_names("density", wanted, weights)
-        choice = _Choice({name: weights[name] for name in weights if name in wanted}, density, criterion, scope)
+        named = density.keys() if isinstance(density, Mapping) else weights
+        _check_names("density", named, weights)
+        choice = _Choice({name: weights[name] for name in weights if name in named}, density, criterion, scope)
         chosen = choice.layouts()
     reasons |= {name: "no density was given" for name in weights if name not in chosen}
     while not force:
@@ -136,8 +136,8 @@ class _Choice:
         if scope not in SCOPES:
             raise BlockSparseError.expected("scope", f"one of {', '.join(SCOPES)}", repr(scope))
         if not isinstance(criterion, Mapping) and not callable(criterion) and criterion not in CRITERIA:
-            wanted = f"one of {', '.join(CRITERIA)}, scores by name or a function"
-            raise BlockSparseError.expected("criterion", wanted, repr(criterion))
+            expected = f"one of {', '.join(CRITERIA)}, scores by name or a function"
+            raise BlockSparseError.expected("criterion", expected, repr(criterion))
         self.weights, self.density, self.scope = weights, density, scope
         self.blocks = {name: weight.blocks for name, weight in weights.items()}
         for value in density.values() if isinstance(density, Mapping) else [density]:

@@ -41,15 +41,15 @@ def retain_valid(grad_values: Tensor, of_layout: BlockLayout, now_layout: BlockL
 
     Source: Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021).
     """
-    _check_alike([of_layout, now_layout])
+    _check_same_grid([of_layout, now_layout])
     of_layout.check_values(grad_values)
     if of_layout == now_layout:
         return grad_values
-    there, wanted = of_layout.keys_of_blocks(), now_layout.keys_of_blocks()
+    there, theirs = of_layout.keys_of_blocks(), now_layout.keys_of_blocks()
     if there.size == 0:
-        return grad_values.new_zeros(wanted.size, *grad_values.shape[1:])
-    at = np.minimum(np.searchsorted(there, wanted), there.size - 1)
-    return remap_blocks(grad_values, torch.from_numpy(np.where(there[at] == wanted, at, -1)))
+        return grad_values.new_zeros(theirs.size, *grad_values.shape[1:])
+    at = np.minimum(np.searchsorted(there, theirs), there.size - 1)
+    return remap_blocks(grad_values, torch.from_numpy(np.where(there[at] == theirs, at, -1)))
 
 
 def union_average(layouts: Sequence[BlockLayout], values: Sequence[Tensor]) -> tuple[BlockLayout, Tensor]:
@@ -77,7 +77,7 @@ def union_average(layouts: Sequence[BlockLayout], values: Sequence[Tensor]) -> t
     if not layouts or len(layouts) != len(values):
         got = f"{len(layouts)} layouts and {len(values)} values"
         raise BlockSparseError.expected("layouts and values", "one of each for every worker", got)
-    _check_alike(layouts)
+    _check_same_grid(layouts)
     first = values[0]
     for layout, one in zip(layouts, values, strict=True):
         layout.check_values(one)
@@ -145,7 +145,7 @@ def warm_up(rate: float, workers: int, epoch: int) -> float:
     return rate * ((workers - 1) * epoch / WARM_EPOCHS + 1)
 
 
-def _check_alike(layouts: Sequence[BlockLayout]) -> None:
+def _check_same_grid(layouts: Sequence[BlockLayout]) -> None:
     for layout in layouts:
         check_layout(layout)
         if layout.grid != layouts[0].grid or layout.block_shape != layouts[0].block_shape:

@@ -114,11 +114,11 @@ def _meet(rank: int, workers: int, timeout: float) -> dist.Store:
         )
     except (RuntimeError, ValueError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            wanted = "a free port: choose another with MASTER_PORT, in torchrun with --master-port"
-            raise BlockSparseError.expected(_place(), wanted, "one that another program has") from error
-        wanted = f"an answer within {timeout:g} s"
+            expected = "a free port: choose another with MASTER_PORT, in torchrun with --master-port"
+            raise BlockSparseError.expected(_place(), expected, "one that another program has") from error
+        expected = f"an answer within {timeout:g} s"
         raise BlockSparseError.expected(
-            f"process 0 at {_place()}", wanted, f"{_NO_ANSWER} ({_first_line(error)})"
+            f"process 0 at {_place()}", expected, f"{_NO_ANSWER} ({_first_line(error)})"
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"blocksparse/{attempt}/{next(_joined)}", whole)

@@ -253,13 +253,13 @@ class _ConvTranspose(Convolution):
         return self._convolve(x, padding=self.padding, output_padding=more, gate=gate)
 
     def _output_padding(self, x: Tensor, output_size: Sequence[int]) -> tuple[int, ...]:
-        wanted = tuple(output_size)[-self.axes :]
+        expected = tuple(output_size)[-self.axes :]
         axes = zip(x.shape[-self.axes :], self.stride, self.padding, self.dilation, self.kernel_size, strict=True)
         least = tuple((n - 1) * s - 2 * p + d * (k - 1) + 1 for n, s, p, d, k in axes)
         most = tuple(n + max(s, d) - 1 for n, s, d in zip(least, self.stride, self.dilation, strict=True))
-        if len(wanted) != self.axes or not all(a <= b <= c for a, b, c in zip(least, wanted, most, strict=True)):
+        if len(expected) != self.axes or not all(a <= b <= c for a, b, c in zip(least, expected, most, strict=True)):
             raise BlockSparseError.expected("output_size", f"sizes from {least} to {most}", tuple(output_size))
-        return tuple(b - a for a, b in zip(least, wanted, strict=True))
+        return tuple(b - a for a, b in zip(least, expected, strict=True))
 
     def _settings(self) -> dict[str, Any]:
         settings = super()._settings()

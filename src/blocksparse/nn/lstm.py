@@ -136,7 +136,7 @@ class LSTM(Recurrent):
         return self
 
     def flatten_parameters(self) -> None:
-        """Dense weights on a GPU side by side in memory, as cuDNN wants them: else it copies them in every call."""
+        """Puts dense weights on a GPU side by side in memory, since cuDNN would copy them in every call."""
         weights = self._flat_weights()
         if any(isinstance(weight, Weight) or not weight.is_cuda for weight in weights):
             return

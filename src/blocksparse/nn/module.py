@@ -234,8 +234,8 @@ class BlockSparseModule(nn.Module):
         if not given:
             return
         if crow is None or col is None:
-            wanted = "crow_indices and col_indices, which say where the values belong (or load values by hand)"
-            raise BlockSparseError.expected("layout", wanted, f"only {' and '.join(given)}")
+            expected = "crow_indices and col_indices, which say where the values belong (or load values by hand)"
+            raise BlockSparseError.expected("layout", expected, f"only {' and '.join(given)}")
         if crow.is_meta and getattr(self._buffers.get("crow_indices"), "is_meta", False):
             return  # nothing is loaded
         layout = layout_of_indices(crow, col, mine.grid, mine.block_shape)
@@ -274,7 +274,7 @@ def _several_processes() -> bool:
 def _others(module: BlockSparseModule) -> str | None:
     """The name of a buffer that holds other indices than the layout's; meta and fake tensors hold none."""
     layout = module._layout
-    for name, wanted in (("crow_indices", layout.row_start), ("col_indices", layout.col_of_block)):
+    for name, expected in (("crow_indices", layout.row_start), ("col_indices", layout.col_of_block)):
         index: Any = module._buffers.get(name)
         if not isinstance(index, Tensor):
             return name
@@ -287,7 +287,7 @@ def _others(module: BlockSparseModule) -> str | None:
             return name
         with torch._C._DisableTorchDispatch():  # also inside of tracing or fake modes
             held = index.cpu().numpy()
-        if (held.shape[-1:] if batched else held.shape) != wanted.shape or not (held == wanted).all():
+        if (held.shape[-1:] if batched else held.shape) != expected.shape or not (held == expected).all():
             return name
     return None
 

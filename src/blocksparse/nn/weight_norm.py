@@ -91,8 +91,8 @@ class WeightNorm(nn.Module):
         super().__init__()
         grouped = isinstance(module, _DenseTransposed) and module.groups > 1  # its outputs are on two axes
         if grouped or not isinstance(module, BlockSparseModule | nn.Linear | _DenseConvolution):
-            wanted = "a block-sparse module, a linear layer, or a convolution, a transposed one without groups"
-            raise BlockSparseError.expected("module", wanted, type(module).__name__)
+            expected = "a block-sparse module, a linear layer, or a convolution, a transposed one without groups"
+            raise BlockSparseError.expected("module", expected, type(module).__name__)
         self.module, self.scale = module, scale
         # The axis of a dense weight that has the outputs.
         self._axis = 1 if isinstance(module, _DenseTransposed) else 0

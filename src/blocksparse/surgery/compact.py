@@ -86,8 +86,8 @@ def _check(first: Linear, second: Linear, optimizer: torch.optim.Optimizer | Non
     if second.in_features != first.out_features:
         raise BlockSparseError.expected("second", f"one with {first.out_features} inputs", second)
     if second.layout.block_shape[1] != first.layout.block_shape[0]:
-        wanted = f"blocks as wide as those of the first are high, {first.layout.block_shape[0]}"
-        raise BlockSparseError.expected("second", wanted, second.layout.block_shape)
+        expected = f"blocks as wide as those of the first are high, {first.layout.block_shape[0]}"
+        raise BlockSparseError.expected("second", expected, second.layout.block_shape)
 
 
 def _constants(first: Linear, activation: Callable[[Tensor], Tensor] | None) -> Tensor:

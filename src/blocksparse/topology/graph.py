@@ -76,8 +76,8 @@ def arrows_of(layout: BlockLayout, level: str = "block") -> Graph:
     """The directed graph of a square layout: the rows of its adjacency are inputs, which lead to outputs."""
     layout = at_level(layout, level)
     if not _square(layout, level):
-        wanted = "a square grid" if level == "block" else "a square shape"
-        raise BlockSparseError.expected("layout", f"{wanted}, whose outputs are inputs again", repr(layout))
+        expected = "a square grid" if level == "block" else "a square shape"
+        raise BlockSparseError.expected("layout", f"{expected}, whose outputs are inputs again", repr(layout))
     sources, ends = layout.col_of_block.astype(np.int64), layout.row_of_block
     return Graph(_adjacency(sources, ends, layout.grid[0]), _weights(layout, level, 0), _loops(layout))
 

@@ -172,8 +172,8 @@ def design(
         raise BlockSparseError.expected("features", "an int, two blocks or more", repr(features))
     each = (features // nodes) ** 2
     if not is_int(params) or not nodes * each <= params <= nodes * nodes * each:
-        wanted = f"from {nodes * each:,} (a block for each of {nodes} rows) to {nodes * nodes * each:,} (all blocks)"
-        raise BlockSparseError.expected("params", wanted, f"{params:,}" if is_int(params) else repr(params))
+        expected = f"from {nodes * each:,} (a block for each of {nodes} rows) to {nodes * nodes * each:,} (all blocks)"
+        raise BlockSparseError.expected("params", expected, f"{params:,}" if is_int(params) else repr(params))
     blocks = params / each
     made = []
     for pattern, options in _candidates(nodes, blocks, seed):
@@ -221,16 +221,16 @@ def _time(counts: tuple[np.ndarray, np.ndarray], block: tuple[int, int], workers
     return float(total)
 
 
-def _candidates(nodes: int, wanted: float, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _candidates(nodes: int, target: float, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields each pattern with the options that make its number of blocks nearest to the target."""
 
     def nearest(choices: Any, blocks: Callable[[int], float]) -> int:
-        return min(choices, key=lambda choice: abs(blocks(choice) - wanted))
+        return min(choices, key=lambda choice: abs(blocks(choice) - target))
 
     def torus(neighbors: int) -> int:
         return patterns.watts_strogatz_2d(nodes, 1, neighbors, rewire=0).nnz
 
-    yield "random", {"density": wanted / nodes**2, "seed": seed}
+    yield "random", {"density": target / nodes**2, "seed": seed}
     if nodes > 2:
         m = nearest(range(1, nodes), lambda m: 2 * m * (nodes - m) + nodes + m * (m - 1))
         yield "barabasi_albert", {"m": m, "seed": seed}
@@ -239,8 +239,8 @@ def _candidates(nodes: int, wanted: float, seed: int) -> Iterator[tuple[str, dic
         for rewire in REWIRES:
             yield "watts_strogatz", {"neighbors": neighbors, "rewire": rewire, "seed": seed}
         # Ties at equal distances are kept together: a block has as many as it has neighbors, or more.
-        few = range(2, max(min(int(wanted / nodes) + 1, nodes), 3), 2)
-        at = bisect_left(few, wanted, key=torus)
+        few = range(2, max(min(int(target / nodes) + 1, nodes), 3), 2)
+        at = bisect_left(few, target, key=torus)
         neighbors = nearest(few[max(at - 1, 0) : at + 1], torus)
         for rewire in REWIRES:
             yield "watts_strogatz_2d", {"neighbors": neighbors, "rewire": rewire, "seed": seed}

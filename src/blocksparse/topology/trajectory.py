@@ -140,6 +140,6 @@ def _checked(distances: Any) -> np.ndarray:
     matrix = np.asarray(distances, dtype=np.float64)
     square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] >= 2
     if not square or not np.isfinite(matrix).all() or not np.allclose(matrix, matrix.T) or matrix.diagonal().any():
-        wanted = "a symmetric matrix of two nets or more, with 0 on the diagonal"
-        raise BlockSparseError.expected("distances", wanted, f"shape {matrix.shape}" if not square else repr(matrix))
+        expected = "a symmetric matrix of two nets or more, with 0 on the diagonal"
+        raise BlockSparseError.expected("distances", expected, f"shape {matrix.shape}" if not square else repr(matrix))
     return matrix

@@ -38,7 +38,7 @@ def compare(
         compare_topology(runs, out, json_file, html)
         return
     if html is not None:
-        raise BlockSparseError.expected("--html", "--topology beside it", "none")
+        raise BlockSparseError.expected("--html", "--topology with it", "none")
     found = [recipe.read(path) for path in runs]
     grouped = recipe.groups(found)
     console = Console()

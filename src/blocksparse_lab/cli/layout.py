@@ -52,12 +52,12 @@ def layout(
     block_size: Annotated[int, typer.Option(help="Rows and columns of a block.")] = 32,
     density: Annotated[float | None, typer.Option(help="Part of the blocks that is stored.")] = None,
     neighbors: Annotated[int | None, typer.Option(help="Of each node of a small world.")] = None,
-    rewire: Annotated[float | None, typer.Option(help="Part of the edges of a small world drawn anew.")] = None,
+    rewire: Annotated[float | None, typer.Option(help="Part of the edges of a small world drawn again.")] = None,
     m: Annotated[int | None, typer.Option(help="Edges that each new node of Barabasi-Albert brings.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="Erdos-Renyi's scale of density.")] = None,
     bandwidth: Annotated[int | None, typer.Option(help="Of a banded pattern, in blocks.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of what is drawn at random.")] = None,
-    params: Annotated[str | None, typer.Option(help=f"Of {DESIGN}: so many weights, as 800k or 2.5M.")] = None,
+    params: Annotated[str | None, typer.Option(help=f"Of {DESIGN}: the number of weights, as 800k or 2.5M.")] = None,
     objective: Annotated[
         str | None, typer.Option(help=f"Of {DESIGN}, what comes first: mixing, path, clustering, balance or time.")
     ] = None,
@@ -65,8 +65,8 @@ def layout(
     picture: Annotated[
         str | None,
         typer.Option(
-            help=f"Of --out, one of {', '.join(PICTURES)}: its matrix; beside a dense one; its degrees; activity that "
-            "spreads from its middle (a GIF); what takes a dense layer's place at equal compute."
+            help=f"Of --out, one of {', '.join(PICTURES)}: its matrix; the same next to a dense one; its degrees; "
+            "activity that spreads from its middle (a GIF); what takes a dense layer's place at equal compute."
         ),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="A page to look into it: one file, for any browser.")] = None,
@@ -127,7 +127,7 @@ def evolution(console: Console, out: Path) -> None:
     found = evolve()
     errors = ", ".join(f"{error:.1f} %" for error in found.errors)
     labels = [str(label) for label in found.trajectory.labels]
-    title = f"Connections of nets in sparse evolutionary training, epochs 0 to {labels[-1]}; runs 1 and 2 begin alike"
+    title = f"Connections of nets in sparse evolutionary training, epochs 0 to {labels[-1]}; runs 1 and 2 begin equal"
     distance_map(found.trajectory.distances(), labels, out, title, found.runs)
     console.print(f"errors on digits that were held out: {errors}", highlight=False)
     say(console, f"wrote {out}")

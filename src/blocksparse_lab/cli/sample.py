@@ -18,7 +18,7 @@ def sample(
     prompt: Annotated[str, typer.Option(help="Of text: what comes before.")] = "",
     length: Annotated[int, typer.Option(help="Of text: bytes to write.")] = 1000,
     temperature: Annotated[float, typer.Option(help="Of text: below 1 the likely; 0 the likeliest.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Of text: only so many likeliest bytes.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Of text: draw from this number of likeliest bytes only.")] = None,
     count: Annotated[int, typer.Option(help="Of images: how many.")] = 16,
     out: Annotated[Path, typer.Option(help="Of images: the PNG.")] = Path("samples.png"),
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,

@@ -26,7 +26,7 @@ def sentiment(
     data: Annotated[str, typer.Option(help="sst, imdb, or a csv file with columns text and label.")] = "sst",
     data_dir: Annotated[Path | None, typer.Option(help="A folder with sst/ or aclImdb/; else downloaded.")] = None,
     limit: Annotated[int | None, typer.Option(help="So many texts of each part at most, for a quick look.")] = None,
-    baseline: Annotated[bool, typer.Option("--baseline", help="Words and pairs of words, TF-IDF, beside it.")] = False,
+    baseline: Annotated[bool, typer.Option("--baseline", help="Also words and pairs of words, TF-IDF.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON and the PNG; else the checkpoint's.")] = None,
     batch: Annotated[int, typer.Option(help="Texts side by side.")] = 128,
     chunk: Annotated[int, typer.Option(help="Bytes per call of the model; more cost memory.")] = 64,

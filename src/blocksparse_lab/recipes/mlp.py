@@ -47,7 +47,7 @@ class Recipe:
 class Importance:
     """When, and how many, neurons are pruned by importance."""
 
-    importance_from: int | None = option(None, "Prune the least important neurons after so many epochs.")
+    importance_from: int | None = option(None, "Prune the least important neurons after this number of epochs.")
     importance_every: int = option(10, "Epochs from one such pruning to the next.")
     importance_percentile: float = option(20.0, "Of the neurons of a layer, each time.")
 

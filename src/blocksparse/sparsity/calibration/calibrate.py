@@ -18,8 +18,8 @@ See = Callable[[nn.Module, tuple[Any, ...]], None]
 def check_batches(batches: Any) -> None:
     """Raises a BlockSparseError unless it may be an iterable of batches: a single batch is none."""
     if not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping | str):
-        wanted = "an iterable of batches: tensors, tuples or dicts of the model's arguments"
-        raise BlockSparseError.expected("batches", wanted, type(batches).__name__)
+        expected = "an iterable of batches: tensors, tuples or dicts of the model's arguments"
+        raise BlockSparseError.expected("batches", expected, type(batches).__name__)
 
 
 @torch.no_grad()

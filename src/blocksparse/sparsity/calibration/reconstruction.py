@@ -103,8 +103,8 @@ def reconstruct(
         try:
             layouts[weight.name], errors[weight.name] = _fit(weight, moments, density, damping)
         except torch.linalg.LinAlgError as error:
-            wanted = f"more, so that the Hessian of {weight.name} can be inverted"
-            raise BlockSparseError.expected("damping", wanted, damping) from error
+            expected = f"more, so that the Hessian of {weight.name} can be inverted"
+            raise BlockSparseError.expected("damping", expected, damping) from error
     by_magnitude = {weight.name: _unfitted(weight) for weight in weights if weight.name not in layouts}
     for weight in weights:
         if weight.name in by_magnitude:

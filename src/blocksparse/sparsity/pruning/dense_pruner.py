@@ -48,8 +48,8 @@ class DensePruner(TrainingMethod):
     ):
         found = prunable(model, block_size, skip)
         if not found:
-            wanted = "one with dense weights that can become block-sparse, not all of them skipped"
-            raise BlockSparseError.expected("model", wanted, type(model).__name__)
+            expected = "one with dense weights that can become block-sparse, not all of them skipped"
+            raise BlockSparseError.expected("model", expected, type(model).__name__)
         self.model, self.optimizer = model, optimizer
         self.weights = {weight.name: weight for weight in found}
         self.dense: dict[str, Tensor] = {}
@@ -100,8 +100,8 @@ class DensePruner(TrainingMethod):
             layouts = self.layouts()
         for name, layout in layouts.items():
             if layout.nnz == 0:
-                wanted = f"a block that is kept (by {self.remedy}; or leave the weight out by skip)"
-                raise BlockSparseError.expected(name, wanted, repr(layout))
+                expected = f"a block that is kept (by {self.remedy}; or leave the weight out by skip)"
+                raise BlockSparseError.expected(name, expected, repr(layout))
             check_optimizer(self.optimizer, self.dense[name], name)
         with torch.no_grad():
             self._settle()

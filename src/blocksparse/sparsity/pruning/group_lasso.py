@@ -22,13 +22,13 @@ class GroupLasso(DensePruner):
 
     Mode "proximal": `step`, after each `optimizer.step()`, takes the proximal step of that term with the optimizer's
     learning rate, w_g <- w_g max(0, 1 - lr strength / ||w_g||): a block with ||w_g|| <= lr strength becomes exactly 0.
-    It may come back as long as its gradient wants it. Mode "penalty": `penalty()` is added to the loss, and blocks
+    It may come back as long as its gradient moves it. Mode "penalty": `penalty()` is added to the loss, and blocks
     become small but hardly ever 0; a `threshold` then says what counts as 0. Or, for the paper's GLP, add the penalty
     and prune by `ThresholdPruning` on the same model, and call the `finish` of that.
 
     Args:
         model, optimizer, block_size, skip: as for all methods that start from dense weights; see `DensePruner`. The
-            proximal mode wants the optimizer.
+            proximal mode needs the optimizer.
         strength: lambda. Too much of it, and nothing of a weight is left.
         mode: "proximal" or "penalty".
         weighted: whether the norm of each block counts sqrt(n) times, n its number of weights, so that one strength

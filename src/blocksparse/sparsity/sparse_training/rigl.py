@@ -85,8 +85,8 @@ class RigL(DynamicSparsity):
         super().__init__(modules, optimizer, skip=skip, every=every, on_layout_change=on_layout_change)
         for name, module in self.modules.items():
             if not isinstance(module, Linear | Convolution):
-                wanted = "a linear layer or a convolution (or it in skip)"
-                raise BlockSparseError.expected(name or "modules", wanted, type(module))
+                expected = "a linear layer or a convolution (or it in skip)"
+                raise BlockSparseError.expected(name or "modules", expected, type(module))
         self.end = integer("end", end, 1)
         self.alpha = number("alpha", alpha, 0, 1)
         check_norm(norm)

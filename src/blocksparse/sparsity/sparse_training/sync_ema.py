@@ -45,8 +45,8 @@ def sync_ema(model: nn.Module, other: nn.Module) -> OnLayoutChange:
     if not mine:
         raise BlockSparseError.expected("model", "one with block-sparse weights", type(model).__name__)
     if [module.layout for module in mine] != [module.layout for module in theirs]:
-        wanted = f"a copy of the model, with its {len(mine)} layouts"
-        raise BlockSparseError.expected("other", wanted, [module.layout for module in theirs])
+        expected = f"a copy of the model, with its {len(mine)} layouts"
+        raise BlockSparseError.expected("other", expected, [module.layout for module in theirs])
     twins = dict(zip(mine, theirs, strict=True))
 
     @torch.no_grad()

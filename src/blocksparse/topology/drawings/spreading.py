@@ -37,8 +37,8 @@ def spreading(layout: BlockLayout, path: str | Path, title: str, block: int | No
         raise BlockSparseError.expected("out", "a name that ends in .gif", str(path))
     height, width = torus(layout.grid[0])
     if width > LARGEST:
-        wanted = f"blocks on a torus of at most {LARGEST} to a side"
-        raise BlockSparseError.expected("layout", wanted, f"{layout.grid[0]:,} blocks, {height:,} x {width:,}")
+        expected = f"blocks on a torus of at most {LARGEST} to a side"
+        raise BlockSparseError.expected("layout", expected, f"{layout.grid[0]:,} blocks, {height:,} x {width:,}")
     middle = height // 2 * width + width // 2
     steps = steps_from(layout, middle if block is None else block)
     last = int(steps.max())
