@@ -79,21 +79,9 @@ class LSTM(Recurrent):
     ):
         self.bias, self._proj_layout = bool(bias), proj_layout
         super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            batch_first,
-            dropout,
-            bidirectional,
-            proj_size,
-            layout,
-            input_layout,
-            density,
-            block_size,
-            device,
-            dtype,
-            layouts,
-        )
+            input_size, hidden_size, num_layers, batch_first, dropout, bidirectional, proj_size, layout,
+            input_layout, density, block_size, device, dtype, layouts,
+        )  # fmt: skip
         self.flatten_parameters()
 
     def _build(self, suffix: str, inputs: Size, layout: BlockLayout | None, input_layout: BlockLayout | None) -> None:

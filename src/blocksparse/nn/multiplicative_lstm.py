@@ -66,20 +66,9 @@ class MultiplicativeLSTM(Recurrent):
     ):
         self.bias, self.weight_norm = bool(bias), bool(weight_norm)
         super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            batch_first,
-            dropout,
-            bidirectional,
-            0,
-            layout,
-            input_layout,
-            density,
-            block_size,
-            device,
-            dtype,
-        )
+            input_size, hidden_size, num_layers, batch_first, dropout, bidirectional, 0, layout, input_layout,
+            density, block_size, device, dtype,
+        )  # fmt: skip
 
     def _build(self, suffix: str, inputs: Size, layout: BlockLayout | None, input_layout: BlockLayout | None) -> None:
         hidden = self._hidden

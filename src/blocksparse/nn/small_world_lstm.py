@@ -72,20 +72,9 @@ class SmallWorldLSTM(Recurrent):
             raise BlockSparseError.expected("depth", "a positive int", repr(depth))
         self.depth = int(depth)
         super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            batch_first,
-            dropout,
-            bidirectional,
-            0,
-            layout,
-            input_layout,
-            density,
-            block_size,
-            device,
-            dtype,
-        )
+            input_size, hidden_size, num_layers, batch_first, dropout, bidirectional, 0, layout, input_layout,
+            density, block_size, device, dtype,
+        )  # fmt: skip
 
     def _build(self, suffix: str, inputs: Size, layout: BlockLayout | None, input_layout: BlockLayout | None) -> None:
         hidden = self._hidden
