@@ -1,6 +1,7 @@
 """Compiles the kernels for GPUs that are not here, every launch as it would be there; prints the results as JSON.
 
     python tests/compile_kernels.py sm90          a set that covers the rule, and all tuned tiles shipped for sm90
+    python tests/compile_kernels.py sm90 --few    each kernel and each dtype once or twice
     python tests/compile_kernels.py sm90 --all    every dtype, block and bucket of tokens
 
 A script and not a test: where kernels are interpreted, none is compiled in the same process.
@@ -65,9 +66,22 @@ class Case:
         return Work(self.pass_, self.torch_dtype, self.block, self.tokens, 0.1)
 
 
-def cases(gpu: Gpu, everything: bool) -> list[Case]:
+def cases(gpu: Gpu, extent: str) -> list[Case]:
     """The cases to compile for this GPU."""
-    if everything:
+    if extent == "few":
+        found = [
+            Case(pass_, *which, 8192)
+            for pass_ in tiles.PASSES
+            for which in (("bfloat16", (32, 32)), ("tf32", (16, 16)))
+        ]
+        found += [Case("forward", "float16", (24, 40), 64), Case("dgrad", "float64", (32, 32), 64)]
+        found += [Case("forward", "float32", (8, 8), 16), Case("wgrad", "float16", (128, 128), 16)]
+        found += [
+            Case("forward", "bfloat16", (32, 32), 16, split=True, activation="gelu"),
+            _paired("bfloat16", (32, 32), gpu),
+        ]
+        return found
+    if extent == "all":
         grid = itertools.product(tiles.PASSES, DTYPES, BLOCKS, TOKENS)
         found = [Case(*point, activation="gelu" if point[0] == "forward" else None) for point in grid]
         found += [replace(case, split=True) for case in found if case.pass_ != "wgrad" and case.block == (32, 32)]
@@ -80,13 +94,17 @@ def cases(gpu: Gpu, everything: bool) -> list[Case]:
             Case("forward", dtype, (32, 32), 16, split=True, activation="gelu") for dtype in ("bfloat16", "float64")
         ]
     found += [Case("forward", "bfloat16", (128, 128), 8192, activation=name) for name in ("relu", "gelu", "silu")]
-    for dtype, block in itertools.product(("bfloat16", "tf32"), ((16, 16), (32, 32))):
-        case = Case("forward", dtype, block, 8192)
-        with chosen(case):
-            found.append(replace(case, tile=tiles.fit(replace(tiles.rule(case.work, gpu), pairs=True), case.work, gpu)))
+    found += [_paired(*which, gpu) for which in itertools.product(("bfloat16", "tf32"), ((16, 16), (32, 32)))]
     for work, tile in shipped(gpu):
         found.append(Case(work.pass_, str(work.dtype).removeprefix("torch."), work.block, work.tokens, tile=tile))
     return list(dict.fromkeys(found))
+
+
+def _paired(dtype: str, block: tuple[int, int], gpu: Gpu) -> Case:
+    """Two rows in one task."""
+    case = Case("forward", dtype, block, 8192)
+    with chosen(case):
+        return replace(case, tile=tiles.fit(replace(tiles.rule(case.work, gpu), pairs=True), case.work, gpu))
 
 
 @dataclass(frozen=True)
@@ -99,7 +117,9 @@ class GatesCase:
     everything: bool
 
 
-def gates_cases() -> list[GatesCase]:
+def gates_cases(extent: str) -> list[GatesCase]:
+    if extent == "few":
+        return [GatesCase("bfloat16", *GATES[0], True)]
     dtypes = [str(dtype).removeprefix("torch.") for dtype in SUM_DTYPES]
     return [GatesCase(*point[:1], *point[1], point[2]) for point in itertools.product(dtypes, GATES, (True, False))]
 
@@ -254,13 +274,13 @@ def _distinct(pattern: str, text: str) -> dict[str, int]:
 # -- all of them ----------------------------------------------------------------------------------------------------
 
 
-def main(kind: str, everything: bool) -> dict[str, list[dict[str, Any]]]:
+def main(kind: str, extent: str) -> dict[str, list[dict[str, Any]]]:
     """The results of all kernels, by op."""
     gpu = GPUS[kind]
     device = Device(gpu)
     records: dict[str, list[tuple[dict[str, Any], str]]] = {"linear": [], "lstm_gates": []}
     unique = {}
-    for case in cases(gpu, everything):
+    for case in cases(gpu, extent):
         with chosen(case):
             tile = tiles.tile_for(case.work, gpu)
         for launch in device.run(case):
@@ -268,7 +288,7 @@ def main(kind: str, everything: bool) -> dict[str, list[dict[str, Any]]]:
             estimate = tiles.shared_memory(tile, case.work)
             record = {"case": str(case), "kernel": launch.kernel.__name__, "tile": asdict(tile), "estimate": estimate}
             records["linear"].append((asdict(case) | record, launch.key()))
-    for case in gates_cases():
+    for case in gates_cases(extent):
         for launch in device.run_gates(case):
             unique[launch.key()] = launch
             records["lstm_gates"].append((asdict(case) | {"kernel": launch.kernel.__name__}, launch.key()))
@@ -294,4 +314,4 @@ if __name__ == "__main__":
         os.environ.setdefault("TRITON_CACHE_DIR", cache)
         import triton
 
-        json.dump(main(sys.argv[1], "--all" in sys.argv), sys.stdout, default=str)
+        json.dump(main(sys.argv[1], "".join(sys.argv[2:]).removeprefix("--")), sys.stdout, default=str)

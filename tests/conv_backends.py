@@ -6,12 +6,8 @@ import torch.nn.functional as F
 
 import blocksparse as bs
 from blocksparse.ops.conv.op import conv_op, conv_wgrad_op
-from linear_backends import DTYPES, assert_close, bound, running
 from linear_backends import FAST as LINEAR_FAST
 from linear_backends import SLOW as LINEAR_SLOW
-
-__all__ = ["BACKENDS", "CONV", "CONV_TRANSPOSE", "DTYPES", "FAST", "SLOW", "assert_close", "bound", "dense", "indices",
-           "running"]  # fmt: skip
 
 # Tiles, cut and paired rows are the linear op's concern: one set of tiles is enough here, and slow enough.
 FAST, SLOW = (

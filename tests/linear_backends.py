@@ -6,9 +6,13 @@ would choose, with small ones that cut rows, blocks and sums in parts, and with 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 
+import pytest
 import torch
+import torch.nn.functional as F
 
 import blocksparse as bs
 from blocksparse.ops import cpu_core
@@ -25,7 +29,8 @@ TILES = {
 }
 
 BACKENDS = ["reference"]
-if cpu_core.unavailable() is None:
+ISA = None if cpu_core.unavailable() else cpu_core.isa()
+if ISA:
     BACKENDS += [f"cpu-{isa}" for isa, present in cpu_core.isas().items() if present]
 if triton_runtime.unavailable() is None:
     BACKENDS += [f"triton-{tiles}" for tiles in TILES]
@@ -33,10 +38,37 @@ if triton_runtime.unavailable() is None:
 # The interpreter is slow: it gets fewer and smaller cases.
 FAST = [backend for backend in BACKENDS if not (backend.startswith("triton") and triton_runtime.interpreting())]
 SLOW = [backend for backend in BACKENDS if backend not in FAST]
+CPU = [backend for backend in FAST if backend.startswith("cpu")]
+# What is done above the kernels is tested with one set of each kind.
+MAIN = [backend for backend in BACKENDS if backend in ("reference", f"cpu-{ISA}", "triton-tuned")]
 
 # Relative L2 error against float64 on the same (rounded) inputs.
 BOUNDS = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 DTYPES = list(BOUNDS)
+
+# Each backend in the dtypes for which it has code of its own: the emulated sets differ from those that they emulate in
+# products of bfloat16 alone. In the interpreter each way of cutting meets one way of summing; the others are `full`.
+INTERPRETED = {
+    "triton-tuned": (torch.float32,),
+    "triton-small": (torch.bfloat16, torch.float64),
+    "triton-pairs": (torch.float16,),
+}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def cases(backends: list[str] = BACKENDS, dtypes: Sequence[torch.dtype] = DTYPES) -> list:
+    """(backend, dtype) for `pytest.mark.parametrize`."""
+    found = []
+    for backend in backends:
+        own = INTERPRETED[backend] if backend in SLOW else dtypes
+        for dtype in dtypes:
+            if "emulated" not in backend or dtype == torch.bfloat16:
+                marks = () if dtype in own else pytest.mark.full
+                found.append(pytest.param(backend, dtype, id=f"{backend}-{name_of(dtype)}", marks=marks))
+    return found
 
 
 def bound(backend: str, dtype: torch.dtype) -> float:
@@ -82,12 +114,18 @@ def poisoned_empty():
 
 def poison_working_memory() -> None:
     """Products of NaN: what the kernels keep from call to call is NaN after them."""
-    for block_size in (1, 32):
-        layout = bs.patterns.dense((128, 128), block_size)
-        for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            nan = torch.full((96, 128), torch.nan, dtype=dtype)
-            values = torch.full(layout.values_shape, torch.nan, dtype=dtype)
-            forward(nan, values, layout), dgrad(nan, values, layout), wgrad(nan, nan, layout)
+    for layout, nan, values in _full_of_nan():
+        forward(nan, values, layout), dgrad(nan, values, layout), wgrad(nan, nan, layout)
+
+
+@cache
+def _full_of_nan() -> list[tuple]:
+    layouts = [bs.patterns.dense((128, 128), block_size) for block_size in (1, 32)]
+    return [
+        (layout, torch.full((96, 128), torch.nan, dtype=dtype), torch.full(layout.values_shape, torch.nan, dtype=dtype))
+        for layout in layouts
+        for dtype in (torch.float64, torch.float32, torch.bfloat16)
+    ]
 
 
 def forward(x, values, layout, bias=None, activation=None):
@@ -114,3 +152,34 @@ def assert_close(
     size = size if terms is None else torch.maximum(size, terms.double().norm())
     error = (got.double() - expected.double()).norm()
     assert error <= bound * size, f"{what}: relative error {error / size:.2e}, bound {bound:.0e}"
+
+
+ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+class Expected:
+    """What a product of random operands is in float64, its gradients, and the sizes of the terms that they sum up.
+
+    Where a sum cancels, or an activation makes little of it, the error is still one of the terms, times the slope.
+
+    Args:
+        product: of x, values and a bias or not, linear in each.
+        operands: these.
+        activation: behind it.
+    """
+
+    def __init__(self, product: Callable, operands: Sequence[torch.Tensor], activation: str | None = None):
+        self._operands = [tensor.detach().double().requires_grad_() for tensor in operands]
+        self._squares = [tensor.detach().square().requires_grad_() for tensor in self._operands]
+        self._sums, self._terms = product(*self._operands), product(*self._squares)
+        y = self._sums.detach().requires_grad_()
+        self.y = ACTIVATIONS[activation](y)
+        (slope,) = torch.autograd.grad(self.y.sum(), y)
+        self.terms = self._terms.detach().sqrt() * (1 if activation in (None, "relu") else slope.abs())
+        self.y = self.y.detach()
+
+    def gradients(self, grad: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(gradient, terms) of each operand."""
+        found = torch.autograd.grad(self._sums, self._operands, grad.double(), retain_graph=True)
+        terms = torch.autograd.grad(self._terms, self._squares, grad.double().square(), retain_graph=True)
+        return [(each, size.sqrt()) for each, size in zip(found, terms, strict=True)]

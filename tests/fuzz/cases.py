@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import torch
 
-from . import convolutions, elementwise, mistakes, products, recurrent
+from . import attention, convolutions, elementwise, mistakes, products, recurrent
 from .calls import Calls
 
 # The families: how often, how they are drawn, how they run.
@@ -20,6 +20,7 @@ FAMILIES = {
     "dropout": (1, elementwise.draw_dropout, elementwise.run_dropout),
     "momentum": (1, elementwise.draw_momentum, elementwise.run_momentum),
     "recurrent": (0.5, recurrent.draw, recurrent.run),
+    "attention": (0.5, attention.draw, attention.run),
     "mistakes": (2, mistakes.draw, mistakes.run),
 }
 

@@ -238,6 +238,20 @@ def test_a_remnant_that_is_a_link_is_not_followed(make, target, path):
     assert checkpoint.load(path)[1] == {"step": 1}
 
 
+def test_a_link_that_comes_after_the_remnant_was_removed_is_not_followed(path, monkeypatch):
+    elsewhere, remove = path.with_name("elsewhere"), type(path).unlink
+    elsewhere.write_text("precious")
+
+    def put_back(file, **options):
+        remove(file, **options)
+        os.symlink(elsewhere, file)
+
+    monkeypatch.setattr(type(path), "unlink", put_back)
+    with pytest.raises(BlockSparseError, match="expected a place to write a checkpoint to"):
+        checkpoint.save(path, {"x": torch.ones(3)}, {"step": 1})
+    assert elsewhere.read_text() == "precious"
+
+
 def test_two_that_write_the_same_file_do_not_mix(path, monkeypatch):
     checkpoint.save(path, {"x": torch.zeros(3)}, {"step": 1})
     own = os.fsync

@@ -1,6 +1,7 @@
 """Kernels as compiled for GPUs that need not be here: matrix instructions, pipelines, no spills.
 
-BLOCKSPARSE_COMPILE=all compiles every dtype, block and bucket of tokens instead of a set that covers the rule.
+A few kernels for one kind; `full`: a set that covers the rule, for all kinds, or with BLOCKSPARSE_COMPILE=all every
+dtype, block and bucket of tokens.
 """
 
 from __future__ import annotations
@@ -31,12 +32,18 @@ SIZES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
 FEW, IN_ACTIVATION = 8, 192
 
 
+def kinds(known):
+    """The names of GPUs, "few" behind the one that `make test` compiles a few kernels for."""
+    found = ["sm90 few", *(pytest.param(kind, marks=pytest.mark.full) for kind in known)]
+    return pytest.mark.parametrize("kind", found)
+
+
 @lru_cache
 def all_compiled(kind: str) -> dict[str, list[dict]]:
     """All kernels for this kind of GPU, by op."""
-    command = [sys.executable, str(Path(__file__).parents[1] / "compile_kernels.py"), kind]
-    if os.environ.get("BLOCKSPARSE_COMPILE") == "all":
-        command.append("--all")
+    kind, _, few = kind.partition(" ")
+    extent = few or os.environ.get("BLOCKSPARSE_COMPILE", "cover")
+    command = [sys.executable, str(Path(__file__).parents[1] / "compile_kernels.py"), kind, f"--{extent}"]
     # Not interpreted, and the package from where it is now.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(tiles.__file__).parents[3])
@@ -67,7 +74,7 @@ def on_tensor_cores(record: dict) -> bool:
     return record["dtype"] in ("tf32", "float16", "bfloat16")
 
 
-@pytest.mark.parametrize("kind", GPUS)
+@kinds(GPUS)
 def test_everything_compiles(kind):
     none_of(compiled(kind), lambda record: "error" in record)
     kernels = {f"linear_{name}kernel" for name in ("", "pair_", "reduce_", "wgrad_")}
@@ -78,27 +85,32 @@ def spills(record: dict) -> bool:
     return record["spilled"] > (IN_ACTIVATION if record["activation"] else FEW)
 
 
-@pytest.mark.parametrize("kind", GPUS)
+@kinds(GPUS)
 def test_nothing_spills(kind):
     none_of(compiled(kind), lambda record: record["pass_"] != "wgrad" and spills(record))
 
 
-@pytest.mark.parametrize("kind", GPUS)
+@kinds(GPUS)
 def test_shared_memory_is_within_the_estimate_and_the_limit(kind):
-    none_of(compiled(kind), lambda record: record["shared"] > min(record["estimate"], GPUS[kind].shared_memory))
+    none_of(
+        compiled(kind), lambda record: record["shared"] > min(record["estimate"], GPUS[kind.split()[0]].shared_memory)
+    )
 
 
-@pytest.mark.parametrize("kind", GPUS)
+@kinds(GPUS)
 def test_products_run_on_tensor_cores(kind):
     none_of(products(kind), lambda record: on_tensor_cores(record) and not record["products"])
 
 
-@pytest.mark.parametrize("kind", FROM_SHARED_MEMORY)
+@kinds(FROM_SHARED_MEMORY)
 def test_many_tokens_run_on_tensor_cores_that_read_shared_memory(kind):
     large = [record for record in products(kind) if on_tensor_cores(record) and record["tokens"] == 8192]
     assert {record["pass_"] for record in large} == set(tiles.PASSES)
-    none_of(large, lambda record: not all(re.search(FROM_SHARED_MEMORY[kind], name) for name in record["products"]))
-    if kind == "sm90":  # with all outputs of a tile in one instruction
+    none_of(
+        large,
+        lambda record: not all(re.search(FROM_SHARED_MEMORY[kind.split()[0]], name) for name in record["products"]),
+    )
+    if kind.startswith("sm90"):  # with all outputs of a tile in one instruction
         none_of(large, lambda record: f"m64n{record['tile']['outputs']}k" not in "".join(record["products"]))
 
 
@@ -113,16 +125,16 @@ def wide(record: dict) -> bool:
     return copies.get("0x10", 0) >= step // (16 * 32 * tile["warps"])
 
 
-@pytest.mark.parametrize("kind", GPUS)
+@kinds(GPUS)
 def test_loads_are_wide(kind):
     none_of(products(kind), lambda record: record["pass_"] != "wgrad" and not wide(record))
 
 
-@pytest.mark.parametrize("kind", GPUS)
+@kinds(GPUS)
 def test_wgrad_does_not_spill_and_its_loads_are_wide(kind):
     def wrong(record: dict) -> bool:
         # In TF32 these want the tokens of an input side by side: they are gathered, by 4 bytes.
-        gathered = record["dtype"] == "tf32" and kind in FROM_SHARED_MEMORY
+        gathered = record["dtype"] == "tf32" and kind.split()[0] in FROM_SHARED_MEMORY
         return spills(record) or not (record["copies"] if gathered else wide(record))
 
     none_of([record for record in products(kind) if record["pass_"] == "wgrad"], wrong)
@@ -131,7 +143,7 @@ def test_wgrad_does_not_spill_and_its_loads_are_wide(kind):
 # -- the gates of an LSTM ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", GPUS)
+@kinds(GPUS)
 def test_gates_compile_without_spills(kind):
     none_of(gates(kind), lambda record: "error" in record or record["spilled"] > FEW)
     kernels = {f"lstm_gates_{pass_}_kernel" for pass_ in ("forward", "backward")}
@@ -144,7 +156,7 @@ LOADS[8] = (*LOADS[16], "v2.b32", ".b64", "dwordx2")
 LOADS[4] = (*LOADS[8], "global.b32", "dword")
 
 
-@pytest.mark.parametrize("kind", GPUS)
+@kinds(GPUS)
 def test_gates_load_all_that_is_a_threads_at_once(kind):
     numbers = 2 if kind.startswith("gfx") else 4  # of 512 among 4 warps
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import blocksparse as bs
 from blocksparse.ops.conv.plan import Axis, axes_of, channel_plan, runs
 from blocksparse.ops.linear import cpu as linear_cpu
-from conv_backends import BACKENDS, conv, running, wgrad
+from conv_backends import conv, wgrad
+from linear_backends import CPU, running
 from strategies import layouts
 
-CPU_BACKENDS = [backend for backend in BACKENDS if backend.startswith("cpu")]
-on_every_isa = pytest.mark.parametrize("backend", CPU_BACKENDS)
+on_every_isa = pytest.mark.parametrize("backend", CPU)
 STEPS = (1, 1), (1, 1), (1, 1)
 
 

@@ -86,6 +86,12 @@ else:
 torch.save(found, f"{where}/{rank}.pt")
 """
 
+
+def full(*cases):
+    """The cases, all but the first one of them `full`: seconds each, of processes that import PyTorch."""
+    return [cases[0], *(pytest.param(*case, marks=pytest.mark.full) for case in cases[1:])]
+
+
 SETTINGS = {"epochs": 10, "batch": 16, "learning_rate": 0.05, "weight_decay": 0.0, "zeta": 0.1}
 
 
@@ -148,8 +154,7 @@ def sequential(model, settings, data):
         method.step()
 
 
-@pytest.mark.parametrize("regrow", ["he", "zeros"])
-@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize(("synchronous", "regrow"), [(False, "he"), (True, "zeros")])
 def test_alone_it_is_the_sequential_algorithm_bit_for_bit(synchronous, regrow, tmp_path):
     settings = Settings(**SETTINGS | {"epochs": 6, "synchronous": synchronous, "regrow": regrow, "seed": 3})
     data = toy(1, 200)
@@ -195,7 +200,7 @@ def sequential_accuracy():
     return train(model, toy(1, 512), Settings(**SETTINGS), test=toy(2, 500), skip=model.output)[-1].accuracy
 
 
-@pytest.mark.parametrize(("workers", "synchronous"), [(2, False), (4, False), (2, True)])
+@pytest.mark.parametrize(("workers", "synchronous"), full((2, False), (4, False), (2, True)))
 def test_several_workers_are_as_good(workers, synchronous, tmp_path, sequential_accuracy):
     # Synchronous runs have the same bits each time: the script sees to it.
     again = {"again": True} if synchronous else {}
@@ -253,7 +258,7 @@ def without_torchrun(tmp_path, workers, settings, **options):
     ]
 
 
-@pytest.mark.parametrize("stuck", [0, 1])
+@pytest.mark.parametrize("stuck", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_one_that_is_stuck_counts_as_dead_after_the_timeout(stuck, tmp_path):
     options = {"killed": stuck, "at": 5, "signal": int(signal.SIGSTOP)}
     processes = without_torchrun(tmp_path, 2, {"timeout": 3.0}, **options)
@@ -268,7 +273,7 @@ def test_one_that_is_stuck_counts_as_dead_after_the_timeout(stuck, tmp_path):
     assert wanted in errors, errors
 
 
-@pytest.mark.parametrize(("workers", "killed", "synchronous"), [(3, 1, False), (2, 0, True)])
+@pytest.mark.parametrize(("workers", "killed", "synchronous"), full((3, 1, False), (2, 0, True)))
 def test_the_others_say_who_is_gone(workers, killed, synchronous, tmp_path):
     processes = without_torchrun(tmp_path, workers, {"synchronous": synchronous}, killed=killed, at=5)
     try:
@@ -422,7 +427,7 @@ def test_wrong_variables(variables, message, monkeypatch):
 
 
 @needs_fork
-@pytest.mark.parametrize(("which", "number"), [(1, "SIGSTOP"), (2, "SIGKILL"), (0, "SIGSTOP")])
+@pytest.mark.parametrize(("which", "number"), full((1, "SIGSTOP"), (2, "SIGKILL"), (0, "SIGSTOP")))
 def test_who_is_stuck_or_gone_in_a_step_of_all_is_named(which, number, tmp_path):
     given = {rank: {"settings": {"synchronous": True, "epochs": 4}} for rank in range(3)}
     given[which]["stop"], given[which]["signal"] = 3, int(getattr(signal, number))

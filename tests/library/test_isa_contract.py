@@ -13,13 +13,16 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.ops import cpu_core, dropout, lstm_gates, momentum
+from blocksparse.ops import dropout, lstm_gates, momentum
 from blocksparse.ops.checks import SUM_DTYPES
-from linear_backends import DTYPES, dgrad, forward, running, wgrad
+from linear_backends import CPU, cases, dgrad, forward, name_of, running, wgrad
 
-ISAS = [isa for isa, here in cpu_core.isas().items() if here] if cpu_core.unavailable() is None else []
+ISAS = [backend.removeprefix("cpu-") for backend in CPU]
 on_every_isa = pytest.mark.parametrize("isa", ISAS)
-in_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+OWN = [(case.values[0].removeprefix("cpu-"), case.values[1]) for case in cases(CPU)]
+on_every_isa_in_its_dtypes = pytest.mark.parametrize(
+    ("isa", "dtype"), OWN, ids=lambda value: value if isinstance(value, str) else name_of(value)
+)
 PAIRED = [(isa, f"{isa}_emulated") for isa in ("avx512_bf16", "amx") if {isa, f"{isa}_emulated"} <= {*ISAS}]
 
 
@@ -36,20 +39,8 @@ def one_thread():
 def specials(dtype):
     info = torch.finfo(dtype)
     huge, small = info.max, info.smallest_normal
-    return [
-        torch.nan,
-        torch.inf,
-        -torch.inf,
-        huge,
-        -huge,
-        huge / 4,
-        -huge / 4,
-        small,
-        -small,
-        small / 4,
-        -small / 4,
-        -0.0,
-    ]
+    finite = [size for number in (huge, huge / 4, small, small / 4) for size in (number, -number)]
+    return [torch.nan, torch.inf, -torch.inf, *finite, -0.0]
 
 
 def integers(*shape, dtype):
@@ -110,8 +101,7 @@ def flushed(tensor):
 
 
 @every_product
-@in_every_dtype
-@on_every_isa
+@on_every_isa_in_its_dtypes
 def test_special_values_go_where_the_reference_has_them(isa, dtype, product):
     function, slack = PRODUCTS[product], 16 * torch.finfo(dtype).smallest_normal
     cases = [operands(dtype, size, where) for size in (1, 2, 8, 32) for where in ("x", "grad", "values")]
@@ -129,8 +119,7 @@ def test_special_values_go_where_the_reference_has_them(isa, dtype, product):
 
 
 @every_product
-@in_every_dtype
-@on_every_isa
+@on_every_isa_in_its_dtypes
 def test_empty_rows_are_the_activated_bias_whatever_the_input(isa, dtype, product):
     for block_size in (1, 8):
         x, grad, values, bias, layout = operands(dtype, block_size, "x")
@@ -244,8 +233,7 @@ def test_float16_is_read_in_full_where_the_user_flushes(isa):
 # -- what is done number by number ---------------------------------------------------------------------------------
 
 
-@in_every_dtype
-@on_every_isa
+@on_every_isa_in_its_dtypes
 def test_gates_of_special_values(isa, dtype):
     numbers = torch.tensor([*specials(dtype), 0.0, 1.0, -90.0, 90.0], dtype=dtype)
     sums = SUM_DTYPES[dtype]
@@ -274,8 +262,7 @@ def test_gates_of_special_values(isa, dtype):
     assert found[f"cpu-{isa}"][2][zero, 2].signbit().all()
 
 
-@in_every_dtype
-@on_every_isa
+@on_every_isa_in_its_dtypes
 def test_dropout_of_special_values_has_the_same_bits(isa, dtype):
     x = torch.tensor(specials(dtype), dtype=dtype).repeat(100)
     factors = dropout.factors_of(2**15, -0.5)
@@ -290,8 +277,7 @@ def test_dropout_of_special_values_has_the_same_bits(isa, dtype):
         assert torch.equal(got.signbit() & ~got.isnan(), right.signbit() & ~right.isnan())
 
 
-@in_every_dtype
-@on_every_isa
+@on_every_isa_in_its_dtypes
 def test_momentum_of_special_values(isa, dtype):
     numbers = torch.tensor(specials(dtype), dtype=dtype)
     weight, velocity, grad = (each.flatten() for each in torch.meshgrid(numbers, numbers, numbers, indexing="ij"))
@@ -308,8 +294,7 @@ def test_momentum_of_special_values(isa, dtype):
 
 
 @every_product
-@in_every_dtype
-@on_every_isa
+@on_every_isa_in_its_dtypes
 def test_the_same_bits_each_time_and_on_any_number_of_threads(isa, dtype, product):
     for block_size in (1, 2, 8, 32):
         layout = layout_of(block_size)

@@ -343,7 +343,11 @@ def resnet(transformers):
     return transformers.ResNetForImageClassification(config), {"pixel_values": torch.randn(2, 3, 32, 32)}, 11
 
 
-@pytest.mark.parametrize("make", [gpt2, bert, llama, resnet], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [gpt2, *(pytest.param(make, marks=pytest.mark.full) for make in (bert, llama, resnet))],
+    ids=lambda make: make.__name__,
+)
 def test_architectures_compute_what_masked_ones_do(make):
     transformers = pytest.importorskip("transformers")
     model, inputs, count = make(transformers)

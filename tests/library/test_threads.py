@@ -112,7 +112,7 @@ over.set()
 
 
 @forks
-@pytest.mark.parametrize("before", ["product", "torch", "nothing"])
+@pytest.mark.parametrize("before", ["product", "torch", pytest.param("nothing", marks=pytest.mark.full)])
 def test_products_in_the_child_of_a_process_that_has_used_its_threads(before):
     script = """
 wanted = [torch.empty(0)] * 3

@@ -1,0 +1,79 @@
+"""Attention by the blocks of layouts, one for all heads or one for each, and its gradients."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import blocksparse as bs
+
+from .calls import DTYPES, Calls, Fault
+from .layouts import draw_layout, layout_of, normal, touched
+
+# Of the largest score and the largest number: a softmax turns the error of a score into a factor.
+BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
+
+
+def draw(rng: Random) -> dict:
+    block = rng.choice(((1, 1), (2, 2), (4, 4), (8, 8), (16, 16), (3, 5), (16, 2)))
+    heads = rng.randint(1, 4)
+    first = draw_layout(rng, block, most=2500, longest=12)
+    others = [{**draw_layout(rng, block, most=2500, longest=12), "grid": first["grid"]} for _ in range(heads - 1)]
+    return {
+        "layouts": [first, *others] if rng.random() < 0.5 else [first],
+        "one": rng.random() < 0.5,
+        "batch": rng.randint(0, 3),
+        "heads": heads,
+        "d": [rng.choice((1, 3, 8, 16)), rng.choice((1, 4, 8))],
+        "causal": rng.random() < 0.5,
+        "scale": rng.choice((None, None, 0.5)),
+        "dtype": rng.choice(("float32", "float64")),
+    }
+
+
+def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:
+    dtype, batch, heads = DTYPES[case["dtype"]], case["batch"], case["heads"]
+    layouts = [layout_of(each, numbers) for each in case["layouts"]]
+    given = layouts if len(layouts) == heads and not (case["one"] and heads == 1) else layouts[0]
+    layouts = layouts if isinstance(given, list) else layouts[:1] * heads
+    queries, keys = layouts[0].shape
+    d, d_v = case["d"]
+    sizes = (queries, d), (keys, d), (keys, d_v)
+    operands = [normal(numbers, batch, heads, *size).to(dtype) for size in sizes]
+    grad = normal(numbers, batch, heads, queries, d_v).to(dtype)
+    scale = d**-0.5 if case["scale"] is None else case["scale"]
+    seen = torch.stack([bs.to_dense(torch.ones(layout.values_shape), layout).bool() for layout in layouts])
+    seen = seen.tril() if case["causal"] else seen
+
+    def outputs_and_gradients(attention, operands: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+        leaves = [operand.clone().requires_grad_() for operand in operands]
+        y = attention(*leaves)
+        return y.detach(), *torch.autograd.grad(y, leaves, grad)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (scale * q @ k.mT).masked_fill(~seen, -math.inf)
+        # Of a query that sees no key.
+        return scores.masked_fill(~seen.any(-1, keepdim=True), 0).softmax(-1).masked_fill(~seen, 0) @ v
+
+    expected = outputs_and_gradients(dense, [operand.double() for operand in operands], grad.double())
+    largest = max((float(each.abs().max()) for each in operands if each.numel()), default=0.0)
+    bound = BOUNDS[dtype] * (1 + abs(scale) * d * largest**2) * (1 + largest)
+
+    def check(got: tuple[Tensor, ...]) -> None:
+        for name, one, right in zip(("y", "q", "k", "v"), got, expected, strict=True):
+            if one.shape != right.shape or one.dtype != dtype:
+                raise Fault(f"{name}: {list(one.shape)}, {one.dtype} for {list(right.shape)}, {dtype}")
+            error = float((one.double() - right).abs().max()) if one.numel() else 0.0
+            if not error <= bound * max(1.0, float(right.abs().max()) if right.numel() else 0.0):
+                raise Fault(f"{name}: off by {error}")
+        if len(set(layouts)) == 1 and (got[0][..., ~touched(layouts[0], columns=False), :] != 0).any():
+            raise Fault("y: other than 0 for a query that sees no key")
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return bs.nn.attention(q, k, v, given, causal=case["causal"], scale=case["scale"])
+
+    calls.on_each("attention", dtype, lambda: outputs_and_gradients(attention, operands, grad), check, any_isa=True)

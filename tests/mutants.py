@@ -1,0 +1,146 @@
+"""Breaks a copy of the project in small ways, one at a time, and reports which of them the tests notice.
+
+    python tests/mutants.py                        all of mutants.toml
+    python tests/mutants.py --only gelu-constant   one, or several
+    python tests/mutants.py --tests 2031115        with the tests of another commit
+
+A mutant is caught where one of its test files fails, or does not end; a test that fails without it too is a false
+alarm. The core is built once, and again for each mutant of it, with the portable kernels alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LIST = ROOT / "tests" / "mutants.toml"
+TIMEOUT = 1800  # seconds for the tests of one mutant
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    why: str
+    file: str
+    find: str
+    replace: str
+    tests: tuple[str, ...]
+
+    def applied(self, text: str) -> str:
+        """The text of its file, broken; a ValueError unless what it replaces is there exactly once."""
+        if text.count(self.find) != 1:
+            raise ValueError(
+                f"{self.name}: expected once in {self.file}, got {text.count(self.find)} times: {self.find}"
+            )
+        return text.replace(self.find, self.replace)
+
+
+def mutants(path: Path = LIST) -> list[Mutant]:
+    return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in tomllib.loads(path.read_text())["mutant"]]
+
+
+def copy_project(to: Path, tests: str | None) -> None:
+    """The files that git tracks, as they are now, and with the tests of a commit if one is given."""
+    listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")[:-1]
+    for name in listed:
+        if (ROOT / name).is_file() and not (tests and name.startswith("tests/")):
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+    if tests:
+        archive = subprocess.check_output(["git", "archive", tests, "tests"], cwd=ROOT)
+        subprocess.run(["tar", "x"], cwd=to, input=archive, check=True)
+
+
+def build(project: Path) -> bool:
+    """Builds the core in place; False where that fails."""
+    ccache = [f"-DCMAKE_CXX_COMPILER_LAUNCHER={found}"] if (found := shutil.which("ccache")) else []
+    configure = ["cmake", "-S", ".", "-B", "build/mutants", "-G", "Ninja", "-DBLOCKSPARSE_PORTABLE_ONLY=ON",
+                 f"-DPython_EXECUTABLE={sys.executable}", *ccache]  # fmt: skip
+    environment = {**os.environ, "CCACHE_BASEDIR": str(project)}
+    for command in (configure, ["cmake", "--build", "build/mutants"]):
+        if subprocess.run(command, cwd=project, env=environment, capture_output=True).returncode:
+            return False
+    for built in (project / "build/mutants").glob("_core*.so"):
+        (project / "src/blocksparse" / built.name).unlink(missing_ok=True)  # a process may still have the old file open
+        shutil.copy2(built, project / "src/blocksparse")
+    return True
+
+
+def failing(project: Path, tests: tuple[str, ...]) -> str | None:
+    """The first of these tests that fails, or else what went wrong; None where all pass."""
+    command = [sys.executable, "-m", "pytest", "-xq", "-rfE", "-m", "not full", "--hypothesis-seed=0", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(project / "src"), "OMP_NUM_THREADS": "1"}
+    shutil.rmtree(project / ".hypothesis", ignore_errors=True)  # where failures of another mutant are kept
+    try:
+        done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return "no end"
+    if done.returncode == 0:
+        return None
+    said = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return said[0].partition(" - ")[0] if said else f"exit status {done.returncode}"
+
+
+def attempt(mutant: Mutant, project: Path) -> tuple[str, str]:
+    """What became of a mutant, and by which test."""
+    path = project / mutant.file
+    right = path.read_text()
+    compiled = mutant.file.startswith("csrc/")
+    path.write_text(mutant.applied(right))
+    try:
+        if compiled and not build(project):
+            return "does not build", ""
+        found = failing(project, tuple(file for file in mutant.tests if (project / file).exists()))
+    finally:
+        path.write_text(right)
+        if compiled:
+            build(project)
+    if found is None:
+        return "survived", ""
+    return ("false alarm" if "::" in found and failing(project, (found,)) else "caught"), found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="NAME", help="this one alone; may be repeated")
+    parser.add_argument("--jobs", type=int, default=1, help="copies of the project in which mutants run (default 1)")
+    parser.add_argument("--tests", metavar="COMMIT", help="with the tests of this commit")
+    options = parser.parse_args()
+    chosen = [mutant for mutant in mutants() if not options.only or mutant.name in options.only]
+    for mutant in chosen:
+        mutant.applied((ROOT / mutant.file).read_text())
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        projects = [Path(folder) / f"copy{n}" for n in range(options.jobs)]
+        for project in projects:
+            copy_project(project, options.tests)
+            if not build(project):
+                raise SystemExit("the core does not build")
+        free = list(projects)
+
+        def one(mutant: Mutant) -> tuple[Mutant, str, str]:
+            project, began = free.pop(), time.time()
+            try:
+                outcome, said = attempt(mutant, project)
+            finally:
+                free.append(project)
+            print(f"| {mutant.name} | {outcome} | {time.time() - began:.0f} s | {said} |", flush=True)
+            return mutant, outcome, said
+
+        print("| mutant | outcome | time | by |\n|---|---|---|---|", flush=True)
+        outcomes = [outcome for _, outcome, _ in pool.map(one, chosen)]
+    print(f"\n{outcomes.count('caught')} of {len(outcomes)} caught")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
