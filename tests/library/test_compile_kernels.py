@@ -111,7 +111,7 @@ def test_many_tokens_run_on_tensor_cores_that_read_shared_memory(kind):
         lambda record: not all(re.search(FROM_SHARED_MEMORY[kind.split()[0]], name) for name in record["products"]),
     )
     if kind.startswith("sm90"):  # with all outputs of a tile in one instruction
-        none_of(large, lambda record: f"m64n{record['tile']['outputs']}k" not in "".join(record["products"]))
+        none_of(large, lambda record: f"m64n{record['tile']['block_n']}k" not in "".join(record["products"]))
 
 
 def wide(record: dict) -> bool:
@@ -171,7 +171,7 @@ def test_the_rule_knows_blackwell_from_ampere():
     work = tiles.Work("forward", torch.bfloat16, (32, 32), 8192, 0.1)
 
     def tokens(kind: str) -> int:
-        return tiles.rule(work, Gpu("", kind, 100, 227 * 1024)).tokens
+        return tiles.rule(work, Gpu("", kind, 100, 227 * 1024)).block_m
 
     assert tokens("sm100") == tokens("sm90") == 256
     assert tokens("sm80") == tokens("sm120") == tokens("gfx942") == 128

@@ -385,7 +385,7 @@ def test_gradients_and_double_gradients(backend, transposed, activation):
 
 
 @pytest.mark.parametrize("backend", SLOW)
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_gradients_and_double_gradients_interpreted(backend, transposed):
     layout = bs.BlockLayout([[True, False], [False, False]], (1, 2))
     check_gradients(backend, transposed, None, layout, n=1, space=(2, 2))
