@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import signal
 import zlib
 from contextlib import nullcontext
 
@@ -18,6 +19,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
+
+# In the background of a shell it is ignored, and would be in every program that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SEED = os.environ.get("BLOCKSPARSE_TEST_SEED", "")
 if SEED == "random":
