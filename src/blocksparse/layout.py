@@ -328,6 +328,9 @@ class BlockLayout:
     def __hash__(self) -> int:
         return self._hash
 
+    # A constant to torch.compile, which cannot trace the bytes of arrays.
+    __hash__._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True

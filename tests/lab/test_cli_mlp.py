@@ -218,6 +218,8 @@ def test_a_signal_saves_and_says_how_to_go_on(points, tmp_path, monkeypatch):
         (["--data", "CSV", "--batch", "60", "--zeta", "1.5"], "zeta: expected a number from 0 to 1, got 1.5"),
         (["--data", "CSV", "--batch", "60", "--dropout", "1"], "dropout: expected a number from 0 to below 1"),
         (["--data", "CSV", "--batch", "60", "--lr", "nan"], "learning_rate: expected a number, not negative"),
+        (["--data", "CSV", "--importance-every", "0"], "importance_every: expected an int, 1 or more"),
+        (["--data", "CSV", "--seed", "9999999999999999999999"], "seed: expected an int, 0 or more and below"),
         (["--data", "CSV", "--method", "dense", "--importance-from", "1"], "importance pruning: expected a sparse net"),
         (["--data", "HOLES"], "holes.csv, line 3, column b: expected a finite number, got a hole"),
         (["--data", "ONE"], "one.csv: expected labels of two classes or more, got only 1 down to line 2"),

@@ -8,10 +8,10 @@ import pytest
 
 
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="forks")
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.full)])
-def test_killed_at_random_it_ends_with_the_same_tensors(kills):
+@pytest.mark.full
+def test_killed_at_random_it_ends_with_the_same_tensors():
     program = Path(__file__).with_name("kill_runs.py")
-    arguments = ["--kills", str(kills), "--kinds", "mlp,prune"]
+    arguments = ["--kills", "30", "--kinds", "mlp,prune"]
     done = subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{kills} of {kills} in" in done.stdout
+    assert "30 of 30 in" in done.stdout

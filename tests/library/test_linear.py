@@ -175,6 +175,20 @@ def test_no_blocks_at_all(backend):
     assert values.grad.shape == (0, 4, 4)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_the_op_with_an_activation_is_twice_differentiable(activation):
+    layout = bs.patterns.random((6, 4), block_size=2, density=0.6, seed=0)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    values = torch.randn(layout.values_shape, dtype=torch.float64, requires_grad=True)
+    indices = list(layout.indices_on(x.device))
+
+    def op(x, values):
+        return torch.ops.blocksparse.linear(x, values, None, indices, layout.grid[1], False, activation)
+
+    assert torch.autograd.gradcheck(op, (x, values))
+    assert torch.autograd.gradgradcheck(op, (x, values))
+
+
 def check_gradients(backend, activation, layout, tokens, seed):
     torch.manual_seed(seed)
 

@@ -122,6 +122,13 @@ def test_no_nan_from_queries_that_see_nothing():
     assert all(tensor.grad.isfinite().all() for tensor in (q, k, v))
 
 
+def test_compiles_with_a_layout_that_is_new():
+    layout = bs.patterns.watts_strogatz(64, block_size=8, neighbors=2, seed=5)
+    q = torch.randn(1, 2, 64, 16)
+    compiled = torch.compile(lambda q: bs.nn.attention(q, q, q, layout), backend="eager")
+    assert torch.equal(compiled(q), bs.nn.attention(q, q, q, layout))
+
+
 def test_twice_differentiable():
     layout = bs.patterns.random((12, 12), block_size=4, density=0.5, seed=0)
     q, k, v = draw((12, 12), heads=1, d=2, d_v=2)

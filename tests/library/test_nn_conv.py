@@ -113,6 +113,18 @@ def test_state_dict_brings_its_layout(tmp_path):
     assert torch.equal(copy.deepcopy(source)(x), source(x))
 
 
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
+def test_what_comes_next_may_work_in_place(kernel, memory_format):
+    layer = bs.nn.Conv2d(16, 16, kernel, density=0.5, block_size=8)
+    x = torch.randn(2, 16, 5, 5).to(memory_format=memory_format)
+    layer(x).relu_().sum().backward()
+    found = layer.values.grad.clone()
+    layer.values.grad = None
+    layer(x).relu().sum().backward()
+    assert torch.equal(layer.values.grad, found)
+
+
 @pytest.mark.parametrize("axes", [1, 2])
 def test_a_model_in_channels_last(axes):
     model = nn.Sequential(OURS[axes](16, 16, 3, block_size=8), TORCH[2](16, 4, 3))

@@ -94,7 +94,7 @@ def consistency(model: torch.nn.Module, images: torch.Tensor) -> tuple[float, fl
     return same / (size * size * len(images)), worst
 
 
-@pytest.mark.parametrize("density", [None, 0.5])
+@pytest.mark.parametrize("density", [pytest.param(None, marks=pytest.mark.full), 0.5])
 def test_no_circular_shift_of_32_by_32_is_seen(density):
     """All 1,024 shifts, of an untrained network."""
     torch.manual_seed(0)

@@ -529,6 +529,8 @@ def test_states_that_do_not_fit(sparse):
         ({**state, "0.values": state["0.values"][:, :0]}, "0.values: expected blocks"),
         ({**state, "0.values": state["0.values"][1:]}, "values: expected shape"),
         ({**state, "0.values": state["0.values"].to_sparse()}, "values: expected a dense tensor"),
+        ({**state, other: state[other].to("meta")}, "expected a dense tensor with numbers"),
+        ({**state, other: state[other].to_sparse()}, "expected a dense tensor with numbers"),
         ({**state, other: state[other][:1]}, "state: expected that of a Sequential like this one, got .*"),
         ([1, 2], "state: expected what state_dict gave, got list"),
         ({1: torch.ones(1)}, "state: expected what state_dict gave"),

@@ -273,7 +273,7 @@ def test_bad_arguments(arguments, message):
 def test_a_step_without_a_gradient():
     layer = bs.nn.Linear(8, 8, density=0.5, block_size=1)
     method = bs.sparsity.RigL(layer, torch.optim.SGD(layer.parameters(), lr=0.1), end=10, every=1)
-    with pytest.raises(bs.BlockSparseError, match=r"expected a backward pass before it, .*got none"):
+    with pytest.raises(bs.BlockSparseError, match=r"expected a backward pass through it before .*got none"):
         method.step()
 
 
@@ -310,6 +310,40 @@ def test_a_grad_scaler_goes_with_it():
     assert changed == [False, True, False, True]
 
 
+@pytest.mark.parametrize("gone", [math.inf, math.nan])
+def test_no_block_is_lost_where_gradients_overflow(gone):
+    layer = bs.nn.Linear(16, 16, density=0.5, block_size=2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    method = bs.sparsity.RigL(layer, optimizer, end=10, every=1)
+    before = layer.layout
+    (layer(torch.randn(4, 16)) * gone).sum().backward()
+    optimizer.step()
+    method.step()
+    assert layer.layout == before
+
+
+@pytest.mark.parametrize("calls", [3, 4, 5])
+def test_copies_of_model_optimizer_and_method_train_to_the_same_bits(calls):
+    layer = bs.nn.Linear(16, 16, density=0.5, block_size=2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    all_of_it = layer, optimizer, bs.sparsity.RigL(layer, optimizer, end=20, every=5)
+
+    def train(layer, optimizer, method, inputs):
+        for x in inputs:
+            optimizer.zero_grad()
+            layer(x).square().sum().backward()
+            optimizer.step()
+            method.step()
+
+    inputs = torch.randn(12, 4, 16)
+    train(*all_of_it, inputs[:calls])
+    copied = copy.deepcopy(all_of_it)
+    for one in (all_of_it, copied):
+        train(*one, inputs[calls:])
+    assert layer.layout == copied[0].layout
+    assert torch.equal(layer.values, copied[0].values)
+
+
 def test_an_optimizer_whose_method_is_not_called_does_not_stand_still():
     layer = bs.nn.Linear(8, 8, density=0.5, block_size=2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -337,5 +371,5 @@ def test_a_copy_is_not_watched(copied):
     kept = [each for each in gc.get_objects() if type(each) is LinearPass]
     y.sum().backward()
     assert [each for each in gc.get_objects() if type(each) is LinearPass] == kept, "the copy's inputs are kept"
-    with pytest.raises(bs.BlockSparseError, match="expected a backward pass before it"):
+    with pytest.raises(bs.BlockSparseError, match="expected a backward pass through it before"):
         method.step()

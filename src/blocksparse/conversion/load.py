@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import BlockSparseError
@@ -41,6 +42,13 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise BlockSparseError.expected("state", "what state_dict gave", type(state).__name__)
     layouts = _layouts(model, state)
+    own = [*model.parameters(), *model.buffers()]
+    for key, tensor in state.items():
+        # What PyTorch would find only when the model is half loaded.
+        if isinstance(tensor, Tensor) and (
+            tensor.layout != torch.strided or (tensor.is_meta and not any(one.is_meta for one in own))
+        ):
+            raise BlockSparseError.expected(key, "a dense tensor with numbers", f"{tensor.layout} on {tensor.device}")
     try:
         # Once without values, so that nothing is changed where some of it does not fit.
         _load(_without_values(model), layouts, {key: _empty(key, tensor) for key, tensor in state.items()})

@@ -22,5 +22,9 @@ def grad_before(grad: Tensor, activation: str | None, output: Tensor | None, bef
         return grad
     if activation == "relu":
         return torch.ops.aten.threshold_backward(grad, output, 0)  # type: ignore[no-any-return]
+    if activation == "silu" and torch.is_grad_enabled():  # PyTorch's own has no gradient
+        y = before()
+        gate = y.sigmoid()
+        return grad * gate * (1 + y * (1 - gate))
     backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[activation]
     return backward(grad, before())  # type: ignore[no-any-return]

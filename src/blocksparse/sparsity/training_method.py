@@ -20,7 +20,8 @@ class TrainingMethod:
         method.step()
 
     What a method needs of the backward pass it collects by hooks. `begin`, `end` and `every` count calls of `step`,
-    the first of which is number 1: nothing changes before call `begin`, the last change is at or before call `end`.
+    the first of which is number 1: nothing changes before call `begin`, the last change is at or before call `end`
+    (only MovementPruning's choice moves on until `finish`).
     Where a paper counts epochs, `step` is called after each epoch, or `every` is a number of iterations.
     """
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from blocksparse import patterns
-from blocksparse.checked import is_int
+from blocksparse.checked import integer, number
 from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
 from blocksparse.nn import LSTM, MultiplicativeLSTM, SmallWorldLSTM
@@ -27,7 +27,8 @@ class CharLMConfig:
     """The configuration of a CharLM.
 
     Raises:
-        BlockSparseError: a cell or a pattern that is unknown, a width that is no multiple of the block.
+        BlockSparseError: a cell or a pattern that is unknown, a width that is no multiple of the block, sizes and
+            parts out of range.
     """
 
     cell: str = option("lstm", "lstm, mlstm (the multiplicative one) or smallworld (the deep-transition one).")
@@ -47,9 +48,11 @@ class CharLMConfig:
         for name, known in (("cell", CELLS), ("pattern", PATTERNS)):
             if getattr(self, name) not in known:
                 raise BlockSparseError.expected(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
-        for name in ("width", "embedding", "layers", "depth", "block_size"):
-            if not is_int(getattr(self, name)) or getattr(self, name) < 1:
-                raise BlockSparseError.expected(name, "a positive int", repr(getattr(self, name)))
+        # Those that this cell and pattern do not use too: they are written to the run's files and compared there.
+        for name in ("width", "embedding", "layers", "depth", "block_size", "m", "neighbors"):
+            integer(name, getattr(self, name), 1, below=2**31)
+        for name in ("rewire", "density"):
+            number(name, getattr(self, name), 0, 1)
         if self.pattern != "dense" and self.width % self.block_size:
             raise BlockSparseError.expected("width", f"a multiple of the block, {self.block_size}", self.width)
 

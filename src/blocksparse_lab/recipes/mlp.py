@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from blocksparse.checked import integer
+from blocksparse.checked import integer, number
 from blocksparse.errors import BlockSparseError
 
 from ..models.mlp import SparseMLP
@@ -50,6 +50,12 @@ class Importance:
     importance_from: int | None = option(None, "Prune the least important neurons after this number of epochs.")
     importance_every: int = option(10, "Epochs from one such pruning to the next.")
     importance_percentile: float = option(20.0, "Of the neurons of a layer, each time.")
+
+    def __post_init__(self) -> None:
+        if self.importance_from is not None:
+            integer("importance_from", self.importance_from, 0)
+        integer("importance_every", self.importance_every, 1)
+        number("importance_percentile", self.importance_percentile, 0, 100)
 
 
 # Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021), and its code; but new connections begin
@@ -234,6 +240,7 @@ def trainer(
         data: to train and to test on.
         method, seed, device, importance: of `network`, `task` and `settings`.
     """
+    integer("seed", seed, 0, below=2**32)  # as in Settings, and before anything is drawn
     model = network(recipe, data, method, seed)
     told = {"data": data.name, "tested": data.tested, "epochs": recipe.epochs, **asdict(facts(model))}
     of = task(recipe, model, data, method, seed, device, importance)

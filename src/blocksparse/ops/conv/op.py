@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
@@ -53,7 +54,8 @@ class Conv(LayoutOp):
         if is_linear(axes):
             matrix = values.reshape(layout.values_shape)
             y = LINEAR.compute((x.reshape(-1, x.shape[-1]), matrix, bias), layout, (transpose, activation))
-            return y.reshape(*x.shape[:-1], y.shape[-1])
+            # Not a view, which could not be written to in place behind the node of autograd.
+            return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])  # type: ignore[no-any-return]
         result: Tensor = backend.conv(x, values, bias, layout, transpose, transposed, axes, activation)
         return result
 

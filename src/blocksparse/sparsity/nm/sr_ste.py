@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from ...checked import number
 from ...errors import BlockSparseError
+from ...surgery.parametrized import take_off
 from ...surgery.prunable import Skip, survey
 from ..training_method import TrainingMethod
 from .mask import check_nm, nm_mask
@@ -25,7 +26,8 @@ class SRSTE(TrainingMethod):
 
     Args:
         model: linear layers, convolutions and their transposes, and the Conv1D of transformers are parametrized in
-            place; the parameters stay the same objects, so that an optimizer may exist already.
+            place; the parameters stay the same objects, so that an optimizer may exist already. Their order changes: a
+            program that resumes makes the optimizer at the same place as the first one.
         n, m: 0 < n <= m.
         decay: lambda in the paper, 2e-4 there.
         skip: what is left as it is: modules, or names of modules or parameters.
@@ -94,7 +96,7 @@ class SRSTE(TrainingMethod):
         """
         self._check_unfinished("finish")
         for module in self._modules:
-            parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
+            take_off(module, "weight", leave_parametrized=True)
         self._modules = []
 
     @property

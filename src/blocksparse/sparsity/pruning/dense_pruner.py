@@ -19,7 +19,8 @@ class DensePruner(TrainingMethod):
     """Finds the blocks to keep while a dense model is trained, and then stores only these.
 
     `step` is called after each `optimizer.step()`, and `finish` once, at the end: it puts block-sparse modules in the
-    place of the dense ones, whose outputs are the same, and takes the optimizer's state along.
+    place of the dense ones, whose outputs are the same but for blocks that a
+    `density` cuts, and takes the optimizer's state along.
 
     Args:
         model: with dense weights of torch.nn's linear layers, convolutions and LSTMs.

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from ...checked import number
 from ...surgery.blocks import Blocks
+from ...surgery.parametrized import take_off
 from ...surgery.prunable import Skip
 from .dense_pruner import DensePruner
 
@@ -75,7 +76,7 @@ class Gated(DensePruner):
         for name, gate in self.gates.items():
             weight, dense = self.weights[name], self.dense[name]
             dense.mul_(self.blocks[name].spread(gate.multiplier.to(dense.dtype)))
-            parametrize.remove_parametrizations(weight.module, weight.parameter, leave_parametrized=False)
+            take_off(weight.module, weight.parameter, leave_parametrized=False)
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) not in mine]

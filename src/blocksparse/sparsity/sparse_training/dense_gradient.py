@@ -150,14 +150,16 @@ def gradient_norms(
         yield first // height, norms_of(total.reshape(-1, height, in_ // width, width, *kernel), norm, of_block)
 
 
-def largest(tiles: Iterator[tuple[int, Tensor]], taken: np.ndarray, columns: int, count: int) -> np.ndarray:
+def largest(tiles: Iterator[tuple[int, Tensor]], taken: np.ndarray, columns: int, count: int) -> np.ndarray | None:
     """The numbers row * columns + column of the `count` largest norms, rising, without those taken.
 
-    Of equal ones those that come first. Besides a tile only the best so far are kept.
+    Of equal ones those that come first. Besides a tile only the best so far are kept. None where one is not finite.
     """
     keys, norms = np.empty(0, dtype=np.int64), np.empty(0)
     for first, tile in tiles:
         mine = tile.flatten().cpu().numpy()
+        if not np.isfinite(mine).all():
+            return None
         start = first * columns
         free = np.ones(mine.size, dtype=bool)
         free[taken[slice(*np.searchsorted(taken, [start, start + mine.size]))] - start] = False

@@ -21,7 +21,8 @@ class ImportancePruning(DynamicSparsity):
     A neuron's importance is the sum of |w| over its incoming connections, I_j = sum_i |w_ij|. Those below the
     percentile of their layer lose all incoming connections, and nothing grows instead: the stored blocks become fewer
     for good. With blocks of several rows a row of blocks goes as a whole, by the mean importance of its neurons.
-    Neurons without connections that are left can be taken out of the network by `compact`.
+    Neurons without connections that are left can be taken out of the network by `compact`. Under
+    DistributedDataParallel, wrap the model again after a call that changed it.
 
     Args:
         modules: a model, or some modules: linear layers and convolutions.

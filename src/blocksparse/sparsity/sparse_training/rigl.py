@@ -93,10 +93,22 @@ class RigL(DynamicSparsity):
         self.norm = norm
         self._watches: list[Watch] = []
         self._held = False  # whether the optimizer was kept from moving weights since the last call
-        if optimizer is not None:
-            # Weakly, so that an optimizer outlives a method that is given up.
-            optimizer.register_step_pre_hook(partial(_before_update, ref(self)))
+        self._hook_optimizer()
         self._prepare()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_watches": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Neither an optimizer nor a layer takes its hooks along when it is copied or pickled.
+        self.__dict__.update(state)
+        self._hook_optimizer()
+        self._prepare()
+
+    def _hook_optimizer(self) -> None:
+        if self.optimizer is not None:
+            # Weakly, so that an optimizer outlives a method that is given up.
+            self.optimizer.register_step_pre_hook(partial(_before_update, ref(self)))
 
     def fraction(self, t: int) -> float:
         """The part of the blocks that goes in iteration t, counted from 1."""
@@ -136,7 +148,8 @@ class RigL(DynamicSparsity):
     def _change(self) -> None:
         for name, watch in zip(self.modules, self._watches, strict=True):
             if not watch.seen:
-                expected = "a backward pass before it, which a model compiled beforehand hides"
+                expected = "a backward pass through it before (torch.compile hides it unless "
+                expected += "torch._dynamo.config.skip_nnmodule_hook_guards is False, and so do frozen layers)"
                 raise BlockSparseError.expected(f"step of {name or 'RigL'}", expected, "none")
         for watch in self._watches:
             self._rig(watch)
@@ -149,6 +162,8 @@ class RigL(DynamicSparsity):
         kernel = tuple(layer.values.shape[3:])
         norms = gradient_norms(watch.seen, layout, kernel, self.norm)
         grown = largest(norms, keys[~drop], layout.grid[1], count)
+        if grown is None:  # an overflow, which GradScaler skips too
+            return
         drop &= ~np.isin(keys, grown)
         rows, cols = np.divmod(np.setdiff1d(grown, keys, assume_unique=True), layout.grid[1])
         rewire(layer, np.flatnonzero(drop), rows, cols, self.optimizer, on_layout_change=self.on_layout_change)
