@@ -20,6 +20,7 @@ from blocksparse import BlockSparseError
 from blocksparse_lab.bench import extreme
 from blocksparse_lab.bench.extreme import Extreme
 from blocksparse_lab.cli.train import parse_count
+from blocksparse_lab.machine import available_memory
 
 OUT = Path(__file__).parent.parent / "docs" / "results" / "extreme.json"
 
@@ -43,7 +44,7 @@ def main() -> None:
         head = f"{spec.neurons / 1e6:g} million neurons"
         console.print(
             f"[bold]{head}[/]: about {spec.connections:,} connections, {spec.predicted / 2**30:.1f} GiB at most; "
-            f"{extreme.available_memory() / 2**30:.1f} GiB are available"
+            f"{available_memory() / 2**30:.1f} GiB are available"
         )
         try:
             found = extreme.measure(spec, arguments.scratch, lambda text: console.print(f"  {text}"), arguments.force)

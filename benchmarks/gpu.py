@@ -23,7 +23,7 @@ from rich.console import Console
 
 from blocksparse import BlockSparseError
 from blocksparse_lab import machine
-from blocksparse_lab.bench import report, rows
+from blocksparse_lab.bench import rows
 from blocksparse_lab.bench.device import Cuda, Device, Host
 from blocksparse_lab.bench.gpu import GpuReach, Job, write_chart
 from blocksparse_lab.bench.linear import LinearBench
@@ -85,9 +85,9 @@ def run(arguments: argparse.Namespace) -> bool:
             if path:
                 rows.write(path, found, "targets of the linear op on a GPU", facts, **settings)
     finally:
-        console.print(rows.table(found, report.where(facts)))
+        console.print(rows.table(found, machine.where(facts)))
         if path:
-            drawn = draw(path.with_suffix(".png"), reach, report.where(facts))
+            drawn = draw(path.with_suffix(".png"), reach, machine.where(facts))
             console.print(f"wrote {path}, .md{drawn}", highlight=False, soft_wrap=True)
     return any(row.measured.startswith("FAILED") for row in found)
 

@@ -26,7 +26,7 @@ from blocksparse.ops.conv import specs as conv_specs
 from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.linear.specs import LINE_DENSITIES, LINE_INTERCEPT, REACH, SMALL_BLOCKS, TRAINING, LinearSpec
 from blocksparse_lab import machine
-from blocksparse_lab.bench import attention, gates, lstm_reach, mlp, pixelcnn, report, rows
+from blocksparse_lab.bench import attention, gates, lstm_reach, mlp, pixelcnn, rows
 from blocksparse_lab.bench.case import OURS, Bench
 from blocksparse_lab.bench.conv import ConvBench
 from blocksparse_lab.bench.linear import LinearBench
@@ -172,7 +172,7 @@ def main() -> None:
             for row in measure(16 if arguments.quick else 1):
                 found.append(row)
                 progress.update(task, description=f"{row.work}: {row.measured}")
-        console.print(rows.table(found, f"{op}: {report.chip(facts)}, load {facts['load'][0]:g} before"))
+        console.print(rows.table(found, f"{op}: {machine.chip(facts)}, load {facts['load'][0]:g} before"))
         if not arguments.quick:
             path = arguments.out / f"{op}-{machine.slug(facts['cpu'])}-{facts['isa']}.json"
             rows.write(path, found, what, facts, budget=BUDGET)

@@ -44,7 +44,7 @@ from blocksparse.distributed import Epoch, Settings, train
 from blocksparse_lab.bench import report
 from blocksparse_lab.bench.report import spread
 from blocksparse_lab.data import tables
-from blocksparse_lab.machine import machine
+from blocksparse_lab.machine import machine, where
 from blocksparse_lab.recipes import mlp
 
 NAME = "wasap-fashion_mnist"
@@ -260,7 +260,7 @@ def markdown(runs: Sequence[Run], machine: dict[str, Any]) -> str:
         parts += ["\n".join(report.markdown(["", *map(_processes, of)], list(_rows(of))))]
     failures = [(run.name, run.failure) for run in runs if run.failure is not None]
     parts += ["\n".join(report.markdown(("failed", "reason"), failures))] if failures else []
-    return "\n\n".join([*parts, report.where(machine)]) + "\n"
+    return "\n\n".join([*parts, where(machine)]) + "\n"
 
 
 def _rows(of: dict[int, list[Run]]) -> Iterator[list[str]]:

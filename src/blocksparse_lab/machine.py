@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -115,3 +116,26 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def chip(facts: Mapping[str, Any]) -> str:
+    """The GPU of these facts, or the CPU where they have none."""
+    if gpu := facts["gpu"]:
+        return f"{gpu['name']}, driver {gpu['driver'] or 'unknown'}, triton {gpu['triton']}"
+    return f"{facts['cpu']}, {facts['isa'] or 'no compiled core'}, {facts['threads']} threads"
+
+
+def where(facts: Mapping[str, Any]) -> str:
+    """The machine in a line, with versions and commit."""
+    commit = f", commit {facts['commit'][:8]}{' with changes' if facts['dirty'] else ''}" if facts["commit"] else ""
+    return f"{chip(facts)}, torch {facts['torch']}, blocksparse {facts['blocksparse']}{commit}"
+
+
+def available_memory() -> int:
+    """Bytes that a new process could have, by the system and by the limit of its group."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        free.append(int(limit.read_text()) - int(used.read_text()))
+    return min(free)

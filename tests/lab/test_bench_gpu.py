@@ -17,7 +17,8 @@ import blocksparse as bs
 from blocksparse.measure import Samples, Spread
 from blocksparse.ops.gpu.tiles import INTERPRETED
 from blocksparse.ops.linear.specs import GPU_HUBS, GPU_MEAN, GPU_REACH, LinearSpec, Target
-from blocksparse_lab.bench import gpu, peers, report, rows
+from blocksparse_lab import machine
+from blocksparse_lab.bench import gpu, peers, rows
 from blocksparse_lab.bench.case import OURS, CaseResult
 from blocksparse_lab.bench.device import Host, Rotation, device_of
 from blocksparse_lab.bench.linear import PEERS, LinearBench, LinearCase
@@ -305,13 +306,13 @@ def test_the_chart_is_a_png(tmp_path):
     }
     facts = {"gpu": None, "cpu": "x", "isa": None, "threads": 1, "torch": "2", "blocksparse": "0", "commit": None}
     for some in (cases, {"many tokens, block 32": case(blocksparse=1e-3, refused={"dense": "oom"})}):
-        gpu.write_chart(tmp_path / "r.png", some, CEILINGS, report.where(facts))
+        gpu.write_chart(tmp_path / "r.png", some, CEILINGS, machine.where(facts))
         assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_gpu_is_named_with_its_driver():
     facts = {"gpu": {"name": "NVIDIA H200", "driver": "580.1", "triton": "3.6.0"}}
-    assert report.chip(facts) == "NVIDIA H200, driver 580.1, triton 3.6.0"
+    assert machine.chip(facts) == "NVIDIA H200, driver 580.1, triton 3.6.0"
 
 
 def test_memory_beyond_what_a_step_needs_is_not_met():

@@ -22,7 +22,7 @@ from blocksparse.measure import Call
 from blocksparse.ops.conv import conv2d
 from blocksparse.ops.conv.op import conv_op, conv_wgrad_op
 from blocksparse.ops.conv.specs import ConvSpec
-from blocksparse.ops.gpu.runtime import tf32
+from blocksparse.ops.gpu.tiles import tf32
 
 from .case import OURS, Bench, Case, bound_of, within
 from .linear import named_results, relative_error

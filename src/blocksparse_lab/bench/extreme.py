@@ -24,9 +24,9 @@ import numpy as np
 from blocksparse.checkpoint import read_json
 from blocksparse.errors import BlockSparseError
 
-from ..machine import machine
+from ..machine import available_memory, machine, where
 from .memory import forget_peak, status
-from .report import duration, figure_and_axes, markdown, plain_ticks, where, write_json, write_text
+from .report import duration, figure_and_axes, markdown, plain_ticks, write_json, write_text
 
 NEURONS = (1_000_000, 5_000_000, 10_000_000, 20_000_000, 50_000_000, 100_000_000)
 PHASES = ("build", "save", "train", "evaluate", "evolve")
@@ -257,16 +257,6 @@ def measure(spec: Extreme, folder: Path, say: Say = lambda text: None, force: bo
             reason = "killed, likely for memory" if process.returncode == -9 else f"status {process.returncode}"
             raise BlockSparseError.expected(f"{spec.neurons:,} neurons", "a run to its end", reason)
         return Found(**read_json(Path(out)))
-
-
-def available_memory() -> int:
-    """Bytes that a new process could have, by the system and by the limit of its group."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        free.append(int(limit.read_text()) - int(used.read_text()))
-    return min(free)
 
 
 def _free_disk(folder: Path) -> int:

@@ -16,7 +16,7 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.measure import Spread
 from blocksparse.topology.drawings.style import figure_and_axes
 
-from ..machine import machine
+from ..machine import machine, where
 from .case import CaseResult
 
 # Of the peers' lines: distinct in grey and for the colour-blind too.
@@ -240,19 +240,6 @@ def line(
 
 def _device(results: Sequence[CaseResult]) -> str:
     return next((result.facts["device"] for result in results), "cpu")
-
-
-def chip(facts: Mapping[str, Any]) -> str:
-    """The GPU of these facts, or the CPU where they have none."""
-    if gpu := facts["gpu"]:
-        return f"{gpu['name']}, driver {gpu['driver'] or 'unknown'}, triton {gpu['triton']}"
-    return f"{facts['cpu']}, {facts['isa'] or 'no compiled core'}, {facts['threads']} threads"
-
-
-def where(facts: Mapping[str, Any]) -> str:
-    """The machine in a line, with versions and commit."""
-    commit = f", commit {facts['commit'][:8]}{' with changes' if facts['dirty'] else ''}" if facts["commit"] else ""
-    return f"{chip(facts)}, torch {facts['torch']}, blocksparse {facts['blocksparse']}{commit}"
 
 
 def plain_ticks(axes: Any) -> None:

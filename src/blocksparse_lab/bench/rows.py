@@ -11,8 +11,9 @@ from rich.table import Table
 
 from blocksparse.measure import Spread
 
+from ..machine import where
 from . import report
-from .report import ratio, short, where
+from .report import ratio, short
 
 HEAD = ("work", "target", "measured", "met")
 

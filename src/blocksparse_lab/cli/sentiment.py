@@ -103,7 +103,7 @@ def sentiment(
     try:
         base.with_name(f"{base.name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         if result.unit is not None:
-            recipe.picture(base.with_name(f"{base.name}.png"), result, report.where(facts))
+            recipe.picture(base.with_name(f"{base.name}.png"), result, machine.where(facts))
     except OSError as error:
         raise BlockSparseError.expected("out", "a folder with room to write to", f"{base}: {error.strerror}") from error
     picture = " and .png" if result.unit is not None else ""

@@ -18,8 +18,7 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.measure import alternate
 from blocksparse.topology.drawings.style import COLORS, figure_and_axes, label_points, save
 
-from ..bench.report import where
-from ..machine import machine
+from ..machine import machine, where
 from ..recipes.compare import Run
 from ..recipes.prune import PruneTask, Pruning, finished
 from ..recipes.trainer import Settings, Task, Trainer

@@ -10,7 +10,8 @@ from typing import Any
 from blocksparse.checkpoint import read_json
 from blocksparse.errors import BlockSparseError
 
-from ..bench.report import columns, markdown, rows, where, write_json, write_text
+from ..bench.report import columns, markdown, rows, write_json, write_text
+from ..machine import where
 from ..recipes import compare
 from ..recipes.compare import Run
 from .experiment import Experiment, Results

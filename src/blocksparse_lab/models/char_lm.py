@@ -50,7 +50,7 @@ class CharLMConfig:
                 raise BlockSparseError.expected(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
         # Those that this cell and pattern do not use too: they are written to the run's files and compared there.
         for name in ("width", "embedding", "layers", "depth", "block_size", "m", "neighbors"):
-            integer(name, getattr(self, name), 1, below=2**31)
+            integer(name, getattr(self, name), 1)
         for name in ("rewire", "density"):
             number(name, getattr(self, name), 0, 1)
         if self.pattern != "dense" and self.width % self.block_size:

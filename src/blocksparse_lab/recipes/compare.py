@@ -204,7 +204,7 @@ def picture(path: str | Path, of: Sequence[Group]) -> None:
     Raises:
         BlockSparseError: matplotlib is not installed, nothing was evaluated, or the file cannot be written.
     """
-    from ..bench.report import where
+    from ..machine import where
 
     if not any(group.curve("step")[0] for group in of):
         raise BlockSparseError.expected("runs", "one that was evaluated", "none yet")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from blocksparse.errors import BlockSparseError
 
-from ..bench.extreme import available_memory
+from ..machine import available_memory
 
 # Bytes of a number that is learned: itself, its gradient, and what an optimizer keeps of it at least.
 BYTES = 12

@@ -141,7 +141,7 @@ def options(recipe: Recipe, images: Images) -> dict[str, Any]:
     parts = 2 ** (len(recipe.blocks) - 1)
     channels, *size = images.shape
     if any(side % parts for side in size):
-        wanted = f"images whose sides divide by {parts}, to be halved between {len(recipe.blocks)} stages; see --blocks"
+        wanted = f"images whose sides divide by {parts}, to be halved between {len(recipe.blocks)} stages"
         raise BlockSparseError.expected(images.name, wanted, " x ".join(map(str, size)))
     own = {name: value for name, value in asdict(recipe).items() if name in _OPTIONS}
     return {"classes": len(images.classes), "channels": channels, **own}

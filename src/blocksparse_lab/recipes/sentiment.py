@@ -323,7 +323,7 @@ def picture(path: Path, result: Result, where: str) -> None:
         result: one that has a unit.
         where: the machine in a line.
     """
-    from ..bench.report import figure_and_axes
+    from blocksparse.topology.drawings.style import figure_and_axes
 
     unit, values, splits = result.unit, result.values, result.splits
     if unit is None or values is None:

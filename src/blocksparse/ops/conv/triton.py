@@ -13,8 +13,8 @@ from ...layout import BlockLayout
 from ..checks import SUM_DTYPES
 from ..gpu import runtime
 from ..gpu.plan import linear_plan, wgrad_tasks
-from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common, power_of_two
-from ..gpu.tiles import Tile, Work, bucket, gpu_of, splits_of, tile_for
+from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common
+from ..gpu.tiles import Tile, Work, bucket, gpu_of, power_of_two, splits_of, tile_for
 from .gpu_plan import phase_table
 from .plan import Axis, three_axes
 

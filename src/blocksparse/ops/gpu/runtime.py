@@ -13,10 +13,10 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ...errors import BlockSparseError
 from ..checks import SUM_DTYPES
+from .tiles import Tile, power_of_two, tf32
 
 if TYPE_CHECKING:
     from ...layout import BlockLayout
-    from .tiles import Tile
 
 CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 and asynchronous copies
 
@@ -168,19 +168,5 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and tf32() else "ieee"
 
 
-def tf32() -> bool:
-    """Whether PyTorch's own switch allows TF32 in products of float32."""
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
-
-
-# Dynamo cannot trace it; graphs are guarded by the switch anyway.
-tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def power_of_two(size: int) -> int:
-    """The least power of two from `size` on."""
-    return 1 << (max(size, 1) - 1).bit_length()

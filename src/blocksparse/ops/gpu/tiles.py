@@ -21,8 +21,6 @@ import torch
 from ... import files
 from ...checked import checked_block, integer, is_int, number
 from ...errors import BlockSparseError
-from .runtime import power_of_two as power_of_two
-from .runtime import tf32
 
 PASSES = ("forward", "dgrad", "wgrad")
 DTYPES = ("float16", "bfloat16", "float32", "tf32", "float64")
@@ -34,6 +32,15 @@ LEAST_TOKENS, MOST_TOKENS = 16, 8192
 MOST_SIZE, MOST_WARPS = 1 << 16, 32
 # Bytes of shared memory for the barriers of asynchronous copies and tensor cores.
 BARRIERS = 64
+
+
+def tf32() -> bool:
+    """Whether PyTorch's own switch allows TF32 in products of float32."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+# Dynamo cannot trace it; graphs are guarded by the switch anyway.
+tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -339,3 +346,8 @@ def nearest(work: Work, tuned: Mapping[Work, Tile]) -> Tile | None:
     known: Iterable[Work] = [other for other in tuned if same(other) and few(other)]
     nearest = min(known, key=distance, default=None)
     return None if nearest is None else tuned[nearest]
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two from `size` on."""
+    return 1 << (max(size, 1) - 1).bit_length()

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..checks import SUM_DTYPES, row_stride
 from ..gpu import runtime
-from ..gpu.runtime import Launch, cdiv, check_fits, power_of_two
-from ..gpu.tiles import Tile
+from ..gpu.runtime import Launch, cdiv, check_fits
+from ..gpu.tiles import Tile, power_of_two
 
 # Numbers of h per program: four per thread, so that even few rows make many programs.
 NUMBERS, WARPS = 512, 4
