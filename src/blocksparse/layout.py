@@ -309,8 +309,7 @@ class BlockLayout:
         """Returns what `build` makes (such as a plan), made once and kept with the layout."""
         if key not in self._derived:
             self._derived[key] = build()
-        made: Made = self._derived[key]
-        return made
+        return self._derived[key]  # type: ignore[no-any-return]
 
     # -- as a value --------------------------------------------------------------------------------------------
 
@@ -332,11 +331,9 @@ class BlockLayout:
     __hash__._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
         if not isinstance(other, BlockLayout):
             return NotImplemented
-        return (
+        return self is other or (
             self.grid == other.grid
             and self.block_shape == other.block_shape
             and self.nnz == other.nnz
