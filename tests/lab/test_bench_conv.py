@@ -1,17 +1,17 @@
 """Measuring convolutions: every pass right and timed, what is refused, what is written."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import blocksparse as bs
+import command
 from blocksparse.ops.conv.specs import LAYERS, REACH, ConvSpec
 from blocksparse.ops.linear.specs import DTYPES, PASSES
 from blocksparse_lab.bench.case import OURS
 from blocksparse_lab.bench.conv import ConvBench, ConvCase
-from blocksparse_lab.cli import app
 
 SMALL = {"out_channels": 32, "in_channels": 48, "size": 6, "images": 2, "block": 8, "density": 0.4}
 
@@ -84,10 +84,7 @@ def test_named_shapes():
     assert all(target.spec.block == 32 for target in REACH)
 
 
-def run(*arguments, code=0):
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", "conv2d", *map(str, arguments)])
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result
+run = partial(command.run, "bench", "conv2d", columns=200)
 
 
 @pytest.mark.parametrize("pattern", ["random", "block-diagonal"])

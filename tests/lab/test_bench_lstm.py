@@ -2,19 +2,19 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import blocksparse as bs
+import command
 from blocksparse.measure import Samples
 from blocksparse_lab.bench import lstm_reach, memory, report
 from blocksparse_lab.bench.case import OURS, CaseResult
 from blocksparse_lab.bench.gpu import GpuReach
 from blocksparse_lab.bench.linear import LinearBench
 from blocksparse_lab.bench.lstm import PASSES, PEERS, LstmBench, LstmCase, LstmSpec
-from blocksparse_lab.cli import app
 from blocksparse_lab.models.char_lm import CELLS, CharLMConfig
 
 CONFIG = CharLMConfig(width=64, embedding=8, block_size=8, pattern="barabasi_albert", m=2, depth=2)
@@ -175,10 +175,7 @@ def test_jobs_for_a_gpu():
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-def run(*arguments, code=0):
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", "lstm", *map(str, arguments)])
-    assert done.exit_code == code, done.output + repr(done.exception)
-    return done
+run = partial(command.run, "bench", "lstm", columns=200)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
 import blocksparse as bs
 from blocksparse.topology.drawings.matrix import cells
-from blocksparse_lab.cli import app
 from blocksparse_lab.cli.layout import PATTERNS
+from command import error, run
 
 TINY = ["--hidden", "64", "--block-size", "16", "--batch", "8", "--rounds", "2", "--budget", "0.01"]
 
@@ -20,20 +19,6 @@ TINY = ["--hidden", "64", "--block-size", "16", "--batch", "8", "--rounds", "2",
 def backend():
     with bs.use_backend("cpu" if bs.backends()["cpu"] else "reference"):
         yield
-
-
-def run(*arguments, code=0):
-    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result
-
-
-def error(*arguments):
-    """The one line that a mistake ends in."""
-    stderr = run(*arguments, code=1).stderr
-    assert stderr.startswith("error: ")
-    assert stderr.count("\n") == 1
-    return stderr
 
 
 def test_help_lists_the_commands():

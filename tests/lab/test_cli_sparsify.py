@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 
 import pytest
 import safetensors.torch
@@ -10,6 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import blocksparse as bs
+import command
 from blocksparse import checkpoint
 from blocksparse_lab.cli import app
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
@@ -25,10 +27,7 @@ def backend():
         yield
 
 
-def run(*arguments, code=0):
-    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["sparsify", *map(str, arguments)])
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result
+run = partial(command.run, "sparsify", columns=160)
 
 
 def error(*arguments):

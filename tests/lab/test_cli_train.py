@@ -11,16 +11,15 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import blocksparse as bs
 from blocksparse import BlockSparseError, checkpoint
-from blocksparse_lab.cli import app
 from blocksparse_lab.cli.options import parse_count
 from blocksparse_lab.data import text
 from blocksparse_lab.models.char_lm import CharLMConfig, parameter_count
 from blocksparse_lab.recipes import run_log
 from blocksparse_lab.recipes.charlm import CharLMTask
+from command import error, run
 
 TINY = [
     "--pattern", "barabasi_albert", "--m", "1", "--block-size", "8", "--width", "64", "--embedding", "16",
@@ -38,22 +37,8 @@ def book(tmp_path_factory):
     return path
 
 
-def run(*arguments, code=0, columns=120):
-    result = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result
-
-
 def train(book, out, *more, code=0):
     return run("train", "charlm", "--text", book, "--out", out, *TINY, *more, code=code)
-
-
-def error(*arguments):
-    """The one line that a mistake ends in."""
-    stderr = run(*arguments, code=1).stderr
-    assert stderr.startswith("error: ")
-    assert stderr.count("\n") == 1
-    return stderr
 
 
 @pytest.fixture(scope="module")

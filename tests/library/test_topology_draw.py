@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import blocksparse as bs
 from blocksparse import checkpoint
@@ -15,28 +14,15 @@ from blocksparse.topology import drawings
 from blocksparse.topology.drawings.degrees import bins
 from blocksparse.topology.drawings.matrix import cells, coarse
 from blocksparse.topology.drawings.replacement import reach
-from blocksparse_lab.cli import app
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
 from blocksparse_lab.models.mlp import SparseMLP
 from blocksparse_lab.recipes import layouts
+from command import error, run
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 
 PNG, GIF = b"\x89PNG", b"GIF8"
-
-
-def run(*arguments, code=0):
-    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result
-
-
-def error(*arguments):
-    stderr = run(*arguments, code=1).stderr
-    assert stderr.startswith("error: ")
-    assert stderr.count("\n") == 1
-    return stderr
 
 
 def seed():

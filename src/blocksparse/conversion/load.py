@@ -42,12 +42,10 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise BlockSparseError.expected("state", "what state_dict gave", type(state).__name__)
     layouts = _layouts(model, state)
-    own = [*model.parameters(), *model.buffers()]
+    on_meta = any(own.is_meta for own in (*model.parameters(), *model.buffers()))
     for key, tensor in state.items():
         # What PyTorch would find only when the model is half loaded.
-        if isinstance(tensor, Tensor) and (
-            tensor.layout != torch.strided or (tensor.is_meta and not any(one.is_meta for one in own))
-        ):
+        if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or (tensor.is_meta and not on_meta)):
             raise BlockSparseError.expected(key, "a dense tensor with numbers", f"{tensor.layout} on {tensor.device}")
     try:
         # Once without values, so that nothing is changed where some of it does not fit.
