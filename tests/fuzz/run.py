@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python tests/fuzz", description="Random calls of the compiled core.")
     parser.add_argument("--seed", type=int, help="of the cases (default: the time)")
     parser.add_argument("--minutes", type=float, help="how long (default 1, or as long as --calls takes)")
-    parser.add_argument("--calls", type=int, help="stop after so many calls of the core")
+    parser.add_argument("--calls", type=int, help="stop after this number of calls of the core")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default one per CPU)")
     parser.add_argument("--first", type=int, default=0, metavar="INDEX", help="start with this case")
     parser.add_argument("--only", type=int, metavar="INDEX", help="run this case alone, and print it")

@@ -148,7 +148,7 @@ def test_all_gradients_at_once(backend, dtype, layout, tokens, strides, needs, w
         finally:
             torch.set_num_threads(before)
     if found is None:
-        assert tokens > 8, "so many fit one panel on any instruction set"
+        assert tokens > 8, "these fit one panel on any instruction set"
         return
     grad_x, grad_values, grad_bias = found
     assert [grad_x is not None, grad_bias is not None] == list(needs)

@@ -515,7 +515,7 @@ def test_models_that_are_refused():
 
 def test_states_that_do_not_fit(sparse):
     state = sparse.state_dict()
-    other = next(key for key in state if key.endswith("bias"))  # what is loaded as ever
+    other = next(key for key in state if key.endswith("bias"))  # what is loaded as usual
     for wrong, message in (
         ({k: v for k, v in state.items() if k != "0.col_indices"}, "0.values: expected blocks with crow_indices and"),
         ({**state, "9.weight": torch.zeros(2)}, "state: expected that of a Sequential like this one"),

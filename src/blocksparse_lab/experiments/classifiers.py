@@ -63,7 +63,7 @@ class ClassifierExperiment(Experiment):
 
     @property
     def _early(self) -> list[int]:
-        """The fewest epochs of a contender, where others have more: after so many, all can be compared."""
+        """The fewest epochs that any contender has: up to there all can be compared."""
         fewest, *more = sorted({one.recipe.epochs for one in self.contenders.values()})
         return [fewest] if more else []
 

@@ -44,7 +44,7 @@ class SRSTE(TrainingMethod):
         >>> import torch, blocksparse as bs
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 10))
         >>> method = bs.sparsity.SRSTE(model, n=2, m=4)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # then train as ever
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # then train as usual
         >>> method.finish()
         >>> (model[0].weight.detach() != 0).view(16, 2, 4).sum(-1).unique()
         tensor([2])

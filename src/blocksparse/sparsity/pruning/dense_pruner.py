@@ -24,7 +24,7 @@ class DensePruner(TrainingMethod):
 
     Args:
         model: with dense weights of torch.nn's linear layers, convolutions and LSTMs.
-        optimizer: the one that trains them; None if there is none, or none that keeps a state.
+        optimizer: the one that trains them; None without one, or if it keeps no state.
         block_size: an int or (rows, columns) of the weights `[out, in]`. Of one column and all rows a block is an
             input feature.
         skip: what stays dense: modules, or their names in the model, or names of weights.

@@ -24,7 +24,7 @@ class DynamicSparsity(TrainingMethod):
 
     Args:
         modules: a model, or some modules; the method applies to all block-sparse weights in them.
-        optimizer: the one that trains them; None if there is none, or none that keeps a state.
+        optimizer: the one that trains them; None without one, or if it keeps no state.
         skip: what is left as it is: modules, or their names in the model, with all that is in them.
         every: `step` works at every `every`-th call.
         seed: of all that is drawn.
