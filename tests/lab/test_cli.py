@@ -25,6 +25,10 @@ def test_help_lists_the_commands():
     assert {"info", "bench", "layout"} <= set(re.findall(r"\w+", run("--help").stdout))
 
 
+def test_version():
+    assert run("--version").stdout == f"blocksparse {bs.__version__}\n"
+
+
 def test_the_command_line_imports_nothing_heavy():
     heavy = {"matplotlib", "scipy", "sklearn", "pooch", "triton", "jinja2", "plotext", "tensorboard"}
     loaded = f"import sys, blocksparse_lab.cli; print(sorted(sys.modules.keys() & {heavy}))"

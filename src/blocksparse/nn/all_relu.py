@@ -43,8 +43,8 @@ class AllReLU(nn.Module):
         """Of the negative side."""
         return self.alpha if self.layer % 2 else -self.alpha
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.leaky_relu(x, self.slope)
+    def forward(self, input: Tensor) -> Tensor:
+        return F.leaky_relu(input, self.slope)
 
     def extra_repr(self) -> str:
         return f"{self.alpha:g}, layer={self.layer}"

@@ -92,8 +92,8 @@ class Causal2d(_Banded):
         self.module, self.shift = module, shift
         self.sides = (width // 2, width // 2) if shift == "down" else (width - 1, 0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.module(self._extended(x, *self.sides))
+    def forward(self, input: Tensor) -> Tensor:
+        y: Tensor = self.module(self._extended(input, *self.sides))
         return y
 
     def extra_repr(self) -> str:
@@ -121,9 +121,9 @@ class Shift2d(_Banded):
         super().__init__(int(direction == "down"))
         self.direction = direction
 
-    def forward(self, x: Tensor) -> Tensor:
-        height, width = x.shape[2:]
-        return self._extended(x, left=int(self.direction == "right"))[:, :, :height, :width]
+    def forward(self, input: Tensor) -> Tensor:
+        height, width = input.shape[2:]
+        return self._extended(input, left=int(self.direction == "right"))[:, :, :height, :width]
 
     def extra_repr(self) -> str:
         return self.direction

@@ -135,11 +135,11 @@ class _Conv(Convolution):
         self.padding: Any = padding if named else tuple(per_axis("padding", padding, self.axes, least=0, names=True))
         self.padding_mode = padding_mode
 
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        self._check(x)
+    def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
+        self._check(input)
         if self.padding_mode == "zeros" or self.padding == "valid":
-            return self._convolve(x, padding=self.padding, gate=gate)
-        return self._convolve(self.padded(x), padding=0, gate=gate)
+            return self._convolve(input, padding=self.padding, gate=gate)
+        return self._convolve(self.padded(input), padding=0, gate=gate)
 
     def padded(self, x: Tensor) -> Tensor:
         """The image with the margins that the padding gives it."""
@@ -246,11 +246,11 @@ class _ConvTranspose(Convolution):
         self.padding = tuple(per_axis("padding", padding, self.axes, least=0))
         self.output_padding = tuple(per_axis("output_padding", output_padding, self.axes, least=0))
 
-    def forward(self, x: Tensor, output_size: Sequence[int] | None = None, gate: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, output_size: Sequence[int] | None = None, gate: Tensor | None = None) -> Tensor:
         """`output_size`, of the axes of space, takes the place of `output_padding`: what it has to be follows."""
-        self._check(x)
-        more = self.output_padding if output_size is None else self._output_padding(x, output_size)
-        return self._convolve(x, padding=self.padding, output_padding=more, gate=gate)
+        self._check(input)
+        more = self.output_padding if output_size is None else self._output_padding(input, output_size)
+        return self._convolve(input, padding=self.padding, output_padding=more, gate=gate)
 
     def _output_padding(self, x: Tensor, output_size: Sequence[int]) -> tuple[int, ...]:
         expected = tuple(output_size)[-self.axes :]

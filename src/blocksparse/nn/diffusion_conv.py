@@ -32,7 +32,7 @@ class Diffusion(nn.Module):
     `bs.linear` multiplies. `nnz` has their numbers of entries, `isolated` the number of nodes without a neighbour, to
     which nothing comes.
 
-    Shapes: x `[nodes, features]` to `[nodes, hops + 1, features]`.
+    Shapes: `[nodes, features]` to `[nodes, hops + 1, features]`.
 
     Raises:
         BlockSparseError: nodes out of range, a threshold that removes every edge, numbers out of range; scipy is
@@ -82,7 +82,8 @@ class Diffusion(nn.Module):
         indices = sum(i.nbytes for layout in self.layouts for i in (layout.crow_indices(), layout.col_indices()))
         return indices + sum(values.nbytes for values in self.buffers())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         if not isinstance(x, Tensor) or x.dim() != 2 or len(x) != self.nodes:
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise BlockSparseError.expected("x", f"a tensor [{self.nodes}, features]", got)
@@ -126,7 +127,8 @@ class DiffusionConv(nn.Module):
         """Draws the weights again."""
         nn.init.normal_(self.weight, std=0.1)
 
-    def forward(self, z: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        z = input
         if not isinstance(z, Tensor) or z.shape[-2:] != self.weight.shape:
             got = list(z.shape) if isinstance(z, Tensor) else type(z).__name__
             raise BlockSparseError.expected("z", f"a tensor [..., {', '.join(map(str, self.weight.shape))}]", got)

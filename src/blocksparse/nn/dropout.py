@@ -43,8 +43,8 @@ class Dropout(nn.Module):
         super().__init__()
         self.p = number("p", p, 0, below=1)
 
-    def forward(self, x: Tensor, slope: float = 1.0) -> Tensor:
-        drops = self.training and self.p > 0
+    def forward(self, input: Tensor, slope: float = 1.0) -> Tensor:
+        x, drops = input, self.training and self.p > 0
         if drops and x.device.type == "cpu" and is_eager(x):
             least = dropout.least_of(self.p)
             seed = int(torch.randint(-(2**63), 2**63 - 1, (), device="cpu")) % 2**64

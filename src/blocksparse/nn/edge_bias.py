@@ -76,8 +76,8 @@ class EdgeBias(nn.Module):
         self.gain = nn.Parameter(torch.ones(len(found) - 1, channels, **options))
         self.bias = nn.Parameter(torch.zeros(len(found) - 1, channels, **options))
 
-    def forward(self, y: Tensor) -> Tensor:
-        expected = (self.channels, *self.pattern.shape)
+    def forward(self, input: Tensor) -> Tensor:
+        y, expected = input, (self.channels, *self.pattern.shape)
         axes = len(expected)
         if not isinstance(y, Tensor) or y.dim() not in (axes, axes + 1) or tuple(y.shape[-axes:]) != expected:
             got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__

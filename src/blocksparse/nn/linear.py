@@ -75,8 +75,8 @@ class Linear(BlockSparseModule):
     def weight_shape(self) -> tuple[int, int]:
         return self.out_features, self.in_features
 
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        layout = self.layout
+    def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
+        layout, x = self.layout, input
         out_features, in_features = layout.shape
         bias: Tensor | None = self.bias
         if in_features != self.in_features:

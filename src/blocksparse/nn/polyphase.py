@@ -50,7 +50,8 @@ class AdaptivePolyphaseDownsample(nn.Module):
         super().__init__()
         self.blur = integer("blur", blur, 1)
 
-    def forward(self, x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = input
         _check_images(x)
         if x.shape[2] % STEP or x.shape[3] % STEP:
             raise BlockSparseError.expected("x", "an even height and width", list(x.shape))
@@ -71,8 +72,8 @@ class AdaptivePolyphaseUpsample(nn.Module):
     Args:
         blur: the size of a binomial filter that fills the zeros between; 1 for none.
 
-    Shapes: `forward(y, index)` takes `[n, channels, height, width]` and the index, int64 `[n]`, of the down-sampling;
-    returns `[n, channels, 2 height, 2 width]`.
+    Shapes: `forward(input, index)` takes `[n, channels, height, width]` and the index, int64 `[n]`, of the
+    down-sampling; returns `[n, channels, 2 height, 2 width]`.
 
     Raises:
         BlockSparseError: another number of axes, a blur that is no int from 1 on, an index of another length.
@@ -93,10 +94,10 @@ class AdaptivePolyphaseUpsample(nn.Module):
         super().__init__()
         self.blur = integer("blur", blur, 1)
 
-    def forward(self, y: Tensor, index: Tensor) -> Tensor:
-        _check_images(y)
-        _check_index(index, y)
-        x = _Place.apply(y, index)  # type: ignore[no-untyped-call]
+    def forward(self, input: Tensor, index: Tensor) -> Tensor:
+        _check_images(input)
+        _check_index(index, input)
+        x = _Place.apply(input, index)  # type: ignore[no-untyped-call]
         # The filter's weights sum to 1, a quarter of which meets pixels that are not 0.
         return x if self.blur == 1 else STEP * STEP * _blurred(x, self.blur)
 
