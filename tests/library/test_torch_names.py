@@ -1,5 +1,9 @@
 """Modules answer to the names that torch.nn gives to what they have."""
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 
@@ -33,3 +37,148 @@ def test_the_argument_of_a_call_is_input(name):
     make, shape = MODULES[name]
     layer, x = make(), torch.randn(shape)
     torch.testing.assert_close(layer(input=x), layer(x))
+
+
+WEIGHTED = [name for name in MODULES if hasattr(MODULES[name][0](), "weight") and name != "DiffusionConv"]
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_the_dense_weight_is_that_of_the_dense_module(name):
+    make, shape = MODULES[name]
+    layer = make()
+    dense, x = bs.densify(layer), torch.randn(shape)
+    assert isinstance(layer.weight, torch.Tensor)
+    assert torch.equal(layer.weight, dense.weight)
+    assert (layer.weight.shape, layer.weight.dtype) == (dense.weight.shape, dense.weight.dtype)
+    assert layer.weight.stride() == dense.weight.stride()
+    assert (layer.weight.requires_grad, layer.weight.is_leaf) == (True, False)
+    upstream = torch.randn_like(dense.weight)
+    (layer.weight * upstream).sum().backward()
+    gradient = layer.values.grad.clone()
+    assert torch.equal(layer.weight.grad, torch.where(layer.dense_of(torch.ones_like(layer.values)) > 0, upstream, 0))
+    layer.zero_grad()
+    assert layer.weight.grad is None
+    # The gradient of the forward pass, through the weight of the dense module.
+    dense(x).sum().backward()
+    layer(x).sum().backward()
+    stored = layer.dense_of(torch.ones_like(layer.values)) > 0
+    torch.testing.assert_close(layer.weight.grad, dense.weight.grad * stored)
+    assert gradient.shape == layer.values.shape
+    assert set(dict(layer.named_parameters())) == {"values", "bias"}
+    assert set(layer.state_dict()) == {"values", "bias", "crow_indices", "col_indices"}
+
+
+def test_dtype_device_and_shape_of_the_weight_cost_no_dense_matrix(monkeypatch):
+    layer = bs.nn.Linear(64, 64, density=0.5, block_size=8)
+    monkeypatch.setattr("blocksparse.nn.module.to_dense", lambda *_: pytest.fail("the dense weight was made"))
+    weight = layer.weight
+    assert (weight.dtype, weight.device.type, weight.shape, weight.ndim) == (torch.float32, "cpu", (64, 64), 2)
+    assert (weight.size(0), weight.numel(), len(weight), weight.is_meta, weight.layout) == (
+        64, 4096, 64, False, torch.strided,
+    )  # fmt: skip
+    assert (torch.is_floating_point(weight), weight.requires_grad, torch.is_tensor(weight)) == (True, True, True)
+    # A weight that would not fit in memory answers too.
+    huge = bs.BlockLayout.from_indices([0], [0], (2**26, 2**26), block_size=1)
+    assert bs.nn.Linear(2**26, 2**26, layout=huge, bias=False).weight.shape == (2**26, 2**26)
+
+
+WRITES = {
+    "method": lambda layer: layer.weight.zero_(),
+    "item": lambda layer: layer.weight.__setitem__(0, 1.0),
+    "view": lambda layer: layer.weight[0].fill_(1),
+    "transposed": lambda layer: layer.weight.T.mul_(2),
+    "detached": lambda layer: layer.weight.detach().add_(1),
+    "data": lambda layer: layer.weight.data.normal_(),
+    "data set": lambda layer: setattr(layer.weight, "data", torch.ones(24, 40)),
+    "requires_grad set": lambda layer: setattr(layer.weight, "requires_grad", False),
+    "out": lambda layer: torch.add(torch.ones(24, 40), 1, out=layer.weight),
+    "init": lambda layer: torch.nn.init.xavier_uniform_(layer.weight),
+    "kaiming": lambda layer: torch.nn.init.kaiming_uniform_(layer.weight),
+    "foreach": lambda layer: torch._foreach_mul_([layer.weight], 2.0),
+    "same dtype": lambda layer: layer.weight.float().zero_(),
+    "in C++": lambda layer: without_function(lambda: torch.ops.aten.zero_(layer.weight)),
+    "address": lambda layer: layer.weight.data_ptr(),
+    "assigned": lambda layer: setattr(layer, "weight", torch.ones(24, 40)),
+    "tied": lambda layer: setattr(layer, "weight", torch.nn.Parameter(torch.ones(24, 40))),
+}
+
+
+def without_function(call):
+    with torch._C.DisableTorchFunctionSubclass():
+        return call()
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writing_to_the_weight_is_refused_not_lost(name):
+    layer = bs.nn.Linear(40, 24, density=0.5, block_size=8)
+    before = layer.values.detach().clone()
+    with torch.no_grad(), pytest.raises(bs.BlockSparseError, match="weight: expected"):
+        WRITES[name](layer)
+    assert torch.equal(layer.values, before)
+
+
+def test_what_is_made_of_the_weight_can_be_written_to():
+    layer = bs.nn.Linear(40, 24, density=0.5, block_size=8)
+    with torch.no_grad():
+        assert layer.weight.clone().zero_().sum() == 0
+        assert (layer.weight * 2).fill_(1).sum() == 24 * 40
+        assert layer.weight.double().zero_().sum() == 0
+    numbers = layer.weight.detach().numpy()
+    with pytest.raises(ValueError, match="read-only"):
+        numbers[0, 0] = 1
+
+
+def test_the_weight_can_be_copied_saved_and_compiled():
+    layer = bs.nn.Linear(37, 21, density=0.5, block_size=8)
+    dense = layer.weight.clone()
+    for copied in (copy.deepcopy(layer.weight), pickle.loads(pickle.dumps(layer.weight.detach()))):
+        assert type(copied) is torch.Tensor
+        assert torch.equal(copied, dense)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other.weight, dense)
+    file = io.BytesIO()
+    torch.save(layer.weight, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), dense)
+
+    def cast(x):
+        return layer(x.to(layer.weight.dtype)) + layer.weight.sum()
+
+    x = torch.randn(3, 37)
+    compiled = torch.compile(cast, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), cast(x))
+    assert bs.nn.Linear(8, 8, block_size=4, device="meta").weight.is_meta
+
+
+class CastsAsT5(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wo = bs.nn.Linear(16, 8, density=0.5, block_size=4)
+
+    def forward(self, x):
+        if isinstance(self.wo.weight, torch.Tensor) and x.dtype != self.wo.weight.dtype:
+            x = x.to(self.wo.weight.dtype)
+        return self.wo(x)
+
+
+def test_a_module_that_reads_the_weights_dtype_runs_and_exports():
+    model, x = CastsAsT5(), torch.randn(3, 16, dtype=torch.float64)
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(exported(x), model(x))
+    assert model(x).dtype == torch.float32
+
+
+def test_lstms_answer_for_their_weights_as_torchs():
+    options = {"num_layers": 2, "bidirectional": True, "proj_size": 10}
+    ours, theirs = bs.nn.LSTM(19, 21, density=0.5, block_size=8, **options), torch.nn.LSTM(19, 21, **options)
+    dense = bs.densify(ours)
+    ours.flatten_parameters()
+    for mine, plain, torchs in zip(ours.all_weights, dense.all_weights, theirs.all_weights, strict=True):
+        assert [weight.dtype for weight in mine] == [torch.float32] * 5
+        assert [weight.shape for weight in plain] == [weight.shape for weight in torchs]
+        for number in (0, 1, 4):  # biases of block-sparse layers are padded
+            assert mine[number].shape == torchs[number].shape
+            assert torch.equal(mine[number], plain[number])
+    assert ours.weight_hh_l0.shape == theirs.weight_hh_l0.shape
+    assert ours.weight_hh_l0.dtype == torch.float32
+    assert ours.weight_hh_l0.device == torch.device("cpu")

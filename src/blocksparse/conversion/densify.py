@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..convert import to_dense
 from ..errors import BlockSparseError
 from ..nn.linear import Linear
 from ..nn.module import Weight
@@ -72,11 +71,7 @@ def _dense(module: Any) -> nn.Module:
         names = {"stride", "padding", "dilation", "output_padding", "padding_mode"} & module.__dict__.keys()
         settings = {name: getattr(module, name) for name in names}
         new = kind(module.in_channels, module.out_channels, module.kernel_size, **settings, **options)
-    weight = to_dense(module.values.detach(), module.layout)
-    if kind in TRANSPOSED:
-        weight = weight.transpose(0, 1)
-    weight = weight[tuple(slice(size) for size in new.weight.shape)].contiguous()
-    new.weight = nn.Parameter(weight, requires_grad=module.values.requires_grad)
+    new.weight = nn.Parameter(module.dense_of(module.values.detach()), requires_grad=module.values.requires_grad)
     new.bias = module.bias
     like(module, new)
     return nn.Sequential(new, ACTIVATIONS[module.activation]()) if module.activation else new

@@ -221,6 +221,8 @@ class Conv3d(_Conv):
 
 
 class _ConvTranspose(Convolution):
+    _transposed = True
+
     def __init__(
         self,
         in_channels: int,

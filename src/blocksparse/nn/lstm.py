@@ -138,6 +138,13 @@ class LSTM(Recurrent):
             if torch._use_cudnn_rnn_flatten_weight():
                 torch._cudnn_rnn_flatten_weight(weights, per_cell, *sizes, self.batch_first, self.bidirectional)
 
+    @property
+    def all_weights(self) -> list[list[Tensor]]:
+        """The weights and biases of each cell as torch.nn.LSTM has them; block-sparse ones dense and read-only."""
+        flat = [weight.weight if isinstance(weight, Weight) else weight for weight in self._flat_weights()]
+        per_cell = len(flat) // (self.num_layers * self.directions)
+        return [flat[i : i + per_cell] for i in range(0, len(flat), per_cell)]
+
     def _flat_weights(self) -> list[Tensor]:
         names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else [])]
         names += ["weight_hr"] if self.proj_size else []

@@ -17,14 +17,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import patterns
 from ..checked import check_kept, is_int
-from ..convert import block_coordinates
+from ..convert import block_coordinates, to_dense
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout, layout_of_indices
+from .dense_weight import DenseWeight
 
 OTHERS = (
     "others, written to this buffer: by DistributedDataParallel, where the layouts of the ranks differ (draw them with "
     "one seed, or load one state first); by a running mean of a model whose layout has changed (take the mean along by "
     "blocksparse.sparsity.sync_ema); or by hand. The values may be mixed up: load values and indices again"
+)
+
+ASSIGN = (
+    "`values` and a layout, which it is made of: layer.set_layout(layout, blocksparse.from_dense(weight, layout)), or "
+    "layer.values.data.copy_(blocksparse.from_dense(weight, layer.layout))"
 )
 
 
@@ -38,6 +44,7 @@ class BlockSparseModule(nn.Module):
     BlockSparseError: which blocks the values belong to is unknown then.
     """
 
+    _transposed = False  # whether torch.nn has the inputs first
     values: nn.Parameter
     crow_indices: Tensor
     col_indices: Tensor
@@ -127,6 +134,51 @@ class BlockSparseModule(nn.Module):
     def weight_shape(self) -> tuple[int, int]:
         """(out, in) of the weight, without padding where the module knows it."""
         return self._layout.shape
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight as the module of torch.nn has it, without padding; read-only.
+
+        Its dtype, device and shape cost nothing; each operation that reads the numbers makes them, differentiably. It
+        is no parameter, and not in the state dict: trained, saved and written to are the `values`.
+
+        >>> import torch, blocksparse as bs
+        >>> layer = bs.nn.Conv2d(64, 32, 3, density=0.5)
+        >>> layer.weight.shape, layer.weight.dtype
+        (torch.Size([32, 64, 3, 3]), torch.float32)
+        >>> x = torch.randn(1, 64, 5, 5)
+        >>> torch.allclose(torch.nn.functional.conv2d(x, layer.weight, layer.bias), layer(x), atol=1e-5)
+        True
+        """
+        if is_dynamo_compiling():  # which leaves out what is not used
+            return self.dense_of(self.values)
+        shape = (*self._dense_shape, *self.values.shape[3:])
+        if self._transposed:
+            shape = (shape[1], shape[0], *shape[2:])
+        return DenseWeight.of(lambda: self.dense_of(self.values), shape, self.values, grad=self._dense_grad)
+
+    @weight.setter
+    def weight(self, weight: Any) -> None:
+        raise BlockSparseError.expected("weight", ASSIGN, type(weight).__name__)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight":
+            raise BlockSparseError.expected("weight", ASSIGN, type(param).__name__)
+        super().register_parameter(name, param)
+
+    @property
+    def _dense_shape(self) -> tuple[int, int]:
+        return self.weight_shape
+
+    def dense_of(self, values: Tensor) -> Tensor:
+        """Values of the layout, or their gradient, as a dense weight without padding, newly made; differentiable."""
+        out, in_ = self.weight_shape
+        weight = to_dense(values, self.layout)[:out, :in_]
+        return (weight.transpose(0, 1) if self._transposed else weight).contiguous()
+
+    def _dense_grad(self) -> Tensor | None:
+        grad = self.values.grad
+        return None if grad is None else self.dense_of(grad)
 
     def set_layout(self, layout: BlockLayout, values: Tensor) -> None:
         """Sets another pattern and its values in place: the parameter stays the same object; its gradient is cleared.
@@ -260,6 +312,35 @@ class Weight(BlockSparseModule):
 
     def __init__(self, layout: BlockLayout, device: Any = None, dtype: torch.dtype | None = None):
         super().__init__(layout, (), device, dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the values."""
+        return self.values.device
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the dense weight, without padding."""
+        return torch.Size(self._dense_shape)
+
+    @property
+    def _dense_shape(self) -> tuple[int, int]:
+        if self._used is None:
+            return self._layout.shape
+        out, in_ = self._used
+        return int(out.sum()), int(in_.sum())
+
+    def dense_of(self, values: Tensor) -> Tensor:
+        weight = to_dense(values, self.layout)
+        if self._used is None:
+            return weight
+        out, in_ = (used.to(weight.device) for used in self._used)
+        return weight[out][:, in_]
 
     def extra_repr(self) -> str:
         layout = self._layout

@@ -1,0 +1,108 @@
+"""The dense weight of a block-sparse module, as code that was written for torch.nn's modules reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from ..errors import BlockSparseError
+
+# Properties of a tensor that are tensors; all others are known without the numbers.
+_TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad", "_base"}
+_FREE = {
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "get_device", "__len__"),
+    *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "dim_order", "is_shared", "is_pinned"),
+}
+_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+_is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+_WRITES = {"__setitem__", "__set__", "__delete__", *(f"__i{name}__" for name in _OPERATORS)}
+_ADDRESSES = {"data_ptr", "untyped_storage", "storage", "_typed_storage"}
+
+
+class DenseWeight(Tensor):
+    """A read-only tensor whose numbers are made anew by each operation that reads them, and not for its dtype or shape.
+
+    Operations see a dense tensor, through which gradients reach the values. Views are read-only too: what would be
+    written to them would be lost.
+    """
+
+    _make: Callable[[], Tensor]
+    _make_grad: Callable[[], Tensor | None]
+
+    @staticmethod
+    def of(
+        make: Callable[[], Tensor],
+        shape: Sequence[int],
+        like: Tensor,
+        strides: Sequence[int] | None = None,
+        grad: Callable[[], Tensor | None] = lambda: None,
+    ) -> DenseWeight:
+        """The weight that `make` makes, of the dtype and on the device of `like`; `grad` makes its gradient."""
+        self: DenseWeight = Tensor._make_wrapper_subclass(
+            DenseWeight, shape, strides=strides, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+        )
+        self._make, self._make_grad = make, grad
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(first, DenseWeight):
+            of = getattr(getattr(func, "__self__", None), "__name__", "")
+            if name == "__get__" and of == "grad":
+                return first._make_grad()
+            if name == "__get__" and of == "is_leaf":
+                return False
+            if name in _FREE or (name == "__get__" and of not in _TENSORS):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if name in _ADDRESSES:
+                raise BlockSparseError.expected("weight", "a tensor with memory of its own: weight.clone()", name)
+        in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+        written = tree_iter(first if in_place else kwargs.get("out"))
+        if any(isinstance(tensor, DenseWeight) for tensor in written):
+            raise _read_only(name)
+        made: list[Tensor] = []
+
+        def dense(weight: DenseWeight) -> Tensor:
+            made.append(weight._make())
+            return made[-1]
+
+        args, kwargs = tree_map_only(DenseWeight, dense, (args, kwargs))
+        if name == "__deepcopy__":  # not taken of what has a graph
+            return args[0].detach().requires_grad_(args[0].requires_grad)
+        return tree_map_only((Tensor, np.ndarray), lambda result: _guarded(result, made), func(*args, **kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # Calls that do not come from Python, or with the way above turned off.
+        kwargs = kwargs or {}
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write and any(isinstance(each, DenseWeight) for each in tree_iter(given)):
+                raise _read_only(func)
+        args, kwargs = tree_map_only(DenseWeight, lambda weight: weight._make().detach(), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _guarded(result: Any, made: list[Tensor]) -> Any:
+    """The result, read-only where it has the memory of one of the tensors made."""
+    if isinstance(result, np.ndarray):
+        if any(tensor.device.type == "cpu" and result.ctypes.data == tensor.data_ptr() for tensor in made):
+            result.flags.writeable = False
+        return result
+    plain = [tensor for tensor in (result, *made) if type(tensor) is Tensor and not _is_wrapped(tensor)]
+    if plain and plain[0] is result and any(_is_alias_of(result, tensor) for tensor in plain[1:]):
+        return DenseWeight.of(lambda: result, result.shape, result, result.stride())
+    return result
+
+
+def _read_only(what: Any) -> BlockSparseError:
+    expected = "nothing written to it, as it is made of `values`: write to these (blocksparse.from_dense makes them)"
+    return BlockSparseError.expected("weight", expected, what)
