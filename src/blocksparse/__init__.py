@@ -3,7 +3,7 @@
 from . import nn, patterns, sparsity, topology
 from .conversion import densify, load_sparsified, report, sparsify
 from .convert import from_dense, to_dense
-from .errors import BlockSparseError
+from .errors import BlockSparseError, SparsityWarning
 from .layout import BlockLayout
 from .ops import (
     backends,
@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockLayout",
     "BlockSparseError",
+    "SparsityWarning",
     "backends",
     "conv1d",
     "conv2d",

@@ -1,6 +1,6 @@
-"""The one error class of the library."""
+"""The one error class of the library, and its warning."""
 
-__all__ = ["BlockSparseError"]
+__all__ = ["BlockSparseError", "SparsityWarning"]
 
 
 class BlockSparseError(ValueError):
@@ -16,3 +16,7 @@ class BlockSparseError(ValueError):
     @classmethod
     def expected(cls, subject: str, expected: object, got: object) -> "BlockSparseError":
         return cls(f"{subject}: expected {expected}, got {got}")
+
+
+class SparsityWarning(UserWarning):
+    """A model did not become as sparse as it was asked to be; the message says which weights stayed dense, and why."""

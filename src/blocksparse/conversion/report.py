@@ -11,14 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from ..checked import integer
+from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule, Weight
 from ..nn.recurrent import Recurrent
 from ..surgery.prunable import survey
 from .sparsify import REASONS
-from .speed import speed_up_of_module
+from .speed import Example, Speed
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+# Of the report as text, in columns.
+WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Row:
         bytes, dense_bytes: of these, with the indices of the blocks.
         flops, dense_flops: for one token, two for each stored number; of a convolution for one position of the output;
             of a table that is looked up none.
-        speed_up: time of the dense layer / time of this one, forward; None where it is dense.
+        speed_up: time of the dense module / time of this one, forward; None where it is dense, or does not run here.
         note: why it was left dense.
     """
 
@@ -61,9 +66,10 @@ class Report:
 
     Args:
         rows: of the weights, in the model's order.
-        tokens: rows of the inputs that speed was measured with.
+        tokens: rows of the inputs that speed was measured with, where there was no example.
         device: of the weights.
         other_parameters, other_bytes: of biases, norms and whatever else is no weight.
+        speed_up: time of the dense model / time of this one on the example, None without one.
     """
 
     rows: tuple[Row, ...]
@@ -71,6 +77,7 @@ class Report:
     device: str
     other_parameters: int
     other_bytes: int
+    speed_up: float | None = None
 
     @property
     def totals(self) -> dict[str, int]:
@@ -97,61 +104,53 @@ class Report:
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
 
-        table = Table(box=SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
-        names = (
-            "weight",
-            "module",
-            "shape",
-            "density",
-            "blocks",
-            "parameters",
-            "memory",
-            "FLOPs per token",
-            "speed-up",
-        )
-        for name in (*names, "note"):
-            words = name in ("weight", "module", "note")
-            table.add_column(name, justify="left" if words else "right", overflow="fold")
+        table = Table(box=SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("weight", overflow="fold")
+        for name in ("shape", "density", "blocks", "numbers", "memory", "FLOPs", "speed-up"):
+            table.add_column(name, justify="right", no_wrap=True)
         for row in self.rows:
             table.add_row(
-                row.name,
-                row.kind,
+                f"{row.name}\n  {row.kind}: {row.note}" if row.note else row.name,
                 " x ".join(map(str, row.shape)),
                 f"{row.density:.3g}",
-                "" if row.nnz is None else f"{row.nnz:,}",
-                f"{row.parameters:,}",
+                "" if row.nnz is None else _count(row.nnz),
+                _count(row.parameters),
                 _bytes(row.bytes),
-                f"{row.flops:,}",
+                _count(row.flops),
                 "" if row.speed_up is None else f"{row.speed_up:.2g}",
-                row.note,
             )
         table.add_section()
         for title, which in (("the model", ""), ("if it were dense", "dense_")):
             numbers, size, work = (self.totals[f"{which}{name}"] for name in ("parameters", "bytes", "flops"))
-            table.add_row(title, "", "", "", "", f"{numbers:,}", _bytes(size), f"{work:,}", "", "")
+            whole = "" if which or self.speed_up is None else f"{self.speed_up:.2g}"
+            table.add_row(title, "", "", "", _count(numbers), _bytes(size), _count(work), whole)
         return table
 
     def __str__(self) -> str:
         from rich.console import Console
 
         out = io.StringIO()
-        Console(file=out, width=240).print(self.table())
+        Console(file=out, width=WIDTH).print(self.table())
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 @torch.no_grad()
-def report(model: nn.Module, tokens: int = 64) -> Report:
+def report(model: nn.Module, tokens: int = 64, example: Example | None = None) -> Report:
     """Reports on each weight of a model: density, memory, work, measured speed-up, and why it is dense if it is.
 
-    The speed-up of a layer is that of one forward call, alternating with the dense layer; equal layers are measured
-    once. That of a weight of a recurrent layer is of the product in one step.
+    The speed-up of a module is that of one forward call, alternating with the dense module; equal ones are measured
+    once. The weights of a recurrent layer have that of the whole layer.
 
     Args:
         model: any module.
-        tokens: rows of the inputs to measure with; positions of the output of a convolution.
+        tokens: rows of the inputs to measure with; positions of the output of a convolution; steps of a recurrent
+            layer.
+        example: instead of that, what the model is called with, as for `sparsify`: each module is measured with what it
+            gets from it, and the whole model too.
 
     Raises:
-        BlockSparseError: no module, one on the meta device, or no positive number of tokens.
+        BlockSparseError: no module, one on the meta device, no positive number of tokens, or an example that the model
+            does not take.
 
     >>> import torch, blocksparse as bs
     >>> model = torch.nn.Sequential(bs.nn.Linear(256, 256, density=0.25), torch.nn.Linear(256, 10))
@@ -163,9 +162,17 @@ def report(model: nn.Module, tokens: int = 64) -> Report:
     dense = {weight.name: (weight, reason) for weight, reason in survey(model)}
     rows = []
     owners = dict(model.named_modules())
+    # The modules that are called, by that of the weight.
+    called = {
+        module: owners[name.rpartition(".")[0]] if isinstance(module, Weight) else module
+        for name, module in owners.items()
+        if isinstance(module, BlockSparseModule)
+    }
+    speed = Speed(model, tokens, example)
+    speed.record(called.values())
     for name, module in owners.items():
         if isinstance(module, BlockSparseModule):
-            rows.append(_sparse_row(name, module, owners, tokens))
+            rows.append(_sparse_row(name, module, called[module], speed))
             continue
         for key, _ in module.named_parameters(recurse=False, remove_duplicate=False):
             weight, reason = dense.get(f"{name}.{key}" if name else key, (None, None))
@@ -182,25 +189,28 @@ def report(model: nn.Module, tokens: int = 64) -> Report:
         str(parameters[0].device) if parameters else "cpu",
         sum(p.numel() for p in other),
         sum(_size(p) for p in other),
+        speed.of_sparse_model() if called else None,
     )
 
 
-def _sparse_row(name: str, module: BlockSparseModule, owners: dict[str, nn.Module], tokens: int) -> Row:
+def _sparse_row(name: str, module: BlockSparseModule, owner: nn.Module, speed: Speed) -> Row:
     layout, values = module.layout, module.values
     kernel = tuple(values.shape[3:])
     kind, out, in_ = type(module).__name__, *layout.shape
     if isinstance(module, Weight):
-        parent, _, key = name.rpartition(".")
-        owner = owners[parent]
         kind = type(owner).__name__
         if isinstance(owner, Recurrent):
-            out, in_ = owner.shape_of(key)
+            out, in_ = owner.shape_of(name.rpartition(".")[2])
         shown = name
     else:
         out, in_ = module.weight_shape
         shown = f"{name}.weight" if name else "weight"
     dense = out * in_ * math.prod(kernel)
     size = _size(values) + _size(module.crow_indices) + _size(module.col_indices)
+    try:
+        ratio, note = speed.of_module(owner), ""
+    except BlockSparseError as error:  # no backend runs it here
+        ratio, note = None, str(error)
     return Row(
         shown,
         kind,
@@ -214,8 +224,8 @@ def _sparse_row(name: str, module: BlockSparseModule, owners: dict[str, nn.Modul
         dense * values.element_size(),
         2 * values.numel(),
         2 * dense,
-        speed_up_of_module(module, tokens) or None,
-        "",
+        ratio,
+        note,
     )
 
 
@@ -242,6 +252,17 @@ def _dense_row(name: str, module: nn.Module, matrix: Tensor, note: str) -> Row:
 
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _count(number: int) -> str:
+    """
+    >>> _count(512), _count(16_384), _count(2_359_296)
+    ('512', '16.4k', '2.36M')
+    """
+    for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}" if number < 999.5 * scale else f"{number / scale:.0f}{unit}"
+    return str(number)
 
 
 def _bytes(count: int) -> str:

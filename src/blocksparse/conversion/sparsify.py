@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any
+import statistics
+import warnings
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..checked import integer
-from ..errors import BlockSparseError
-from ..layout import BlockLayout, check_layout
-from ..sparsity.pruning.strongest import check_density, strongest
-from ..sparsity.sparse_training.densities import erk
-from ..surgery.prunable import Prunable, Skip, survey
+from ..errors import BlockSparseError, SparsityWarning
+from ..layout import BlockLayout
+from ..surgery.prunable import SKIPPED, Skip, survey
 from ..surgery.replace import replace_with_sparse
-from .speed import speed_up_of_weight
-
-Criterion = str | Mapping[str, Tensor] | Callable[[str, Tensor], Tensor]
-
-CRITERIA = ("l2", "magnitude", "max", "lamp")
-SCOPES = ("global", "layer", "erk")
+from .choice import Choice, Criterion, Given, Kept, Layouts, Weights
+from .speed import Example, Speed
 
 # The attribute in which a module keeps why weights were left dense, by the parameter's name, for the report.
 REASONS = "_left_dense"
+
+# Of the weights that stay dense a message names so many.
+NAMED = 6
+
+# A module that is measured to gain less than this may be slower the next time.
+FASTER = 1.05
+
+# How far the density may be from the one that was asked for without a word, as a part of it.
+TOLERANCE = 0.1
 
 
 @torch.no_grad()
@@ -39,16 +43,18 @@ def sparsify(
     layouts: Mapping[str, BlockLayout] | None = None,
     force: bool = False,
     tokens: int = 64,
+    example: Example | None = None,
     inplace: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> nn.Module:
     """Makes a model's weights block-sparse: keeps the blocks with the highest scores and drops the others.
 
     Linear layers (those of the transformers library that are called Conv1D too), convolutions without groups and LSTMs
-    become modules of `blocksparse.nn`; their biases and all else stay. Speed decides: a weight with which the product
-    would be slower than dense on its device, as measured for `tokens` rows, stays dense and unpruned, unless it is
-    forced. `report` tells which, and why. A layer whose weight the model reads itself (as T5 does of its `wo`, for the
-    dtype) has to be skipped.
+    become modules of `blocksparse.nn`; their biases and all else stay. Speed decides: a module that would not be faster
+    than dense on its device, as measured for `tokens` rows or on the `example`, stays dense and unpruned, unless it is
+    forced; with an example the model as a whole is never slower than before. A `SparsityWarning` says when the density
+    is missed, and why; `report` says it of each weight. A layer whose weight the model reads itself (as T5 does of its
+    `wo`, for the dtype) has to be skipped.
 
     Args:
         model: any module; as it is afterwards, unless `inplace`.
@@ -63,10 +69,14 @@ def sparsify(
             weight whose numbers are small as a whole loses most, at low densities all but a block, unless the
             criterion is "lamp", which knows no scale. "layer": each weight has it, to its nearest block;
             "erk": densities by `sparsity.erk`. Each weight keeps a block at least.
-        skip: what stays dense: modules, or names of modules or weights.
+        skip: what stays dense: modules, or names of modules or weights, or patterns of names as in a shell,
+            "encoder.layers.*" say.
         layouts: the blocks to keep by the name of the weight, in place of densities and scores.
-        force: whether also what is slower becomes block-sparse. Nothing is measured then.
-        tokens: rows of the inputs to be fast for; positions of the output of a convolution.
+        force: whether also what is not faster becomes block-sparse. Nothing is measured then.
+        tokens: rows of the inputs to be fast for; positions of the output of a convolution; steps of a recurrent
+            layer.
+        example: instead of that, what the model is called with: a tensor, a tuple or list of its arguments, or a dict
+            of arguments by name. Each module is then timed on what it gets from it, and the whole model too.
         inplace: whether the model itself is changed, and not a copy of it.
         optimizer: in place, the one that trains the model: it goes on with the new parameters, with what it has kept.
 
@@ -75,8 +85,9 @@ def sparsify(
 
     Raises:
         BlockSparseError: a density out of range or not possible, a model on the meta device or without a weight that
-            can become block-sparse, names that it does not have, scores or layouts that do not fit, an optimizer
-            without `inplace` or without the weights. Nothing is changed then.
+            can become block-sparse, names that it does not have, weights that are not finite, scores or layouts that do
+            not fit, an example that the model does not take, an optimizer without `inplace` or without the weights.
+            Nothing is changed then.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -96,131 +107,100 @@ def sparsify(
             "optimizer", "inplace=True with it", "a copy of the model, which it does not train"
         )
     found = survey(model, block_size, skip)  # before the copy: what is refused costs nothing
-    if not any(reason is None for _, reason in found):
-        got = f"{type(model).__name__} with " + ("; ".join(f"{w.name}: {reason}" for w, reason in found[:5]) or "none")
-        raise BlockSparseError.expected("model", "dense weights that can become block-sparse", got)
     weights = {weight.name: weight for weight, reason in found if reason is None}
     reasons = {weight.name: reason for weight, reason in found if reason is not None}
-    if layouts is not None:
-        chosen = _given(weights, layouts)
-        weights |= {name: weights[name].in_blocks(layout.block_shape) for name, layout in chosen.items()}
-    else:
-        named = density.keys() if isinstance(density, Mapping) else weights
-        _check_names("density", named, weights)
-        choice = _Choice({name: weights[name] for name in weights if name in named}, density, criterion, scope)
-        chosen = choice.layouts()
-    reasons |= {name: "no density was given" for name in weights if name not in chosen}
-    while not force:
-        slower = _slower(weights, chosen, tokens)
-        reasons |= slower
-        rest = {name: layout for name, layout in chosen.items() if name not in slower}
-        if not slower or not rest:
-            chosen = rest
-            break
-        chosen = rest if layouts is not None else choice.layouts(list(rest))
-    model = model if inplace else copy.deepcopy(model)
-    model = replace_with_sparse(model, chosen, optimizer)
+    if not weights:
+        got = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:NAMED]) or "none"
+        got = f"{type(model).__name__} with {got}"
+        raise BlockSparseError.expected("model", "dense weights that can become block-sparse", got)
+    # 1. Which blocks: `choice.layouts(names)` says it for all weights, or for those that are left.
+    choice: Kept = Choice(weights, density, criterion, scope) if layouts is None else Given(weights, layouts)
+    reasons |= {name: "no density was given" for name in weights if name not in choice.weights}
+    # 2. Which weights.
+    kept = choice.layouts(choice.weights) if force else _fast(choice, Speed(model, tokens, example), reasons)
+    # 3. The model.
+    model = replace_with_sparse(model if inplace else copy.deepcopy(model), kept, optimizer)
     for name, reason in reasons.items():
         module, _, parameter = name.rpartition(".")
-        owner = model.get_submodule(module)
-        owner.__dict__.setdefault(REASONS, {})[parameter] = reason
+        model.get_submodule(module).__dict__.setdefault(REASONS, {})[parameter] = reason
+    refused = {weight.name for weight, reason in found if weight.has_own_forward and reason != SKIPPED}
+    _tell(choice, kept, refused, reasons)
     return model
 
 
-class _Choice:
-    """The blocks to keep, of all weights or, when some are to stay dense after all, of the rest."""
-
-    def __init__(
-        self, weights: Mapping[str, Prunable], density: float | Mapping[str, float], criterion: Criterion, scope: str
-    ):
-        if scope not in SCOPES:
-            raise BlockSparseError.expected("scope", f"one of {', '.join(SCOPES)}", repr(scope))
-        if not isinstance(criterion, Mapping) and not callable(criterion) and criterion not in CRITERIA:
-            expected = f"one of {', '.join(CRITERIA)}, scores by name or a function"
-            raise BlockSparseError.expected("criterion", expected, repr(criterion))
-        self.weights, self.density, self.scope = weights, density, scope
-        self.blocks = {name: weight.blocks for name, weight in weights.items()}
-        for value in density.values() if isinstance(density, Mapping) else [density]:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-                raise BlockSparseError.expected("density", "a number above 0 and at most 1", repr(value))
-        if isinstance(density, Mapping):
-            for name, value in density.items():
-                check_density(value, {name: self.blocks[name]}, "layer")
-        elif scope == "global":
-            check_density(density, self.blocks, scope)
-        self.scores = {name: self._scores(name, criterion) for name in weights}
-
-    def layouts(self, names: list[str] | None = None) -> dict[str, BlockLayout]:
-        names = list(self.weights) if names is None else names
-        scores, blocks = {name: self.scores[name] for name in names}, {name: self.blocks[name] for name in names}
-        if isinstance(self.density, Mapping):
-            densities = [self.density[name] for name in names]
-        elif self.scope == "erk":
-            shapes = [(*self.weights[name].shape, *self.weights[name].matrix().shape[2:]) for name in names]
-            densities = erk(shapes, self.density, self.weights[names[0]].block_shape)
-        elif self.scope == "layer":
-            densities = [self.density] * len(names)
-        else:
-            return self._as_layouts(strongest(scores, blocks, self.density, "global"))
-        masks: dict[str, Tensor] = {}
-        for name, density in zip(names, densities, strict=True):
-            masks |= strongest({name: scores[name]}, {name: blocks[name]}, density, "layer")
-        return self._as_layouts(masks)
-
-    def _as_layouts(self, masks: Mapping[str, Tensor]) -> dict[str, BlockLayout]:
-        return {name: BlockLayout(mask, self.weights[name].block_shape) for name, mask in masks.items()}
-
-    def _scores(self, name: str, criterion: Criterion) -> Tensor:
-        weight, blocks = self.weights[name], self.blocks[name]
-        if isinstance(criterion, str):
-            numbers = blocks.fold(weight.tensor.detach()).float().abs()
-            if criterion == "lamp":
-                return _lamp(numbers.double().square().sum(blocks.inside))
-            if criterion == "max":
-                return numbers.amax(blocks.inside)
-            # Per number in the block, as blocks of convolutions have more numbers but compete with others.
-            return numbers.mean(blocks.inside) if criterion == "magnitude" else numbers.square().mean(blocks.inside)
-        if isinstance(criterion, Mapping):
-            if name not in criterion:
-                raise BlockSparseError.expected("criterion", f"scores of {name}", f"those of {sorted(criterion)}")
-            scores = criterion[name]
-        else:
-            scores = criterion(name, weight.padded().detach())
-        if not isinstance(scores, Tensor) or tuple(scores.shape) != weight.grid or not bool(scores.isfinite().all()):
-            got = type(scores).__name__ if not isinstance(scores, Tensor) else f"{list(scores.shape)}"
-            raise BlockSparseError.expected(f"the scores of {name}", f"finite ones, {list(weight.grid)}", got)
-        return scores.detach()
+# -- speed decides -----------------------------------------------------------------------------------------------
 
 
-def _lamp(squares: Tensor) -> Tensor:
-    """Returns the LAMP score of each block: its part of the squares left once all smaller blocks are gone."""
-    ranked, order = squares.flatten().sort(descending=True, stable=True)
-    parts = ranked / ranked.cumsum(0).clamp(min=torch.finfo(ranked.dtype).tiny)
-    return torch.empty_like(parts).scatter_(0, order, parts).view_as(squares)
+def _fast(choice: Kept, speed: Speed, reasons: dict[str, str]) -> Layouts:
+    """The layouts of those weights that are faster with them, module by module and then all together.
+
+    Args:
+        reasons: gets why the others are not.
+    """
+    names = list(choice.weights)
+    speed.record(weight.module for weight in choice.weights.values())
+    while names:
+        every = choice.layouts(names)
+        layouts = {name: layout for name, layout in every.items() if layout.density < 1}
+        full = {name: "keeps all of its blocks" for name in every if name not in layouts}
+        ratios, slower = _speed_ups(choice.weights, layouts, speed)
+        if not slower:
+            whole = speed.of_model(layouts) if layouts else None
+            if whole is None or whole >= 1:
+                reasons |= full
+                return layouts
+            # Those that gain least go first, by halves, so that few measurements are enough.
+            bound = statistics.median_low(set(ratios.values()))
+            slower = {
+                name: f"{ratio:.2g} times as fast block-sparse by itself, but then the model {whole:.2g} times"
+                for name, ratio in ratios.items()
+                if ratio <= bound
+            }
+        reasons |= slower
+        names = [name for name in names if name not in slower]
+    return {}
 
 
-def _given(weights: Mapping[str, Prunable], layouts: Mapping[str, BlockLayout]) -> dict[str, BlockLayout]:
-    _check_names("layouts", layouts, weights)
-    for name, layout in layouts.items():
-        check_layout(layout)
-        weights[name].check_fit(layout)
-    return {name: layouts[name] for name in weights if name in layouts}
+def _speed_ups(weights: Weights, layouts: Layouts, speed: Speed) -> tuple[dict[str, float], dict[str, str]]:
+    """The speed-ups of the weights' modules, and why some of them are better left dense."""
+    of_module: dict[nn.Module, list[str]] = {}
+    for name in layouts:
+        of_module.setdefault(weights[name].module, []).append(name)
+    ratios: dict[str, float] = {}
+    reasons: dict[str, str] = {}
+    for names in of_module.values():
+        try:
+            ratio = speed.of_weights([(weights[name], layouts[name]) for name in names])
+        except BlockSparseError as error:
+            reasons |= dict.fromkeys(names, f"does not run block-sparse here: {error}")
+            continue
+        for name in names:
+            ratios[name], layout = ratio, layouts[name]
+            if ratio < FASTER:
+                rows, columns = layout.block_shape
+                how = f"density {layout.density:.2g}, blocks of {rows} x {columns}, {speed.inputs}"
+                reasons[name] = f"{ratio:.2g} times as fast block-sparse ({how})"
+    return ratios, reasons
 
 
-def _check_names(what: str, names: Any, weights: Mapping[str, Prunable]) -> None:
-    unknown = [name for name in names if name not in weights]
-    if unknown or not names:
-        known = ", ".join(list(weights)[:8]) + (", ..." if len(weights) > 8 else "")
-        raise BlockSparseError.expected(what, f"names out of {known}", ", ".join(map(repr, unknown)) or "none")
+# -- what is told ------------------------------------------------------------------------------------------------
 
 
-def _slower(weights: Mapping[str, Prunable], layouts: Mapping[str, BlockLayout], tokens: int) -> dict[str, str]:
-    """Why some of these weights are better left dense."""
-    reasons = {}
-    for name, layout in layouts.items():
-        ratio = speed_up_of_weight(weights[name], layout, tokens)
-        if ratio < 1:
-            rows, columns = layout.block_shape
-            what = f"{ratio:.2g} times as fast block-sparse" if ratio else "no backend here for block-sparse"
-            reasons[name] = f"{what} (density {layout.density:.2g}, blocks of {rows} x {columns}, {tokens} tokens)"
-    return reasons
+def _tell(choice: Kept, kept: Layouts, refused: set[str], reasons: Mapping[str, str]) -> None:
+    """Warns where the density is another one than was asked for, nothing became sparse, or modules were not known."""
+    reached = choice.density_of(kept)
+    if not kept:
+        head = "nothing became block-sparse"
+    elif abs(reached - choice.asked) > TOLERANCE * choice.asked + choice.half_a_block:
+        head = f"the density is {reached:.2g}, not {choice.asked:.2g}"
+    elif refused:
+        head = "some layers are of classes with a forward of their own, and stay dense"
+    else:
+        return
+    dense = {name: reason for name, reason in reasons.items() if name in choice.weights or name in refused}
+    lines = [f"{name}: {reason}" for name, reason in list(dense.items())[:NAMED]]
+    if len(dense) > NAMED:
+        lines.append(f"and {len(dense) - NAMED} more, which bs.report(model).dense has")
+    if not dense:
+        lines = ["each weight keeps one block at least; a smaller block_size comes closer"]
+    warnings.warn("\n  ".join([f"sparsify: {head}", *lines]), SparsityWarning, stacklevel=4)

@@ -1,101 +1,191 @@
-"""Measures how many times faster a layer is block-sparse than dense, on this machine."""
+"""Measures how many times faster modules and models are block-sparse than dense, on this machine."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..measure import Clock, alternate, cuda_clock, host_clock
 from ..nn.linear import Linear
-from ..nn.module import BlockSparseModule, Weight
+from ..nn.module import BlockSparseModule
 from ..nn.recurrent import Recurrent
 from ..ops.linear import LINEAR
-from ..surgery.prunable import Prunable, prunable
-from ..surgery.replace import sparse_module
+from ..surgery.prunable import Prunable
+from ..surgery.replace import replace_with_sparse, sparse_module
 from .densify import densify
 
-# Layers that agree in all of this are assumed to be equally fast.
+Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a module is called with."""
+
+# Modules that agree in all of this are assumed to be equally fast.
 _measured: dict[tuple[Any, ...], float] = {}
 
 
-def speed_up_of_weight(weight: Prunable, layout: BlockLayout, tokens: int) -> float:
-    """The same for a weight that is still dense; its module is left as it is."""
-    if isinstance(weight.module, nn.LSTM | Recurrent):
-        alone = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
-        alone.weight = nn.Parameter(weight.padded().detach())
-        (weight,) = prunable(alone, layout.block_shape, empty=True)
-    module, chosen = weight.module, [(weight, layout)]
-    return _speed_up(_key(module, layout, weight.tensor, tokens), lambda: module, lambda: sparse_module(chosen), tokens)
+class Speed:
+    """The speed-ups of a model and its modules: time of the dense one / time of the block-sparse one, forward.
 
-
-def speed_up_of_module(module: BlockSparseModule, tokens: int) -> float:
-    """Returns time of the dense layer / time of this one, forward, without gradients; above 1 block-sparse is faster.
+    Measured without gradients, in the mode that the modules are in; a model in its evaluation mode.
 
     Args:
-        module: a block-sparse layer; or a weight of a recurrent layer, of which the product of one step is measured.
-        tokens: rows of the input; of a convolution about this many positions of the output.
+        model: is not changed.
+        tokens: rows of the inputs that modules get; of a convolution about this many positions of the output, of a
+            recurrent layer steps of one sequence, and of several shorter ones, of which the slower counts.
+        example: what the model is called with, as for `sparsify`: modules get the inputs that they get from it.
+
+    Raises:
+        BlockSparseError: an example that the model does not take; modules that no backend runs here.
     """
-    if isinstance(module, Weight):
-        layer = Linear(*module.layout.shape[::-1], layout=module.layout, bias=False, device="meta")
-        layer.values = module.values
-        module = layer
-    key = _key(module, module.layout, module.values, tokens)
-    return _speed_up(key, lambda: densify(module), lambda: module, tokens)
 
+    def __init__(self, model: nn.Module, tokens: int, example: Example | None = None):
+        self.tokens, self.inputs = tokens, f"{tokens} tokens" if example is None else "the example"
+        self._arguments = _arguments(example)
+        self._model = None if example is None else twin(model).eval()
+        self._names = {module: name for name, module in model.named_modules()}
+        self._recorded: dict[str, Arguments] = {}
 
-def _key(module: Any, layout: BlockLayout, weight: Tensor, tokens: int) -> tuple[Any, ...]:
-    names = ("kernel_size", "stride", "padding", "dilation", "padding_mode", "activation")
-    settings = tuple(str(getattr(module, name, None)) for name in names)
-    density = round(math.log(max(layout.nnz, 1) / math.prod(layout.grid), 1.1))
-    here = weight.dtype, weight.device, torch.get_num_threads()
-    return (
-        type(module).__name__,
-        module.bias is not None,
-        settings,
-        layout.shape,
-        layout.block_shape,
-        density,
-        tokens,
-        here,
-    )
+    @torch.no_grad()
+    def record(self, modules: Iterable[nn.Module]) -> None:
+        """Runs the example, if there is one, and keeps what these modules of the model are first called with."""
+        if self._model is None:
+            return
 
+        def keep(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._recorded.setdefault(name, (args, kwargs))
 
-def _speed_up(
-    key: tuple[Any, ...], dense: Callable[[], nn.Module], sparse: Callable[[], nn.Module], tokens: int
-) -> float:
-    made: Any = None
-    try:
+        names = {self._names[module] for module in modules}
+        hooks = [
+            self._model.get_submodule(name).register_forward_pre_hook(partial(keep, name), with_kwargs=True)
+            for name in names
+        ]
+        fused = torch.backends.mha.get_fastpath_enabled()
+        try:
+            torch.backends.mha.set_fastpath_enabled(False)  # it runs none of the modules inside of an encoder layer
+            args, kwargs = self._arguments
+            self._model(*args, **kwargs)
+        except Exception as error:  # of any kind: it comes from the user's module
+            raise BlockSparseError.expected("example", "what the model takes", _first_line(error)) from error
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
+            for hook in hooks:
+                hook.remove()
+
+    def of_weights(self, chosen: Sequence[tuple[Prunable, BlockLayout]]) -> float:
+        """The speed-up of a module that is still dense, with these layouts; it is left as it is."""
+        module = chosen[0][0].module
+        return self._of(module, lambda: module, lambda: sparse_module(chosen))
+
+    def of_module(self, module: nn.Module) -> float:
+        """The speed-up of a module that is block-sparse already."""
+        return self._of(module, lambda: densify(module), lambda: module)
+
+    def of_model(self, layouts: Mapping[str, BlockLayout]) -> float | None:
+        """That of the whole model on the example, once these weights have these layouts; None without an example."""
+        if self._model is None:
+            return None
+        return self._whole(self._model, replace_with_sparse(twin(self._model), layouts))
+
+    def of_sparse_model(self) -> float | None:
+        """That of the whole model, which is block-sparse already, on the example; None without one."""
+        return None if self._model is None else self._whole(densify(self._model), self._model)
+
+    def _whole(self, dense: nn.Module, sparse: nn.Module) -> float:
+        return _measure(dense, sparse, [self._arguments], budget=2.0)
+
+    @torch.no_grad()
+    def _of(self, module: nn.Module, dense: Callable[[], nn.Module], sparse: Callable[[], nn.Module]) -> float:
         made = sparse()
-        backend = LINEAR.on(made.values.device, made.values.dtype).__name__
-    except BlockSparseError:
-        return 0.0  # no backend serves it here
-    if (*key, backend) not in _measured:
-        _measured[*key, backend] = _measure(dense(), made, tokens)
-    return _measured[*key, backend]
+        weights = [each for each in made.modules() if isinstance(each, BlockSparseModule)]
+        values = weights[0].values
+        backend = LINEAR.on(values.device, values.dtype).__name__
+        recorded = self._recorded.get(self._names.get(module, ""))
+        inputs = [recorded] if recorded is not None else made_up_inputs(made, self.tokens)
+        key = backend, _key(made, weights), *(_shapes(each) for each in inputs)
+        if key not in _measured:
+            _measured[key] = _measure(dense(), made, inputs)
+        return _measured[key]
+
+
+def _arguments(example: Example | None) -> Arguments:
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    several = isinstance(example, tuple | list) and not isinstance(example, PackedSequence)
+    return (tuple(example) if several else (example,)), {}  # type: ignore[arg-type]
+
+
+def twin(model: Any) -> nn.Module:
+    """A copy of a model with the same parameters, not copies of them."""
+    same: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    return copy.deepcopy(model, same)
+
+
+def made_up_inputs(module: Any, tokens: int) -> list[Arguments]:
+    """Random inputs of a block-sparse module."""
+    values = next(each.values for each in module.modules() if isinstance(each, BlockSparseModule))
+    like: dict[str, Any] = {"device": values.device, "dtype": values.dtype}
+    if isinstance(module, Recurrent):
+        batches = sorted({1, min(16, tokens)})
+        sizes = [(tokens // batch, batch, module.input_size) for batch in batches]
+        made = [torch.randn(size, **like) for size in sizes]
+        return [((x.transpose(0, 1).contiguous() if module.batch_first else x,), {}) for x in made]
+    if isinstance(module, Linear):
+        return [((torch.randn(tokens, module.in_features, **like),), {})]
+    side = math.ceil(tokens ** (1 / module.axes))
+    reach = [step * (taps - 1) + 1 for step, taps in zip(module.dilation, module.kernel_size, strict=True)]
+    spans = [max(side * stride, least) for stride, least in zip(module.stride, reach, strict=True)]
+    return [((torch.randn(1, module.in_channels, *spans, **like),), {})]
 
 
 @torch.no_grad()
-def _measure(dense: nn.Module, sparse: Any, tokens: int) -> float:
-    x = _input(sparse, tokens)
-    calls = {"sparse": lambda: sparse(x), "dense": lambda: dense(x)}
-    return alternate(calls, rounds=7, budget=0.1, clock=_clock(x.device)).ratio("dense", "sparse").median
-
-
-def _input(layer: Any, tokens: int) -> Tensor:
-    like = {"device": layer.values.device, "dtype": layer.values.dtype}
-    if isinstance(layer, Linear):
-        return torch.randn(tokens, layer.in_features, **like)
-    side = math.ceil(tokens ** (1 / layer.axes))
-    reach = [step * (taps - 1) + 1 for step, taps in zip(layer.dilation, layer.kernel_size, strict=True)]
-    sizes = [max(side * stride, least) for stride, least in zip(layer.stride, reach, strict=True)]
-    return torch.randn(1, layer.in_channels, *sizes, **like)
+def _measure(dense: nn.Module, sparse: nn.Module, inputs: Sequence[Arguments], budget: float = 0.1) -> float:
+    """How many times as long the dense module takes as the block-sparse one, in turn; the least of these inputs."""
+    device = next((parameter.device for parameter in sparse.parameters()), torch.device("cpu"))
+    ratios = []
+    for args, kwargs in inputs:
+        calls = {"sparse": partial(sparse, *args, **kwargs), "dense": partial(dense, *args, **kwargs)}
+        samples = alternate(calls, rounds=7, budget=budget, clock=_clock(device))
+        ratios.append(samples.ratio("dense", "sparse").median)
+    return min(ratios)
 
 
 def _clock(device: torch.device) -> Clock:
     return cuda_clock if device.type == "cuda" else host_clock
+
+
+def _key(module: nn.Module, weights: Sequence[BlockSparseModule]) -> tuple[Any, ...]:
+    settings = [
+        (name, value)
+        for name, value in vars(module).items()
+        if name[0] != "_" and isinstance(value, int | float | str | tuple)
+    ]
+    parameters = [tuple(p.shape) for name, p in module.named_parameters() if not name.endswith("values")]
+    layouts = [
+        (each.layout.shape, each.layout.block_shape, round(math.log(max(each.layout.density, 1e-9), 1.1)))
+        for each in weights
+    ]
+    here = weights[0].values.dtype, weights[0].values.device, torch.get_num_threads()
+    return type(module).__name__, repr(settings), repr(parameters), repr(layouts), here
+
+
+def _shapes(value: Any) -> str:
+    """What an input is, its numbers apart."""
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {value.dtype} {value.stride()}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_shapes, value))})"
+    if isinstance(value, Mapping):
+        return f"({', '.join(f'{name}: {_shapes(each)}' for name, each in value.items())})"
+    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ __all__ = ["Prunable", "Skip", "prunable", "survey"]
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Skip = str | nn.Module | Iterable[str | nn.Module]
+SKIPPED = "skipped"
 
 CONVOLUTIONS: dict[type[nn.Module], Any] = {
     nn.Conv1d: Conv1d,
@@ -107,10 +109,18 @@ class Prunable:
             return None if fits else "no multiple of the block"
         known = kind in (nn.Linear, *CONVOLUTIONS, *TRANSPOSED) or _is_transformers_conv1d(module)
         if not known and not (is_dense_lstm(module) and self.parameter.startswith("weight_")):
-            return f"{kind.__name__} has no block-sparse counterpart"
+            own = f"{kind.__name__} may use its weight in another way than its base class"
+            return own if self.has_own_forward else f"{kind.__name__} has no block-sparse counterpart"
         if getattr(module, "groups", 1) != 1:
             return f"{module.groups} groups"
         return None
+
+    @property
+    def has_own_forward(self) -> bool:
+        """Whether its module is a linear layer, convolution or LSTM by its base class, with a forward of its own."""
+        bases = (nn.Linear, nn.LSTM, *CONVOLUTIONS, *TRANSPOSED)
+        forward = type(self.module).forward
+        return isinstance(self.module, bases) and all(forward is not base.forward for base in bases)
 
     @property
     def values_name(self) -> str:
@@ -132,7 +142,8 @@ def prunable(
     Args:
         model: any module, or one such layer.
         block_size: an int or (rows, columns). What is no multiple of it is padded.
-        skip: modules of the model with all that is in them, or names of modules or parameters.
+        skip: modules of the model with all that is in them; names of modules or parameters, or patterns of names as
+            in a shell, "encoder.layers.*" say.
         empty: whether parameters may be on the meta device: for those who do not look at the values.
 
     Raises:
@@ -173,12 +184,10 @@ def survey(
             weight = Prunable(_dotted(name, key), module, key, _blocks_of(module, key, block))
             if parameter.is_meta and not empty:
                 raise BlockSparseError.expected("model", "parameters with values", f"{weight.name} on the meta device")
-            reason = weight.obstacle
+            reason = SKIPPED if module in skipped_modules or weight.name in skipped_names else weight.obstacle
             others = [other for other in owners[parameter] if other != weight.name]
             if reason is None and others:
                 reason = f"tied to {', '.join(others)}"
-            if reason is None and (module in skipped_modules or weight.name in skipped_names):
-                reason = "skipped"
             found.append((weight, reason))
     return found
 
@@ -232,15 +241,25 @@ def _skipped(model: nn.Module, skip: Skip) -> tuple[set[nn.Module], set[str]]:
     named = dict(model.named_modules(remove_duplicate=False))
     names: set[str] = set()
     for item in [skip] if isinstance(skip, str | nn.Module) else skip:
-        found = named.get(item) if isinstance(item, str) else item
-        if isinstance(found, nn.Module) and found in named.values():
-            modules.update(found.modules())
-        elif item in parameters:
-            names.add(item)
+        if isinstance(item, nn.Module):
+            found, matched = [module for module in named.values() if module is item], list[str]()
         else:
+            found, matched = [named[name] for name in _matching(item, named)], _matching(item, parameters)
+        if not found and not matched:
             got = type(item).__name__ if isinstance(item, nn.Module) else repr(item)
-            raise BlockSparseError.expected("skip", "modules of the model, or names of modules or parameters", got)
+            raise BlockSparseError.expected(
+                "skip", "modules of the model, or names or patterns of modules or parameters", got
+            )
+        modules.update(each for module in found for each in module.modules())
+        names.update(matched)
     return modules, names
+
+
+def _matching(pattern: Any, names: Iterable[str]) -> list[str]:
+    """The name itself where it is one, or those that fit the pattern."""
+    if pattern in names:
+        return [pattern]
+    return [name for name in names if isinstance(pattern, str) and fnmatchcase(name, pattern)]
 
 
 def is_dense_lstm(module: nn.Module) -> bool:

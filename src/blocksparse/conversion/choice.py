@@ -1,0 +1,166 @@
+"""Which blocks of each weight are kept: by scores and densities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..errors import BlockSparseError
+from ..layout import BlockLayout, check_layout
+from ..sparsity.pruning.strongest import check_density, strongest
+from ..sparsity.sparse_training.densities import erk
+from ..surgery.prunable import Prunable
+
+Criterion = str | Mapping[str, Tensor] | Callable[[str, Tensor], Tensor]
+Weights = Mapping[str, Prunable]
+Layouts = dict[str, BlockLayout]
+
+CRITERIA = ("l2", "magnitude", "max", "lamp")
+SCOPES = ("global", "layer", "erk")
+
+
+class Kept:
+    """Weights, and which blocks they keep.
+
+    Args:
+        weights: by name.
+    """
+
+    asked: float
+    """The density that the weights are to have together."""
+
+    def __init__(self, weights: Weights):
+        self.weights = weights
+
+    @property
+    def half_a_block(self) -> float:
+        """What half a block of each weight is of all their numbers: as near as rounding comes to a density."""
+        return _mean({name: 0.5 / math.prod(weight.grid) for name, weight in self.weights.items()}, self.weights)
+
+    def layouts(self, names: Iterable[str]) -> Layouts:
+        """The layouts of these weights, when the others stay dense."""
+        raise NotImplementedError
+
+    def density_of(self, layouts: Layouts) -> float:
+        """The density of all weights together when some have these layouts and the others are dense."""
+        return _mean({name: layouts[name].density if name in layouts else 1 for name in self.weights}, self.weights)
+
+
+class Given(Kept):
+    """The layouts that a user gives.
+
+    Args:
+        weights: all that can become block-sparse, by name.
+        layouts: of some of them.
+    """
+
+    def __init__(self, weights: Weights, layouts: Mapping[str, BlockLayout]):
+        named = _named("layouts", layouts, weights)
+        for name, weight in named.items():
+            check_layout(layouts[name])
+            weight.check_fit(layouts[name])
+        super().__init__({name: weight.in_blocks(layouts[name].block_shape) for name, weight in named.items()})
+        self._layouts = layouts
+        self.asked = self.density_of(self.layouts(self.weights))
+
+    def layouts(self, names: Iterable[str]) -> Layouts:
+        return {name: self._layouts[name] for name in names}
+
+
+class Choice(Kept):
+    """The blocks with the highest scores, of all weights or, when some are to stay dense after all, of the rest.
+
+    Args:
+        weights: by name.
+        density, criterion, scope: as for `sparsify`.
+    """
+
+    def __init__(self, weights: Weights, density: float | Mapping[str, float], criterion: Criterion, scope: str):
+        if scope not in SCOPES:
+            raise BlockSparseError.expected("scope", f"one of {', '.join(SCOPES)}", repr(scope))
+        if not isinstance(criterion, Mapping) and not callable(criterion) and criterion not in CRITERIA:
+            expected = f"one of {', '.join(CRITERIA)}, scores by name or a function"
+            raise BlockSparseError.expected("criterion", expected, repr(criterion))
+        super().__init__(_named("density", density if isinstance(density, Mapping) else weights, weights))
+        self.density, self.scope = density, scope
+        self.blocks = {name: weight.blocks for name, weight in self.weights.items()}
+        for value in density.values() if isinstance(density, Mapping) else [density]:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+                raise BlockSparseError.expected("density", "a number above 0 and at most 1", repr(value))
+        if isinstance(density, Mapping):
+            for name, value in density.items():
+                check_density(value, {name: self.blocks[name]}, "layer")
+        elif scope == "global":
+            check_density(density, self.blocks, scope)
+        self.scores = {name: self._scores(name, criterion) for name in self.weights}
+        of_all = density if isinstance(density, Mapping) else dict.fromkeys(self.weights, density)
+        self.asked = _mean(of_all, self.weights)
+
+    def layouts(self, names: Iterable[str]) -> Layouts:
+        names = list(names)
+        scores, blocks = {name: self.scores[name] for name in names}, {name: self.blocks[name] for name in names}
+        if isinstance(self.density, Mapping):
+            densities = [self.density[name] for name in names]
+        elif self.scope == "erk":
+            shapes = [(*self.weights[name].shape, *self.weights[name].matrix().shape[2:]) for name in names]
+            densities = erk(shapes, self.density, self.weights[names[0]].block_shape)
+        elif self.scope == "layer":
+            densities = [self.density] * len(names)
+        else:
+            return self._as_layouts(strongest(scores, blocks, self.density, "global"))
+        masks: dict[str, Tensor] = {}
+        for name, density in zip(names, densities, strict=True):
+            masks |= strongest({name: scores[name]}, {name: blocks[name]}, density, "layer")
+        return self._as_layouts(masks)
+
+    def _as_layouts(self, masks: Mapping[str, Tensor]) -> Layouts:
+        return {name: BlockLayout(mask, self.weights[name].block_shape) for name, mask in masks.items()}
+
+    def _scores(self, name: str, criterion: Criterion) -> Tensor:
+        weight, blocks = self.weights[name], self.blocks[name]
+        if not bool(weight.tensor.isfinite().all()):
+            raise BlockSparseError.expected(f"the weight {name}", "finite numbers", "inf or nan among them")
+        if isinstance(criterion, str):
+            numbers = blocks.fold(weight.tensor.detach()).float().abs()
+            if criterion == "lamp":
+                return _lamp(numbers.double().square().sum(blocks.inside))
+            if criterion == "max":
+                return numbers.amax(blocks.inside)
+            # Per number in the block, as blocks of convolutions have more numbers but compete with others.
+            return numbers.mean(blocks.inside) if criterion == "magnitude" else numbers.square().mean(blocks.inside)
+        if isinstance(criterion, Mapping):
+            if name not in criterion:
+                raise BlockSparseError.expected("criterion", f"scores of {name}", f"those of {sorted(criterion)}")
+            scores = criterion[name]
+        else:
+            scores = criterion(name, weight.padded().detach())
+        if not isinstance(scores, Tensor) or tuple(scores.shape) != weight.grid or not bool(scores.isfinite().all()):
+            got = type(scores).__name__ if not isinstance(scores, Tensor) else f"{list(scores.shape)}"
+            raise BlockSparseError.expected(f"the scores of {name}", f"finite ones, {list(weight.grid)}", got)
+        return scores.detach()
+
+
+def _lamp(squares: Tensor) -> Tensor:
+    """Returns the LAMP score of each block: its part of the squares left once all smaller blocks are gone."""
+    ranked, order = squares.flatten().sort(descending=True, stable=True)
+    parts = ranked / ranked.cumsum(0).clamp(min=torch.finfo(ranked.dtype).tiny)
+    return torch.empty_like(parts).scatter_(0, order, parts).view_as(squares)
+
+
+def _mean(densities: Mapping[str, float], weights: Weights) -> float:
+    """The density of weights together, by their numbers in whole blocks."""
+    sizes = {name: weight.blocks.size * math.prod(weight.grid) for name, weight in weights.items()}
+    return sum(size * densities[name] for name, size in sizes.items()) / sum(sizes.values())
+
+
+def _named(what: str, names: Iterable[str], weights: Weights) -> dict[str, Prunable]:
+    """The weights of these names, in their own order."""
+    names = list(names)
+    unknown = [name for name in names if name not in weights]
+    if unknown or not names:
+        known = ", ".join(list(weights)[:8]) + (", ..." if len(weights) > 8 else "")
+        raise BlockSparseError.expected(what, f"names out of {known}", ", ".join(map(repr, unknown)) or "none")
+    return {name: weight for name, weight in weights.items() if name in names}
