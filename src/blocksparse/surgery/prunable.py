@@ -118,7 +118,7 @@ class Prunable:
     @property
     def has_own_forward(self) -> bool:
         """Whether its module is a linear layer, convolution or LSTM by its base class, with a forward of its own."""
-        bases = (nn.Linear, nn.LSTM, *CONVOLUTIONS, *TRANSPOSED)
+        bases: tuple[type[nn.Module], ...] = (nn.Linear, nn.LSTM, *CONVOLUTIONS, *TRANSPOSED)
         forward = type(self.module).forward
         return isinstance(self.module, bases) and all(forward is not base.forward for base in bases)
 
