@@ -149,6 +149,10 @@ def test_what_cannot_be_exchanged_has_a_reason():
     class Own(nn.Linear):
         pass
 
+    class Attention(nn.MultiheadAttention):
+        def forward(self, x):
+            return super().forward(x, x, x)[0]
+
     model = nn.ModuleDict(
         {
             "embedding": nn.Embedding(40, 32),
@@ -157,7 +161,8 @@ def test_what_cannot_be_exchanged_has_a_reason():
             "second": nn.Linear(32, 32),
             "grouped": nn.Conv2d(32, 32, 3, groups=4),
             "own": Own(32, 32),
-            "attention": nn.MultiheadAttention(32, 2),
+            "attention": Attention(32, 2),
+            "bilinear": nn.Bilinear(32, 32, 8),
             "normed": nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)),
             "lazy": nn.LazyLinear(3),
             "good": nn.Linear(32, 32),
@@ -173,7 +178,10 @@ def test_what_cannot_be_exchanged_has_a_reason():
     assert reasons.pop("grouped.weight") == "4 groups"
     assert reasons.pop("lazy.weight") == "not initialized yet"
     assert reasons["own.weight"] == "Own has no block-sparse counterpart"
-    assert {"embedding.weight", "attention.in_proj_weight", "attention.out_proj.weight"} <= reasons.keys()
+    assert reasons.pop("attention.in_proj_weight") == "Attention may use its weight in another way than its base class"
+    assert reasons.pop("attention.out_proj.weight") == "inside of Attention, a subclass of MultiheadAttention"
+    assert reasons["bilinear.weight"] == "Bilinear has no block-sparse counterpart: it multiplies two inputs"
+    assert {"embedding.weight"} <= reasons.keys()
     assert all("counterpart" in reason for reason in reasons.values()), reasons
     assert [weight.name for weight in prunable(model)] == ["good.weight"]
 

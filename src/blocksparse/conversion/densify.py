@@ -10,13 +10,18 @@ from torch import nn
 
 from ..errors import BlockSparseError
 from ..nn.linear import Linear
+from ..nn.lstm import LSTM
 from ..nn.module import Weight
-from ..nn.recurrent import Recurrent
-from ..surgery.prunable import CONVOLUTIONS, TRANSPOSED
-from ..surgery.replace import like, replace_modules
+from ..nn.multihead_attention import MultiheadAttention
+from ..nn.parts import Parts
+from ..surgery.prunable import CONVOLUTIONS, RECURRENT, TRANSPOSED
+from ..surgery.replace import like, replace_modules, settings_of
 
 ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
 DENSE: dict[Any, Any] = {Linear: nn.Linear}
+# With several weights; LSTMs stay ours, which are as fast, or faster where they are trained.
+SEVERAL: dict[Any, Any] = {ours: theirs for theirs, ours in RECURRENT.items() if ours is not LSTM}
+SEVERAL |= {MultiheadAttention: nn.MultiheadAttention}
 DENSE |= {ours: theirs for theirs, ours in (*CONVOLUTIONS.items(), *TRANSPOSED.items())}
 
 
@@ -24,9 +29,9 @@ DENSE |= {ours: theirs for theirs, ours in (*CONVOLUTIONS.items(), *TRANSPOSED.i
 def densify(model: nn.Module, inplace: bool = False) -> nn.Module:
     """Replaces block-sparse modules by dense ones that compute the same, with zeros where no block was stored.
 
-    Linear layers and convolutions become those of torch.nn, with an activation that was fused behind them as a module
-    of its own. Recurrent layers stay those of `blocksparse.nn`, dense: there the parameters of an LSTM and their names
-    are those of torch.nn.LSTM. Biases stay the same objects.
+    Linear layers, convolutions, attention, GRUs, RNNs and cells become those of torch.nn, with an activation that was
+    fused behind a layer as a module of its own. Other recurrent layers stay those of `blocksparse.nn`, dense: there the
+    parameters of an LSTM and their names are those of torch.nn.LSTM. Biases stay the same objects.
 
     Args:
         model: with block-sparse modules, from `sparsify` or built by hand.
@@ -55,14 +60,14 @@ def densify(model: nn.Module, inplace: bool = False) -> nn.Module:
 
 
 def _is_sparse(module: nn.Module) -> bool:
-    if isinstance(module, Recurrent):
-        return any(isinstance(child, Weight) for child in module.children())
+    if isinstance(module, Parts):
+        return type(module) in SEVERAL or any(isinstance(child, Weight) for child in module.children())
     return type(module) in DENSE
 
 
 def _dense(module: Any) -> nn.Module:
-    if isinstance(module, Recurrent):
-        return module.densified()
+    if isinstance(module, Parts):
+        return _with_several_weights(module.densified())
     kind = DENSE[type(module)]
     options: dict[str, Any] = {"bias": module.bias is not None, "device": "meta"}
     if kind is nn.Linear:
@@ -75,3 +80,18 @@ def _dense(module: Any) -> nn.Module:
     new.bias = module.bias
     like(module, new)
     return nn.Sequential(new, ACTIVATIONS[module.activation]()) if module.activation else new
+
+
+def _with_several_weights(module: Any) -> nn.Module:
+    """PyTorch's module in place of one of ours whose weights are dense already, with the same parameters."""
+    kind = SEVERAL.get(type(module))
+    if kind is None:
+        return module
+    new = kind(**settings_of(module, type(module)), device="meta")
+    for name, parameter in module.named_parameters(recurse=False):
+        setattr(new, name, parameter)
+    if kind is nn.MultiheadAttention:
+        projection = _dense(module.out_proj) if _is_sparse(module.out_proj) else module.out_proj
+        for name, parameter in projection.named_parameters(recurse=False):
+            setattr(new.out_proj, name, parameter)
+    return like(module, new)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..checked import integer
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule, Weight
-from ..nn.recurrent import Recurrent
+from ..nn.parts import Parts
 from ..surgery.prunable import survey
 from .sparsify import REASONS
 from .speed import Example, Speed
@@ -199,7 +199,7 @@ def _sparse_row(name: str, module: BlockSparseModule, owner: nn.Module, speed: S
     kind, out, in_ = type(module).__name__, *layout.shape
     if isinstance(module, Weight):
         kind = type(owner).__name__
-        if isinstance(owner, Recurrent):
+        if isinstance(owner, Parts):
             out, in_ = owner.shape_of(name.rpartition(".")[2])
         shown = name
     else:

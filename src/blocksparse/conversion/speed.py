@@ -15,8 +15,10 @@ from torch.nn.utils.rnn import PackedSequence
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..measure import Clock, alternate, cuda_clock, host_clock
+from ..nn.cells import Cell
 from ..nn.linear import Linear
 from ..nn.module import BlockSparseModule
+from ..nn.multihead_attention import MultiheadAttention
 from ..nn.recurrent import Recurrent
 from ..ops.linear import LINEAR
 from ..surgery.prunable import Prunable
@@ -132,10 +134,15 @@ def made_up_inputs(module: Any, tokens: int) -> list[Arguments]:
     """Random inputs of a block-sparse module."""
     values = next(each.values for each in module.modules() if isinstance(each, BlockSparseModule))
     like: dict[str, Any] = {"device": values.device, "dtype": values.dtype}
+    if isinstance(module, Cell):
+        return [((torch.randn(tokens, module.input_size, **like),), {})]
+    if isinstance(module, MultiheadAttention):
+        sizes = module.embed_dim, module.kdim, module.vdim
+        x = torch.randn(tokens, module.embed_dim, **like)
+        return [(tuple(x if size == module.embed_dim else torch.randn(tokens, size, **like) for size in sizes), {})]
     if isinstance(module, Recurrent):
         batches = sorted({1, min(16, tokens)})
-        sizes = [(tokens // batch, batch, module.input_size) for batch in batches]
-        made = [torch.randn(size, **like) for size in sizes]
+        made = [torch.randn(tokens // batch, batch, module.input_size, **like) for batch in batches]
         return [((x.transpose(0, 1).contiguous() if module.batch_first else x,), {}) for x in made]
     if isinstance(module, Linear):
         return [((torch.randn(tokens, module.in_features, **like),), {})]

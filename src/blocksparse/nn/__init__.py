@@ -3,19 +3,24 @@
 from ..ops.attention import attention
 from .all_relu import AllReLU
 from .causal import Causal2d, Shift2d, bands, concat_elu
+from .cells import GRUCell, LSTMCell, RNNCell
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .diffusion_conv import Diffusion, DiffusionConv
 from .dropout import Dropout
 from .edge_bias import EdgeBias
+from .gru import GRU, RNN
 from .linear import Linear
 from .lstm import LSTM
+from .multihead_attention import MultiheadAttention
 from .multiplicative_lstm import MultiplicativeLSTM
 from .polyphase import AdaptivePolyphaseDownsample, AdaptivePolyphaseUpsample
 from .small_world_lstm import SmallWorldLSTM
 from .weight_norm import WeightNorm, fold, initialise_from_data, l2_normalize
 
 __all__ = [
+    "GRU",
     "LSTM",
+    "RNN",
     "AdaptivePolyphaseDownsample",
     "AdaptivePolyphaseUpsample",
     "AllReLU",
@@ -30,8 +35,12 @@ __all__ = [
     "DiffusionConv",
     "Dropout",
     "EdgeBias",
+    "GRUCell",
+    "LSTMCell",
     "Linear",
+    "MultiheadAttention",
     "MultiplicativeLSTM",
+    "RNNCell",
     "Shift2d",
     "SmallWorldLSTM",
     "WeightNorm",

@@ -14,7 +14,8 @@ from ..ops import recurrent
 from ..ops.recurrent import Steps, scan
 from ..ops.registry import needs_grad
 from .module import Weight
-from .recurrent import Recurrent, Size, State, cast, fitting, pad
+from .parts import Size
+from .recurrent import Recurrent, State, cast, fitting, pad
 
 
 class LSTM(Recurrent):

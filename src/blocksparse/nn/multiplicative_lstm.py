@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ..layout import BlockLayout
 from ..ops import recurrent
 from ..ops.recurrent import Steps, scan
-from .recurrent import Recurrent, Size, cast, fitting, pad
+from .parts import Size
+from .recurrent import Recurrent, cast, fitting, pad
 from .weight_norm import l2_normalize, norms
 
 

@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Self
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .. import patterns
 from ..checked import is_int
-from ..convert import block_coordinates, to_dense
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, check_layout
+from ..layout import BlockLayout
 from ..ops.checks import autocast
 from ..ops.recurrent import Steps, linear_of
-from .module import Weight
+from .parts import Parts, Size, padded_to
 
 State = tuple[Tensor, Tensor]
 Restore = Callable[[Tensor, Tensor, Tensor], tuple[Any, State]]
 
 
-class Size(NamedTuple):
-    """A number of features, without and with padding."""
+class Recurrent(Parts):
+    """Layers of cells over sequences, with the interface of `torch.nn.LSTM`; subclasses define the cell."""
 
-    real: int
-    padded: int
-
-    def used(self, size: int, parts: bool = True) -> Tensor:
-        """Marks which of `size` features are real: bool on the CPU. With `parts`, size is a multiple of `padded`."""
-        index = torch.arange(size, device="cpu")
-        return (index % self.padded if parts else index) < self.real
-
-
-class Recurrent(nn.Module):
-    """Layers of cells over sequences, with the interface of `torch.nn.LSTM`; subclasses define the cell.
-
-    Weights are plain parameters `[out, in]` where dense, modules with `values` and a layout where block-sparse; both
-    are found by the names that torch.nn.LSTM gives them, so that state dicts of dense modules are the same.
-    """
+    gates = 4
+    """Parts of the weights."""
 
     def __init__(
         self,
@@ -63,8 +46,7 @@ class Recurrent(nn.Module):
         dtype: torch.dtype | None = None,
         layouts: Mapping[str, BlockLayout] | None = None,
     ):
-        super().__init__()
-        self._layouts = dict(layouts or {})
+        super().__init__(layouts, density, block_size, device, dtype)
         for name, size in (("input_size", input_size), ("hidden_size", hidden_size), ("num_layers", num_layers)):
             if not is_int(size) or size <= 0:
                 raise BlockSparseError.expected(name, "a positive int", repr(size))
@@ -72,33 +54,23 @@ class Recurrent(nn.Module):
             raise BlockSparseError.expected("proj_size", f"an int from 0 to {hidden_size - 1}", repr(proj_size))
         if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
             raise BlockSparseError.expected("dropout", "a probability", repr(dropout))
-        given = [each for each in (layout, input_layout, *self._layouts.values()) if each is not None]
-        for each in given:
-            check_layout(each)
-        if density is not None and given:
-            raise BlockSparseError.expected("density", "None where a layout is given", density)
+        self._check_layouts(layout, input_layout)
         self.input_size, self.hidden_size, self.num_layers = int(input_size), int(hidden_size), int(num_layers)
         self.batch_first, self.dropout, self.bidirectional = bool(batch_first), float(dropout), bool(bidirectional)
         self.proj_size = int(proj_size)
-        self._density, self._block_size = density, block_size
-        self._options = {"device": device, "dtype": dtype}
         # Block-sparse gates are padded to whole blocks, and with them all that has to do with the hidden units.
         block = None
         if layout is not None or self._layouts:
             block = math.lcm(*(size for each in (layout, *self._layouts.values()) if each for size in each.block_shape))
         elif density is not None:
             block = math.lcm(*BlockLayout([[True]], block_size).block_shape)
-        self._hidden = Size(self.hidden_size, _up(self.hidden_size, block))
-        self._output = Size(self.proj_size, _up(self.proj_size, block)) if self.proj_size else self._hidden
-        self.sizes: dict[str, tuple[Size, Size]] = {}  # (outputs of one gate, inputs) of each weight
+        self._hidden = Size(self.hidden_size, padded_to(self.hidden_size, block))
+        self._output = Size(self.proj_size, padded_to(self.proj_size, block)) if self.proj_size else self._hidden
         for layer in range(self.num_layers):
             for direction in range(self.directions):
                 inputs = self._inputs_of(layer)
                 self._build(self._suffix(layer, direction), Size(inputs, inputs), layout, input_layout)
-        unknown = self._layouts.keys() - self.sizes.keys()
-        if unknown:
-            raise BlockSparseError.expected("layouts", f"names out of {list(self.sizes)}", sorted(unknown))
-        self._layouts.clear()  # from here on each weight has its own
+        self._check_names()
         self.reset_parameters()
 
     # -- what subclasses say -------------------------------------------------------------------------------------
@@ -115,35 +87,6 @@ class Recurrent(nn.Module):
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def _add_weight(self, name: str, gates: int, out: Size, in_: Size, layout: BlockLayout | None) -> None:
-        """A weight of `gates` parts `[out, in_]`, one above the other: block-sparse by a layout or the density.
-
-        The layout is that of one part, then of each, or that of all; one in `layouts` by this name comes before it.
-        """
-        layout = self._layouts.get(name, layout)
-        if layout is not None:
-            padded = (_up(out.padded, layout.block_shape[0]), _up(in_.padded, layout.block_shape[1]))
-            shapes = padded, (gates * padded[0], padded[1])
-            if layout.shape not in shapes:
-                either = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-                raise BlockSparseError.expected(f"the layout of {name}", f"shape {either}", repr(layout))
-            layout = layout if layout.shape == shapes[1] else _stacked(layout, gates)
-        elif self._density is not None:
-            block = BlockLayout([[True]], self._block_size).block_shape
-            seed = int(torch.randint(2**31, (), device="cpu"))
-            shape = (gates * out.padded, _up(in_.padded, block[1]))
-            layout = patterns.random(shape, block, density=self._density, seed=seed)
-        self.sizes[name] = (out, in_)
-        if layout is None:
-            setattr(self, name, nn.Parameter(torch.empty(gates * out.padded, in_.padded, **self._options)))
-        else:
-            setattr(self, name, Weight(layout, **self._options))
-
-    def _weight(self, name: str) -> tuple[Tensor, BlockLayout | None]:
-        """A weight in use, and its layout."""
-        weight = getattr(self, name)
-        return (weight.values, weight.layout) if isinstance(weight, Weight) else (weight, None)
-
     def _weights(self, suffix: str, *names: str) -> list[tuple[Tensor, BlockLayout | None]]:
         """Those of one cell."""
         return [self._weight(f"weight_{name}{suffix}") for name in names]
@@ -153,39 +96,11 @@ class Recurrent(nn.Module):
         weight, layout = self._weight(name)
         return linear_of(pad(x, layout), weight, layout, bias)
 
-    def shape_of(self, name: str) -> tuple[int, int]:
-        """(out, in) of a weight, without padding."""
-        weight, (out, in_) = getattr(self, name), self.sizes[name]
-        rows = weight.layout.shape[0] if isinstance(weight, Weight) else len(weight)
-        return rows // out.padded * out.real, in_.real
+    def size_of(self, name: str) -> tuple[Size, Size | None]:
+        return super().size_of(name) or (self._hidden, None)
 
-    def with_weights(self, weights: Mapping[str, nn.Parameter | Weight]) -> Recurrent:
-        """Returns a module with other weights or biases of these names, which shares all else with this one."""
-        new = copy.copy(self)
-        new._parameters, new._modules = dict(self._parameters), dict(self._modules)
-        for name, weight in weights.items():
-            delattr(new, name)
-            setattr(new, name, weight)
-        return new
-
-    def densified(self) -> Recurrent:
-        """Returns the same module with dense weights, and so without padding; what stays as it is, is shared."""
-        changed: dict[str, nn.Parameter | Weight] = {}
-        sizes: dict[str, tuple[Size, Size]] = {}
-        for name, old in (*self.named_parameters(recurse=False), *self.named_children()):
-            values = old.values if isinstance(old, Weight) else old
-            if not isinstance(values, nn.Parameter):
-                continue
-            tensor = to_dense(old.values.detach(), old.layout) if isinstance(old, Weight) else values.detach()
-            out, in_ = self.sizes.get(name, (self._hidden, None))
-            tensor = tensor[out.used(len(tensor)).to(tensor.device)]
-            if in_ is not None:
-                tensor = tensor[:, : in_.real]
-                sizes[name] = Size(out.real, out.real), Size(in_.real, in_.real)
-            if isinstance(old, Weight) or values.shape != tensor.shape:
-                changed[name] = nn.Parameter(tensor.contiguous(), requires_grad=values.requires_grad)
-        new = self.with_weights(changed)
-        new.sizes = sizes
+    def densified(self) -> Self:
+        new = super().densified()
         new._hidden = Size(self._hidden.real, self._hidden.real)
         new._output = Size(self._output.real, self._output.real)
         return new
@@ -197,14 +112,10 @@ class Recurrent(nn.Module):
             for name, parameter in self.named_parameters(recurse=False):
                 if not parameter.is_meta:
                     self._reset(name, parameter, bound)
-            for name, weight in self.named_children():
-                if isinstance(weight, Weight):
-                    out, in_ = self.sizes[name]
-                    used = out.used(weight.layout.shape[0]), in_.used(weight.layout.shape[1], parts=False)
-                    weight.draw_values(None if all(bool(side.all()) for side in used) else used)
+            self._draw_weights()
 
     def _reset(self, name: str, parameter: Tensor, bound: float) -> None:
-        out, in_ = self.sizes.get(name, (self._hidden, None))
+        out, in_ = self.size_of(name)
         used = out.used(len(parameter)).to(parameter.device)
         parameter.uniform_(-bound, bound)
         if out.padded != out.real:
@@ -319,12 +230,12 @@ class Recurrent(nn.Module):
         return ", ".join(shown)
 
 
-def fitting(layout: BlockLayout | None, out: Size, in_: Size) -> BlockLayout | None:
-    """The layout if it is one of `[out, in_]` or of four such, one above the other."""
+def fitting(layout: BlockLayout | None, out: Size, in_: Size, parts: int = 4) -> BlockLayout | None:
+    """The layout if it is one of `[out, in_]` or of some such, one above the other."""
     if layout is None:
         return None
-    padded = (_up(out.padded, layout.block_shape[0]), _up(in_.padded, layout.block_shape[1]))
-    return layout if layout.shape[1] == padded[1] and layout.shape[0] in (padded[0], 4 * padded[0]) else None
+    padded = (padded_to(out.padded, layout.block_shape[0]), padded_to(in_.padded, layout.block_shape[1]))
+    return layout if layout.shape[1] == padded[1] and layout.shape[0] in (padded[0], parts * padded[0]) else None
 
 
 def cast(x: Tensor, *tensors: Tensor | None) -> list[Any]:
@@ -347,14 +258,3 @@ def _packed(input: PackedSequence, y: Tensor, h: Tensor, c: Tensor) -> tuple[Pac
     if back is not None:
         h, c = h.index_select(1, back), c.index_select(1, back)
     return PackedSequence(y, input.batch_sizes, input.sorted_indices, back), (h, c)
-
-
-def _stacked(layout: BlockLayout, times: int) -> BlockLayout:
-    rows, cols = (index.numpy() for index in block_coordinates(layout, torch.device("cpu")))
-    all_rows = (np.arange(times)[:, None] * layout.grid[0] + rows).ravel()
-    grid = (times * layout.grid[0], layout.grid[1])
-    return BlockLayout.from_indices(all_rows, np.tile(cols, times), grid, layout.block_shape)
-
-
-def _up(size: int, block: int | None) -> int:
-    return size if block is None else -(-size // block) * block

@@ -14,7 +14,8 @@ from ..layout import BlockLayout
 from ..ops import recurrent
 from ..ops.recurrent import Steps, scan
 from ..ops.recurrent.small_world_lstm import EPSILON
-from .recurrent import Recurrent, Size, cast, fitting
+from .parts import Size
+from .recurrent import Recurrent, cast, fitting
 
 
 class SmallWorldLSTM(Recurrent):

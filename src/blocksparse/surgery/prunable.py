@@ -10,13 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as OutputProjection
 
 from ..checked import checked_block
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
+from ..nn.cells import GRUCell, LSTMCell, RNNCell
 from ..nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from ..nn.gru import GRU, RNN
 from ..nn.lstm import LSTM
 from ..nn.module import BlockSparseModule
+from ..nn.parts import Parts
 from ..nn.recurrent import Recurrent
 from .blocks import Blocks
 
@@ -35,6 +39,20 @@ TRANSPOSED: dict[type[nn.Module], Any] = {
     nn.ConvTranspose1d: ConvTranspose1d,
     nn.ConvTranspose2d: ConvTranspose2d,
     nn.ConvTranspose3d: ConvTranspose3d,
+}
+RECURRENT: dict[type[nn.Module], Any] = {
+    nn.LSTM: LSTM,
+    nn.GRU: GRU,
+    nn.RNN: RNN,
+    nn.LSTMCell: LSTMCell,
+    nn.GRUCell: GRUCell,
+    nn.RNNCell: RNNCell,
+}
+KNOWN: tuple[type[nn.Module], ...] = (nn.Linear, nn.MultiheadAttention, *CONVOLUTIONS, *TRANSPOSED, *RECURRENT)
+NO_COUNTERPART: dict[type[nn.Module], str] = {
+    nn.Embedding: "its rows are looked up, not multiplied",
+    nn.EmbeddingBag: "its rows are looked up, not multiplied",
+    nn.Bilinear: "it multiplies two inputs",
 }
 
 
@@ -104,29 +122,37 @@ class Prunable:
             return "not initialized yet"
         if parameter.dtype not in DTYPES:
             return f"{parameter.dtype} is not supported"
-        if isinstance(module, Recurrent) and not is_dense_lstm(module):
+        if isinstance(module, Recurrent) and not is_dense_recurrent(module):
             fits = self.parameter in module.sizes and not self.blocks.needs_padding
             return None if fits else "no multiple of the block"
-        known = kind in (nn.Linear, *CONVOLUTIONS, *TRANSPOSED) or _is_transformers_conv1d(module)
-        if not known and not (is_dense_lstm(module) and self.parameter.startswith("weight_")):
-            own = f"{kind.__name__} may use its weight in another way than its base class"
-            return own if self.has_own_forward else f"{kind.__name__} has no block-sparse counterpart"
+        if is_dense_recurrent(module):
+            known = self.parameter.startswith("weight_")
+        elif kind is nn.MultiheadAttention or isinstance(module, Parts):
+            known = self.parameter in weights_of_parts(module)
+        else:
+            known = kind in (nn.Linear, OutputProjection, *CONVOLUTIONS, *TRANSPOSED) or _is_conv1d(module)
+        if not known:
+            if kind in KNOWN or isinstance(module, Parts):
+                return f"{self.parameter} is not multiplied with the inputs"
+            if self.has_own_forward:
+                return f"{kind.__name__} may use its weight in another way than its base class"
+            why = NO_COUNTERPART.get(kind)
+            return f"{kind.__name__} has no block-sparse counterpart" + (f": {why}" if why else "")
         if getattr(module, "groups", 1) != 1:
             return f"{module.groups} groups"
         return None
 
     @property
     def has_own_forward(self) -> bool:
-        """Whether its module is a linear layer, convolution or LSTM by its base class, with a forward of its own."""
-        bases: tuple[type[nn.Module], ...] = (nn.Linear, nn.LSTM, *CONVOLUTIONS, *TRANSPOSED)
+        """Whether its module is one of those known by its base class, with a forward of its own."""
         forward = type(self.module).forward
-        return isinstance(self.module, bases) and all(forward is not base.forward for base in bases)
+        return isinstance(self.module, KNOWN) and all(forward is not base.forward for base in KNOWN)
 
     @property
     def values_name(self) -> str:
         """The name of the parameter in the model once the weight is block-sparse."""
-        whole = isinstance(self.module, nn.LSTM | Recurrent)  # it has several weights, each with its name
-        return f"{self.name}.values" if whole else f"{self.name.removesuffix('weight')}values"
+        several = has_several_weights(self.module)  # each with its name
+        return f"{self.name}.values" if several else f"{self.name.removesuffix('weight')}values"
 
 
 def prunable(
@@ -134,10 +160,10 @@ def prunable(
 ) -> list[Prunable]:
     """Lists every weight of a model that can become block-sparse, in the order of `named_modules`.
 
-    These are the weights of torch.nn's linear layers, of convolutions without groups and of their transposes, of LSTMs,
-    and of the linear layer that the transformers library calls Conv1D; and dense weights of `blocksparse.nn`'s
-    recurrent layers. Weights that have two names (tied ones) stay dense, and so do subclasses, which may use their
-    weight in another way.
+    These are the weights of torch.nn's linear layers, of convolutions without groups and of their transposes, of
+    recurrent layers and cells, of multi-head attention, and of the linear layer that the transformers library calls
+    Conv1D; and dense weights of `blocksparse.nn`'s modules that have several. Weights that have two names (tied ones)
+    stay dense, and so do subclasses, which may use their weight in another way.
 
     Args:
         model: any module, or one such layer.
@@ -175,6 +201,11 @@ def survey(
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(parameter, []).append(_dotted(name, key))
     found = []
+    inside = {
+        module.out_proj: f"inside of {type(module).__name__}, a subclass of MultiheadAttention"
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention) and type(module) is not nn.MultiheadAttention
+    }
     for name, module in model.named_modules():
         if isinstance(module, BlockSparseModule):
             continue
@@ -185,6 +216,7 @@ def survey(
             if parameter.is_meta and not empty:
                 raise BlockSparseError.expected("model", "parameters with values", f"{weight.name} on the meta device")
             reason = SKIPPED if module in skipped_modules or weight.name in skipped_names else weight.obstacle
+            reason = reason or inside.get(module)
             others = [other for other in owners[parameter] if other != weight.name]
             if reason is None and others:
                 reason = f"tied to {', '.join(others)}"
@@ -217,14 +249,16 @@ def _blocks_of(module: nn.Module, parameter: str, block: tuple[int, int]) -> Blo
     tensor, parts, multiple = getattr(module, parameter), 1, None
     if isinstance(tensor, nn.UninitializedParameter):
         return Blocks((0, 0), block)
-    if is_dense_lstm(module):
-        parts = 1 if parameter.startswith("weight_hr") else 4
+    if is_dense_recurrent(module):
+        parts = 1 if parameter.startswith("weight_hr") else RECURRENT.get(type(module), module).gates
         # Everything that concerns hidden units has the same padding: a step uses what the last one left.
         both = math.lcm(*block)
         multiple = both, block[1] if parameter.startswith("weight_ih") else both
-    elif isinstance(module, Recurrent) and parameter in module.sizes:
+    elif isinstance(module, Parts) and parameter in module.sizes:
         parts = len(tensor) // module.sizes[parameter][0].padded
-    transposed = type(module) in TRANSPOSED or _is_transformers_conv1d(module)
+    elif isinstance(module, nn.MultiheadAttention) and parameter == "in_proj_weight":
+        parts = 3
+    transposed = type(module) in TRANSPOSED or _is_conv1d(module)
     return Blocks(tensor.shape, block, parts, transposed, multiple)
 
 
@@ -262,12 +296,25 @@ def _matching(pattern: Any, names: Iterable[str]) -> list[str]:
     return [name for name in names if isinstance(pattern, str) and fnmatchcase(name, pattern)]
 
 
-def is_dense_lstm(module: nn.Module) -> bool:
-    """Whether it is an LSTM, PyTorch's or ours, without padding: all of its weights are dense."""
-    return type(module) is nn.LSTM or (type(module) is LSTM and not any(True for _ in module.children()))
+def is_dense_recurrent(module: nn.Module) -> bool:
+    """Whether it is a recurrent layer or a cell, PyTorch's or ours, without padding: all of its weights are dense."""
+    kind = type(module)
+    return kind in RECURRENT or (kind in RECURRENT.values() and not any(True for _ in module.children()))
 
 
-def _is_transformers_conv1d(module: nn.Module) -> bool:
+def has_several_weights(module: nn.Module) -> bool:
+    """Whether the module has several weights, which can become block-sparse one by one."""
+    return isinstance(module, (*RECURRENT, nn.MultiheadAttention, Parts))
+
+
+def weights_of_parts(module: Any) -> tuple[str, ...]:
+    """The names of the weights of a module that has several, besides those of the modules in it."""
+    if isinstance(module, Parts):
+        return tuple(module.sizes)
+    return "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"
+
+
+def _is_conv1d(module: nn.Module) -> bool:
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,12 +15,23 @@ from ..convert import from_dense
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.linear import Linear
-from ..nn.lstm import LSTM
 from ..nn.module import Weight
-from ..nn.recurrent import Recurrent
+from ..nn.multihead_attention import MultiheadAttention
+from ..nn.parts import Parts
 from .blocks import pad
 from .optimizer import check_optimizer, has_parameter
-from .prunable import CONVOLUTIONS, TRANSPOSED, Prunable, Skip, is_dense_lstm, prunable, survey, weights_of
+from .prunable import (
+    CONVOLUTIONS,
+    RECURRENT,
+    TRANSPOSED,
+    Prunable,
+    Skip,
+    has_several_weights,
+    is_dense_recurrent,
+    prunable,
+    survey,
+    weights_of,
+)
 
 __all__ = ["Prunable", "Skip", "prunable", "replace_modules", "replace_with_sparse", "sparse_module", "survey"]
 
@@ -59,8 +71,14 @@ def replace_with_sparse(
     of_module: dict[nn.Module, list[tuple[Prunable, BlockLayout]]] = {}
     for name, weight in weights.items():
         of_module.setdefault(weight.module, []).append((weight, layouts[name]))
+    # PyTorch's attention reads the weight of its output's projection itself.
+    of_module |= {
+        module: []
+        for module in model.modules()
+        if type(module) is nn.MultiheadAttention and module.out_proj in of_module and module not in of_module
+    }
     changes: list[_Change] = []
-    new = {module: sparse_module(chosen, changes) for module, chosen in of_module.items()}
+    new = {module: _sparse_module(module, chosen, changes) for module, chosen in of_module.items()}
     _check_optimizer(optimizer, changes)
     for change in changes:
         change.apply(optimizer)
@@ -72,9 +90,13 @@ def replace_with_sparse(
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """Puts modules in the places of others, in place; returns the model, or what takes its own place."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        if name and module in new:
-            parent, _, key = name.rpartition(".")
-            setattr(model.get_submodule(parent), key, new[module])
+        taking = new.get(module)
+        if not name or taking is None:
+            continue
+        parent, _, key = name.rpartition(".")
+        holder = new.get(model, model).get_submodule(parent)
+        if getattr(holder, key, None) is module:  # what took the parent's place may have others in it
+            setattr(holder, key, taking)
     return new.get(model, model)
 
 
@@ -105,18 +127,23 @@ class _Change:
 Chosen = Sequence[tuple[Prunable, BlockLayout]]
 
 
-def sparse_module(chosen: Chosen, changes: list[_Change] | None = None) -> nn.Module:
+def sparse_module(chosen: Chosen) -> nn.Module:
     """Makes the block-sparse counterpart of a module, which shares its other parameters.
 
     Args:
         chosen: weights of the module, with their layouts.
-        changes: gets the parameters that are replaced.
     """
-    changes = [] if changes is None else changes
-    weight, layout = chosen[0]
-    module = weight.module
-    if isinstance(module, nn.LSTM | Recurrent):
+    return _sparse_module(chosen[0][0].module, chosen, [])
+
+
+def _sparse_module(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Module:
+    if is_dense_recurrent(module):
         return _recurrent(module, chosen, changes)
+    if type(module) is nn.MultiheadAttention:
+        return _attention(module, chosen, changes)
+    if has_several_weights(module):
+        return _with_weights(module, chosen, changes)
+    ((weight, layout),) = chosen
     rows, columns = weight.blocks.size_of_matrix
     options: dict[str, Any] = {"layout": layout, "bias": module.bias is not None, "device": "meta"}
     kind: Any = CONVOLUTIONS.get(type(module)) or TRANSPOSED.get(type(module)) or Linear
@@ -129,12 +156,10 @@ def sparse_module(chosen: Chosen, changes: list[_Change] | None = None) -> nn.Mo
 
 
 def _recurrent(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Module:
-    if not is_dense_lstm(module):
-        return module.with_weights({w.parameter: _filled(Weight(l, "meta"), w, l, changes) for w, l in chosen})
     weights = {weight.parameter: (weight, layout) for weight, layout in chosen}
-    names = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional", "proj_size")
-    settings = {name: getattr(module, name) for name in names}
-    new = LSTM(**settings, layouts={key: layout for key, (_, layout) in weights.items()}, device="meta")
+    kind = RECURRENT.get(type(module), type(module))
+    layouts = {key: layout for key, (_, layout) in weights.items()}
+    new = kind(**settings_of(module, kind), layouts=layouts, device="meta")
     for key, old in module.named_parameters(recurse=False):
         if key in weights:
             _filled(getattr(new, key), *weights[key], changes)
@@ -143,10 +168,37 @@ def _recurrent(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Module
         if shape == tuple(old.shape):
             setattr(new, key, old)
         else:  # padded
-            take = partial(pad, shape=shape, parts=1 if key.startswith("weight_hr") else 4)
+            take = partial(pad, shape=shape, parts=1 if key.startswith("weight_hr") else kind.gates)
             setattr(new, key, nn.Parameter(take(old.detach()), requires_grad=old.requires_grad))
             changes.append(_Change(key, old, getattr(new, key), take))
     return like(module, new)
+
+
+def _attention(module: nn.MultiheadAttention, chosen: Chosen, changes: list[_Change]) -> nn.Module:
+    layouts = {weight.parameter: layout for weight, layout in chosen}
+    new: Any = MultiheadAttention(**settings_of(module, MultiheadAttention), layouts=layouts, device="meta")
+    for key, old in module.named_parameters(recurse=False):
+        if key not in layouts:
+            setattr(new, key, old)
+    for weight, layout in chosen:
+        _filled(getattr(new, weight.parameter), weight, layout, changes)
+    new.out_proj = module.out_proj
+    return like(module, new)
+
+
+def _with_weights(module: Parts, chosen: Chosen, changes: list[_Change]) -> nn.Module:
+    """The module with some more of its weights block-sparse."""
+    new = {weight.parameter: _filled(Weight(layout, "meta"), weight, layout, changes) for weight, layout in chosen}
+    return module.with_weights(new)
+
+
+def settings_of(module: nn.Module, kind: Callable[..., nn.Module]) -> dict[str, Any]:
+    """The arguments of a class of ours with several weights for one that is as the module, PyTorch's or ours."""
+    names = signature(kind).parameters
+    settings = {name: value for name, value in vars(module).items() if name in names}
+    if isinstance(module, nn.MultiheadAttention | MultiheadAttention):
+        settings |= {"bias": module.in_proj_bias is not None, "add_bias_kv": module.bias_k is not None}
+    return settings
 
 
 def _filled(new: Any, weight: Prunable, layout: BlockLayout, changes: list[_Change]) -> Any:

@@ -1,0 +1,100 @@
+"""Cells: recurrent layers that take one step in each call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import BlockSparseError
+from .gru import GRU, RNN
+from .lstm import LSTM
+from .recurrent import Recurrent
+
+
+class Cell(Recurrent):
+    """The call of a cell, before the class of its layer."""
+
+    def _suffix(self, layer: int, direction: int) -> str:
+        return ""
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:  # type: ignore[override]
+        if not isinstance(input, Tensor) or input.dim() not in (1, 2):
+            shape = list(input.shape) if isinstance(input, Tensor) else type(input).__name__
+            raise BlockSparseError.expected("input", f"[batch, {self.input_size}] or [{self.input_size}]", shape)
+        states = hx if isinstance(hx, tuple | list) else () if hx is None else (hx,)
+        for state in states:
+            if not isinstance(state, Tensor) or state.dim() != input.dim():
+                got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
+                raise BlockSparseError.expected("hx", f"states of {input.dim()} axes, as the input has", got)
+        steps = tuple(state.unsqueeze(0) for state in states)
+        _, new = super().forward(input.unsqueeze(0), steps[0] if isinstance(hx, Tensor) else steps or None)
+        return new.squeeze(0) if isinstance(new, Tensor) else tuple(state.squeeze(0) for state in new)
+
+    def extra_repr(self) -> str:
+        return f"{self.input_size}, {self.hidden_size}" + ("" if self.bias else ", bias=False")
+
+
+class LSTMCell(Cell, LSTM):  # type: ignore[misc]
+    """`torch.nn.LSTMCell` with weights that are dense or block-sparse: one step of `blocksparse.nn.LSTM`.
+
+    Args:
+        input_size, hidden_size, bias: as torch.nn.LSTMCell.
+        options: `layout`, `input_layout`, `layouts`, `density`, `block_size`, `device` and `dtype`, as
+            `blocksparse.nn.LSTM` has them; the names of the weights are `weight_ih` and `weight_hh`.
+
+    Shapes: `[batch, input_size]` or `[input_size]`, and (h, c) `[batch, hidden_size]` or `[hidden_size]`, to (h, c).
+
+    Raises:
+        BlockSparseError: sizes or layouts that do not fit, inputs of another shape.
+
+    >>> import torch, blocksparse as bs
+    >>> cell = bs.nn.LSTMCell(64, 256, density=0.25)
+    >>> h, c = cell(torch.randn(3, 64))
+    >>> h.shape, c.shape
+    (torch.Size([3, 256]), torch.Size([3, 256]))
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, **options: Any):
+        super().__init__(input_size, hidden_size, 1, bias, **options)
+
+
+class GRUCell(Cell, GRU):  # type: ignore[misc]
+    """`torch.nn.GRUCell` with weights that are dense or block-sparse: one step of `blocksparse.nn.GRU`.
+
+    Args:
+        input_size, hidden_size, bias: as torch.nn.GRUCell.
+        options: as of `LSTMCell`.
+
+    Shapes: `[batch, input_size]` or `[input_size]`, and h `[batch, hidden_size]` or `[hidden_size]`, to h.
+
+    Raises:
+        BlockSparseError: sizes or layouts that do not fit, inputs of another shape.
+
+    >>> import torch, blocksparse as bs
+    >>> bs.nn.GRUCell(64, 256, density=0.25)(torch.randn(3, 64)).shape
+    torch.Size([3, 256])
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, **options: Any):
+        super().__init__(input_size, hidden_size, 1, bias, **options)
+
+
+class RNNCell(Cell, RNN):  # type: ignore[misc]
+    """`torch.nn.RNNCell` with weights that are dense or block-sparse: one step of `blocksparse.nn.RNN`.
+
+    Args:
+        input_size, hidden_size, bias, nonlinearity: as torch.nn.RNNCell.
+        options: as of `LSTMCell`.
+
+    Shapes and errors are those of `GRUCell`.
+
+    >>> import torch, blocksparse as bs
+    >>> bs.nn.RNNCell(64, 256, density=0.25)(torch.randn(3, 64)).shape
+    torch.Size([3, 256])
+    """
+
+    def __init__(
+        self, input_size: int, hidden_size: int, bias: bool = True, nonlinearity: str = "tanh", **options: Any
+    ):
+        super().__init__(input_size, hidden_size, 1, nonlinearity, bias, **options)

@@ -1,0 +1,166 @@
+"""The GRU and the plain recurrent layer, dense or block-sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ..errors import BlockSparseError
+from ..layout import BlockLayout
+from ..ops.recurrent import Steps, gather_rows, linear_of, unrolled
+from .parts import Size
+from .recurrent import Recurrent, cast, fitting, pad
+
+
+class HiddenOnly(Recurrent):
+    """Recurrent layers whose state is h alone."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        layout: BlockLayout | None = None,
+        input_layout: BlockLayout | None = None,
+        layouts: Mapping[str, BlockLayout] | None = None,
+        density: float | None = None,
+        block_size: int | tuple[int, int] = 32,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        self.bias = bool(bias)
+        super().__init__(
+            input_size, hidden_size, num_layers, batch_first, dropout, bidirectional, 0, layout, input_layout,
+            density, block_size, device, dtype, layouts,
+        )  # fmt: skip
+
+    def _build(self, suffix: str, inputs: Size, layout: BlockLayout | None, input_layout: BlockLayout | None) -> None:
+        hidden = self._hidden
+        chosen = input_layout if suffix in ("", "_l0", "_l0_reverse") else None
+        chosen = chosen or fitting(layout, hidden, inputs, self.gates)
+        self._add_weight(f"weight_ih{suffix}", self.gates, hidden, inputs, chosen)
+        self._add_weight(f"weight_hh{suffix}", self.gates, hidden, hidden, layout)
+        if self.bias:
+            for name in (f"bias_ih{suffix}", f"bias_hh{suffix}"):
+                setattr(self, name, nn.Parameter(torch.empty(self.gates * hidden.padded, **self._options)))
+
+    def forward(  # type: ignore[override]
+        self, input: Tensor | PackedSequence, hx: Tensor | None = None, *, table: Tensor | None = None
+    ) -> tuple[Any, Tensor]:
+        if not isinstance(hx, Tensor | None):
+            raise BlockSparseError.expected("hx", "a tensor, the initial h", type(hx).__name__)
+        # The state c of the base is given and comes back as it is: what no step changes.
+        y, (h, _) = super().forward(input, None if hx is None else (hx, hx), table=table)
+        return y, h
+
+    def _run(
+        self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
+    ) -> tuple[Tensor, ...]:
+        (input_weight, input_layout), (weight, layout) = self._weights(suffix, "ih", "hh")
+        biases = [getattr(self, f"bias_{name}{suffix}") if self.bias else None for name in ("ih", "hh")]
+        x, h, input_weight, weight, *biases = cast(x, h, input_weight, weight, *biases)
+
+        def step(of_input: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+            return self._step(of_input, linear_of(h, weight, layout, biases[1]), h), c
+
+        of_inputs = gather_rows(linear_of(pad(x, input_layout), input_weight, input_layout, biases[0]), index)
+        return unrolled(steps, step, (of_inputs,), h, c)
+
+    def _step(self, of_input: Tensor, of_state: Tensor, h: Tensor) -> Tensor:
+        """The next h, from the products of the input and of h, with their biases."""
+        raise NotImplementedError
+
+
+class GRU(HiddenOnly):
+    """`torch.nn.GRU` with weights that are dense or block-sparse.
+
+        r = sig(x W_ir^T + b_ir + h W_hr^T + b_hr);  z = sig(x W_iz^T + b_iz + h W_hz^T + b_hz)
+        n = tanh(x W_in^T + b_in + r (h W_hn^T + b_hn));  h = (1 - z) n + z h
+
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as torch.nn.GRU.
+        layout: the blocks of each recurrent weight: `[hidden, hidden]` for each of the three gates, or
+            `[3 hidden, hidden]`. Input weights of the same shape have it too.
+        input_layout: the blocks of the first layer's input weight, `[hidden, input]` or `[3 hidden, input]`.
+        layouts: those of single weights by their names, `{"weight_hh_l0": layout}`, in place of the ones above.
+        density: instead of layouts, the part of the blocks that random patterns store in every weight.
+        block_size: of these patterns.
+        device, dtype: of the parameters.
+
+    What no layout fits is dense. Without a layout and a density the parameters and their names are torch.nn.GRU's,
+    and so are the results. Of a block-sparse weight, `weight_hh_l0` say, the parameter is `weight_hh_l0.values`.
+
+    Shapes: as torch.nn.GRU's: `[steps, batch, input_size]` (or batch first, or without a batch, or packed) to
+    `[steps, batch, hidden_size]` and the final h `[layers * directions, batch, hidden_size]`.
+
+    Raises:
+        BlockSparseError: sizes or layouts that do not fit, inputs of another shape.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> gru = bs.nn.GRU(64, 256, density=0.25)
+        >>> y, h = gru(torch.randn(10, 3, 64))
+        >>> y.shape, h.shape
+        (torch.Size([10, 3, 256]), torch.Size([1, 3, 256]))
+
+    Source: Cho et al., Learning phrase representations using RNN encoder-decoder (2014), in the form of cuDNN.
+    """
+
+    gates = 3
+
+    def _step(self, of_input: Tensor, of_state: Tensor, h: Tensor) -> Tensor:
+        (r, z, n), (hr, hz, hn) = of_input.chunk(3, 1), of_state.chunk(3, 1)
+        r, z = torch.sigmoid(r + hr), torch.sigmoid(z + hz)
+        n = torch.tanh(n + r * hn)
+        return n + z * (h - n)
+
+
+class RNN(HiddenOnly):
+    """`torch.nn.RNN` with weights that are dense or block-sparse: h = tanh(x W_ih^T + b_ih + h W_hh^T + b_hh).
+
+    Args:
+        input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional: as torch.nn.RNN;
+            the nonlinearity is "tanh" or "relu".
+        layout, input_layout, layouts, density, block_size, device, dtype: as `blocksparse.nn.GRU`, of one gate.
+
+    Shapes and errors are those of `blocksparse.nn.GRU`, and an unknown nonlinearity is one.
+
+    >>> import torch, blocksparse as bs
+    >>> rnn = bs.nn.RNN(64, 256, density=0.25)
+    >>> y, h = rnn(torch.randn(10, 3, 64))
+    >>> y.shape, h.shape
+    (torch.Size([10, 3, 256]), torch.Size([1, 3, 256]))
+
+    Source: Elman, Finding structure in time (1990).
+    """
+
+    gates = 1
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        **options: Any,
+    ):
+        if nonlinearity not in ("tanh", "relu"):
+            raise BlockSparseError.expected("nonlinearity", "tanh or relu", repr(nonlinearity))
+        self.nonlinearity = nonlinearity
+        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, **options)
+
+    def _step(self, of_input: Tensor, of_state: Tensor, h: Tensor) -> Tensor:
+        return (torch.tanh if self.nonlinearity == "tanh" else torch.relu)(of_input + of_state)

@@ -1,0 +1,185 @@
+"""The base of modules with several weights, each dense or block-sparse, and of parts that lie one above the other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops, patterns
+from ..convert import block_coordinates, to_dense
+from ..errors import BlockSparseError
+from ..layout import BlockLayout, check_layout
+from .module import Weight
+
+
+class Size(NamedTuple):
+    """A number of features, without and with padding."""
+
+    real: int
+    padded: int
+
+    def used(self, size: int, parts: bool = True) -> Tensor:
+        """Marks which of `size` features are real: bool on the CPU. With `parts`, size is a multiple of `padded`."""
+        index = torch.arange(size, device="cpu")
+        return (index % self.padded if parts else index) < self.real
+
+
+class Parts(nn.Module):
+    """A module whose weights are plain parameters where dense, and modules with `values` and a layout where not.
+
+    Both have the name that torch.nn's module of this kind gives the weight, so that state dicts of dense modules are
+    the same. A weight is of one part or of several, as a gate's or a head's are: each is padded by itself.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, BlockLayout] | None,
+        density: float | None,
+        block_size: int | tuple[int, int],
+        device: Any,
+        dtype: torch.dtype | None,
+    ):
+        super().__init__()
+        self._layouts = dict(layouts or {})
+        self._density, self._block_size = density, block_size
+        self._options = {"device": device, "dtype": dtype}
+        self.sizes: dict[str, tuple[Size, Size]] = {}  # (outputs of one part, inputs) of each weight
+
+    def _check_layouts(self, *given: BlockLayout | None) -> None:
+        """Raises a BlockSparseError for a layout that is none, or one besides a density."""
+        layouts = [each for each in (*given, *self._layouts.values()) if each is not None]
+        for each in layouts:
+            check_layout(each)
+        if self._density is not None and layouts:
+            raise BlockSparseError.expected("density", "None where a layout is given", self._density)
+
+    def _add_weight(self, name: str, parts: int, out: Size, in_: Size, layout: BlockLayout | None) -> None:
+        """A weight of `parts` parts `[out, in_]`, one above the other: block-sparse by a layout or the density.
+
+        The layout is that of one part, then of each, or that of all; one in `layouts` by this name comes before it.
+        """
+        layout = self._layouts.pop(name, layout)
+        if layout is not None:
+            padded = (padded_to(out.padded, layout.block_shape[0]), padded_to(in_.padded, layout.block_shape[1]))
+            shapes = padded, (parts * padded[0], padded[1])
+            if layout.shape not in shapes:
+                either = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+                raise BlockSparseError.expected(f"the layout of {name}", f"shape {either}", repr(layout))
+            layout = layout if layout.shape == shapes[1] else _stacked(layout, parts)
+        elif self._density is not None:
+            block = BlockLayout([[True]], self._block_size).block_shape
+            seed = int(torch.randint(2**31, (), device="cpu"))
+            shape = (parts * padded_to(out.padded, block[0]), padded_to(in_.padded, block[1]))
+            layout = patterns.random(shape, block, density=self._density, seed=seed)
+        if layout is None:
+            self.sizes[name] = (out, in_)
+            setattr(self, name, nn.Parameter(torch.empty(parts * out.padded, in_.padded, **self._options)))
+        else:
+            self.sizes[name] = (Size(out.real, layout.shape[0] // parts), in_)
+            setattr(self, name, Weight(layout, **self._options))
+
+    def _check_names(self) -> None:
+        """Raises a BlockSparseError unless each of `layouts` was that of a weight."""
+        if self._layouts:
+            raise BlockSparseError.expected("layouts", f"names out of {list(self.sizes)}", sorted(self._layouts))
+
+    def _weight(self, name: str) -> tuple[Tensor, BlockLayout | None]:
+        """A weight in use, and its layout."""
+        weight = getattr(self, name)
+        return (weight.values, weight.layout) if isinstance(weight, Weight) else (weight, None)
+
+    def _product_with(self, x: Tensor, name: str, parts: slice, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias of some parts of a weight, without padding: `[..., in] -> [..., parts * out]`."""
+        out, _ = self.sizes[name]
+        weight, layout = self._weight(name)
+        rows = slice(parts.start * out.padded, parts.stop * out.padded)
+        if layout is None:
+            dense: Tensor = F.linear(x, weight[rows], bias)
+            return dense
+        if rows != slice(0, layout.shape[0]):
+            weight, layout = rows_of(weight, layout, rows)
+        if layout.shape[1] != x.shape[-1]:
+            x = F.pad(x, (0, layout.shape[1] - x.shape[-1]))
+        if out.padded == out.real:
+            return ops.linear(x, weight, layout, bias)
+        y: Tensor = ops.linear(x, weight, layout).unflatten(-1, (-1, out.padded))[..., : out.real].flatten(-2)
+        return y if bias is None else y + bias
+
+    def size_of(self, name: str) -> tuple[Size, Size | None] | None:
+        """(outputs of one part, inputs) of a weight; of a vector that is padded like outputs, these and None."""
+        return self.sizes.get(name)
+
+    def shape_of(self, name: str) -> tuple[int, int]:
+        """(out, in) of a weight, without padding."""
+        weight, (out, in_) = getattr(self, name), self.sizes[name]
+        rows = weight.layout.shape[0] if isinstance(weight, Weight) else len(weight)
+        return rows // out.padded * out.real, in_.real
+
+    def with_weights(self, weights: Mapping[str, nn.Parameter | Weight]) -> Self:
+        """Returns a module with other weights or biases of these names, which shares all else with this one."""
+        new = copy.copy(self)
+        new._parameters, new._modules = dict(self._parameters), dict(self._modules)
+        for name, weight in weights.items():
+            delattr(new, name)
+            setattr(new, name, weight)
+        return new
+
+    def densified(self) -> Self:
+        """Returns the same module with dense weights, and so without padding; what stays as it is, is shared."""
+        changed: dict[str, nn.Parameter | Weight] = {}
+        sizes: dict[str, tuple[Size, Size]] = {}
+        for name, old in (*self.named_parameters(recurse=False), *self.named_children()):
+            values, size = old.values if isinstance(old, Weight) else old, self.size_of(name)
+            if not isinstance(values, nn.Parameter) or size is None:
+                continue
+            tensor = to_dense(old.values.detach(), old.layout) if isinstance(old, Weight) else values.detach()
+            out, in_ = size
+            tensor = tensor[out.used(len(tensor)).to(tensor.device)]
+            if in_ is not None:
+                tensor = tensor[:, : in_.real]
+                sizes[name] = Size(out.real, out.real), Size(in_.real, in_.real)
+            if isinstance(old, Weight) or values.shape != tensor.shape:
+                changed[name] = nn.Parameter(tensor.contiguous(), requires_grad=values.requires_grad)
+        new = self.with_weights(changed)
+        new.sizes = sizes
+        return new
+
+    def _draw_weights(self) -> None:
+        """Draws the block-sparse weights again, uniform within 1 / sqrt(fan_in)."""
+        for name, weight in self.named_children():
+            if isinstance(weight, Weight):
+                out, in_ = self.sizes[name]
+                used = out.used(weight.layout.shape[0]), in_.used(weight.layout.shape[1], parts=False)
+                weight.draw_values(None if all(bool(side.all()) for side in used) else used)
+
+
+def rows_of(values: Tensor, layout: BlockLayout, rows: slice) -> tuple[Tensor, BlockLayout]:
+    """The values and the layout of some rows of a weight, whole blocks; the values are a view."""
+    height = layout.block_shape[0]
+    first, last = rows.start // height, rows.stop // height
+    begin, end = (int(layout.row_start[at]) for at in (first, last))
+    return values[begin:end], layout.derived((rows_of, first, last), lambda: _cut(layout, first, last))
+
+
+def _cut(layout: BlockLayout, first: int, last: int) -> BlockLayout:
+    part = slice(int(layout.row_start[first]), int(layout.row_start[last]))
+    rows, cols = layout.row_of_block[part] - first, layout.col_of_block[part]
+    return BlockLayout.from_indices(rows, cols, (last - first, layout.grid[1]), layout.block_shape)
+
+
+def _stacked(layout: BlockLayout, times: int) -> BlockLayout:
+    rows, cols = (index.numpy() for index in block_coordinates(layout, torch.device("cpu")))
+    all_rows = (np.arange(times)[:, None] * layout.grid[0] + rows).ravel()
+    grid = (times * layout.grid[0], layout.grid[1])
+    return BlockLayout.from_indices(all_rows, np.tile(cols, times), grid, layout.block_shape)
+
+
+def padded_to(size: int, block: int | None) -> int:
+    """The least multiple of the block that is not below the size."""
+    return size if block is None else -(-size // block) * block

@@ -1,0 +1,185 @@
+"""GRUs, plain recurrent layers and cells: as torch.nn's, dense and block-sparse, in all forms of their inputs."""
+
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+import blocksparse as bs
+from blocksparse import BlockSparseError
+from blocksparse.nn.module import Weight
+
+
+@pytest.fixture(autouse=True)
+def backend():
+    with bs.use_backend("cpu" if bs.backends()["cpu"] else "reference"):
+        yield
+
+
+LAYERS = {
+    "gru": (nn.GRU, {}),
+    "tanh": (nn.RNN, {}),
+    "relu": (nn.RNN, {"nonlinearity": "relu"}),
+}
+CELLS = {
+    "gru": (nn.GRUCell, {}),
+    "tanh": (nn.RNNCell, {}),
+    "relu": (nn.RNNCell, {"nonlinearity": "relu"}),
+    "lstm": (nn.LSTMCell, {}),
+}
+
+
+def tensors(found):
+    if isinstance(found, PackedSequence):
+        return [found.data]
+    return [found] if isinstance(found, torch.Tensor) else [tensor for each in found for tensor in tensors(each)]
+
+
+def agree(ours, theirs, *args):
+    """Outputs and the gradients of everything: the parameters under the dense names, the arguments."""
+    made = []
+    for module in (ours, theirs):
+        leaves = [each.data.detach().clone().requires_grad_() for each in args]
+        given = [PackedSequence(leaf, *each[1:]) if isinstance(each, PackedSequence) else leaf
+                 for leaf, each in zip(leaves, args, strict=True)]  # fmt: skip
+        outputs = tensors(module(*given))
+        generator = torch.Generator().manual_seed(0)
+        loss = sum((y * torch.randn(y.shape, generator=generator, dtype=y.dtype)).sum() for y in outputs)
+        names = [name for name, _ in module.named_parameters()]
+        grads = torch.autograd.grad(loss, [*leaves, *module.parameters()])
+        made.append((outputs, grads[: len(leaves)], dict(zip(names, grads[len(leaves) :], strict=True))))
+    torch.testing.assert_close(made[0][:2], made[1][:2], rtol=1e-9, atol=1e-10)
+    for name, grad in made[1][2].items():
+        found = made[0][2].get(name)
+        if found is not None and found.shape == grad.shape:
+            torch.testing.assert_close(found, grad, rtol=1e-9, atol=1e-10)
+            continue
+        # Of the stored blocks: those of the dense gradient, whose padding is 0.
+        found, weight = made[0][2][f"{name}.values"], getattr(ours, name)
+        out, in_ = ours.sizes[name]
+        dense = bs.to_dense(found, weight.layout)[out.used(weight.layout.shape[0])][:, : in_.real]
+        mask = bs.to_dense(torch.ones_like(found), weight.layout)[out.used(weight.layout.shape[0])][:, : in_.real]
+        torch.testing.assert_close(dense, grad * mask, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize(
+    ("layers", "bias", "bidirectional"), list(itertools.product((1, 2), (True, False), (False, True)))
+)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_torchs(name, layers, bias, bidirectional, sparse):
+    torch.manual_seed(0)
+    kind, options = LAYERS[name]
+    options = options | {"bias": bias, "bidirectional": bidirectional, "dtype": torch.float64}
+    theirs = kind(10, 8, layers, **options)
+    if sparse:
+        ours = bs.sparsify(theirs, 0.5, (4, 2), force=True)
+        theirs = bs.densify(ours)
+        assert type(theirs) is kind
+    else:
+        ours = getattr(bs.nn, kind.__name__)(10, 8, layers, **options)
+        assert list(ours.state_dict()) == list(theirs.state_dict())
+        ours.load_state_dict(theirs.state_dict())
+    h = torch.randn(layers * (2 if bidirectional else 1), 3, 8, dtype=torch.float64)
+    x = torch.randn(6, 3, 10, dtype=torch.float64)
+    agree(ours, theirs, x)
+    agree(ours, theirs, x, h)
+    agree(ours, theirs, x[:, 0], h[:, 0])
+    for lengths, ordered in (([6, 4, 1], True), ([4, 6, 1], False)):
+        agree(ours, theirs, pack_padded_sequence(x, lengths, enforce_sorted=ordered), h)
+
+
+# 10 units and 7 inputs are no multiples of the block.
+@pytest.mark.parametrize("name", LAYERS)
+def test_padded_layers_and_batches_first(name):
+    torch.manual_seed(0)
+    kind, options = LAYERS[name]
+    dense = kind(7, 10, 2, batch_first=True, bidirectional=True, **options, dtype=torch.float64)
+    sparse = bs.sparsify(dense, {"weight_hh_l0": 0.5, "weight_ih_l1": 0.4}, (4, 8), force=True)
+    assert isinstance(sparse.weight_hh_l0, Weight)
+    assert isinstance(sparse.weight_ih_l0, nn.Parameter)
+    x, theirs = torch.randn(3, 5, 7, dtype=torch.float64), bs.densify(sparse)
+    torch.testing.assert_close(sparse(x), theirs(x), rtol=1e-9, atol=1e-10)
+    more = bs.sparsify(theirs, 0.5, (4, 8), force=True)
+    torch.testing.assert_close(more(x), bs.densify(more)(x), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "none"])
+@pytest.mark.parametrize("name", CELLS)
+def test_cells_are_torchs(name, bias):
+    torch.manual_seed(0)
+    kind, options = CELLS[name]
+    dense = kind(7, 10, bias, **options, dtype=torch.float64)
+    ours = bs.sparsify(dense, 0.5, 4, force=True)
+    theirs = bs.densify(ours)
+    assert type(theirs) is kind
+    assert list(theirs.state_dict()) == list(dense.state_dict())
+    x, h, c = torch.randn(3, 7), torch.randn(3, 10), torch.randn(3, 10)
+    x, h, c = (each.double() for each in (x, h, c))
+    for given, state, cell in ((x, h, c), (x[0], h[0], c[0])):
+        hx = (state, cell) if name == "lstm" else state
+        torch.testing.assert_close(ours(given, hx), theirs(given, hx), rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(ours(given), theirs(given), rtol=1e-9, atol=1e-10)
+    sum(tensors(ours(x, (h, c) if name == "lstm" else h)), start=torch.zeros(())).square().sum().backward()
+    assert all(bool(parameter.grad.abs().sum() > 0) for parameter in ours.parameters())
+
+
+@pytest.mark.parametrize("name", ["GRU", "RNN", "GRUCell", "RNNCell", "LSTMCell"])
+def test_random_patterns_layouts_states_and_pickles(name):
+    torch.manual_seed(0)
+    made = getattr(bs.nn, name)(8, 16, density=0.5, block_size=8)
+    gates = {"GRU": 3, "RNN": 1, "LST": 4}[name[:3]]
+    suffix = "" if "Cell" in name else "_l0"
+    assert getattr(made, f"weight_hh{suffix}").layout.shape == (gates * 16, 16)
+    other = getattr(bs.nn, name)(8, 16, density=0.3, block_size=8)
+    other.load_state_dict(made.state_dict())
+    x = torch.randn(5, 8)
+    expected = tensors(made(x))
+    torch.testing.assert_close(tensors(other(x)), expected)
+    torch.testing.assert_close(tensors(pickle.loads(pickle.dumps(made))(x)), expected)
+    layout = bs.patterns.random((16, 16), 8, density=0.5, seed=0)
+    given = getattr(bs.nn, name)(8, 16, layout=layout)
+    assert torch.equal(getattr(given, f"weight_hh{suffix}").layout.mask(), layout.mask().repeat(gates, 1))
+
+
+@pytest.mark.parametrize("kind", [bs.nn.GRU, bs.nn.RNN])
+def test_dropout_between_layers_in_training_only(kind):
+    torch.manual_seed(0)
+    module = kind(8, 8, 2, dropout=0.9, density=0.5, block_size=4)
+    x = torch.randn(6, 2, 8)
+    assert not torch.equal(module(x)[0], module(x)[0])
+    module.eval()
+    assert torch.equal(module(x)[0], module(x)[0])
+
+
+def test_under_autocast_results_are_close():
+    torch.manual_seed(0)
+    gru = bs.nn.GRU(8, 16, density=0.5, block_size=8)
+    x = torch.randn(4, 2, 8)
+    expected = gru(x)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, _ = gru(x)
+    assert (y.float() - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: bs.nn.GRU(8, 16)(torch.randn(3, 2, 7)), "input"),
+        (lambda: bs.nn.GRU(8, 16)(torch.randn(3, 2, 8), torch.randn(1, 3, 16)), "the initial h"),
+        (lambda: bs.nn.GRU(8, 16)(torch.randn(3, 2, 8), (torch.randn(1, 2, 16),) * 2), "hx"),
+        (lambda: bs.nn.RNN(8, 16, nonlinearity="gelu"), "nonlinearity"),
+        (lambda: bs.nn.GRU(8, 16, layout=bs.patterns.dense((64, 16), 8)), "weight_hh_l0"),
+        (lambda: bs.nn.GRUCell(8, 16)(torch.randn(2, 2, 8)), "input"),
+        (lambda: bs.nn.GRUCell(8, 16)(torch.randn(2, 8), torch.randn(16)), "hx"),
+        (lambda: bs.nn.LSTMCell(8, 16)(torch.randn(2, 8), torch.randn(2, 16)), "hx"),
+        (lambda: bs.nn.LSTMCell(8, 16)(torch.randn(2, 8), (torch.randn(2, 16), torch.randn(2, 8))), "the initial c"),
+    ],
+    ids=["features", "batch", "tuple", "name", "layout", "axes", "state", "one", "c"],
+)
+def test_what_does_not_fit_is_said(make, message):
+    with pytest.raises(BlockSparseError, match=message):
+        make()
