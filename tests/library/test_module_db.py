@@ -94,6 +94,15 @@ def is_taken(module):
     return getattr(module, "groups", 1) == 1
 
 
+def unfused(module, args, kwargs):
+    """What PyTorch computes without its fused encoders, in which padded positions are 0 and not what they are else."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        return module(*args, **kwargs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_samples_agree(family, training):
@@ -118,8 +127,7 @@ def test_samples_agree(family, training):
             with torch.no_grad(), warnings.catch_warnings():
                 args, kwargs, _ = leaves(given)
                 found = tensors(sparse(*args, **kwargs))  # quietly: warnings are errors
-                warnings.simplefilter("ignore")
-                torch.testing.assert_close(found, tensors(module(*args, **kwargs)), **close)
+                torch.testing.assert_close(found, tensors(unfused(module, args, kwargs)), **close)
         dense = dense_gradients(sparse, of_values)
         for name, grad in of_parameters.items():
             grad = torch.zeros_like(dense[name]) if grad is None else grad

@@ -15,7 +15,7 @@ from ..ops.recurrent import Steps, scan
 from ..ops.registry import needs_grad
 from .module import Weight
 from .parts import Size
-from .recurrent import Recurrent, State, cast, fitting, pad
+from .recurrent import Recurrent, State, cast, check_states, fitting, pad
 
 
 class LSTM(Recurrent):
@@ -100,6 +100,7 @@ class LSTM(Recurrent):
     def forward(
         self, input: Tensor | PackedSequence, hx: State | None = None, *, table: Tensor | None = None
     ) -> tuple[Any, State]:
+        check_states(hx)
         x = input.data if isinstance(input, PackedSequence) else input
         if table is not None or not isinstance(x, Tensor) or not self._is_torchs(x, hx):
             return super().forward(input, hx, table=table)

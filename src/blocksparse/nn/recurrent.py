@@ -143,6 +143,7 @@ class Recurrent(Parts):
         With a `table` `[n, input_size]` the inputs are rows of it, and `input` holds their numbers: int64
         `[steps, batch]`, or batch first, or packed. The product of the inputs is then made for the table, once.
         """
+        check_states(hx)
         rows, sizes, restore = self._rows(input, table)
         data, index = (rows, None) if table is None else (table, rows.squeeze(1))
         hs, cs = self._initial(hx, sizes[0], data, input)
@@ -228,6 +229,12 @@ class Recurrent(Parts):
             if getattr(self, name) != default:
                 shown.append(f"{name}={getattr(self, name)}")
         return ", ".join(shown)
+
+
+def check_states(hx: Any) -> None:
+    """Raises a BlockSparseError unless these are the initial h and c, or None."""
+    if hx is not None and not (isinstance(hx, tuple | list) and [isinstance(s, Tensor) for s in hx] == [True, True]):
+        raise BlockSparseError.expected("hx", "None or two tensors (h, c)", type(hx).__name__)
 
 
 def fitting(layout: BlockLayout | None, out: Size, in_: Size, parts: int = 4) -> BlockLayout | None:
