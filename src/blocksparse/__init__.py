@@ -4,6 +4,7 @@ from . import nn, patterns, sparsity, topology
 from .conversion import densify, load_sparsified, report, sparsify
 from .convert import from_dense, to_dense
 from .errors import BlockSparseError, SparsityWarning
+from .integrations import export_onnx
 from .layout import BlockLayout
 from .ops import (
     backends,
@@ -31,6 +32,7 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "densify",
+    "export_onnx",
     "from_dense",
     "linear",
     "load_sparsified",

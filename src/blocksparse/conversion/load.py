@@ -19,12 +19,13 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     """Loads the state dict of a sparsified model into one that is still dense, in place.
 
     Weights with `values`, `crow_indices` and `col_indices` in the state become block-sparse; all others are
-    loaded as by `load_state_dict`.
+    loaded as by `load_state_dict`. Of weights that are tied in the model one is enough, as safetensors files have it.
 
     Args:
         model: of the kind that was sparsified, with any values. One on the meta device takes the tensors themselves,
             of any dtype.
-        state: what `state_dict` of the sparsified one gave, from a safetensors file say.
+        state: what `state_dict` of the sparsified one gave, from a safetensors file say. A model of transformers that
+            was saved by `save_pretrained` is loaded by `from_pretrained`, without this function.
 
     Returns:
         The model; another object only where the model itself is a layer that became block-sparse.
@@ -41,6 +42,12 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise BlockSparseError.expected("state", "what state_dict gave", type(state).__name__)
+    tied = _tied(model)
+    state = dict(state)
+    for name, others in tied.items():  # safetensors stores tied weights once
+        stored = [state[other] for other in others if other in state]
+        if name not in state and stored:
+            state[name] = stored[0]
     layouts = _layouts(model, state)
     on_meta = any(own.is_meta for own in (*model.parameters(), *model.buffers()))
     for key, tensor in state.items():
@@ -50,9 +57,24 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     try:
         # Once without values, so that nothing is changed where some of it does not fit.
         _load(_without_values(model), layouts, {key: _empty(key, tensor) for key, tensor in state.items()})
-        return _load(model, layouts, state)
+        model = _load(model, layouts, state)
     except RuntimeError as error:
         raise BlockSparseError.expected("state", f"that of a {type(model).__name__} like this one", error) from error
+    for name, others in tied.items():  # a model on the meta device took a parameter for each name
+        for other in others:
+            module, _, key = other.rpartition(".")
+            model.get_submodule(module).register_parameter(key, model.get_parameter(name))
+    return model
+
+
+def _tied(model: nn.Module) -> dict[str, list[str]]:
+    """The parameters that have several names: each of these with the others."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return {
+        name: [other for other in group if other != name] for group in names.values() if group[1:] for name in group
+    }
 
 
 def _load(model: nn.Module, layouts: Mapping[str, BlockLayout], state: Mapping[str, Tensor]) -> nn.Module:

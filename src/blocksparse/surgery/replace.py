@@ -33,7 +33,19 @@ from .prunable import (
     weights_of,
 )
 
-__all__ = ["Prunable", "Skip", "prunable", "replace_modules", "replace_with_sparse", "sparse_module", "survey"]
+__all__ = [
+    "Prunable",
+    "Skip",
+    "after_replacing",
+    "prunable",
+    "replace_modules",
+    "replace_with_sparse",
+    "sparse_module",
+    "survey",
+]
+
+# Called with a model of which modules were replaced, so that other libraries can be told; see `integrations`.
+after_replacing: list[Callable[[nn.Module], None]] = []
 
 
 @torch.no_grad()
@@ -97,7 +109,10 @@ def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.
         holder = new.get(model, model).get_submodule(parent)
         if getattr(holder, key, None) is module:  # what took the parent's place may have others in it
             setattr(holder, key, taking)
-    return new.get(model, model)
+    model = new.get(model, model)
+    for call in after_replacing:
+        call(model)
+    return model
 
 
 # -- one module --------------------------------------------------------------------------------------------------

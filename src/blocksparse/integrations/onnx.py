@@ -1,0 +1,229 @@
+"""ONNX files of block-sparse models: ONNX has no block-sparse product, so weights are dense there, with zeros."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..conversion.densify import densify
+from ..errors import BlockSparseError
+from ..files import path_of
+from ..nn.lstm import LSTM
+from ..nn.recurrent import Recurrent
+from ..surgery.replace import replace_modules
+
+# Of the weights' bytes: a larger file than 2 GiB cannot hold them, and they go into a second one beside it.
+LARGEST = 3 << 29
+
+# PyTorch's modules by ONNX's operator, with the order of its gates, and what says that they compute the same.
+RECURRENT: dict[type[nn.Module], tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    nn.LSTM: ("LSTM", (0, 3, 1, 2), {}),
+    nn.GRU: ("GRU", (1, 0, 2), {"linear_before_reset": 1}),
+    nn.RNN: ("RNN", (0,), {}),
+}
+
+
+def export_onnx(
+    model: nn.Module,
+    args: Any,
+    file: str | Path,
+    *,
+    dynamic_shapes: Any = None,
+    input_names: list[str] | None = None,
+    output_names: list[str] | None = None,
+    check: bool = True,
+) -> Path:
+    """Writes a model, block-sparse or not, as an ONNX file that any ONNX runtime takes.
+
+    The file has the weights of `densify`: it computes the same as the model, in evaluation mode, at the cost of a dense
+    one. Recurrent layers become ONNX's LSTM, GRU and RNN, of any number of time steps. The model stays as it is.
+
+    Args:
+        model: any module that `torch.onnx.export` takes once it is dense.
+        args: inputs to trace it with: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        file: the path to write; of weights above 1.5 GiB these are in a second file, `file.data`.
+        dynamic_shapes: which sizes may change, as for `torch.export.export`: `({0: "batch", 1: "time"},)` says it of
+            two axes of the first argument. None: the sizes are those of `args`.
+        input_names, output_names: in the file.
+        check: whether, where onnxruntime is installed, the file is run on `args` and compared with the model. bfloat16
+            is not compared, which onnxruntime does not run on CPUs.
+
+    Returns:
+        The file.
+
+    Raises:
+        BlockSparseError: onnx and onnxscript are not installed, a module that has no counterpart in ONNX
+            (MultiplicativeLSTM, projections of LSTMs, packed sequences), a model that PyTorch cannot export, results
+            of the file that differ.
+
+    Example:
+        bs.export_onnx(sparse, torch.randn(1, 256), "model.onnx", dynamic_shapes=({0: "batch"},))
+    """
+    if not isinstance(model, nn.Module):
+        raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
+    for name in ("onnx", "onnxscript"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise BlockSparseError.expected(
+                name, "it installed, to write ONNX files: pip install onnx onnxscript", error
+            ) from error
+    path = path_of("file", file)
+    positional = () if isinstance(args, Mapping) else args if isinstance(args, tuple) else (args,)
+    named = dict(args) if isinstance(args, Mapping) else {}
+    # The exporter takes two arguments that are one tensor for one input.
+    positional, named = torch.utils._pytree.tree_map_only(Tensor, torch.clone, (positional, named))
+    dense = _exportable(densify(model).eval())
+    size = sum(tensor.numel() * tensor.element_size() for tensor in (*dense.parameters(), *dense.buffers()))
+    try:
+        with _quiet(), torch.no_grad():
+            torch.onnx.export(
+                dense, positional, str(path), kwargs=named, dynamo=True, dynamic_shapes=dynamic_shapes,
+                input_names=input_names, output_names=output_names, external_data=size > LARGEST, verbose=False,
+            )  # fmt: skip
+    except BlockSparseError:
+        raise
+    except Exception as error:  # of many kinds, by what the model does
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if isinstance(cause, BlockSparseError):
+            raise cause from error
+        said = f"{type(cause).__name__}: {str(cause).strip()}"
+        raise BlockSparseError.expected("model", "one that torch.onnx.export takes", said[:500]) from error
+    if check:
+        _check(path, model, positional, named)
+    return path
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporter's talk of packages it could use and of its own deprecations."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _exportable(model: nn.Module) -> nn.Module:
+    """The dense model with recurrent layers that can be exported."""
+    new: dict[nn.Module, nn.Module] = {}
+    for name, module in model.named_modules():
+        kind: Any = nn.LSTM if type(module) is LSTM else type(module)
+        if kind in RECURRENT:
+            if getattr(module, "proj_size", 0):
+                raise BlockSparseError.expected(name or "model", "an LSTM without proj_size", module.proj_size)
+            new[module] = _Recurrent(module, kind)
+        elif isinstance(module, Recurrent):
+            raise BlockSparseError.expected(name or "model", "an LSTM, GRU or RNN for ONNX", kind.__name__)
+    return replace_modules(model, new)
+
+
+class _Recurrent(nn.Module):
+    """A recurrent layer as operators of ONNX: it computes nothing but while it is exported."""
+
+    def __init__(self, module: Any, kind: type[nn.Module]):
+        super().__init__()
+        self.operator, order, self.attributes = RECURRENT[kind]
+        self.size, self.layers, self.batch_first = module.hidden_size, module.num_layers, module.batch_first
+        self.suffixes = ("", "_reverse") if module.bidirectional else ("",)
+        self.attributes = {**self.attributes, "hidden_size": self.size}
+        self.attributes["direction"] = "bidirectional" if module.bidirectional else "forward"
+        if kind is nn.RNN:
+            self.attributes["activations"] = [module.nonlinearity.capitalize()] * len(self.suffixes)
+
+        def gates(name: str) -> Tensor:
+            tensor = getattr(module, name).detach()
+            return torch.cat([tensor.chunk(len(order))[gate] for gate in order])
+
+        for layer in range(self.layers):
+            for letter, key in (("W", "weight_ih"), ("R", "weight_hh")):
+                stacked = torch.stack([gates(f"{key}_l{layer}{suffix}") for suffix in self.suffixes])
+                self.register_buffer(f"{letter}{layer}", stacked)
+            bias = torch.zeros(len(self.suffixes), 2 * len(order) * self.size).to(stacked)
+            if module.bias:
+                names = [[f"{key}_l{layer}{suffix}" for key in ("bias_ih", "bias_hh")] for suffix in self.suffixes]
+                bias = torch.stack([torch.cat([gates(name) for name in pair]) for pair in names])
+            self.register_buffer(f"B{layer}", bias)
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        if not isinstance(input, Tensor):
+            raise BlockSparseError.expected("input", "a tensor, for ONNX", type(input).__name__)
+        single = input.dim() == 2
+        x = input.unsqueeze(1) if single else input.transpose(0, 1) if self.batch_first else input
+        steps, batch, directions = x.shape[0], x.shape[1], len(self.suffixes)
+        has_cell = self.operator == "LSTM"
+        shape = directions * self.layers, batch, self.size
+        given = hx if isinstance(hx, tuple) else (hx,)
+        if hx is None:
+            states = [x.new_zeros(shape) for _ in range(1 + has_cell)]
+        else:
+            states = [state.unsqueeze(1) if single else state for state in given]
+        finals: list[list[Tensor]] = []
+        for layer in range(self.layers):
+            weights = [getattr(self, f"{letter}{layer}") for letter in "WRB"]
+            begin = [state[directions * layer : directions * (layer + 1)] for state in states]
+            y, *last = torch.onnx.ops.symbolic_multi_out(
+                self.operator,
+                (x, *weights, None, *begin),
+                self.attributes,
+                dtypes=(x.dtype,) * (2 + has_cell),
+                shapes=((steps, directions, batch, self.size), *((directions, batch, self.size),) * (1 + has_cell)),
+                version=14,
+            )
+            x = y.transpose(1, 2).reshape(steps, batch, directions * self.size)
+            finals.append(list(last))
+        ends = [torch.cat(layers) for layers in zip(*finals, strict=True)]
+        if single:
+            x, ends = x.squeeze(1), [end.squeeze(1) for end in ends]
+        elif self.batch_first:
+            x = x.transpose(0, 1)
+        return x, tuple(ends) if has_cell else ends[0]
+
+
+def _check(path: Path, model: nn.Module, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    """Compares what the file computes with what the model does, where onnxruntime is installed."""
+    leaves = torch.utils._pytree.tree_leaves
+    inputs = [leaf for leaf in leaves((positional, dict(named))) if isinstance(leaf, Tensor)]
+    tensors = (*inputs, *model.parameters())
+    if any(tensor.dtype == torch.bfloat16 for tensor in tensors):
+        return
+    try:
+        runtime = importlib.import_module("onnxruntime")
+    except ImportError:
+        return
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [taken.name for taken in session.get_inputs()]
+    if len(names) != len(inputs):
+        wanted = f"as many inputs as there are tensors in args, {len(inputs)}, to check it (or check=False)"
+        raise BlockSparseError.expected(str(path), wanted, len(names))
+    results = session.run(None, {name: x.detach().cpu().numpy() for name, x in zip(names, inputs, strict=True)})
+    training = {module: module.training for module in model.modules()}
+    try:
+        with torch.no_grad():
+            expected = [leaf for leaf in leaves(model.eval()(*positional, **named)) if isinstance(leaf, Tensor)]
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    limit = 2e-2 if any(tensor.dtype == torch.float16 for tensor in tensors) else 1e-3
+    for at, (ours, theirs) in enumerate(zip(expected, map(torch.as_tensor, results), strict=False)):
+        ours, theirs = ours.double().cpu(), theirs.double()
+        error = float((ours - theirs).norm() / ours.norm().clamp(min=1e-9)) if ours.shape == theirs.shape else math.inf
+        if not error <= limit:
+            raise BlockSparseError.expected(
+                str(path), f"the results of the model, within {limit:g}", f"output {at} off by {error:.2g}"
+            )

@@ -1,0 +1,147 @@
+"""`export_onnx` against onnxruntime, at other sizes than those it was traced with."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import blocksparse as bs
+
+pytest.importorskip("onnxscript")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+
+class Tagger(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.rnn = kind(16, 24, num_layers=2, **options)
+        self.head = nn.Linear(48 if options.get("bidirectional") else 24, 8)
+
+    def forward(self, x, hx=None):
+        y, last = self.rnn(x, hx)
+        return self.head(y), last
+
+
+def sparse(model, **options):
+    return bs.sparsify(model.eval(), 0.5, 8, scope="layer", force=True, **options)
+
+
+def results(path, *inputs):
+    session = onnxruntime.InferenceSession(str(path))
+    names = [taken.name for taken in session.get_inputs()]
+    return session.run(None, dict(zip(names, (x.numpy() for x in inputs), strict=True)))
+
+
+def check(path, model, *inputs):
+    with torch.no_grad():
+        expected = torch.utils._pytree.tree_leaves(model(*inputs))
+    found = results(path, *inputs)
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(ours), theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nn.LSTM, {"batch_first": True}),
+        (nn.LSTM, {"bidirectional": True, "bias": False}),
+        (nn.GRU, {"bidirectional": True}),
+        (nn.RNN, {"nonlinearity": "relu"}),
+    ],
+    ids=["lstm-batch-first", "lstm-bidirectional-no-bias", "gru", "rnn-relu"],
+)
+def test_recurrent_layers_of_any_batch_and_time(kind, options, tmp_path):
+    model = sparse(Tagger(kind, **options))
+    path = bs.export_onnx(model, torch.randn(3, 7, 16), tmp_path / "m.onnx", dynamic_shapes=({0: "a", 1: "b"},))
+    for shape in ((3, 7, 16), (2, 5, 16), (1, 1, 16)):
+        check(path, model, torch.randn(shape))
+
+
+def test_a_recurrent_layer_without_a_batch_and_with_states(tmp_path):
+    model, state = sparse(Tagger(nn.LSTM)), torch.randn(2, 24)
+    path = bs.export_onnx(model, (torch.randn(7, 16), (state, state)), tmp_path / "m.onnx")
+    x, h, c = torch.randn(7, 16), torch.randn(2, 24), torch.randn(2, 24)
+    expected = torch.utils._pytree.tree_leaves(model(x, (h, c)))
+    for ours, theirs in zip(results(path, x, h, c), expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(ours), theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_convolutions_and_linear_layers(tmp_path):
+    net = nn.Sequential(
+        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.ConvTranspose2d(32, 16, 2, 2),
+        nn.Flatten(), nn.Dropout(), nn.Linear(16 * 8 * 8, 24),
+    )  # fmt: skip
+    model = sparse(net).train()
+    before = copy.deepcopy(model.state_dict())
+    path = bs.export_onnx(model, torch.randn(2, 16, 4, 4), tmp_path / "m.onnx", dynamic_shapes=({0: "batch"},))
+    assert [path.name] == [each.name for each in tmp_path.iterdir()], "one file"
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert isinstance(model[0], bs.nn.Conv2d), "the model stays as it is"
+    check(path, model.eval(), torch.randn(5, 16, 4, 4))
+
+
+def test_keyword_arguments_and_a_fused_activation(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = bs.nn.Linear(20, 12, block_size=8, density=0.5, activation="gelu")
+
+        def forward(self, x, scale):
+            return {"y": self.layer(x) * scale}
+
+    model = Net()
+    x, scale = torch.randn(3, 20), torch.randn(())
+    path = bs.export_onnx(model, {"x": x, "scale": scale}, tmp_path / "m.onnx", output_names=["y"])
+    torch.testing.assert_close(torch.from_numpy(results(path, x, scale)[0]), model(x, scale)["y"].detach())
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8)
+
+    def forward(self, x):
+        return self.rnn(nn.utils.rnn.pack_sequence([x[0], x[1]]))[0].data
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: nn.LSTM(16, 8, proj_size=4), "an LSTM without proj_size, got 4"),
+        (lambda: bs.nn.MultiplicativeLSTM(16, 8), "an LSTM, GRU or RNN for ONNX, got MultiplicativeLSTM"),
+        (lambda: "net", "a torch.nn.Module, got str"),
+    ],
+    ids=["projection", "multiplicative", "no-module"],
+)
+def test_what_cannot_be_exported_is_said(model, message, tmp_path):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        bs.export_onnx(model(), torch.randn(2, 3, 16), tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_packed_sequence_is_refused(tmp_path):
+    with pytest.raises(bs.BlockSparseError, match="input: expected a tensor, for ONNX, got PackedSequence"):
+        bs.export_onnx(Packed(), torch.randn(2, 5, 8), tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
+def test_without_the_packages_the_message_says_what_to_install(missing, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(bs.BlockSparseError, match=f"{missing}: expected it installed.*pip install onnx onnxscript"):
+        bs.export_onnx(nn.Linear(4, 4), torch.randn(2, 4), tmp_path / "m.onnx")
+
+
+def test_a_file_that_computes_something_else_is_found(monkeypatch, tmp_path):
+    model = nn.Linear(4, 4)
+
+    class Off(onnxruntime.InferenceSession):
+        def run(self, *args):
+            return [result + 1 for result in super().run(*args)]
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Off)
+    with pytest.raises(bs.BlockSparseError, match=r"expected the results of the model.*output 0 off by"):
+        bs.export_onnx(model, torch.randn(2, 4), tmp_path / "m.onnx")
