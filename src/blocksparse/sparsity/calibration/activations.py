@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import BlockSparseError
 from ...surgery.prunable import Prunable, Skip, prunable
 from .calibrate import Batches, as_rows, channel_axis, check_finite, observe
+from .inputs import above, packed
 
 
 class ActivationScores(dict[str, Tensor]):
@@ -97,26 +97,18 @@ def _unseen(weight: Prunable) -> str:
 def _inputs(module: nn.Module, weight: Prunable, args: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
     """The names of a module's parameters, and what each is multiplied with in this call, `[tokens, features]`."""
     if type(module) is nn.LSTM:
-        yield from _inputs_of_lstm(module, *args)
+        yield from _inputs_of_lstm(module, args)
     elif weight.parameter == "weight":
         yield "weight", as_rows(args[0], channel_axis(weight))
 
 
-def _inputs_of_lstm(
-    module: nn.LSTM, x: Tensor | PackedSequence, state: tuple[Tensor, Tensor] | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def _inputs_of_lstm(module: nn.LSTM, args: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
     """Layer by layer: PyTorch does not give away what goes from one to the next."""
+    x, state = packed(module, args)
     directions = 2 if module.bidirectional else 1
     for level in range(module.num_layers):
-        size = module.input_size if level == 0 else directions * (module.proj_size or module.hidden_size)
-        names = ("hidden_size", "bias", "batch_first", "bidirectional", "proj_size")
-        layer = nn.LSTM(size, **{name: getattr(module, name) for name in names}, device="meta")
-        for key in [name for name, _ in layer.named_parameters()]:
-            setattr(layer, key, getattr(module, key.replace("_l0", f"_l{level}")))
-        part = slice(level * directions, (level + 1) * directions)
-        rows = as_rows(x.data if isinstance(x, PackedSequence) else x)
-        x, _ = layer(x, None if state is None else (state[0][part], state[1][part]))
-        after = as_rows(x.data if isinstance(x, PackedSequence) else x).chunk(directions, dim=1)
+        before, x = x, above(module, level, x, state)
+        after = as_rows(x.data).chunk(directions, dim=1)
         for suffix, states in zip(("", "_reverse"), after, strict=False):
-            yield f"weight_ih_l{level}{suffix}", rows
+            yield f"weight_ih_l{level}{suffix}", as_rows(before.data)
             yield f"weight_hh_l{level}{suffix}", states

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +17,14 @@ from ...surgery.prunable import Prunable
 Batches = Iterable[Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]]
 See = Callable[[nn.Module, tuple[Any, ...]], None]
 
+# What `keep` takes of an iterable: whole batches until there is this much.
+MOST_SAMPLES = 1024
+MOST_BYTES = 2**28
+
+
+class Enough(Exception):
+    """Raised by what observes a model, where the rest of the batch is of no use."""
+
 
 def check_batches(batches: Any) -> None:
     """Raises a BlockSparseError unless it may be an iterable of batches: a single batch is none."""
@@ -22,40 +33,118 @@ def check_batches(batches: Any) -> None:
         raise BlockSparseError.expected("batches", expected, type(batches).__name__)
 
 
+def keep(batches: Batches) -> list[Any]:
+    """The first batches, until they have 1,024 samples (by the first axis) or 256 MiB; at least one.
+
+    Several passes over an iterable may give other batches each time, or none.
+
+    >>> import torch
+    >>> from blocksparse.sparsity.calibration.calibrate import keep
+    >>> [len(batch) for batch in keep(torch.zeros(400, 3) for _ in range(99))]
+    [400, 400, 400]
+    """
+    check_batches(batches)
+    kept, samples, size = [], 0, 0
+    for batch in batches:
+        tensors = [each for each in _values(batch) if isinstance(each, Tensor)]
+        kept.append(batch)
+        samples += max((len(each) for each in tensors if each.dim()), default=1)
+        size += sum(each.numel() * each.element_size() for each in tensors)
+        if samples >= MOST_SAMPLES or size >= MOST_BYTES:
+            break
+    return kept
+
+
 @torch.no_grad()
 def observe(model: nn.Module, batches: Batches, modules: Iterable[nn.Module], see: See) -> None:
     """Runs the model over the batches, without gradients and dropout, and calls `see` before each of these modules.
 
     Args:
         model: as it is afterwards, in its mode and without a hook, also when something fails.
-        batches: a tensor is the model's argument, a tuple or a list are its arguments, a dict those by name.
+        batches: a tensor is the model's argument, a tuple or a list are its arguments, a dict those by name. Of a
+            tuple that is longer than the list of the model's arguments the first ones are taken: labels are not.
+            Tensors are moved to the model's device.
         modules: those to look at.
-        see: called with the module and its arguments.
+        see: called with the module and its arguments; it may raise `Enough`, and the next batch follows.
 
     Raises:
-        BlockSparseError: no batch.
+        BlockSparseError: no batch; one that the model fails on, with the layer and the shapes.
     """
     check_batches(batches)
-    training = {module: module.training for module in model.modules()}
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    most = _positional(model)
     hooks = [module.register_forward_pre_hook(_seen_by(see), with_kwargs=True) for module in modules]
     empty = True
     try:
-        model.eval()
-        for batch in batches:
-            empty = False
-            if isinstance(batch, Mapping):
-                model(**batch)
-            elif isinstance(batch, tuple | list):
-                model(*batch)
-            else:
-                model(batch)
+        with _evaluating(model):
+            for batch in batches:
+                empty = False
+                args, kwargs = _arguments(batch, most, device)
+                try:
+                    model(*args, **kwargs)
+                except (Enough, BlockSparseError) as stop:
+                    if isinstance(stop, BlockSparseError):
+                        raise
+                except Exception as error:
+                    raise _failure(model, batch, error) from error
     finally:
         for hook in hooks:
             hook.remove()
-        for module, mode in training.items():
-            module.training = mode
     if empty:
         raise BlockSparseError.expected("batches", "one or more", "none")
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, with PyTorch's fused encoder layers off: they run none of the modules inside of them."""
+    training = {module: module.training for module in model.modules()}
+    fused = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        model.eval()
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _values(batch: Any) -> Iterable[Any]:
+    return batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
+
+
+def _arguments(batch: Any, most: int | None, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    def there(each: Any) -> Any:
+        return each.to(device) if hasattr(each, "to") else each
+
+    if isinstance(batch, Mapping):
+        return [], {name: there(each) for name, each in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "batch_sizes"):  # a PackedSequence
+        batch = [batch]
+    return [there(each) for each in _values(batch)][:most], {}
+
+
+def _positional(model: nn.Module) -> int | None:
+    """How many arguments the model takes by position; None for any number."""
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return None
+    return sum(
+        kind is not inspect.Parameter.KEYWORD_ONLY and kind is not inspect.Parameter.VAR_KEYWORD for kind in kinds
+    )
+
+
+def _failure(model: nn.Module, batch: Any, error: Exception) -> BlockSparseError:
+    """Says in which layer the model failed, and on what."""
+    names = {module: name for name, module in model.named_modules()}
+    inside = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            inside = names.get(owner, inside)
+    shapes = [str(list(each.shape)) if isinstance(each, Tensor) else type(each).__name__ for each in _values(batch)]
+    got = f"a batch of {', '.join(shapes) or 'nothing'}, on which {inside or type(model).__name__} fails: {error}"
+    return BlockSparseError.expected("batches", "the model's inputs, without labels", got)
 
 
 def _seen_by(see: See) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:

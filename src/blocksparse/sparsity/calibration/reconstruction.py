@@ -8,19 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ...checked import number
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ...nn.conv import margins
-from ...surgery.prunable import Prunable, Skip, prunable
+from ...surgery.prunable import Prunable, Skip, prunable, weights_of
 from ...surgery.replace import replace_with_sparse
 from ..pruning.magnitude import dense_norms
 from ..pruning.strongest import check_density, strongest
-from .calibrate import Batches, as_rows, check_batches, check_finite, observe
-from .least_squares import best_columns, block_counts, least_squares
+from .batch_norms import follow, has_statistics
+from .calibrate import Batches, keep
+from .fitting import Problem
+from .inputs import Product, products
+from .passes import Passes
+from .progress import progress
+
+# A recurrent layer is fitted on the states that the dense weights lead to, then on those that the new ones do.
+ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,8 @@ class Reconstruction:
     Args:
         model: with block-sparse weights.
         layouts: of these, by the name of the dense weight.
-        errors: of each weight that was fitted, |X (W - V)^T|^2 / |X W^T|^2 on the calibration data.
+        errors: of each weight that was fitted, |Y' - Y|^2 / |X W^T|^2 on the calibration data: Y are the outputs of its
+            layer in the dense model, Y' in this one. Of an LSTM the gates' before their activation, of both weights.
         by_magnitude: the weights that were not fitted, with the reason: they keep their largest blocks as they are.
     """
 
@@ -52,29 +58,38 @@ def reconstruct(
 ) -> Reconstruction:
     """Makes a block-sparse copy of a trained model whose layers reproduce the outputs of the dense ones.
 
-    Layer by layer, in the order in which they run, with the inputs X that the layers before, pruned already, give them.
-    With H = X^T X + damping * mean(diag(X^T X)), the error of a weight V in the place of W is tr((W - V) H (W - V)^T).
-    Each row of blocks gets as many blocks as it has among the best by the score of the optimal brain surgeon,
-    sum w_ij^2 / (H^-1)_jj. It chooses them one after the other, always the one that lowers the error most, and their
-    values are the exact least squares solution. So the blocks that stay make up for those that go. The score costs one
-    inversion of H for a layer, the choice (in) (kept in)^2 multiplications for a row of blocks, all in float64.
+    Layer by layer, in the order in which they run, with the inputs X that the layers before, pruned already, give them,
+    and the outputs Y that it has in the dense model: a layer makes up for what those before it lost. A weight V in the
+    place of W has the error |X V^T - Y|^2 + damping * mean(diag(X^T X)) |V - W|^2. Each row of blocks gets as many
+    blocks as it has among the best by the score of the optimal brain surgeon, sum w_ij^2 / (H^-1)_jj with
+    H = X^T X + damping. It chooses them one after the other, always the one that lowers the error most, and their
+    values are the exact least squares solution. The layer's bias takes what is left of the mean, and the running
+    statistics of batch norms change as those of their inputs do.
 
-    Fitted are linear layers (also the Conv1D of transformers) and torch.nn.Conv2d. Convolutions of other kinds, LSTMs,
-    and what no batch reaches keep their largest blocks.
+    Fitted are linear layers (also the Conv1D of transformers), convolutions, transposed ones, and torch.nn.LSTM, with
+    both weights together, and again on the states that the new weights lead to. What no batch reaches keeps its largest
+    blocks.
+
+    Of a layer 10,000 rows at most are looked at (tokens, positions or steps), at random places, the same in each run,
+    and 256 MiB of them. Up to 4,608 inputs (times taps) the score costs one inversion of H, the choice
+    (in) (kept in)^2 multiplications for a row of blocks, in float64. With more inputs H is not formed: blocks are
+    dropped in four stages, those first that add least to the outputs, and values found by conjugate gradients.
 
     Args:
         model: any module; it stays as it is.
-        batches: the model's inputs, some thousand tokens for layers of some thousand inputs: a list, or another
-            iterable for several passes, of tensors, of tuples or lists of arguments, or of dicts of arguments by name.
+        batches: the model's inputs, some hundred samples: an iterable, a DataLoader say, of tensors, of tuples or lists
+            of arguments, or of dicts of arguments by name. Of a tuple longer than the list of the model's arguments the
+            first ones are taken: labels are not. The first batches are kept, until there are 1,024 samples (by the
+            first axis) or 256 MiB.
         density: the part of the blocks that each weight keeps, to the nearest block and at least one.
         block_size: an int or (rows, columns).
         skip: what stays dense, the output layer say: modules, or names of modules or weights.
         damping: larger for few batches.
 
     Raises:
-        BlockSparseError: no batch, an iterator that is used up after one pass, inputs of a layer that are not finite, a
-            density that leaves a weight without a block, no weight that can become block-sparse, something to skip that
-            the model does not have.
+        BlockSparseError: no batch, or one that the model fails on, inputs of a layer that are not finite, a density
+            that leaves a weight without a block, no weight that can become block-sparse, something to skip that the
+            model does not have.
 
     >>> import torch, blocksparse as bs
     >>> _ = torch.manual_seed(0)
@@ -89,97 +104,106 @@ def reconstruct(
     Source: Frantar, Alistarh, SparseGPT (2023); Hassibi, Stork, Optimal brain surgeon (1993), for the score.
     """
     density, damping = number("density", density, 0, 1), number("damping", damping, 0)
-    check_batches(batches)
-    if iter(batches) is batches:
-        raise BlockSparseError.expected("batches", "a list, or another iterable for several passes", "an iterator")
-    names = {weight.name for weight in _checked(prunable(model, block_size, skip), density)}
-    model = copy.deepcopy(model)
-    weights = [weight for weight in prunable(model, block_size) if weight.name in names]
-    order = _order(model, batches, weights)
-    layouts: dict[str, BlockLayout] = {}
-    errors: dict[str, float] = {}
-    for weight in order:
-        moments = _moments(model, batches, weight)
-        try:
-            layouts[weight.name], errors[weight.name] = _fit(weight, moments, density, damping)
-        except torch.linalg.LinAlgError as error:
-            expected = f"more, so that the Hessian of {weight.name} can be inverted"
-            raise BlockSparseError.expected("damping", expected, damping) from error
-    by_magnitude = {weight.name: _unfitted(weight) for weight in weights if weight.name not in layouts}
-    for weight in weights:
-        if weight.name in by_magnitude:
-            scores = dense_norms(weight.blocks, weight.tensor)
-            mask = strongest({weight.name: scores}, {weight.name: weight.blocks}, density, "layer")[weight.name]
-            layouts[weight.name] = BlockLayout(mask, weight.block_shape)
-    return Reconstruction(replace_with_sparse(model, layouts), layouts, errors, by_magnitude)
-
-
-def _checked(weights: list[Prunable], density: float) -> list[Prunable]:
+    weights = {weight.name: weight for weight in prunable(model, block_size, skip)}
     if not weights:
         raise BlockSparseError.expected("model", "dense weights that can become block-sparse", "none")
-    check_density(density, {weight.name: weight.blocks for weight in weights}, "layer")
-    return weights
+    blocks = {name: weight.blocks for name, weight in weights.items()}
+    check_density(density, blocks, "layer")
+    scores = {name: dense_norms(weight.blocks, weight.tensor) for name, weight in weights.items()}
+    masks = strongest(scores, blocks, density, "layer")
+    layouts = {name: BlockLayout(mask, weights[name].block_shape) for name, mask in masks.items()}
+    made = copy.deepcopy(model)
+    fitted, errors = fit(made, model, keep(batches), layouts, damping=damping)
+    by_magnitude = {name: _unfitted(weight) for name, weight in weights.items() if name not in errors}
+    return Reconstruction(replace_with_sparse(made, fitted), fitted, errors, by_magnitude)
+
+
+def fit(
+    model: nn.Module,
+    dense: nn.Module,
+    batches: list[Any],
+    layouts: Mapping[str, BlockLayout],
+    *,
+    damping: float = 0.01,
+    choose: bool = True,
+) -> tuple[dict[str, BlockLayout], dict[str, float]]:
+    """Fits weights to the outputs that the dense model has, on layouts with as many blocks as the given ones.
+
+    Args:
+        model: a copy of the dense model; gets the weights, with zeros where no block is, biases and running statistics.
+        dense: stays as it is.
+        batches: of arguments.
+        layouts: by the names of the weights.
+        damping: as for `reconstruct`.
+        choose: whether the blocks are chosen here, or are those of the layouts; an LSTM's weights of inputs and of
+            states have their number together.
+
+    Returns:
+        The layouts, those of weights that could not be fitted unchanged, and the errors of the others.
+    """
+    mine, theirs = (_products(each, weights_of(each, layouts)) for each in (model, dense))
+    norms = [name for name, module in model.named_modules() if has_statistics(module)]
+    passes = Passes(dense, batches, theirs, norms)
+    work = _Fit(model, dense, passes, damping, choose, dict(layouts), {})
+    for name in progress(passes.reached, "layers fitted to the data:"):
+        if name in norms:
+            follow(name, model, dense, passes)
+        for product, other in zip(mine.get(name, ()), theirs.get(name, ()), strict=True):
+            try:
+                work.fit(name, product, other)
+            except torch.linalg.LinAlgError as error:
+                expected = f"more, so that the Hessian of {product.weights[0].name} can be inverted"
+                raise BlockSparseError.expected("damping", expected, damping) from error
+    return work.layouts, work.errors
+
+
+@dataclass
+class _Fit:
+    """What `fit` has got; the layouts and errors become those of what was fitted."""
+
+    model: nn.Module
+    dense: nn.Module
+    passes: Passes
+    damping: float
+    choose: bool
+    layouts: dict[str, BlockLayout]
+    errors: dict[str, float]
+
+    def fit(self, name: str, product: Product, other: Product) -> None:
+        """Sets the weights and the bias of a product, in a module of this name, to what is nearest to the other's."""
+        matrix = other.matrix()
+        x = self.passes.rows(self.dense, other, name)
+        y = torch.cat([part @ matrix.to(x.dtype).T for part in x.split(1024)])
+        given = [self.layouts[weight.name] for weight in product.weights]
+        total = sum(layout.nnz for layout in given)
+        mask = torch.cat([layout.mask() for layout in given], 1).to(y.device)
+        mean = y.mean(0) if product.bias else torch.zeros_like(y[0])
+        for turn in range(ROUNDS if isinstance(product.module, nn.LSTM) else 1):
+            del x  # before the next ones
+            x = self.passes.rows(self.model, product, name)
+            middle = x.mean(0) if product.bias else torch.zeros_like(x[0])
+            problem = Problem(matrix, x.sub_(middle), y - mean, product.block, self.damping)
+            if self.choose and turn == 0:
+                mask = problem.choose(total)
+            fitted = problem.values(mask)
+            product.set(fitted, other, (mean.double() - fitted.double() @ middle.double()))
+        whole = y.double().square().sum().item()
+        error = problem.lost(fitted) / whole if whole > 0 else 0.0
+        for weight, part in zip(product.weights, mask.split([w.grid[1] for w in product.weights], 1), strict=True):
+            self.layouts[weight.name] = BlockLayout(part.cpu(), weight.block_shape)
+            self.errors[weight.name] = error
+
+
+def _products(model: nn.Module, weights: Mapping[str, Prunable]) -> dict[str, list[Product]]:
+    """By the names of the modules."""
+    names = {module: name for name, module in model.named_modules()}
+    of_module: dict[nn.Module, list[Prunable]] = {}
+    for weight in weights.values():
+        of_module.setdefault(weight.module, []).append(weight)
+    found = {names[module]: products(module, those) for module, those in of_module.items()}
+    return {name: those for name, those in found.items() if those}
 
 
 def _unfitted(weight: Prunable) -> str:
-    return "no batch reaches it" if _can_fit(weight) else f"a {type(weight.module).__name__} is not fitted"
-
-
-def _can_fit(weight: Prunable) -> bool:
-    return (weight.matrix().dim() == 2 and weight.parameter == "weight") or type(weight.module) is nn.Conv2d
-
-
-def _order(model: nn.Module, batches: Batches, weights: list[Prunable]) -> list[Prunable]:
-    """The weights that can be fitted and are reached, in the order of their first calls."""
-    by_module = {weight.module: weight for weight in weights if _can_fit(weight)}
-    order: dict[nn.Module, None] = {}
-    observe(model, batches, by_module, lambda module, args: order.setdefault(module))
-    return [by_module[module] for module in order]
-
-
-def _moments(model: nn.Module, batches: Batches, weight: Prunable) -> Tensor:
-    """X^T X of what reaches the weight: float64 `[in * taps, in * taps]`, zeros where it is padded."""
-    matrix = weight.matrix()
-    size, padded = matrix[0].numel(), weight.shape[1] * matrix.shape[2:].numel()
-    moments = torch.zeros(padded, padded, dtype=torch.float64, device=matrix.device)
-
-    def see(module: nn.Module, args: tuple[Any, ...]) -> None:
-        rows = _rows(module, args[0], weight)
-        moments[:size, :size] += rows.T @ rows
-
-    observe(model, batches, [weight.module], see)
-    check_finite(weight.name, moments)
-    return moments
-
-
-def _rows(module: nn.Module, x: Tensor, weight: Prunable) -> Tensor:
-    """What each output is a product of, `[tokens, in * taps]`: of a convolution the patches under its kernel."""
-    if not isinstance(module, nn.Conv2d):
-        return as_rows(x)
-    images = x if x.dim() == 4 else x.unsqueeze(0)
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    images = F.pad(images, margins(module), mode)
-    return as_rows(F.unfold(images, module.kernel_size, module.dilation, stride=module.stride), axis=1)
-
-
-def _fit(weight: Prunable, moments: Tensor, density: float, damping: float) -> tuple[BlockLayout, float]:
-    """Sets the weight to its best blocks, zeros elsewhere; returns their layout and the relative error."""
-    matrix = weight.matrix()
-    dense = weight.padded().detach().flatten(1).double()
-    (height, width), (rows, columns) = weight.block_shape, weight.grid
-    width *= matrix.shape[2:].numel()
-    mean = moments.diagonal().mean().item()
-    hessian = moments + damping * (mean or 1) * torch.eye(len(moments), dtype=moments.dtype, device=moments.device)
-    target, fitted = dense @ hessian, torch.zeros_like(dense)
-    mask = torch.zeros(rows, columns, dtype=torch.bool)
-    counts = block_counts(dense, hessian, (height, width), max(1, round(density * rows * columns)))
-    for row, count in enumerate(counts.tolist()):
-        here = slice(row * height, (row + 1) * height)
-        chosen = best_columns(target[here], hessian, width, count)
-        mask[row, chosen.cpu()] = True
-        inputs = (chosen[:, None] * width + torch.arange(width, device=chosen.device)).flatten()
-        fitted[here, inputs] = least_squares(target[here], hessian, inputs)
-    lost, all_ = dense - fitted, (dense @ moments * dense).sum().item()
-    error = (lost @ moments * lost).sum().item() / all_ if all_ > 0 else 0.0
-    matrix.copy_(fitted[: matrix.shape[0], : matrix[0].numel()].reshape(matrix.shape))
-    return BlockLayout(mask, weight.block_shape), error
+    seen = products(weight.module, [weight])
+    return "no batch reaches it" if seen else f"what reaches it inside of {type(weight.module).__name__} is not seen"
