@@ -6,13 +6,17 @@ import copy
 import statistics
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..checked import integer
+from ..checked import integer, number
 from ..errors import BlockSparseError, SparsityWarning
 from ..layout import BlockLayout
+from ..sparsity.calibration.activations import shares
+from ..sparsity.calibration.calibrate import Batches, keep
+from ..sparsity.calibration.reconstruction import fit
 from ..surgery.prunable import SKIPPED, Skip, survey
 from ..surgery.replace import replace_with_sparse
 from .choice import Choice, Criterion, Given, Kept, Layouts, Weights
@@ -37,13 +41,14 @@ def sparsify(
     density: float | Mapping[str, float] = 0.1,
     block_size: int | tuple[int, int] = 32,
     *,
-    criterion: Criterion = "l2",
+    criterion: Criterion | None = None,
     scope: str = "global",
     skip: Skip = (),
     layouts: Mapping[str, BlockLayout] | None = None,
     force: bool = False,
     tokens: int = 64,
     example: Example | None = None,
+    data: Batches | None = None,
     inplace: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> nn.Module:
@@ -64,7 +69,7 @@ def sparsify(
         criterion: the score of a block: "l2" (its l2 norm for each number in it), "magnitude" (its mean |w|), "max"
             (its largest |w|) or "lamp" (sum w^2 over that of all blocks of the weight that have no less);
             scores `[out_blocks, in_blocks]` by the name of the weight; or a function of the name and the weight, padded
-            to whole blocks, that gives them.
+            to whole blocks, that gives them. "l2" where there is none, and no data.
         scope: "global": one threshold over all weights, and the density is met to the nearest block of them all; a
             weight whose numbers are small as a whole loses most, at low densities all but a block, unless the
             criterion is "lamp", which knows no scale. "layer": each weight has it, to its nearest block;
@@ -77,6 +82,11 @@ def sparsify(
             layer.
         example: instead of that, what the model is called with: a tensor, a tuple or list of its arguments, or a dict
             of arguments by name. Each module is then timed on what it gets from it, and the whole model too.
+        data: some hundred samples of what the model is called with, in batches: a DataLoader say. Its weights, biases
+            and the statistics of batch norms are then fitted to what the dense model makes of them, without training:
+            see `sparsity.reconstruct`, also for the forms of batches and how much of them is taken. The criterion, or
+            the part in a layer's outputs where there is none, then says how many blocks each weight keeps, and
+            `reconstruct` which. With `layouts` only the values are fitted.
         inplace: whether the model itself is changed, and not a copy of it.
         optimizer: in place, the one that trains the model: it goes on with the new parameters, with what it has kept.
 
@@ -86,8 +96,8 @@ def sparsify(
     Raises:
         BlockSparseError: a density out of range or not possible, a model on the meta device or without a weight that
             can become block-sparse, names that it does not have, weights that are not finite, scores or layouts that do
-            not fit, an example that the model does not take, an optimizer without `inplace` or without the weights.
-            Nothing is changed then.
+            not fit, an example or data that the model does not take, data that are not finite or none, an optimizer
+            without `inplace` or without the weights. Nothing is changed then.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -114,18 +124,39 @@ def sparsify(
         got = f"{type(model).__name__} with {got}"
         raise BlockSparseError.expected("model", "dense weights that can become block-sparse", got)
     # 1. Which blocks: `choice.layouts(names)` says it for all weights, or for those that are left.
+    batches = None if data is None else keep(data)
+    if criterion is None:
+        criterion = "l2"
+        if batches is not None and layouts is None and not isinstance(density, Mapping):
+            criterion = shares(model, batches, weights.values(), number("density", density, 0, 1))
     choice: Kept = Choice(weights, density, criterion, scope) if layouts is None else Given(weights, layouts)
     reasons |= {name: "no density was given" for name in weights if name not in choice.weights}
     # 2. Which weights.
     kept = choice.layouts(choice.weights) if force else _fast(choice, Speed(model, tokens, example), reasons)
     # 3. The model.
-    model = replace_with_sparse(model if inplace else copy.deepcopy(model), kept, optimizer)
+    made = model if inplace else copy.deepcopy(model)
+    if batches is not None:
+        kept = _fitted(made, model, batches, kept, choose=layouts is None)
+    model = replace_with_sparse(made, kept, optimizer)
     for name, reason in reasons.items():
         module, _, parameter = name.rpartition(".")
         model.get_submodule(module).__dict__.setdefault(REASONS, {})[parameter] = reason
     refused = {weight.name for weight, reason in found if weight.has_own_forward and reason != SKIPPED}
     _tell(choice, kept, refused, reasons)
     return model
+
+
+def _fitted(made: nn.Module, model: nn.Module, batches: list[Any], layouts: Layouts, choose: bool) -> Layouts:
+    """Fits the weights of one model to the outputs of another, which it may be; returns the layouts."""
+    work = copy.deepcopy(model)  # so that nothing is changed if it fails
+    fitted, errors = fit(work, model, batches, layouts, choose=choose)
+    pairs = zip((*made.parameters(), *made.buffers()), (*work.parameters(), *work.buffers()), strict=True)
+    for mine, new in pairs:
+        mine.copy_(new)
+    if len(errors) < len(fitted):
+        names = ", ".join([name for name in fitted if name not in errors][:NAMED])
+        warnings.warn(f"sparsify: the data do not show what reaches {names}", SparsityWarning, stacklevel=5)
+    return fitted
 
 
 # -- speed decides -----------------------------------------------------------------------------------------------

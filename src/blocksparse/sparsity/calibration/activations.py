@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...errors import BlockSparseError
 from ...surgery.prunable import Prunable, Skip, prunable
 from .calibrate import Batches, as_rows, channel_axis, check_finite, observe
 from .inputs import above, packed
+
+# The part of the density that each weight has, whatever the others need.
+LEAST = 0.5
 
 
 class ActivationScores(dict[str, Tensor]):
@@ -56,6 +60,43 @@ def activation_scores(
     weights = prunable(model, block_size, skip)
     if not weights:
         raise BlockSparseError.expected("model", "dense weights that can become block-sparse", type(model).__name__)
+    squares = _squares(model, batches, weights)
+    scores = ActivationScores()
+    scores.by_magnitude = {weight.name: _unseen(weight) for weight in weights if weight.name not in squares}
+    for weight in weights:
+        scores[weight.name] = _scores(weight, squares.get(weight.name))
+    return scores
+
+
+def shares(model: nn.Module, batches: Batches, weights: Iterable[Prunable], density: float) -> dict[str, Tensor]:
+    """Scores by which weights compete for blocks, `[out_blocks, in_blocks]` by name, from 0 to 1 for each number.
+
+    A block's part of sum w_ij^2 ||x_j||^2 over all blocks of its weight that have no less, as LAMP scores w_ij^2. Half
+    of the density each weight has for certain, and one that is not reached all of it: their blocks have 1 more.
+
+    Args:
+        model, batches: as for `activation_scores`.
+        weights: of the model.
+        density: of all weights together.
+    """
+    weights, found = list(weights), {}
+    squares = _squares(model, batches, weights)
+    for weight in weights:
+        matrix = weight.matrix().detach().double().square()
+        if weight.name in squares:
+            matrix = matrix * squares[weight.name].view(1, -1, *[1] * (matrix.dim() - 2))
+        ranked, order = weight.blocks.sums(weight.blocks.matrix(matrix)).flatten().sort(descending=True, stable=True)
+        parts = ranked / ranked.cumsum(0).clamp(min=torch.finfo(ranked.dtype).tiny)
+        seen = weight.name in squares
+        sure = round(density * (LEAST if seen else 1) * len(parts))
+        parts[:sure] += 1
+        parts[sure:] *= seen
+        found[weight.name] = torch.empty_like(parts).scatter_(0, order, parts).view(weight.grid) / weight.blocks.size
+    return found
+
+
+def _squares(model: nn.Module, batches: Batches, weights: Iterable[Prunable]) -> dict[str, Tensor]:
+    """||x_j||^2 of the inputs of each weight that is reached, float64 `[in]`."""
     by_module: dict[nn.Module, dict[str, Prunable]] = {}
     for weight in weights:
         by_module.setdefault(weight.module, {})[weight.parameter] = weight
@@ -73,11 +114,7 @@ def activation_scores(
         raise BlockSparseError.expected("batches", "ones that reach a weight of the model", "none that does")
     for name, sums in squares.items():
         check_finite(name, sums)
-    scores = ActivationScores()
-    scores.by_magnitude = {weight.name: _unseen(weight) for weight in weights if weight.name not in squares}
-    for weight in weights:
-        scores[weight.name] = _scores(weight, squares.get(weight.name))
-    return scores
+    return squares
 
 
 def _scores(weight: Prunable, squares: Tensor | None) -> Tensor:

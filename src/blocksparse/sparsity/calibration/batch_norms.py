@@ -22,9 +22,14 @@ def follow(name: str, model: nn.Module, dense: nn.Module, passes: Passes) -> Non
     """
     module: Any = model.get_submodule(name)
     (mean, variance), (old_mean, old_variance) = (_moments(each, name, passes) for each in (model, dense))
-    ratio = variance / old_variance
-    module.running_mean += (mean - old_mean).to(module.running_mean)
-    module.running_var *= torch.where(ratio.isfinite(), ratio, 1).to(module.running_var)
+    # In such a way that nothing changes where both are the same, to the bit.
+    grown = (variance - old_variance) / old_variance
+    grown = torch.where(grown.isfinite(), grown, 0)
+    known, spread = module.running_mean.double(), module.running_var.double()
+    new = (spread + grown * (spread + module.eps)).clamp(min=0)
+    apart = (old_mean - known) * (1 - ((new + module.eps) / (spread + module.eps)).sqrt())
+    module.running_mean.copy_(known + (mean - old_mean + apart))
+    module.running_var.copy_(new)
 
 
 def _moments(model: nn.Module, name: str, passes: Passes) -> tuple[Tensor, Tensor]:

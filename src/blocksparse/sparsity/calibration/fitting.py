@@ -125,7 +125,7 @@ class Problem:
             residual = inside * ((self.y[:, here].T - v @ self.x.T) @ self.x + self.damping * (dense - v))
             along = direction = scale * residual
             size = (residual * along).sum(1, keepdim=True)
-            least = size * torch.finfo(self.x.dtype).eps
+            least = size * torch.finfo(self.x.dtype).eps ** 1.5
             for _ in range(steps):
                 going = size > least
                 if not going.any():

@@ -1,0 +1,398 @@
+"""sparsify(model, density, data=...): what is fitted, in which bounds, and what it says of data that it cannot use."""
+
+import io
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.data import DataLoader, TensorDataset
+
+import blocksparse as bs
+from blocksparse.sparsity.calibration import calibrate, fitting, passes, progress
+from blocksparse.sparsity.calibration.inputs import packed, products
+from blocksparse.surgery.prunable import prunable
+
+SMALL = {"block_size": 4, "force": True}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def correlated(*shape, rank=5):
+    """Of the last axis, or of images' channels; float64."""
+    axis = 1 if len(shape) > 3 else -1
+    mixing = torch.randn(rank, shape[axis], dtype=torch.float64)
+    rest = list(shape)
+    rest[axis] = rank
+    x = torch.randn(rest, dtype=torch.float64)
+    x = (x.movedim(axis, -1) @ mixing).movedim(-1, axis)
+    return x + 0.1 * torch.randn_like(x)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8)).double()
+
+
+class Last(nn.Module):
+    """An LSTM with a linear layer behind it."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(12, 16, batch_first=True, **options), nn.Linear(16, 8)
+
+    def forward(self, x, state=None):
+        return self.head(self.lstm(x, state)[0])
+
+
+class Norms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(*sizes, 3, padding=1, bias=False) for sizes in ((4, 16), (16, 16)))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(2))
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, x):
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = norm(conv(x)).relu()
+        return self.head(x.mean((2, 3)))
+
+
+def trained_norms(x):
+    """With statistics that are those of the data."""
+    model = Norms().double()
+    for norm in model.norms:
+        norm.momentum = None
+    model(x)
+    return model.eval()
+
+
+def lost(sparse, dense, x):
+    with torch.no_grad():
+        y = dense(x)
+        return ((sparse(x) - y).square().sum() / (y - y.mean(0)).square().sum()).item()
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(lambda x: mlp(), (300, 24)), (trained_norms, (60, 4, 6, 6)), (lambda x: Last().double(), (40, 10, 12))],
+    ids=["mlp", "convolutions", "lstm"],
+)
+@pytest.mark.parametrize("density", [0.25, 0.5])
+def test_data_lower_the_error(make, shape, density):
+    x = correlated(*shape)
+    model = make(x)
+    without = [bs.sparsify(model, density, scope=scope, **SMALL) for scope in ("layer", "global")]
+    made = bs.sparsify(model, density, data=x.split(20), **SMALL)
+    assert lost(made, model, x) < 0.3 * min(lost(each, model, x) for each in without)
+    stored = [module for module in made.modules() if hasattr(module, "values")]
+    kept = sum(module.values.numel() for module in stored)
+    assert kept == pytest.approx(density * sum(weight.blocks.size * weight.grid[0] * weight.grid[1]
+                                               for weight in prunable(model, 4)), abs=144)  # fmt: skip
+
+
+def test_weights_of_an_lstm_are_nearer_than_their_largest_blocks():
+    model, x = Last().double(), correlated(40, 10, 12)
+    made = bs.sparsity.reconstruct(model, [x], 0.4, 4)
+    with torch.no_grad():
+        (both,) = products(model.lstm, prunable(model.lstm, 4))
+        rows = both.inputs((x,), torch.arange(400))
+        y = rows @ both.matrix().T
+        magnitude = bs.densify(bs.sparsify(model.lstm, 0.4, 4, scope="layer", force=True))
+        cut = torch.cat([magnitude.weight_ih_l0, magnitude.weight_hh_l0], 1)
+        error = ((rows @ cut.T - y).square().sum() / y.square().sum()).item()
+    assert made.errors["lstm.weight_ih_l0"] == made.errors["lstm.weight_hh_l0"] < 0.5 * error
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("size", [0, 3], ids=["plain", "projected"])
+@pytest.mark.parametrize("form", ["batch", "batch first", "one", "packed", "packed unsorted"])
+@pytest.mark.parametrize("stateful", [False, True], ids=["", "stateful"])
+@torch.no_grad()
+def test_states_that_reach_an_lstms_weights(form, size, reverse, stateful):
+    lstm = nn.LSTM(5, 6, 2, bidirectional=True, proj_size=size, batch_first=form == "batch first").double()
+    out, batch = size or 6, () if form == "one" else (3,)
+    lengths = [4, 2, 1] if form == "packed" else [1, 4, 2]
+    x = torch.randn((3, 4, 5) if form == "batch first" else (4, *batch, 5), dtype=torch.float64)
+    x = pack_padded_sequence(x, lengths, enforce_sorted=form == "packed") if "packed" in form else x
+    state = [torch.randn(4, *batch, each, dtype=torch.float64) for each in (out, 6)] if stateful else None
+    args = (x, *([tuple(state)] if stateful else []))
+    sequences, initial = packed(lstm, args)
+    sizes = sequences.batch_sizes.tolist()
+    y = lstm(sequences, initial)[0].data.chunk(2, 1)[reverse].split(sizes)
+    first = initial[0][2 + reverse] if stateful else torch.zeros(sizes[0], out, dtype=torch.float64)
+    suffix = "_l1_reverse" if reverse else "_l1"
+    found = {p.weights[-1].parameter: p for p in products(lstm, prunable(lstm, 1))}
+    rows = found[f"weight_hh{suffix}"].rows(args)
+    assert rows == sum(sizes)
+    inputs, states = found[f"weight_hh{suffix}"].inputs(args, torch.arange(rows)).split([2 * out, out], 1)
+    for t, here in enumerate(states.split(sizes)):
+        before = y[t + 1] if reverse and t + 1 < len(y) else y[t - 1] if t and not reverse else first[:0]
+        expected = torch.cat([before, first[len(before) :]])[: sizes[t]]
+        torch.testing.assert_close(here, expected)
+    lower = nn.LSTM(5, 6, bidirectional=True, proj_size=size).double()
+    lower.load_state_dict({key: lstm.state_dict()[key] for key in lower.state_dict()})
+    torch.testing.assert_close(inputs, lower(sequences, initial and tuple(each[:2] for each in initial))[0].data)
+    if size:
+        raw = found[f"weight_hr{suffix}"].inputs(args, torch.arange(rows))
+        torch.testing.assert_close(raw @ getattr(lstm, f"weight_hr{suffix}").T, torch.cat(y))
+
+
+# -- batch norms --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_batch_norms_put_out_what_they_did():
+    x = correlated(60, 4, 6, 6)
+    model = trained_norms(x)
+    made = bs.sparsify(model, 0.6, data=[x], **SMALL)
+    for norms in ((model, made),):
+        outputs = []
+        for each in norms:
+            seen = []
+            hook = each.norms[1].register_forward_hook(lambda module, args, output, seen=seen: seen.append(output))
+            each(x)
+            hook.remove()
+            outputs.append(seen[0].transpose(0, 1).flatten(1))
+        torch.testing.assert_close(outputs[1].mean(1), outputs[0].mean(1), rtol=0, atol=1e-6)
+        alive = outputs[1].std(1) > 0
+        assert alive.sum() >= 4
+        torch.testing.assert_close(outputs[1].std(1)[alive], outputs[0].std(1)[alive], rtol=1e-4, atol=0)
+    assert not torch.allclose(made.norms[1].running_var, model.norms[1].running_var, rtol=0.01)
+
+
+def test_batch_norms_before_what_is_pruned_stay():
+    x = correlated(60, 4, 6, 6)
+    model = trained_norms(x)
+    made = bs.sparsify(model, 0.5, skip=["convs", "head"][:1], data=[x[:5]], **SMALL)
+    for mine, other in zip(model.norms, made.norms, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.buffers(), other.buffers(), strict=True))
+
+
+# -- bounds -------------------------------------------------------------------------------------------------------
+
+
+def problem(rows=300, inputs=48, outputs=16, rank=6):
+    weight = torch.randn(outputs, inputs, dtype=torch.float64)
+    x = correlated(rows, inputs, rank=rank)
+    return fitting.Problem(weight, x, x @ weight.T, (4, 4), 0.01)
+
+
+def test_many_inputs_get_the_values_that_few_do(monkeypatch):
+    exact, wide = problem(), None
+    mask = torch.rand(4, 12) < 0.4
+    expected = exact.values(mask)
+    wide = fitting.Problem(exact.dense, exact.x, exact.y, exact.block, 0.01)
+    monkeypatch.setattr(fitting, "MOST_INPUTS", 8)
+    monkeypatch.setattr(wide, "_normal", None)  # would form the matrix
+    torch.testing.assert_close(wide.values(mask), expected, rtol=1e-5, atol=1e-7)
+    # And blocks that lose little more than the best.
+    chosen = wide.choose(12)
+    assert chosen.sum() == 12
+    error = wide.lost(wide.values(chosen))
+    magnitude = exact.dense.square().view(4, 4, 12, 4).sum((1, 3)).flatten().topk(12).indices
+    largest = torch.zeros(48, dtype=torch.bool).index_fill(0, magnitude, True).view(4, 12)
+    naive = wide.lost(wide.values(largest))
+    monkeypatch.undo()
+    best = exact.lost(exact.values(exact.choose(12)))
+    assert error < 0.5 * naive
+    assert error < 2 * best
+
+
+MEMORY = """
+import resource, torch, blocksparse as bs
+torch.set_num_threads(1)
+conv, x = torch.nn.Conv2d(1024, 32, 3, padding=1), torch.randn(4, 1024, 8, 8)
+bs.sparsify(torch.nn.Conv2d(64, 32, 3), 0.5, force=True, data=[torch.randn(4, 64, 8, 8)])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+made = bs.sparsify(conv, 0.25, force=True, data=[x])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_a_wide_convolution_needs_no_matrix_of_its_inputs():
+    """That would be 9,216 x 9,216 in float64, 680 MB."""
+    pytest.importorskip("resource")
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, timeout=300)
+    assert int(done.stdout) < 250
+
+
+def test_rows_are_a_bounded_sample(monkeypatch):
+    layer = nn.Linear(64, 32)
+    (product,) = products(layer, prunable(layer, 4))
+    few, many = (passes.Passes._places(product, rows) for rows in (7, 10**9))
+    assert few.tolist() == list(range(7))
+    assert 0.99 * passes.MOST_ROWS < len(many) <= passes.MOST_ROWS
+    assert (many.diff() > 0).all()
+    assert many[-1] < 10**9
+    monkeypatch.setattr(passes, "MOST_BYTES", 4 * 64 * 100)
+    assert 90 < len(passes.Passes._places(product, 10**6)) <= 100
+
+
+def test_batches_are_kept_up_to_a_bound(monkeypatch):
+    taken = []
+
+    def endless():
+        while True:
+            taken.append(torch.randn(200, 24, dtype=torch.float64))
+            yield taken[-1]
+
+    bs.sparsify(mlp(), 0.5, data=endless(), **SMALL)
+    assert len(taken) == 6  # 1,024 samples
+    monkeypatch.setattr(calibrate, "MOST_BYTES", 2 * 200 * 24 * 8)
+    assert len(calibrate.keep(endless())) == 2
+
+
+def test_later_batches_are_left_out_when_there_are_rows_enough(monkeypatch):
+    monkeypatch.setattr(passes, "MOST_ROWS", 50)
+    model = mlp()
+    found = {name: products(model[int(name)], prunable(model[int(name)], 4)) for name in "024"}
+    seen = passes.Passes(model, list(correlated(200, 24).split(20)), found, [])
+    assert len(seen.batches) == 3
+    assert seen.reached["4"].rows == 60
+
+
+# -- the same again, and as it was --------------------------------------------------------------------------------
+
+
+def state_of(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(model, state):
+    found = model.state_dict()
+    return found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_two_runs_give_the_same_bits():
+    x = correlated(40, 10, 12)
+    model = Last().double()
+    state = state_of(model)
+    first, second = (bs.sparsify(model, 0.3, data=x.split(8), **SMALL) for _ in range(2))
+    assert same(first, state_of(second))
+    assert same(model, state)
+
+
+class Dies(nn.Module):
+    """Its second layer gets what is not finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.second(self.first(x) / 0)
+
+
+X = torch.ones(6, 24, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
+@pytest.mark.parametrize(
+    ("make", "data", "message"),
+    [
+        (mlp, [], "batches: expected one or more, got none"),
+        (mlp, X, "batches: expected an iterable of batches"),
+        (mlp, 3, "batches: expected an iterable of batches"),
+        (mlp, [X, X[:, :20]], r"a batch of \[6, 20\], on which 0 fails: .*(multiplied|size)"),
+        (mlp, [X * torch.nan], "the inputs of 0.weight: expected finite numbers"),
+        (mlp, [{"z": X}], "on which Sequential fails: .*unexpected keyword"),
+        (lambda: Dies().double(), [X], "the inputs of second.weight: expected finite numbers"),
+        (lambda: Last().double(), [(X.view(2, 6, 12), X[:, 0])], r"without labels, got a batch of \[2, 6, 12\], \[6\]"),
+    ],
+    ids=["none", "a tensor", "a number", "shape", "nan", "name", "inf later", "labels as a state"],
+)
+def test_data_of_no_use_are_told_and_leave_the_model(make, data, message, inplace):
+    model = make()
+    state, modules = state_of(model), [str(model), model.training]
+    with pytest.raises(bs.BlockSparseError, match=message):
+        bs.sparsify(model, 0.5, data=data, inplace=inplace, **SMALL)
+    assert same(model, state)
+    assert [str(model), model.training] == modules
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize("form", ["loader with labels", "lists", "a generator", "dicts"])
+def test_forms_of_data(form):
+    model, x = mlp(), correlated(60, 24)
+    forms = {
+        "loader with labels": DataLoader(TensorDataset(x, torch.zeros(60).long()), batch_size=20),
+        "lists": [[part, 0] for part in x.split(20)],
+        "a generator": (part for part in x.split(20)),
+        "dicts": [{"input": part} for part in x.split(20)],
+    }
+    expected = bs.sparsify(model, 0.5, data=x.split(20), **SMALL)
+    assert same(bs.sparsify(model, 0.5, data=forms[form], **SMALL), state_of(expected))
+
+
+def test_in_place_with_an_optimizer():
+    model, x = mlp(), correlated(60, 24)
+    expected = bs.sparsify(model, 0.5, data=[x], **SMALL)
+    optimizer = torch.optim.Adam(model.parameters())
+    made = bs.sparsify(model, 0.5, data=[x], inplace=True, optimizer=optimizer, **SMALL)
+    assert made is model
+    assert same(model, state_of(expected))
+    assert {id(p) for p in model.parameters()} == {id(p) for p in optimizer.param_groups[0]["params"]}
+
+
+def test_layouts_that_are_given_are_kept():
+    layer, x = nn.Linear(24, 16).double(), correlated(60, 24)
+    layout = bs.patterns.random((16, 24), block_size=4, density=0.5, seed=0)
+    made = bs.sparsify(layer, layouts={"weight": layout}, data=[x], force=True)
+    plain = bs.sparsify(layer, layouts={"weight": layout}, force=True)
+    assert made.layout == layout
+    assert lost(made, layer, x) < 0.5 * lost(plain, layer, x)
+
+
+class Odd(nn.Module):
+    """One layer is used twice, one never."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice, self.never = nn.Linear(24, 24), nn.Linear(24, 8)
+
+    def forward(self, x):
+        return self.twice(self.twice(x).relu())
+
+
+def test_a_layer_used_twice_and_one_that_is_not_reached():
+    model, x = Odd().double(), correlated(100, 24)
+    with pytest.warns(bs.SparsityWarning, match="do not show what reaches never.weight"):
+        made = bs.sparsify(model, 0.5, data=x.split(50), **SMALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        without = bs.sparsify(model, 0.5, scope="layer", **SMALL)
+    assert made.never.layout.nnz == 6
+    assert lost(made, model, x) < 0.6 * lost(without, model, x)
+
+
+def test_fused_encoder_layers_are_seen_through():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval().requires_grad_(False)
+    made = bs.sparsity.reconstruct(layer, [torch.randn(8, 5, 16)], 0.5, 4, skip="self_attn")
+    assert list(made.errors) == ["linear1.weight", "linear2.weight"]
+
+
+# -- progress -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("terminal", "after"), [(True, 0), (True, 60), (False, 0)], ids=["slow", "fast", "no terminal"]
+)
+def test_progress_is_shown_on_terminals_when_it_takes_long(monkeypatch, terminal, after):
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "AFTER", after)
+    bs.sparsify(mlp(), 0.5, data=[correlated(60, 24)], **SMALL)
+    shown = terminal and not after
+    assert ("layers fitted to the data: 3/3" in stream.getvalue()) == shown
+    assert stream.getvalue().endswith("\n") == shown
