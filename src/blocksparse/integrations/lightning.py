@@ -25,8 +25,8 @@ class SparsityCallback(Callback):
 
     Args:
         methods: each a function of the model and its optimizer that makes one when training begins, or a method that
-            was made before: L0Gates and MovementPruning, which add parameters to the model, have to be, with None as
-            their optimizer.
+            was made before: L0Gates, MovementPruning and SRSTE, which change the names of the model's parameters, have
+            to be, without an optimizer.
         finish: whether pruning methods make the weights block-sparse when training is over.
 
     Raises:
@@ -62,6 +62,9 @@ class SparsityCallback(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._methods.add_penalties()  # gradients are unscaled here, and not clipped yet
+        # Lightning computes the gradients within the step, but where it scales the loss.
+        if pl_module.automatic_optimization and getattr(trainer.precision_plugin, "scaler", None) is None:
+            self._methods.hold_weights()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step > self._steps:  # else gradients are still being collected

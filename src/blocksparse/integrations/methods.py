@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 
 from ..checkpoint import part
 from ..errors import BlockSparseError
+from ..sparsity.sparse_training.rigl import RigL
 from ..sparsity.training_method import TrainingMethod
+from ..surgery.optimizer import unwrapped
 
 Maker = Callable[[nn.Module, Optimizer], TrainingMethod]
 
@@ -35,8 +37,7 @@ class Methods:
         """Makes the methods, unless they are there from an earlier call."""
         if self.made:
             return
-        while isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # accelerate and Lightning wrap it
-            optimizer = optimizer.optimizer
+        optimizer = unwrapped(optimizer)
         groups, names = len(optimizer.param_groups), set(model.state_dict())
         for each in self.given:
             method = each if isinstance(each, TrainingMethod) else each(model, optimizer)
@@ -45,8 +46,14 @@ class Methods:
             self.made.append(method)
         if len(optimizer.param_groups) != groups or set(model.state_dict()) != names:
             # Schedulers count the groups, and a checkpoint to resume from has been loaded already.
-            expected = "it made before, with None as its optimizer, if it adds parameters to the model"
+            expected = "it made before, without an optimizer, as it changes the names of the model's parameters"
             raise BlockSparseError.expected("methods", expected, type(self.made[-1]).__name__)
+
+    def hold_weights(self) -> None:
+        """What RigL has its optimizer call before a step, for one that computes the gradients within the step."""
+        for method in self.made:
+            if isinstance(method, RigL):
+                method.hold_weights()
 
     def add_penalties(self, loss_scale: float = 1.0) -> None:
         """Adds the gradients of what belongs into the loss."""

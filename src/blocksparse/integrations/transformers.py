@@ -23,8 +23,8 @@ class SparsityCallback(TrainerCallback):
 
     Args:
         methods: each a function of the model and its optimizer that makes one when training begins, or a method that
-            was made before: L0Gates and MovementPruning, which add parameters to the model, have to be, with None as
-            their optimizer.
+            was made before: L0Gates, MovementPruning and SRSTE, which change the names of the model's parameters, have
+            to be, without an optimizer.
         finish: whether pruning methods make the weights block-sparse when training is over.
 
     Raises:

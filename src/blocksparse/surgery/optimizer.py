@@ -18,6 +18,13 @@ def has_parameter(optimizer: Any, parameter: Tensor) -> bool:
     return any(given is parameter for group in optimizer.param_groups for given in group["params"])
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of what accelerate or Lightning put around it, which has neither its hooks nor its state."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
 def check_optimizer(optimizer: Any, parameter: Tensor, name: str) -> None:
     """Raises a BlockSparseError unless the optimizer, if any, has the parameter, and a state that can follow it."""
     if optimizer is None:

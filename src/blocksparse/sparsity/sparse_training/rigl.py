@@ -15,6 +15,7 @@ from ...checked import integer, number
 from ...errors import BlockSparseError
 from ...nn.conv import Convolution
 from ...nn.linear import Linear
+from ...surgery.optimizer import unwrapped
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
 from ..pruning.magnitude import check_norm, magnitudes, smallest
@@ -108,7 +109,7 @@ class RigL(DynamicSparsity):
     def _hook_optimizer(self) -> None:
         if self.optimizer is not None:
             # Weakly, so that an optimizer outlives a method that is given up.
-            self.optimizer.register_step_pre_hook(partial(_before_update, ref(self)))
+            unwrapped(self.optimizer).register_step_pre_hook(partial(_before_update, ref(self)))
 
     def fraction(self, t: int) -> float:
         """The part of the blocks that goes in iteration t, counted from 1."""
