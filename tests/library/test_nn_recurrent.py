@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 import blocksparse as bs
 from blocksparse.nn.module import Weight
@@ -384,10 +385,10 @@ BAD = {
     ),
     "depth: expected a positive int": lambda: bs.nn.SmallWorldLSTM(8, 16, depth=0),
     "hidden_size: expected a multiple of the block": lambda: bs.nn.SmallWorldLSTM(8, 15, density=0.5, block_size=8),
-    r"input: expected \[steps, batch, 8\], none of them 0, got \[3, 2, 9\]": lambda: bs.nn.LSTM(8, 16)(
+    r"input: expected \[steps, batch, 8\], at least one step, got \[3, 2, 9\]": lambda: bs.nn.LSTM(8, 16)(
         torch.randn(3, 2, 9)
     ),
-    r"input: expected \[batch, steps, 8\]": lambda: bs.nn.LSTM(8, 16, batch_first=True)(torch.randn(0, 2, 8)),
+    r"input: expected \[batch, steps, 8\]": lambda: bs.nn.LSTM(8, 16, batch_first=True)(torch.randn(2, 0, 8)),
     "input: expected a tensor or a PackedSequence": lambda: bs.nn.LSTM(8, 16)([1, 2]),
     r"the initial c: expected \[1, 2, 16\], got \[1, 2, 15\]": lambda: bs.nn.LSTM(8, 16)(
         torch.randn(3, 2, 8), (torch.randn(1, 2, 16), torch.randn(1, 2, 15))
@@ -401,3 +402,60 @@ BAD = {
 def test_bad_input(message):
     with pytest.raises(bs.BlockSparseError, match=message):
         BAD[message]()
+
+
+@pytest.mark.parametrize("cell", MODULES)
+def test_what_torch_does_with_modules(cell):
+    module = MODULES[cell](16, 24, num_layers=2, bidirectional=True, density=0.5, block_size=8).double()
+    x = torch.randn(3, 5, 2, 16, dtype=torch.float64)
+    upstream = torch.randn(5, 2, 48, dtype=torch.float64)
+
+    def loss(x):
+        return (module(x)[0] * upstream).sum()
+
+    expected = torch.stack([torch.autograd.functional.jacobian(loss, each) for each in x])
+    with torch.no_grad():
+        close(torch.vmap(lambda x: module(x)[0])(x), torch.stack([module(each)[0] for each in x]))
+    close(torch.func.vmap(torch.func.grad(loss))(x), expected)
+    one = x[0].clone().requires_grad_()
+    loss_of_one = checkpoint(loss, one, use_reentrant=False)
+    close(torch.autograd.grad(loss_of_one, one)[0], expected[0])
+    (batched,) = torch.autograd.grad(module(one)[0], one, torch.stack([upstream, 2 * upstream]), is_grads_batched=True)
+    close(batched, torch.stack([expected[0], 2 * expected[0]]))
+
+
+@pytest.mark.parametrize("cell", MODULES)
+def test_no_sequences_and_no_memory(cell):
+    module = MODULES[cell](16, 24, density=0.5, block_size=8)
+    y, (h, c) = module(torch.randn(5, 0, 16))
+    assert (y.shape, h.shape, c.shape) == ((5, 0, 24), (1, 0, 24), (1, 0, 24))
+    y.sum().backward()
+    assert all((parameter.grad == 0).all() for parameter in module.parameters())
+    module = module.to("meta")
+    y, (h, _) = module(torch.randn(5, 3, 16, device="meta"))
+    assert (y.shape, h.shape, y.device.type) == ((5, 3, 24), (1, 3, 24), "meta")
+    y.sum().backward()
+    assert all(parameter.grad.is_meta for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("cell", MODULES)
+def test_graphs_for_any_number_of_steps(cell):
+    module = MODULES[cell](16, 24, density=0.5, block_size=8)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    steps = torch.export.Dim("steps", min=2, max=100)
+    exported = torch.export.export(module, (torch.randn(5, 2, 16),), dynamic_shapes=({0: steps},)).module()
+    for number in (6, 9):
+        x = torch.randn(number, 2, 16)
+        expected, of_expected = outputs_and_gradients(module, x)
+        with torch._dynamo.config.patch(error_on_recompile=number == 9):
+            found, of_found = outputs_and_gradients(compiled, x)
+        close(found, expected)
+        close(of_found, of_expected)
+        close(exported(x)[0].detach(), expected)
+
+
+def outputs_and_gradients(function, x):
+    x = x.clone().requires_grad_()
+    y, (h, c) = function(x)
+    (grad,) = torch.autograd.grad((y.square().sum() + h.sum() + c.cos().sum()), x)
+    return y.detach(), grad

@@ -44,3 +44,59 @@ def test_vmap(name, in_dims):
         torch.testing.assert_close(one, other)
     with torch.no_grad():
         torch.testing.assert_close(torch.vmap(function, in_dims)(*arguments), expected)
+
+
+def dense_of(name, x, values, bias):
+    weight = bs.to_dense(values, LAYOUT)
+    if name == "linear":
+        return torch.relu(torch.nn.functional.linear(x, weight, bias))
+    return torch.nn.functional.conv1d(x, weight, bias, padding=1)
+
+
+def per_sample(of):
+    """Gradients for each sample, as of `torch.func`'s own example."""
+    gradients = torch.func.grad(lambda x, values, bias: of(x, values, bias).square().sum(), argnums=(0, 1, 2))
+    return torch.func.vmap(gradients, (0, None, None))
+
+
+TRANSFORMS = {
+    "grad": lambda of: torch.func.grad(lambda *given: of(given[0][0], *given[1:]).square().sum(), argnums=(0, 1, 2)),
+    "jacrev": lambda of: torch.func.jacrev(lambda *given: of(given[0][0], *given[1:]), argnums=(0, 1, 2)),
+    "vmap(grad)": per_sample,
+    "jacrev(grad)": lambda of: torch.func.jacrev(
+        torch.func.grad(lambda *given: of(given[0][0], *given[1:]).pow(3).sum(), argnums=1), argnums=(0, 1, 2)
+    ),
+    "is_grads_batched": lambda of: lambda *given: batched_gradients(of(given[0][0], *given[1:]), given),
+}
+
+
+def batched_gradients(y, given):
+    upstream = torch.linspace(-1, 1, 3 * y.numel(), dtype=y.dtype).view(3, *y.shape).cos()
+    return torch.autograd.grad(y, given, upstream, is_grads_batched=True)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", CASES)
+def test_transforms_see_what_the_dense_function_shows_them(name, transform):
+    function, shape, kernel = CASES[name]
+    shapes = ((5, *shape), (*LAYOUT.values_shape, *kernel), (12,))
+    given = [torch.randn(each, dtype=torch.float64, requires_grad=True) for each in shapes]
+    found = TRANSFORMS[transform](function)(*given)
+    expected = TRANSFORMS[transform](lambda *each: dense_of(name, *each))(*given)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_per_sample_gradients_of_a_module():
+    layer = bs.nn.Linear(20, 12, density=0.5, block_size=4, dtype=torch.float64)
+    x = torch.randn(6, 20, dtype=torch.float64)
+    parameters = dict(layer.named_parameters())
+
+    def loss(parameters, x):
+        return torch.func.functional_call(layer, parameters, (x,)).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    for i, each in enumerate(x):
+        loss(parameters, each).backward()
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(found[name][i], parameter.grad)
+            parameter.grad = None

@@ -104,14 +104,16 @@ class LSTM(Recurrent):
         x = input.data if isinstance(input, PackedSequence) else input
         if table is not None or not isinstance(x, Tensor) or not self._is_torchs(x, hx):
             return super().forward(input, hx, table=table)
-        rows, sizes, restore = self._rows(input, None)
-        h, c = self._initial(hx, sizes[0], rows, input)
+        rows, times, restore = self._rows(input, None)
+        h, c = self._initial(hx, times.batch, rows, input)
         options = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional
         state = [h, c.to(h.dtype)]
         if isinstance(input, PackedSequence):
             y, h, c = torch._VF.lstm(rows, input.batch_sizes, state, self._flat_weights(), *options)
         else:
-            y, h, c = torch._VF.lstm(rows.view(len(sizes), sizes[0], -1), state, self._flat_weights(), *options, False)
+            y, h, c = torch._VF.lstm(
+                rows.view(times.number, times.batch, -1), state, self._flat_weights(), *options, False
+            )
         return restore(y.flatten(0, -2), h, c if hx is None else c.to(hx[1].dtype))
 
     def _is_torchs(self, x: Tensor, hx: State | None) -> bool:

@@ -16,7 +16,8 @@ from ..checked import is_int
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.checks import autocast
-from ..ops.recurrent import Steps, linear_of
+from ..ops.recurrent import Steps, Times, linear_of
+from .module import Weight
 from .parts import Parts, Size, padded_to
 
 State = tuple[Tensor, Tensor]
@@ -144,26 +145,31 @@ class Recurrent(Parts):
         `[steps, batch]`, or batch first, or packed. The product of the inputs is then made for the table, once.
         """
         check_states(hx)
-        rows, sizes, restore = self._rows(input, table)
+        rows, times, restore = self._rows(input, table)
         data, index = (rows, None) if table is None else (table, rows.squeeze(1))
-        hs, cs = self._initial(hx, sizes[0], data, input)
+        hs, cs = self._initial(hx, times.batch, data, input)
         real, finals = self._output.real, []
+        # In a graph their number may be open; dense weights are spelled out, as PyTorch compiles these operations.
+        in_graph = torch.compiler.is_compiling() and any(isinstance(weight, Weight) for weight in self.children())
         for layer in range(self.num_layers):
             if layer and self.dropout:
                 data = F.dropout(data, self.dropout, self.training)
             outputs = []
             for direction in range(self.directions):
                 cell = layer * self.directions + direction
-                steps = Steps(sizes, reverse=bool(direction))
-                y, h, c = self._run(self._suffix(layer, direction), data, index, hs[cell], cs[cell], steps)
+                steps: Any = times._replace(reverse=bool(direction))
+                y, h, c = self._run(
+                    self._suffix(layer, direction), data, index, hs[cell], cs[cell],
+                    steps if in_graph else steps.spelled(),
+                )  # fmt: skip
                 outputs.append(y if y.shape[1] == real else y[:, :real])
                 finals.append((h[:, :real], c[:, : self.hidden_size]))
             data, index = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0], None
         h, c = (torch.stack(states) for states in zip(*finals, strict=True))
         return restore(data, h, c.to(data.dtype if hx is None else hx[1].dtype))
 
-    def _rows(self, input: Any, table: Tensor | None) -> tuple[Tensor, tuple[int, ...], Restore]:
-        """The input as rows in time order, the rows of each step, and what gives the results the input's form."""
+    def _rows(self, input: Any, table: Tensor | None) -> tuple[Tensor, Times, Restore]:
+        """The input as rows in time order, their steps, and what gives the results the input's form."""
         data = input.data if isinstance(input, PackedSequence) else input
         if not isinstance(data, Tensor):
             raise BlockSparseError.expected("input", "a tensor or a PackedSequence", type(data).__name__)
@@ -175,14 +181,16 @@ class Recurrent(Parts):
             if data.dtype != torch.int64:
                 raise BlockSparseError.expected("input", "int64 rows of the table", data.dtype)
             data, size = data.unsqueeze(-1), 1
-        if data.dim() not in dims or data.shape[-1] != size or 0 in data.shape[:-1]:
+        steps_axis = 1 if self.batch_first and data.dim() == 3 else 0
+        if data.dim() not in dims or data.shape[-1] != size or data.shape[steps_axis] == 0:
             form = (
                 "rows" if isinstance(input, PackedSequence) else "batch, steps" if self.batch_first else "steps, batch"
             )
             form += "" if table is not None else f", {self.input_size}"
-            raise BlockSparseError.expected("input", f"[{form}], none of them 0", list(data.shape))
+            raise BlockSparseError.expected("input", f"[{form}], at least one step", list(data.shape))
         if isinstance(input, PackedSequence):
-            return data, tuple(input.batch_sizes.tolist()), partial(_packed, input)
+            sizes = tuple(input.batch_sizes.tolist())
+            return data, Times(len(sizes), sizes[0], sizes), partial(_packed, input)
         unbatched = data.dim() == 2
         data = data.unsqueeze(1) if unbatched else data.transpose(0, 1) if self.batch_first else data
         steps, batch = data.shape[:2]
@@ -193,7 +201,7 @@ class Recurrent(Parts):
                 return y.squeeze(1), (h.squeeze(1), c.squeeze(1))
             return y.transpose(0, 1) if self.batch_first else y, (h, c)
 
-        return data.reshape(steps * batch, size), (batch,) * steps, restore
+        return data.reshape(steps * batch, size), Times(steps, batch), restore
 
     def _initial(self, hx: State | None, batch: int, like: Tensor, input: Any) -> tuple[Tensor, Tensor]:
         """The initial states of all cells, padded; c in float32 or float64."""

@@ -1,6 +1,7 @@
 """The operations: one folder each, one registry of the backends that serve them."""
 
 from .conv import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
+from .flops import count_flops
 from .linear import linear, linear_transposed
 from .registry import BackendStatus, backends, use_backend
 
@@ -17,3 +18,5 @@ __all__ = [
     "linear_transposed",
     "use_backend",
 ]
+
+count_flops()

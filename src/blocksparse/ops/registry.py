@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from ..checked import checked_ints
@@ -220,7 +221,7 @@ class LayoutOp(Op):
         LIBRARY.impl(name, self._run, "CompositeExplicitAutograd")
         LIBRARY.impl(name, self._autograd, "Autograd", with_keyset=True)
         torch.library.register_fake(f"blocksparse::{name}", self._meta, lib=LIBRARY)
-        torch.library.register_vmap(self.torch_op, _each_entry(self.torch_op), lib=LIBRARY)
+        torch.library.register_vmap(self.torch_op, each_entry(self.torch_op), lib=LIBRARY)
 
     # What subclasses define; `tensors` are the operands, `options` the rest of the schema.
 
@@ -299,7 +300,8 @@ class LayoutOp(Op):
     def _autograd(self, keys: Any, *arguments: Any) -> Tensor:
         tensors, (indices, in_blocks), options = self._split(arguments)
         if needs_grad(*tensors):
-            return _recorded(self, keys, in_blocks, options, *tensors, *indices)
+            recorded = _recorded if torch._C._functorch.maybe_current_level() is None else _recorded_inside
+            return recorded(self, keys, in_blocks, options, *tensors, *indices)
         return self.below_autograd(keys, arguments)
 
     def below_autograd(self, keys: Any, arguments: Sequence[Any]) -> Tensor:
@@ -326,7 +328,9 @@ class _Node(torch.autograd.Function):
         if keys is None:
             output = op.compute(tensors, layout, options)
         else:  # `layout` is but its number of columns
-            output = op.below_autograd(keys, (*tensors, indices, layout, *options))
+            # Without gradients here, but with those of the transforms outside of this one.
+            with torch.set_grad_enabled(torch._C._functorch.maybe_current_level() is not None):
+                output = op.below_autograd(keys, (*tensors, indices, layout, *options))
         kept = op.kept(tensors, output, options)
         ctx.op, ctx.layout, ctx.options, ctx.count = op, layout, options, len(kept)
         ctx.save_for_backward(*kept, *indices)
@@ -338,26 +342,67 @@ class _Node(torch.autograd.Function):
         kept, indices = saved[: ctx.count], saved[ctx.count :]
         if indices:
             layout = Pattern(indices, layout)
-        found = op.backward(grad, kept, layout, ctx.options, ctx.needs_input_grad[4 : 4 + len(op.operands)])
+        needed = ctx.needs_input_grad[4 : 4 + len(op.operands)]
+        found = of_each(lambda grad: op.backward(grad, kept, layout, ctx.options, needed), grad)
         return None, None, None, None, *found, *[None] * len(indices)
 
 
+def of_each(backward: Callable[..., Tensors], *grads: Tensor) -> Tensors:
+    """What a node's `backward` gives for these gradients, or for each of those that `is_grads_batched` batches.
+
+    Its batches are of a kind that knows no other operations than PyTorch's own.
+    """
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    if not any(map(is_batched, grads)):
+        return backward(*grads)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    size = max(len(torch._remove_batch_dim(grad, level, 1, 0)) for grad in grads)
+    none: list[bool] = []
+
+    def tensors(*each: Tensor) -> tuple[Tensor, ...]:
+        found = backward(*each)
+        none[:] = [tensor is None for tensor in found]
+        return tuple(tensor for tensor in found if tensor is not None)
+
+    found = iter(torch.vmap(tensors)(*(torch._remove_batch_dim(grad, level, size, 0) for grad in grads)))
+    return [None if nothing else torch._add_batch_dim(next(found), 0, level) for nothing in none]
+
+
 _recorded: Callable[..., Tensor] = _Node.apply
+
+
+# PyTorch would have a Function come as one step before its transforms; here they have taken the operation, and the node
+# is that of one level of `torch.func.grad`, on whose tensors it calls what is below.
+@enable_single_level_autograd_function()
+def _recorded_inside(*arguments: Any) -> Tensor:
+    node: Tensor = super(torch.autograd.Function, _Node).apply(*arguments)  # type: ignore[no-untyped-call]
+    return node
+
+
 LIBRARY = torch.library.Library("blocksparse", "DEF")
 
 
-def _each_entry(op: Any) -> Callable[..., tuple[Tensor, int]]:
+def each_entry(op: Any) -> Callable[..., tuple[Any, Any]]:
     """The rule by which `torch.vmap` calls an op once for each entry of the batch; gradients pass to the whole.
 
     One layout serves them all, so that its index tensors have no batch.
     """
 
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         def entry(i: int) -> Callable[[Any, Any], Any]:
-            return lambda argument, dim: argument.select(dim, i) if isinstance(dim, int) else argument
+            def of(argument: Any, dim: Any) -> Any:
+                if isinstance(dim, int):
+                    return argument.select(dim, i)
+                return [*map(of, argument, dim)] if isinstance(dim, list | tuple) else argument
+
+            return of
 
         outputs = [op(*map(entry(i), arguments, in_dims)) for i in range(info.batch_size)]
-        return torch.stack(outputs), 0
+        if isinstance(outputs[0], Tensor):
+            return torch.stack(outputs), 0
+        stacked = [torch.stack(each) for each in zip(*outputs, strict=True)]
+        return stacked, [0] * len(stacked)
 
     return rule
 
@@ -375,6 +420,15 @@ def _grid_of(indices: Sequence[Tensor], in_blocks: int) -> tuple[int, int]:
             "indices, in_blocks", "crow [out_blocks + 1], col [nnz] of at least one block row, a positive int", got
         )
     return indices[0].shape[0] - 1, in_blocks
+
+
+def layout_of(indices: Sequence[Tensor], in_blocks: int, block: tuple[int, int]) -> BlockLayout:
+    """The layout that an operation of a graph got as index tensors, a number of columns, and its block.
+
+    Raises:
+        BlockSparseError: index tensors that are not those of such a layout.
+    """
+    return _layout_of(indices, _grid_of(indices, in_blocks), block)
 
 
 def _layout_of(indices: Sequence[Tensor], grid: tuple[int, int], block: tuple[int, int]) -> BlockLayout:

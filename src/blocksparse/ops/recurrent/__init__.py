@@ -1,8 +1,10 @@
 """Recurrences over whole sequences: a product per step, fused gates, and one product for each weight's gradient."""
 
+from .graph import KINDS
 from .lstm import LSTM, JoinedLSTM, unrolled
 from .multiplicative_lstm import MultiplicativeLSTM
-from .op import Steps, gather_rows, linear_of, scan
+from .op import gather_rows, linear_of, scan
+from .recurrence import Steps, Times
 from .small_world_lstm import SmallWorldLSTM
 
 __all__ = [
@@ -11,8 +13,11 @@ __all__ = [
     "MultiplicativeLSTM",
     "SmallWorldLSTM",
     "Steps",
+    "Times",
     "gather_rows",
     "linear_of",
     "scan",
     "unrolled",
 ]
+
+KINDS |= {kind.__name__: kind for kind in (LSTM, JoinedLSTM, MultiplicativeLSTM, SmallWorldLSTM)}

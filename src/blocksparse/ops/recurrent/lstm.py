@@ -19,14 +19,13 @@ from .op import (
     Product,
     Rows,
     StateGradient,
-    Steps,
-    Tensors,
     Trajectory,
     empty,
     gather_rows,
     linear_of,
     scatter_add_rows,
 )
+from .recurrence import Steps, Tensors, Times
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,16 @@ class LSTM:
     input_layout: BlockLayout | None = None
     layout: BlockLayout | None = None
     projection: BlockLayout | None = None
+
+    states = 2, 3
+
+    @property
+    def layouts(self) -> tuple[BlockLayout | None, ...]:
+        return self.input_layout, self.layout, self.projection
+
+    @classmethod
+    def made(cls, steps: Any, layouts: Sequence[BlockLayout | None]) -> LSTM:
+        return cls(steps, *layouts)
 
     def definition(
         self, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, input_weight: Tensor, bias: Tensor | None,
@@ -230,9 +239,10 @@ def outputs(hs: Trajectory, cs: Trajectory) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def unrolled(
-    steps: Steps, step: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor], h: Tensor, c: Tensor
+    steps: Steps | Times, step: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor], h: Tensor, c: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The outputs of `step(*inputs of t, h, c) -> h, c`, called for one step after the other."""
+    steps = steps.spelled() if isinstance(steps, Times) else steps
     cut = [each.split(steps.sizes) for each in inputs]
     ys: dict[int, Tensor] = {}
     for t in steps.order:

@@ -17,14 +17,13 @@ from .op import (
     Product,
     Rows,
     StateGradient,
-    Steps,
-    Tensors,
     Trajectory,
     empty,
     gather_rows,
     linear_of,
     scatter_add_rows,
 )
+from .recurrence import Steps, Tensors
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,16 @@ class MultiplicativeLSTM:
     factor_layout: BlockLayout | None = None
     layout: BlockLayout | None = None
     state_layout: BlockLayout | None = None
+
+    states = 2, 3
+
+    @property
+    def layouts(self) -> tuple[BlockLayout | None, ...]:
+        return self.input_layout, self.factor_layout, self.layout, self.state_layout
+
+    @classmethod
+    def made(cls, steps: Any, layouts: Sequence[BlockLayout | None]) -> MultiplicativeLSTM:
+        return cls(steps, *layouts)
 
     def definition(
         self, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, input_weight: Tensor, bias: Tensor | None,

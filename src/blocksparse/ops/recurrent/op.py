@@ -5,11 +5,9 @@ A recurrence is one node of autograd's graph, so that each weight gets its gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import lru_cache
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,35 +17,20 @@ from ... import patterns
 from ...layout import BlockLayout
 from .. import cpu_core, workspace
 from ..linear import LINEAR, linear
-
-Tensors = tuple[Tensor | None, ...]
-
-
-class Recurrence(Protocol):
-    """A recurrence over a whole sequence, written twice: as a definition, and by hand.
-
-    `tensors` are its inputs, initial states and weights in an order of its own, some may be None; so are the gradients.
-
-        definition(*tensors)                    the outputs, in operations that autograd differentiates as often as one
-                                                likes; slow
-        forward(*tensors, keep)                 the outputs, and what backward needs besides the tensors if it is to be
-                                                kept
-        backward(tensors, kept, grads, needed)  the gradients of the tensors from those of the outputs; None at will
-                                                for what is not needed
-    """
-
-    def definition(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]: ...
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]: ...
-
-    def backward(
-        self, tensors: Tensors, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: tuple[bool, ...]
-    ) -> Tensors: ...
+from ..registry import is_eager, of_each
+from .graph import in_graph
+from .recurrence import Recurrence, Steps, Tensors, Times
 
 
 def scan(recurrence: Recurrence, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Returns the outputs of a recurrence, differentiable any number of times."""
-    if torch.compiler.is_compiling():
+    """Returns the outputs of a recurrence, differentiable any number of times.
+
+    Transforms, modes and meta tensors see the operations of its definition; graphs one operation for all steps, unless
+    all weights are dense.
+    """
+    if isinstance(recurrence.steps, Times):
+        return in_graph(recurrence, tensors)
+    if torch.compiler.is_compiling() or not is_eager(*tensors):
         return recurrence.definition(*tensors)
     recorded: Callable[..., tuple[Tensor, ...]] = _Scan.apply
     return recorded(recurrence, torch.is_grad_enabled(), *map(_resolved, tensors))
@@ -72,67 +55,32 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensors:
-        tensors, kept, needed = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :], ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():
-            return None, None, *_differentiable(ctx.recurrence, tensors, grads, needed)
-        # Users may pass gradients of any strides, but the gates need the features of a row to be contiguous.
-        grads = tuple(grad.resolve_neg().contiguous() for grad in grads)
-        return None, None, *ctx.recurrence.backward(tensors, kept, grads, needed)
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]  # read once, as checkpoints demand
+        tensors, kept = saved[: ctx.count], saved[ctx.count :]
+
+        def backward(*grads: Tensor) -> Any:
+            if torch.is_grad_enabled() or not is_eager(*grads):
+                return _differentiable(ctx.recurrence, tensors, grads, needed)
+            # Users may pass gradients of any strides, but the gates need the features of a row to be contiguous.
+            contiguous = tuple(grad.resolve_neg().contiguous() for grad in grads)
+            return ctx.recurrence.backward(tensors, kept, contiguous, needed)
+
+        return None, None, *of_each(backward, *grads)
 
 
 def _differentiable(
     recurrence: Recurrence, tensors: Tensors, grads: tuple[Tensor, ...], needed: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """The gradients as a function that autograd can differentiate again: those of the definition."""
-    outputs = recurrence.definition(*tensors)
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        outputs = recurrence.definition(*tensors)
     wanted = [tensor for tensor, need in zip(tensors, needed, strict=True) if tensor is not None and need]
-    found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True))
+    found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=create_graph, allow_unused=True))
     return [next(found) if need else None for need in needed]
 
 
-# -- time steps ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Steps:
-    """How the rows of `[rows, features]` data are time steps: step t is the next `sizes[t]` rows.
-
-    Args:
-        sizes: rows of each step, never more than of the step before, as in a PackedSequence: shorter sequences end
-            earlier, and row r of a step belongs to row r of the step before.
-        reverse: whether time runs from the last step to the first.
-    """
-
-    sizes: tuple[int, ...]
-    reverse: bool = False
-    start: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """The first row of each step, and the number of rows."""
-    rows: int = field(init=False, repr=False, compare=False)
-    """Of all steps."""
-    batch: int = field(init=False, repr=False, compare=False)
-    """The number of sequences."""
-    aligned: bool = field(init=False, repr=False, compare=False)
-    """Whether all sequences have the same length."""
-    order: Sequence[int] = field(init=False, repr=False, compare=False)
-    """The steps as time runs."""
-
-    @classmethod
-    def equal(cls, steps: int, batch: int, reverse: bool = False) -> Steps:
-        """Steps of sequences that all have the same length."""
-        return cls((batch,) * steps, reverse)
-
-    def __post_init__(self) -> None:
-        sizes = self.sizes
-        order = range(len(sizes))
-        # Stored, not computed, as each step of each sequence reads these.
-        for name, value in (
-            ("start", (0, *accumulate(sizes))),
-            ("rows", sum(sizes)),
-            ("batch", sizes[0] if sizes else 0),
-            ("aligned", not sizes or sizes[-1] == sizes[0]),
-            ("order", order[::-1] if self.reverse else order),
-        ):
-            object.__setattr__(self, name, value)
+# -- states and rows --------------------------------------------------------------------------------------------------
 
 
 class Trajectory:

@@ -18,14 +18,13 @@ from .op import (
     Product,
     Rows,
     StateGradient,
-    Steps,
-    Tensors,
     Trajectory,
     empty,
     gather_rows,
     linear_of,
     scatter_add_rows,
 )
+from .recurrence import Steps, Tensors
 
 EPSILON = 1e-5
 
@@ -54,6 +53,12 @@ class SmallWorldLSTM:
 
     steps: Steps
     layouts: tuple[BlockLayout | None, ...]
+
+    states = 3, 4
+
+    @classmethod
+    def made(cls, steps: Any, layouts: Sequence[BlockLayout | None]) -> SmallWorldLSTM:
+        return cls(steps, tuple(layouts))
 
     @property
     def depth(self) -> int:
@@ -224,4 +229,4 @@ def _norm_backward(grad: Tensor, normed: Tensor, scale: Tensor, hidden: int) -> 
         grad.view(shape).to(scale.dtype), normed.view(shape).to(scale.dtype), (hidden,), zeros, ones, None, None,
         (True, False, False),
     )[0]  # fmt: skip
-    return wide.mul_(scale.unsqueeze(-1)).view(len(grad), -1).to(normed.dtype)
+    return wide.mul_(scale.unsqueeze(-1)).flatten(1).to(normed.dtype)

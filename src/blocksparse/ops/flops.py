@@ -1,0 +1,77 @@
+"""Formulas for PyTorch's FlopCounterMode: two operations for each number of a stored block and each place it is used.
+
+Its module imports triton, so that the formulas wait until somebody else imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+def linear(x: Any, values: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Of `blocksparse::linear`."""
+    return int(2 * x[0] * math.prod(values))
+
+
+def linear_wgrad(grad: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Of `blocksparse::linear_wgrad`."""
+    return int(2 * grad[0] * math.prod(out_shape))
+
+
+def conv(
+    x: Any, values: Any, bias: Any, indices: Any, in_blocks: int, transpose: bool, transposed: bool, size: Any,
+    *args: Any, out_shape: Any = None, **kwargs: Any,
+) -> int:  # fmt: skip
+    """Of `blocksparse::conv`; taps that lie in the padding count, as in PyTorch's own formula."""
+    places = x[1:-1] if transposed else size
+    return int(2 * x[0] * math.prod(places) * math.prod(values))
+
+
+def conv_wgrad(
+    grad: Any, x: Any, indices: Any, in_blocks: int, transposed: bool, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    """Of `blocksparse::conv_wgrad`."""
+    places = (x if transposed else grad)[1:-1]
+    return int(2 * x[0] * math.prod(places) * math.prod(out_shape))
+
+
+def _register(counter: ModuleType) -> None:
+    for formula in (linear, linear_wgrad, conv, conv_wgrad):
+        target = getattr(torch.ops.blocksparse, formula.__name__)
+        if target not in counter.flop_registry:
+            counter.register_flop_formula(target)(formula)
+
+
+class _WhenImported(MetaPathFinder):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                _register(module)
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def count_flops() -> None:
+    """Has FlopCounterMode count the library's operations."""
+    if _COUNTER in sys.modules:
+        _register(sys.modules[_COUNTER])
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())

@@ -1,0 +1,119 @@
+"""Recurrences in graphs that are compiled or exported: one operation for all steps, so that their number may be open.
+
+The graph holds the layouts as index tensors, as those of `registry.LayoutOp` do. The backward pass computes the forward
+pass once more, as what that keeps for it has no place in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..registry import LIBRARY, each_entry, layout_of
+from .recurrence import Recurrence, Times
+
+# By the names that graphs have for them.
+KINDS: dict[str, type[Recurrence]] = {}
+
+_PATTERN = "Tensor[] indices, int[] sizes_of_layouts"
+_STEPS = "str kind, SymInt number, SymInt batch, SymInt[] sizes, bool reverse"
+LIBRARY.define(f"scan(Tensor[] tensors, bool[] given, {_PATTERN}, {_STEPS}) -> Tensor[]")
+LIBRARY.define(
+    f"scan_backward(Tensor[] tensors, bool[] given, {_PATTERN}, {_STEPS}, Tensor[] grads, bool[] needed) -> Tensor[]"
+)
+
+
+def in_graph(recurrence: Recurrence, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """The outputs of a recurrence whose steps are `Times`, as an operation of a graph."""
+    indices: list[Tensor] = []
+    sizes_of_layouts: list[int] = []  # of each: block columns, and rows and columns of a block; 0 where it is dense
+    for layout in recurrence.layouts:
+        if layout is None:
+            sizes_of_layouts += [0, 0, 0]
+        else:
+            indices += layout.indices_on(tensors[0].device)  # type: ignore[union-attr]
+            sizes_of_layouts += [layout.grid[1], *layout.block_shape]
+    number, batch, sizes, reverse = recurrence.steps
+    steps = type(recurrence).__name__, number, batch, list(sizes or ()), reverse
+    there = [tensor for tensor in tensors if tensor is not None]  # autograd passes over lists with None
+    given = [tensor is not None for tensor in tensors]
+    return tuple(torch.ops.blocksparse.scan(there, given, indices, sizes_of_layouts, *steps))
+
+
+def _recurrence(
+    indices: Sequence[Tensor],
+    sizes_of_layouts: Sequence[int],
+    kind: str,
+    number: int,
+    batch: int,
+    sizes: Sequence[int],
+    reverse: bool,
+) -> Recurrence:
+    left, layouts = iter(indices), []
+    for i in range(0, len(sizes_of_layouts), 3):
+        in_blocks, block = sizes_of_layouts[i], (sizes_of_layouts[i + 1], sizes_of_layouts[i + 2])
+        layouts.append(layout_of((next(left), next(left)), in_blocks, block) if in_blocks else None)
+    return KINDS[kind].made(Times(number, batch, tuple(sizes) or None, reverse).spelled(), layouts)  # type: ignore[no-any-return]
+
+
+def _with_none(tensors: Sequence[Tensor], given: Sequence[bool]) -> list[Tensor | None]:
+    left = iter(tensors)
+    return [next(left) if each else None for each in given]
+
+
+def _scan(tensors: Sequence[Tensor], given: Sequence[bool], *pattern: Any) -> list[Tensor]:
+    outputs, _ = _recurrence(*pattern).forward(*_with_none(tensors, given), keep=False)
+    return list(outputs)
+
+
+def _scan_backward(tensors: Sequence[Tensor], given: Sequence[bool], *arguments: Any) -> list[Tensor]:
+    *pattern, grads, needed = arguments
+    recurrence, operands, wanted = _recurrence(*pattern), _with_none(tensors, given), iter(needed)
+    needs = [each and next(wanted) for each in given]
+    _, kept = recurrence.forward(*operands, keep=True)
+    found = recurrence.backward(tuple(operands), kept, tuple(grad.contiguous() for grad in grads), tuple(needs))
+    # In memory of their own: outputs of an operation are never views of each other.
+    return [
+        torch.zeros_like(tensor) if grad is None else grad.clone(memory_format=torch.contiguous_format)
+        for tensor, grad, need in zip(operands, found, needs, strict=True)
+        if need and tensor is not None
+    ]
+
+
+def _scan_meta(
+    tensors: Any, given: Any, indices: Any, of_layouts: Any, kind: str, number: Any, batch: Any, sizes: Any, _: bool
+) -> list[Tensor]:
+    operands: Any = _with_none(tensors, given)
+    states = [operands[i] for i in KINDS[kind].states]
+    rows = sum(sizes) if sizes else number * batch
+    return [states[0].new_empty(rows, states[0].shape[1]), *(state.new_empty(state.shape) for state in states)]
+
+
+def _scan_backward_meta(tensors: Any, *arguments: Any) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor, need in zip(tensors, arguments[-1], strict=True) if need]
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    tensors, ctx.given, indices, *ctx.pattern = inputs
+    ctx.count = len(tensors)
+    ctx.save_for_backward(*tensors, *indices)
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    tensors, indices, needed = list(saved[: ctx.count]), list(saved[ctx.count :]), list(ctx.needs_input_grad[0])
+    found = iter(torch.ops.blocksparse.scan_backward(tensors, ctx.given, indices, *ctx.pattern, list(grads), needed))
+    # PyTorch takes an empty list for one of tensors, whose gradient is a list.
+    rest: list[Any] = [[] if each == [] else None for each in ctx.pattern]
+    return [next(found) if need else None for need in needed], None, [None] * len(indices), *rest
+
+
+for _name, _run, _meta in (("scan", _scan, _scan_meta), ("scan_backward", _scan_backward, _scan_backward_meta)):
+    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"blocksparse::{_name}", _meta, lib=LIBRARY)
+    _op = getattr(torch.ops.blocksparse, _name).default
+    torch.library.register_vmap(_op, each_entry(_op), lib=LIBRARY)
+torch.library.register_autograd("blocksparse::scan", _backward, setup_context=_keep, lib=LIBRARY)

@@ -1,0 +1,108 @@
+"""What a recurrence is, and the time steps that it runs over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ...layout import BlockLayout
+
+Tensors = tuple[Tensor | None, ...]
+
+
+class Recurrence(Protocol):
+    """A recurrence over a whole sequence, written twice: as a definition, and by hand.
+
+    `tensors` are its inputs, initial states and weights in an order of its own, some may be None; so are the gradients.
+
+        definition(*tensors)                    the outputs, in operations that autograd differentiates as often as one
+                                                likes; slow
+        forward(*tensors, keep)                 the outputs, and what backward needs besides the tensors if it is to be
+                                                kept
+        backward(tensors, kept, grads, needed)  the gradients of the tensors from those of the outputs; None at will
+                                                for what is not needed
+        steps, layouts                          of which, in this order, `made` makes such a recurrence
+        states                                  the positions of the initial states among the tensors, that of the
+                                                outputs first; the outputs are those of all steps and the final states
+    """
+
+    states: Any
+
+    @property
+    def steps(self) -> Any: ...
+
+    @property
+    def layouts(self) -> tuple[BlockLayout | None, ...]: ...
+
+    @classmethod
+    def made(cls, steps: Any, layouts: Sequence[BlockLayout | None]) -> Any: ...
+
+    def definition(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]: ...
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]: ...
+
+    def backward(
+        self, tensors: Tensors, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: tuple[bool, ...]
+    ) -> Tensors: ...
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How the rows of `[rows, features]` data are time steps: step t is the next `sizes[t]` rows.
+
+    Args:
+        sizes: rows of each step, never more than of the step before, as in a PackedSequence: shorter sequences end
+            earlier, and row r of a step belongs to row r of the step before.
+        reverse: whether time runs from the last step to the first.
+    """
+
+    sizes: tuple[int, ...]
+    reverse: bool = False
+    start: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The first row of each step, and the number of rows."""
+    rows: int = field(init=False, repr=False, compare=False)
+    """Of all steps."""
+    batch: int = field(init=False, repr=False, compare=False)
+    """The number of sequences."""
+    aligned: bool = field(init=False, repr=False, compare=False)
+    """Whether all sequences have the same length."""
+    order: Sequence[int] = field(init=False, repr=False, compare=False)
+    """The steps as time runs."""
+
+    @classmethod
+    def equal(cls, steps: int, batch: int, reverse: bool = False) -> Steps:
+        """Steps of sequences that all have the same length."""
+        return cls((batch,) * steps, reverse)
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes
+        order = range(len(sizes))
+        # Stored, not computed, as each step of each sequence reads these.
+        for name, value in (
+            ("start", (0, *accumulate(sizes))),
+            ("rows", sum(sizes)),
+            ("batch", sizes[0] if sizes else 0),
+            ("aligned", not sizes or sizes[-1] == sizes[0]),
+            ("order", order[::-1] if self.reverse else order),
+        ):
+            object.__setattr__(self, name, value)
+
+
+class Times(NamedTuple):
+    """The steps of sequences before they are spelled out: in a graph their number may be open.
+
+    sizes: as of `Steps`, or None where each step has the whole batch.
+    """
+
+    number: int
+    batch: int
+    sizes: tuple[int, ...] | None = None
+    reverse: bool = False
+
+    def spelled(self) -> Steps:
+        """The same as `Steps`."""
+        return Steps(self.sizes or (self.batch,) * self.number, self.reverse)
