@@ -48,6 +48,9 @@ RECURRENT: dict[type[nn.Module], Any] = {
     nn.GRUCell: GRUCell,
     nn.RNNCell: RNNCell,
 }
+# Linear layers of the library transformers; its Conv1D has a transposed weight.
+CONV1D = "transformers.pytorch_utils.Conv1D"
+TRANSFORMERS = (CONV1D, "transformers.models.falcon.modeling_falcon.FalconLinear")
 KNOWN: tuple[type[nn.Module], ...] = (nn.Linear, nn.MultiheadAttention, *CONVOLUTIONS, *TRANSPOSED, *RECURRENT)
 NO_COUNTERPART: dict[type[nn.Module], str] = {
     nn.Embedding: "its rows are looked up, not multiplied",
@@ -130,13 +133,15 @@ class Prunable:
         elif kind is nn.MultiheadAttention or isinstance(module, Parts):
             known = self.parameter in weights_of_parts(module)
         else:
-            known = kind in (nn.Linear, OutputProjection, *CONVOLUTIONS, *TRANSPOSED) or _is_conv1d(module)
+            known = (
+                kind in (nn.Linear, OutputProjection, *CONVOLUTIONS, *TRANSPOSED) or _qualified(kind) in TRANSFORMERS
+            )
         if not known:
             if kind in KNOWN or isinstance(module, Parts):
                 return f"{self.parameter} is not multiplied with the inputs"
             if self.has_own_forward:
                 return f"{kind.__name__} may use its weight in another way than its base class"
-            why = NO_COUNTERPART.get(kind)
+            why = next((why for base, why in NO_COUNTERPART.items() if isinstance(module, base)), None)
             return f"{kind.__name__} has no block-sparse counterpart" + (f": {why}" if why else "")
         if getattr(module, "groups", 1) != 1:
             return f"{module.groups} groups"
@@ -258,7 +263,7 @@ def _blocks_of(module: nn.Module, parameter: str, block: tuple[int, int]) -> Blo
         parts = len(tensor) // module.sizes[parameter][0].padded
     elif isinstance(module, nn.MultiheadAttention) and parameter == "in_proj_weight":
         parts = 3
-    transposed = type(module) in TRANSPOSED or _is_conv1d(module)
+    transposed = type(module) in TRANSPOSED or _qualified(type(module)) == CONV1D
     return Blocks(tensor.shape, block, parts, transposed, multiple)
 
 
@@ -314,9 +319,8 @@ def weights_of_parts(module: Any) -> tuple[str, ...]:
     return "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+def _qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"
 
 
 def _dotted(module: str, parameter: str) -> str:
