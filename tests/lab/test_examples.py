@@ -79,3 +79,12 @@ def test_readme_quick_start():
 def test_every_example_is_tested(name):
     tests = Path(__file__).parent.glob("test_*.py")
     assert any(f'"{name}"' in path.read_text() for path in tests)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft itself
+def test_lora(run):
+    pytest.importorskip("peft")
+    out = run("lora.py")
+    losses = [float(loss) for loss in re.findall(r"step \d+: (\S+)", out)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert float(re.search(r"merged: Linear, error (\S+)", out).group(1)) < 1e-4

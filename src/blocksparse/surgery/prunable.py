@@ -51,6 +51,8 @@ RECURRENT: dict[type[nn.Module], Any] = {
 # Linear layers of the library transformers; its Conv1D has a transposed weight.
 CONV1D = "transformers.pytorch_utils.Conv1D"
 TRANSFORMERS = (CONV1D, "transformers.models.falcon.modeling_falcon.FalconLinear")
+# The base of layers with adapters of the library peft.
+ADAPTED = "peft.tuners.tuners_utils.BaseTunerLayer"
 KNOWN: tuple[type[nn.Module], ...] = (nn.Linear, nn.MultiheadAttention, *CONVOLUTIONS, *TRANSPOSED, *RECURRENT)
 NO_COUNTERPART: dict[type[nn.Module], str] = {
     nn.Embedding: "its rows are looked up, not multiplied",
@@ -168,7 +170,7 @@ def prunable(
     These are the weights of torch.nn's linear layers, of convolutions without groups and of their transposes, of
     recurrent layers and cells, of multi-head attention, and of the linear layer that the transformers library calls
     Conv1D; and dense weights of `blocksparse.nn`'s modules that have several. Weights that have two names (tied ones)
-    stay dense, and so do subclasses, which may use their weight in another way.
+    stay dense, and so do subclasses, which may use their weight in another way, and adapters of the library peft.
 
     Args:
         model: any module, or one such layer.
@@ -206,11 +208,7 @@ def survey(
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(parameter, []).append(_dotted(name, key))
     found = []
-    inside = {
-        module.out_proj: f"inside of {type(module).__name__}, a subclass of MultiheadAttention"
-        for module in model.modules()
-        if isinstance(module, nn.MultiheadAttention) and type(module) is not nn.MultiheadAttention
-    }
+    inside = _inside(model)
     for name, module in model.named_modules():
         if isinstance(module, BlockSparseModule):
             continue
@@ -221,7 +219,7 @@ def survey(
             if parameter.is_meta and not empty:
                 raise BlockSparseError.expected("model", "parameters with values", f"{weight.name} on the meta device")
             reason = SKIPPED if module in skipped_modules or weight.name in skipped_names else weight.obstacle
-            reason = reason or inside.get(module)
+            reason = inside.get(module) or reason
             others = [other for other in owners[parameter] if other != weight.name]
             if reason is None and others:
                 reason = f"tied to {', '.join(others)}"
@@ -317,6 +315,19 @@ def weights_of_parts(module: Any) -> tuple[str, ...]:
     if isinstance(module, Parts):
         return tuple(module.sizes)
     return "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"
+
+
+def _inside(model: nn.Module) -> dict[nn.Module, str]:
+    """Why modules stay dense because of the ones that they are in."""
+    reasons = {}
+    for module in model.modules():
+        kind = type(module)
+        if isinstance(module, nn.MultiheadAttention) and kind is not nn.MultiheadAttention:
+            reasons[module.out_proj] = f"inside of {kind.__name__}, a subclass of MultiheadAttention"
+        if any(_qualified(base) == ADAPTED for base in kind.__mro__):
+            others = [child for name, child in module.named_children() if name != "base_layer"]
+            reasons |= {each: "an adapter" for child in others for each in child.modules()}
+    return reasons
 
 
 def _qualified(kind: type) -> str:

@@ -1,0 +1,142 @@
+"""The table of families: some of them in full, how failures are told, and that a run goes on where it was."""
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import blocksparse as bs
+from blocksparse.surgery.prunable import survey
+
+pytest.importorskip("transformers")
+PREFIX = "base_model.model.layers.0.mlp.down_proj"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "families.py"
+
+
+@pytest.fixture(scope="module")
+def families():
+    spec = importlib.util.spec_from_file_location("families", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+
+    sys.modules["families"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "vit", "dinov2", "clip", "mamba", "mixtral", "falcon", "xlnet"])
+def test_families_pass(families, name):
+    row = families.tried(name)
+    assert row.passed, row
+    assert row.taken
+    assert row.left
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft itself
+def test_adapters_stay_dense_and_are_trained(families):
+    pytest.importorskip("peft")
+    model, inputs = families.FAMILIES["peft lora llama"]()
+    sparse = bs.sparsify(model, 0.5, 16, force=True)
+    layer = sparse.base_model.model.layers[0].mlp.down_proj
+    assert isinstance(layer.base_layer, bs.nn.Linear)
+    assert isinstance(layer.lora_A["default"], nn.Linear)
+    reasons = {weight.name: reason for weight, reason in survey(model)}
+    assert reasons[f"{PREFIX}.lora_A.default.weight"] == "an adapter"
+    sparse(**inputs).last_hidden_state.square().sum().backward()
+    for name in ("lora_A", "lora_B"):
+        assert getattr(layer, name)["default"].weight.grad.abs().sum() > 0
+
+
+class Wrong(nn.Module):
+    """Its densified form computes something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return {"y": self.layer(x) + isinstance(self.layer, nn.Linear)}
+
+
+class Forgetful(nn.Module):
+    """No gradient reaches its weight once that is block-sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(32, 32), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        with torch.set_grad_enabled(isinstance(self.layer, nn.Linear)):
+            y = self.layer(x)
+        return y * self.scale
+
+
+class Constant(nn.Module):
+    """Its outputs say nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.layer(x) * 0
+
+
+@pytest.mark.parametrize("kind", [Wrong, Forgetful, Constant])
+def test_what_is_wrong_does_not_pass(families, kind, monkeypatch):
+    monkeypatch.setitem(families.FAMILIES, "own", lambda: (kind(), {"x": torch.randn(4, 32)}))
+    assert not families.tried("own").passed
+
+
+def test_a_library_that_is_not_there_is_said_and_errors_are_kept(families, monkeypatch):
+    def absent():
+        raise ModuleNotFoundError("No module named 'other'")
+
+    def broken():
+        raise RuntimeError("sizes differ\nsecond line")
+
+    monkeypatch.setitem(families.FAMILIES, "absent", absent)
+    monkeypatch.setitem(families.FAMILIES, "broken", broken)
+    assert families.tried("absent").refused == "No module named 'other'"
+    assert families.tried("absent").passed
+    row = families.tried("broken")
+    assert row.failed == "RuntimeError: sizes differ"
+    assert not row.passed
+
+
+def test_a_run_goes_on_where_it_was(families, monkeypatch, tmp_path):
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["families.py", "--out", str(tmp_path), *arguments])
+        return families.main()
+
+    calls = []
+
+    def found(name):
+        calls.append(name)
+        return families.Row(name, "M", 2, {"a reason": 1}, 0.0 if name == "bert" else math.nan, 2)
+
+    monkeypatch.setattr(families, "tried", found)
+    monkeypatch.setattr(families, "FAMILIES", {"bert": None, "llama": None})
+    assert run() == 1
+    assert calls == ["bert", "llama"]
+    assert run() == 1
+    assert calls == ["bert", "llama", "llama"]
+    assert run("--only", "bert") == 1
+    assert calls[-1] == "bert"
+    rows = json.loads((tmp_path / "families.json").read_text())["families"]
+    assert [row["name"] for row in rows] == ["bert", "llama"]
+    table = (tmp_path / "families.md").read_text()
+    assert "| bert | M | 2 | 1: a reason | 0.0e+00 | 2 of 2 | passes |" in table
+    assert "FAILS" in table
+    with pytest.raises(SystemExit, match="--only: expected names out of bert, llama, got x"):
+        run("--only", "x")
+
+
+def test_the_table_in_the_docs_has_all_families_and_all_pass(families):
+    rows = json.loads((families.RESULTS / "families.json").read_text())["families"]
+    assert [row["name"] for row in rows] == list(families.FAMILIES)
+    assert all(families.Row(**row).passed and not row["refused"] for row in rows)
