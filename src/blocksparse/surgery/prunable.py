@@ -319,7 +319,7 @@ def weights_of_parts(module: Any) -> tuple[str, ...]:
 
 def _inside(model: nn.Module) -> dict[nn.Module, str]:
     """Why modules stay dense because of the ones that they are in."""
-    reasons = {}
+    reasons: dict[nn.Module, str] = {}
     for module in model.modules():
         kind = type(module)
         if isinstance(module, nn.MultiheadAttention) and kind is not nn.MultiheadAttention:
