@@ -61,7 +61,7 @@ def close(actual, expected):
 
 
 @pytest.mark.parametrize("density", [0.1, 0.37, 1])
-@pytest.mark.parametrize("scope", ["global", "layer", "erk"])
+@pytest.mark.parametrize("scope", ["careful", "global", "layer", "erk"])
 def test_the_density_is_met(scope, density):
     model = mlp(96, 160, 128, 64)
     sparse = layouts_of(bs.sparsify(model, density, 8, scope=scope, force=True))
@@ -70,7 +70,9 @@ def test_the_density_is_met(scope, density):
     if scope == "layer":
         assert all(layout.nnz == round(density * blocks[name]) for name, layout in sparse.items())
     else:
-        assert abs(stored - density * sum(blocks.values())) <= (0.5 if scope == "global" else len(blocks) / 2 + 1e-9)
+        assert abs(stored - density * sum(blocks.values())) <= (
+            0.5 if scope in ("careful", "global") else len(blocks) / 2 + 1e-9
+        )
     if scope == "erk":
         densities = bs.sparsity.erk([(160, 96), (128, 160), (64, 128)], density, 8)
         for layout, wanted in zip(sparse.values(), densities, strict=True):
@@ -95,11 +97,11 @@ def test_the_blocks_with_the_highest_scores_stay(criterion):
         }[criterion]
         given[name] = wanted[name]
     if criterion == "scores":
-        sparse = bs.sparsify(model, 0.3, 8, criterion=given, force=True)
+        sparse = bs.sparsify(model, 0.3, 8, criterion=given, scope="global", force=True)
     elif criterion == "function":
-        sparse = bs.sparsify(model, 0.3, 8, criterion=lambda name, matrix: given[name], force=True)
+        sparse = bs.sparsify(model, 0.3, 8, criterion=lambda name, matrix: given[name], scope="global", force=True)
     else:
-        sparse = bs.sparsify(model, 0.3, 8, criterion=criterion, force=True)
+        sparse = bs.sparsify(model, 0.3, 8, criterion=criterion, scope="global", force=True)
     found = layouts_of(sparse)
     kept = torch.cat([wanted[name][layout.mask()] for name, layout in found.items()])
     # But for the best of each, which stay whatever the others have.
@@ -120,12 +122,84 @@ def test_lamp_knows_no_scale():
     with torch.no_grad():
         small[1].weight.mul_(1e-3)
         small[2].weight.zero_()
-    assert bs.sparsify(small, 0.2, 8, skip="2", force=True)[1].layout.nnz == 1
-    made = [bs.sparsify(one, 0.2, 8, criterion="lamp", skip="2", force=True) for one in (model, small)]
+    assert bs.sparsify(small, 0.2, 8, criterion="l2", scope="global", skip="2", force=True)[1].layout.nnz == 1
+    made = [bs.sparsify(one, 0.2, 8, scope="global", skip="2", force=True) for one in (model, small)]
     assert made[0][0].layout == made[1][0].layout
     assert made[0][1].layout == made[1][1].layout
     assert 5 < made[1][1].layout.nnz < 20
-    assert bs.sparsify(small, 0.2, 8, criterion="lamp", force=True)[2].layout.nnz == 1
+    assert bs.sparsify(small, 0.2, 8, scope="global", force=True)[2].layout.nnz == 1
+
+
+@pytest.mark.parametrize("criterion", ["l2", "lamp"])
+def test_careful_leaves_no_weight_and_no_row_without_blocks(criterion):
+    torch.manual_seed(0)
+    model = mlp(256, 256, 256, 256)
+    with torch.no_grad():
+        model[2].weight.mul_(1e-3)
+        model[4].weight[:32] *= 1e-3
+    layouts = layouts_of(bs.sparsify(model, 0.5, 32, criterion=criterion, force=True))
+    assert sum(layout.nnz for layout in layouts.values()) == 96
+    assert all(layout.nnz >= 16 for layout in layouts.values())
+    assert all((layout.mask().sum(1) > 0).all() for layout in layouts.values())
+    old = layouts_of(bs.sparsify(model, 0.5, 32, criterion="l2", scope="global", force=True))
+    assert old["2.weight"].nnz == 1
+
+
+def trained(strong):
+    """A net of which this part of each row's blocks has nearly all of the squares."""
+    torch.manual_seed(0)
+    model = mlp(512, 256, 512)
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            blocks = layer.weight.unflatten(1, (-1, 32))
+            blocks[:, int(strong * blocks.shape[1]) :] *= 0.01
+    return model
+
+
+def test_a_trained_weight_keeps_what_it_needs(speeds):
+    speeds(lambda layer: 2 if layer.layout.density < 0.7 else 0.8)
+    easy = bs.sparsify(trained(0.25), 0.25)
+    assert [layout.density for layout in layouts_of(easy).values()] == [0.25, 0.25]
+    with pytest.warns(bs.SparsityWarning, match=r"the density is 0\.5, not 0\.25\n  0.weight: it takes 0.5 of"):
+        half = bs.sparsify(trained(0.5), 0.25)
+    assert [layout.density for layout in layouts_of(half).values()] == [0.5, 0.5]
+    with pytest.warns(bs.SparsityWarning) as told:
+        most = bs.sparsify(trained(0.75), 0.25)
+    assert not layouts_of(most)
+    head, first, _, last = str(told[0].message).splitlines()
+    assert head == "sparsify: nothing became block-sparse"
+    assert first.startswith(
+        "  0.weight: 0.8 times as fast block-sparse (density 0.75, blocks of 32 x 32, 64 tokens); it"
+    )
+    assert first.endswith("it takes 0.75 of its blocks to lose no more than 5% of the squares of each row")
+    assert last == "  force=True takes the density all the same, for a training that goes on"
+    for options in ({"force": True}, {"scope": "layer"}):
+        found = layouts_of(bs.sparsify(trained(0.75), 0.25, **options))
+        assert sum(layout.nnz for layout in found.values()) == 64
+
+
+def test_no_row_loses_much(speeds):
+    speeds(lambda layer: 2)
+    torch.manual_seed(1)
+    model = mlp(512, 256)
+    with torch.no_grad():
+        model[0].weight *= torch.rand(256, 512).unflatten(1, (16, 32)).mean(2).pow(8).repeat_interleave(32, 1)
+        squares = model[0].weight.square().view(8, 32, 16, 32).sum((1, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", bs.SparsityWarning)
+        mask = layouts_of(bs.sparsify(model, 0.1))["0.weight"].mask()
+    assert mask.float().mean() < 0.95
+    assert ((squares * ~mask).sum(1) <= 0.05 * squares.sum(1)).all()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: mlp(512, 256), lambda: nn.Sequential(nn.Conv2d(128, 128, 3)), lambda: nn.LSTM(96, 64)]
+)
+def test_numbers_as_they_were_drawn_have_nothing_to_lose(make, speeds):
+    speeds(lambda layer: 2)
+    sparse = bs.sparsify(make(), 0.25)
+    layouts = [module.layout for module in sparse.modules() if isinstance(module, BlockSparseModule)]
+    assert 0.2 < sum(x.nnz for x in layouts) / sum(x.grid[0] * x.grid[1] for x in layouts) < 0.3
 
 
 def test_blocks_of_convolutions_compete_by_number():
@@ -133,7 +207,7 @@ def test_blocks_of_convolutions_compete_by_number():
     with torch.no_grad():
         model[0].weight.fill_(0.2)
         model[1].weight.fill_(0.1)
-    sparse = bs.sparsify(model, (4 + 25) / (4 + 4 * 25), 8, force=True)
+    sparse = bs.sparsify(model, (4 + 25) / (4 + 4 * 25), 8, criterion="l2", scope="global", force=True)
     assert sparse[0].layout.nnz == 4
     assert sparse[1].layout.nnz == 1
 
@@ -186,7 +260,7 @@ def test_what_would_be_slower_stays_dense_and_is_told(speeds):
     with pytest.warns(
         bs.SparsityWarning, match=r"sparsify: the density is 0\.\d+, not 0\.25\n  2.weight: 0.5 times as fa"
     ):
-        sparse = bs.sparsify(model, 0.25, 16, criterion="lamp")
+        sparse = bs.sparsify(model, 0.25, 16)
     assert [type(sparse[at]) for at in (0, 2, 4)] == [bs.nn.Linear, nn.Linear, bs.nn.Linear]
     assert torch.equal(sparse[2].weight, model[2].weight), "and is not pruned"
     assert sum(sparse[at].layout.nnz for at in (0, 4)) == round(0.25 * (32 + 12)), "the density is that of the others"
@@ -343,7 +417,7 @@ def test_few_lines_say_what_stayed_dense(speeds):
     assert lines[0] == "sparsify: nothing became block-sparse"
     assert lines[1].startswith("  0.weight: 0.5 times as fast")
     assert len(lines) == 8
-    assert lines[-1] == "  and 4 more, which bs.report(model).dense has"
+    assert lines[-1] == "  and 4 more, as bs.report(model) says"
 
 
 class Doubled(nn.Linear):
@@ -659,7 +733,7 @@ def test_training_goes_on_with_the_optimizer(make):
         ({"criterion": {"0.weight": torch.ones(4, 4)}}, "criterion: expected scores of 2.weight"),
         ({"criterion": lambda name, matrix: matrix}, r"the scores of 0.weight: expected finite ones, \[4, 4\], got"),
         ({"criterion": lambda name, matrix: 1}, r"the scores of 0.weight: expected .*, got int"),
-        ({"scope": "model"}, "scope: expected one of global, layer, erk, got 'model'"),
+        ({"scope": "model"}, "scope: expected one of careful, global, layer, erk, got 'model'"),
         ({"skip": "9"}, "skip: expected modules of the model, or names or patterns of .*, got '9'"),
         ({"skip": ["0", "2"]}, "model: expected dense weights that can .* 0.weight: skipped; 2.weight: skipped"),
         ({"layouts": {"9": None}}, "layouts: expected names out of 0.weight, 2.weight, got '9'"),

@@ -19,7 +19,15 @@ Weights = Mapping[str, Prunable]
 Layouts = dict[str, BlockLayout]
 
 CRITERIA = ("l2", "magnitude", "max", "lamp")
-SCOPES = ("global", "layer", "erk")
+SCOPES = ("careful", "global", "layer", "erk")
+
+# In the scope "careful": of the density each weight has this part for certain, and of its squares each row of blocks
+# loses no more than this. Measured in docs/results/one_shot.md.
+FLOOR = 0.5
+LOSS = 0.05
+
+# By how many standard deviations the norms of a trained weight's blocks differ more than by chance.
+TRACE = 4.0
 
 
 class Kept:
@@ -43,6 +51,10 @@ class Kept:
     def layouts(self, names: Iterable[str]) -> Layouts:
         """The layouts of these weights, when the others stay dense."""
         raise NotImplementedError
+
+    def why(self, name: str) -> str:
+        """Why this weight keeps more than its part, or nothing."""
+        return ""
 
     def density_of(self, layouts: Layouts) -> float:
         """The density of all weights together when some have these layouts and the others are dense."""
@@ -76,9 +88,17 @@ class Choice(Kept):
     Args:
         weights: by name.
         density, criterion, scope: as for `sparsify`.
+        bounded: whether in the scope "careful" weights keep more than that where they would lose too much.
     """
 
-    def __init__(self, weights: Weights, density: float | Mapping[str, float], criterion: Criterion, scope: str):
+    def __init__(
+        self,
+        weights: Weights,
+        density: float | Mapping[str, float],
+        criterion: Criterion,
+        scope: str,
+        bounded: bool = False,
+    ):
         if scope not in SCOPES:
             raise BlockSparseError.expected("scope", f"one of {', '.join(SCOPES)}", repr(scope))
         if not isinstance(criterion, Mapping) and not callable(criterion) and criterion not in CRITERIA:
@@ -93,9 +113,12 @@ class Choice(Kept):
         if isinstance(density, Mapping):
             for name, value in density.items():
                 check_density(value, {name: self.blocks[name]}, "layer")
-        elif scope == "global":
-            check_density(density, self.blocks, scope)
+        elif scope in ("careful", "global"):
+            check_density(density, self.blocks, "global")
         self.scores = {name: self._scores(name, criterion) for name in self.weights}
+        self.needed: dict[str, Tensor] = {}
+        if bounded and scope == "careful" and not isinstance(density, Mapping) and _trained(self.weights.values()):
+            self.needed = {name: _needed(weight) for name, weight in self.weights.items()}
         of_all = density if isinstance(density, Mapping) else dict.fromkeys(self.weights, density)
         self.asked = _mean(of_all, self.weights)
 
@@ -110,11 +133,20 @@ class Choice(Kept):
         elif self.scope == "layer":
             densities = [self.density] * len(names)
         else:
-            return self._as_layouts(strongest(scores, blocks, self.density, "global"))
+            if self.scope == "careful":
+                scores = {name: _with_floor(score, FLOOR * self.density) for name, score in scores.items()}
+            best = strongest(scores, blocks, self.density, "global")
+            return self._as_layouts({name: mask | self.needed.get(name, mask) for name, mask in best.items()})
         masks: dict[str, Tensor] = {}
         for name, density in zip(names, densities, strict=True):
             masks |= strongest({name: scores[name]}, {name: blocks[name]}, density, "layer")
         return self._as_layouts(masks)
+
+    def why(self, name: str) -> str:
+        if name not in self.needed:
+            return ""
+        need = float(self.needed[name].float().mean())
+        return f"it takes {need:.2g} of its blocks to lose no more than {LOSS:.0%} of the squares of each row"
 
     def _as_layouts(self, masks: Mapping[str, Tensor]) -> Layouts:
         return {name: BlockLayout(mask, self.weights[name].block_shape) for name, mask in masks.items()}
@@ -148,6 +180,39 @@ def _lamp(squares: Tensor) -> Tensor:
     ranked, order = squares.flatten().sort(descending=True, stable=True)
     parts = ranked / ranked.cumsum(0).clamp(min=torch.finfo(ranked.dtype).tiny)
     return torch.empty_like(parts).scatter_(0, order, parts).view_as(squares)
+
+
+def _with_floor(scores: Tensor, density: float) -> Tensor:
+    """The scores, infinite where a block stays for certain: the best ones, and that of each row if there are enough."""
+    count = max(1, math.ceil(density * scores.numel()))
+    sure = torch.zeros_like(scores, dtype=torch.bool)
+    if count >= len(scores):
+        sure[torch.arange(len(scores)), scores.argmax(1)] = True
+    rest = scores.masked_fill(sure, torch.inf).flatten()
+    return scores.masked_fill(sure.view(-1).index_fill(0, rest.topk(count).indices, True).view_as(sure), torch.inf)
+
+
+def _needed(weight: Prunable) -> Tensor:
+    """The blocks without which a row of blocks would lose too much of its sum of squares; bool."""
+    squares, order = weight.blocks.sums(weight.tensor.detach().double().square()).sort(1)
+    lost = squares.cumsum(1) <= LOSS * squares.sum(1, keepdim=True)
+    return torch.empty_like(lost).scatter_(1, order, ~lost)
+
+
+def _trained(weights: Iterable[Prunable]) -> bool:
+    """Whether the norms of some weight's blocks differ by more than chance, as they do not where numbers were drawn."""
+    unknown = True
+    for weight in weights:
+        blocks = weight.blocks
+        whole = blocks.sums(torch.ones_like(weight.tensor)) == blocks.size
+        squares = blocks.fold(weight.tensor.detach().double().square()).movedim(2, 1).flatten(2)[whole]
+        if len(squares) < 4 or squares.shape[1] < 4:
+            continue
+        unknown = False
+        by_chance = squares.var(1).mean() / squares.shape[1]
+        if squares.mean(1).var() > by_chance * (1 + TRACE * math.sqrt(2 / (len(squares) - 1))):
+            return True
+    return unknown
 
 
 def _mean(densities: Mapping[str, float], weights: Weights) -> float:

@@ -19,7 +19,7 @@ from ..sparsity.calibration.calibrate import Batches, keep
 from ..sparsity.calibration.reconstruction import fit
 from ..surgery.prunable import SKIPPED, Skip, survey
 from ..surgery.replace import replace_with_sparse
-from .choice import Choice, Criterion, Given, Kept, Layouts, Weights
+from .choice import Choice, Criterion, Given, Kept, Layouts
 from .speed import Example, Speed
 
 # The attribute in which a module keeps why weights were left dense, by the parameter's name, for the report.
@@ -42,7 +42,7 @@ def sparsify(
     block_size: int | tuple[int, int] = 32,
     *,
     criterion: Criterion | None = None,
-    scope: str = "global",
+    scope: str = "careful",
     skip: Skip = (),
     layouts: Mapping[str, BlockLayout] | None = None,
     force: bool = False,
@@ -69,15 +69,18 @@ def sparsify(
         criterion: the score of a block: "l2" (its l2 norm for each number in it), "magnitude" (its mean |w|), "max"
             (its largest |w|) or "lamp" (sum w^2 over that of all blocks of the weight that have no less);
             scores `[out_blocks, in_blocks]` by the name of the weight; or a function of the name and the weight, padded
-            to whole blocks, that gives them. "l2" where there is none, and no data.
-        scope: "global": one threshold over all weights, and the density is met to the nearest block of them all; a
-            weight whose numbers are small as a whole loses most, at low densities all but a block, unless the
+            to whole blocks, that gives them. "lamp" where there is none, and no data.
+        scope: "careful": one threshold over all weights, but each has half of the density for certain, and the best
+            block of each row of blocks where that is enough for them. Unless it is forced, a trained weight keeps as
+            many more blocks as it takes for no row to lose more than 5 % of its sum of squares: beyond that one shot
+            without data costs accuracy. "global": one threshold, and the density is met to the nearest block of them
+            all; a weight whose numbers are small as a whole loses most, at low densities all but a block, unless the
             criterion is "lamp", which knows no scale. "layer": each weight has it, to its nearest block;
             "erk": densities by `sparsity.erk`. Each weight keeps a block at least.
         skip: what stays dense: modules, or names of modules or weights, or patterns of names as in a shell,
             "encoder.layers.*" say.
         layouts: the blocks to keep by the name of the weight, in place of densities and scores.
-        force: whether also what is not faster becomes block-sparse. Nothing is measured then.
+        force: whether also what is not faster, or loses much, becomes block-sparse. Nothing is measured then.
         tokens: rows of the inputs to be fast for; positions of the output of a convolution; steps of a recurrent
             layer.
         example: instead of that, what the model is called with: a tensor, a tuple or list of its arguments, or a dict
@@ -125,11 +128,15 @@ def sparsify(
         raise BlockSparseError.expected("model", "dense weights that can become block-sparse", got)
     # 1. Which blocks: `choice.layouts(names)` says it for all weights, or for those that are left.
     batches = None if data is None else keep(data)
-    if criterion is None:
-        criterion = "l2"
-        if batches is not None and layouts is None and not isinstance(density, Mapping):
+    if layouts is not None:
+        choice: Kept = Given(weights, layouts)
+    elif batches is None:
+        choice = Choice(weights, density, criterion or "lamp", scope, bounded=not force)
+    else:
+        if criterion is None and not isinstance(density, Mapping):
             criterion = shares(model, batches, weights.values(), number("density", density, 0, 1))
-    choice: Kept = Choice(weights, density, criterion, scope) if layouts is None else Given(weights, layouts)
+        # Those scores have a floor of their own, and what is lost is fitted.
+        choice = Choice(weights, density, criterion or "l2", "global" if scope == "careful" else scope)
     reasons |= {name: "no density was given" for name in weights if name not in choice.weights}
     # 2. Which weights.
     kept = choice.layouts(choice.weights) if force else _fast(choice, Speed(model, tokens, example), reasons)
@@ -173,8 +180,8 @@ def _fast(choice: Kept, speed: Speed, reasons: dict[str, str]) -> Layouts:
     while names:
         every = choice.layouts(names)
         layouts = {name: layout for name, layout in every.items() if layout.density < 1}
-        full = {name: "keeps all of its blocks" for name in every if name not in layouts}
-        ratios, slower = _speed_ups(choice.weights, layouts, speed)
+        full = {name: choice.why(name) or "keeps all of its blocks" for name in every if name not in layouts}
+        ratios, slower = _speed_ups(choice, layouts, speed)
         if not slower:
             whole = speed.of_model(layouts) if layouts else None
             if whole is None or whole >= 1:
@@ -192,8 +199,9 @@ def _fast(choice: Kept, speed: Speed, reasons: dict[str, str]) -> Layouts:
     return {}
 
 
-def _speed_ups(weights: Weights, layouts: Layouts, speed: Speed) -> tuple[dict[str, float], dict[str, str]]:
+def _speed_ups(choice: Kept, layouts: Layouts, speed: Speed) -> tuple[dict[str, float], dict[str, str]]:
     """The speed-ups of the weights' modules, and why some of them are better left dense."""
+    weights = choice.weights
     of_module: dict[nn.Module, list[str]] = {}
     for name in layouts:
         of_module.setdefault(weights[name].module, []).append(name)
@@ -210,7 +218,8 @@ def _speed_ups(weights: Weights, layouts: Layouts, speed: Speed) -> tuple[dict[s
             if ratio < FASTER:
                 rows, columns = layout.block_shape
                 how = f"density {layout.density:.2g}, blocks of {rows} x {columns}, {speed.inputs}"
-                reasons[name] = f"{ratio:.2g} times as fast block-sparse ({how})"
+                because = f"; {choice.why(name)}" if choice.why(name) else ""
+                reasons[name] = f"{ratio:.2g} times as fast block-sparse ({how}){because}"
     return ratios, reasons
 
 
@@ -228,10 +237,14 @@ def _tell(choice: Kept, kept: Layouts, refused: set[str], reasons: Mapping[str, 
         head = "some layers are of classes with a forward of their own, and stay dense"
     else:
         return
-    dense = {name: reason for name, reason in reasons.items() if name in choice.weights or name in refused}
-    lines = [f"{name}: {reason}" for name, reason in list(dense.items())[:NAMED]]
-    if len(dense) > NAMED:
-        lines.append(f"and {len(dense) - NAMED} more, which bs.report(model).dense has")
-    if not dense:
+    denser = {name: choice.why(name) for name, layout in kept.items() if layout.density > choice.asked}
+    why = {name: reason for name, reason in reasons.items() if name in choice.weights or name in refused}
+    why |= {name: reason for name, reason in denser.items() if reason}
+    lines = [f"{name}: {reason}" for name, reason in list(why.items())[:NAMED]]
+    if len(why) > NAMED:
+        lines.append(f"and {len(why) - NAMED} more, as bs.report(model) says")
+    if not why:
         lines = ["each weight keeps one block at least; a smaller block_size comes closer"]
+    if any(choice.why(name) for name in why):
+        lines.append("force=True takes the density all the same, for a training that goes on")
     warnings.warn("\n  ".join([f"sparsify: {head}", *lines]), SparsityWarning, stacklevel=4)

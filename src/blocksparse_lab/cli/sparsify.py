@@ -22,8 +22,10 @@ def sparsify(
     ],
     density: Annotated[float, typer.Option(help="Part of the weights to keep.")] = 0.1,
     block_size: Annotated[int, typer.Option(help="Rows and columns of a block.")] = 32,
-    criterion: Annotated[str, typer.Option(help="Score of a block: l2, magnitude, max or lamp.")] = "l2",
-    scope: Annotated[str, typer.Option(help="One threshold for all (global), each alone (layer), or erk.")] = "global",
+    criterion: Annotated[str, typer.Option(help="Score of a block: l2, magnitude, max or lamp.")] = "lamp",
+    scope: Annotated[
+        str, typer.Option(help="One threshold with a floor (careful) or without (global), each alone (layer), or erk.")
+    ] = "careful",
     skip: Annotated[list[str] | None, typer.Option(help="A module or weight to leave dense; again for others.")] = None,
     out: Annotated[Path | None, typer.Option(help="The folder for the checkpoint and report.json.")] = None,
     tokens: Annotated[int, typer.Option(help="Rows of the inputs to be fast for.")] = 64,
