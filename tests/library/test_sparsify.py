@@ -754,6 +754,21 @@ def test_a_mistake_changes_nothing(options, message):
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
 
 
+def test_a_module_that_takes_no_other_leaves_the_model_as_it_was():
+    class Frozen(nn.Sequential):
+        def __setattr__(self, name, value):
+            if isinstance(value, bs.nn.Linear):
+                raise RuntimeError("frozen")
+            super().__setattr__(name, value)
+
+    model = nn.Sequential(nn.Linear(64, 64), Frozen(nn.Linear(64, 64)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    with pytest.raises(RuntimeError, match="frozen"):
+        bs.sparsify(model, 0.5, 16, force=True, inplace=True, optimizer=optimizer)
+    assert all(type(layer) is nn.Linear for layer in (model[0], model[1][0]))
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
 def test_models_that_are_refused():
     with pytest.raises(bs.BlockSparseError, match="on the meta device"):
         bs.sparsify(nn.Linear(4, 4, device="meta"))

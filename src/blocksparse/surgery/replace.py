@@ -92,23 +92,33 @@ def replace_with_sparse(
     changes: list[_Change] = []
     new = {module: _sparse_module(module, chosen, changes) for module, chosen in of_module.items()}
     _check_optimizer(optimizer, changes)
+    model = replace_modules(model, new)
     for change in changes:
         change.apply(optimizer)
-    model = replace_modules(model, new)
     _avoid_fused_encoders(model)
     return model
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Puts modules in the places of others, in place; returns the model, or what takes its own place."""
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        taking = new.get(module)
-        if not name or taking is None:
-            continue
-        parent, _, key = name.rpartition(".")
-        holder = new.get(model, model).get_submodule(parent)
-        if getattr(holder, key, None) is module:  # what took the parent's place may have others in it
-            setattr(holder, key, taking)
+    """Puts modules in the places of others, in place; returns the model, or what takes its own place.
+
+    Where a module of the user's refuses one, with any error, all are back in their places.
+    """
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    try:
+        for name, module in list(model.named_modules(remove_duplicate=False)):
+            taking = new.get(module)
+            if not name or taking is None:
+                continue
+            parent, _, key = name.rpartition(".")
+            holder = new.get(model, model).get_submodule(parent)
+            if getattr(holder, key, None) is module:  # what took the parent's place may have others in it
+                setattr(holder, key, taking)
+                replaced.append((holder, key, module))
+    except BaseException:
+        for holder, key, module in reversed(replaced):
+            setattr(holder, key, module)
+        raise
     model = new.get(model, model)
     for call in after_replacing:
         call(model)
