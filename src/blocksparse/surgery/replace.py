@@ -104,7 +104,7 @@ def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.
 
     Where a module of the user's refuses one, with any error, all are back in their places.
     """
-    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    replaced: list[tuple[nn.Module, str, Any]] = []
     try:
         for name, module in list(model.named_modules(remove_duplicate=False)):
             taking = new.get(module)
