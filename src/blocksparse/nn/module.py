@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Self
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -20,6 +21,7 @@ from ..checked import check_kept, is_int
 from ..convert import block_coordinates, to_dense
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout, layout_of_indices
+from ..ops.operands import OperandLayout, make_operands
 from .dense_weight import DenseWeight
 
 OTHERS = (
@@ -55,6 +57,9 @@ class BlockSparseModule(nn.Module):
     # through `.data` or numpy, or by that broadcast on a GPU, is found when the state is saved. Compiled code was
     # checked when it was compiled.
     _written: tuple[Tensor, int, Tensor, int] | None = None
+    # Whether the layout, and with it perhaps the number of blocks, has changed since a graph was compiled for it.
+    _evolves = _resized = False
+    _grid = _block_shape = (0, 0)
 
     def __init__(self, layout: BlockLayout, kernel: tuple[int, ...], device: Any, dtype: torch.dtype | None):
         super().__init__()
@@ -77,6 +82,11 @@ class BlockSparseModule(nn.Module):
     def _trust(self) -> None:
         crow, col = self.crow_indices, self.col_indices
         self._written = crow, crow._version, col, col._version
+        if self._evolves:
+            make_operands(self._layout, crow, col)
+            if self._resized:
+                for tensor in (col, self.values):
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
     @property
     def layout(self) -> BlockLayout:
@@ -86,8 +96,11 @@ class BlockSparseModule(nn.Module):
             BlockSparseError: other indices were written to the module's buffers.
         """
         if is_dynamo_compiling():
-            if _others(self):
+            if _others_traced(self):
                 self._check_buffers()
+            if self._evolves and not is_exporting():
+                crow, col = self.crow_indices, self.col_indices
+                return OperandLayout(crow, col, self._grid, self._block_shape)
             return self._layout
         mine = self.__dict__  # the way through Module is slow
         written, buffers = mine.get("_written"), mine["_buffers"]
@@ -101,6 +114,14 @@ class BlockSparseModule(nn.Module):
         ):
             self._check_buffers()
         return self._layout
+
+    def _become_operand(self, layout: BlockLayout) -> None:
+        """Has graphs that are compiled from now on take the layout as an operand, as it has changed under one."""
+        self._evolves, self._grid, self._block_shape = True, layout.grid, layout.block_shape
+        if layout.nnz != self._layout.nnz:
+            # PyTorch takes the sizes of parameters as constants otherwise, even those marked as dynamic.
+            torch._dynamo.config.force_parameter_static_shapes = False
+            self._resized = True
 
     def _check_buffers(self) -> None:
         """Raises a BlockSparseError unless the buffers hold the layout, as far as they hold anything."""
@@ -212,6 +233,8 @@ class BlockSparseModule(nn.Module):
         if list(values.shape) != shape or values.dtype != mine.dtype or values.device != mine.device:
             got = f"{list(values.shape)}, {values.dtype}, {values.device}"
             raise BlockSparseError.expected("values", f"{shape}, {mine.dtype}, {mine.device}", got)
+        if self in _traced:
+            self._become_operand(layout)
         if layout.grid != self._layout.grid:
             self._used = _padding_of(layout, self.weight_shape)
         self._layout = layout
@@ -373,8 +396,21 @@ def _others(module: BlockSparseModule) -> str | None:
     return None
 
 
+# Modules that graphs were compiled for.
+_traced: weakref.WeakSet[BlockSparseModule] = weakref.WeakSet()
+
+
+def _others_traced(module: BlockSparseModule) -> str | None:
+    """`_others`, while a graph is compiled, which is noted."""
+    _traced.add(module)
+    others = _others(module)
+    if module._evolves and others is None:
+        module._check_buffers()  # whose operands are not known yet where it is a copy
+    return others
+
+
 # What torch.compiler.assume_constant_result sets, for which it would load the whole compiler.
-_others._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_others._dynamo_marked_constant = _others_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_wrapped(tensor: Tensor) -> bool:

@@ -25,6 +25,7 @@ from ..layout import BlockLayout, layout_of_indices
 from . import cpu_core
 from .checks import check_devices, check_operands
 from .gpu import runtime as gpu_runtime
+from .operands import layout_of_operands
 
 __all__ = ["BackendStatus", "LayoutOp", "Op", "backends", "use_backend"]
 
@@ -445,6 +446,9 @@ def _layout_of(indices: Sequence[Tensor], grid: tuple[int, int], block: tuple[in
         own_crow, own_col = layout.indices_on(col.device)
         if own_crow is crow and own_col is col:
             return layout
+    layout = layout_of_operands(crow, col)
+    if layout is not None and layout.block_shape == block and layout.grid == grid:
+        return layout
     starts, cols = checked_ints("crow_indices", crow), checked_ints("col_indices", col)
     return _layout_from_bytes((starts.tobytes(), starts.dtype), (cols.tobytes(), cols.dtype), grid, block)
 

@@ -17,6 +17,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS, grad_before
+from ..operands import OperandLayout
 from ..registry import LIBRARY, LayoutOp, Pattern, Tensors, needs_grad, only_autograd_active
 from . import cpu, reference, triton
 
@@ -27,7 +28,8 @@ SEEN_THROUGH = "cuda"
 class _Product(LayoutOp):
     def indices(self, layout: BlockLayout, x: Tensor) -> Sequence[Tensor]:
         indices = layout.indices_on(x.device)
-        if torch.compiler.is_dynamo_compiling() and x.device.type == SEEN_THROUGH:
+        fixed = not isinstance(layout, OperandLayout)
+        if fixed and torch.compiler.is_dynamo_compiling() and x.device.type == SEEN_THROUGH:
             return [*indices, *triton.schedule(layout, x.device, x.dtype, x.shape[0])]
         return indices
 

@@ -1,0 +1,90 @@
+"""Compiled modules whose layouts change: compiled once more, for any layout, and as right as the eager ones."""
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo
+
+import blocksparse as bs
+
+NETS = {
+    "linear": (
+        lambda: torch.nn.Sequential(
+            bs.nn.Linear(32, 48, density=0.5, block_size=8),
+            torch.nn.GELU(),
+            bs.nn.Linear(48, 20, density=0.5, block_size=8),
+        ),
+        (5, 32),
+    ),
+    "conv": (lambda: bs.nn.Conv2d(32, 48, 3, density=0.5, block_size=8, activation="relu"), (2, 32, 6, 6)),
+    "weight_norm": (lambda: bs.nn.WeightNorm(bs.nn.Linear(32, 16, density=0.5, block_size=8)), (5, 32)),
+    "lstm": (lambda: bs.nn.LSTM(16, 24, density=0.5, block_size=8), (4, 2, 16)),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(force_parameter_static_shapes=True):
+        yield
+    torch._dynamo.reset()
+
+
+def evolve(net, seed, density):
+    for module in net.modules():
+        if isinstance(module, bs.nn.module.BlockSparseModule):
+            layout = bs.patterns.random(module.layout.shape, 8, density=density, seed=seed)
+            module.set_layout(layout, 0.1 * torch.randn(layout.nnz, *module.values.shape[1:]))
+
+
+def results(function, net, x):
+    x = x.clone().requires_grad_()
+    y = function(x)
+    y = y if isinstance(y, torch.Tensor) else y[0]
+    return y.detach(), *torch.autograd.grad(y.square().sum(), [x, *net.parameters()])
+
+
+@pytest.mark.parametrize("densities", [(0.5, 0.5), (0.9, 0.2)], ids=["same nnz", "other nnz"])
+@pytest.mark.parametrize("name", NETS)
+def test_fifty_layouts_one_recompilation(name, densities):
+    make, shape = NETS[name]
+    net = make()
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for step in range(51):
+            x = torch.randn(shape)
+            with torch._dynamo.config.patch(error_on_recompile=step >= 2):
+                found = results(compiled, net, x)
+            if step % 10 < 3:
+                torch.testing.assert_close(found, results(net, net, x))
+            evolve(net, step, densities[0] + (densities[1] - densities[0]) * step / 50)
+
+
+def test_a_graph_for_any_layout_sees_what_others_wrote_to_the_buffers():
+    net, x = bs.nn.Linear(32, 48, density=0.5, block_size=8), torch.randn(5, 32)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    compiled(x)
+    evolve(net, 1, 0.5)
+    compiled(x)
+    before = net.col_indices.clone()
+    net.col_indices.copy_(before)  # the same: as loading a state does
+    torch.testing.assert_close(compiled(x), net(x))
+    other = bs.patterns.random(net.layout.shape, 8, density=0.5, seed=2)
+    net.crow_indices.copy_(other.crow_indices())
+    net.col_indices.copy_(other.col_indices())
+    with pytest.raises(bs.BlockSparseError, match="crow_indices and col_indices: expected those of"):
+        compiled(x)
+
+
+def test_copies_of_evolving_modules_have_layouts_of_their_own():
+    net, x = bs.nn.Linear(32, 48, density=0.5, block_size=8), torch.randn(5, 32)
+    torch.compile(net, backend="aot_eager", fullgraph=True)(x)
+    evolve(net, 1, 0.5)
+    copied = copy.deepcopy(net)
+    compiled = torch.compile(copied, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), net(x))
+    evolve(net, 2, 0.3)
+    torch.testing.assert_close(compiled(x), copied(x))
+    copied.load_state_dict(net.state_dict())
+    torch.testing.assert_close(compiled(x), net(x))
