@@ -26,7 +26,7 @@ from blocksparse.ops.conv import specs as conv_specs
 from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.linear.specs import LINE_DENSITIES, LINE_INTERCEPT, REACH, SMALL_BLOCKS, TRAINING, LinearSpec
 from blocksparse_lab import machine
-from blocksparse_lab.bench import attention, gates, lstm_reach, mlp, pixelcnn, rows
+from blocksparse_lab.bench import attention, gates, lstm_reach, mlp, models, pixelcnn, rows
 from blocksparse_lab.bench.case import OURS, Bench
 from blocksparse_lab.bench.conv import ConvBench
 from blocksparse_lab.bench.linear import LinearBench
@@ -149,6 +149,7 @@ OPS: dict[str, tuple[str, Callable[[int], Iterator[Row]]]] = {
     "linear": ("targets of the linear op", linear_rows),
     "conv2d": ("targets of the convolutions", conv_rows),
     "lstm": ("targets of the recurrent networks", lambda shrink: lstm_reach.rows(BUDGET, quick=shrink != 1)),
+    "models": ("targets of whole models", lambda shrink: models.rows(2 * BUDGET, quick=shrink != 1)),
     "mlp": ("targets of the truly sparse networks", lambda shrink: mlp.rows(4 * BUDGET, quick=shrink != 1)),
     "pixelcnn": ("targets of PixelCNN++", lambda shrink: pixelcnn.rows(4 * BUDGET, quick=shrink != 1)),
     "attention": ("targets of attention", lambda shrink: attention.rows(4 * BUDGET, quick=shrink != 1)),

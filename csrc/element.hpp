@@ -28,6 +28,9 @@ struct Plain {  // float32 and float64, as they are
   BLOCKSPARSE_INLINE void store_sums(Storage* to, Vector<Sum> v) { store(to, v); }
   BLOCKSPARSE_INLINE Sum to_sum(Storage value) { return value; }
   BLOCKSPARSE_INLINE Vector<Sum> multiply_add(Unit w, Vector<Unit> x, Vector<Sum> sum) { return sum + w * x; }
+  BLOCKSPARSE_INLINE Vector<Sum> multiply_add_lanes(Vector<Unit> w, Vector<Unit> x, Vector<Sum> sum) {
+    return sum + w * x;
+  }
 };
 using Float32 = Plain<float>;
 using Float64 = Plain<double>;
@@ -108,6 +111,9 @@ struct Widened {  // 16 bits in memory, float32 in registers
   BLOCKSPARSE_INLINE void store_sums(Storage* to, Vector<Sum> v) { Bits::narrow(to, v); }
   BLOCKSPARSE_INLINE Sum to_sum(Storage value) { return Bits::widen(value); }
   BLOCKSPARSE_INLINE Vector<Sum> multiply_add(Unit w, Vector<Unit> x, Vector<Sum> sum) { return sum + w * x; }
+  BLOCKSPARSE_INLINE Vector<Sum> multiply_add_lanes(Vector<Unit> w, Vector<Unit> x, Vector<Sum> sum) {
+    return sum + w * x;
+  }
 };
 using BFloat16 = Widened<BFloat16Bits>;
 using Float16 = Widened<Float16Bits>;
@@ -140,6 +146,9 @@ struct BFloat16Pairs {  // two products and two sums per lane and instruction
   BLOCKSPARSE_INLINE Sum to_sum(Storage value) { return BFloat16Bits::widen(value); }
   BLOCKSPARSE_INLINE Vector<Sum> multiply_add(Unit w, Vector<Unit> x, Vector<Sum> sum) {
     return multiply_add_pairs(broadcast(w), x, sum);
+  }
+  BLOCKSPARSE_INLINE Vector<Sum> multiply_add_lanes(Vector<Unit> w, Vector<Unit> x, Vector<Sum> sum) {
+    return multiply_add_pairs(w, x, sum);
   }
 };
 #endif

@@ -19,7 +19,7 @@ struct RowPiece {
   int64_t block_out, block_sum;  // outputs and summed inputs of a block
   bool transposed;
   int64_t begin, end;     // outputs of the block row
-  const void* panel;      // [in_features / k_pack, width] units
+  const void* panel;      // [in_features / k_pack, width] units; of few tokens x itself, `width` numbers a token
   int64_t width, tokens;  // of the panel: with padding, and of those the real ones
   const void* bias;       // of output `begin`, or null
   Activation activation;
@@ -62,6 +62,10 @@ struct LinearKernels {
   int64_t (*padded_in)(int64_t block_in);  // of the sampled product: a part of a vector, or whole vectors
   int64_t (*strip)(int64_t block_in);      // blocks of a row that it takes at a time
   void (*sampled_strip)(const SampledStrip&);
+  // For a few tokens, which need no panel: how often `few_tokens_piece` wants each block of x repeated, usually once; 0
+  // where panels are better, or blocks of this shape are not taken.
+  int64_t (*few_tokens)(int64_t tokens, int64_t block_out, int64_t block_sum, bool transposed);
+  void (*few_tokens_piece)(const RowPiece&);
 };
 
 // The table for a dtype and the length of the blocks' sums (pairs need an even one).

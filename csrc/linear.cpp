@@ -1,6 +1,7 @@
 #include "linear.hpp"
 
 #include <algorithm>
+#include <cstring>
 
 #include "parallel.hpp"
 
@@ -33,6 +34,18 @@ struct Panels {
   int64_t real(int64_t p) const { return std::min(tokens - first(p), width(p)); }
 };
 
+// x with each block of features `copies` times, one behind the other.
+Matrix repeated(const Matrix& x, int64_t tokens, int64_t block, int64_t block_bytes, int64_t copies) {
+  const int64_t blocks = x.features / block, size = block_bytes / block;
+  char* to = static_cast<char*>(scratch(Scratch::kPanels, tokens * blocks * copies * block_bytes));
+  const Matrix result = {to, x.features * copies, x.features * copies};
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t b = 0; b < blocks; ++b)
+      for (int64_t i = 0; i < copies; ++i, to += block_bytes)
+        std::memcpy(to, advance(x.data, t * x.stride * size + b * block_bytes), block_bytes);
+  return result;
+}
+
 }  // namespace
 
 void linear(const InstructionSet& isa, DType dtype, Activation activation, bool transposed, int64_t block_out,
@@ -40,12 +53,28 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
             int64_t out_features, const RowTasks& tasks) {
   const FlushSubnormals flush(dtype == DType::kBFloat16);
   const LinearKernels& kernels = isa.linear(dtype, block_sum);
-  const int64_t size = size_of(dtype), units = x.features / kernels.k_pack, token_bytes = units * kernels.unit_size;
+  const int64_t size = size_of(dtype);
+  // Of one task the outputs of some tokens, from their panel.
+  const auto run_task = [&](auto run, int64_t task, int64_t token, int64_t here, const void* panel, int64_t width) {
+    for (int64_t j = tasks.task_start[task]; j < tasks.task_start[task + 1]; ++j) {
+      const int64_t row = tasks.row[j], output = row * block_out + tasks.begin[j], start = tasks.start[row];
+      run({tasks.start[row + 1] - start, tasks.col + start, tasks.position + start, values, block_out, block_sum,
+           transposed, tasks.begin[j], tasks.end[j], panel, width, here, bias ? advance(bias, output * size) : nullptr,
+           activation, advance(y, (token * out_features + output) * size), out_features});
+    }
+  };
+
+  if (const int64_t copies = kernels.few_tokens(tokens, block_out, block_sum, transposed)) {
+    if (copies > 1) x = repeated(x, tokens, block_sum, block_sum * size, copies);
+    return parallel_tasks(tasks.tasks,
+                          [&](int64_t task) { run_task(kernels.few_tokens_piece, task, 0, tokens, x.data, x.stride); });
+  }
+
+  const int64_t units = x.features / kernels.k_pack, token_bytes = units * kernels.unit_size;
   const Panels panels(tokens, kernels);
   const int64_t width_bytes = token_bytes * kernels.lanes * kernels.max_vectors;
   const int64_t at_once =
       std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(width_bytes, 1), 1, std::max<int64_t>(panels.count, 1));
-
   for (int64_t first = 0; first < panels.count; first += at_once) {
     const int64_t here = std::min(at_once, panels.count - first);
     const int64_t first_token = panels.first(first);
@@ -58,17 +87,9 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
       kernels.pack_panel(advance(x.data, panels.first(p) * x.stride * size), x.stride, panels.real(p), begin,
                          std::min(begin + kPackUnits, units), panels.width(p), panel_at(p));
     });
-
     parallel_tasks(here * tasks.tasks, [&](int64_t i) {
-      const int64_t p = first + i / tasks.tasks, task = i % tasks.tasks;
-      for (int64_t j = tasks.task_start[task]; j < tasks.task_start[task + 1]; ++j) {
-        const int64_t row = tasks.row[j], output = row * block_out + tasks.begin[j];
-        const int64_t start = tasks.start[row];
-        kernels.row_piece({tasks.start[row + 1] - start, tasks.col + start, tasks.position + start, values, block_out,
-                           block_sum, transposed, tasks.begin[j], tasks.end[j], panel_at(p), panels.width(p),
-                           panels.real(p), bias ? advance(bias, output * size) : nullptr, activation,
-                           advance(y, (panels.first(p) * out_features + output) * size), out_features});
-      }
+      const int64_t p = first + i / tasks.tasks;
+      run_task(kernels.row_piece, i % tasks.tasks, panels.first(p), panels.real(p), panel_at(p), panels.width(p));
     });
   }
 }

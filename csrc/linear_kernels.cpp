@@ -2,6 +2,7 @@
 #include "activation.hpp"
 #include "amx.hpp"
 #include "element.hpp"
+#include "few_tokens.hpp"
 #include "kernels.hpp"
 #include "parallel.hpp"
 #include "tile.hpp"
@@ -391,7 +392,9 @@ constexpr LinearKernels table(int max_vectors) {
           pack_block_columns<E>,
           padded_in<E>,
           strip<E>,
-          sampled_strip<E>};
+          sampled_strip<E>,
+          few_tokens<E>,
+          few_tokens_piece<E>};
 }
 
 }  // namespace

@@ -20,6 +20,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
 
+# PyTorch notes at its first use which functions `with torch.device(...)` concerns: before a fixture replaces one.
+with torch.device("meta"):
+    torch.empty(0)
+
 # In the background of a shell it is ignored, and would be in every program that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

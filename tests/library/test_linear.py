@@ -122,6 +122,27 @@ def test_every_block_size(backend, dtype, block):
         check_products(backend, layout, 50 if backend in SLOW else 150, dtype)
 
 
+@pytest.mark.parametrize(("backend", "dtype"), cases(CPU))
+@pytest.mark.parametrize("block", [4, 8, 16, 32, 64, (9, 8), (8, 48), (6, 4)], ids=str)
+def test_every_small_number_of_tokens(backend, dtype, block):
+    # Where a vector has more lanes than there are tokens, the kernels sum along its lanes. Hub rows are cut between
+    # outputs, and a row of blocks may be empty.
+    out_block, in_block = block if isinstance(block, tuple) else (block, block)
+    mask = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)) < torch.tensor([[1.0], [0.1], [0.0]])
+    layout = bs.BlockLayout(mask, (out_block, in_block))
+    with running(backend):
+        for tokens in range(1, 10):
+            check_products(
+                backend,
+                layout,
+                tokens,
+                dtype,
+                activation=list(ACTIVATIONS)[tokens % len(ACTIVATIONS)],
+                with_bias=tokens % 2 == 1,
+                strides=STRIDES[tokens % len(STRIDES)],
+            )
+
+
 @pytest.mark.parametrize(("backend", "dtype"), cases([*CPU, *SLOW[1:2]], [torch.float32, torch.bfloat16]))
 def test_long_rows_and_many_tokens(backend, dtype):
     # Hub rows are cut between outputs, rows are summed in groups of blocks, tokens packed in several passes; and of a

@@ -46,13 +46,17 @@ def test_bit_identical_over_runs_and_thread_counts(backend, dtype, threads):
 
 
 @on_every_isa
-def test_a_token_alone_gives_the_same_bits_as_among_others(backend):
-    layout = bs.patterns.random((256, 256), block_size=32, density=0.3, seed=0)
+@pytest.mark.parametrize("block", [8, 32])
+def test_a_token_has_the_same_bits_among_a_few_others_and_among_many(backend, block):
+    # A few tokens are summed in another order than many. In each case the others make no difference.
+    layout = bs.patterns.random((256, 256), block_size=block, density=0.3, seed=0)
     x, values = torch.randn(100, 256), torch.randn(layout.values_shape)
     with running(backend):
-        together = forward(x, values, layout)
-        alone = torch.cat([forward(x[i : i + 1], values, layout) for i in range(0, 100, 9)])
-    assert torch.equal(alone, together[::9])
+        for product in (forward, dgrad):
+            many, alone = product(x, values, layout), product(x[:1], values, layout)
+            assert torch.equal(product(x[:50], values, layout), many[:50])
+            assert torch.equal(product(x[:2], values, layout)[:1], alone)
+            assert_close(alone, many[:1].double(), 2e-6, "alone")
 
 
 def test_from_many_python_threads_at_once():

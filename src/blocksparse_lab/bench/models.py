@@ -1,0 +1,122 @@
+"""Targets of whole models that `sparsify` returns, built by the transformers library and by torch.nn.
+
+Weights are random: a speed does not depend on them. Each model is checked against what `densify` makes of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import blocksparse as bs
+from blocksparse.nn.module import BlockSparseModule
+
+from .case import OURS, compared, within
+from .linear import relative_error
+from .rows import Row, judged, not_measured
+
+# Relative L2 error against the dense model of the same weights; 16-bit layers round after each product.
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class ModelTarget:
+    """A model, its inputs and a density; the least speed-up over the dense model, None where it has no target.
+
+    Args:
+        make: of (layers, dtype), the model and the arguments that it is called with.
+        force: whether every layer becomes block-sparse; otherwise `sparsify` may leave what would be slower.
+    """
+
+    work: str
+    make: Callable[[int, torch.dtype], tuple[nn.Module, tuple[Tensor, ...]]]
+    layers: int
+    density: float
+    least: float | None
+    dtype: torch.dtype = torch.float32
+    force: bool = True
+    needs: str | None = "transformers"
+
+
+def bert(layers: int, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """An encoder as wide as BERT-base, 8 texts of 128 tokens."""
+    from transformers import BertConfig, BertModel
+
+    model = BertModel(BertConfig(num_hidden_layers=layers, vocab_size=1000)).to(dtype)
+    return model, (torch.randint(1000, (8, 128)),)
+
+
+def llama(layers: int, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A decoder of 1,024 features, one token."""
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=layers, num_attention_heads=16)
+    config.vocab_size = 1000
+    return LlamaModel(config).to(dtype), (torch.randint(1000, (1, 1)),)
+
+
+def lstm(batch: int) -> Callable[[int, torch.dtype], tuple[nn.Module, tuple[Tensor, ...]]]:
+    """An LSTM of 256 units with 40 inputs, 160 steps."""
+
+    def make(layers: int, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        return nn.LSTM(40, 256, layers, batch_first=True).to(dtype), (torch.randn(batch, 160, 40, dtype=dtype),)
+
+    return make
+
+
+BERT, LLAMA = "BERT-base width, 8 x 128 tokens", "Llama of 1,024 features, one token"
+REACH = (
+    ModelTarget(BERT, bert, 4, 0.5, None),
+    ModelTarget(BERT, bert, 4, 0.25, 4.5),
+    ModelTarget(BERT, bert, 4, 0.1, None),
+    ModelTarget(BERT, bert, 4, 0.25, None, torch.bfloat16),
+    ModelTarget(BERT, bert, 4, 0.1, 4.0, torch.bfloat16),
+    ModelTarget(LLAMA, llama, 4, 0.5, None),
+    ModelTarget(LLAMA, llama, 4, 0.25, None),
+    ModelTarget(LLAMA, llama, 4, 0.1, 5.0),
+    ModelTarget("LSTM of 3 x 256, batch 1", lstm(1), 3, 0.5, 1.0, force=False, needs=None),
+    ModelTarget("LSTM of 3 x 256, batch 16", lstm(16), 3, 0.5, 1.0, force=False, needs=None),
+)
+
+
+def rows(budget: float, quick: bool = False) -> Iterator[Row]:
+    """Measures all targets; `quick` builds one layer and times little, to see that it runs."""
+    for target in REACH:
+        dtype = str(target.dtype).removeprefix("torch.")
+        work = f"{dtype} inference, {target.work}, density {target.density:g}" + (", forced" if target.force else "")
+        said = "-" if target.least is None else f">= {target.least:g}x dense"
+        if target.needs and find_spec(target.needs) is None:
+            yield not_measured(work, said, f"{target.needs} is not installed")
+            continue
+        torch.manual_seed(0)
+        model, inputs = target.make(1 if quick else target.layers, target.dtype)
+        with torch.no_grad():
+            yield _row(target, work, model.eval(), inputs, (1, 0.02) if quick else (21, budget))
+
+
+def _row(
+    target: ModelTarget, work: str, model: nn.Module, inputs: tuple[Tensor, ...], timing: tuple[int, float]
+) -> Row:
+    if target.force:
+        sparse = bs.sparsify(model, target.density, scope="layer", force=True)
+    else:
+        with warnings.catch_warnings():  # the row says how many weights are left dense
+            warnings.simplefilter("ignore")
+            sparse = bs.sparsify(model, target.density, example=inputs)
+    error = relative_error(_output(sparse(*inputs)), _output(bs.densify(sparse)(*inputs)).double())
+    within(BOUNDS[target.dtype], {"output": error}, work, against="the densified model")
+    calls = {"dense": lambda: model(*inputs), OURS: lambda: sparse(*inputs)}
+    ratio, record = compared(calls, "dense", OURS, *timing)
+    count = sum(isinstance(module, BlockSparseModule) for module in sparse.modules())
+    more = f", {count} weights block-sparse"
+    return judged(work, ratio, "dense", least=target.least, more=more, details={**record, "error": error})
+
+
+def _output(result: Any) -> Tensor:
+    return result if isinstance(result, Tensor) else result[0]
