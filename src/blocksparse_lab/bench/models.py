@@ -48,8 +48,8 @@ def bert(layers: int, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]
     """An encoder as wide as BERT-base, 8 texts of 128 tokens."""
     from transformers import BertConfig, BertModel
 
-    model = BertModel(BertConfig(num_hidden_layers=layers, vocab_size=1000)).to(dtype=dtype)
-    return model, (torch.randint(1000, (8, 128)),)
+    model: nn.Module = BertModel(BertConfig(num_hidden_layers=layers, vocab_size=1000))
+    return model.to(dtype), (torch.randint(1000, (8, 128)),)
 
 
 def llama(layers: int, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -58,14 +58,15 @@ def llama(layers: int, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...
 
     config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=layers, num_attention_heads=16)
     config.vocab_size = 1000
-    return LlamaModel(config).to(dtype=dtype), (torch.randint(1000, (1, 1)),)
+    model: nn.Module = LlamaModel(config)
+    return model.to(dtype), (torch.randint(1000, (1, 1)),)
 
 
 def lstm(batch: int) -> Callable[[int, torch.dtype], tuple[nn.Module, tuple[Tensor, ...]]]:
     """An LSTM of 256 units with 40 inputs, 160 steps."""
 
     def make(layers: int, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
-        return nn.LSTM(40, 256, layers, batch_first=True).to(dtype=dtype), (torch.randn(batch, 160, 40, dtype=dtype),)
+        return nn.LSTM(40, 256, layers, batch_first=True).to(dtype), (torch.randn(batch, 160, 40, dtype=dtype),)
 
     return make
 
