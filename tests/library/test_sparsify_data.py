@@ -142,9 +142,72 @@ def test_states_that_reach_an_lstms_weights(form, size, reverse, stateful):
     lower = nn.LSTM(5, 6, bidirectional=True, proj_size=size).double()
     lower.load_state_dict({key: lstm.state_dict()[key] for key in lower.state_dict()})
     torch.testing.assert_close(inputs, lower(sequences, initial and tuple(each[:2] for each in initial))[0].data)
-    if size:
-        raw = found[f"weight_hr{suffix}"].inputs(args, torch.arange(rows))
-        torch.testing.assert_close(raw @ getattr(lstm, f"weight_hr{suffix}").T, torch.cat(y))
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["self", "cross"])
+@torch.no_grad()
+def test_what_reaches_the_weights_of_attention(together):
+    attention = nn.MultiheadAttention(12, 3, batch_first=True).double()
+    x, other = torch.randn(2, 5, 12, dtype=torch.float64), torch.randn(2, 4, 12, dtype=torch.float64)
+    call = calibrate.Call((x, x, x) if together else (x, other, other))
+    call.module, call.args, call.kwargs = attention, call, {"need_weights": False}
+    into, out = products(attention, prunable(attention, 4))
+    rows = torch.arange(into.rows(call))
+    assert len(rows) == (10 if together else 18)
+    expected = x.flatten(0, 1) if together else torch.cat([x.flatten(0, 1), other.flatten(0, 1)])
+    assert torch.equal(into.inputs(call, rows), expected)
+    assert out.rows(call) == 10
+    y = out.inputs(call, torch.arange(10)) @ attention.out_proj.weight.T + attention.out_proj.bias
+    torch.testing.assert_close(y.view(2, 5, 12), attention(*call.args)[0])
+
+
+class Cells(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cell = kind(12, 16)
+
+    def forward(self, x):
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return state[0] if isinstance(state, tuple) else state
+
+
+class Layer(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.layer = kind(12, 16, batch_first=True, **options)
+
+    def forward(self, x):
+        return self.layer(x)[0][:, -1]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(12, 3, 32, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+MORE = {
+    "gru": lambda: Layer(nn.GRU),
+    "rnn": lambda: Layer(nn.RNN, num_layers=2, nonlinearity="relu"),
+    "lstm cell": lambda: Cells(nn.LSTMCell),
+    "gru cell": lambda: Cells(nn.GRUCell),
+    "rnn cell": lambda: Cells(nn.RNNCell),
+    "transformer": Attention,
+}
+
+
+@pytest.mark.parametrize("kind", MORE)
+def test_other_layers_are_fitted_too(kind):
+    model, x = MORE[kind]().double().eval(), correlated(50, 6, 12)
+    made = bs.sparsity.reconstruct(model, [x], 0.4, 4)
+    without = bs.sparsify(model, 0.4, scope="layer", **SMALL)
+    assert made.by_magnitude == {}
+    assert lost(made.model, model, x) < 0.6 * lost(without, model, x)
 
 
 # -- batch norms --------------------------------------------------------------------------------------------------
@@ -258,7 +321,7 @@ def test_later_batches_are_left_out_when_there_are_rows_enough(monkeypatch):
     found = {name: products(model[int(name)], prunable(model[int(name)], 4)) for name in "024"}
     seen = passes.Passes(model, list(correlated(200, 24).split(20)), found, [])
     assert len(seen.batches) == 3
-    assert seen.reached["4"].rows == 60
+    assert seen.reached["4"].rows == {"weight": 60}
 
 
 # -- the same again, and as it was --------------------------------------------------------------------------------

@@ -147,9 +147,19 @@ def _failure(model: nn.Module, batch: Any, error: Exception) -> BlockSparseError
     return BlockSparseError.expected("batches", "the model's inputs, without labels", got)
 
 
+class Call(tuple[Any, ...]):
+    """The arguments of a module, those by name behind the others; and as they were given."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def _seen_by(see: See) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        see(module, (*args, *kwargs.values()))
+        call = Call((*args, *kwargs.values()))
+        call.module, call.args, call.kwargs = module, args, kwargs
+        see(module, call)
 
     return hook
 

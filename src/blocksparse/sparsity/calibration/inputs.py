@@ -1,8 +1,10 @@
-"""What the weights of a layer are multiplied with in a call, for some of its rows: patches, and states of an LSTM."""
+"""What the weights of a layer are multiplied with in a call, for some rows: patches, states, what was attended to."""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,20 +23,22 @@ class Product:
     """Weights of a module whose products are added: one, or an LSTM's of the inputs and of the states.
 
     Args:
-        weights: of the same module and the same outputs.
+        module: that is called; the weights may be those of a module in it.
+        weights: of the same outputs.
         bias: the name of the parameter that is added to the product, if there is one.
-        level, direction: of an LSTM's weights.
+        level, direction: of a recurrent layer's weights.
     """
 
+    module: Any
     weights: tuple[Prunable, ...]
     bias: str | None
     level: int = 0
     direction: int = 0
 
     @property
-    def module(self) -> Any:
-        """That has the weights."""
-        return self.weights[0].module
+    def name(self) -> str:
+        """By which products of a module differ."""
+        return self.weights[0].name
 
     @property
     def sizes(self) -> list[int]:
@@ -59,24 +63,35 @@ class Product:
             part = part.unflatten(0, (blocks.parts, -1))[:, : len(target) // blocks.parts].flatten(0, 1)
             target.copy_(part.unflatten(1, (-1, blocks.taps))[:, : target.shape[1]].reshape(target.shape))
         if self.bias:
-            bias, parts = getattr(self.module, self.bias), self.weights[0].blocks.parts
+            bias, parts = getattr(self.weights[0].module, self.bias), self.weights[0].blocks.parts
             shift = shift.unflatten(0, (parts, -1))[:, : len(bias) // parts].flatten()
-            bias.copy_(getattr(other.module, self.bias) + shift)
+            bias.copy_(getattr(other.weights[0].module, self.bias) + shift)
 
     def rows(self, args: tuple[Any, ...]) -> int:
         """How many rows of outputs a call has: tokens, positions, or steps of all sequences."""
-        if type(self.module) is nn.LSTM:
+        if type(self.module) in LAYERS:
             return len(packed(self.module, args)[0].data)
         if _is_conv(self.module):
             x = _images(self.module, args[0])
             return len(x) * math.prod(_sizes(self.module, x))
+        if type(self.module) is nn.MultiheadAttention and self.weights[0].module is self.module:
+            return sum(x.numel() // x.shape[-1] for x in _different(args[:3]))
         return args[0].numel() // args[0].shape[-1]
 
     def inputs(self, args: tuple[Any, ...], at: Tensor) -> Tensor:
         """The inputs of all weights side by side for these rows of a call: `[len(at), sum(sizes)]`, zero-padded."""
-        if type(self.module) is nn.LSTM:
+        if type(self.module) in LAYERS:
             known = _states(self.module, self.level, self.direction, *packed(self.module, args))
             parts = [known[weight.parameter.split("_l")[0]][at] for weight in self.weights]
+        elif type(self.module) in CELLS:
+            state = args[1] if len(args) > 1 else None
+            state = state[0] if isinstance(state, tuple | list) else state
+            state = args[0].new_zeros(*args[0].shape[:-1], self.module.hidden_size) if state is None else state
+            known = {"weight_ih": as_rows(args[0]), "weight_hh": as_rows(state)}
+            parts = [known[weight.parameter][at] for weight in self.weights]
+        elif type(self.module) is nn.MultiheadAttention:
+            whole = self.weights[0].module is self.module
+            parts = [torch.cat([as_rows(x) for x in (_different(args[:3]) if whole else [_attended(args)])])[at]]
         elif _is_conv(self.module):
             parts = [_patches(self.module, _images(self.module, args[0]), at)]
         else:
@@ -86,19 +101,55 @@ class Product:
 
 
 def products(module: Any, weights: list[Prunable]) -> list[Product]:
-    """How a module's weights are multiplied, in the order in which it does that; none that cannot be observed."""
-    if type(module) is not nn.LSTM:
-        seen = len(weights) == 1 and weights[0].parameter == "weight"
-        return [Product(tuple(weights), "bias" if module.bias is not None else None)] if seen else []
-    found, by_name = [], {weight.parameter: weight for weight in weights}
-    for level in range(module.num_layers):
-        for direction in range(2 if module.bidirectional else 1):
-            suffix = f"_l{level}{'_reverse' if direction else ''}"
-            for names, bias in ((("weight_ih", "weight_hh"), f"bias_ih{suffix}"), (("weight_hr",), None)):
-                chosen = tuple(by_name[name + suffix] for name in names if name + suffix in by_name)
-                if chosen:
-                    found.append(Product(chosen, bias if module.bias else None, level, direction))
+    """How a module's weights are multiplied, in the order in which it does that; none that cannot be observed.
+
+    Args:
+        module: any.
+        weights: of it; of a MultiheadAttention also those of the linear layer in it.
+    """
+    kind, by_name = type(module), {weight.parameter: weight for weight in weights}
+    if kind is nn.MultiheadAttention:
+        biases = {"in_proj_weight": "in_proj_bias", "weight": "bias"}
+        has_bias = module.in_proj_bias is not None
+        return [
+            Product(module, (by_name[name],), bias if has_bias else None)
+            for name, bias in biases.items()
+            if name in by_name
+        ]
+    if kind not in LAYERS and kind not in CELLS:
+        seen = list(by_name) == ["weight"]
+        return [Product(module, (by_name["weight"],), "bias" if module.bias is not None else None)] if seen else []
+    cells = [(0, 0, "")] if kind in CELLS else []
+    for level in range(getattr(module, "num_layers", 0)):
+        cells += [(level, 0, f"_l{level}")] + [(level, 1, f"_l{level}_reverse")] * module.bidirectional
+    # A GRU's gates do not add its products.
+    together = [("ih",), ("hh",)] if kind in (nn.GRU, nn.GRUCell) else [("ih", "hh")]
+    found = []
+    for level, direction, suffix in cells:
+        for names in together:
+            chosen = tuple(by_name[f"weight_{n}{suffix}"] for n in names if f"weight_{n}{suffix}" in by_name)
+            if chosen:
+                bias = f"bias_{names[0]}{suffix}" if module.bias else None
+                found.append(Product(module, chosen, bias, level, direction))
     return found
+
+
+# -- attention ----------------------------------------------------------------------------------------------------
+
+
+def _different(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _attended(call: Any) -> Tensor:
+    """What reaches the last linear layer of a MultiheadAttention: its outputs where that layer is the identity."""
+    module, args, kwargs = call.module, call.args, call.kwargs
+    twin: Any = copy.copy(module)
+    twin._modules = dict(module._modules)
+    weight = module.out_proj.weight
+    twin.out_proj = nn.Linear(module.embed_dim, module.embed_dim, bias=False, device="meta")
+    twin.out_proj.weight = nn.Parameter(torch.eye(module.embed_dim, dtype=weight.dtype, device=weight.device))
+    return twin.forward(*args, **kwargs)[0]
 
 
 # -- convolutions -------------------------------------------------------------------------------------------------
@@ -151,59 +202,55 @@ def _patches(module: Any, x: Tensor, at: Tensor) -> Tensor:
     return found.movedim(-1, 1).flatten(1)
 
 
-# -- LSTMs --------------------------------------------------------------------------------------------------------
+# -- recurrent layers ---------------------------------------------------------------------------------------------
 
-State = tuple[Tensor, Tensor] | None
+LAYERS, CELLS = (nn.LSTM, nn.GRU, nn.RNN), (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+States = tuple[Tensor, ...] | None
 
 
-def packed(module: nn.LSTM, args: tuple[Any, ...]) -> tuple[PackedSequence, State]:
+def packed(module: Any, args: tuple[Any, ...]) -> tuple[PackedSequence, States]:
     """The sequences by time, the longest first, and their initial states `[layers * directions, batch, ...]`."""
-    x, state = args[0], args[1] if len(args) > 1 else None
+    x, given = args[0], args[1] if len(args) > 1 else None
+    state: States = (
+        given if given is None or isinstance(given, tuple) else tuple(given) if isinstance(given, list) else (given,)
+    )
     if isinstance(x, PackedSequence):
         order = x.sorted_indices
-        state = state if state is None or order is None else (state[0][:, order], state[1][:, order])
+        state = state if state is None or order is None else tuple(each[:, order] for each in state)
         return PackedSequence(x.data.detach(), x.batch_sizes), state
     if x.dim() == 2:
-        x = x.unsqueeze(1)
-        state = None if state is None else (state[0].unsqueeze(1), state[1].unsqueeze(1))
+        x, state = x.unsqueeze(1), None if state is None else tuple(each.unsqueeze(1) for each in state)
     elif module.batch_first:
         x = x.transpose(0, 1)
     steps, batch = x.shape[:2]
     return PackedSequence(x.detach().flatten(0, 1), torch.full((steps,), batch)), state
 
 
-def above(module: nn.LSTM, level: int, x: PackedSequence, state: State) -> PackedSequence:
-    """What a level of it makes of its inputs, with the initial states of all levels."""
+def above(module: Any, level: int, x: PackedSequence, state: States) -> PackedSequence:
+    """What a level of a recurrent layer makes of its inputs, with the initial states of all levels."""
     directions = 2 if module.bidirectional else 1
-    names = ("hidden_size", "bias", "bidirectional", "proj_size")
-    layer = nn.LSTM(x.data.shape[1], **{name: getattr(module, name) for name in names}, device="meta")
+    names = ["hidden_size", "bias", "bidirectional"]
+    names += ["proj_size"] * (type(module) is nn.LSTM) + ["nonlinearity"] * (type(module) is nn.RNN)
+    layer = type(module)(x.data.shape[1], **{name: getattr(module, name) for name in names}, device="meta")
     for key in [name for name, _ in layer.named_parameters()]:
         setattr(layer, key, getattr(module, key.replace("_l0", f"_l{level}")))
-    part = slice(level * directions, (level + 1) * directions)
-    return layer(x, None if state is None else (state[0][part], state[1][part]))[0]
+    if state is None:
+        return layer(x)[0]
+    first = tuple(each[level * directions : (level + 1) * directions] for each in state)
+    return layer(x, first if type(module) is nn.LSTM else first[0])[0]
 
 
-def _states(module: Any, level: int, direction: int, x: PackedSequence, state: State) -> dict[str, Tensor]:
+def _states(module: Any, level: int, direction: int, x: PackedSequence, state: States) -> dict[str, Tensor]:
     """What each weight of a level and direction is multiplied with, `[rows, features]` by time."""
     for lower in range(level):
         x = above(module, lower, x, state)
-    suffix = f"_l{level}{'_reverse' if direction else ''}"
-    sizes = x.batch_sizes.tolist()
-    at = level * (2 if module.bidirectional else 1) + direction
-    recurrent, projection = getattr(module, f"weight_hh{suffix}"), getattr(module, f"weight_hr{suffix}", None)
-    if state is None:
-        h, c = (x.data.new_zeros(sizes[0], size) for size in (recurrent.shape[1], module.hidden_size))
-    else:
-        h, c = state[0][at].clone(), state[1][at].clone()
-    bias = getattr(module, f"bias_ih{suffix}") + getattr(module, f"bias_hh{suffix}") if module.bias else None
-    inputs = F.linear(x.data, getattr(module, f"weight_ih{suffix}"), bias).split(sizes)
-    before, raw = [h] * len(sizes), [h] * len(sizes)
-    for t in reversed(range(len(sizes))) if direction else range(len(sizes)):
-        here = slice(sizes[t])
-        before[t] = h[here].clone()
-        i, f, g, o = (inputs[t] + before[t] @ recurrent.T).chunk(4, 1)
-        c[here] = f.sigmoid() * c[here] + i.sigmoid() * g.tanh()
-        raw[t] = o.sigmoid() * c[here].tanh()
-        h[here] = raw[t] if projection is None else raw[t] @ projection.T
-    found = {"weight_ih": x.data, "weight_hh": torch.cat(before), "weight_hr": torch.cat(raw)}
-    return {name: as_rows(rows) for name, rows in found.items()}
+    sizes, directions = x.batch_sizes.tolist(), 2 if module.bidirectional else 1
+    after = above(module, level, x, state).data.chunk(directions, 1)[direction].split(sizes)
+    first = after[0].new_zeros(sizes[0], after[0].shape[1])
+    first = first if state is None else state[0][level * directions + direction].to(first.dtype)
+    before = []
+    for t, size in enumerate(sizes):
+        known = after[t + 1 :][:1] if direction else after[:t][-1:]
+        rows = known[0] if known else first[:0]
+        before.append(torch.cat([rows, first[len(rows) :]])[:size])
+    return {"weight_ih": as_rows(x.data), "weight_hh": as_rows(torch.cat(before))}

@@ -22,10 +22,10 @@ COVERED = 0.9
 
 @dataclass
 class Reached:
-    """What reaches a module: how often each batch does, and its rows."""
+    """What reaches a module: how often each batch does, and how many rows of each of its products."""
 
     calls: list[int] = field(default_factory=list)
-    rows: int = 0
+    rows: dict[str, int] = field(default_factory=dict)
 
 
 class Passes:
@@ -57,12 +57,12 @@ class Passes:
             reached = self.reached.setdefault(name, Reached())
             reached.calls += [0] * (len(self.batches) - len(reached.calls))
             reached.calls[-1] += 1
-            if self.products.get(name):
-                reached.rows += self.products[name][0].rows(args)
+            for product in self.products.get(name, ()):
+                reached.rows[product.name] = reached.rows.get(product.name, 0) + product.rows(args)
 
         def enough() -> bool:
-            full = sum(sizes.get(name, 0) for name, reached in self.reached.items() if reached.rows >= MOST_ROWS)
-            return full >= COVERED * sum(sizes.values())
+            covered = [name for name, those in self.reached.items() if min(those.rows.values(), default=0) >= MOST_ROWS]
+            return sum(sizes.get(name, 0) for name in covered) >= COVERED * sum(sizes.values())
 
         def each() -> Iterator[Any]:
             for batch in batches:
@@ -84,7 +84,7 @@ class Passes:
         Raises:
             BlockSparseError: inputs that are not finite.
         """
-        at, first = self._places(product, self.reached[name].rows), 0
+        at, first = self._places(product, self.reached[name].rows[product.name]), 0
         device, parts = product.weights[0].tensor.device, []
 
         def see(args: tuple[Any, ...]) -> None:

@@ -20,7 +20,7 @@ from ..pruning.strongest import check_density, strongest
 from .batch_norms import follow, has_statistics
 from .calibrate import Batches, keep
 from .fitting import Problem
-from .inputs import Product, products
+from .inputs import CELLS, LAYERS, Product, products
 from .passes import Passes
 from .progress import progress
 
@@ -66,9 +66,9 @@ def reconstruct(
     values are the exact least squares solution. The layer's bias takes what is left of the mean, and the running
     statistics of batch norms change as those of their inputs do.
 
-    Fitted are linear layers (also the Conv1D of transformers), convolutions, transposed ones, and torch.nn.LSTM, with
-    both weights together, and again on the states that the new weights lead to. What no batch reaches keeps its largest
-    blocks.
+    Fitted are linear layers (also the Conv1D of transformers), convolutions, transposed ones, torch.nn's recurrent
+    layers and cells, with the weights of inputs and states together, and again on the states that the new weights lead
+    to, and MultiheadAttention with one weight for query, key and value. What no batch reaches keeps its largest blocks.
 
     Of a layer 10,000 rows at most are looked at (tokens, positions or steps), at random places, the same in each run,
     and 256 MiB of them. Up to 4,608 inputs (times taps) the score costs one inversion of H, the choice
@@ -178,7 +178,7 @@ class _Fit:
         total = sum(layout.nnz for layout in given)
         mask = torch.cat([layout.mask() for layout in given], 1).to(y.device)
         mean = y.mean(0) if product.bias else torch.zeros_like(y[0])
-        for turn in range(ROUNDS if isinstance(product.module, nn.LSTM) else 1):
+        for turn in range(ROUNDS if type(product.module) in (*LAYERS, *CELLS) else 1):
             del x  # before the next ones
             x = self.passes.rows(self.model, product, name)
             middle = x.mean(0) if product.bias else torch.zeros_like(x[0])
@@ -197,9 +197,12 @@ class _Fit:
 def _products(model: nn.Module, weights: Mapping[str, Prunable]) -> dict[str, list[Product]]:
     """By the names of the modules."""
     names = {module: name for name, module in model.named_modules()}
+    outer: dict[nn.Module, nn.Module] = {
+        module.out_proj: module for module in names if type(module) is nn.MultiheadAttention
+    }
     of_module: dict[nn.Module, list[Prunable]] = {}
     for weight in weights.values():
-        of_module.setdefault(weight.module, []).append(weight)
+        of_module.setdefault(outer.get(weight.module, weight.module), []).append(weight)
     found = {names[module]: products(module, those) for module, those in of_module.items()}
     return {name: those for name, those in found.items() if those}
 
