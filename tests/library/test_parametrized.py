@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 import blocksparse as bs
 
@@ -28,3 +29,48 @@ def test_copies_of_a_model_outlive_finish(name):
     made.finish()
     assert torch.equal(copied(x), before)
     copied(x).sum().backward()
+
+
+class Doubled(nn.Module):
+    def forward(self, values):
+        return 2 * values
+
+
+def test_values_can_be_parametrized():
+    layer, x = bs.nn.Linear(16, 8, density=0.5, block_size=4, bias=False), torch.randn(3, 16)
+    before = layer(x)
+    parametrize.register_parametrization(layer, "values", Doubled())
+    torch.testing.assert_close(layer(x), 2 * before)
+    torch.testing.assert_close(layer.weight @ x.T, 2 * before.T)
+    layer(x).sum().backward()
+    assert layer.parametrizations.values.original.grad.shape == layer.layout.values_shape
+    state = copy.deepcopy(layer.state_dict())
+    assert set(state) == {"parametrizations.values.original", "crow_indices", "col_indices"}
+    copied = copy.deepcopy(layer)
+    with torch.no_grad():
+        copied.parametrizations.values.original.zero_()
+    copied.load_state_dict(state)
+    torch.testing.assert_close(copied(x), 2 * before)
+    with pytest.raises(bs.BlockSparseError, match="values: expected a parameter"):
+        layer.set_layout(layer.layout, torch.zeros(layer.layout.values_shape))
+    parametrize.remove_parametrizations(layer, "values")
+    torch.testing.assert_close(layer(x), 2 * before)
+    assert [name for name, _ in layer.named_parameters()] == ["values"]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(
+    "norm", [parametrizations.weight_norm, nn.utils.weight_norm], ids=["parametrized", "by a hook"]
+)
+@pytest.mark.parametrize("kind", ["Linear", "Conv1d"])
+def test_weight_norm_of_values(norm, kind):
+    arguments = (16, 8) if kind == "Linear" else (16, 8, 3)
+    layer = getattr(bs.nn, kind)(*arguments, density=0.5, block_size=4)
+    x = torch.randn(3, 16) if kind == "Linear" else torch.randn(3, 16, 9)
+    before = layer(x)
+    norm(layer, "values")
+    torch.testing.assert_close(layer(x), before)
+    layer(x).square().sum().backward()
+    gradients = [parameter.grad for name, parameter in layer.named_parameters() if name != "bias"]
+    assert sorted(grad.dim() for grad in gradients) == [layer.values.dim()] * 2
+    assert all(grad.any() for grad in gradients)

@@ -106,3 +106,12 @@ def _guarded(result: Any, made: list[Tensor]) -> Any:
 def _read_only(what: Any) -> BlockSparseError:
     expected = "nothing written to it, as it is made of `values`: write to these (blocksparse.from_dense makes them)"
     return BlockSparseError.expected("weight", expected, what)
+
+
+def not_assigned(weight: Any) -> BlockSparseError:
+    """The error for one who sets the weight of a module."""
+    expected = (
+        "`values` and a layout, which it is made of: layer.set_layout(layout, blocksparse.from_dense(weight, layout)), "
+        "or layer.values.data.copy_(blocksparse.from_dense(weight, layer.layout))"
+    )
+    return BlockSparseError.expected("weight", expected, type(weight).__name__)

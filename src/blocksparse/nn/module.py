@@ -22,17 +22,13 @@ from ..convert import block_coordinates, to_dense
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout, layout_of_indices
 from ..ops.operands import OperandLayout, make_operands
-from .dense_weight import DenseWeight
+from .dense_weight import DenseWeight, not_assigned
+from .parametrized import Parametrizations
 
 OTHERS = (
     "others, written to this buffer: by DistributedDataParallel, where the layouts of the ranks differ (draw them with "
     "one seed, or load one state first); by a running mean of a model whose layout has changed (take the mean along by "
     "blocksparse.sparsity.sync_ema); or by hand. The values may be mixed up: load values and indices again"
-)
-
-ASSIGN = (
-    "`values` and a layout, which it is made of: layer.set_layout(layout, blocksparse.from_dense(weight, layout)), or "
-    "layer.values.data.copy_(blocksparse.from_dense(weight, layer.layout))"
 )
 
 
@@ -180,12 +176,15 @@ class BlockSparseModule(nn.Module):
 
     @weight.setter
     def weight(self, weight: Any) -> None:
-        raise BlockSparseError.expected("weight", ASSIGN, type(weight).__name__)
+        raise not_assigned(weight)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name == "weight":
-            raise BlockSparseError.expected("weight", ASSIGN, type(param).__name__)
+            raise not_assigned(param)
         super().register_parameter(name, param)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, Parametrizations() if name == "parametrizations" and not value else value)
 
     @property
     def _dense_shape(self) -> tuple[int, int]:
