@@ -247,3 +247,20 @@ def test_sizes_as_one_types_them():
     for wrong in ("", "a", "1,-2", "1.5", "1 000"):
         with pytest.raises(BlockSparseError, match="hidden: expected positive ints"):
             parse_sizes(wrong)
+
+
+def test_a_table_of_few_rows_and_many_columns(tmp_path):
+    """72 samples of thousands of genes: the batch is one that there are rows for, and the dense net stays finite."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, 72)
+    rows = (1000 * rng.normal(size=(72, 7129)) + 500 * labels[:, None]).astype(int)
+    lines = [",".join([*(f"g{i}" for i in range(7129)), "label"])]
+    lines += [",".join(map(str, [*row, label])) for row, label in zip(rows, labels, strict=True)]
+    (tmp_path / "genes.csv").write_text("\n".join(lines))
+
+    def train(name, *how):
+        return run("train", "mlp", "--data", tmp_path / "genes.csv", "--out", tmp_path / name, *how).stdout
+
+    out = train("set", "--epochs", "1", "--hidden", "100,100")
+    assert "58 rows to train on, 2 classes; 1 epoch of 4 steps of 14 rows" in out
+    train("dense", "--method", "dense", "--epochs", "8")

@@ -17,7 +17,7 @@ from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab.cli.options import parse_count
 from blocksparse_lab.data import text
 from blocksparse_lab.models.char_lm import CharLMConfig, parameter_count
-from blocksparse_lab.recipes import run_log
+from blocksparse_lab.recipes import compare, run_log
 from blocksparse_lab.recipes.charlm import CharLMTask
 from command import error, run
 
@@ -258,8 +258,6 @@ def test_runs_that_are_not_finished_are_shown_as_far_as_they_are(trained, tmp_pa
 
 
 def test_options_that_a_pattern_does_not_look_at_set_no_runs_apart(trained):
-    from blocksparse_lab.recipes import compare
-
     dense, sparse = (compare.read(trained / name) for name in ("dense", "sparse0"))
     other = compare.read(trained / "dense")
     other.config["task"]["model"] |= {"m": 5, "depth": 2, "seed": 9}
@@ -268,6 +266,22 @@ def test_options_that_a_pattern_does_not_look_at_set_no_runs_apart(trained):
     sparse_too.config["task"]["model"]["m"] = 5
     grouped = compare.groups([sparse, sparse_too, compare.read(trained / "sparse1")])
     assert [group.label for group in grouped] == ["m 1", "m 5"]
+
+
+def test_a_run_beside_itself_is_refused(trained):
+    said = error("compare", trained / "dense", trained / "sparse0" / ".." / "dense")
+    assert "runs: expected each once" in said
+
+
+def test_a_short_run_has_points_for_a_curve(book, tmp_path):
+    train(book, tmp_path / "run", "--steps", 20)
+    assert [point["step"] for point in compare.read(tmp_path / "run").evaluations] == list(range(2, 21, 2))
+
+
+def test_a_finished_run_goes_on_with_more_steps(book, tmp_path):
+    train(book, tmp_path / "run", "--steps", 5)
+    train(book, tmp_path / "run", "--steps", 8)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 8
 
 
 def test_mistakes_about_runs(trained, tmp_path):

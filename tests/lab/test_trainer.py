@@ -332,12 +332,35 @@ def test_a_run_from_before_there_were_optimizers_to_choose_from_goes_on(whole, t
     assert_same(tmp_path, whole)
 
 
+def test_a_finished_run_is_extended(tmp_path):
+    """At a rate that does not fall it ends with the bits of one that was begun with as many steps."""
+    settings = replace(SETTINGS, decay="none")
+    Trainer(Walk(), tmp_path / "extended", settings).train()
+    result = Trainer(Walk(), tmp_path / "extended", replace(settings, steps=40)).train()
+    assert result["steps"] == 40
+    Trainer(Walk(), tmp_path / "whole", replace(settings, steps=40)).train()
+    assert checkpoint.load(tmp_path / "extended" / "last.safetensors")[1]["step"] == 40
+    ours, theirs = (checkpoint.load(tmp_path / name / "last.safetensors")[0] for name in ("extended", "whole"))
+    for name, tensor in theirs.items():
+        if name.startswith(("model.", "optimizer.", "ema.")):
+            assert torch.equal(ours[name], tensor), name
+
+
+def test_an_extension_that_is_stopped_is_not_taken_for_finished(tmp_path):
+    Trainer(Walk(), tmp_path, SETTINGS).train()
+    for step in Trainer(Walk(), tmp_path, replace(SETTINGS, steps=40)).steps():
+        if step == 30:
+            break
+    assert not (tmp_path / "result.json").exists()
+    assert Trainer(Walk(), tmp_path, replace(SETTINGS, steps=40)).train()["steps"] == 40
+
+
 @pytest.mark.parametrize(
     ("task", "changes", "message"),
     [
         ({"name": "talk"}, {}, "begun with: data.name walk, got data.name talk; take a new folder"),
         ({}, {"learning_rate": 0.1, "clip": 1.0}, "learning_rate 0.02, clip 0.5, got learning_rate 0.1, clip 1.0"),
-        ({}, {"steps": 30}, "steps 24, got steps 30"),
+        ({}, {"steps": 20}, "steps 24, got steps 20"),
     ],
 )
 def test_another_task_or_other_settings_are_refused(task, changes, message, whole):

@@ -39,6 +39,8 @@ def compare(
         return
     if html is not None:
         raise BlockSparseError.expected("--html", "--topology with it", "none")
+    if twice := [str(path) for path in runs if [each.resolve() for each in runs].count(path.resolve()) > 1]:
+        raise BlockSparseError.expected("runs", "each once", " and ".join(twice))
     found = [recipe.read(path) for path in runs]
     grouped = recipe.groups(found)
     console = Console()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from ..recipes import charlm as charlm_recipe
 from ..recipes import mlp as mlp_recipe
 from ..recipes import pixelcnn as pixelcnn_recipe
 from ..recipes import resnet as resnet_recipe
+from ..recipes.settings import Settings
 from .options import DataDir, Device, Given, Run, parse_count, with_options
 from .progress import show
 from .stages import stages
@@ -24,6 +25,7 @@ train = typer.Typer(
     name="train", help="Train a model in a folder; the same command again goes on with it.", no_args_is_help=True
 )
 
+S = TypeVar("S", bound=Settings)
 Seed = Annotated[int, typer.Option(help="Of layouts, weights, order and whatever is drawn.")]
 ImageData = Annotated[str, typer.Option(help="cifar10 or fashion_mnist.")]
 
@@ -64,7 +66,7 @@ def charlm(
         config = width_for(config, wanted)
     content, name = (corpora.load(str(data), data_dir), str(data)) if text is None else (texts.read(text), text.name)
     parts = texts.split(content, batches.seq, name=name, held_out=held_out)
-    trainer = charlm_recipe.trainer(config, parts, out, how, batches)
+    trainer = charlm_recipe.trainer(config, parts, out, _paced(how), batches)
     facts = trainer.facts
     show(
         Console(),
@@ -109,7 +111,8 @@ def mlp(
         recipe = mlp_recipe.extreme(parse_count(neurons, "neurons"))
         table: mlp_recipe.Data = Synthetic(mlp_recipe.EXTREME_FEATURES, rows, max(1, rows // 4))
     else:
-        recipe, table = mlp_recipe.recipe_for(str(data)), tables.load(str(data), data_dir)
+        table = tables.load(str(data), data_dir)
+        recipe = mlp_recipe.recipe_for(str(data), table.rows)
     recipe = replace(recipe, **given)
     trainer = mlp_recipe.trainer(recipe, table, out, method, seed, device, importance)
     facts, sizes = trainer.facts, trainer.task.about()["model"]["sizes"]
@@ -120,7 +123,7 @@ def mlp(
         f"{facts['neurons']:,} neurons, {facts['connections']:,} connections, density {facts['density']:.3g}, "
         f"{facts['stored_bytes'] / 1e6:,.1f} MB",
         f"{table.name}: {table.rows:,} rows to train on, {len(table.classes)} classes; "
-        f"{_epochs(recipe.epochs)} of {trainer.task.steps_per_epoch:,} steps",
+        f"{_epochs(recipe.epochs)} of {trainer.task.steps_per_epoch:,} steps of {recipe.batch:,} rows",
     )
 
 
@@ -142,7 +145,7 @@ def pixelcnn(
     from ..data import images
 
     loaded = images.load(data, data_dir)
-    trainer = pixelcnn_recipe.trainer(network, loaded, out, how, batches.batch, batches.evaluated)
+    trainer = pixelcnn_recipe.trainer(network, loaded, out, _paced(how), batches.batch, batches.evaluated)
     wired = "dense" if network.sparse is None else f"{network.sparse} groups of channels"
     wired += "" if network.block_size is None else f" in blocks of {network.block_size}"
     show(
@@ -196,6 +199,17 @@ def resnet(
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _paced(how: S) -> S:
+    """The settings; a short run for which nothing else was asked is logged and evaluated often enough for curves."""
+    usual = type(how)()
+    often: dict[str, Any] = {
+        name: max(1, how.steps // times)
+        for name, times in (("log_every", 20), ("eval_every", 10))
+        if getattr(how, name) == getattr(usual, name) > max(1, how.steps // times)
+    }
+    return replace(how, **often)
 
 
 def _epochs(count: int) -> str:

@@ -244,7 +244,7 @@ def _range(figures: Sequence[float]) -> tuple[float, float]:
     best, worst = min(figures), max(figures)
     third = sorted(figures)[(len(figures) * 9) // 10]
     top = min(worst, best + 2.5 * (third - best)) if third > best else worst
-    room = max(0.05 * (top - best), 1e-3)
+    room = max(0.05 * (top - best), 1e-3 if top > best else 0.05 * abs(best))
     return best - room, top + room
 
 

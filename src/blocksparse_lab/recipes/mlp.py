@@ -40,6 +40,7 @@ class Recipe:
     momentum: float = option(0.9, "Of SGD.")
     weight_decay: float = option(2e-4, "Of all weights, not multiplied by the rate.")
     batch: int = option(128, "Rows of a step.")
+    clip: float = option(0.0, "The gradient's largest norm; 0 for any.")
     init: str = "he"  # of the weights, as `SparseMLP` names it
 
 
@@ -75,14 +76,21 @@ EXTREME_FEATURES, EXTREME_LAYERS = 65_536, 4
 EXTREME_RATE = 5.0
 
 
-def recipe_for(name: str) -> Recipe:
+def recipe_for(name: str, rows: int | None = None) -> Recipe:
     """The recipe of a table by name; that of Fashion-MNIST for any other.
+
+    A table that we have no recipe for has batches of a quarter of its `rows` to train on at most, and its gradient is
+    clipped: a dense net on thousands of features diverges otherwise.
 
     >>> from blocksparse_lab.recipes.mlp import recipe_for
     >>> recipe_for("cifar10").hidden
     (4000, 1000, 4000)
+    >>> recipe_for("genes.csv", rows=58).batch
+    14
     """
-    return RECIPES.get(name, Recipe())
+    if name in RECIPES or rows is None:
+        return RECIPES.get(name, Recipe())
+    return replace(Recipe(), batch=max(1, min(Recipe.batch, rows // 4)), clip=1.0)
 
 
 def extreme_hidden(neurons: int, classes: int = 2) -> tuple[int, ...]:
@@ -213,7 +221,7 @@ def settings(recipe: Recipe, of: ClassifyTask, seed: int = 0, device: str = "cpu
         warmup=0,
         decay="none",
         weight_decay=recipe.weight_decay,
-        clip=0.0,
+        clip=recipe.clip,
         log_every=min(of.steps_per_epoch, 100),
         eval_every=of.steps_per_epoch,
         save_every=max(of.steps_per_epoch, SAVE_EVERY),

@@ -34,8 +34,8 @@ class Settings:
     clip: float = option(1.0, "The gradient's largest norm; 0 for any.")
     ema: float = option(0.0, "Evaluate a running mean of the weights of this decay; 0: none.")
     dtype: str = option("float32", "float32, or bfloat16 by autocast.")
-    log_every: int = option(20, "Steps between lines of the log.")
-    eval_every: int = option(500, "Steps between evaluations; 0: at the end.")
+    log_every: int = option(20, "Steps between lines of the log; fewer in short runs.")
+    eval_every: int = option(500, "Steps between evaluations; fewer in short runs; 0: at the end.")
     save_every: int = option(500, "Steps between checkpoints, at least one in 5 minutes.")
     save_minutes: float = 5.0  # a checkpoint is this old at most; 0 for any age
     seed: int = option(0, "Of weights, order and whatever is drawn.")

@@ -19,6 +19,7 @@ from blocksparse.errors import BlockSparseError
 from . import charlm
 
 FILE = "model.safetensors"
+_BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Stored:
         tensors: gives the tensors to store of a model.
         skip: weights that are not known to be used in products.
         beside: files that go with it.
+        whole: writes all of a model into a folder, in place of a checkpoint with `tensors` and `about`.
     """
 
     model: nn.Module
@@ -40,6 +42,7 @@ class Stored:
     tensors: Callable[[nn.Module], Mapping[str, Tensor]]
     skip: tuple[str, ...] = ()
     beside: tuple[Path, ...] = field(default=())
+    whole: Callable[[nn.Module, Path], object] | None = None
 
 
 def open_model(path: str | Path) -> Stored:
@@ -77,7 +80,13 @@ def save(stored: Stored, model: nn.Module, made: Report, out: str | Path) -> Pat
             shutil.copyfile(path, out / path.name)
     except OSError as error:
         raise BlockSparseError.expected("out", "a folder to write to", f"{out} ({error.strerror})") from error
-    checkpoint.save(out / stored.file, stored.tensors(model), stored.about)
+    if stored.whole is None:
+        checkpoint.save(out / stored.file, stored.tensors(model), stored.about)
+    else:
+        try:
+            stored.whole(model, out)
+        except (OSError, SafetensorError) as error:
+            raise BlockSparseError.expected("out", "a folder to write to", f"{out} ({error})") from error
     checkpoint.write_text(out / "report.json", json.dumps(made.as_dict(), indent=1) + "\n")
     return out / stored.file
 
@@ -121,8 +130,14 @@ def _transformers(path: Path) -> Stored:
     except Exception as error:  # of many kinds, by file and architecture
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise BlockSparseError.expected(str(path), "a model that transformers loads", first[0]) from error
-    about = {"transformers": names[0], "sparsified": True}
-    return Stored(model.eval(), FILE, about, lambda model: model.state_dict(), beside=(path / "config.json",))
+    # The tokenizer, say: all that is needed to use the model is then in one folder, which can be pushed.
+    beside = [file for file in path.iterdir() if file.suffix in _BESIDE and file.is_file()]
+    beside = [file for file in beside if not file.name.endswith(".index.json") and file.name != "config.json"]
+
+    def write(model: Any, out: Path) -> None:
+        model.save_pretrained(out)
+
+    return Stored(model.eval(), FILE, {}, lambda model: model.state_dict(), beside=tuple(beside), whole=write)
 
 
 def _plain(path: Path, tensors: Mapping[str, Tensor]) -> Stored:

@@ -1,4 +1,4 @@
-"""Trains a task in a folder; calling it again resumes the run, with the same bits as if never stopped."""
+"""Trains a task in a folder; calling it again resumes or extends the run, with the same bits as if never stopped."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from blocksparse import checkpoint
+from blocksparse.checked import is_int
 from blocksparse.errors import BlockSparseError
 
 from ..machine import machine
@@ -38,7 +39,8 @@ class Trainer:
         facts: further entries of `config.json` and `result.json`, ready for JSON.
 
     A checkpoint has all that later steps depend on. So a run that was killed at any moment, and is trained again, ends
-    with the same bits as one that was not.
+    with the same bits as one that was not. Of more steps than it was begun with, it is extended: a learning rate that
+    falls to the end then falls to the new one.
 
     >>> import tempfile, torch
     >>> from blocksparse_lab.recipes.trainer import Settings, Task, Trainer
@@ -126,6 +128,7 @@ class Trainer:
             self._call("began", self.step)
             if self.step == s.steps and (self.run / "result.json").exists():
                 return
+            (self.run / "result.json").unlink(missing_ok=True)  # of a run that is extended
             if not log.draw(self.step):
                 self._call("note", "no curves for TensorBoard, which is not installed: pip install tensorboard")
             self.model.train()
@@ -383,6 +386,9 @@ class Trainer:
         theirs = _flat({"task": about.get("task", {}), "settings": asdict(Settings()) | settings})
         mine = _flat({"task": self.task.about(), "settings": asdict(self.settings)})
         free = {f"settings.{name}" for name in FREE}
+        before, now = theirs.get("settings.steps"), mine["settings.steps"]
+        if is_int(before) and now > before:
+            free.add("settings.steps")
         differ = [
             key for key in {**theirs, **mine} if key not in free and theirs.get(key, "none") != mine.get(key, "none")
         ]
