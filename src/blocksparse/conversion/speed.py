@@ -16,6 +16,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..measure import Clock, alternate, cuda_clock, host_clock
 from ..nn.cells import Cell
+from ..nn.experts import Experts
 from ..nn.linear import Linear
 from ..nn.module import BlockSparseModule
 from ..nn.multihead_attention import MultiheadAttention
@@ -136,6 +137,9 @@ def made_up_inputs(module: Any, tokens: int) -> list[Arguments]:
     like: dict[str, Any] = {"device": values.device, "dtype": values.dtype}
     if isinstance(module, Cell):
         return [((torch.randn(tokens, module.input_size, **like),), {})]
+    if isinstance(module, Experts):
+        index = torch.arange(2 * tokens, device=values.device).view(tokens, 2) % module.num_experts
+        return [((torch.randn(tokens, module.hidden_dim, **like), index, torch.rand(tokens, 2, **like)), {})]
     if isinstance(module, MultiheadAttention):
         sizes = module.embed_dim, module.kdim, module.vdim
         x = torch.randn(tokens, module.embed_dim, **like)

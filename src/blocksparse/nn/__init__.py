@@ -8,6 +8,7 @@ from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, Conv
 from .diffusion_conv import Diffusion, DiffusionConv
 from .dropout import Dropout
 from .edge_bias import EdgeBias
+from .experts import Experts
 from .gru import GRU, RNN
 from .linear import Linear
 from .lstm import LSTM
@@ -35,6 +36,7 @@ __all__ = [
     "DiffusionConv",
     "Dropout",
     "EdgeBias",
+    "Experts",
     "GRUCell",
     "LSTMCell",
     "Linear",

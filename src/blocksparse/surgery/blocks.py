@@ -18,6 +18,7 @@ class Blocks:
         block_shape: (rows, columns).
         parts: how many weights it is, one above the other: four for an LSTM's gates. Each is padded by itself.
         transposed: whether the parameter is `[in, out, *kernel]`.
+        stacked: whether it is `[parts, out, in]`.
         multiple: what the rows of a part and the columns are padded to, `block_shape` by default.
 
     >>> import torch
@@ -37,7 +38,10 @@ class Blocks:
         parts: int = 1,
         transposed: bool = False,
         multiple: Pair | None = None,
+        stacked: bool = False,
     ):
+        self._stacked = stacked
+        shape = (shape[0] * shape[1], *shape[2:]) if stacked else shape
         self._rows, self._columns = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
         self._axes, self._transposed = len(shape) - 2, transposed
         self.block_shape, self.parts = block_shape, parts
@@ -65,6 +69,8 @@ class Blocks:
 
     def matrix(self, tensor: Tensor) -> Tensor:
         """A tensor of the parameter's shape as `[out, in, *kernel]`: a view, which can be written to."""
+        if self._stacked and tensor.dim() == 3:  # not `[out, in]` already
+            return tensor.flatten(0, 1)
         return tensor.transpose(0, 1) if self._transposed else tensor
 
     def padded(self, tensor: Tensor) -> Tensor:
@@ -87,7 +93,7 @@ class Blocks:
         full = per_block[:, None, :, None].expand(out, height, in_, width)
         full = full.reshape(self.parts, out * height // self.parts, in_ * width)
         full = full[:, : self._rows // self.parts, : self._columns].reshape(self._rows, self._columns)
-        full = full.T if self._transposed else full
+        full = full.unflatten(0, (self.parts, -1)) if self._stacked else full.T if self._transposed else full
         return full.reshape(*full.shape, *[1] * self._axes)
 
 

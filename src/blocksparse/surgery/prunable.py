@@ -17,12 +17,14 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
 from ..nn.cells import GRUCell, LSTMCell, RNNCell
 from ..nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from ..nn.experts import Experts
 from ..nn.gru import GRU, RNN
 from ..nn.lstm import LSTM
 from ..nn.module import BlockSparseModule
 from ..nn.parts import Parts
 from ..nn.recurrent import Recurrent
 from .blocks import Blocks
+from .mixtures import is_experts
 
 __all__ = ["Prunable", "Skip", "prunable", "survey"]
 
@@ -132,7 +134,7 @@ class Prunable:
             return None if fits else "no multiple of the block"
         if is_dense_recurrent(module):
             known = self.parameter.startswith("weight_")
-        elif kind is nn.MultiheadAttention or isinstance(module, Parts):
+        elif kind is nn.MultiheadAttention or isinstance(module, Parts) or is_experts(module):
             known = self.parameter in weights_of_parts(module)
         else:
             known = (
@@ -143,7 +145,8 @@ class Prunable:
                 return f"{self.parameter} is not multiplied with the inputs"
             if self.has_own_forward:
                 return f"{kind.__name__} may use its weight in another way than its base class"
-            why = next((why for base, why in NO_COUNTERPART.items() if isinstance(module, base)), None)
+            unknown = "how it multiplies a stack of weights is not known" if parameter.dim() == 3 else None
+            why = next((why for base, why in NO_COUNTERPART.items() if isinstance(module, base)), unknown)
             return f"{kind.__name__} has no block-sparse counterpart" + (f": {why}" if why else "")
         if getattr(module, "groups", 1) != 1:
             return f"{module.groups} groups"
@@ -168,9 +171,10 @@ def prunable(
     """Lists every weight of a model that can become block-sparse, in the order of `named_modules`.
 
     These are the weights of torch.nn's linear layers, of convolutions without groups and of their transposes, of
-    recurrent layers and cells, of multi-head attention, and of the linear layer that the transformers library calls
-    Conv1D; and dense weights of `blocksparse.nn`'s modules that have several. Weights that have two names (tied ones)
-    stay dense, and so do subclasses, which may use their weight in another way, and adapters of the library peft.
+    recurrent layers and cells, of multi-head attention, of the linear layer that the transformers library calls Conv1D
+    and of its experts that compute what MixtralExperts does; and dense weights of `blocksparse.nn`'s modules that have
+    several. Weights that have two names (tied ones) stay dense, and so do subclasses, which may use their weight in
+    another way, and adapters of the library peft.
 
     Args:
         model: any module, or one such layer.
@@ -257,6 +261,8 @@ def _blocks_of(module: nn.Module, parameter: str, block: tuple[int, int]) -> Blo
         # Everything that concerns hidden units has the same padding: a step uses what the last one left.
         both = math.lcm(*block)
         multiple = both, block[1] if parameter.startswith("weight_ih") else both
+    elif (isinstance(module, Experts) or is_experts(module)) and tensor.dim() == 3:
+        return Blocks(tensor.shape, block, len(tensor), stacked=True)
     elif isinstance(module, Parts) and parameter in module.sizes:
         parts = len(tensor) // module.sizes[parameter][0].padded
     elif isinstance(module, nn.MultiheadAttention) and parameter == "in_proj_weight":
@@ -307,13 +313,15 @@ def is_dense_recurrent(module: nn.Module) -> bool:
 
 def has_several_weights(module: nn.Module) -> bool:
     """Whether the module has several weights, which can become block-sparse one by one."""
-    return isinstance(module, (*RECURRENT, nn.MultiheadAttention, Parts))
+    return isinstance(module, (*RECURRENT, nn.MultiheadAttention, Parts)) or is_experts(module)
 
 
 def weights_of_parts(module: Any) -> tuple[str, ...]:
     """The names of the weights of a module that has several, besides those of the modules in it."""
     if isinstance(module, Parts):
         return tuple(module.sizes)
+    if is_experts(module):
+        return "gate_up_proj", "down_proj"
     return "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"
 
 

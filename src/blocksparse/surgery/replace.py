@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from ..convert import from_dense
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
+from ..nn.experts import Experts
 from ..nn.linear import Linear
 from ..nn.module import Weight
 from ..nn.multihead_attention import MultiheadAttention
 from ..nn.parts import Parts
 from .blocks import pad
+from .mixtures import is_experts
 from .optimizer import check_optimizer, has_parameter
 from .prunable import (
     CONVOLUTIONS,
@@ -166,6 +168,8 @@ def _sparse_module(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Mo
         return _recurrent(module, chosen, changes)
     if type(module) is nn.MultiheadAttention:
         return _attention(module, chosen, changes)
+    if is_experts(module):
+        return _experts(module, chosen, changes)
     if has_several_weights(module):
         return _with_weights(module, chosen, changes)
     ((weight, layout),) = chosen
@@ -208,6 +212,18 @@ def _attention(module: nn.MultiheadAttention, chosen: Chosen, changes: list[_Cha
     for weight, layout in chosen:
         _filled(getattr(new, weight.parameter), weight, layout, changes)
     new.out_proj = module.out_proj
+    return like(module, new)
+
+
+def _experts(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Module:
+    layouts = {weight.parameter: layout for weight, layout in chosen}
+    count, hidden, intermediate = module.down_proj.shape
+    new: Any = Experts(count, hidden, intermediate, module.act_fn, layouts=layouts, device="meta")
+    for key, old in module.named_parameters(recurse=False):
+        if key not in layouts:
+            setattr(new, key, old)
+    for weight, layout in chosen:
+        _filled(getattr(new, weight.parameter), weight, layout, changes)
     return like(module, new)
 
 

@@ -1,0 +1,170 @@
+"""Experts of mixtures: those of transformers become block-sparse where they compute what ours do; others are named."""
+
+import pytest
+import torch
+from torch import nn
+
+import blocksparse as bs
+from blocksparse import BlockSparseError
+from blocksparse.nn.module import Weight
+from blocksparse.surgery.prunable import survey
+
+
+@pytest.fixture(autouse=True)
+def backend():
+    with bs.use_backend("cpu" if bs.backends()["cpu"] else "reference"):
+        yield
+
+
+@pytest.fixture
+def mixtral():
+    """A block with a router and three experts; sizes are no multiples of the block."""
+    pytest.importorskip("transformers")
+    from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
+
+    torch.manual_seed(0)
+    config = MixtralConfig(hidden_size=12, intermediate_size=20, num_local_experts=3, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    block = MixtralSparseMoeBlock(config).double()
+    for parameter in block.parameters():
+        nn.init.normal_(parameter)
+    return block
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_transformers_experts_become_sparse_and_go_back(mixtral):
+    x = torch.randn(2, 7, 12, dtype=torch.float64)
+    sparse = bs.sparsify(mixtral, 0.5, 8, scope="layer", force=True)
+    assert isinstance(sparse.experts, bs.nn.Experts)
+    assert sparse.experts.gate_up_proj.layout.shape == (3 * 40, 16)
+    assert sparse.experts.down_proj.layout.shape == (3 * 16, 24)
+    dense = bs.densify(sparse)
+    assert {n: p.shape for n, p in dense.named_parameters()} == {n: p.shape for n, p in mixtral.named_parameters()}
+    close(sparse(x), dense(x))
+    mixtral.load_state_dict(dense.state_dict())
+    close(sparse(x), mixtral(x))
+    again = bs.sparsify(dense, 0.25, 8, scope="layer", force=True)
+    assert again.experts.down_proj.layout.nnz < sparse.experts.down_proj.layout.nnz
+
+
+def test_gradients_are_those_of_the_stored_blocks(mixtral):
+    x = torch.randn(1, 9, 12, dtype=torch.float64)
+    sparse = bs.sparsify(mixtral, 0.5, 4, scope="layer", force=True)
+    mixtral.load_state_dict(bs.densify(sparse).state_dict())
+    for model in (sparse, mixtral):
+        model(x).square().sum().backward()
+    for name in ("gate_up_proj", "down_proj"):
+        weight, dense = getattr(sparse.experts, name), getattr(mixtral.experts, name).grad.flatten(0, 1)
+        mask = bs.to_dense(torch.ones_like(weight.values), weight.layout)
+        close(bs.to_dense(weight.values.grad, weight.layout), dense * mask)
+
+
+def test_all_blocks_compute_the_same_as_before(mixtral):
+    x = torch.randn(2, 7, 12, dtype=torch.float64)
+    close(bs.sparsify(mixtral, 1, 8, force=True)(x), mixtral(x))
+
+
+def test_one_weight_alone_and_experts_without_a_block(mixtral):
+    x = torch.randn(2, 7, 12, dtype=torch.float64)
+    rows = torch.zeros(3, 2, 3, dtype=torch.bool)
+    rows[0] = True  # the other experts have none
+    layout = bs.BlockLayout(rows.flatten(0, 1), 8)
+    only = bs.sparsify(mixtral, layouts={"experts.down_proj": layout}, force=True)
+    assert only.experts.gate_up_proj is not mixtral.experts.gate_up_proj
+    assert isinstance(only.experts.gate_up_proj, nn.Parameter)
+    assert isinstance(only.experts.down_proj, Weight)
+    close(only(x), bs.densify(only)(x))
+    with torch.no_grad():
+        mixtral.experts.down_proj[1:] = 0
+    close(only(x), mixtral(x))
+
+
+def test_states_and_optimizers_follow(mixtral):
+    x = torch.randn(1, 9, 12, dtype=torch.float64)
+    loaded = bs.densify(bs.sparsify(mixtral, 0.5, 4, force=True))
+    optimizer = torch.optim.AdamW(mixtral.parameters(), lr=0.01)
+    mixtral(x).square().sum().backward()
+    optimizer.step()
+    kept = optimizer.state[mixtral.experts.down_proj]["exp_avg"].flatten(0, 1)
+    sparse = bs.sparsify(mixtral, 0.5, 4, force=True, inplace=True, optimizer=optimizer)
+    weight = sparse.experts.down_proj
+    close(optimizer.state[weight.values]["exp_avg"], bs.from_dense(kept, weight.layout))
+    optimizer.zero_grad()
+    sparse(x).square().sum().backward()
+    optimizer.step()
+    close(bs.load_sparsified(loaded, sparse.state_dict())(x), sparse(x))
+
+
+def test_a_pruner_of_dense_weights_takes_experts(mixtral):
+    optimizer = torch.optim.SGD(mixtral.parameters(), lr=0.1)
+    method = bs.sparsity.GradualPruning(mixtral, optimizer, 0.5, begin=0, end=2, every=1, block_size=4)
+    x = torch.randn(1, 9, 12, dtype=torch.float64)
+    for _ in range(4):
+        optimizer.zero_grad()
+        mixtral(x).square().mean().backward()
+        method.step()
+    assert any(isinstance(module, Weight) for module in method.finish().modules())
+
+
+class Einsum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, x):
+        return torch.einsum("ti,eoi->teo", x, self.weight)
+
+
+def test_what_is_not_known_is_refused_by_name(mixtral):
+    class Scaled(type(mixtral.experts)):
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            return 2 * super().forward(hidden_states, top_k_index, top_k_weights)
+
+    mixtral.experts.__class__ = Scaled
+    reasons = {weight.name: reason for weight, reason in survey(nn.ModuleList([mixtral, Einsum()]))}
+    unknown = "has no block-sparse counterpart: how it multiplies a stack of weights is not known"
+    assert reasons["0.experts.gate_up_proj"] == f"Scaled {unknown}"
+    assert reasons["1.weight"] == f"Einsum {unknown}"
+    with pytest.raises(BlockSparseError, match="weight: Einsum has no block-sparse counterpart"):
+        bs.sparsify(Einsum(), 0.5, force=True)
+
+
+def test_experts_of_other_forms_are_refused_by_name():
+    pytest.importorskip("transformers")
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
+
+    config = GptOssConfig(hidden_size=16, intermediate_size=16, num_local_experts=2)
+    reasons = [reason for weight, reason in survey(nn.Sequential(GptOssExperts(config)))]
+    assert all("GptOssExperts has no block-sparse counterpart" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: bs.nn.Experts(0, 8, 8), "num_experts"),
+        (lambda: bs.nn.Experts(2, 8, 8, layouts={"down_proj": bs.patterns.dense((32, 32), 8)}), "down_proj"),
+        (lambda: bs.nn.Experts(2, 8, 8, layouts={"gate": bs.patterns.dense((8, 8), 8)}), "layouts"),
+        (lambda: called((3, 7), (3, 2), (3, 2)), "hidden_states"),
+        (lambda: called((3, 8), (4, 2), (4, 2)), "top_k_index"),
+        (lambda: called((3, 8), (3, 2), (3, 1)), "top_k_weights"),
+    ],
+    ids=["none", "shape", "name", "hidden", "index", "weights"],
+)
+def test_what_does_not_fit_is_said(make, message):
+    with pytest.raises(BlockSparseError, match=message):
+        make()
+
+
+def called(x, index, weights):
+    experts = bs.nn.Experts(2, 8, 8, density=0.5, block_size=4)
+    return experts(torch.randn(x), torch.zeros(index, dtype=torch.int64), torch.rand(weights))
+
+
+def test_tokens_without_an_expert_get_nothing():
+    experts = bs.nn.Experts(2, 8, 8, density=0.5, block_size=4)
+    y = experts(torch.randn(2, 8), torch.tensor([[2, 2], [0, 2]]), torch.ones(2, 2))
+    assert not y[0].any()
+    assert y[1].any()
