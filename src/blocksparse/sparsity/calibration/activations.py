@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...errors import BlockSparseError
 from ...surgery.prunable import Prunable, Skip, prunable
 from .calibrate import Batches, as_rows, channel_axis, check_finite, observe
-from .inputs import above, packed
+from .inputs import LAYERS, above, called, packed, products, unseen
 
 # The part of the density that each weight has, whatever the others need.
 LEAST = 0.5
@@ -62,7 +62,7 @@ def activation_scores(
         raise BlockSparseError.expected("model", "dense weights that can become block-sparse", type(model).__name__)
     squares = _squares(model, batches, weights)
     scores = ActivationScores()
-    scores.by_magnitude = {weight.name: _unseen(weight) for weight in weights if weight.name not in squares}
+    scores.by_magnitude = {weight.name: unseen(weight) for weight in weights if weight.name not in squares}
     for weight in weights:
         scores[weight.name] = _scores(weight, squares.get(weight.name))
     return scores
@@ -97,14 +97,12 @@ def shares(model: nn.Module, batches: Batches, weights: Iterable[Prunable], dens
 
 def _squares(model: nn.Module, batches: Batches, weights: Iterable[Prunable]) -> dict[str, Tensor]:
     """||x_j||^2 of the inputs of each weight that is reached, float64 `[in]`."""
-    by_module: dict[nn.Module, dict[str, Prunable]] = {}
-    for weight in weights:
-        by_module.setdefault(weight.module, {})[weight.parameter] = weight
+    by_module = called(model, weights)
     squares: dict[str, Tensor] = {}
 
     def see(module: nn.Module, args: tuple[Any, ...]) -> None:
-        here = by_module[module]
-        for parameter, rows in _inputs(module, next(iter(here.values())), args):
+        here = {weight.parameter: weight for weight in by_module[module]}
+        for parameter, rows in _inputs(module, by_module[module], args):
             if parameter in here:
                 name, sums = here[parameter].name, rows.double().square().sum(0)
                 squares[name] = squares[name] + sums if name in squares else sums
@@ -124,22 +122,20 @@ def _scores(weight: Prunable, squares: Tensor | None) -> Tensor:
     return weight.blocks.sums(weight.blocks.matrix(matrix))
 
 
-def _unseen(weight: Prunable) -> str:
-    kind = type(weight.module)
-    known = kind is nn.LSTM and not weight.parameter.startswith("weight_hr")
-    several = weight.parameter != "weight"
-    return f"what reaches it inside of {kind.__name__} is not seen" if several and not known else "no batch reaches it"
-
-
-def _inputs(module: nn.Module, weight: Prunable, args: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
+def _inputs(module: nn.Module, weights: list[Prunable], args: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
     """The names of a module's parameters, and what each is multiplied with in this call, `[tokens, features]`."""
-    if type(module) is nn.LSTM:
-        yield from _inputs_of_lstm(module, args)
-    elif weight.parameter == "weight":
-        yield "weight", as_rows(args[0], channel_axis(weight))
+    if type(module) in LAYERS:
+        yield from _inputs_of_layers(module, args)
+    elif type(module) is not nn.MultiheadAttention and weights[0].parameter == "weight":
+        yield "weight", as_rows(args[0], channel_axis(weights[0]))
+    else:
+        for product in products(module, weights):
+            rows = product.inputs(args, torch.arange(product.rows(args), device=args[0].device))
+            for weight, part in zip(product.weights, rows.split(product.sizes, 1), strict=True):
+                yield weight.parameter, part[:, : weight.matrix().shape[1]]
 
 
-def _inputs_of_lstm(module: nn.LSTM, args: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
+def _inputs_of_layers(module: Any, args: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
     """Layer by layer: PyTorch does not give away what goes from one to the next."""
     x, state = packed(module, args)
     directions = 2 if module.bidirectional else 1

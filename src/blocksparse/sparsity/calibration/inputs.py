@@ -134,6 +134,22 @@ def products(module: Any, weights: list[Prunable]) -> list[Product]:
     return found
 
 
+def called(model: nn.Module, weights: Iterable[Prunable]) -> dict[nn.Module, list[Prunable]]:
+    """The weights by the modules that are called with their inputs: of attention not the linear layer in it."""
+    attention = [module for module in model.modules() if type(module) is nn.MultiheadAttention]
+    outer: dict[nn.Module, nn.Module] = {module.out_proj: module for module in attention}
+    found: dict[nn.Module, list[Prunable]] = {}
+    for weight in weights:
+        found.setdefault(outer.get(weight.module, weight.module), []).append(weight)
+    return found
+
+
+def unseen(weight: Prunable) -> str:
+    """Why nothing that reaches a weight was seen."""
+    known = products(weight.module, [weight])
+    return "no batch reaches it" if known else f"what reaches it inside of {type(weight.module).__name__} is not seen"
+
+
 # -- attention ----------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from ..pruning.strongest import check_density, strongest
 from .batch_norms import follow, has_statistics
 from .calibrate import Batches, keep
 from .fitting import Problem
-from .inputs import CELLS, LAYERS, Product, products
+from .inputs import CELLS, LAYERS, Product, called, products, unseen
 from .passes import Passes
 from .progress import progress
 
@@ -114,7 +114,7 @@ def reconstruct(
     layouts = {name: BlockLayout(mask, weights[name].block_shape) for name, mask in masks.items()}
     made = copy.deepcopy(model)
     fitted, errors = fit(made, model, keep(batches), layouts, damping=damping)
-    by_magnitude = {name: _unfitted(weight) for name, weight in weights.items() if name not in errors}
+    by_magnitude = {name: unseen(weight) for name, weight in weights.items() if name not in errors}
     return Reconstruction(replace_with_sparse(made, fitted), fitted, errors, by_magnitude)
 
 
@@ -197,16 +197,5 @@ class _Fit:
 def _products(model: nn.Module, weights: Mapping[str, Prunable]) -> dict[str, list[Product]]:
     """By the names of the modules."""
     names = {module: name for name, module in model.named_modules()}
-    outer: dict[nn.Module, nn.Module] = {
-        module.out_proj: module for module in names if type(module) is nn.MultiheadAttention
-    }
-    of_module: dict[nn.Module, list[Prunable]] = {}
-    for weight in weights.values():
-        of_module.setdefault(outer.get(weight.module, weight.module), []).append(weight)
-    found = {names[module]: products(module, those) for module, those in of_module.items()}
+    found = {names[module]: products(module, those) for module, those in called(model, weights.values()).items()}
     return {name: those for name, those in found.items() if those}
-
-
-def _unfitted(weight: Prunable) -> str:
-    seen = products(weight.module, [weight])
-    return "no batch reaches it" if seen else f"what reaches it inside of {type(weight.module).__name__} is not seen"
