@@ -100,3 +100,38 @@ def test_per_sample_gradients_of_a_module():
         for name, parameter in parameters.items():
             torch.testing.assert_close(found[name][i], parameter.grad)
             parameter.grad = None
+
+
+def tangent_of_dual(function, x):
+    with torch.autograd.forward_ad.dual_level():
+        return torch.autograd.forward_ad.unpack_dual(function(torch.autograd.forward_ad.make_dual(x, x))).tangent
+
+
+FORWARD = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "dual": tangent_of_dual,
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).pow(3).sum())(x),
+    "jvp(grad)": lambda f, x: torch.func.jvp(torch.func.grad(lambda x: f(x).pow(3).sum()), (x,), (x,)),
+    "jvp(vmap)": lambda f, x: torch.func.jvp(torch.vmap(f), (x[None],), (x[None],)),
+    "vmap(jvp)": lambda f, x: torch.vmap(lambda x: torch.func.jvp(f, (x,), (x,))[1])(x[None]),
+}
+LAYERS = {
+    "linear": (lambda: bs.nn.Linear(8, 12, layout=LAYOUT), (3, 8)),
+    "conv1d": (lambda: bs.nn.Conv1d(8, 12, 3, layout=LAYOUT), (2, 8, 5)),
+    "lstm": (lambda: bs.nn.LSTM(8, 8, density=0.5, block_size=4), (3, 2, 8)),
+}
+
+
+@pytest.mark.parametrize("mode", FORWARD)
+@pytest.mark.parametrize("name", LAYERS)
+def test_tangents_are_refused_never_taken_for_zero(name, mode):
+    make, shape = LAYERS[name]
+    layer = make()
+
+    def function(x):
+        y = layer(x)
+        return y if isinstance(y, torch.Tensor) else y[0]
+
+    with pytest.raises(bs.BlockSparseError, match="expected reverse-mode differentiation, got a forward-mode tangent"):
+        FORWARD[mode](function, torch.randn(shape))

@@ -17,7 +17,6 @@ def check_kinds(x: Any, values: Any, layout: Any, bias: Any, gate: Any = None) -
     """Raises a BlockSparseError unless these are a layout and plain tensors without forward-mode tangents."""
     if not isinstance(layout, BlockLayout):
         raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
-    tangents = forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
     for name, tensor in (("x", x), ("values", values), ("bias", bias), ("gate", gate)):
         if tensor is None and name in ("bias", "gate"):
             continue
@@ -25,8 +24,16 @@ def check_kinds(x: Any, values: Any, layout: Any, bias: Any, gate: Any = None) -
             raise BlockSparseError.expected(name, "a torch.Tensor", type(tensor).__name__)
         if tensor.layout != torch.strided or tensor.is_nested:
             raise BlockSparseError.expected(name, "a plain dense tensor", f"layout {tensor.layout}")
-        # For an op without a forward-mode rule PyTorch would silently take the tangent to be zero.
-        if tangents and forward_ad.unpack_dual(tensor).tangent is not None:
+    if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None:
+        check_tangents(x=x, values=values, bias=bias, gate=gate)
+
+
+def check_tangents(**tensors: Tensor | None) -> None:
+    """Raises a BlockSparseError if a tensor has one: PyTorch would silently take that of the result to be zero."""
+    if forward_ad._current_level < 0:
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
             raise BlockSparseError.expected(name, "reverse-mode differentiation", "a forward-mode tangent")
 
 

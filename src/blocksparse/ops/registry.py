@@ -23,7 +23,7 @@ from ..checked import checked_ints
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, layout_of_indices
 from . import cpu_core
-from .checks import check_devices, check_operands
+from .checks import check_devices, check_operands, check_tangents
 from .gpu import runtime as gpu_runtime
 from .operands import layout_of_operands
 
@@ -300,6 +300,8 @@ class LayoutOp(Op):
 
     def _autograd(self, keys: Any, *arguments: Any) -> Tensor:
         tensors, (indices, in_blocks), options = self._split(arguments)
+        # The public functions see those of no transform, or of the innermost one.
+        check_tangents(**dict(zip(self.operands, tensors, strict=True)))
         if needs_grad(*tensors):
             recorded = _recorded if torch._C._functorch.maybe_current_level() is None else _recorded_inside
             return recorded(self, keys, in_blocks, options, *tensors, *indices)
@@ -330,7 +332,8 @@ class _Node(torch.autograd.Function):
             output = op.compute(tensors, layout, options)
         else:  # `layout` is but its number of columns
             # Without gradients here, but with those of the transforms outside of this one.
-            with torch.set_grad_enabled(torch._C._functorch.maybe_current_level() is not None):
+            outside = torch._C._functorch.maybe_current_level() is not None
+            with torch.set_grad_enabled(outside), forward_ad._set_fwd_grad_enabled(outside):
                 output = op.below_autograd(keys, (*tensors, indices, layout, *options))
         kept = op.kept(tensors, output, options)
         ctx.op, ctx.layout, ctx.options, ctx.count = op, layout, options, len(kept)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ... import patterns
 from ...layout import BlockLayout
@@ -30,7 +31,7 @@ def scan(recurrence: Recurrence, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """
     if isinstance(recurrence.steps, Times):
         return in_graph(recurrence, tensors)
-    if torch.compiler.is_compiling() or not is_eager(*tensors):
+    if torch.compiler.is_compiling() or not is_eager(*tensors) or forward_ad._current_level >= 0:
         return recurrence.definition(*tensors)
     recorded: Callable[..., tuple[Tensor, ...]] = _Scan.apply
     return recorded(recurrence, torch.is_grad_enabled(), *map(_resolved, tensors))
