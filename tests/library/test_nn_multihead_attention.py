@@ -227,3 +227,22 @@ def test_state_of_the_optimizer_follows():
     assert optimizer.state[model.self_attn.in_proj_weight.values]["exp_avg"].abs().sum() > 0
     model(x).square().sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("form", ["self", "keys", "all"])
+def test_compiled_in_one_graph(form):
+    torch.manual_seed(0)
+    ours = bs.nn.MultiheadAttention(12, 2, density=0.5, block_size=8, dtype=torch.float64)
+    with torch.no_grad():
+        ours.in_proj_bias.normal_()
+    x, k = torch.randn(5, 2, 12, dtype=torch.float64), torch.randn(6, 2, 12, dtype=torch.float64)
+    given = {"self": (x, x, x), "keys": (x, k, k), "all": (x, k, k.clone())}[form]
+    close(torch.compile(ours, backend="eager", fullgraph=True)(*given), ours(*given))
+
+
+def test_without_a_batch_to_compute_and_on_meta():
+    ours = bs.nn.MultiheadAttention(16, 2, density=0.5, block_size=8)
+    nothing = torch.randn(5, 0, 16)
+    assert ours(nothing, nothing, nothing)[0].shape == (5, 0, 16)
+    meta = torch.randn(5, 2, 16, device="meta")
+    assert ours.to("meta")(meta, meta, meta)[0].shape == (5, 2, 16)

@@ -54,12 +54,12 @@ def sparsify(
 ) -> nn.Module:
     """Makes a model's weights block-sparse: keeps the blocks with the highest scores and drops the others.
 
-    Linear layers (those of the transformers library that are called Conv1D too), convolutions without groups and LSTMs
-    become modules of `blocksparse.nn`; their biases and all else stay. Speed decides: a module that would not be faster
+    Linear layers (those of the transformers library that are called Conv1D too), convolutions without groups, recurrent
+    layers and cells, multi-head attention and the experts of mixtures, as Mixtral has them, become modules of
+    `blocksparse.nn`; their biases and all else stay. Speed decides: a module that would not be faster
     than dense on its device, as measured for `tokens` rows or on the `example`, stays dense and unpruned, unless it is
     forced; with an example the model as a whole is never slower than before. A `SparsityWarning` says when the density
-    is missed, and why; `report` says it of each weight. A layer whose weight the model reads itself (as T5 does of its
-    `wo`, for the dtype) has to be skipped.
+    is missed, and why; `report` says it of each weight.
 
     Args:
         model: any module; as it is afterwards, unless `inplace`.

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .. import ops, patterns
 from ..convert import block_coordinates, to_dense
@@ -102,13 +103,18 @@ class Parts(nn.Module):
         if layout is None:
             dense: Tensor = F.linear(x, weight[rows], bias)
             return dense
-        if rows != slice(0, layout.shape[0]):
-            weight, layout = rows_of(weight, layout, rows)
+        if (rows.start, rows.stop) != (0, layout.shape[0]):
+            if is_dynamo_compiling():  # which does not know what is stored of a part
+                every = self._product_with(x, name, slice(0, layout.shape[0] // out.padded))
+                y: Tensor = every[..., parts.start * out.real : parts.stop * out.real]
+                return y if bias is None else y + bias
+            begin, layout = _part(getattr(self, name), rows.start, rows.stop)
+            weight = weight[begin : begin + layout.nnz]
         if layout.shape[1] != x.shape[-1]:
             x = F.pad(x, (0, layout.shape[1] - x.shape[-1]))
         if out.padded == out.real:
             return ops.linear(x, weight, layout, bias)
-        y: Tensor = ops.linear(x, weight, layout).unflatten(-1, (-1, out.padded))[..., : out.real].flatten(-2)
+        y = ops.linear(x, weight, layout).unflatten(-1, (-1, out.padded))[..., : out.real].flatten(-2)
         return y if bias is None else y + bias
 
     def size_of(self, name: str) -> tuple[Size, Size | None] | None:
@@ -159,18 +165,17 @@ class Parts(nn.Module):
                 weight.draw_values(None if all(bool(side.all()) for side in used) else used)
 
 
-def rows_of(values: Tensor, layout: BlockLayout, rows: slice) -> tuple[Tensor, BlockLayout]:
-    """The values and the layout of some rows of a weight, whole blocks; the values are a view."""
-    height = layout.block_shape[0]
-    first, last = rows.start // height, rows.stop // height
-    begin, end = (int(layout.row_start[at]) for at in (first, last))
-    return values[begin:end], layout.derived((rows_of, first, last), lambda: _cut(layout, first, last))
+def _part(weight: Weight, start: int, stop: int) -> tuple[int, BlockLayout]:
+    """How many blocks are stored above some rows of a weight, whole blocks, and the layout of these; made once."""
+    layout = weight.layout
+    first, last = (row // layout.block_shape[0] for row in (start, stop))
+    stored = slice(int(layout.row_start[first]), int(layout.row_start[last]))
 
+    def make() -> BlockLayout:
+        rows, cols = layout.row_of_block[stored] - first, layout.col_of_block[stored]
+        return BlockLayout.from_indices(rows, cols, (last - first, layout.grid[1]), layout.block_shape)
 
-def _cut(layout: BlockLayout, first: int, last: int) -> BlockLayout:
-    part = slice(int(layout.row_start[first]), int(layout.row_start[last]))
-    rows, cols = layout.row_of_block[part] - first, layout.col_of_block[part]
-    return BlockLayout.from_indices(rows, cols, (last - first, layout.grid[1]), layout.block_shape)
+    return stored.start, layout.derived((_part, first, last), make)
 
 
 def _stacked(layout: BlockLayout, times: int) -> BlockLayout:
