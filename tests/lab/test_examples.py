@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,6 +65,42 @@ def test_prune_fashion_mnist(run, tmp_path):
         assert found[method]["density"] == pytest.approx(0.3, abs=0.02)
     out = run("prune_fashion_mnist.py", tmp_path, "--method", "l0", "--inputs", *small)
     assert re.search(r"l0: test accuracy 0\.\d+, \d+ of 784 inputs, ", out)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_hugging_face(run, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    out = run("hugging_face.py", tmp_path, 10)
+    assert "loaded the same: True" in out
+    assert {path.name for path in tmp_path.iterdir()} >= {"config.json", "model.safetensors"}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_lightning_training(run):
+    pytest.importorskip("lightning")
+    out = run("lightning_training.py", 60)
+    assert "density=" in out
+    error, variance = map(float, re.search(r"error (\S+) of (\S+)", out).groups())
+    assert error < variance
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_deployment(run, tmp_path):
+    pytest.importorskip("onnxscript")
+    out = run("deployment.py", tmp_path)
+    errors = [float(error) for error in re.findall(r"which differs by (\S+)", out)]
+    assert len(errors) == 2
+    assert max(errors) < 1e-4
+    # A process that has not imported blocksparse loads the dense one alone.
+    load = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1])(torch.ones(8, 256))"
+    loaded = [
+        subprocess.run([sys.executable, "-c", load, tmp_path / f"{name}.pt2"], capture_output=True, text=True)
+        for name in ("dense", "sparse")
+    ]
+    assert [ran.returncode == 0 for ran in loaded] == [True, False]
+    assert "Could not find schema for blocksparse::linear" in loaded[1].stderr
 
 
 def test_readme_quick_start():
