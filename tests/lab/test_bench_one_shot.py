@@ -1,0 +1,50 @@
+"""The table of what one shot costs: nets that give what they say, and rows that say what became of them."""
+
+import pytest
+import torch
+from torch import nn
+
+from blocksparse_lab.bench import one_shot
+from blocksparse_lab.bench.nets import Crepe, Net, Sequences, Voices, conv_net, mlp
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "shape"),
+    [
+        (lambda: Sequences("lstm", 32, 1), torch.randint(256, (2, 7)), (2, 7, 256)),
+        (lambda: Sequences("transformer", 32, 1), torch.randint(256, (2, 7)), (2, 7, 256)),
+        (mlp, torch.randn(2, 1, 28, 28), (2, 10)),
+        (conv_net, torch.randn(2, 3, 32, 32), (2, 10)),
+        (lambda: Crepe(8), torch.randn(2, 1024), (2, 360)),
+        (Voices, torch.randn(2, 9, 40), (2, 256)),
+    ],
+    ids=["lstm", "transformer", "mlp", "conv", "crepe", "voices"],
+)
+def test_shapes(model, x, shape):
+    assert model().eval()(x).shape == shape
+
+
+@pytest.mark.parametrize("kind", ["lstm", "transformer"])
+def test_the_next_byte_is_not_seen(kind):
+    model, x = Sequences(kind, 32, 1).eval(), torch.randint(256, (1, 9))
+    other = x.clone()
+    other[0, 5:] += 1
+    assert torch.equal(model(x)[:, :5], model(other % 256)[:, :5])
+
+
+def test_the_table_has_a_row_for_each_density_and_says_what_was_told():
+    def accuracy(model):
+        return 90.0 if all(type(layer) is nn.Linear for layer in model) else 12.5
+
+    torch.manual_seed(0)
+    net = Net("two", nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), accuracy, torch.randn(2, 64))
+    with torch.no_grad():
+        for layer in net.model:  # of unequal blocks, so that it looks trained and nothing can be spared
+            layer.weight[:32] *= 3
+    found = one_shot.outcomes(net, (0.5,))
+    by_way = {each.way: each for each in found}
+    assert (by_way["default"].sparse, by_way["default"].accuracy, by_way["default"].told) == (0, 90.0, True)
+    assert (by_way["default, forced"].sparse, by_way["default, forced"].accuracy) == (2, 12.5)
+    lines = one_shot.table(found).splitlines()
+    assert len(lines) == 3
+    assert lines[2].startswith("| two | 90.0 | 0.5 | 90.0 (0, told) | 12.5 (2) |")
