@@ -182,3 +182,16 @@ def test_lstms_answer_for_their_weights_as_torchs():
     assert ours.weight_hh_l0.shape == theirs.weight_hh_l0.shape
     assert ours.weight_hh_l0.dtype == torch.float32
     assert ours.weight_hh_l0.device == torch.device("cpu")
+
+
+class Leaves(torch.fx.Tracer):
+    def is_leaf_module(self, module, name):
+        return module.__module__.startswith("blocksparse.") or super().is_leaf_module(module, name)
+
+
+@pytest.mark.parametrize("name", ["Linear", "Conv2d", "LSTM"])
+def test_fx_traces_models_with_these_leaves(name):
+    make, shape = MODULES[name]
+    model, x = torch.nn.Sequential(make()), torch.randn(shape)
+    traced = torch.fx.GraphModule(model, Leaves().trace(model))
+    torch.testing.assert_close(traced(x), model(x))

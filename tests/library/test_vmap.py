@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import blocksparse as bs
+from blocksparse.ops.conv.op import CONV
+from blocksparse.ops.linear.op import LINEAR
 
 LAYOUT = bs.patterns.random((12, 8), block_size=4, density=0.5, seed=0)
 
@@ -135,3 +137,20 @@ def test_tangents_are_refused_never_taken_for_zero(name, mode):
 
     with pytest.raises(bs.BlockSparseError, match="expected reverse-mode differentiation, got a forward-mode tangent"):
         FORWARD[mode](function, torch.randn(shape))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_batch_of_inputs_alone_is_one_product(name, monkeypatch):
+    function, shape, kernel = CASES[name]
+    values, bias = torch.randn(*LAYOUT.values_shape, *kernel), torch.randn(12)
+    x = torch.randn(5, *shape)
+    kind = LINEAR if name == "linear" else CONV
+    compute, seen = kind.compute, []
+
+    def counted(tensors, *rest):
+        seen.append(tuple(tensors[0].shape))
+        return compute(tensors, *rest)
+
+    monkeypatch.setattr(kind, "compute", counted)
+    torch.vmap(lambda x: function(x, values, bias))(x)
+    assert len(seen) == 1

@@ -222,7 +222,8 @@ class LayoutOp(Op):
         LIBRARY.impl(name, self._run, "CompositeExplicitAutograd")
         LIBRARY.impl(name, self._autograd, "Autograd", with_keyset=True)
         torch.library.register_fake(f"blocksparse::{name}", self._meta, lib=LIBRARY)
-        torch.library.register_vmap(self.torch_op, each_entry(self.torch_op), lib=LIBRARY)
+        rows = self.operands[0] == "x"
+        torch.library.register_vmap(self.torch_op, each_entry(self.torch_op, rows), lib=LIBRARY)
 
     # What subclasses define; `tensors` are the operands, `options` the rest of the schema.
 
@@ -387,10 +388,11 @@ def _recorded_inside(*arguments: Any) -> Tensor:
 LIBRARY = torch.library.Library("blocksparse", "DEF")
 
 
-def each_entry(op: Any) -> Callable[..., tuple[Any, Any]]:
+def each_entry(op: Any, rows: bool = False) -> Callable[..., tuple[Any, Any]]:
     """The rule by which `torch.vmap` calls an op once for each entry of the batch; gradients pass to the whole.
 
-    One layout serves them all, so that its index tensors have no batch.
+    One layout serves them all, so that its index tensors have no batch. With `rows` the first axis of the first operand
+    and of the result are rows that have nothing to do with each other: where only it has a batch, one call serves all.
     """
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -402,6 +404,9 @@ def each_entry(op: Any) -> Callable[..., tuple[Any, Any]]:
 
             return of
 
+        if rows and isinstance(in_dims[0], int) and not any(isinstance(dim, int) for dim in in_dims[1:]):
+            x = arguments[0].movedim(in_dims[0], 0)
+            return op(x.flatten(0, 1), *arguments[1:]).unflatten(0, x.shape[:2]), 0
         outputs = [op(*map(entry(i), arguments, in_dims)) for i in range(info.batch_size)]
         if isinstance(outputs[0], Tensor):
             return torch.stack(outputs), 0
