@@ -18,20 +18,17 @@ from blocksparse.integrations.transformers import SparsityCallback
 folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
 steps = int(sys.argv[2]) if len(sys.argv) > 2 else 100
 torch.manual_seed(0)
-sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512}
+sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256}
 model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4))
 model = bs.sparsify(model, density=0.25, scope="layer", skip="lm_head", force=True)
 
 texts = torch.arange(33).repeat(64, 1) + torch.randint(32, (64, 1))  # each counts up from somewhere
 data = [{"input_ids": row, "labels": row} for row in texts]
-settings = TrainingArguments(
-    folder, max_steps=steps, per_device_train_batch_size=32, learning_rate=3e-3, save_strategy="no", report_to=[]
-)
+settings = TrainingArguments(folder, max_steps=steps, learning_rate=3e-3, save_strategy="no", report_to=[])
 evolve = SparsityCallback(lambda model, optimizer: bs.sparsity.SET(model, optimizer, every=20))
-Trainer(model, settings, train_dataset=data, callbacks=[evolve]).train()
+trained = Trainer(model, settings, train_dataset=data, callbacks=[evolve]).train()
 
 model.eval().save_pretrained(folder)
 again = AutoModelForCausalLM.from_pretrained(folder)
-counted = again.generate(torch.tensor([[7, 8, 9]]), max_new_tokens=5, do_sample=False)
 same = torch.equal(again(texts[:2]).logits, model(texts[:2]).logits)
-print(f"loaded the same: {same}; 7, 8, 9 goes on with {counted[0, 3:].tolist()}")
+print(f"mean loss {trained.training_loss:.2f}; loaded the same: {same}")

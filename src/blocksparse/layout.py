@@ -465,7 +465,7 @@ def import_scipy_sparse() -> Any:
     try:
         import scipy.sparse
     except ImportError as error:
-        raise BlockSparseError.expected("scipy", "it installed: pip install blocksparse-torch[lab]", error) from error
+        raise BlockSparseError.expected("scipy", 'it installed: pip install "blocksparse-torch[lab]"', error) from error
     return scipy.sparse
 
 
