@@ -407,6 +407,14 @@ def test_in_place_with_an_optimizer():
     assert {id(p) for p in model.parameters()} == {id(p) for p in optimizer.param_groups[0]["params"]}
 
 
+def test_an_optimizer_of_another_model_is_refused_before_anything_changes():
+    model, x = mlp(), correlated(60, 24)
+    state, optimizer = state_of(model), torch.optim.SGD(mlp().parameters(), 0.1)
+    with pytest.raises(bs.BlockSparseError, match="optimizer"):
+        bs.sparsify(model, 0.5, data=[x], inplace=True, optimizer=optimizer, **SMALL)
+    assert same(model, state)
+
+
 def test_layouts_that_are_given_are_kept():
     layer, x = nn.Linear(24, 16).double(), correlated(60, 24)
     layout = bs.patterns.random((16, 24), block_size=4, density=0.5, seed=0)

@@ -142,9 +142,16 @@ def sparsify(
     kept = choice.layouts(choice.weights) if force else _fast(choice, Speed(model, tokens, example), reasons)
     # 3. The model.
     made = model if inplace else copy.deepcopy(model)
+    # A copy is fitted, so that nothing is changed if that fails, or the next thing.
+    fitted = copy.deepcopy(model) if inplace and batches is not None else made
     if batches is not None:
-        kept = _fitted(made, model, batches, kept, choose=layouts is None)
+        kept = _fitted(fitted, model, batches, kept, choose=layouts is None)
     model = replace_with_sparse(made, kept, optimizer)
+    if fitted is not made:
+        fitted = replace_with_sparse(fitted, kept)
+        pairs = zip((*model.parameters(), *model.buffers()), (*fitted.parameters(), *fitted.buffers()), strict=True)
+        for mine, new in pairs:
+            mine.copy_(new)
     for name, reason in reasons.items():
         module, _, parameter = name.rpartition(".")
         model.get_submodule(module).__dict__.setdefault(REASONS, {})[parameter] = reason
@@ -154,12 +161,8 @@ def sparsify(
 
 
 def _fitted(made: nn.Module, model: nn.Module, batches: list[Any], layouts: Layouts, choose: bool) -> Layouts:
-    """Fits the weights of one model to the outputs of another, which it may be; returns the layouts."""
-    work = copy.deepcopy(model)  # so that nothing is changed if it fails
-    fitted, errors = fit(work, model, batches, layouts, choose=choose)
-    pairs = zip((*made.parameters(), *made.buffers()), (*work.parameters(), *work.buffers()), strict=True)
-    for mine, new in pairs:
-        mine.copy_(new)
+    """Fits the weights of a copy of a model to its outputs; returns the layouts."""
+    fitted, errors = fit(made, model, batches, layouts, choose=choose)
     if len(errors) < len(fitted):
         names = ", ".join([name for name in fitted if name not in errors][:NAMED])
         warnings.warn(f"sparsify: the data do not show what reaches {names}", SparsityWarning, stacklevel=5)
