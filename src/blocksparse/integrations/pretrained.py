@@ -106,6 +106,9 @@ class BlockSparseQuantizer(HfQuantizer):
         weights = _described(model)
         if weights:
             model.config.quantization_config = BlockSparseConfig(weights).to_dict()
+            if any(isinstance(module, Weight) for module in model.modules()):
+                # Saving would take stacked experts apart, by the beginning of their names; it loads them stacked too.
+                model.__dict__["_weight_conversions"] = []
         elif hasattr(model.config, "quantization_config"):  # it was densified
             del model.config.quantization_config
         return None, {}
