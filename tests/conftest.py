@@ -90,3 +90,22 @@ def any_backend():
 
     with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
         yield
+
+
+@pytest.fixture
+def speeds(monkeypatch):
+    """Replaces measured speed-ups by a function of the block-sparse module, or model; lists what was measured."""
+    from blocksparse.conversion import speed
+
+    measured = []
+
+    def set_to(ratio):
+        def measure(dense, sparse, inputs, budget=0.1):
+            measured.append((sparse, inputs))
+            return ratio(sparse)
+
+        monkeypatch.setattr(speed, "_measured", {})
+        monkeypatch.setattr(speed, "_measure", measure)
+        return measured
+
+    return set_to
