@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,6 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "families.py"
 def families():
     spec = importlib.util.spec_from_file_location("families", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-
-    sys.modules["families"] = module
     spec.loader.exec_module(module)
     return module
 
