@@ -19,10 +19,10 @@ constexpr int64_t kFetchAhead = 2;
 // How many rows of a block a vector of weights holds: 1, also where a row takes several; 2 or 4. 0: none of these.
 template <class E>
 int64_t rows_in_vector(int64_t block_out, int64_t block_sum) {
-  constexpr int64_t numbers = kLanes<typename E::Sum> * E::kPack;
+  constexpr int64_t n = kLanes<typename E::Sum>, numbers = n * E::kPack;
   if (block_sum % numbers == 0) return 1;
   const int64_t rows = numbers / block_sum;
-  return (rows == 2 || rows == 4) && rows * block_sum == numbers && block_out % rows == 0 ? rows : 0;
+  return (rows == 2 || rows == 4) && rows < n && rows * block_sum == numbers && block_out % rows == 0 ? rows : 0;
 }
 
 template <class E>

@@ -123,7 +123,7 @@ def test_every_block_size(backend, dtype, block):
 
 
 @pytest.mark.parametrize(("backend", "dtype"), cases(CPU))
-@pytest.mark.parametrize("block", [4, 8, 16, 32, 64, (9, 8), (8, 48), (6, 4)], ids=str)
+@pytest.mark.parametrize("block", [4, 8, 16, 32, 64, (9, 8), (8, 48), (6, 4), (8, 1), (4, 2)], ids=str)
 def test_every_small_number_of_tokens(backend, dtype, block):
     # Where a vector has more lanes than there are tokens, the kernels sum along its lanes. Hub rows are cut between
     # outputs, and a row of blocks may be empty.

@@ -160,9 +160,10 @@ NAME = "bert.encoder.layer.0.output.dense.weight"
         (lambda c: c["weights"][NAME].update(blocks=-1), "blocks of .*: expected an int"),
         (lambda c: c["weights"][NAME].update(blocks=10**12), "blocks of .*: expected an int"),
         (lambda c: c["weights"][NAME].update(block_size=[1 << 20, 1 << 20], blocks=1), "no more numbers than"),
+        (lambda c: c["weights"][NAME].update(block_size=[10**8, 16], blocks=0), "no more numbers than"),
         (lambda c: c["weights"].update({"bert.embeddings.word_embeddings.weight": c["weights"][NAME]}), "Embedding"),
     ],
-    ids=["version", "list", "names", "number", "block", "negative", "blocks", "memory", "embedding"],
+    ids=["version", "list", "names", "number", "block", "negative", "blocks", "memory", "padding", "embedding"],
 )
 def test_a_config_from_a_stranger(change, message, tmp_path):
     sparse().save_pretrained(tmp_path)
@@ -179,9 +180,11 @@ def test_a_config_from_a_stranger(change, message, tmp_path):
     [
         ("col_indices", lambda x: x + 10**6, "cols: expected indices from 0"),
         ("crow_indices", lambda x: x * 0, "crow_indices: expected"),
-        ("crow_indices", None, "crow_indices|indices in memory"),
+        ("crow_indices", None, "its tensors in the checkpoint, got none of crow_indices"),
+        ("values", None, "its tensors in the checkpoint, got none of values"),
+        ("bias", None, "its tensors in the checkpoint, got none of bias"),
     ],
-    ids=["columns", "rows", "missing"],
+    ids=["columns", "rows", "missing", "no values", "no bias"],
 )
 def test_indices_from_a_stranger(key, new, message, tmp_path):
     sparse().save_pretrained(tmp_path)

@@ -146,7 +146,7 @@ class Choice(Kept):
         if name not in self.needed:
             return ""
         need = float(self.needed[name].float().mean())
-        return f"it takes {need:.2g} of its blocks to lose no more than {LOSS:.0%} of the squares of each row"
+        return f"it takes {need:.0%} of its blocks to lose no more than {LOSS:.0%} of the squares of each row"
 
     def _as_layouts(self, masks: Mapping[str, Tensor]) -> Layouts:
         return {name: BlockLayout(mask, self.weights[name].block_shape) for name, mask in masks.items()}

@@ -69,6 +69,12 @@ def _dense(module: Any) -> nn.Module:
     if isinstance(module, Parts):
         return _with_several_weights(module.densified())
     kind = DENSE[type(module)]
+    if kind is nn.Linear and module.dense_kind is not None and not module.activation:
+        conv1d = module.dense_kind(module.out_features, module.in_features)
+        weight = module.dense_of(module.values.detach()).T.contiguous()
+        conv1d.weight = nn.Parameter(weight, requires_grad=module.values.requires_grad)
+        conv1d.bias = module.bias
+        return like(module, conv1d)
     options: dict[str, Any] = {"bias": module.bias is not None, "device": "meta"}
     if kind is nn.Linear:
         new: Any = nn.Linear(module.in_features, module.out_features, **options)

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
+from ..on_import import when_imported
 from ..surgery.replace import after_replacing
 from .onnx import export_onnx
 
@@ -23,24 +20,6 @@ __all__ = ["export_onnx"]
 
 # Has `from_pretrained`, and has imported what our method is to be registered with.
 _MODELS = "transformers.modeling_utils"
-
-
-class _Registering(MetaPathFinder):
-    """Registers our method with transformers as soon as that is imported: importing it here would take seconds."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path) if name == _MODELS else None
-        if spec is None or spec.loader is None:
-            return None
-        sys.meta_path.remove(self)
-        load = spec.loader.exec_module
-
-        def load_and_register(module: ModuleType) -> None:
-            load(module)
-            _register()
-
-        spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
-        return spec
 
 
 def _register() -> Any:
@@ -62,10 +41,7 @@ def _tell_transformers(model: nn.Module) -> None:
             ours.attach(model)
 
 
-if _MODELS in sys.modules:
-    _register()
-else:
-    sys.meta_path.insert(0, _Registering())
+when_imported(_MODELS, lambda module: _register())
 after_replacing.append(_tell_transformers)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 try:
     from lightning.pytorch import Callback
 except ImportError:
-    from pytorch_lightning import Callback
+    from pytorch_lightning import Callback  # type: ignore[assignment]
 
 from ..errors import BlockSparseError
 from ..sparsity.training_method import TrainingMethod

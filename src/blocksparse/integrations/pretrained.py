@@ -171,7 +171,7 @@ def _places(model: PreTrainedModel, weights: Mapping[str, Any], size: int | None
         rows, columns = weight.grid
         blocks = integer(f"blocks of {name}", said["blocks"], 0, rows * columns + 1, "one more than there are")
         height, width = weight.block_shape
-        total += blocks * height * width
+        total += max(blocks * height * width, height, width)  # its padding and its bias are as long as a block
         if size is not None and total > size:
             raise BlockSparseError.expected("quantization_config", f"no more numbers than {size:,} bytes hold", total)
         found[here] = _first(blocks, weight.grid, weight.block_shape)
@@ -194,6 +194,10 @@ def _take_layout(name: str, module: BlockSparseModule) -> None:
         raise BlockSparseError.expected(
             name, "values and indices in memory", "them on the meta device: missing in the checkpoint, or offloaded"
         )
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    missing = [each for each, tensor in tensors if not getattr(tensor, "_is_hf_initialized", False)]
+    if missing:  # what transformers has not loaded it leaves as the memory was
+        raise BlockSparseError.expected(name, "its tensors in the checkpoint", f"none of {', '.join(missing)}")
     values: Tensor = module.values.data
     try:
         module.set_layout(layout_of_indices(crow, col, mine.grid, mine.block_shape), values)

@@ -45,6 +45,9 @@ class Linear(BlockSparseModule):
         torch.Size([5, 7, 300])
     """
 
+    dense_kind: Any = None
+    """The class of another library that `sparsify` made it of, if that one's weight is `[in, out]`."""
+
     def __init__(
         self,
         in_features: int,

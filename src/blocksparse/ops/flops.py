@@ -5,15 +5,13 @@ Its module imports triton, so that the formulas wait until somebody else imports
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from ..on_import import when_imported
 
 _COUNTER = "torch.utils.flop_counter"
 
@@ -52,26 +50,6 @@ def _register(counter: ModuleType) -> None:
             counter.register_flop_formula(target)(formula)
 
 
-class _WhenImported(MetaPathFinder):
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != _COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_register(module: ModuleType) -> None:
-                execute(module)
-                _register(module)
-
-            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
-
-
 def count_flops() -> None:
     """Has FlopCounterMode count the library's operations."""
-    if _COUNTER in sys.modules:
-        _register(sys.modules[_COUNTER])
-    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenImported())
+    when_imported(_COUNTER, _register)

@@ -137,8 +137,8 @@ class Prunable:
         elif kind is nn.MultiheadAttention or isinstance(module, Parts) or is_experts(module):
             known = self.parameter in weights_of_parts(module)
         else:
-            known = (
-                kind in (nn.Linear, OutputProjection, *CONVOLUTIONS, *TRANSPOSED) or _qualified(kind) in TRANSFORMERS
+            known = self.parameter == "weight" and (
+                kind in (nn.Linear, OutputProjection, *CONVOLUTIONS, *TRANSPOSED) or qualified(kind) in TRANSFORMERS
             )
         if not known:
             if kind in KNOWN or isinstance(module, Parts):
@@ -155,8 +155,10 @@ class Prunable:
     @property
     def has_own_forward(self) -> bool:
         """Whether its module is one of those known by its base class, with a forward of its own."""
+        if not isinstance(self.module, KNOWN):  # a ScriptModule's class has no forward to ask for
+            return False
         forward = type(self.module).forward
-        return isinstance(self.module, KNOWN) and all(forward is not base.forward for base in KNOWN)
+        return all(forward is not base.forward for base in KNOWN)
 
     @property
     def values_name(self) -> str:
@@ -267,7 +269,7 @@ def _blocks_of(module: nn.Module, parameter: str, block: tuple[int, int]) -> Blo
         parts = len(tensor) // module.sizes[parameter][0].padded
     elif isinstance(module, nn.MultiheadAttention) and parameter == "in_proj_weight":
         parts = 3
-    transposed = type(module) in TRANSPOSED or _qualified(type(module)) == CONV1D
+    transposed = type(module) in TRANSPOSED or qualified(type(module)) == CONV1D
     return Blocks(tensor.shape, block, parts, transposed, multiple)
 
 
@@ -332,13 +334,13 @@ def _inside(model: nn.Module) -> dict[nn.Module, str]:
         kind = type(module)
         if isinstance(module, nn.MultiheadAttention) and kind is not nn.MultiheadAttention:
             reasons[module.out_proj] = f"inside of {kind.__name__}, a subclass of MultiheadAttention"
-        if any(_qualified(base) == ADAPTED for base in kind.__mro__):
+        if any(qualified(base) == ADAPTED for base in kind.__mro__):
             others = [child for name, child in module.named_children() if name != "base_layer"]
             reasons |= {each: "an adapter" for child in others for each in child.modules()}
     return reasons
 
 
-def _qualified(kind: type) -> str:
+def qualified(kind: type) -> str:
     return f"{kind.__module__}.{kind.__name__}"
 
 

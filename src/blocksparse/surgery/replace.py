@@ -23,6 +23,7 @@ from .blocks import pad
 from .mixtures import is_experts
 from .optimizer import check_optimizer, has_parameter
 from .prunable import (
+    CONV1D,
     CONVOLUTIONS,
     RECURRENT,
     TRANSPOSED,
@@ -31,6 +32,7 @@ from .prunable import (
     has_several_weights,
     is_dense_recurrent,
     prunable,
+    qualified,
     survey,
     weights_of,
 )
@@ -181,6 +183,8 @@ def _sparse_module(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Mo
         options |= {name: getattr(module, name) for name in ("kernel_size", "stride", "padding", "dilation", last)}
     new = kind(columns, rows, **options)
     new.bias = module.bias
+    if qualified(type(module)) == CONV1D:
+        new.dense_kind = type(module)
     return like(module, _filled(new, weight, layout, changes))
 
 
@@ -259,7 +263,7 @@ def like(module: nn.Module, new: Any) -> Any:
     """The new module, in the mode of the old one and with its hooks."""
     new.training = module.training
     for name in nn.Module().__dict__:
-        if "hooks" in name and "state_dict" not in name:
+        if "hook" in name and "state_dict" not in name:
             setattr(new, name, getattr(module, name))
     return new
 

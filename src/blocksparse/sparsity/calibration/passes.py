@@ -73,8 +73,8 @@ class Passes:
 
         observe(model, each(), names, see)
 
-    def rows(self, model: nn.Module, product: Product, name: str) -> Tensor:
-        """The inputs of a product, `[rows, in]`: all, or a sample at the same places for each model.
+    def rows(self, model: nn.Module, product: Product, name: str) -> tuple[Tensor, list[int]]:
+        """The inputs of a product, `[rows, in]`: all, or a sample at the same places for each model; rows of each call.
 
         Args:
             model: the model, or a copy with other weights.
@@ -85,20 +85,23 @@ class Passes:
             BlockSparseError: inputs that are not finite.
         """
         at, first = self._places(product, self.reached[name].rows[product.name]), 0
-        device, parts = product.weights[0].tensor.device, []
+        device = product.weights[0].tensor.device
+        parts: list[Tensor] = []
+        counts: list[int] = []
 
         def see(args: tuple[Any, ...]) -> None:
             nonlocal first
             count = product.rows(args)
+            counts.append(count)
             low, high = torch.searchsorted(at, torch.tensor([first, first + count])).tolist()
             if high > low:
                 parts.append(product.inputs(args, (at[low:high] - first).to(device)))
             first += count
 
         self.run(model, name, see)
-        rows = torch.cat(parts)
+        rows = torch.cat(parts) if parts else torch.empty(0)
         check_finite(product.weights[0].name, rows)
-        return rows
+        return rows, counts
 
     def run(self, model: nn.Module, name: str, see: Any) -> None:
         """Calls `see` with the arguments of each call of a module; no batch runs further than it has to."""

@@ -172,7 +172,7 @@ class _Fit:
     def fit(self, name: str, product: Product, other: Product) -> None:
         """Sets the weights and the bias of a product, in a module of this name, to what is nearest to the other's."""
         matrix = other.matrix()
-        x = self.passes.rows(self.dense, other, name)
+        x, counts = self.passes.rows(self.dense, other, name)
         y = torch.cat([part @ matrix.to(x.dtype).T for part in x.split(1024)])
         given = [self.layouts[weight.name] for weight in product.weights]
         total = sum(layout.nnz for layout in given)
@@ -180,7 +180,10 @@ class _Fit:
         mean = y.mean(0) if product.bias else torch.zeros_like(y[0])
         for turn in range(ROUNDS if type(product.module) in (*LAYERS, *CELLS) else 1):
             del x  # before the next ones
-            x = self.passes.rows(self.model, product, name)
+            x, mine = self.passes.rows(self.model, product, name)
+            if mine != counts:  # a router sends this module other rows than before: those of the dense model
+                del x
+                x, _ = self.passes.rows(self.dense, other, name)
             middle = x.mean(0) if product.bias else torch.zeros_like(x[0])
             problem = Problem(matrix, x.sub_(middle), y - mean, product.block, self.damping)
             if self.choose and turn == 0:
