@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from blocksparse import BlockSparseError, SparsityWarning
-from blocksparse.checkpoint import write_text
-from blocksparse.conversion import report, sparsify
+from blocksparse.checkpoint import read_json
+from blocksparse.conversion import report as report_on
+from blocksparse.conversion import sparsify
 
+from . import report
 from .nets import Net
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -65,7 +66,7 @@ def outcomes(net: Net, densities: Sequence[float] = DENSITIES, ways: Sequence[st
                 except BlockSparseError:  # that leaves no weight a block
                     found.append(Outcome(net.name, way, density, dense, None, 0, 0, True))
                     continue
-            rows = report(model, tokens=1).rows
+            rows = report_on(model, tokens=1).rows
             sparse = sum(row.block is not None for row in rows)
             warned = any(issubclass(each.category, SparsityWarning) for each in told)
             found.append(Outcome(net.name, way, density, dense, net.accuracy(model), sparse, len(rows), warned))
@@ -82,7 +83,7 @@ def merged(before: Sequence[Outcome], found: Sequence[Outcome]) -> list[Outcome]
 
 def read(file: Path) -> list[Outcome]:
     """What `write` wrote; nothing where it did not."""
-    return [Outcome(**each) for each in json.loads(file.read_text())] if file.is_file() else []
+    return [Outcome(**each) for each in read_json(file)["outcomes"]] if file.is_file() else []
 
 
 def table(found: Sequence[Outcome]) -> str:
@@ -118,5 +119,5 @@ synthetic voices speaks, under noise: no published figures. Made by `python benc
 
 def write(out: Path, found: Sequence[Outcome]) -> None:
     """JSON, and the table next to it."""
-    write_text(out, json.dumps([asdict(each) for each in found], indent=1) + "\n")
-    write_text(out.with_suffix(".md"), f"{CAPTION}\n{table(found)}\n")
+    report.write_json(out, {"outcomes": [asdict(each) for each in found]})
+    report.write_text(out.with_suffix(".md"), f"{CAPTION}\n{table(found)}\n")
