@@ -4,8 +4,10 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import blocksparse as bs
 
@@ -98,6 +100,22 @@ WRITES = {
     "same dtype": lambda layer: layer.weight.float().zero_(),
     "in C++": lambda layer: without_function(lambda: torch.ops.aten.zero_(layer.weight)),
     "address": lambda layer: layer.weight.data_ptr(),
+    "relu in place": lambda layer: F.relu(layer.weight.detach(), inplace=True),
+    "dropout in place": lambda layer: F.dropout(layer.weight.detach(), 0.9, True, inplace=True),
+    "dropout in place, by position": lambda layer: F.dropout(layer.weight.detach(), 0.9, True, True),
+    "hardtanh in place": lambda layer: F.hardtanh(layer.weight.detach(), inplace=True),
+    "module in place": lambda layer: torch.nn.ReLU(inplace=True)(layer.weight.detach()),
+    "embedding, renormed": lambda layer: F.embedding(torch.tensor([1]), layer.weight, max_norm=0.1),
+    "dlpack": lambda layer: torch.from_dlpack(layer.weight.detach()).fill_(1),
+    "dlpack, numpy": lambda layer: np.from_dlpack(layer.weight.detach()).fill(1),
+    "gradient": lambda layer: layer.weight.grad.zero_(),
+    "gradient's row": lambda layer: layer.weight.grad[0].zero_(),
+    "gradient's norm": lambda layer: torch.nn.utils.clip_grad_norm_([layer.weight], 1.0),
+    "gradient's norm, one by one": lambda layer: torch.nn.utils.clip_grad_norm_([layer.weight], 1.0, foreach=False),
+    "gradient's size": lambda layer: torch.nn.utils.clip_grad_value_([layer.weight], 0.1),
+    "hook": lambda layer: layer.weight.register_hook(torch.zeros_like),
+    "hook after": lambda layer: layer.weight.register_post_accumulate_grad_hook(torch.zeros_like),
+    "gradient kept": lambda layer: layer.weight.retain_grad(),
     "assigned": lambda layer: setattr(layer, "weight", torch.ones(24, 40)),
     "tied": lambda layer: setattr(layer, "weight", torch.nn.Parameter(torch.ones(24, 40))),
 }
@@ -111,10 +129,12 @@ def without_function(call):
 @pytest.mark.parametrize("name", WRITES)
 def test_writing_to_the_weight_is_refused_not_lost(name):
     layer = bs.nn.Linear(40, 24, density=0.5, block_size=8)
-    before = layer.values.detach().clone()
-    with torch.no_grad(), pytest.raises(bs.BlockSparseError, match="weight: expected"):
+    layer(torch.randn(3, 40)).sum().backward()
+    before, gradient = layer.values.detach().clone(), layer.values.grad.clone()
+    with torch.no_grad(), pytest.raises(bs.BlockSparseError, match=r"weight: expected .*values"):
         WRITES[name](layer)
     assert torch.equal(layer.values, before)
+    assert torch.equal(layer.values.grad, gradient)
 
 
 def test_what_is_made_of_the_weight_can_be_written_to():
@@ -126,6 +146,18 @@ def test_what_is_made_of_the_weight_can_be_written_to():
     numbers = layer.weight.detach().numpy()
     with pytest.raises(ValueError, match="read-only"):
         numbers[0, 0] = 1
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_a_capsule_of_the_weight_has_numbers_or_is_refused(frozen):
+    layer = bs.nn.Linear(40, 24, density=0.5, block_size=8).requires_grad_(not frozen)
+    for weight in (layer.weight.detach(), layer.weight.detach().T):
+        shared = torch.from_dlpack(torch.utils.dlpack.to_dlpack(weight))
+        assert shared.data_ptr() != 0
+        assert torch.equal(shared, weight)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(layer.weight)
+    assert torch.equal(torch.from_dlpack(layer.weight.detach(), copy=True), layer.weight)
 
 
 def test_the_weight_can_be_copied_saved_and_compiled():

@@ -20,9 +20,15 @@ _FREE = {
 }
 _OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+_has_no_memory: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 _is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _WRITES = {"__setitem__", "__set__", "__delete__", *(f"__i{name}__" for name in _OPERATORS)}
-_ADDRESSES = {"data_ptr", "untyped_storage", "storage", "_typed_storage"}
+_MEMORY = "a tensor with memory of its own, not one made of `values`: weight.detach().clone()"
+_HOOKS = "hooks on the parameter that it is made of, `values`"
+_REFUSED = {
+    **dict.fromkeys(("data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__"), _MEMORY),
+    **dict.fromkeys(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"), _HOOKS),
+}
 
 
 class DenseWeight(Tensor):
@@ -40,14 +46,23 @@ class DenseWeight(Tensor):
         make: Callable[[], Tensor],
         shape: Sequence[int],
         like: Tensor,
-        strides: Sequence[int] | None = None,
-        grad: Callable[[], Tensor | None] = lambda: None,
+        grad: Callable[[], Tensor | None],
     ) -> DenseWeight:
         """The weight that `make` makes, of the dtype and on the device of `like`; `grad` makes its gradient."""
         self: DenseWeight = Tensor._make_wrapper_subclass(
-            DenseWeight, shape, strides=strides, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+            DenseWeight, shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
         )
+        _has_no_memory(self)
         self._make, self._make_grad = make, grad
+        return self
+
+    @staticmethod
+    def over(tensor: Tensor) -> Tensor:
+        """The tensor, read-only, over its memory; itself while a transform or a mode looks on."""
+        if not _is_plain(tensor):
+            return tensor
+        self = Tensor._make_subclass(DenseWeight, tensor, tensor.requires_grad)
+        self._make, self._make_grad = lambda: tensor, lambda: None
         return self
 
     @classmethod
@@ -57,17 +72,17 @@ class DenseWeight(Tensor):
         if isinstance(first, DenseWeight):
             of = getattr(getattr(func, "__self__", None), "__name__", "")
             if name == "__get__" and of == "grad":
-                return first._make_grad()
+                return tree_map_only(Tensor, DenseWeight.over, first._make_grad())
             if name == "__get__" and of == "is_leaf":
                 return False
             if name in _FREE or (name == "__get__" and of not in _TENSORS):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            if name in _ADDRESSES:
-                raise BlockSparseError.expected("weight", "a tensor with memory of its own: weight.clone()", name)
+            if name in _REFUSED and not kwargs.get("copy"):
+                raise BlockSparseError.expected("weight", _REFUSED[name], name)
         in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-        written = tree_iter(first if in_place else kwargs.get("out"))
-        if any(isinstance(tensor, DenseWeight) for tensor in written):
+        written = (args, kwargs) if kwargs.get("inplace") or kwargs.get("max_norm") is not None else kwargs.get("out")
+        if any(isinstance(tensor, DenseWeight) for tensor in tree_iter(first if in_place else written)):
             raise _read_only(name)
         made: list[Tensor] = []
 
@@ -97,14 +112,20 @@ def _guarded(result: Any, made: list[Tensor]) -> Any:
         if any(tensor.device.type == "cpu" and result.ctypes.data == tensor.data_ptr() for tensor in made):
             result.flags.writeable = False
         return result
-    plain = [tensor for tensor in (result, *made) if type(tensor) is Tensor and not _is_wrapped(tensor)]
-    if plain and plain[0] is result and any(_is_alias_of(result, tensor) for tensor in plain[1:]):
-        return DenseWeight.of(lambda: result, result.shape, result, result.stride())
+    if _is_plain(result) and any(_is_plain(tensor) and _is_alias_of(result, tensor) for tensor in made):
+        return DenseWeight.over(result)
     return result
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and not _is_wrapped(tensor)
+
+
 def _read_only(what: Any) -> BlockSparseError:
-    expected = "nothing written to it, as it is made of `values`: write to these (blocksparse.from_dense makes them)"
+    expected = (
+        "nothing written to it or its gradient, as they are made of `values` and theirs: "
+        "write to that parameter (blocksparse.from_dense makes its values)"
+    )
     return BlockSparseError.expected("weight", expected, what)
 
 
