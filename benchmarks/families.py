@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from blocksparse.checkpoint import read_json
@@ -42,7 +41,7 @@ def main() -> int:
         row = rows[name] = tried(name)
         print(f"{name:24} {row.taken:4} weights, error {row.error:.1e}  {row.failed or row.refused or row.passed}")
         ordered = [rows[each] for each in FAMILIES if each in rows]
-        report.write_json(path, {"families": [asdict(each) for each in ordered]})
+        report.write_json(path, {"families": [each.as_dict() for each in ordered]})
         report.write_text(path.with_suffix(".md"), table(ordered))
     return int(not all(row.passed for row in rows.values()))
 

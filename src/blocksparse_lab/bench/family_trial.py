@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -49,6 +49,11 @@ class Row:
     gradients: int = 0
     failed: str = ""
     refused: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: what is not as it is by itself."""
+        usual = asdict(Row(""))
+        return {name: value for name, value in asdict(self).items() if value != usual[name]}
 
     @property
     def passed(self) -> bool:

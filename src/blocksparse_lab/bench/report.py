@@ -123,9 +123,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         BlockSparseError: the file cannot be written.
     """
-    text = json.dumps(_rounded(content), indent=1)
+    text = json.dumps(_rounded(content), indent=1, separators=(",", ":"))
     # Within strings there is neither a line break nor, behind a bracket, one to begin with.
-    flat = re.sub(r"(?<=[\[{])\n[^\[\]{}]*(?=[\]}])", lambda found: " ".join(found[0].split()), text)
+    flat = re.sub(r"(?<=[\[{])\n[^\[\]{}]*(?=[\]}])", lambda found: re.sub(r"\n *", "", found[0]), text)
     write_text(path, flat + "\n")
 
 
