@@ -57,6 +57,9 @@ def checked_block(block_size: Any) -> tuple[int, int]:
         raise BlockSparseError.expected(
             "block_size", "a positive int or a pair of them (rows, columns)", repr(block_size)
         )
+    if int(pair[0]) * int(pair[1]) >= 2**63:
+        expected = "fewer than 2^63 numbers in a block, so that int64 can number them"
+        raise BlockSparseError.expected("block_size", expected, repr(block_size))
     return int(pair[0]), int(pair[1])
 
 

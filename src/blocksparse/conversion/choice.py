@@ -70,6 +70,8 @@ class Given(Kept):
     """
 
     def __init__(self, weights: Weights, layouts: Mapping[str, BlockLayout]):
+        if not isinstance(layouts, Mapping):
+            raise BlockSparseError.expected("layouts", "BlockLayouts by the names of weights", type(layouts).__name__)
         named = _named("layouts", layouts, weights)
         for name, weight in named.items():
             check_layout(layouts[name])
@@ -168,7 +170,7 @@ class Choice(Kept):
                 raise BlockSparseError.expected("criterion", f"scores of {name}", f"those of {sorted(criterion)}")
             scores = criterion[name]
         else:
-            scores = criterion(name, weight.padded().detach())
+            scores = criterion(name, weight.padded().detach().clone())  # it may write to it
         if not isinstance(scores, Tensor) or tuple(scores.shape) != weight.grid or not bool(scores.isfinite().all()):
             got = type(scores).__name__ if not isinstance(scores, Tensor) else f"{list(scores.shape)}"
             raise BlockSparseError.expected(f"the scores of {name}", f"finite ones, {list(weight.grid)}", got)

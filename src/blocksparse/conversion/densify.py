@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from ..nn.lstm import LSTM
 from ..nn.module import Weight
 from ..nn.multihead_attention import MultiheadAttention
 from ..nn.parts import Parts
+from ..surgery.copies import copied
 from ..surgery.prunable import CONVOLUTIONS, RECURRENT, TRANSPOSED
 from ..surgery.replace import like, replace_modules, settings_of
 
@@ -55,7 +55,7 @@ def densify(model: nn.Module, inplace: bool = False) -> nn.Module:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise BlockSparseError.expected("model", "parameters with values", f"{name} on the meta device")
-    model = model if inplace else copy.deepcopy(model)
+    model = model if inplace else copied(model, otherwise="inplace=True")
     return replace_modules(model, {module: _dense(module) for module in model.modules() if _is_sparse(module)})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, layout_of_indices
+from ..surgery.copies import copied
 from ..surgery.prunable import prunable
 from ..surgery.replace import replace_with_sparse
 
@@ -86,13 +86,13 @@ def _load(model: nn.Module, layouts: Mapping[str, BlockLayout], state: Mapping[s
 
 def _without_values(model: nn.Module) -> nn.Module:
     """A copy on the meta device."""
-    copied: dict[int, Tensor] = {}
+    empties: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if not isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
             empty = tensor.detach().to("meta")
             new = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-            copied[id(tensor)] = new
-    return copy.deepcopy(model, copied)
+            empties[id(tensor)] = new
+    return copied(model, empties)
 
 
 def _empty(key: str, tensor: Any) -> Any:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..checked import integer
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule, Weight
 from ..nn.parts import Parts
 from ..surgery.prunable import survey
 from .sparsify import REASONS
-from .speed import Example, Speed
+from .speed import Example, Speed, checked_tokens
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -158,7 +157,7 @@ def report(model: nn.Module, tokens: int = 64, example: Example | None = None) -
     >>> [(row.name, row.density, row.parameters, row.flops) for row in made.rows]
     [('0.weight', 0.25, 16384, 32768), ('1.weight', 1.0, 2560, 5120)]
     """
-    integer("tokens", tokens, 1)
+    checked_tokens(tokens)
     dense = {weight.name: (weight, reason) for weight, reason in survey(model)}
     rows = []
     owners = dict(model.named_modules())

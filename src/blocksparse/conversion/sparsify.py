@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 import warnings
 from collections.abc import Mapping
@@ -11,16 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checked import integer, number
+from ..checked import number
 from ..errors import BlockSparseError, SparsityWarning
 from ..layout import BlockLayout
 from ..sparsity.calibration.activations import shares
 from ..sparsity.calibration.calibrate import Batches, keep
 from ..sparsity.calibration.reconstruction import fit
+from ..surgery.copies import copied
 from ..surgery.prunable import SKIPPED, Skip, survey
 from ..surgery.replace import replace_with_sparse
 from .choice import Choice, Criterion, Given, Kept, Layouts
-from .speed import Example, Speed
+from .speed import Example, Speed, checked_tokens
 
 # The attribute in which a module keeps why weights were left dense, by the parameter's name, for the report.
 REASONS = "_left_dense"
@@ -114,7 +114,7 @@ def sparsify(
 
     Source of "lamp": Lee, Park, Mo, Ahn, Shin, Layer-adaptive sparsity for the magnitude-based pruning (2021).
     """
-    integer("tokens", tokens, 1)
+    checked_tokens(tokens)
     if optimizer is not None and not inplace:
         raise BlockSparseError.expected(
             "optimizer", "inplace=True with it", "a copy of the model, which it does not train"
@@ -126,32 +126,31 @@ def sparsify(
         got = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:NAMED]) or "none"
         got = f"{type(model).__name__} with {got}"
         raise BlockSparseError.expected("model", "dense weights that can become block-sparse", got)
+    if inplace and data is not None and not torch.is_inference_mode_enabled():
+        _check_writable(model)
     # 1. Which blocks: `choice.layouts(names)` says it for all weights, or for those that are left.
     batches = None if data is None else keep(data)
     if layouts is not None:
         choice: Kept = Given(weights, layouts)
     elif batches is None:
-        choice = Choice(weights, density, criterion or "lamp", scope, bounded=not force)
+        choice = Choice(weights, density, "lamp" if criterion is None else criterion, scope, bounded=not force)
     else:
         if criterion is None and not isinstance(density, Mapping):
             criterion = shares(model, batches, weights.values(), number("density", density, 0, 1))
         # Those scores have a floor of their own, and what is lost is fitted.
-        choice = Choice(weights, density, criterion or "l2", "global" if scope == "careful" else scope)
+        scope = "global" if scope == "careful" else scope
+        choice = Choice(weights, density, "l2" if criterion is None else criterion, scope)
     reasons |= {name: "no density was given" for name in weights if name not in choice.weights}
     # 2. Which weights.
     kept = choice.layouts(choice.weights) if force else _fast(choice, Speed(model, tokens, example), reasons)
     # 3. The model.
-    made = model if inplace else copy.deepcopy(model)
-    # A copy is fitted, so that nothing is changed if that fails, or the next thing.
-    fitted = copy.deepcopy(model) if inplace and batches is not None else made
-    if batches is not None:
-        kept = _fitted(fitted, model, batches, kept, choose=layouts is None)
-    model = replace_with_sparse(made, kept, optimizer)
-    if fitted is not made:
-        fitted = replace_with_sparse(fitted, kept)
-        pairs = zip((*model.parameters(), *model.buffers()), (*fitted.parameters(), *fitted.buffers()), strict=True)
-        for mine, new in pairs:
-            mine.copy_(new)
+    if inplace and batches is None:
+        model = replace_with_sparse(model, kept, optimizer)
+    else:  # also in place a copy is fitted, so that nothing is changed if that fails
+        made = copied(model, otherwise="inplace=True, without data")
+        if batches is not None:
+            kept = _fitted(made, model, batches, kept, choose=layouts is None)
+        model = _taking(model, made, kept, optimizer) if inplace else replace_with_sparse(made, kept)
     for name, reason in reasons.items():
         module, _, parameter = name.rpartition(".")
         model.get_submodule(module).__dict__.setdefault(REASONS, {})[parameter] = reason
@@ -167,6 +166,33 @@ def _fitted(made: nn.Module, model: nn.Module, batches: list[Any], layouts: Layo
         names = ", ".join([name for name in fitted if name not in errors][:NAMED])
         warnings.warn(f"sparsify: the data do not show what reaches {names}", SparsityWarning, stacklevel=5)
     return fitted
+
+
+def _check_writable(model: nn.Module) -> None:
+    """Raises a BlockSparseError where values of a model cannot be changed in place."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_inference():
+            expected = "tensors that can be changed, with data and inplace=True"
+            raise BlockSparseError.expected("model", expected, f"{name}, made under torch.inference_mode()")
+
+
+def _taking(
+    model: nn.Module, fitted: nn.Module, layouts: Layouts, optimizer: torch.optim.Optimizer | None
+) -> nn.Module:
+    """The model with the values of its fitted copy, which gets its own, and block-sparse; as it was if that fails."""
+    pairs = zip((*model.parameters(), *model.buffers()), (*fitted.parameters(), *fitted.buffers()), strict=True)
+    changed = [(mine, new) for mine, new in pairs if not mine.is_meta and not torch.equal(mine, new)]
+    done = []
+    try:
+        for mine, new in changed:
+            old = mine.clone()
+            mine.copy_(new)
+            done.append((mine, new.copy_(old)))
+        return replace_with_sparse(model, layouts, optimizer)
+    except BaseException:
+        for mine, old in done:
+            mine.copy_(old)
+        raise
 
 
 # -- speed decides -----------------------------------------------------------------------------------------------

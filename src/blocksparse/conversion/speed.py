@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ..checked import integer
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..measure import Clock, alternate, cuda_clock, host_clock
@@ -22,6 +22,7 @@ from ..nn.module import BlockSparseModule
 from ..nn.multihead_attention import MultiheadAttention
 from ..nn.recurrent import Recurrent
 from ..ops.linear import LINEAR
+from ..surgery.copies import copied
 from ..surgery.prunable import Prunable
 from ..surgery.replace import replace_with_sparse, sparse_module
 from .densify import densify
@@ -29,6 +30,9 @@ from .densify import densify
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a module is called with."""
+
+# With some thousand features what is made up has gigabytes then.
+MOST_TOKENS = 2**20
 
 # Modules that agree in all of this are assumed to be equally fast.
 _measured: dict[tuple[Any, ...], float] = {}
@@ -125,10 +129,14 @@ def _arguments(example: Example | None) -> Arguments:
     return (tuple(example) if several else (example,)), {}  # type: ignore[arg-type]
 
 
-def twin(model: Any) -> nn.Module:
+def checked_tokens(tokens: Any) -> int:
+    """Returns a number of rows to make up inputs of, or raises a BlockSparseError."""
+    return integer("tokens", tokens, 1, below=MOST_TOKENS + 1)
+
+
+def twin(model: nn.Module) -> nn.Module:
     """A copy of a model with the same parameters, not copies of them."""
-    same: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-    return copy.deepcopy(model, same)
+    return copied(model, {id(each): each for each in model.parameters()}, otherwise="force=True, without an example")
 
 
 def made_up_inputs(module: Any, tokens: int) -> list[Arguments]:

@@ -53,6 +53,8 @@ RECURRENT: dict[type[nn.Module], Any] = {
 # Linear layers of the library transformers; its Conv1D has a transposed weight.
 CONV1D = "transformers.pytorch_utils.Conv1D"
 TRANSFORMERS = (CONV1D, "transformers.models.falcon.modeling_falcon.FalconLinear")
+# A weight that its blocks pad to more numbers than this and so many times its own stays dense.
+MOST_PADDED, TIMES = 2**24, 16
 # The base of layers with adapters of the library peft.
 ADAPTED = "peft.tuners.tuners_utils.BaseTunerLayer"
 KNOWN: tuple[type[nn.Module], ...] = (nn.Linear, nn.MultiheadAttention, *CONVOLUTIONS, *TRANSPOSED, *RECURRENT)
@@ -129,6 +131,14 @@ class Prunable:
             return "not initialized yet"
         if parameter.dtype not in DTYPES:
             return f"{parameter.dtype} is not supported"
+        if 0 in parameter.shape:
+            return f"it has no numbers, {list(parameter.shape)}"
+        for key, value in vars(module).items():  # where the parameters it is computed from have longer names
+            if isinstance(value, Tensor) and any(name.startswith(f"{key}_") for name in module._parameters):
+                return f"its module computes {key} from other parameters in each call"
+        numbers, (rows, columns) = math.prod(self.shape) * self.blocks.taps, self.block_shape
+        if numbers > max(MOST_PADDED, TIMES * parameter.numel()):
+            return f"blocks of {rows} x {columns} would pad its {parameter.numel()} numbers to {numbers}"
         if isinstance(module, Recurrent) and not is_dense_recurrent(module):
             fits = self.parameter in module.sizes and not self.blocks.needs_padding
             return None if fits else "no multiple of the block"
@@ -285,7 +295,8 @@ def _skipped(model: nn.Module, skip: Skip) -> tuple[set[nn.Module], set[str]]:
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     named = dict(model.named_modules(remove_duplicate=False))
     names: set[str] = set()
-    for item in [skip] if isinstance(skip, str | nn.Module) else skip:
+    items = [skip] if isinstance(skip, str | nn.Module) else skip
+    for item in items if isinstance(items, Iterable) else [skip]:
         if isinstance(item, nn.Module):
             found, matched = [module for module in named.values() if module is item], list[str]()
         else:
@@ -302,9 +313,9 @@ def _skipped(model: nn.Module, skip: Skip) -> tuple[set[nn.Module], set[str]]:
 
 def _matching(pattern: Any, names: Iterable[str]) -> list[str]:
     """The name itself where it is one, or those that fit the pattern."""
-    if pattern in names:
-        return [pattern]
-    return [name for name in names if isinstance(pattern, str) and fnmatchcase(name, pattern)]
+    if not isinstance(pattern, str):
+        return []
+    return [pattern] if pattern in names else [name for name in names if fnmatchcase(name, pattern)]
 
 
 def is_dense_recurrent(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from ...surgery.prunable import Prunable, Skip, prunable
 from .calibrate import Batches, as_rows, channel_axis, check_finite, observe
 from .inputs import LAYERS, above, called, packed, products, unseen
 
-# The part of the density that each weight has, whatever the others need.
+# The part of its blocks that each weight has for certain, whatever the others need.
 LEAST = 0.5
 
 
@@ -103,7 +103,7 @@ def _squares(model: nn.Module, batches: Batches, weights: Iterable[Prunable]) ->
     def see(module: nn.Module, args: tuple[Any, ...]) -> None:
         here = {weight.parameter: weight for weight in by_module[module]}
         for parameter, rows in _inputs(module, by_module[module], args):
-            if parameter in here:
+            if parameter in here and len(rows):  # an expert may be called without a token
                 name, sums = here[parameter].name, rows.double().square().sum(0)
                 squares[name] = squares[name] + sums if name in squares else sums
 

@@ -52,6 +52,8 @@ def keep(batches: Batches) -> list[Any]:
         size += sum(each.numel() * each.element_size() for each in tensors)
         if samples >= MOST_SAMPLES or size >= MOST_BYTES:
             break
+    if kept and not samples:
+        raise BlockSparseError.expected("batches", "a sample or more", "none in any of them")
     return kept
 
 

@@ -67,6 +67,11 @@ class Problem:
                 fitted[here, inputs] = least_squares(target[here], hessian, inputs)
         return fitted
 
+    def energy(self) -> Tensor:
+        """Of each block of W the sum of w_ij^2 |x_j|^2, float64 `[out_blocks, in_blocks]`."""
+        squares = self.dense.double().square() * self.diagonal
+        return squares.unflatten(0, (-1, self.block[0])).unflatten(2, (-1, self.block[1])).sum((1, 3))
+
     def lost(self, fitted: Tensor) -> float:
         """|X V^T - T|^2."""
         fitted = fitted.to(self.x.dtype)

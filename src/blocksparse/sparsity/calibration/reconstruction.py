@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...checked import number
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
+from ...surgery.copies import copied
 from ...surgery.prunable import Prunable, Skip, prunable, weights_of
 from ...surgery.replace import replace_with_sparse
 from ..pruning.magnitude import dense_norms
 from ..pruning.strongest import check_density, strongest
+from .activations import LEAST
 from .batch_norms import follow, has_statistics
 from .calibrate import Batches, keep
 from .fitting import Problem
@@ -112,7 +115,7 @@ def reconstruct(
     scores = {name: dense_norms(weight.blocks, weight.tensor) for name, weight in weights.items()}
     masks = strongest(scores, blocks, density, "layer")
     layouts = {name: BlockLayout(mask, weights[name].block_shape) for name, mask in masks.items()}
-    made = copy.deepcopy(model)
+    made = copied(model)
     fitted, errors = fit(made, model, keep(batches), layouts, damping=damping)
     by_magnitude = {name: unseen(weight) for name, weight in weights.items() if name not in errors}
     return Reconstruction(replace_with_sparse(made, fitted), fitted, errors, by_magnitude)
@@ -136,7 +139,7 @@ def fit(
         layouts: by the names of the weights.
         damping: as for `reconstruct`.
         choose: whether the blocks are chosen here, or are those of the layouts; an LSTM's weights of inputs and of
-            states have their number together.
+            states have their number together, but each has half of its own for certain.
 
     Returns:
         The layouts, those of weights that could not be fitted unchanged, and the errors of the others.
@@ -149,6 +152,8 @@ def fit(
         if name in norms:
             follow(name, model, dense, passes)
         for product, other in zip(mine.get(name, ()), theirs.get(name, ()), strict=True):
+            if not passes.reached[name].rows[product.name]:
+                continue  # called without a row, as an expert that no token is sent to
             try:
                 work.fit(name, product, other)
             except torch.linalg.LinAlgError as error:
@@ -187,7 +192,7 @@ class _Fit:
             middle = x.mean(0) if product.bias else torch.zeros_like(x[0])
             problem = Problem(matrix, x.sub_(middle), y - mean, product.block, self.damping)
             if self.choose and turn == 0:
-                mask = problem.choose(total)
+                mask = _with_floors(problem.choose(total), mask, problem.energy(), [w.grid[1] for w in product.weights])
             fitted = problem.values(mask)
             product.set(fitted, other, (mean.double() - fitted.double() @ middle.double()))
         whole = y.double().square().sum().item()
@@ -195,6 +200,25 @@ class _Fit:
         for weight, part in zip(product.weights, mask.split([w.grid[1] for w in product.weights], 1), strict=True):
             self.layouts[weight.name] = BlockLayout(part.cpu(), weight.block_shape)
             self.errors[weight.name] = error
+
+
+def _with_floors(mask: Tensor, given: Tensor, scores: Tensor, columns: list[int]) -> Tensor:
+    """The chosen blocks of weights side by side, so that each has half of its given ones, and as many in all.
+
+    Args:
+        mask, given: bool, and scores: `[out_blocks, in_blocks]`.
+        columns: of blocks, of each weight: of one, or of two.
+    """
+    parts = [slice(end - size, end) for size, end in zip(columns, accumulate(columns), strict=True)]
+    for part, other in zip(parts, parts[::-1], strict=True):
+        missing = math.ceil(LEAST * int(given[:, part].sum())) - int(mask[:, part].sum())
+        if missing > 0:
+            best = scores.masked_fill(mask, -torch.inf)[:, part].flatten().topk(missing).indices
+            mask[:, part] |= torch.zeros_like(mask[:, part]).flatten().index_fill(0, best, True).view_as(mask[:, part])
+            worst = scores.masked_fill(~mask, torch.inf)[:, other].flatten().topk(missing, largest=False).indices
+            gone = torch.zeros_like(mask[:, other]).flatten().index_fill(0, worst, True)
+            mask[:, other] &= ~gone.view_as(mask[:, other])
+    return mask
 
 
 def _products(model: nn.Module, weights: Mapping[str, Prunable]) -> dict[str, list[Product]]:

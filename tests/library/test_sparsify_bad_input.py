@@ -1,0 +1,271 @@
+"""sparsify on models and arguments that it cannot use: what it says, and that nothing is changed."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune, spectral_norm
+
+import blocksparse as bs
+from blocksparse.nn.module import BlockSparseModule
+from blocksparse.sparsity.calibration import fitting
+from sparsified import layouts_of, mlp
+
+
+@pytest.fixture(autouse=True)
+def backend():
+    with bs.use_backend("cpu" if bs.backends()["cpu"] else "reference"):
+        yield
+
+
+@pytest.fixture
+def data():
+    torch.manual_seed(0)
+    return [torch.randn(50, 32)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"density": 0}, "density: expected a number above 0 and at most 1, got 0"),
+        ({"density": 1.5}, "density: expected a number above 0 and at most 1, got 1.5"),
+        ({"density": True}, "density: expected a number above 0 and at most 1, got True"),
+        ({"density": 0.01}, r"density: expected 0\.\d+ or more, that leaves each weight a block, got 0.01"),
+        ({"density": {"0.weight": 0.01}}, "density: expected .* that leaves 0.weight one of its 16 blocks"),
+        ({"density": {"1.weight": 0.5}}, "density: expected names out of 0.weight, 2.weight, got '1.weight'"),
+        ({"density": 0.01, "scope": "erk"}, "density: expected one that leaves a layer"),
+        ({"block_size": 0}, "block_size: expected a positive int"),
+        (
+            {"criterion": "l1"},
+            "criterion: expected one of l2, magnitude, max, lamp, scores by name or a function, got 'l1'",
+        ),
+        ({"criterion": 3}, "criterion: expected .*, got 3"),
+        ({"criterion": {"0.weight": torch.ones(4, 4)}}, "criterion: expected scores of 2.weight"),
+        ({"criterion": lambda name, matrix: matrix}, r"the scores of 0.weight: expected finite ones, \[4, 4\], got"),
+        ({"criterion": lambda name, matrix: 1}, r"the scores of 0.weight: expected .*, got int"),
+        ({"scope": "model"}, "scope: expected one of careful, global, layer, erk, got 'model'"),
+        ({"skip": "9"}, "skip: expected modules of the model, or names or patterns of .*, got '9'"),
+        ({"skip": ["0", "2"]}, "model: expected dense weights that can .* 0.weight: skipped; 2.weight: skipped"),
+        ({"layouts": {"9": None}}, "layouts: expected names out of 0.weight, 2.weight, got '9'"),
+        ({"layouts": {"0.weight": None}}, "layout: expected a BlockLayout, got NoneType"),
+        ({"layouts": {}}, "layouts: expected names out of 0.weight, 2.weight, got none"),
+        ({"tokens": 0}, "tokens: expected an int, 1 or more and below 1048577, got 0"),
+        ({"tokens": 2**70}, "tokens: expected an int, 1 or more and below 1048577, got 1180591620717411303424"),
+        ({"criterion": {}}, r"criterion: expected scores of 0.weight, got those of \[\]"),
+        ({"criterion": ""}, "criterion: expected one of l2, .*, got ''"),
+        ({"criterion": {}, "data": [torch.zeros(4, 64)]}, "criterion: expected scores of 0.weight"),
+        ({"skip": None}, "skip: expected modules of the model, or names or patterns of .*, got None"),
+        ({"skip": 5}, "skip: expected modules of the model, or names or patterns of .*, got 5"),
+        ({"skip": [["0"]]}, r"skip: expected modules of the model, or names or patterns of .*, got \['0'\]"),
+        ({"layouts": 5}, "layouts: expected BlockLayouts by the names of weights, got int"),
+        ({"layouts": ["0.weight"]}, "layouts: expected BlockLayouts by the names of weights, got list"),
+        ({"data": [torch.zeros(0, 64)]}, "batches: expected a sample or more, got none in any of them"),
+        (
+            {"data": [torch.zeros(0, 64)], "density": {"0.weight": 0.5}},
+            "batches: expected a sample or more, got none in any of them",
+        ),
+        ({"block_size": (2**62, 2)}, r"block_size: expected fewer than 2\^63 numbers in a block, .* got \(4611"),
+        (
+            {"block_size": (2**31, 2)},
+            "model: expected dense .* 0.weight: blocks of 2147483648 x 2 would pad its 4096 numbers to 137438953472;",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_mistake_changes_nothing(options, message):
+    model = mlp(64, 64, 32)
+    optimizer = torch.optim.Adam(model.parameters())
+    before, text = copy.deepcopy(model.state_dict()), repr(model)
+    with pytest.raises(bs.BlockSparseError, match=message):
+        bs.sparsify(model, **{"block_size": 16, "density": 0.5, **options}, inplace=True, optimizer=optimizer)
+    assert repr(model) == text
+    torch.testing.assert_close(model.state_dict(), before)
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+def test_a_module_that_takes_no_other_leaves_the_model_as_it_was():
+    class Frozen(nn.Sequential):
+        def __setattr__(self, name, value):
+            if isinstance(value, bs.nn.Linear):
+                raise RuntimeError("frozen")
+            super().__setattr__(name, value)
+
+    model = nn.Sequential(nn.Linear(64, 64), Frozen(nn.Linear(64, 64)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    with pytest.raises(RuntimeError, match="frozen"):
+        bs.sparsify(model, 0.5, 16, force=True, inplace=True, optimizer=optimizer)
+    assert all(type(layer) is nn.Linear for layer in (model[0], model[1][0]))
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+def test_models_that_are_refused():
+    with pytest.raises(bs.BlockSparseError, match="on the meta device"):
+        bs.sparsify(nn.Linear(4, 4, device="meta"))
+    with pytest.raises(bs.BlockSparseError, match="on the meta device"):
+        bs.densify(nn.Linear(4, 4, device="meta"))
+    with pytest.raises(bs.BlockSparseError, match=r"model: expected dense weights .*, got ReLU with none"):
+        bs.sparsify(nn.ReLU())
+    for function in (bs.sparsify, bs.densify, bs.report):
+        with pytest.raises(bs.BlockSparseError, match=r"model: expected a torch.nn.Module, got int"):
+            function(3)
+    model = mlp(32, 32)
+    with pytest.raises(bs.BlockSparseError, match="optimizer: expected inplace=True with it"):
+        bs.sparsify(model, optimizer=torch.optim.SGD(model.parameters()))
+
+
+# -- in place -----------------------------------------------------------------------------------------------------
+
+
+def test_inference_tensors_are_refused_before_anything_changes(data):
+    with torch.inference_mode():
+        model = mlp(32, 64, 32)
+    before, text = copy.deepcopy(model.state_dict()), repr(model)
+    with pytest.raises(bs.BlockSparseError, match=r"got 0\.weight, made under torch\.inference_mode\(\)"):
+        bs.sparsify(model, 0.5, 8, force=True, data=data, inplace=True)
+    assert repr(model) == text
+    torch.testing.assert_close(model.state_dict(), before)
+    assert layouts_of(bs.sparsify(model, 0.5, 8, force=True, data=data)), "a copy of it can be changed"
+    with torch.inference_mode():
+        assert layouts_of(bs.sparsify(model, 0.5, 8, force=True, data=data, inplace=True))
+
+
+def test_what_cannot_be_written_leaves_the_model_as_it_was(data):
+    model = mlp(32, 64, 64, 32)
+    model[2].bias = nn.Parameter(torch.zeros(1).expand(64))  # all of its numbers are one
+    optimizer = torch.optim.Adam(model.parameters())
+    before, text = copy.deepcopy(model.state_dict()), repr(model)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        bs.sparsify(model, 0.5, 8, force=True, data=data, inplace=True, optimizer=optimizer)
+    assert repr(model) == text
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+def test_a_module_that_takes_no_other_leaves_the_model_its_values(data):
+    class Frozen(nn.Sequential):
+        def __setattr__(self, name, value):
+            if isinstance(value, BlockSparseModule) and self is model[1]:  # not its copy, which is fitted
+                raise RuntimeError("frozen")
+            super().__setattr__(name, value)
+
+    model = nn.Sequential(nn.Linear(32, 32), Frozen(nn.Linear(32, 32)))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="frozen"):
+        bs.sparsify(model, 0.5, 8, force=True, data=data, inplace=True)
+    assert not layouts_of(model)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_criterion_may_write_to_what_it_gets():
+    model = mlp(32, 64)
+    before = copy.deepcopy(model.state_dict())
+    made = bs.sparsify(
+        model, 0.5, 8, force=True, criterion=lambda _, w: w.zero_().add_(1).unfold(0, 8, 8).unfold(1, 8, 8).sum((2, 3))
+    )
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert bs.to_dense(made[0].values, made[0].layout).abs().max() < 1
+
+
+# -- models of which a part stays dense ------------------------------------------------------------------------
+
+
+def test_a_weight_without_numbers_stays_dense():
+    without_numbers = nn.Linear(32, 1)
+    without_numbers.weight = nn.Parameter(torch.zeros(0, 32))
+    without_numbers.bias = nn.Parameter(torch.zeros(0))
+    made = bs.sparsify(nn.Sequential(nn.Linear(32, 32), without_numbers), 0.5, 8, force=True)
+    assert list(layouts_of(made)) == ["0.weight"]
+    assert bs.report(made).dense == {"1.weight": "it has no numbers, [0, 32]"}
+    with pytest.raises(bs.BlockSparseError, match=r"got Linear with weight: it has no numbers, \[0, 32\]"):
+        bs.sparsify(without_numbers, 0.5, 8, force=True)
+
+
+COMPUTED = {
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "spectral norm": spectral_norm,
+    "pruned bias": lambda layer: prune.l1_unstructured(layer, "bias", 0.5),
+}
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_a_layer_that_computes_its_weight_stays_dense(kind, inplace, data):
+    model = mlp(32, 64, 32)
+    COMPUTED[kind](model[0])
+    model.eval()(data[0])  # with a graph
+    expected = bs.sparsify(copy.deepcopy(model[2:]), 1, 8, force=True)(model[:2](data[0]))
+    made = bs.sparsify(model, 1, 8, force=True, inplace=inplace)
+    assert list(layouts_of(made)) == ["2.weight"]
+    torch.testing.assert_close(made(data[0]), expected)
+    (reason,) = bs.report(made).dense.values()
+    assert reason == f"its module computes {'bias' if 'bias' in kind else 'weight'} from other parameters in each call"
+
+
+def test_a_scripted_module_stays_dense():
+    scripted = torch.jit.script(mlp(32, 32))
+    with pytest.raises(bs.BlockSparseError, match=r"0.weight: RecursiveScriptModule has no block-sparse counterpart"):
+        bs.sparsify(scripted, 0.5, 8, force=True)
+    assert list(layouts_of(bs.sparsify(nn.Sequential(nn.Linear(32, 32), scripted), 0.5, 8, force=True))) == ["0.weight"]
+
+
+def test_a_model_that_cannot_be_copied(data):
+    model = mlp(32, 64, 32)
+    model.lock = threading.Lock()
+    expected = r"model: expected one that copy.deepcopy can copy, or {}, got Sequential: cannot pickle '_thread.lock'"
+    for options in ({"force": True}, {"force": True, "data": data}, {"force": True, "data": data, "inplace": True}):
+        with pytest.raises(bs.BlockSparseError, match=expected.format("inplace=True, without data")):
+            bs.sparsify(model, 0.5, 8, **options)
+    with pytest.raises(bs.BlockSparseError, match=expected.format("force=True, without an example")):
+        bs.sparsify(model, 0.5, 8, example=data[0], inplace=True)
+    with pytest.raises(bs.BlockSparseError, match=r"model: expected one that copy.deepcopy can copy, got Sequential"):
+        bs.sparsity.reconstruct(model, data, 0.5, 8)
+    assert not layouts_of(model)
+    assert layouts_of(bs.sparsify(model, 0.5, 8, force=True, inplace=True))
+    with pytest.raises(bs.BlockSparseError, match=expected.format("inplace=True")):
+        bs.densify(model)
+    assert not layouts_of(bs.densify(model, inplace=True))
+
+
+# -- data -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_gets_no_rows_is_not_fitted(data):
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+
+        def forward(self, x):
+            return torch.cat([self.experts[0](x), self.experts[1](x[:0])])
+
+    model = Routed()
+    made = bs.sparsity.reconstruct(model, data, 0.5, 8)
+    assert made.by_magnitude == {"experts.1.weight": "no batch reaches it"}
+    assert list(made.errors) == ["experts.0.weight"]
+    with pytest.warns(bs.SparsityWarning, match="the data do not show what reaches experts.1.weight"):
+        sparse = bs.sparsify(model, 0.5, 8, data=data, force=True)
+    assert sparse.experts[1].layout.density == 0.5
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["few inputs", "many inputs"])
+@pytest.mark.parametrize("strong", ["ih", "hh"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.RNN, nn.LSTMCell], ids=lambda kind: kind.__name__)
+def test_each_weight_of_a_recurrent_layer_keeps_half_of_its_blocks(kind, strong, many, monkeypatch):
+    if many:
+        monkeypatch.setattr(fitting, "MOST_INPUTS", 8)
+    torch.manual_seed(0)
+    layer = kind(32, 32)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name.startswith("weight"):
+                parameter.mul_(10 if strong in name else 1e-4)
+    x = torch.randn(20, 32) if kind is nn.LSTMCell else torch.randn(9, 4, 32)
+    given = (torch.randn(20, 32), torch.randn(20, 32)) if kind is nn.LSTMCell else None
+    made = bs.sparsity.reconstruct(layer, [(x, given)], 0.25, 8)
+    layouts = {name.split("_")[1]: layout for name, layout in made.layouts.items()}
+    count = layer.weight_hh.numel() if kind is nn.LSTMCell else layer.weight_hh_l0.numel()
+    blocks = count // 64
+    assert layouts["hh" if strong == "ih" else "ih"].nnz == blocks // 8, "half of a quarter"
+    assert layouts[strong].nnz == blocks // 2 - blocks // 8
