@@ -173,7 +173,7 @@ def test_facts_and_lines_that_are_unknown(value, tmp_path):
     log = "".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 5, "sec'
     good = compared(tmp_path / "[good]", RUN | {"unit": "[/bold] nats"})
     run = compared(tmp_path / "run", config, log, json.dumps({"machine": value}))
-    arguments = ["compare", run, run, good, "--json", tmp_path / "c.json", "--out", tmp_path / "c.png"]
+    arguments = ["compare", run, good, "--json", tmp_path / "c.json", "--out", tmp_path / "c.png"]
     pytest.importorskip("matplotlib")
     result = CliRunner(env={"COLUMNS": "160"}).invoke(app, list(map(str, arguments)))
     assert result.exit_code == 0, (result.output, result.exception)

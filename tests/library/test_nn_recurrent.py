@@ -151,9 +151,9 @@ def test_block_sparse_is_dense_with_zeros(cell, hidden, layers, bidirectional):
         pytest.skip("refused, see below")
     torch.manual_seed(0)
     sparse = MODULES[cell](20, hidden, layers, bidirectional=bidirectional, density=0.5, block_size=8)
-    dense = densified(sparse)
+    dense = densified(sparse).double()
     x, hx = torch.randn(7, 5, 20), states(sparse, 5)
-    got, expected = results(sparse, x, hx), results(dense, x, hx)
+    got, expected = results(sparse, x, hx), results(dense, x.double(), tuple(state.double() for state in hx))
     for a, b in zip(got[0] + got[1][:3], expected[0] + expected[1][:3], strict=True):
         close(a, b, 2e-6)
 
