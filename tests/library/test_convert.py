@@ -257,5 +257,5 @@ def test_what_scipy_cannot_hold_is_refused(options):
 def test_missing_scipy_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
     monkeypatch.setitem(sys.modules, "scipy.sparse", None)
-    with pytest.raises(BlockSparseError, match=r"pip install blocksparse-torch\[lab\]"):
+    with pytest.raises(BlockSparseError, match=r'pip install "blocksparse-torch\[lab\]"'):
         LAYOUT.to_scipy_bsr(torch.zeros(LAYOUT.values_shape))

@@ -113,5 +113,5 @@ def test_missing_scipy_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.sparse", None)
     measures = average_path_length, connected_components, clustering, spectral_gap, steps_to_mix
     for measure in (*measures, lambda layout: nnstd(layout, layout)):
-        with pytest.raises(BlockSparseError, match=r"pip install blocksparse-torch\[lab\]"):
+        with pytest.raises(BlockSparseError, match=r'pip install "blocksparse-torch\[lab\]"'):
             measure(dense((4, 4), 1))

@@ -221,8 +221,8 @@ def picture(path: str | Path, of: Sequence[Group]) -> None:
             count = f", {len(group.runs)} seeds" if len(group.runs) > 1 else ""
             points = {"marker": "o", "ms": 3} if len(x) <= _POINTS else {}
             one.plot(x, mean, label=f"{group.label}{count}: {mean[-1]:.3f}", lw=1.8, **points, **style)
-            low, high = ([m + sign * d for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
-            one.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
+            low, high = ([float(m + sign * d) for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
+            one.fill_between(list(map(float, x)), low, high, color=style["color"], alpha=0.18, lw=0)
     limits = _range([mean for group in of for mean in group.curve("step")[1]])
     for one, name in zip(axes, ("epochs" if epochs else "steps", "seconds of training"), strict=True):
         one.set(xlabel=name, ylim=limits)
