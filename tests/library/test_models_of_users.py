@@ -71,6 +71,12 @@ def test_hooks_of_the_backward_pass_go_along(inplace):
     assert seen == [1]
 
 
+def test_a_model_that_is_block_sparse_already_is_told_the_way_back():
+    sparse = bs.sparsify(nn.Sequential(nn.Linear(32, 32)), 0.5, block_size=8, force=True)
+    with pytest.raises(bs.BlockSparseError, match=r"block-sparse already: blocksparse.densify\(model\)"):
+        bs.sparsify(sparse, 0.25)
+
+
 def test_a_torchscript_model_is_refused_by_name():
     with pytest.raises(bs.BlockSparseError, match="RecursiveScriptModule has no block-sparse counterpart"):
         bs.sparsify(torch.jit.script(nn.Sequential(nn.Linear(32, 32))), 0.5)

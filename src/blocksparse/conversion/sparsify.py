@@ -13,6 +13,7 @@ from torch import nn
 from ..checked import number
 from ..errors import BlockSparseError, SparsityWarning
 from ..layout import BlockLayout
+from ..nn.module import BlockSparseModule
 from ..sparsity.calibration.activations import shares
 from ..sparsity.calibration.calibrate import Batches, keep
 from ..sparsity.calibration.reconstruction import fit
@@ -125,6 +126,8 @@ def sparsify(
     if not weights:
         got = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:NAMED]) or "none"
         got = f"{type(model).__name__} with {got}"
+        if any(isinstance(module, BlockSparseModule) for module in model.modules()):
+            got += "; it is block-sparse already: blocksparse.densify(model) makes it dense again"
         raise BlockSparseError.expected("model", "dense weights that can become block-sparse", got)
     if inplace and data is not None and not torch.is_inference_mode_enabled():
         _check_writable(model)
@@ -164,7 +167,8 @@ def _fitted(made: nn.Module, model: nn.Module, batches: list[Any], layouts: Layo
     fitted, errors = fit(made, model, batches, layouts, choose=choose)
     if len(errors) < len(fitted):
         names = ", ".join([name for name in fitted if name not in errors][:NAMED])
-        warnings.warn(f"sparsify: the data do not show what reaches {names}", SparsityWarning, stacklevel=5)
+        why = "no batch does, or not where it can be seen; they keep their largest blocks"
+        warnings.warn(f"sparsify: the data do not show what reaches {names}: {why}", SparsityWarning, stacklevel=5)
     return fitted
 
 
