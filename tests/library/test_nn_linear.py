@@ -432,7 +432,7 @@ LAYOUT = bs.BlockLayout([[True, True]], block_size=16)
         ({"out_features": 2.0}, "out_features: expected a positive int"),
         ({"in_features": True}, "in_features: expected a positive int, got True"),
         ({"in_features": 10**30}, "grid: expected fewer than 2"),
-        ({"block_size": 10**30}, "shape: expected fewer than 2"),
+        ({"block_size": 10**30}, "block_size: expected fewer than 2"),
         ({"activation": ["relu"]}, "activation: expected one of"),
         ({"block_size": 0}, "block_size: expected"),
         ({"block_size": (16, 16, 16)}, "block_size: expected"),
