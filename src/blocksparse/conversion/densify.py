@@ -69,20 +69,18 @@ def _dense(module: Any) -> nn.Module:
     if isinstance(module, Parts):
         return _with_several_weights(module.densified())
     kind = DENSE[type(module)]
-    if kind is nn.Linear and module.dense_kind is not None and not module.activation:
-        conv1d = module.dense_kind(module.out_features, module.in_features)
-        weight = module.dense_of(module.values.detach()).T.contiguous()
-        conv1d.weight = nn.Parameter(weight, requires_grad=module.values.requires_grad)
-        conv1d.bias = module.bias
-        return like(module, conv1d)
+    weight = module.dense_of(module.values.detach())
     options: dict[str, Any] = {"bias": module.bias is not None, "device": "meta"}
-    if kind is nn.Linear:
-        new: Any = nn.Linear(module.in_features, module.out_features, **options)
+    if kind is nn.Linear and module.dense_kind is not None and not module.activation:
+        new: Any = module.dense_kind(module.out_features, module.in_features)
+        weight = weight.T.contiguous()
+    elif kind is nn.Linear:
+        new = nn.Linear(module.in_features, module.out_features, **options)
     else:
         names = {"stride", "padding", "dilation", "output_padding", "padding_mode"} & module.__dict__.keys()
         settings = {name: getattr(module, name) for name in names}
         new = kind(module.in_channels, module.out_channels, module.kernel_size, **settings, **options)
-    new.weight = nn.Parameter(module.dense_of(module.values.detach()), requires_grad=module.values.requires_grad)
+    new.weight = nn.Parameter(weight, requires_grad=module.values.requires_grad)
     new.bias = module.bias
     like(module, new)
     return nn.Sequential(new, ACTIVATIONS[module.activation]()) if module.activation else new

@@ -26,7 +26,7 @@ from .speed import Example, Speed, checked_tokens
 # The attribute in which a module keeps why weights were left dense, by the parameter's name, for the report.
 REASONS = "_left_dense"
 
-# Of the weights that stay dense a message names so many.
+# The most weights that stay dense which a message names.
 NAMED = 6
 
 # A module that is measured to gain less than this may be slower the next time.

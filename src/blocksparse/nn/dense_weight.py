@@ -32,7 +32,7 @@ _REFUSED = {
 
 
 class DenseWeight(Tensor):
-    """A read-only tensor whose numbers are made anew by each operation that reads them, and not for its dtype or shape.
+    """A read-only tensor whose numbers each operation that reads them makes again; its dtype and shape need none.
 
     Operations see a dense tensor, through which gradients reach the values. Views are read-only too: what would be
     written to them would be lost.

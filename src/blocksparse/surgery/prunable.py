@@ -53,7 +53,7 @@ RECURRENT: dict[type[nn.Module], Any] = {
 # Linear layers of the library transformers; its Conv1D has a transposed weight.
 CONV1D = "transformers.pytorch_utils.Conv1D"
 TRANSFORMERS = (CONV1D, "transformers.models.falcon.modeling_falcon.FalconLinear")
-# A weight that its blocks pad to more numbers than this and so many times its own stays dense.
+# A weight that its blocks pad to more numbers than this, and to more than TIMES its own, stays dense.
 MOST_PADDED, TIMES = 2**24, 16
 # The base of layers with adapters of the library peft.
 ADAPTED = "peft.tuners.tuners_utils.BaseTunerLayer"

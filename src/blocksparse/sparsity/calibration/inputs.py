@@ -101,7 +101,7 @@ class Product:
 
 
 def products(module: Any, weights: list[Prunable]) -> list[Product]:
-    """How a module's weights are multiplied, in the order in which it does that; none that cannot be observed.
+    """How a module's weights are multiplied, in the order in which it does that, those that can be observed.
 
     Args:
         module: any.
