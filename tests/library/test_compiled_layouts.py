@@ -1,6 +1,7 @@
 """Compiled modules whose layouts change: compiled once more, for any layout, and as right as the eager ones."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -88,3 +89,14 @@ def test_copies_of_evolving_modules_have_layouts_of_their_own():
     torch.testing.assert_close(compiled(x), copied(x))
     copied.load_state_dict(net.state_dict())
     torch.testing.assert_close(compiled(x), net(x))
+
+
+def test_copies_are_checked_by_their_own_buffers():
+    net, x = bs.nn.Linear(32, 48, density=0.5, block_size=8), torch.randn(5, 32)
+    torch.compile(net, backend="eager", fullgraph=True)(x)
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        torch.testing.assert_close(torch.compile(copied, backend="eager", fullgraph=True)(x), net(x))
+        copied.col_indices.add_(1)
+        with pytest.raises(bs.BlockSparseError, match="col_indices: expected those of"):
+            torch.compile(copied, backend="eager", fullgraph=True, dynamic=False)(x[:3])
+    torch.testing.assert_close(torch.compile(net, backend="eager", fullgraph=True)(x), net(x))

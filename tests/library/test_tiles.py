@@ -59,7 +59,7 @@ def test_a_gpu_with_too_little_memory_is_refused():
 
 def test_the_switch_of_tf32_counts_at_once():
     def now() -> tuple[Tile, object]:
-        return tiles.tile_for(Work("forward", torch.float32, (32, 32), 8192, 0.1), H200), tiles.forced()
+        return tiles.tile_for(Work("forward", torch.float32, (32, 32), 8192, 0.1), H200), tiles.forced(torch.float32)
 
     exact = now()
     with tf32():

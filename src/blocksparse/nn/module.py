@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Mapping
@@ -60,6 +61,7 @@ class BlockSparseModule(nn.Module):
     def __init__(self, layout: BlockLayout, kernel: tuple[int, ...], device: Any, dtype: torch.dtype | None):
         super().__init__()
         self._layout = layout
+        self._number = _numbered(self)
         self._used: tuple[Tensor, Tensor] | None = None
         self.values = nn.Parameter(torch.empty(*layout.values_shape, *kernel, device=device, dtype=dtype))
         self.register_buffer("crow_indices", torch.empty(0, device=device))
@@ -92,7 +94,7 @@ class BlockSparseModule(nn.Module):
             BlockSparseError: other indices were written to the module's buffers.
         """
         if is_dynamo_compiling():
-            if _others_traced(self):
+            if _others_traced(self._number):
                 self._check_buffers()
             if self._evolves and not is_exporting():
                 crow, col = self.crow_indices, self.col_indices
@@ -129,6 +131,10 @@ class BlockSparseModule(nn.Module):
                 self.reset_layout_buffers()
             else:
                 self._trust()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._number = _numbered(self)  # a copy's is its own
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Moving devices and `to_empty` make new buffers; casts to floating point must not change the indices.
@@ -397,10 +403,20 @@ def _others(module: BlockSparseModule) -> str | None:
 
 # Modules that graphs were compiled for.
 _traced: weakref.WeakSet[BlockSparseModule] = weakref.WeakSet()
+# Every module by its number: before PyTorch 2.13 functions that run while a graph is traced take no modules.
+_by_number: weakref.WeakValueDictionary[int, BlockSparseModule] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
-def _others_traced(module: BlockSparseModule) -> str | None:
-    """`_others`, while a graph is compiled, which is noted."""
+def _numbered(module: BlockSparseModule) -> int:
+    number = next(_numbers)
+    _by_number[number] = module
+    return number
+
+
+def _others_traced(number: int) -> str | None:
+    """`_others` of the module of this number, while a graph is compiled, which is noted."""
+    module = _by_number[number]
     _traced.add(module)
     others = _others(module)
     if module._evolves and others is None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 and asynchronous copies
 
 
+@lru_cache
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU: slow, for tests and debugging."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -42,6 +43,7 @@ def details() -> str:
     return "Triton's interpreter, on the CPU" if interpreting() else torch.cuda.get_device_name()
 
 
+@lru_cache(maxsize=256)  # asked for each call
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why such tensors cannot be served, or None: the `refusal` of each op's Triton backend."""
     if dtype not in SUM_DTYPES:
@@ -101,7 +103,8 @@ def check_layout_fits(layout: BlockLayout) -> None:
 class Launch:
     """A kernel, its grid, and all of its arguments but the tensors of a call.
 
-    Triton looks up the compiled kernel in each launch, which costs as much as a small product: here it is kept.
+    Triton looks up the compiled kernel in each launch, and asks the driver about each tensor's address, which costs as
+    much as a small product: here the kernel is kept, and gets addresses.
     """
 
     def __init__(
@@ -123,12 +126,13 @@ class Launch:
         self.arguments = tuple(arguments[name] for name in kernel.arg_names[tensors:])
         self.options = {"num_warps": tile.warps, "num_stages": tile.stages}
         self.compiled: Any = None
+        self.numbers: tuple[Any, ...] = ()  # the arguments, tensors as addresses
 
     def __call__(self, *tensors: Tensor | None) -> None:
         x: Any = tensors[0]
         if isinstance(x, FunctionalTensor):  # traced: the graph launches it
             torch.library.wrap_triton(self.kernel)[self.grid](*tensors, *self.arguments, **self.options)
-        elif x.is_cuda and x.device.index != torch.cuda.current_device():
+        elif x.is_cuda and x.device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(x.device):
                 self._launch(*tensors)
         else:
@@ -136,7 +140,9 @@ class Launch:
 
     def _launch(self, *tensors: Tensor | None) -> None:
         if self.compiled is not None:
-            self.compiled(*tensors, *self.arguments)
+            addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+            self.compiled(*addresses, *self.numbers, stream=stream)
             return
         try:
             compiled = self.kernel[self.grid](*tensors, *self.arguments, **self.options)
@@ -146,6 +152,7 @@ class Launch:
                 raise BlockSparseError.expected("GPU", expected, error) from error
             raise
         if compiled is not None:  # the interpreter compiles nothing
+            self.numbers = tuple(each.data_ptr() if isinstance(each, Tensor) else each for each in self.arguments)
             self.compiled = compiled[self.grid]
 
 

@@ -138,16 +138,23 @@ def use_tiles(**tiles: Tile) -> Iterator[None]:
     """Within it the given passes run with the given tiles: `use_tiles(forward=..., dgrad=..., wgrad=...)`."""
     before = dict(_forced)
     _forced.update(tiles)
+    _note_state()
     try:
         yield
     finally:
         _forced.clear()
         _forced.update(before)
+        _note_state()
 
 
-def forced() -> tuple[Any, ...]:
+def forced(dtype: torch.dtype) -> tuple[Any, ...]:
     """Returns what a tile depends on besides the work; schedules and launches are cached by it."""
-    return tf32(), _readings, *_forced.items()
+    return (tf32(), *_state) if dtype == torch.float32 else _state
+
+
+def _note_state() -> None:
+    global _state
+    _state = (_readings, *_forced.items())
 
 
 def rule(work: Work, gpu: Gpu) -> Tile:
@@ -268,11 +275,13 @@ def forget_tuned() -> None:
     """Makes the next call read the files again."""
     global _readings
     _readings += 1
+    _note_state()
     _tuned.cache_clear()
     _tile_for.cache_clear()
 
 
 _readings = 0
+_state: tuple[Any, ...] = (0,)
 
 
 def read(path: Path) -> dict[Work, Tile]:

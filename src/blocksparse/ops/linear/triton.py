@@ -16,7 +16,7 @@ from ...layout import BlockLayout
 from ..checks import SUM_DTYPES, features_together
 from ..gpu import runtime
 from ..gpu.plan import LinearPlan, linear_plan, pair_plan, wgrad_tasks
-from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common, precision
+from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common
 from ..gpu.tiles import Gpu, Tile, Work, bucket, forced, gpu_of, splits_of, tile_for
 
 # Launches kept per layout; the cache is cleared at this many, for callers whose token counts always change.
@@ -59,7 +59,7 @@ refusal = runtime.refusal
 
 def schedule(layout: BlockLayout, device: torch.device, dtype: torch.dtype, tokens: int) -> Schedule:
     """Returns the schedule of a layout on a device for about `tokens` tokens, made at the first call and kept."""
-    key = ("triton schedule", device, dtype, bucket(tokens), forced())
+    key = ("triton schedule", device, dtype, bucket(tokens), forced(dtype))
     if torch.compiler.is_dynamo_compiling():
         _schedule_while_tracing(layout, key)
     found = layout._derived.get(key)
@@ -178,7 +178,8 @@ def _prepared(
     if isinstance(layout, TracedLayout):
         return prepare()
     aligned = tuple([None if tensor is None else tensor.data_ptr() % 16 == 0 for tensor in (x, *others)])
-    like = (kind, x.dtype, x.device, x.shape[0], x.stride(0), aligned, precision(x.dtype), forced())
+    dtype = x.dtype
+    like = (kind, dtype, x.device, x.shape[0], x.stride(0), aligned, forced(dtype))
     known: dict[Any, list[Launch]] = layout.derived("triton launches", dict)
     launches = known.get(like)
     if launches is None:
