@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: setup demo test test-all lint fuzz sanitize bench bench-gpu clean
+.PHONY: setup demo test test-all test-gpu lint fuzz sanitize bench bench-gpu clean
 
 setup: .venv/installed
 
@@ -24,6 +24,12 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The contract of every op on the GPU of this machine: tests that run kernels there, each compiled first. It needs no
+# set-up beyond a Python with PyTorch for the GPU, pytest, pytest-xdist and hypothesis: PYTHON.
+GPU_TESTS = $(wildcard tests/library/test_*.py) tests/lab/test_cuda_graph.py
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -n 14 --dist worksteal -m "gpu and not full" -o console_output_style=count --durations=8 $(GPU_TESTS)
 
 lint: setup
 	$(BIN)/ruff check .

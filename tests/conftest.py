@@ -58,6 +58,14 @@ def seed(name: str) -> None:
     random.seed(number)
 
 
+def pytest_collection_modifyitems(items):
+    """Tests on a `triton` backend are marked `gpu`."""
+    for item in items:
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(isinstance(value, str) and value.startswith("triton") for value in parameters):
+            item.add_marker("gpu")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     seed(item.nodeid)

@@ -39,6 +39,8 @@ if triton_runtime.unavailable() is None:
 FAST = [backend for backend in BACKENDS if not (backend.startswith("triton") and triton_runtime.interpreting())]
 SLOW = [backend for backend in BACKENDS if backend not in FAST]
 CPU = [backend for backend in FAST if backend.startswith("cpu")]
+# On a GPU sizes are free and each kernel that differs is compiled for a second: it gets fewer shapes of blocks.
+GPU = [backend for backend in FAST if backend.startswith("triton")]
 # What is done above the kernels is tested with one set of each kind.
 MAIN = [backend for backend in BACKENDS if backend in ("reference", f"cpu-{ISA}", "triton-tuned")]
 

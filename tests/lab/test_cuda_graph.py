@@ -19,6 +19,19 @@ class FakeGraph:
     def replay(self):
         self.work()
 
+    def pool(self):
+        return 0, 0
+
+
+class Generator:
+    """A GPU's, which none is needed for."""
+
+    def clone_state(self):
+        return self
+
+    def graphsafe_set_state(self, state):
+        assert state is self
+
 
 @pytest.fixture
 def calls(monkeypatch):
@@ -52,6 +65,9 @@ def calls(monkeypatch):
     for name, fake in (("Stream", Stream), ("CUDAGraph", FakeGraph), ("graph", graph), ("stream", on)):
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", (Generator(),))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: None, raising=False)
     return work, seen, state
 
 
@@ -76,6 +92,41 @@ def test_where_a_capture_fails_it_goes_on_without(calls):
     assert notes == ["no CUDA graph: operation not permitted. It goes on without, slower"]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda x: x.sum().item(), lambda x: torch.zeros(3).to(x.device), lambda x: torch.randn(x.shape).cuda(), None],
+    ids=["waits", "copies", "draws", "raises"],
+)
+def test_a_capture_that_fails_leaves_the_gpu_as_it_was(wrong):
+    def work(x):
+        x.add_(torch.randn_like(x))
+        if torch.cuda.is_current_stream_capturing():
+            if wrong is None:
+                raise ValueError("no")
+            wrong(x)
+
+    notes, x = [], torch.zeros(4, 4, device="cuda")
+    step = GraphedStep(work, notes.append, warmup=1)
+    for _ in range(4):
+        step(x)
+    assert len(notes) == 1
+    assert x.std() > 1  # the calls went on
+    torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    first = torch.randn(8, device="cuda")
+    torch.manual_seed(0)
+    assert torch.equal(first, torch.randn(8, device="cuda"))
+    good = GraphedStep(lambda x: x.add_(1), notes.append, warmup=1)
+    ones = torch.zeros(2, device="cuda")
+    for _ in range(3):
+        good(ones)
+    torch.cuda.synchronize()
+    assert len(notes) == 1
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_graph_learns_what_steps_learn(tmp_path):
     settings = Settings(steps=20, learning_rate=0.01, warmup=5, ema=0.9, log_every=1, device="cuda")

@@ -16,7 +16,10 @@ from conv_backends import conv
 from conv_backends import wgrad as conv_wgrad
 from linear_backends import forward
 
-pytestmark = pytest.mark.skipif(triton_runtime.unavailable() is not None, reason=str(triton_runtime.unavailable()))
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(triton_runtime.unavailable() is not None, reason=str(triton_runtime.unavailable())),
+]
 
 DEVICE = torch.device("cpu" if triton_runtime.interpreting() else "cuda:0")
 TOO_MANY = 2**31
@@ -25,7 +28,7 @@ LAYOUT = bs.patterns.dense((2, 2), block_size=2)
 
 def wide(*shape):
     """A tensor of this shape that is one number in memory."""
-    return torch.zeros(1).expand(shape)
+    return torch.zeros(1, device=DEVICE).expand(shape)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +73,16 @@ def test_tokens(call):
 )
 def test_positions(monkeypatch, images, padding, most, message):
     monkeypatch.setattr(triton_runtime, "MOST_COUNTED", most)
-    x, values, steps = torch.ones(images, 3, 2), torch.ones(1, 2, 2, 3), ((1,), (padding,), (1,))
+    x, values = torch.ones(images, 3, 2, device=DEVICE), torch.ones(1, 2, 2, 3, device=DEVICE)
+    steps = (1,), (padding,), (1,)
     for call in (lambda: conv(x, values, LAYOUT, (3,), *steps), lambda: conv_wgrad(x, x, LAYOUT, (3,), *steps)):
         with bs.use_backend("triton"), pytest.raises(bs.BlockSparseError, match=f"x: expected at most {message}"):
             call()
 
 
 def test_features_of_gates():
-    z, c = torch.empty(1, 2**31, dtype=torch.float16), torch.empty(1, 2**29)  # never touched
+    # Never touched.
+    z, c = torch.empty(1, 2**31, dtype=torch.float16, device=DEVICE), torch.empty(1, 2**29, device=DEVICE)
     with bs.use_backend("triton"), pytest.raises(bs.BlockSparseError, match="c: expected at most 2147418112 features"):
         lstm_gates.forward(z, None, None, c, h_out=z[:, : 2**29], c_out=c)
 

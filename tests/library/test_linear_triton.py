@@ -17,7 +17,10 @@ from blocksparse.ops.gpu.tiles import Tile, Work, bucket, forget_tuned, gpu_of, 
 from blocksparse.ops.linear import triton as backend
 from linear_backends import assert_close, forward, running, wgrad
 
-pytestmark = pytest.mark.skipif(triton_runtime.unavailable() is not None, reason=str(triton_runtime.unavailable()))
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(triton_runtime.unavailable() is not None, reason=str(triton_runtime.unavailable())),
+]
 
 DEVICE = torch.device("cpu" if triton_runtime.interpreting() else "cuda:0")
 

@@ -258,7 +258,7 @@ def test_rows_more_than_two_to_the_31_numbers_apart(backend):
         z = memory.as_strided((2, 16), (2**31 + 64, 1)).copy_(torch.randn(2, 16))
         h, c = torch.empty(2, 4, dtype=torch.bfloat16), torch.zeros(2, 4)
         lstm_gates.forward(z, None, None, c, h_out=h, c_out=c)
-    assert_close(backend, "h", h, step(z.double(), torch.zeros(2, 4))[0])
+        assert_close(backend, "h", h, step(z.double(), torch.zeros(2, 4))[0])
 
 
 @pytest.mark.parametrize("backend", CPU[-1:] + TRITON)

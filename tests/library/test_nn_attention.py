@@ -197,3 +197,19 @@ def test_the_reference_of_these_tests():
         dense_attention(q, k, v, torch.ones(6, 6).bool().tril()),
         F.scaled_dot_product_attention(q, k, v, is_causal=True),
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-2), (torch.bfloat16, 3e-2)], ids=str)
+def test_on_a_gpu(dtype, most, causal):
+    layout = bs.patterns.random((256, 256), block_size=32, density=0.4, seed=0)
+    q, k, v = (t.detach().to("cuda", dtype).requires_grad_() for t in draw((256, 256), d=32, d_v=32))
+    found = bs.nn.attention(q, k, v, layout, causal=causal)
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    expected = dense_attention(*exact, dense_mask(layout, causal).cuda())
+    upstream = torch.randn_like(found)
+    ours = [found, *torch.autograd.grad(found, (q, k, v), upstream)]
+    for got, right in zip(ours, [expected, *torch.autograd.grad(expected, exact, upstream.double())], strict=True):
+        assert (got.double() - right).norm() <= most * right.norm()

@@ -89,7 +89,8 @@ def outputs_and_gradients(run, tensors):
             leaf.requires_grad_()
     outputs = run(*leaves)
     generator = torch.Generator().manual_seed(1)
-    grads = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in outputs]
+    made = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+    grads = [torch.randn(y.shape, **made).to(y) for y in outputs]
     torch.autograd.backward(outputs, grads)
     # Tensors without effect on the outputs may have no gradient.
     found = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves if wants(leaf)]

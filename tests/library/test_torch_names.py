@@ -41,7 +41,8 @@ def test_the_argument_of_a_call_is_input(name):
     torch.testing.assert_close(layer(input=x), layer(x))
 
 
-WEIGHTED = [name for name in MODULES if hasattr(MODULES[name][0](), "weight") and name != "DiffusionConv"]
+with torch.device("meta"):  # without kernels, which a machine with a GPU need not have for its CPU
+    WEIGHTED = [name for name in MODULES if hasattr(MODULES[name][0](), "weight") and name != "DiffusionConv"]
 
 
 @pytest.mark.parametrize("name", WEIGHTED)

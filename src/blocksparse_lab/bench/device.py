@@ -13,6 +13,8 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.measure import Call, cuda_clock, host_clock
 from blocksparse.ops.gpu import runtime as triton_runtime
 
+from ..recipes.cuda_graph import capturing
+
 # Replays shorter than this many calls would be timed with the gaps between the replays.
 LEAST_CALLS = 32
 MOST_COPIES = 256
@@ -107,7 +109,7 @@ class Replay(Rotation):
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with capturing(self.graph, stream):
             super().__call__()
 
     def __call__(self) -> None:

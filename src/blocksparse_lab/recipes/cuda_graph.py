@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Captures into `graph` what is done within it on `stream`; a capture that fails leaves nothing in its state.
+
+    PyTorch's generator would go on as if it were captured, and its allocator keep memory for the graph.
+    """
+    device = torch.cuda.current_device()
+    generator = torch.cuda.default_generators[device]
+    before = generator.clone_state()
+    said: Exception | None = None
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            try:
+                yield
+            except Exception as error:
+                said = error
+                raise
+    except Exception as error:
+        generator.graphsafe_set_state(before)
+        with suppress(RuntimeError):  # if PyTorch did it
+            torch._C._cuda_endAllocateToPool(device, graph.pool())
+        raise said or error from None
 
 
 class GraphedStep:
@@ -44,7 +69,7 @@ class GraphedStep:
         graph = torch.cuda.CUDAGraph()
         self._inputs = tuple(tensor.clone() for tensor in inputs)
         try:
-            with torch.cuda.graph(graph, stream=self._stream):
+            with capturing(graph, self._stream):
                 self._work(*self._inputs)
         except Exception as error:
             self._failed = True
