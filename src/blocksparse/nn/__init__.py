@@ -9,6 +9,7 @@ from .diffusion_conv import Diffusion, DiffusionConv
 from .dropout import Dropout
 from .edge_bias import EdgeBias
 from .experts import Experts
+from .gated_mlp import GatedMLP
 from .gru import GRU, RNN
 from .linear import Linear
 from .lstm import LSTM
@@ -38,6 +39,7 @@ __all__ = [
     "EdgeBias",
     "Experts",
     "GRUCell",
+    "GatedMLP",
     "LSTMCell",
     "Linear",
     "MultiheadAttention",

@@ -69,12 +69,15 @@ def dot(a, b, sums, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def finish(sums, rows, valid, bias_ptr, row, output, height: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Bias, activation, and the store to the outputs of block row `row`, by pointers to the rows of the result."""
-    column = row * height + output
-    real = output < height
+def biased(sums, bias_ptr, column, real):
+    """sums + bias, or sums where there is none; `real` are the columns that exist."""
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + column, mask=real, other=0).to(sums.dtype)[None, :]
+    return sums
+
+
+@triton.jit
+def activated(sums, ACTIVATION: tl.constexpr):
     if ACTIVATION == "relu":
         sums = tl.where(sums < 0, 0, sums)  # NaN stays
     elif ACTIVATION == "gelu":
@@ -82,4 +85,13 @@ def finish(sums, rows, valid, bias_ptr, row, output, height: tl.constexpr, ACTIV
     elif ACTIVATION == "silu":
         small = tl.exp(-tl.abs(sums))  # never overflows
         sums = sums * (tl.where(sums < 0, small, 1) / (1 + small))
+    return sums
+
+
+@triton.jit
+def finish(sums, rows, valid, bias_ptr, row, output, height: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Bias, activation, and the store to the outputs of block row `row`, by pointers to the rows of the result."""
+    column = row * height + output
+    real = output < height
+    sums = activated(biased(sums, bias_ptr, column, real), ACTIVATION)
     tl.store(rows[:, None] + column[None, :], sums, mask=valid[:, None] & real[None, :])

@@ -13,7 +13,7 @@ from ..registry import is_plain, needs_grad
 from . import reference as definition
 from .op import LINEAR, LINEAR_WGRAD
 
-__all__ = ["ACTIVATIONS", "LINEAR", "LINEAR_WGRAD", "definition", "linear", "linear_transposed"]
+__all__ = ["ACTIVATIONS", "LINEAR", "LINEAR_WGRAD", "check_shapes", "definition", "linear", "linear_transposed"]
 
 
 def linear(
@@ -121,7 +121,7 @@ def _product(
         # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
         fused = None if activation != "relu" and needs_grad(x, values, bias) else activation
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
-    _check(x, values, layout, bias, out_features, in_features)
+    check_shapes(x, values, layout, bias, out_features, in_features)
     flat = x if x.dim() == 2 else x.reshape(-1, in_features)
     y = (LINEAR.direct if plain else LINEAR)((flat, values, bias), layout, (transpose, fused))
     if fused != activation:
@@ -129,7 +129,7 @@ def _product(
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], out_features)
 
 
-def _check(
+def check_shapes(
     x: Tensor,
     values: Tensor,
     layout: BlockLayout,
@@ -137,6 +137,7 @@ def _check(
     out_features: int,
     in_features: int,
 ) -> None:
+    """Raises a BlockSparseError for sizes that do not fit the layout, mixed dtypes or devices."""
     if x.dim() == 0 or x.shape[-1] != in_features:
         raise BlockSparseError.expected("x", f"[..., {in_features}] for {layout!r}", list(x.shape))
     if tuple(values.shape) != layout.values_shape:

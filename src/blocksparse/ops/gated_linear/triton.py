@@ -1,0 +1,94 @@
+"""The gated pair on a GPU: both products in one kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layout import BlockLayout
+from ..checks import features_together
+from ..gpu import runtime
+from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common
+from ..gpu.tiles import Gpu, Tile, Work, bucket, fit, forced, gpu_of, tile_for
+from .plan import gated_plan
+
+refusal = runtime.refusal
+
+# Sums that a thread can keep in registers, of both products.
+MOST_SUMS = 128
+# Launches kept per pair of layouts.
+MOST_LAUNCHES = 64
+
+
+def gated_linear(
+    x: Tensor,
+    gate: Tensor,
+    gate_layout: BlockLayout,
+    up: Tensor,
+    up_layout: BlockLayout,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    activation: str | None,
+) -> Tensor:
+    tokens = x.shape[0]
+    y = torch.empty(tokens, gate_layout.shape[0], dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return y
+    x, gate, up = features_together(x), gate.contiguous(), up.contiguous()
+    gate_bias = None if gate_bias is None else gate_bias.contiguous()
+    up_bias = None if up_bias is None else up_bias.contiguous()
+    tensors = x, gate, up, gate_bias, up_bias, y
+    aligned = tuple([None if tensor is None else tensor.data_ptr() % 16 == 0 for tensor in tensors])
+    like = (activation, x.dtype, x.device, tokens, x.stride(0), aligned, forced(x.dtype))
+    known: dict[Any, Launch] = gate_layout.derived(("gated launches", up_layout), dict)
+    launch = known.get(like)
+    if launch is None:
+        if len(known) >= MOST_LAUNCHES:
+            known.clear()
+        launch = known[like] = _launch(x, y, gate_layout, up_layout, activation)
+    launch(*tensors)
+    return y
+
+
+def _launch(x: Tensor, y: Tensor, gate: BlockLayout, up: BlockLayout, activation: str | None) -> Launch:
+    from . import kernels
+
+    tokens, (height, width) = x.shape[0], gate.block_shape
+    check_fits("x", "tokens", tokens)
+    for layout in (gate, up):
+        check_layout_fits(layout)
+    plan = gate.derived(("gated plan", up), lambda: gated_plan(gate, up))
+    with torch.inference_mode(False):
+        tasks, col, *block = (
+            torch.from_numpy(array.copy()).to(x.device) for array in (plan.tasks, plan.col, *plan.block)
+        )
+    density = (gate.density + up.density) / 2
+    tile = _tile(Work("forward", x.dtype, gate.block_shape, bucket(tokens), density), gpu_of(x.device))
+    arguments = {
+        "task_ptr": tasks,
+        "col_ptr": col,
+        "gate_block_ptr": block[0],
+        "up_block_ptr": block[1],
+        "tokens": tokens,
+        "tasks": len(tasks),
+        "x_stride": x.stride(0),
+        "y_stride": y.stride(0),
+        "block_out": height,
+        "block_in": width,
+        "ACTIVATION": activation or "",
+        **common(x.dtype, tile),
+    }
+    programs = cdiv(tokens, tile.block_m) * len(tasks) * cdiv(height, tile.block_n)
+    return Launch(kernels.gated_linear_kernel, (programs, 1, 1), 6, arguments, tile)
+
+
+def _tile(work: Work, gpu: Gpu) -> Tile:
+    """The tile of one product of this work, with room for the sums and the weights of two."""
+    tile = replace(tile_for(work, gpu), pairs=True)
+    most = MOST_SUMS * 32 * tile.warps // 2
+    while tile.block_m * tile.block_n > most and tile.block_m > 16:
+        tile = replace(tile, block_m=tile.block_m // 2)
+    return fit(tile, work, gpu)

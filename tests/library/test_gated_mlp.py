@@ -1,0 +1,151 @@
+"""The gated pair of products: one contract for all backends, and the MLP made of it."""
+
+import pytest
+import torch
+from torch import nn
+
+import blocksparse as bs
+from blocksparse.ops.gated_linear import gated_linear, reference
+from linear_backends import BACKENDS, CPU, assert_close, bound, cases, running
+
+SHAPES = {
+    "even": ((128, 96), 32, 0.5),
+    "small blocks": ((40, 64), 8, 0.4),
+    "odd blocks": ((48, 72), (16, 24), 0.5),
+    "empty rows": ((256, 32), 16, 0.2),
+    "nothing": ((64, 64), 32, 0.0),
+    "all": ((64, 64), 32, 1.0),
+}
+
+
+def layouts_of(shape, block, density):
+    return [bs.patterns.random(shape, block, density=density, seed=seed) for seed in (0, 1)]
+
+
+def drawn(gate, up, tokens, dtype):
+    sizes = (tokens, gate.shape[1]), gate.values_shape, up.values_shape, (gate.shape[0],), (gate.shape[0],)
+    return [torch.randn(size, dtype=dtype) for size in sizes]
+
+
+def in_float64(x, g, u, gb, ub, gate, up, activation):
+    given = [None if tensor is None else tensor.double() for tensor in (x, g, u, gb, ub)]
+    x, g, u, gb, ub = given
+    return reference.gated_linear(x, g, gate, u, up, gb, ub, activation)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("backend", "dtype"), cases())
+def test_products(backend, dtype, shape):
+    gate, up = layouts_of(*SHAPES[shape])
+    with running(backend):
+        for tokens, activation in ((1, "silu"), (70, "gelu")):
+            x, g, u, gb, ub = drawn(gate, up, tokens, dtype)
+            for gate_bias, up_bias in ((gb, ub), (None, None)):
+                y = gated_linear(x, g, gate, u, up, gate_bias, up_bias, activation)
+                expected = in_float64(x, g, u, gate_bias, up_bias, gate, up, activation)
+                terms = in_float64(x.abs(), g.abs(), u.abs(), gb.abs(), ub.abs(), gate, up, None)
+                assert y.dtype == dtype
+                assert_close(y, expected, 3 * bound(backend, dtype), f"{tokens} tokens", terms / terms.numel() ** 0.5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_strides(backend):
+    gate, up = layouts_of((64, 96), 16, 0.5)
+    with running(backend):
+        x, g, u, gb, ub = drawn(gate, up, 9, torch.float32)
+        expected = gated_linear(x, g, gate, u, up, gb, ub)
+        strided = [tensor.repeat_interleave(2, -1)[..., ::2] for tensor in (x, g, u, gb, ub)]
+        x, g, u, gb, ub = strided
+        torch.testing.assert_close(gated_linear(x, g, gate, u, up, gb, ub), expected)
+        wide = x.unflatten(0, (3, 3)).transpose(0, 1)
+        y = gated_linear(wide, g, gate, u, up, gb, ub)
+        torch.testing.assert_close(y.transpose(0, 1).flatten(0, 1), expected)
+        assert gated_linear(x[:0], g, gate, u, up).shape == (0, 64)
+
+
+@pytest.mark.parametrize("backend", ["reference", *CPU[-1:]])
+def test_gradients(backend):
+    gate, up = layouts_of((32, 48), 16, 0.5)
+    with running(backend):
+        tensors = [tensor.requires_grad_() for tensor in drawn(gate, up, 3, torch.float64)]
+        assert torch.autograd.gradcheck(lambda x, g, u, gb, ub: gated_linear(x, g, gate, u, up, gb, ub), tensors)
+
+
+def test_what_does_not_fit():
+    gate, up = layouts_of((32, 48), 16, 0.5)
+    x, g, u, _, _ = drawn(gate, up, 3, torch.float32)
+    for wrong, message in (
+        (lambda: gated_linear(x[:, :40], g, gate, u, up), r"x: expected \[\.\.\., 48\]"),
+        (lambda: gated_linear(x, g, gate, u, bs.patterns.dense((32, 48), 8)), "up_layout: expected one of the shape"),
+        (lambda: gated_linear(x, g, gate, u[:1], up), "values: expected"),
+        (lambda: gated_linear(x, g, gate, u.double(), up), "dtype of x"),
+        (lambda: gated_linear(x, g, gate, u, up, activation="sigmoid"), "activation: expected"),
+        (lambda: gated_linear(x, g, gate, u, "layout"), "layout: expected"),
+        (lambda: gated_linear(x, g, gate, u, up, g), "bias: expected"),
+    ):
+        with pytest.raises(bs.BlockSparseError, match=message):
+            wrong()
+
+
+class Theirs(nn.Module):
+    """As in the library transformers."""
+
+    def __init__(self, act, features=64, hidden=96):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(features, hidden, bias=False) for _ in range(2))
+        self.down_proj, self.act_fn = nn.Linear(hidden, features, bias=False), act
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Swapped(Theirs):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+def sparse(mlp):
+    return bs.sparsify(mlp, 0.5, 16, force=True)
+
+
+@pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(), nn.ReLU(), nn.Identity()], ids=lambda act: type(act).__name__)
+def test_of_a_users_mlp(act, any_backend):
+    mlp = sparse(Theirs(act))
+    fused, x = bs.nn.GatedMLP.of(mlp), torch.randn(2, 5, 64)
+    torch.testing.assert_close(fused(x), mlp(x))
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x), mlp(x))
+    assert fused.state_dict().keys() == mlp.state_dict().keys()
+    fused(x).sum().backward()
+    assert mlp.gate_proj.values.grad is not None
+
+
+@pytest.mark.parametrize(
+    "mlp",
+    [lambda: Theirs(nn.Tanh()), lambda: Theirs(nn.GELU("tanh")), lambda: Swapped(nn.SiLU()), lambda: nn.Linear(3, 3)],
+)
+def test_others_are_refused(mlp, any_backend):
+    mlp = mlp()
+    with pytest.raises(bs.BlockSparseError, match="mlp: expected"):
+        bs.nn.GatedMLP.of(sparse(mlp) if isinstance(mlp, Theirs) else mlp)
+
+
+def test_hooks_of_its_layers_see_their_calls(any_backend):
+    mlp, x, seen = bs.nn.GatedMLP(64, 96, density=0.5, block_size=16), torch.randn(3, 64), []
+    with torch.no_grad():
+        expected = mlp(x)
+        mlp.up_proj.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+        torch.testing.assert_close(mlp(x), expected)
+    assert seen == [(3, 96)]
+
+
+def test_padding(any_backend):
+    mlp, x = bs.nn.GatedMLP(50, 70, density=0.5, block_size=16, bias=True), torch.randn(3, 50)
+    expected = mlp.down_proj(nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+    with torch.no_grad():
+        torch.testing.assert_close(mlp(x), expected)
+
+
+def test_compiles(any_backend):
+    mlp, x = bs.nn.GatedMLP(64, 96, density=0.5, block_size=16), torch.randn(3, 64)
+    torch.testing.assert_close(torch.compile(mlp, backend="aot_eager", fullgraph=True)(x), mlp(x))
