@@ -1,21 +1,33 @@
-"""Every target of the linear op on a GPU in one run, inside ten minutes: a table, JSON, Markdown and a chart.
+"""Every target on a GPU: a table, JSON, Markdown and a chart, in two runs of a few minutes. It needs no installation.
 
-    python benchmarks/gpu.py                          all of it
+    python benchmarks/gpu.py --check                  that results are right on this GPU, and stop: a minute
+    python benchmarks/gpu.py                          all of it, the most important rows first
     python benchmarks/gpu.py --list                   the rows and their targets; needs no GPU
     python benchmarks/gpu.py --only "few,hubs"        some of them
     python benchmarks/gpu.py --quick                  small shapes, to see that it runs
     python benchmarks/gpu.py --quick --device cpu     the same without a GPU; its numbers mean nothing
 
+    compute-sanitizer --tool memcheck python benchmarks/gpu.py --check       ... and that no kernel leaves its memory
+
+From a copy of the sources, elsewhere, with compiled kernels and tiles that come along:
+
+    export PYTHONPATH=src BLOCKSPARSE_COMMIT=0123abc BLOCKSPARSE_TILES=out
+    python -m blocksparse_lab tune --minutes 4 --out out
+    python benchmarks/gpu.py --out out --cache out/cache
+
 Each case is checked against float64 before it is timed. Copies of the weights, more than the L2 cache holds, take turns
 in one CUDA graph per contender; the replays alternate. Peers that refuse are recorded with their reason. Files are
-written after every row, to benchmarks/results/linear-<GPU>.json, .md and, at the end, .png.
+written after every row, to benchmarks/results/linear-<GPU>.json, .md and, at the end, .png. A run that finds the file
+of this commit, GPU and settings measures what is missing in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 
@@ -24,8 +36,10 @@ from rich.console import Console
 from blocksparse import BlockSparseError
 from blocksparse_lab import machine
 from blocksparse_lab.bench import rows
+from blocksparse_lab.bench.contract import checks
 from blocksparse_lab.bench.device import Cuda, Device, Host
-from blocksparse_lab.bench.gpu import GpuReach, Job, write_chart
+from blocksparse_lab.bench.gpu import GpuReach, Job
+from blocksparse_lab.bench.gpu_chart import write_chart
 from blocksparse_lab.bench.linear import LinearBench
 from blocksparse_lab.bench.rows import Row
 from blocksparse_lab.cli.bench import progress as shown
@@ -34,16 +48,20 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Every target of the linear op on a GPU.")
+    parser = argparse.ArgumentParser(description="Every target on a GPU.")
     parser.add_argument("--list", action="store_true", help="the rows and their targets, and stop")
+    parser.add_argument("--check", action="store_true", help="a slice of the contract, nothing timed, and stop")
     parser.add_argument("--only", default="", help="rows whose names have one of these words, with commas between")
     parser.add_argument("--quick", action="store_true", help="small shapes; writes nothing unless --out is given")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, with --quick")
     parser.add_argument("--out", type=Path, help="folder for the files")
-    parser.add_argument("--budget", type=float, default=2.0, help="seconds of timing per row")
-    parser.add_argument("--tuning", type=float, default=20.0, help="seconds for PyTorch's tuner per shape")
-    parser.add_argument("--minutes", type=float, default=9.0, help="rows that have not begun by then are left out")
+    parser.add_argument("--cache", type=Path, help="folder for compiled kernels, to be carried to the next run")
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds of timing per row")
+    parser.add_argument("--tuning", type=float, default=3.0, help="seconds for PyTorch's tuner per shape")
+    parser.add_argument("--minutes", type=float, default=7.5, help="rows that have not begun by then are left out")
     arguments = parser.parse_args()
+    if arguments.cache:
+        os.environ["TRITON_CACHE_DIR"] = str(arguments.cache.resolve())
     try:
         failed = run(arguments)
     except BlockSparseError as error:
@@ -57,39 +75,60 @@ def run(arguments: argparse.Namespace) -> bool:
     console = Console()
     if arguments.list:
         jobs = chosen(GpuReach(None).jobs(), arguments.only)
-        console.print(rows.table([Row(job.work, job.target, "", None) for job in jobs], "linear op on a GPU"))
+        console.print(rows.table([Row(job.work, job.target, "", None) for job in jobs], "targets on a GPU"))
         return False
     quick = arguments.quick
-    if arguments.device == "cpu" and not quick:
-        raise BlockSparseError.expected("--device cpu", "--quick with it", "the full sizes")
+    if arguments.device == "cpu" and not (quick or arguments.check):
+        raise BlockSparseError.expected("--device cpu", "--quick or --check with it", "the full sizes")
     device: Device = Cuda() if arguments.device == "cuda" else Host(copies=4)
+    if arguments.check:
+        return False in list(right(device))
     bench = LinearBench(
-        rounds=3 if quick else 51,
-        budget=0.1 if quick else arguments.budget,
+        rounds=1 if quick else 51,
+        budget=0.01 if quick else arguments.budget,
         tuning=2.0 if quick else arguments.tuning,
         device=device,
     )
-    reach = GpuReach(bench, shrink=16 if quick else 1)
-    jobs = chosen(reach.jobs(), arguments.only)
     facts = machine.machine(arguments.device)
+    shrink = 16 if quick else 1
     settings = {"rounds": bench.rounds, "budget": bench.budget, "seed": bench.seed, "tuning": bench.tuning}
+    settings["shrink"] = shrink
     chip = facts["gpu"]["name"] if facts["gpu"] else facts["cpu"]
     folder = arguments.out or (None if quick else RESULTS)
     path = folder and folder / f"linear-{machine.slug(chip)}.json"
+    reach = GpuReach(bench, shrink, rows.measured_before(path, facts, settings) if path else ())
+    every = reach.jobs()
+    jobs = chosen(every, arguments.only)
 
-    found: list[Row] = []
+    found = reach.rows
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # draws and shows what was measured
     try:
-        for row in measured(jobs, 60 * arguments.minutes):
-            found.append(row)
+        for row in measured(reach, jobs, 60 * arguments.minutes):
+            found[row.work] = row
             if path:
-                rows.write(path, found, "targets of the linear op on a GPU", facts, **settings)
+                ordered = [row for job in every for row in found.values() if job.gives(row.work)]
+                rows.write(path, ordered, "targets on a GPU", facts, **settings)
     finally:
-        console.print(rows.table(found, machine.where(facts)))
+        console.print(rows.table(list(found.values()), machine.where(facts)))
         if path:
             drawn = draw(path.with_suffix(".png"), reach, machine.where(facts))
             console.print(f"wrote {path}, .md{drawn}", highlight=False, soft_wrap=True)
-    return any(row.measured.startswith("FAILED") for row in found)
+    return any(row.measured.startswith("FAILED") for row in found.values())
+
+
+def right(device: Device) -> Iterator[bool]:
+    """Whether each check holds; a line for each."""
+    start = monotonic()
+    for what, check in checks(device):
+        try:
+            errors = check()
+        except Exception as error:  # the others are still checked
+            print(f"[{monotonic() - start:4.0f} s] WRONG {what}: {type(error).__name__}: {error}", flush=True)
+            yield False
+        else:
+            said = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+            print(f"[{monotonic() - start:4.0f} s] right {what}: {said}", flush=True)
+            yield True
 
 
 def chosen(jobs: list[Job], only: str) -> list[Job]:
@@ -100,7 +139,7 @@ def chosen(jobs: list[Job], only: str) -> list[Job]:
     return some
 
 
-def measured(jobs: list[Job], seconds: float):
+def measured(reach: GpuReach, jobs: list[Job], seconds: float) -> Iterator[Row]:
     """The rows as they come; on a terminal with a bar, elsewhere with a line for each."""
     start = monotonic()
     with shown() as progress:
@@ -108,7 +147,7 @@ def measured(jobs: list[Job], seconds: float):
         for job in jobs:
             progress.update(task, description=job.work)
             late = monotonic() - start > seconds
-            some = [rows.not_measured(job.work, job.target, "out of time")] if late else job.run()
+            some = [Row(job.work, job.target, rows.LATE, None)] if late else reach.run(job)
             for row in some:
                 if progress.disable:
                     print(f"[{monotonic() - start:4.0f} s] {row.work}: {row.measured}", file=sys.stderr, flush=True)
@@ -120,7 +159,7 @@ def draw(path: Path, reach: GpuReach, where: str) -> str:
     if not reach.cases:
         return ""
     try:
-        write_chart(path, reach.cases, reach.ceilings, where)
+        write_chart(path, reach.cases, reach.ceiling_details(), where)
     except Exception as error:  # the numbers are written all the same
         return f"; no chart: {error}"
     return " and .png"

@@ -18,9 +18,10 @@ from blocksparse.measure import Samples, Spread
 from blocksparse.ops.gpu.tiles import INTERPRETED
 from blocksparse.ops.linear.specs import GPU_HUBS, GPU_MEAN, GPU_REACH, LinearSpec, Target
 from blocksparse_lab import machine
-from blocksparse_lab.bench import gpu, peers, rows
+from blocksparse_lab.bench import contract, gpu, peers, rows
 from blocksparse_lab.bench.case import OURS, CaseResult
 from blocksparse_lab.bench.device import Host, Rotation, device_of
+from blocksparse_lab.bench.gpu_chart import write_chart
 from blocksparse_lab.bench.linear import PEERS, LinearBench, LinearCase
 from blocksparse_lab.cli import app
 
@@ -153,12 +154,13 @@ def test_training_keeps_a_part_of_forward():
 
 
 def test_the_mean_is_geometric_over_those_that_ran():
-    cases = [case(blocksparse=1.0, torch_bsr=1.0), case(blocksparse=1.0, torch_bsr=4.0)]
-    row = gpu.mean_row("work", "torch-bsr", 1.9, [*cases, case(blocksparse=1.0, refused={"torch-bsr": "no"})])
+    cases = [case(blocksparse=1.0, torch_bsr=ratio).as_dict() for ratio in (1.0, 4.0)]
+    refusing = case(blocksparse=1.0, refused={"torch-bsr": "no"}).as_dict()
+    row = gpu.mean_row("work", "torch-bsr", 1.9, [*cases, refusing])
     assert row.met is True
     assert row.details["mean"] == pytest.approx(2)
     assert "2 of 3 cases" in row.measured
-    row = gpu.mean_row("work", "torch-bsr", 1.9, [case(blocksparse=1.0, refused={"torch-bsr": "no"})])
+    row = gpu.mean_row("work", "torch-bsr", 1.9, [refusing])
     assert (row.met, row.measured) == (None, "not measured: no")
 
 
@@ -246,7 +248,7 @@ def test_a_job_that_fails_is_a_row():
 def test_without_a_gpu_it_says_so(script):
     with pytest.raises(bs.BlockSparseError, match="device: expected a GPU that PyTorch sees, got none"):
         device_of("cuda")
-    assert script() == (1, "", "error: device: expected a GPU that PyTorch sees, got none\n")
+    assert script() == script("--check") == (1, "", "error: device: expected a GPU that PyTorch sees, got none\n")
     done = CliRunner().invoke(app, ["bench", "linear", "--device", "cuda"])
     assert done.exit_code == 1
     assert "expected a GPU that PyTorch sees, got none" in done.output
@@ -262,11 +264,11 @@ def test_the_rows_are_listed_with_their_targets(script):
     assert wanted in script("--only=hub caps", "--list")[2]
 
 
-@pytest.mark.full
 def test_the_program_runs_from_end_to_end(tmp_path, backend):
     if backend != "cpu":
         pytest.skip("slow without the compiled core")
-    done = program("--quick", "--device", "cpu", "--out", tmp_path, BLOCKSPARSE_COMMIT="0123456789abcdef+")
+    one = {"OMP_NUM_THREADS": "1", "BLOCKSPARSE_COMMIT": "0123456789abcdef+"}
+    done = program("--quick", "--device", "cpu", "--out", tmp_path, **one)
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("linear-*.json")
     content = json.loads(path.read_text())
@@ -275,7 +277,7 @@ def test_the_program_runs_from_end_to_end(tmp_path, backend):
     assert not any(row["measured"].startswith("FAILED") for row in content["rows"])
     assert content["machine"]["commit"] == "0123456789abcdef"
     assert content["machine"]["dirty"] is True
-    assert content["settings"]["rounds"] == 3
+    assert content["settings"]["rounds"] == 1
     case = content["rows"][1]["details"]
     assert case["errors"]["y"] <= case["error_bound"]
     assert case["calls_per_sample"] == {"blocksparse": 32, "dense": 32}
@@ -289,10 +291,51 @@ def test_rows_are_written_as_they_come_and_late_ones_left_out(tmp_path, script):
     assert {row["measured"] for row in json.loads(path.read_text())["rows"]} == {"not measured: out of time"}
 
 
+def test_a_run_goes_on_where_another_ended(tmp_path, script, monkeypatch):
+    settled = []
+    monkeypatch.setattr(Host, "settle", lambda device: settled.append(device))
+    monkeypatch.setenv("BLOCKSPARSE_COMMIT", "0123456789abcdef")
+    quick = "--quick", "--device", "cpu", "--out", tmp_path, "--only"
+    assert script(*quick, "dense peak,break-even,host")[0] == 0
+    (path,) = tmp_path.glob("linear-*.json")
+    content = json.loads(path.read_text())
+    _, even, *_, host = content["rows"]
+    assert even["work"].startswith("break-even")
+    host["measured"] = "FAILED: out of memory"
+    path.write_text(json.dumps(content))
+    timed = len(settled)
+    assert script(*quick, "break-even,host,2:4,hubs")[0] == 0
+    rows = json.loads(path.read_text())["rows"]
+    names = ["bandwidth", *["break-even"] * 3, *["layout with hubs"] * 2, "host time", "2:4"]  # in the order of --list
+    assert all(row["work"].startswith(name) for row, name in zip(rows, names, strict=True))
+    assert rows[1] == even
+    assert not rows[6]["measured"].startswith("FAILED"), "is measured again"
+    assert len(settled) == timed + 2, "for the new rows; host times need no warm device"
+    monkeypatch.setenv("BLOCKSPARSE_COMMIT", "fedcba")
+    assert script(*quick, "break-even")[0] == 0
+    assert len(settled) > timed + 2, "of another commit all is measured again"
+    path.write_text('{"rows": 1}')
+    assert "expected a file that this program wrote" in script(*quick, "host")[2]
+
+
+def test_the_check_goes_through_all_and_says_what_is_wrong(script, monkeypatch):
+    status, said, _ = script("--check", "--device", "cpu")
+    assert status == 0
+    assert "WRONG" not in said
+    for name in ("LinearSpec", "ConvSpec", "LstmSpec", "gated MLP", "attention"):
+        assert f"right {name}" in said
+    monkeypatch.setattr(contract, "DTYPES", ("float32",))
+    monkeypatch.setattr(contract.LstmBench, "case", lambda self, spec: 1 / 0)
+    status, said, _ = script("--check", "--device", "cpu")
+    assert status == 1
+    assert said.count("WRONG LstmSpec") == 6
+    assert "right gated MLP" in said
+
+
 def test_the_cpu_is_for_dry_runs_only(script):
     status, _, said = script("--device", "cpu")
     assert status == 1
-    assert "--device cpu: expected --quick with it" in said
+    assert "--device cpu: expected --quick or --check with it" in said
 
 
 def test_the_chart_is_a_png(tmp_path):
@@ -302,11 +345,11 @@ def test_the_chart_is_a_png(tmp_path):
             replace(SPEC, dtype="bfloat16"), blocksparse=1e-3, dense=2e-3, torch_bsr=1e-2
         ),
         "many tokens, block 32": case(blocksparse=1e-3, dense=3e-3),
-        "training step": case(blocksparse=1e-3, dense=3e-3),
     }
     facts = {"gpu": None, "cpu": "x", "isa": None, "threads": 1, "torch": "2", "blocksparse": "0", "commit": None}
     for some in (cases, {"many tokens, block 32": case(blocksparse=1e-3, refused={"dense": "oom"})}):
-        gpu.write_chart(tmp_path / "r.png", some, CEILINGS, machine.where(facts))
+        details = {name: {**case.as_dict(), "least_time": 1e-4} for name, case in some.items()}
+        write_chart(tmp_path / "r.png", details, vars(CEILINGS), machine.where(facts))
         assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -46,8 +45,9 @@ from .lstm import LstmBench
 from .lstm_reach import GPU_REACH as LSTM_REACH
 from .lstm_reach import LstmTarget, described, sized
 from .memory import train_step
-from .report import figure_and_axes, line, plain_ticks, short
+from .report import short
 from .rows import Row, judged, memory_row, not_measured, times
+from .transformer import TRANSFORMER
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,10 @@ class Job:
     target: str
     measure: Callable[[], list[Row]]
 
+    def gives(self, work: str) -> bool:
+        """Whether a row of this work is one of its rows."""
+        return work == self.work or work.startswith(f"{self.work}, ")
+
     def run(self) -> list[Row]:
         """Measures its rows; a failure becomes a row too, so that the others are still measured."""
         try:
@@ -108,12 +112,12 @@ class GpuReach:
     Args:
         bench: measures the cases; None, to list the jobs only.
         shrink: how many times fewer features, and tokens up to 256, to see that it runs.
+        known: rows of an earlier run on this device, which are not measured again.
     """
 
-    def __init__(self, bench: LinearBench | None, shrink: int = 1):
+    def __init__(self, bench: LinearBench | None, shrink: int = 1, known: Iterable[Row] = ()):
         self._bench, self.shrink = bench, shrink
-        self.cases: dict[str, CaseResult] = {}
-        self._ceilings: Ceilings | None = None
+        self.rows = {row.work: row for row in known}
 
     @property
     def bench(self) -> LinearBench:
@@ -121,20 +125,19 @@ class GpuReach:
             raise BlockSparseError.expected("bench", "one that measures", "None")
         return self._bench
 
-    @property
-    def ceilings(self) -> Ceilings:
-        if self._ceilings is None:
-            small = {} if self.shrink == 1 else {"copied": 2**22, "side": 256}
-            self._ceilings = Ceilings.of(self.bench.device, **small)
-        return self._ceilings
+    def run(self, job: Job) -> list[Row]:
+        """The rows of a job: those known, or measured now."""
+        found = [row for work, row in self.rows.items() if job.gives(work)]
+        if not found:
+            found = job.run()
+            self.rows |= {row.work: row for row in found}
+        return found
 
     def jobs(self) -> list[Job]:
         """The jobs, the most important first."""
-        out = [Job("bandwidth of a copy, dense peak", "-", self._ceiling_rows)]
-        later: list[Job] = []
-        for name, target in GPU_REACH.items():
-            job = Job(self._title(name, target.spec), target_text(target), partial(self._target_rows, name))
-            (later if "fp32" in name else out).append(job)
+        out = [Job(_CEILINGS, "-", self._ceiling_rows)]
+        for name, target in sorted(GPU_REACH.items(), key=lambda item: not item[0].startswith("few")):
+            out.append(self._target_job(name, target))
         for block in GPU_BLOCKS:
             work = f"training step, many tokens, block {block}"
             out.append(Job(work, _PART, partial(self._training, block, work)))
@@ -155,36 +158,58 @@ class GpuReach:
             work = f"a step, {described(step)}, {lstm_target.peer}"
             wants = f">= {lstm_target.ratio:g}x {lstm_target.peer}"
             out.append(Job(work, wants, partial(self._lstm, replace(lstm_target, spec=step), work)))
+        for kind, full, least in TRANSFORMER:
+            part = full if self.shrink == 1 else full.shrunk()
+            wants = "-" if least is None else f">= {least:g}x dense"
+            out.append(Job(f"{part}", wants, partial(self._part, kind, part, least)))
         for peer, ratio in GPU_MEAN.items():
             work = f"geometric mean over {peer}"
             out.append(Job(work, f">= {ratio:g}x {peer}", partial(self._mean, peer, ratio, work)))
-        return out + later
+        return out
 
-    def case(self, name: str) -> CaseResult:
-        """The case of GPU_REACH of this name, measured at the first call."""
-        if name not in self.cases:
-            target = GPU_REACH[name]
-            peers = [*(peer for peer, _ in target.ratios), *target.others]
-            self.cases[name] = self.bench.run(self._sized(target.spec), peers)
-        return self.cases[name]
+    def details(self, name: str) -> dict[str, Any]:
+        """The details of the first row of GPU_REACH of this name, measured at the first call."""
+        return self.run(self._target_job(name, GPU_REACH[name]))[0].details
+
+    @property
+    def ceilings(self) -> Ceilings:
+        """Measured at the first call."""
+        return Ceilings(**self.ceiling_details())
+
+    def ceiling_details(self) -> dict[str, Any]:
+        """The details of their row."""
+        return self.run(self.jobs()[0])[0].details
+
+    @property
+    def cases(self) -> dict[str, dict[str, Any]]:
+        """The details of the rows of GPU_REACH that are there."""
+        titles = {name: self._title(name, target.spec) for name, target in GPU_REACH.items()}
+        return {name: self.rows[title].details for name, title in titles.items() if title in self.rows}
 
     # -- the jobs --------------------------------------------------------------------------------------------------
 
     def _ceiling_rows(self) -> list[Row]:
-        found = self.ceilings
+        small = {} if self.shrink == 1 else {"copied": 2**22, "side": 256}
+        found = Ceilings.of(self.bench.device, **small)
         rates = ", ".join(f"{dtype} {rate / 1e12:.3g} TFLOP/s" for dtype, rate in found.dense.items())
         details = {"copy": found.copy, "dense": dict(found.dense)}
-        return [Row("bandwidth of a copy, dense peak", "-", f"{found.copy / 1e12:.3g} TB/s; {rates}", None, details)]
+        return [Row(_CEILINGS, "-", f"{found.copy / 1e12:.3g} TB/s; {rates}", None, details)]
 
-    def _target_rows(self, name: str) -> list[Row]:
-        target = GPU_REACH[name]
-        return case_rows(self._title(name, target.spec), target, self.case(name), self.ceilings)
+    def _target_job(self, name: str, target: Target) -> Job:
+        return Job(self._title(name, target.spec), target_text(target), partial(self._target_rows, name, target))
+
+    def _target_rows(self, name: str, target: Target) -> list[Row]:
+        peers = [*(peer for peer, _ in target.ratios), *target.others]
+        result = self.bench.run(self._sized(target.spec), peers)
+        return case_rows(self._title(name, target.spec), target, result, self.ceilings)
 
     def _training(self, block: int, work: str) -> list[Row]:
-        forward = self.case(f"many tokens, block {block}")
-        step = self.bench.run(replace(forward.spec, pass_="train"), ["dense"])
-        self.cases[work] = step
-        return [training_row(work, forward.speedup("dense"), step)]
+        name = f"many tokens, block {block}"
+        forward = self.details(name).get("speedup", {})
+        if "dense" not in forward:
+            raise NotImplementedError("the forward pass was not")
+        step = self.bench.run(replace(self._sized(GPU_REACH[name].spec), pass_="train"), ["dense"])
+        return [training_row(work, Spread(**forward["dense"]), step)]
 
     def _hubs(self, spec: LinearSpec, work: str) -> list[Row]:
         hubs = self.bench.case(self._sized(spec))
@@ -225,7 +250,17 @@ class GpuReach:
 
         return [against(work, result, peer, target.ratio, more)]
 
-    def _sized_bench(self, kind: type[ConvBench] | type[LstmBench]) -> Bench:
+    def _part(self, kind: type[Bench], spec: Any, least: float | None) -> list[Row]:
+        bench = self._sized_bench(kind)
+        result = bench.run(spec, bench.kind.peers)
+        if "dense" in result.refused:
+            return [not_measured(f"{spec}", "-", result.refused["dense"])]
+        others = "".join(f", {_against(result, peer)}" for peer in bench.kind.peers[1:])
+        speedup, details = result.speedup("dense"), result.as_dict()
+        del details["bytes_per_second"]  # of language models
+        return [judged(f"{spec}", speedup, "dense", least=least, more=others, details=details)]
+
+    def _sized_bench(self, kind: type[Bench]) -> Bench:
         return kind(rounds=self.bench.rounds, budget=self.bench.budget, device=self.bench.device)
 
     def _host(self) -> list[Row]:
@@ -239,7 +274,7 @@ class GpuReach:
         return [memory_row(work, training_memory(spec, self.bench.device), dense)]
 
     def _mean(self, peer: str, ratio: float, work: str) -> list[Row]:
-        cases = [self.case(name) for name, target in GPU_REACH.items() if _has(target, peer)]
+        cases = [self.details(name) for name, target in GPU_REACH.items() if _has(target, peer)]
         return [mean_row(work, peer, ratio, cases)]
 
     # -- names and sizes -------------------------------------------------------------------------------------------
@@ -258,6 +293,7 @@ class GpuReach:
         return f"{name}{density}, hidden {spec.out_features}, {spec.tokens} tokens"
 
 
+_CEILINGS = "bandwidth of a copy, dense peak"
 _HOST = "host time per call, nothing to compute"
 _PART = f">= {GPU_TRAINING_PART:.0%} of forward"
 
@@ -322,12 +358,12 @@ def training_row(work: str, forward: Spread, step: CaseResult) -> Row:
     return Row(work, _PART, measured, part >= GPU_TRAINING_PART, {**step.as_dict(), "part_of_forward": part})
 
 
-def mean_row(work: str, peer: str, ratio: float, cases: Iterable[CaseResult]) -> Row:
-    """The geometric mean of the speed-ups over a peer, over the cases that it could run."""
+def mean_row(work: str, peer: str, ratio: float, cases: Iterable[Mapping[str, Any]]) -> Row:
+    """The geometric mean of the speed-ups over a peer, over the cases that it could run, by their rows' details."""
     cases, text = list(cases), f">= {ratio:g}x {peer}"
-    found = [case.speedup(peer).median for case in cases if peer in case.peers]
+    found = [case["speedup"][peer]["median"] for case in cases if peer in case.get("speedup", ())]
     if not found:
-        reasons = dict.fromkeys(case.refused[peer] for case in cases if peer in case.refused)
+        reasons = dict.fromkeys(case["refused"][peer] for case in cases if peer in case.get("refused", ()))
         return not_measured(work, text, "; ".join(reasons) or "no case")
     mean = geometric_mean(found)
     measured = f"{short(mean)}x {peer} ({short(min(found))}-{short(max(found))}), {len(found)} of {len(cases)} cases"
@@ -404,52 +440,3 @@ def training_memory(spec: LinearSpec, device: Device) -> dict[str, int]:
         "gradient": values.numel() * values.itemsize,
         "activations": (x.numel() + grad.numel()) * x.itemsize,
     }
-
-
-# -- the picture ---------------------------------------------------------------------------------------------------
-
-_COLOURS = ("#0072b2", "#d55e00", "#009e73")
-
-
-def write_chart(path: Path, cases: Mapping[str, CaseResult], ceilings: Ceilings, where: str) -> None:
-    """A PNG: speed-up over dense against density, few tokens and many, under what bytes and arithmetic allow.
-
-    Raises:
-        BlockSparseError: matplotlib is not installed.
-    """
-    figure, (few, many) = figure_and_axes((12, 5.2), columns=2)
-    forward = {name: case for name, case in cases.items() if name in GPU_REACH and "dense" in case.peers}
-    for axes, title, part, key in (
-        (few, "few tokens", lambda name: name.startswith("few"), lambda case: case.spec.dtype),
-        (many, "many tokens", lambda name: not name.startswith("few"), lambda case: f"block {case.spec.block}"),
-    ):
-        chosen = {name: case for name, case in forward.items() if part(name)}
-        groups = dict.fromkeys(key(case) for case in chosen.values())
-        for colour, group in zip(_COLOURS, groups, strict=False):
-            some = sorted((c for c in chosen.values() if key(c) == group), key=lambda case: case.density)
-            _draw(axes, some, group, colour, ceilings)
-        for name, case in chosen.items():
-            axes.plot(case.density, dict(GPU_REACH[name].ratios)["dense"], marker="_", ms=14, color="0.2", ls="")
-        shapes = dict.fromkeys(f"hidden {c.spec.out_features}, {c.spec.tokens} tokens" for c in chosen.values())
-        axes.axhline(1, color="0.2", lw=1)
-        axes.set(xscale="log", yscale="log", xlabel="density (stored blocks / all blocks)", ylabel="speed-up")
-        axes.set_title(f"{title}: {'; '.join(shapes)}" if shapes else f"{title}: not measured", loc="left", size=11)
-        if not chosen:
-            axes.set(xlim=(0.01, 1), ylim=(1, 100))
-        else:
-            axes.legend(frameon=False, fontsize=8.5)
-        plain_ticks(axes)
-        axes.grid(which="major", color="0.9", lw=0.8)
-    rates = f"a copy's {ceilings.copy / 1e12:.2f} TB/s, dense bf16 {ceilings.dense['bfloat16'] / 1e12:.0f} TFLOP/s"
-    figure.supxlabel(f"over dense; dashed: the bound by {rates}; bars: targets. {where}", size=7.5, color="0.4")
-    figure.savefig(path, format="png", dpi=150)
-
-
-def _draw(axes: Any, cases: list[CaseResult], name: str, colour: str, ceilings: Ceilings) -> None:
-    bounds = [case.time("dense").median / ceilings.least_time(case) for case in cases]
-    axes.plot([case.density for case in cases], bounds, "--", color=colour, lw=1)
-    line(axes, [(case.density, case.speedup("dense")) for case in cases], name, colour)
-    raced = [case for case in cases if "torch-bsr" in case.peers]
-    if raced:
-        theirs = [case.samples.ratio("dense", "torch-bsr").median for case in raced]
-        axes.plot([c.density for c in raced], theirs, ":", marker="s", ms=4, color=colour, label=f"torch BSR, {name}")

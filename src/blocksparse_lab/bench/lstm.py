@@ -150,7 +150,10 @@ class LstmCase(Case):
         if name.startswith("torch") and self.spec.config.cell != "lstm":
             raise NotImplementedError(f"torch.nn has no such cell as {self.spec.config.cell}")
         kind = _TorchCharLM if name.startswith("torch") else CharLM
-        return kind(self.config(name)).to(self.device)
+        if name == OURS:
+            return kind(self.config(name)).to(self.device)
+        with self.device:  # wide peers take half a minute on the host
+            return kind(self.config(name))
 
     @property
     def stored(self) -> tuple[int, float]:

@@ -9,12 +9,16 @@ from typing import Any
 
 from rich.table import Table
 
+from blocksparse.errors import BlockSparseError
+from blocksparse.files import read_json
 from blocksparse.measure import Spread
 
 from ..machine import where
 from . import report
 from .report import ratio, short
 
+# What a row says that was not begun.
+LATE = "not measured: out of time"
 HEAD = ("work", "target", "measured", "met")
 
 
@@ -101,6 +105,28 @@ def memory_row(work: str, facts: Mapping[str, int], dense: int) -> Row:
     )
     details = {**facts, "rest": rest, "dense": dense}
     return Row(work, "gradient + activations + O(nnz) indices", measured, rest <= limit, details)
+
+
+def measured_before(path: Path, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Row]:
+    """The rows in a file of this commit, machine and settings, without those that failed or came too late.
+
+    None where the commit is not known, or files differ from it.
+
+    Raises:
+        BlockSparseError: the file is not one that `write` wrote.
+    """
+    if not path.exists() or facts["commit"] is None or facts["dirty"] is not False:
+        return []
+    found = read_json(path, "rows")
+    try:
+        before, rows = found["machine"], [Row(**row) for row in found["rows"]]
+        same = (
+            all(before[name] == facts[name] for name in ("commit", "dirty", "torch")) and found["settings"] == settings
+        )
+        same = same and (before["gpu"] or {}).get("name") == (facts["gpu"] or {}).get("name")
+    except (KeyError, TypeError) as error:
+        raise BlockSparseError.expected(str(path), "a file that this program wrote", repr(error)) from error
+    return [row for row in rows if not row.measured.startswith(("FAILED", LATE))] if same else []
 
 
 def table(rows: Sequence[Row], title: str) -> Table:

@@ -1,0 +1,276 @@
+"""Parts of transformers on a GPU, in inference: the gated MLP, attention on a layout, a linear layer with 2:4 weights.
+
+The peers:
+    dense       the same part with dense weights; PyTorch's dense attention.
+    three       of the gated MLP, its products one by one, with the same block-sparse weights.
+    flex        of attention, PyTorch's FlexAttention with a mask of the same blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocksparse import patterns, sparsity
+from blocksparse.convert import to_dense
+from blocksparse.layout import BlockLayout
+from blocksparse.measure import Call
+from blocksparse.nn import GatedMLP, attention
+from blocksparse.ops.linear import linear
+
+from .case import OURS, Bench, Case, bound_of, within
+from .linear import relative_error
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """What all of these have: tokens, blocks, and how many of them are stored; bfloat16, forward."""
+
+    tokens: int
+    density: float
+    block: int
+    features: int
+
+    products = 0  # not counted: a part is more than its products
+    dtype = "bfloat16"
+    torch_dtype = torch.bfloat16
+
+    def shrunk(self) -> Any:
+        """A small one, to see that it runs."""
+        return replace(self, tokens=min(self.tokens, 128), features=256)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {**asdict(self), "dtype": self.dtype, "pass": "forward"}
+
+
+@dataclass(frozen=True)
+class MlpSpec(PartSpec):
+    """`features -> hidden -> features`.
+
+    >>> print(MlpSpec(32, 0.05, 32, 4096, hidden=14336))
+    gated MLP 4096-14336-4096, 32 tokens, block 32, density 0.05
+    """
+
+    hidden: int
+
+    def shrunk(self) -> MlpSpec:
+        return replace(super().shrunk(), hidden=512)
+
+    def __str__(self) -> str:
+        sizes = f"{self.features}-{self.hidden}-{self.features}"
+        return f"gated MLP {sizes}, {self.tokens} tokens, block {self.block}, density {self.density:g}"
+
+
+@dataclass(frozen=True)
+class AttentionSpec(PartSpec):
+    """Self-attention of one text, with features for each of the heads.
+
+    >>> print(AttentionSpec(4096, 0.1, 128, 64, heads=16))
+    attention of 16 heads of 64, 4096 tokens, block 128, density 0.1
+    """
+
+    heads: int
+
+    def shrunk(self) -> AttentionSpec:
+        return replace(self, tokens=256, features=16, heads=2)
+
+    def __str__(self) -> str:
+        what = f"attention of {self.heads} heads of {self.features}"
+        return f"{what}, {self.tokens} tokens, block {self.block}, density {self.density:g}"
+
+
+@dataclass(frozen=True)
+class SemiStructuredSpec(PartSpec):
+    """A square linear layer.
+
+    >>> print(SemiStructuredSpec(8192, 0.5, 1, 8192))
+    2:4 weights (to_semi_structured), hidden 8192, 8192 tokens
+    """
+
+    def __str__(self) -> str:
+        return f"2:4 weights (to_semi_structured), hidden {self.features}, {self.tokens} tokens"
+
+
+class PartCase(Case):
+    """The tensors of a part; the next copy of a contender has the next weights."""
+
+    def __init__(self, spec: Any, seed: int, device: torch.device):
+        self.spec, self.seed, self.device = spec, seed, device
+        self.bound = 2 * bound_of(spec.dtype, device)
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def randn(self, *shape: int, gain: float = 1.0) -> Tensor:
+        kind: dict[str, Any] = {"device": self.device, "generator": self.generator}
+        return (gain * torch.randn(shape, **kind)).to(self.spec.torch_dtype)
+
+    def silent(self, function: Callable[..., Tensor], *inputs: Tensor) -> Call:
+        def call() -> Tensor:
+            with torch.no_grad():
+                return function(*inputs)
+
+        return call
+
+    def exact(self) -> Tensor:
+        """The right result, in float64."""
+        raise NotImplementedError
+
+    def check(self, seed: int) -> dict[str, float]:
+        errors = {"y": relative_error(self.call(OURS)(), self.exact())}  # type: ignore[arg-type]
+        within(self.bound, errors, self.spec)
+        return errors
+
+    def wrong(self, name: str, call: Call) -> str | None:
+        if name == "dense":
+            return None
+        error = relative_error(call(), self.exact())  # type: ignore[arg-type]
+        return None if error <= 10 * self.bound else f"wrong: {name}'s y has a relative L2 error of {error:g}"
+
+
+class MlpCase(PartCase):
+    peers = ("dense", "three")
+    rotates = True
+
+    def __init__(self, spec: MlpSpec, seed: int, device: torch.device):
+        super().__init__(spec, seed, device)
+        self.x = self.randn(spec.tokens, spec.features)
+        self.copies: list[GatedMLP] = []
+        self.layout = self.mlp(0).gate_proj.layout
+
+    def mlp(self, copy: int) -> GatedMLP:
+        spec = self.spec
+        while len(self.copies) <= copy:
+            torch.manual_seed(self.seed)  # each copy has the same layouts
+            mlp = GatedMLP(spec.features, spec.hidden, density=spec.density, block_size=spec.block)
+            mlp = mlp.requires_grad_(False).to(self.device, spec.torch_dtype)
+            for weight in mlp.parameters():
+                weight.copy_(self.randn(*weight.shape, gain=(spec.density * spec.features) ** -0.5))
+            self.copies.append(mlp)
+        return self.copies[copy]
+
+    def size(self, name: str) -> int:
+        weights = 3 * self.spec.hidden * self.spec.features * self.spec.torch_dtype.itemsize
+        return weights if name == "dense" else round(weights * self.spec.density)
+
+    def call(self, name: str, copy: int = 0) -> Call:
+        if name == "dense":
+            sizes = (self.spec.hidden, self.spec.features)
+            weights = [self.randn(*size, gain=0.02) for size in (sizes, sizes, sizes[::-1])]
+            return self.silent(lambda x: _gated(F.linear, x, weights), self.x)
+        mlp = self.mlp(copy)
+        if name == OURS:
+            return self.silent(mlp, self.x)
+        layers = [(layer.values, layer.layout) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+        return self.silent(lambda x: _gated(lambda x, weight: linear(x, *weight), x, layers), self.x)
+
+    def exact(self) -> Tensor:
+        mlp = self.mlp(0)
+        layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        weights = [to_dense(layer.values.double(), layer.layout) for layer in layers]
+        return _gated(F.linear, self.x.double(), weights)
+
+
+def _gated(product: Callable[..., Tensor], x: Tensor, weights: list[Any]) -> Tensor:
+    gate, up, down = weights
+    return product(F.silu(product(x, gate)) * product(x, up), down)
+
+
+class AttentionCase(PartCase):
+    peers = ("dense", "flex")
+    layout: BlockLayout
+
+    def __init__(self, spec: AttentionSpec, seed: int, device: torch.device):
+        super().__init__(spec, seed, device)
+        self.layout = patterns.random((spec.tokens, spec.tokens), spec.block, density=spec.density, seed=seed)
+        self.qkv = [self.randn(1, spec.heads, spec.tokens, spec.features) for _ in range(3)]
+
+    def call(self, name: str, copy: int = 0) -> Call:
+        if name == "dense":
+            return self.silent(F.scaled_dot_product_attention, *self.qkv)
+        if name == OURS:
+            return self.silent(lambda q, k, v: attention(q, k, v, self.layout), *self.qkv)
+        return self.silent(_flex(self.layout, self.device), *self.qkv)
+
+    def exact(self) -> Tensor:
+        mask = self.layout.mask().repeat_interleave(self.spec.block, 0).repeat_interleave(self.spec.block, 1)
+        mask = mask.to(self.device)
+        heads = zip(*(tensor.double().unbind(1) for tensor in self.qkv), strict=True)  # one by one, for the memory
+        each = [F.scaled_dot_product_attention(q, k, v, mask) for q, k, v in heads]
+        return torch.stack(each, 1).masked_fill(~mask.any(1)[:, None], 0)
+
+
+def _flex(layout: BlockLayout, device: torch.device) -> Callable[..., Tensor]:
+    if device.type != "cuda":
+        raise NotImplementedError("compiled FlexAttention is timed on a GPU")
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    table, (height, width) = layout.mask().to(device), layout.block_shape
+    mask = create_block_mask(
+        lambda b, h, i, j: table[i // height, j // width], None, None, *layout.shape, device="cuda"
+    )
+    compiled = torch.compile(flex_attention)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+
+
+class SemiStructuredCase(PartCase):
+    peers = ("dense",)
+    layout = None
+
+    def __init__(self, spec: SemiStructuredSpec, seed: int, device: torch.device):
+        if device.type != "cuda":
+            raise NotImplementedError("only CUDA has kernels for 2:4 weights")
+        super().__init__(spec, seed, device)
+        self.x = self.randn(spec.tokens, spec.features)
+        weight = self.randn(spec.features, spec.features)
+        self.weight = weight * sparsity.nm_mask(weight)
+
+    @property
+    def stored(self) -> tuple[int, float]:
+        return self.weight.numel() // 2, 0.5
+
+    def call(self, name: str, copy: int = 0) -> Call:
+        model = nn.Linear(self.spec.features, self.spec.features, bias=False, device="meta")
+        model.weight = nn.Parameter(self.weight.clone(), requires_grad=False)
+        if name == OURS:
+            sparsity.to_semi_structured(model)
+        return self.silent(model, self.x)
+
+    def exact(self) -> Tensor:
+        return self.x.double() @ self.weight.double().T
+
+
+class MlpBench(Bench):
+    kind = MlpCase
+
+    def case(self, spec: MlpSpec) -> MlpCase:
+        return MlpCase(spec, self.seed, self.device.torch)
+
+
+class AttentionBench(Bench):
+    kind = AttentionCase
+
+    def case(self, spec: AttentionSpec) -> AttentionCase:
+        return AttentionCase(spec, self.seed, self.device.torch)
+
+
+class SemiStructuredBench(Bench):
+    kind = SemiStructuredCase
+
+    def case(self, spec: SemiStructuredSpec) -> SemiStructuredCase:
+        return SemiStructuredCase(spec, self.seed, self.device.torch)
+
+
+_attention = AttentionSpec(4096, 0.1, 128, 64, heads=16)
+# What is measured, by which bench, and the least speed-up over dense where there is a target. The MLP is Llama 8B's.
+TRANSFORMER: tuple[tuple[type[Bench], Any, float | None], ...] = (
+    (MlpBench, MlpSpec(32, 0.05, 32, 4096, hidden=14336), 12.0),
+    (MlpBench, MlpSpec(4096, 0.05, 128, 4096, hidden=14336), 12.0),
+    (AttentionBench, _attention, None),
+    (AttentionBench, replace(_attention, block=32), None),
+    (SemiStructuredBench, SemiStructuredSpec(8192, 0.5, 1, 8192), None),
+)
