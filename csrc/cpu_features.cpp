@@ -29,6 +29,7 @@ CpuFeatures detect() {
   if (found.avx2 && __get_cpuid(1, &a, &b, &c, &d)) found.avx2 = c >> 29 & 1;  // F16C
   found.avx512 = found.avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (found.avx512 && __get_cpuid_count(7, 0, &a, &b, &c, &d)) found.avx512_vnni = c >> 11 & 1;
   if (found.avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = a >> 5 & 1;
   if (found.avx512_bf16 && __get_cpuid_count(7, 0, &a, &b, &c, &d)) {
     const bool amx_bf16 = d >> 22 & 1, amx_tile = d >> 24 & 1;
@@ -52,6 +53,7 @@ std::vector<std::string> cpu_feature_names() {
   std::vector<std::string> names;
   if (has.avx2) names.insert(names.end(), {"avx2", "fma", "f16c"});
   if (has.avx512) names.insert(names.end(), {"avx512f", "avx512bw", "avx512dq", "avx512vl"});
+  if (has.avx512_vnni) names.push_back("avx512_vnni");
   if (has.avx512_bf16) names.push_back("avx512_bf16");
   if (has.amx_bf16) names.insert(names.end(), {"amx_tile", "amx_bf16"});
 #if defined(__aarch64__)

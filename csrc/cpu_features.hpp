@@ -10,6 +10,7 @@ struct CpuFeatures {
   bool portable = true;
   bool avx2 = false;         // with FMA and F16C
   bool avx512 = false;       // F, BW, DQ, VL
+  bool avx512_vnni = false;  // on top of avx512
   bool avx512_bf16 = false;  // on top of avx512
   bool amx_bf16 = false;     // on top of avx512_bf16, and the system grants the tile registers
 };

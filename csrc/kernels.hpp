@@ -265,6 +265,38 @@ struct ElementwiseKernels {
 };
 using SelectElementwise = const ElementwiseKernels& (*)(DType dtype);
 
+// One row of x in 8 bits: number k is (to[k] - 128) * scale, in blocks of `padded` bytes.
+struct QuantizedRow {
+  const void* from;
+  int64_t blocks, block, padded;
+  uint8_t* to;
+  float* scale;  // NaN where a number is not finite
+};
+
+// The outputs [begin, end) of one block row of y = activation(x W^T + bias), with x and W in 8 bits.
+struct Int8Piece {
+  int64_t blocks;      // in this row, one behind the other
+  const int32_t* col;  // [blocks], the block of inputs each one multiplies
+  const int8_t* w;     // [blocks, steps, padded_out, 4]: 4 inputs a step
+  const float* scale;  // [blocks, padded_out]
+  const int32_t* sum;  // [blocks, padded_out], of each output's weights
+  int64_t steps, padded_out, begin, end;
+  const uint8_t* x;      // [tokens, in_blocks, 4 steps]
+  int64_t x_stride;      // bytes
+  const float* x_scale;  // [tokens]
+  int64_t tokens;
+  const void* bias;  // of output `begin`, or null
+  Activation activation;
+  void* y;  // of token 0, output `begin`
+  int64_t y_stride;
+};
+
+struct Int8Kernels {
+  void (*quantize)(const QuantizedRow&);
+  void (*piece)(const Int8Piece&);
+};
+using SelectInt8 = const Int8Kernels& (*)(DType dtype);
+
 struct InstructionSet {
   const char* name;
   bool (*present)();
@@ -273,6 +305,7 @@ struct InstructionSet {
   SelectConv conv;
   SelectGates gates;
   SelectElementwise elementwise;
+  SelectInt8 int8;
 };
 
 }  // namespace blocksparse

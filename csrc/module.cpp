@@ -19,6 +19,7 @@
 #include "csr.hpp"
 #include "elementwise.hpp"
 #include "gates.hpp"
+#include "int8.hpp"
 #include "linear.hpp"
 #include "parallel.hpp"
 
@@ -34,10 +35,12 @@ namespace blocksparse {
   const ConvKernels& select_conv(DType dtype, int64_t block_sum);     \
   const GatesKernels& select_gates(DType dtype);                      \
   const ElementwiseKernels& select_elementwise(DType dtype);          \
+  const Int8Kernels& select_int8(DType dtype);                        \
   }
 BLOCKSPARSE_DECLARE(portable)
 BLOCKSPARSE_DECLARE(avx2)
 BLOCKSPARSE_DECLARE(avx512)
+BLOCKSPARSE_DECLARE(avx512_vnni)
 BLOCKSPARSE_DECLARE(avx512_bf16)
 BLOCKSPARSE_DECLARE(amx)
 BLOCKSPARSE_DECLARE(avx512_bf16_emulated)
@@ -47,27 +50,35 @@ BLOCKSPARSE_DECLARE(amx_emulated)
 namespace {
 
 // `base` is the set without pairs of bfloat16: everything but the products is the same.
-#define BLOCKSPARSE_SET(isa, feature, base) \
-  {#isa,                                    \
-   [] { return cpu_features().feature; },   \
-   isa::select_linear,                      \
-   base::select_csr,                        \
-   isa::select_conv,                        \
-   base::select_gates,                      \
-   base::select_elementwise}
+#define BLOCKSPARSE_SET(isa, feature, base, int8) \
+  {#isa,                                          \
+   [] { return cpu_features().feature; },         \
+   isa::select_linear,                            \
+   base::select_csr,                              \
+   isa::select_conv,                              \
+   base::select_gates,                            \
+   base::select_elementwise,                      \
+   int8}
+
+#if defined(BLOCKSPARSE_HAS_avx2)
+// CPUs with AVX-512 multiply 8-bit numbers in one instruction, or in several.
+const Int8Kernels& select_int8_of_avx512(DType dtype) {
+  return cpu_features().avx512_vnni ? avx512_vnni::select_int8(dtype) : avx512::select_int8(dtype);
+}
+#endif
 
 // Slowest first: the last one present is the default, apart from the emulated ones.
 const InstructionSet kInstructionSets[] = {
-    BLOCKSPARSE_SET(portable, portable, portable),
+    BLOCKSPARSE_SET(portable, portable, portable, portable::select_int8),
 #if defined(BLOCKSPARSE_HAS_avx2)
-    BLOCKSPARSE_SET(avx2, avx2, avx2),
-    BLOCKSPARSE_SET(avx512, avx512, avx512),
-    BLOCKSPARSE_SET(avx512_bf16, avx512_bf16, avx512),
-    BLOCKSPARSE_SET(amx, amx_bf16, avx512),
+    BLOCKSPARSE_SET(avx2, avx2, avx2, avx2::select_int8),
+    BLOCKSPARSE_SET(avx512, avx512, avx512, select_int8_of_avx512),
+    BLOCKSPARSE_SET(avx512_bf16, avx512_bf16, avx512, select_int8_of_avx512),
+    BLOCKSPARSE_SET(amx, amx_bf16, avx512, select_int8_of_avx512),
 #endif
 #if defined(BLOCKSPARSE_HAS_amx_emulated)
-    BLOCKSPARSE_SET(avx512_bf16_emulated, avx512, avx512),
-    BLOCKSPARSE_SET(amx_emulated, avx512, avx512),
+    BLOCKSPARSE_SET(avx512_bf16_emulated, avx512, avx512, avx512::select_int8),
+    BLOCKSPARSE_SET(amx_emulated, avx512, avx512, avx512::select_int8),
 #endif
 };
 #undef BLOCKSPARSE_SET
@@ -330,6 +341,28 @@ void py_conv_wgrad(const std::string& isa, const std::string& dtype, std::pair<i
   trim_scratch();
 }
 
+void py_int8_linear(const std::string& isa, const std::string& dtype, const std::string& activation,
+                    std::pair<int64_t, int64_t> block, int64_t tokens, uintptr_t x, int64_t x_stride,
+                    int64_t in_features, uintptr_t values, uintptr_t scale, uintptr_t sum, int64_t padded_out,
+                    uintptr_t bias, uintptr_t y, int64_t out_features, Index<int64_t> start, Index<int32_t> col,
+                    Index<int32_t> row, Index<int32_t> begin, Index<int32_t> end, Index<int64_t> task_start) {
+  const RowTasks tasks = {start.data(), col.data(), nullptr,           row.data(),
+                          begin.data(), end.data(), task_start.data(), int64_t(task_start.size()) - 1};
+  blocks_in(in_features, block.second);
+  require_starts(start, blocks_in(out_features, block.first), col.size(), "start for each block row, up to all blocks");
+  require(begin.size() == row.size() && end.size() == row.size(), "row, begin and end of one length");
+  require_tasks(task_start, row.size());
+  const InstructionSet& set = isa_named(isa);
+  const Activation act = activation_named(activation);
+  const DType type = dtype_named(dtype);
+  const Int8Weights weights = {static_cast<const int8_t*>(pointer(values)), static_cast<const float*>(pointer(scale)),
+                               static_cast<const int32_t*>(pointer(sum)), padded_out};
+  nb::gil_scoped_release release;
+  int8_linear(set, type, act, block.first, block.second, tokens, {pointer(x), x_stride, in_features}, weights,
+              pointer(bias), reinterpret_cast<void*>(y), out_features, tasks);
+  trim_scratch();
+}
+
 // The address of row 0, or 0, and the distance between rows.
 using PyRows = std::pair<uintptr_t, int64_t>;
 InputRows input(const PyRows& rows) { return {pointer(rows.first), rows.second}; }
@@ -450,6 +483,10 @@ NB_MODULE(_core, m) {
   m.def("conv_wgrad", &py_conv_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "block"_a, "images"_a, "grad"_a, "grad_size"_a,
         "out_channels"_a, "x"_a, "x_size"_a, "in_channels"_a, "big_grad"_a, "values"_a, "axes"_a.noconvert(),
         "row"_a.noconvert(), "col"_a.noconvert());
+  m.def("int8_linear", &py_int8_linear, nb::kw_only(), "isa"_a, "dtype"_a, "activation"_a, "block"_a, "tokens"_a, "x"_a,
+        "x_stride"_a, "in_features"_a, "values"_a, "scale"_a, "sum"_a, "padded_out"_a, "bias"_a, "y"_a,
+        "out_features"_a, "start"_a.noconvert(), "col"_a.noconvert(), "row"_a.noconvert(), "begin"_a.noconvert(),
+        "end"_a.noconvert(), "task_start"_a.noconvert());
   // Arguments by position: at each step of a sequence keyword arguments would take longer than small steps.
   m.def("gates_forward", &py_gates_forward);
   m.def("gates_backward", &py_gates_backward);

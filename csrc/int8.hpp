@@ -1,0 +1,20 @@
+// The linear product of 8-bit numbers: x rounded token by token, W beforehand.
+#pragma once
+
+#include "linear.hpp"
+
+namespace blocksparse {
+
+struct Int8Weights {
+  const int8_t* values;  // [nnz, steps, padded_out, 4]
+  const float* scale;    // [nnz, padded_out]
+  const int32_t* sum;    // [nnz, padded_out]
+  int64_t padded_out;
+};
+
+// y = activation(x W^T + bias), x and y of a dtype other than float64.
+void int8_linear(const InstructionSet& isa, DType dtype, Activation activation, int64_t block_out, int64_t block_in,
+                 int64_t tokens, Matrix x, const Int8Weights& weights, const void* bias, void* y, int64_t out_features,
+                 const RowTasks& tasks);
+
+}  // namespace blocksparse

@@ -1,0 +1,174 @@
+// The products of 8-bit numbers for one instruction set: compiled once for each, with BLOCKSPARSE_ISA naming it.
+//
+// Lanes are outputs. One step multiplies 4 inputs of a token, unsigned, with 4 signed weights of each output and adds
+// the products to an int32, exactly; a block's sums are scaled and added in float32. So all instruction sets have the
+// same integers, and reading the weights, once, is the time of few tokens.
+#include "activation.hpp"
+#include "element.hpp"
+#include "kernels.hpp"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace blocksparse {
+namespace BLOCKSPARSE_ISA {
+namespace {
+
+using Sums = Vector<int32_t>;
+constexpr int kOutputs = kLanes<int32_t>;
+// Tokens and vectors of outputs of a tile: its sums in int32 and in float32 share the registers.
+constexpr int kTileTokens = kTileRows == 8 ? 6 : 4;
+constexpr int kTileOutputs = kTileRows == 8 ? 2 : 1;
+
+// sum + the products of 4 numbers of x, the same in all lanes, and of 4 weights in each lane.
+BLOCKSPARSE_INLINE Sums multiply_add_bytes(Sums x, Sums w, Sums sum) {
+#if defined(__AVX512VNNI__)
+  return bits<Sums>(_mm512_dpbusd_epi32(bits<__m512i>(sum), bits<__m512i>(x), bits<__m512i>(w)));
+#elif defined(__AVX512F__)
+  const __m512i a = bits<__m512i>(x), b = bits<__m512i>(w), low = _mm512_set1_epi16(255);
+  const __m512i even = _mm512_madd_epi16(_mm512_and_si512(a, low), _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
+  const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(b, 8));
+  return sum + bits<Sums>(even) + bits<Sums>(odd);
+#elif defined(__AVX2__)
+  const __m256i a = bits<__m256i>(x), b = bits<__m256i>(w), low = _mm256_set1_epi16(255);
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, low), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
+  return sum + bits<Sums>(even) + bits<Sums>(odd);
+#else
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    sum += (x >> (8 * i) & 255) * (bits<Sums>(bits<Vector<uint32_t>>(w) << (24 - 8 * i)) >> 24);
+  return sum;
+#endif
+}
+
+// One tile of tokens and vectors of outputs, over all blocks of the row.
+template <class E, int kTokens, int kVectors>
+BLOCKSPARSE_INLINE void int8_tile(const Int8Piece& piece, int64_t token, int64_t output) {
+  using Floats = Vector<float>;
+  const int64_t block = piece.steps * piece.padded_out * 4, in_block = piece.steps * 4;
+  const uint8_t* x = piece.x + token * piece.x_stride;
+  Floats result[kTokens][kVectors] = {};
+  for (int64_t b = 0; b < piece.blocks; ++b) {
+    const int8_t* w = piece.w + b * block + output * 4;
+    const uint8_t* in = x + piece.col[b] * in_block;
+    const int64_t lanes = b * piece.padded_out + output;
+    Sums sum[kTokens][kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const Sums offset = load(piece.sum + lanes + v * kOutputs) * -128;  // as x has 128 more than it stands for
+#pragma GCC unroll 6
+      for (int t = 0; t < kTokens; ++t) sum[t][v] = offset;
+    }
+    for (int64_t s = 0; s < piece.steps; ++s, w += piece.padded_out * 4, in += 4) {
+      Sums weights[kVectors];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        memcpy(&weights[v], w + v * kOutputs * 4, sizeof weights[v]);
+        __builtin_prefetch(w + block + v * kOutputs * 4);
+      }
+#pragma GCC unroll 6
+      for (int t = 0; t < kTokens; ++t) {
+        int32_t four;
+        memcpy(&four, in + t * piece.x_stride, sizeof four);
+        const Sums inputs = four - Sums{};
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) sum[t][v] = multiply_add_bytes(inputs, weights[v], sum[t][v]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats scale = load(piece.scale + lanes + v * kOutputs);
+#pragma GCC unroll 6
+      for (int t = 0; t < kTokens; ++t) result[t][v] += __builtin_convertvector(sum[t][v], Floats) * scale;
+    }
+  }
+  const auto* bias = static_cast<const typename E::Storage*>(piece.bias);
+  auto* y = static_cast<typename E::Storage*>(piece.y);
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t at = output + v * kOutputs - piece.begin,
+                  count = smaller<int64_t>(kOutputs, piece.end - piece.begin - at);
+    if (count <= 0) return;
+    for (int t = 0; t < kTokens; ++t) {
+      Floats out = result[t][v] * piece.x_scale[token + t];
+      if (bias) out += read_units<E>(bias + at, count);
+      if (piece.activation != Activation::kNone) out = activated(out, piece.activation);
+      write_sums<E>(y + (token + t) * piece.y_stride + at, out, count, false);
+    }
+  }
+}
+
+template <class E, int kVectors>
+void int8_tiles(const Int8Piece& piece, int64_t output) {
+  int64_t t = 0;
+#define BLOCKSPARSE_TOKENS(count) \
+  for (; t + count <= piece.tokens; t += count) int8_tile<E, count, kVectors>(piece, t, output)
+  BLOCKSPARSE_TOKENS(kTileTokens);
+  if constexpr (kTileTokens > 4) BLOCKSPARSE_TOKENS(4);
+  BLOCKSPARSE_TOKENS(2);
+  BLOCKSPARSE_TOKENS(1);
+#undef BLOCKSPARSE_TOKENS
+}
+
+template <class E>
+void int8_piece(const Int8Piece& piece) {
+  int64_t output = piece.begin;
+  if constexpr (kTileOutputs == 2)
+    for (; output + kOutputs < piece.end; output += 2 * kOutputs) int8_tiles<E, 2>(piece, output);
+  for (; output < piece.end; output += kOutputs) int8_tiles<E, 1>(piece, output);
+}
+
+template <class E>
+void quantize(const QuantizedRow& row) {
+  using Floats = Vector<float>;
+  constexpr int n = kLanes<float>;
+  typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
+  const auto* from = static_cast<const typename E::Storage*>(row.from);
+  const int64_t features = row.blocks * row.block;
+  Floats most = {}, finite = {};
+  const auto see = [&](Floats v) __attribute__((always_inline)) {
+    const Floats size = v < 0.0f ? -v : v;
+    most = size > most ? size : most;
+    finite += v * 0.0f;
+  };
+  int64_t i = 0;
+  for (; i + n <= features; i += n) see(E::units(from + i));
+  if (i < features) see(read_units<E>(from + i, features - i));
+  float largest = 0, nothing = 0;
+  for (int l = 0; l < n; ++l) {
+    largest = most[l] > largest ? most[l] : largest;
+    nothing += finite[l];
+  }
+  *row.scale = largest / 127.0f + nothing;
+  const float factor = largest > 0 ? 127.0f / largest : 0.0f;
+  const auto bytes = [&](Floats v, uint8_t* to, int64_t count) __attribute__((always_inline)) {
+    // Adding 1.5 * 2^23 rounds to an integer, to even in the middle, whose last byte is that of the sum.
+    const Floats rounded = v * factor + 12582912.0f;
+    const Bytes found = __builtin_convertvector((bits<Vector<uint32_t>>(rounded) + 128) & 255, Bytes);
+    memcpy(to, &found, count);
+  };
+  for (int64_t b = 0; b < row.blocks; ++b) {
+    uint8_t* to = row.to + b * row.padded;
+    const auto* block = from + b * row.block;
+    int64_t k = 0;
+    for (; k + n <= row.block; k += n) bytes(E::units(block + k), to + k, n);
+    if (k < row.block) bytes(read_units<E>(block + k, row.block - k), to + k, row.block - k);
+    if (row.padded > row.block) memset(to + row.block, 128, row.padded - row.block);
+  }
+}
+
+template <class E>
+constexpr Int8Kernels table() {
+  return {quantize<E>, int8_piece<E>};
+}
+
+}  // namespace
+
+const Int8Kernels& select_int8(DType dtype) {
+  static constexpr Int8Kernels float32 = table<Float32>(), bfloat16 = table<BFloat16>(), float16 = table<Float16>();
+  return by_dtype(dtype, float32, float32, bfloat16, float16);  // of float64 there is none: int8.cpp refuses it
+}
+
+}  // namespace BLOCKSPARSE_ISA
+}  // namespace blocksparse

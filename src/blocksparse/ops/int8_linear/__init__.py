@@ -1,0 +1,105 @@
+"""The block-sparse linear product in 8 bits: weights rounded beforehand, inputs token by token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import BlockSparseError
+from ...layout import BlockLayout, check_layout
+from ..activations import ACTIVATIONS
+from ..checks import check_activation
+from ..registry import Op
+from . import cpu, reference
+
+__all__ = ["INT8_LINEAR", "int8_linear", "quantized"]
+
+# The definition serves other devices.
+INT8_LINEAR = Op("int8_linear", cpu, reference, elsewhere=reference)
+# Sums of 8-bit products of this many inputs fit int32.
+MOST_INPUTS = 1 << 16
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds values `[nnz, block_out, block_in]` to int8, with a scale for each output of a block.
+
+    Returns:
+        int8 `[nnz, block_out, block_in]` of -127 to 127, and float32 scales `[nnz, block_out]`: their product is within
+        half a scale of the values.
+
+    Raises:
+        BlockSparseError: values that are not finite.
+
+    >>> import torch
+    >>> quantized(torch.tensor([[[1.0, -0.5], [0.0, 0.0]]]))[0]
+    tensor([[[127, -64],
+             [  0,   0]]], dtype=torch.int8)
+    """
+    values = values.detach().float()
+    if not values.isfinite().all():
+        raise BlockSparseError.expected("values", "finite numbers", "others")
+    scales = values.abs().amax(-1) / 127
+    rounded = (values / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round_()
+    return rounded.clamp_(-127, 127).to(torch.int8), scales
+
+
+def int8_linear(
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    layout: BlockLayout,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """activation(x W^T + bias) with W and x in 8 bits, for inference.
+
+    Each token of x is rounded to 255 steps between plus and minus its largest number ("dynamic" quantization); products
+    of a block are summed up exactly, then scaled and summed up in float32.
+
+    Args:
+        x: `[..., in_features]`, float32, bfloat16 or float16, any strides.
+        values, scales: as `quantized` gives them, for the blocks of `layout`.
+        layout: which blocks of the `[out_features, in_features]` weight these are; blocks of up to 65,536 inputs.
+        bias: `[out_features]` of x's dtype, or None.
+        activation: None, "relu", "gelu" (the exact one) or "silu".
+
+    Returns:
+        `[..., out_features]`, of x's dtype, without gradients. Tokens with a number that is not finite give NaN.
+
+    Raises:
+        BlockSparseError: other dtypes, devices or sizes; x that wants a gradient.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> layout = bs.patterns.random((64, 128), block_size=32, density=0.5, seed=0)
+        >>> x, values = torch.randn(10, 128), torch.randn(layout.values_shape)
+        >>> y, rounded = bs.linear(x, values, layout), int8_linear(x, *quantized(values), layout)
+        >>> ((y - rounded).norm() / y.norm()).item() < 0.02
+        True
+    """
+    check_layout(layout)
+    check_activation(activation, ACTIVATIONS)
+    for name, tensor in (("x", x), ("values", values), ("scales", scales), ("bias", bias)):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name != "bias"):
+            raise BlockSparseError.expected(name, "a torch.Tensor", type(tensor).__name__)
+    out_features, in_features = layout.shape
+    if x.dim() == 0 or x.shape[-1] != in_features:
+        raise BlockSparseError.expected("x", f"[..., {in_features}] for {layout!r}", list(x.shape))
+    if x.dtype not in DTYPES:
+        raise BlockSparseError.expected("x", f"one of {', '.join(map(str, DTYPES))}", x.dtype)
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        raise BlockSparseError.expected("x and bias", "no gradients wanted: int8 is for inference", "requires_grad")
+    if layout.block_shape[1] > MOST_INPUTS:
+        raise BlockSparseError.expected("layout", f"blocks of at most {MOST_INPUTS} inputs", repr(layout))
+    for name, tensor, shape, dtype in (
+        ("values", values, layout.values_shape, torch.int8),
+        ("scales", scales, layout.values_shape[:2], torch.float32),
+        ("bias", bias, (out_features,), x.dtype),
+    ):
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or tensor.device != x.device):
+            expected, got = f"{list(shape)}, {dtype}, on {x.device}", f"{list(tensor.shape)}, {tensor.dtype}"
+            raise BlockSparseError.expected(name, expected, f"{got}, on {tensor.device}")
+    flat = x if x.dim() == 2 else x.reshape(-1, in_features)
+    y: Tensor = INT8_LINEAR.on(x.device, x.dtype).int8_linear(flat, values, scales, layout, bias, activation)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], out_features)

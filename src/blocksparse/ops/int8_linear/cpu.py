@@ -1,0 +1,83 @@
+"""The linear product in 8 bits on the CPU: tensors and plans to addresses, one call into the compiled core."""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...layout import BlockLayout
+from .. import cpu_core
+from ..checks import features_together
+from ..cpu_core import DTYPES, address
+from ..cpu_plan import OUTPUT_STEP, row_plan
+
+refusal = cpu_core.refusal
+
+
+class _Packed(NamedTuple):
+    """Weights as the kernels read them, and PyTorch's counter of what was written to the values until then."""
+
+    values: Tensor  # int8 [nnz, steps, padded_out, 4]
+    scales: Tensor  # float32 [nnz, padded_out]
+    sums: Tensor  # int32 [nnz, padded_out], of each output's weights
+    of: weakref.ref[Tensor]
+    written: tuple[int, int]
+
+
+# By the values, as long as these live.
+_packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def packed(values: Tensor, scales: Tensor) -> _Packed:
+    """Four inputs of an output side by side, outputs in whole vectors; made once and kept with the values."""
+    written = values._version, scales._version
+    found: _Packed | None = _packed.get(values)
+    if found is not None and found.of() is scales and found.written == written:
+        return found
+    out, in_ = values.shape[1:]
+    padded = F.pad(values, (0, -in_ % 4, 0, -out % OUTPUT_STEP))
+    nnz, padded_out, padded_in = padded.shape
+    steps = padded.view(nnz, padded_out, padded_in // 4, 4).transpose(1, 2).contiguous()
+    sums = padded.sum(-1, dtype=torch.int32)
+    found = _packed[values] = _Packed(steps, F.pad(scales, (0, padded_out - out)), sums, weakref.ref(scales), written)
+    return found
+
+
+def int8_linear(
+    x: Tensor, values: Tensor, scales: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    tokens, (out_features, in_features) = x.shape[0], layout.shape
+    x, bias = features_together(x), None if bias is None else bias.detach().contiguous()
+    weights, plan = packed(values, scales), row_plan(layout, transpose=False)
+    y, y_address = cpu_core.new((tokens, out_features), x)
+    core, isa, ((x_address, x_stride),) = cpu_core.operands(("x", x, (tokens, in_features), x.dtype))
+    _, steps, padded_out, _ = weights.values.shape
+    core.int8_linear(
+        isa=isa,
+        dtype=DTYPES[x.dtype],
+        activation=activation or "none",
+        block=layout.block_shape,
+        tokens=tokens,
+        x=x_address,
+        x_stride=x_stride,
+        in_features=in_features,
+        values=address("values", weights.values, (layout.nnz, steps, padded_out, 4), torch.int8),
+        scale=address("scales", weights.scales, (layout.nnz, padded_out), torch.float32),
+        sum=address("sums", weights.sums, (layout.nnz, padded_out), torch.int32),
+        padded_out=padded_out,
+        bias=address("bias", bias, (out_features,), x.dtype),
+        y=y_address,
+        out_features=out_features,
+        start=plan.start,
+        col=plan.col,
+        row=plan.row,
+        begin=plan.begin,
+        end=plan.end,
+        task_start=plan.task_start,
+    )
+    return y
