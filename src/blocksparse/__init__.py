@@ -1,7 +1,7 @@
 """Block-sparse neural networks for PyTorch: stored sparse, trained sparse, run sparse."""
 
 from . import nn, patterns, sparsity, topology
-from .conversion import densify, load_sparsified, report, sparsify
+from .conversion import densify, load_sparsified, quantize, report, sparsify
 from .convert import from_dense, to_dense
 from .errors import BlockSparseError, SparsityWarning
 from .integrations import export_onnx
@@ -38,6 +38,7 @@ __all__ = [
     "load_sparsified",
     "nn",
     "patterns",
+    "quantize",
     "report",
     "sparsify",
     "sparsity",

@@ -2,10 +2,11 @@
 
 from .densify import densify
 from .load import load_sparsified
+from .quantize import quantize
 from .report import Report, Row, report
 from .sparsify import sparsify
 
-__all__ = ["Report", "Row", "densify", "load_sparsified", "report", "sparsify"]
+__all__ = ["Report", "Row", "densify", "load_sparsified", "quantize", "report", "sparsify"]
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ from .lstm import LSTM
 from .multihead_attention import MultiheadAttention
 from .multiplicative_lstm import MultiplicativeLSTM
 from .polyphase import AdaptivePolyphaseDownsample, AdaptivePolyphaseUpsample
+from .quantized import QuantizedLinear
 from .small_world_lstm import SmallWorldLSTM
 from .weight_norm import WeightNorm, fold, initialise_from_data, l2_normalize
 
@@ -44,6 +45,7 @@ __all__ = [
     "Linear",
     "MultiheadAttention",
     "MultiplicativeLSTM",
+    "QuantizedLinear",
     "RNNCell",
     "Shift2d",
     "SmallWorldLSTM",

@@ -218,7 +218,7 @@ def survey(
     if not isinstance(model, nn.Module):
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
     block = checked_block(block_size)
-    skipped_modules, skipped_names = _skipped(model, skip)
+    skipped_modules, skipped_names = skipped(model, skip)
     owners: dict[Tensor, list[str]] = {}
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -289,7 +289,7 @@ def _is_weight(key: str, parameter: nn.Parameter) -> bool:
     return parameter.dim() >= 2
 
 
-def _skipped(model: nn.Module, skip: Skip) -> tuple[set[nn.Module], set[str]]:
+def skipped(model: nn.Module, skip: Skip) -> tuple[set[nn.Module], set[str]]:
     """The modules that are to be left as they are, and the names of parameters."""
     modules: set[nn.Module] = set()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -1,0 +1,196 @@
+"""Products in 8 bits: integers exact on every instruction set; layers and models of them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import blocksparse as bs
+from blocksparse.ops.int8_linear import int8_linear, quantized
+from linear_backends import CPU, assert_close, running
+
+BACKENDS = ["reference", *CPU]
+DTYPES = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+SHAPES = {
+    "even": ((128, 96), 32, 0.5),
+    "small blocks": ((40, 64), 8, 0.4),
+    "odd blocks": ((45, 70), (5, 7), 0.5),
+    "tall blocks": ((192, 40), (96, 4), 0.5),
+    "empty rows": ((256, 32), 16, 0.2),
+    "nothing": ((64, 64), 32, 0.0),
+    "single numbers": ((9, 7), 1, 0.5),
+}
+ACTIVATIONS = {None: lambda y: y, "relu": torch.relu, "gelu": nn.functional.gelu, "silu": nn.functional.silu}
+
+
+def by_hand(x, values, scales, layout, bias, activation):
+    """What the definition says, in float64, one block after the other."""
+    x = x.double()
+    scale = (x.float().abs().amax(-1, keepdim=True) / 127).double()
+    factor = (127 / x.float().abs().amax(-1, keepdim=True)).double()
+    numbers = (x.float() * factor.float()).round().double()
+    y = x.new_zeros(len(x), layout.shape[0])
+    (height, width), rows, cols = layout.block_shape, layout.row_of_block, layout.col_of_block
+    for i, (row, col) in enumerate(zip(rows.tolist(), cols.tolist(), strict=True)):
+        w = values[i].double() * scales[i].double()[:, None]
+        y[:, row * height : (row + 1) * height] += numbers[:, col * width : (col + 1) * width] @ w.T
+    y = y * scale
+    return ACTIVATIONS[activation](y if bias is None else y + bias.double())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_products(backend, dtype, shape):
+    size, block, density = SHAPES[shape]
+    layout = bs.patterns.random(size, block, density=density, seed=0)
+    values, scales = quantized(torch.randn(layout.values_shape))
+    with running(backend):
+        for tokens, activation in ((1, None), (2, "relu"), (5, "gelu"), (70, "silu")):
+            x, bias = torch.randn(tokens, size[1], dtype=dtype), torch.randn(size[0], dtype=dtype)
+            for given in (bias, None):
+                y = int8_linear(x, values, scales, layout, given, activation)
+                assert y.dtype == dtype
+                assert_close(
+                    y, by_hand(x, values, scales, layout, given, activation), DTYPES[dtype], f"{tokens} tokens"
+                )
+
+
+@pytest.mark.parametrize("backend", CPU)
+def test_integers_are_exact(backend):
+    """Whole numbers whose products fill 16 bits, in sums that are whole numbers below 2^24: no rounding anywhere."""
+    layout = bs.patterns.dense((48, 64), 16)
+    values = torch.randint(-127, 128, layout.values_shape, dtype=torch.int8)
+    values[0] = 127
+    scales, x = torch.ones(layout.values_shape[:2]), torch.randint(-127, 128, (13, 64)).float()
+    x[:, 0], x[3] = 127, 127
+    with running(backend):
+        y = int8_linear(x, values, scales, layout)
+    assert (y.double() == x.double() @ bs.to_dense(values.double(), layout).T).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_strides_and_shapes(backend):
+    layout = bs.patterns.random((64, 96), 16, density=0.5, seed=0)
+    values, scales = quantized(torch.randn(layout.values_shape))
+    x, bias = torch.randn(6, 96), torch.randn(64)
+    with running(backend):
+        expected = int8_linear(x, values, scales, layout, bias)
+        wide = x.repeat_interleave(2, 1)[:, ::2]
+        torch.testing.assert_close(int8_linear(wide, values, scales, layout, bias.repeat_interleave(2)[::2]), expected)
+        y = int8_linear(x.unflatten(0, (2, 3)).transpose(0, 1), values, scales, layout, bias)
+        torch.testing.assert_close(y.transpose(0, 1).flatten(0, 1), expected)
+        assert int8_linear(x[:0], values, scales, layout).shape == (0, 64)
+        assert int8_linear(x[0], values, scales, layout).shape == (64,)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_that_is_not_finite_gives_nan_and_no_other(backend, bad):
+    layout = bs.patterns.dense((32, 40), 8)
+    values, scales = quantized(torch.randn(layout.values_shape))
+    x = torch.randn(9, 40)
+    with running(backend):
+        expected = int8_linear(x, values, scales, layout)
+        x[4, 17] = bad
+        y = int8_linear(x, values, scales, layout)
+    assert y[4].isnan().all()
+    kept = [*range(4), *range(5, 9)]
+    assert (y[kept] == expected[kept]).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_zeros_give_the_bias(backend):
+    layout = bs.patterns.dense((32, 40), 8)
+    values, scales = quantized(torch.zeros(layout.values_shape))
+    bias = torch.randn(32)
+    with running(backend):
+        assert (int8_linear(torch.zeros(2, 40), values, scales, layout, bias) == bias).all()
+        assert (int8_linear(torch.randn(2, 40), values, scales, layout, bias) == bias).all()
+
+
+def test_what_was_written_to_the_values_counts(any_backend):
+    layout = bs.patterns.dense((32, 40), 8)
+    values, scales = quantized(torch.randn(layout.values_shape))
+    x = torch.randn(3, 40)
+    before = int8_linear(x, values, scales, layout)
+    values.neg_()
+    torch.testing.assert_close(int8_linear(x, values, scales, layout), -before)
+    scales.mul_(2)
+    torch.testing.assert_close(int8_linear(x, values, scales, layout), -2 * before)
+
+
+def test_what_does_not_fit():
+    layout = bs.patterns.dense((32, 40), 8)
+    values, scales = quantized(torch.randn(layout.values_shape))
+    x = torch.randn(3, 40)
+    for wrong, message in (
+        (lambda: int8_linear(x[:, :32], values, scales, layout), r"x: expected \[\.\.\., 40\]"),
+        (lambda: int8_linear(x.double(), values, scales, layout), "x: expected one of torch.float32"),
+        (lambda: int8_linear(x, values.float(), scales, layout), "values: expected .*torch.int8"),
+        (lambda: int8_linear(x, values[1:], scales, layout), "values: expected"),
+        (lambda: int8_linear(x, values, scales[:, :4], layout), "scales: expected"),
+        (lambda: int8_linear(x, values, scales, layout, x[0]), "bias: expected"),
+        (lambda: int8_linear(x.requires_grad_(), values, scales, layout), "no gradients wanted"),
+        (lambda: int8_linear(x, values, scales, "layout"), "layout: expected"),
+        (lambda: int8_linear(x, values, scales, layout, activation="tanh"), "activation: expected"),
+        (lambda: int8_linear([1.0], values, scales, layout), "x: expected a torch.Tensor"),
+        (lambda: quantized(torch.tensor([[[torch.nan]]])), "values: expected finite"),
+    ):
+        with pytest.raises(bs.BlockSparseError, match=message):
+            wrong()
+
+
+# -- layers and models -------------------------------------------------------------------------------------------------
+
+
+def model():
+    return nn.Sequential(
+        bs.nn.Linear(50, 70, density=0.5, block_size=16, activation="gelu"),
+        bs.nn.Linear(70, 30, density=0.5, bias=False),
+    )
+
+
+def test_a_model_in_8_bits(any_backend):
+    net, x = model(), torch.randn(4, 50)
+    small = bs.quantize(net)
+    assert [type(layer) for layer in small] == [bs.nn.QuantizedLinear] * 2
+    assert type(net[0]) is bs.nn.Linear
+    with torch.no_grad():
+        assert (small(x) - net(x)).norm() < 0.02 * net(x).norm()
+    for copied in (copy.deepcopy(small), pickle.loads(pickle.dumps(small))):
+        torch.testing.assert_close(copied(x), small(x))
+    assert not list(small.parameters())
+
+
+def test_states_bring_their_layout(any_backend):
+    small, other = bs.quantize(model()), bs.quantize(model())
+    x = torch.randn(4, 50)
+    assert other[0].layout != small[0].layout
+    other.load_state_dict(small.state_dict())
+    torch.testing.assert_close(other(x), small(x))
+    state = small.state_dict() | {"0.crow_indices": small[0].crow_indices + 1}
+    with pytest.raises(RuntimeError, match="crow_indices"):
+        other.load_state_dict(state)
+
+
+def test_other_dtypes(any_backend):
+    net, x = model(), torch.randn(4, 50)
+    small = bs.quantize(net).to(torch.bfloat16)
+    assert small[0].scales.dtype == torch.float32
+    assert small(x.bfloat16()).dtype == torch.bfloat16
+    assert (small(x.bfloat16()).float() - net(x)).norm() < 0.03 * net(x).norm()
+
+
+def test_skipped_and_nothing():
+    net = model()
+    assert type(bs.quantize(net, skip="0")[0]) is bs.nn.Linear
+    assert type(bs.quantize(net, skip=net[1])[1]) is bs.nn.Linear
+    assert bs.quantize(net, inplace=True) is net
+    for wrong in (nn.Linear(3, 3), net, bs.nn.Linear(4, 4, dtype=torch.float64)):
+        with pytest.raises(bs.BlockSparseError, match="Linear to quantize"):
+            bs.quantize(wrong)
+    with pytest.raises(bs.BlockSparseError, match="model: expected a torch"):
+        bs.quantize("model")
