@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py --check                  that results are right on this GPU, and stop: a minute
     python benchmarks/gpu.py                          all of it, the most important rows first
+    python benchmarks/gpu.py --predict --gpu h200     what a model of that machine predicts; needs no GPU
     python benchmarks/gpu.py --list                   the rows and their targets; needs no GPU
     python benchmarks/gpu.py --only "few,hubs"        some of them
     python benchmarks/gpu.py --quick                  small shapes, to see that it runs
@@ -35,7 +36,7 @@ from rich.console import Console
 
 from blocksparse import BlockSparseError
 from blocksparse_lab import machine
-from blocksparse_lab.bench import rows
+from blocksparse_lab.bench import prediction, report, rows
 from blocksparse_lab.bench.contract import checks
 from blocksparse_lab.bench.device import Cuda, Device, Host
 from blocksparse_lab.bench.gpu import GpuReach, Job
@@ -51,6 +52,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Every target on a GPU.")
     parser.add_argument("--list", action="store_true", help="the rows and their targets, and stop")
     parser.add_argument("--check", action="store_true", help="a slice of the contract, nothing timed, and stop")
+    parser.add_argument(
+        "--predict", action="store_true", help="times by a model of the machine, and stop; needs no GPU"
+    )
+    parser.add_argument("--gpu", choices=tuple(prediction.CHIPS), default="h200", help="the one to predict for")
     parser.add_argument("--only", default="", help="rows whose names have one of these words, with commas between")
     parser.add_argument("--quick", action="store_true", help="small shapes; writes nothing unless --out is given")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, with --quick")
@@ -76,6 +81,9 @@ def run(arguments: argparse.Namespace) -> bool:
     if arguments.list:
         jobs = chosen(GpuReach(None).jobs(), arguments.only)
         console.print(rows.table([Row(job.work, job.target, "", None) for job in jobs], "targets on a GPU"))
+        return False
+    if arguments.predict:
+        predict(arguments, console)
         return False
     quick = arguments.quick
     if arguments.device == "cpu" and not (quick or arguments.check):
@@ -114,6 +122,23 @@ def run(arguments: argparse.Namespace) -> bool:
             drawn = draw(path.with_suffix(".png"), reach, machine.where(facts))
             console.print(f"wrote {path}, .md{drawn}", highlight=False, soft_wrap=True)
     return any(row.measured.startswith("FAILED") for row in found.values())
+
+
+def predict(arguments: argparse.Namespace, console: Console) -> None:
+    """Prints the table of predictions, beside what was measured on such a GPU; writes it as Markdown with --out."""
+    chip = prediction.CHIPS[arguments.gpu]
+    found = prediction.compiled(chip, Path(__file__).parents[1] / "tests")
+    measured = [row for path in RESULTS.glob(f"linear-*{arguments.gpu}*.json") for row in rows.read(path)[1]]
+    lines = prediction.table(found, chip, measured)
+    title = f"predicted for {chip.name}"
+    console.print(report.table(prediction.HEAD, lines, title, text=3))
+    if arguments.out:
+        path = arguments.out / f"predicted-{arguments.gpu}.md"
+        where = machine.where(machine.machine())
+        report.write_text(
+            path, "\n".join([*report.markdown(prediction.HEAD, lines, text=3), "", f"{title}; {where}", ""])
+        )
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
 
 
 def right(device: Device) -> Iterator[bool]:

@@ -117,16 +117,28 @@ def measured_before(path: Path, facts: Mapping[str, Any], settings: Mapping[str,
     """
     if not path.exists() or facts["commit"] is None or facts["dirty"] is not False:
         return []
+    found, rows = read(path)
+    before = found["machine"]
+    same = all(before.get(name) == facts[name] for name in ("commit", "dirty", "torch", "cpu"))
+    same = same and (before.get("gpu") or {}).get("name") == (facts["gpu"] or {}).get("name")
+    if not same or found.get("settings") != settings:
+        return []
+    return [row for row in rows if not row.measured.startswith(("FAILED", LATE))]
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """What is in a file that `write` wrote, and its rows.
+
+    Raises:
+        BlockSparseError: it is no such file.
+    """
     found = read_json(path, "rows")
     try:
-        before, rows = found["machine"], [Row(**row) for row in found["rows"]]
-        same = (
-            all(before[name] == facts[name] for name in ("commit", "dirty", "torch")) and found["settings"] == settings
-        )
-        same = same and (before["gpu"] or {}).get("name") == (facts["gpu"] or {}).get("name")
+        if not isinstance(found["machine"], dict):
+            raise TypeError("machine")
+        return found, [Row(**row) for row in found["rows"]]
     except (KeyError, TypeError) as error:
         raise BlockSparseError.expected(str(path), "a file that this program wrote", repr(error)) from error
-    return [row for row in rows if not row.measured.startswith(("FAILED", LATE))] if same else []
 
 
 def table(rows: Sequence[Row], title: str) -> Table:

@@ -1,0 +1,228 @@
+"""A model of the machine: how long a product takes on a GPU, from its plan, its compiled kernel and the GPU's rates.
+
+A launch takes what its slowest part takes:
+
+    memory   the bytes of values, inputs and outputs, each once, from the GPU's memory;
+    cache    the bytes that all programs load, most of them from the L2 cache: inputs again for each row of blocks,
+             values again for each tile of tokens;
+    compute  the tensor cores (or multiply-adds), the issue of instructions, and shared memory with its bank conflicts,
+             whichever is slowest, as counted in the compiled loop;
+    longest  the steps of the longest program, one after the other.
+
+Cache and compute overlap in part (OVERLAP). The launch and the beginning and end of each wave of programs come on top.
+
+Calibrated on one GPU, an H100 (benchmarks/results), where it is within 15 % of what was measured for each product in
+bfloat16 and float32; on other GPUs it presumes the same parts of their nominal rates, and is no more than that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blocksparse.errors import BlockSparseError
+from blocksparse.ops.linear.specs import GPU_REACH, GPU_TRAINING_PART
+
+from .report import short
+from .rows import Row
+
+# Of the nominal rates, what the H100 reached: a stream of values from memory (2.66 of 3.35 TB/s), dense products in
+# bfloat16 (737 of 989 TFLOP/s) and float32 (51.5 of 67), cuBLAS in float32 with few tokens (22.6 of 67).
+MEMORY, TENSOR, PLAIN, PLAIN_FEW = 0.795, 0.745, 0.77, 0.337
+# Of the L2 cache's 64 bytes a clock for each multiprocessor; from the times at many tokens.
+CACHE = 0.574
+OVERLAP = 1.5
+# Seconds of a step of a program whose loads are on their way: two memory latencies among three buffers.
+STEP = 0.5e-6
+# Seconds of a launch in a graph, and of the first loads and last stores of a wave of programs.
+LAUNCH, WAVE = 2.3e-6, 2.0e-6
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU's nominal figures, by its maker's data sheet: bytes and operations per second, without sparsity."""
+
+    name: str
+    kind: str
+    multiprocessors: int
+    memory: float
+    cache: float
+    tensor: float  # bfloat16
+    plain: float  # float32
+    clock: float
+    shared: int  # bytes per multiprocessor
+    registers: int = 65536
+    threads: int = 2048
+    width: int = 32  # threads of a warp
+
+
+# Cache: 64 bytes x multiprocessors x clock on NVIDIA's; of the MI300X, its Infinity Cache.
+CHIPS = {
+    "a100": Chip("A100 80GB", "sm80", 108, 2.04e12, 9.7e12, 312e12, 19.5e12, 1.41e9, 164 * 1024),
+    "h100": Chip("H100 SXM", "sm90", 132, 3.35e12, 14.8e12, 989e12, 67e12, 1.755e9, 228 * 1024),
+    "h200": Chip("H200", "sm90", 132, 4.8e12, 14.8e12, 989e12, 67e12, 1.755e9, 228 * 1024),
+    "b200": Chip("B200", "sm100", 148, 8.0e12, 17.5e12, 2250e12, 80e12, 1.85e9, 228 * 1024),
+    "mi300x": Chip("MI300X", "gfx942", 304, 5.3e12, 17.2e12, 1307e12, 163e12, 2.1e9, 64 * 1024, 131072, 2048, 64),
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds, of the whole and of its parts, and the parts' name that bounds it."""
+
+    seconds: float
+    parts: Mapping[str, float]
+
+    @property
+    def bound(self) -> str:
+        """
+        >>> Prediction(3e-6, {"launch": 1e-6, "memory": 2e-6}).bound
+        'memory'
+        """
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+def resident(kernel: Mapping[str, Any], chip: Chip) -> int:
+    """How many programs of a kernel a multiprocessor holds, by registers, shared memory and threads.
+
+    >>> resident({"registers": 56, "shared": 50 * 1024, "warps": 4}, CHIPS["h100"])
+    4
+    """
+    threads = kernel["warps"] * chip.width
+    registers = -(-max(kernel["registers"], 16) // 8) * 8 * threads
+    # The driver keeps 1 KiB of each program's shared memory.
+    fits = chip.registers // registers, chip.shared // (kernel["shared"] + 1024), chip.threads // threads
+    return max(1, min(*fits, 32))
+
+
+def launch_time(launch: Mapping[str, Any], chip: Chip) -> Prediction:
+    """The time of one launch.
+
+    Args:
+        launch: its `programs`; its `steps`, of all programs together, and of the `longest` one; its `macs`,
+            multiply-adds with those of padding, and whether on `tensor` cores; the bytes of `memory` and `cache`; of
+            its kernel the `registers`, `shared`, `warps` and the `loop`: what a step takes of each warp, in
+            `instructions` and in `wavefronts` of shared memory, and the outputs of a product that reads shared memory,
+            `narrow`.
+    """
+    kernel, loop = launch["kernel"], launch["kernel"]["loop"]
+    cycles = launch["steps"] * kernel["warps"] / (chip.multiprocessors * chip.clock)
+    if launch["tensor"]:
+        products = 2 * launch["macs"] / (TENSOR * chip.tensor) * _from_shared_memory(loop["narrow"])
+    else:
+        products = 2 * launch["macs"] / chip.plain
+    compute = {"products": products, "issue": cycles * loop["instructions"] / 4}
+    compute["shared memory"] = cycles * loop["wavefronts"]
+    slowest = max(compute, key=lambda name: compute[name])
+    cache = launch["cache"] / (CACHE * chip.cache)
+    together = (cache**OVERLAP + compute[slowest] ** OVERLAP) ** (1 / OVERLAP)
+    waves = math.ceil(launch["programs"] / (chip.multiprocessors * resident(kernel, chip)))
+    fixed = LAUNCH + WAVE * waves
+    parts = {"launch": fixed, "memory": launch["memory"] / (MEMORY * chip.memory), "L2 cache": cache}
+    parts |= {slowest: compute[slowest], "longest row": STEP * launch["longest"]}
+    return Prediction(fixed + max(parts["memory"], parts["longest row"], together), parts)
+
+
+def _from_shared_memory(narrow: int | None) -> float:
+    """How much longer a product of 64 tokens and so many outputs takes for its operands than in the tensor cores.
+
+    Hopper's read both from shared memory, 128 bytes a clock, which is what 64 outputs or more keep up with.
+
+    >>> _from_shared_memory(32), _from_shared_memory(64), _from_shared_memory(None)
+    (1.5, 1.0, 1.0)
+    """
+    return 1.0 if narrow is None else max(1.0, (16 + narrow / 4) / (narrow / 2))
+
+
+def together(launches: list[Mapping[str, Any]], chip: Chip) -> Prediction:
+    """Launches one after the other."""
+    found = [launch_time(launch, chip) for launch in launches]
+    names = dict.fromkeys(name for one in found for name in one.parts)
+    parts = {name: sum(one.parts.get(name, 0) for one in found) for name in names}
+    return Prediction(sum(one.seconds for one in found), parts)
+
+
+def dense_time(out_features: int, in_features: int, tokens: int, dtype: str, chip: Chip) -> float:
+    """Seconds of one dense product, by cuBLAS's times on the H100.
+
+    >>> f"{1e6 * dense_time(12288, 12288, 32, 'bfloat16', CHIPS['h100']):.0f} us"  # measured: 114
+    '114 us'
+    """
+    itemsize = 2 if dtype == "bfloat16" else 4
+    moved = itemsize * (out_features * in_features + tokens * (out_features + in_features))
+    few = tokens <= 64
+    rate = TENSOR * chip.tensor if itemsize == 2 else (PLAIN_FEW if few else PLAIN) * chip.plain
+    return max(moved / (MEMORY * chip.memory), 2 * out_features * in_features * tokens / rate)
+
+
+# -- the table -----------------------------------------------------------------------------------------------------
+
+HEAD = ("work", "predicted", "bound by", "over dense", "target", "met", "measured", "error")
+
+
+def compiled(chip: Chip, tests: Path, *names: str) -> dict[str, Any]:
+    """What the launches of each row do on this kind of GPU, which need not be here; all rows take half a minute.
+
+    Args:
+        tests: the folder of the tests, whose `compile_reach.py` compiles.
+        names: of the rows, where not all are wanted.
+
+    Raises:
+        BlockSparseError: it fails, or there is no such folder.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    package = Path(__file__).parents[2]
+    environment["PYTHONPATH"] = os.pathsep.join([str(package), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(tests / "compile_reach.py"), chip.kind, *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise BlockSparseError.expected("kernels", f"ones that compile for {chip.name}", done.stderr.strip()[-500:])
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def table(found: Mapping[str, Any], chip: Chip, measured: Iterable[Row] = ()) -> list[tuple[str, ...]]:
+    """A line for each row: HEAD's columns, with what was measured on such a GPU beside it where it was."""
+    seconds = {row.work: row.details.get("seconds", {}) for row in measured}
+    over: dict[str, float] = {}
+    lines: list[tuple[str, ...]] = []
+    for name, row in found.items():
+        whole, specs = together(row["launches"], chip), row["specs"]
+        sizes = [(spec["out_features"], spec["in_features"], spec["tokens"], spec["dtype"]) for spec in specs]
+        over[name] = sum(dense_time(*size, chip) for size in sizes) / whole.seconds
+        target, met = _target(name, over)
+        times: dict[str, Any] = next(
+            (times for work, times in seconds.items() if work.startswith(f"{name},") or work == name), {}
+        )
+        real = times.get("blocksparse") or times.get("hubs")
+        error = f"{whole.seconds / real['median'] - 1:+.0%}" if real else ""
+        lines.append(
+            (
+                name,
+                f"{1e6 * whole.seconds:.1f} us",
+                whole.bound,
+                f"{short(over[name])}x",
+                target,
+                met,
+                f"{1e6 * real['median']:.1f} us" if real else "",
+                error,
+            )
+        )
+    return lines
+
+
+def _target(name: str, over: Mapping[str, float]) -> tuple[str, str]:
+    if name in GPU_REACH:
+        least = dict(GPU_REACH[name].ratios)["dense"]
+        return f"{least:g}x", "yes" if over[name] >= least else "NO"
+    forward = over.get(name.removeprefix("training step, "))
+    if forward is None or not name.startswith("training"):
+        return "-", "-"
+    return f"{GPU_TRAINING_PART:.0%} of forward", "yes" if over[name] >= GPU_TRAINING_PART * forward else "NO"
