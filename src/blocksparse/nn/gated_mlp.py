@@ -121,10 +121,15 @@ class GatedMLP(nn.Module):
         return f"activation={self.activation!r}"
 
 
-def _is_bare(layer: nn.Module) -> bool:
+def _is_bare(layer: Any) -> bool:
     """Whether a call of the layer is its product: no padding, and nobody waits for its inputs or outputs."""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return type(layer) is Linear and layer.layout.shape == layer.weight_shape and not hooks
+    out_features, in_features = layer._layout.shape
+    return (
+        type(layer) is Linear
+        and layer.in_features == in_features
+        and layer.out_features == out_features
+        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+    )
 
 
 def _same(mlp: nn.Module, fused: GatedMLP) -> bool:

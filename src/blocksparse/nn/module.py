@@ -377,7 +377,10 @@ class Weight(BlockSparseModule):
 
 def _several_processes() -> bool:
     distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return _may_be_several and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+_may_be_several = torch.distributed.is_available()
 
 
 def _others(module: BlockSparseModule) -> str | None:

@@ -12,7 +12,7 @@ from ...layout import BlockLayout
 from ..checks import features_together
 from ..gpu import runtime
 from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common
-from ..gpu.tiles import Gpu, Tile, Work, bucket, fit, forced, gpu_of, tile_for
+from ..gpu.tiles import FEW_TOKENS, Gpu, Tile, Work, bucket, fit, forced, gpu_of, tile_for
 from .plan import gated_plan
 
 refusal = runtime.refusal
@@ -86,8 +86,19 @@ def _launch(x: Tensor, y: Tensor, gate: BlockLayout, up: BlockLayout, activation
 
 
 def _tile(work: Work, gpu: Gpu) -> Tile:
-    """The tile of one product of this work, with room for the sums and the weights of two."""
+    """The tile of one product of this work, with room for the sums and the weights of two.
+
+    On an H100, bfloat16, density 0.05, 14,336 x 4,096: two warps take 13.1 us where four take 18.5 (32 tokens, blocks of
+    32); a pipeline of 4 stages, which leaves room for a second program, takes 449 us where 5 take 590 (4,096 tokens),
+    and four warps on 128 x 64 sums 284 where eight take 309 (blocks of 128).
+    """
     tile = replace(tile_for(work, gpu), pairs=True)
+    if work.dtype.itemsize == 2 and work.tokens <= FEW_TOKENS:
+        tile = replace(tile, block_n=min(tile.block_n, 32), block_k=min(tile.block_k, 64), warps=2)
+    elif work.dtype.itemsize == 2 and tile.block_n > 32:
+        tile = replace(tile, block_m=min(tile.block_m, 128), block_n=64, warps=4, stages=min(tile.stages, 4))
+    elif work.dtype.itemsize == 2:
+        tile = replace(tile, stages=min(tile.stages, 4))
     most = MOST_SUMS * 32 * tile.warps // 2
     while tile.block_m * tile.block_n > most and tile.block_m > 16:
         tile = replace(tile, block_m=tile.block_m // 2)
