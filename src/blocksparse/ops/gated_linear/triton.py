@@ -88,9 +88,9 @@ def _launch(x: Tensor, y: Tensor, gate: BlockLayout, up: BlockLayout, activation
 def _tile(work: Work, gpu: Gpu) -> Tile:
     """The tile of one product of this work, with room for the sums and the weights of two.
 
-    On an H100, bfloat16, density 0.05, 14,336 x 4,096: two warps take 13.1 us where four take 18.5 (32 tokens, blocks of
-    32); a pipeline of 4 stages, which leaves room for a second program, takes 449 us where 5 take 590 (4,096 tokens),
-    and four warps on 128 x 64 sums 284 where eight take 309 (blocks of 128).
+    On an H100, bfloat16, density 0.05, 14,336 x 4,096: two warps take 13.1 us where four take 18.5 (32 tokens, blocks
+    of 32); a pipeline of 4 stages, which leaves room for a second program, 449 us where 5 take 590 (4,096 tokens), and
+    four warps on 128 x 64 sums 284 us where eight take 309 (blocks of 128).
     """
     tile = replace(tile_for(work, gpu), pairs=True)
     if work.dtype.itemsize == 2 and work.tokens <= FEW_TOKENS:
