@@ -149,13 +149,23 @@ def test_memory_follows_the_blocks():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(("shape", "block"), [((256, 384), 32), ((320, 320), (64, 160)), ((96, 200), (48, 40))])
-def test_flex_attention_sees_the_same(shape, block, per_head, causal):
+def test_flex_attention_sees_the_same(shape, block, per_head, causal, training):
     """Its kernel is for GPUs; uncompiled, it says on a CPU what it would compute."""
     grid = bs.patterns.dense(shape, block).grid
     layouts = [bs.BlockLayout(torch.rand(grid) < 0.5, block) for _ in range(2 if per_head else 1)]
     q, k, v = (tensor.detach() for tensor in draw(shape, heads=2, d=16, d_v=16, dtype=torch.float32))
-    found = flex(q, k, v, _check(q, k, v, layouts if per_head else layouts[0]), causal, 0.25, flex_attention)
+    q.requires_grad_(training)
+    seen = _check(q, k, v, layouts if per_head else layouts[0])
+    sizes = set()
+
+    def kernel(*args, block_mask, **options):
+        sizes.update(block_mask.BLOCK_SIZE)  # its backward pass, not on a CPU, has tiles of 128
+        return flex_attention(*(each.detach() for each in args), block_mask=block_mask, **options)
+
+    found = flex(q, k, v, seen, causal, 0.25, kernel)
+    assert sizes == {128 if training else 32}
     mask = torch.stack([dense_mask(layout, causal) for layout in layouts])
     torch.testing.assert_close(found, dense_attention(q, k, v, mask, 0.25), atol=1e-5, rtol=1e-5)
 

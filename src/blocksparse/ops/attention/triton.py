@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -10,9 +11,13 @@ import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
+from ..registry import needs_grad
 
-# FlexAttention's kernels work on tiles of this many queries and keys.
+# FlexAttention's kernels work on tiles of this many queries and keys, its backward pass on no smaller ones.
 TILE = 128
+# Without gradients on the largest of these that no border of a block crosses, with as many warps: tiles that are partly
+# seen take several times as long as whole ones.
+WARPS = {64: 4, 32: 1}
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -42,12 +47,25 @@ def flex(
     kernel: Callable[..., Tensor],
 ) -> Tensor:
     """`attention` by a given form of FlexAttention: compiled, or as it is written."""
-    key = ("flex attention", tuple(layouts), causal, q.device)
-    mask = layouts[0].derived(key, partial(_block_mask, layouts, causal, q.device))
-    return kernel(q, k, v, block_mask=mask, scale=scale)
+    tile = TILE if needs_grad(q, k, v) else tile_of(layouts)
+    key = ("flex attention", tuple(layouts), causal, q.device, tile)
+    mask = layouts[0].derived(key, partial(_block_mask, layouts, causal, q.device, tile))
+    options = {} if tile == TILE else {"BLOCK_M": tile, "BLOCK_N": tile, "num_warps": WARPS[tile]}
+    return kernel(q, k, v, block_mask=mask, scale=scale, kernel_options=options)
 
 
-def _block_mask(layouts: Sequence[BlockLayout], causal: bool, device: torch.device) -> Any:
+def tile_of(layouts: Sequence[BlockLayout]) -> int:
+    """The tile for these layouts where no gradient is needed.
+
+    >>> import blocksparse as bs
+    >>> [tile_of([bs.patterns.dense((384, 384), block)]) for block in (16, 32, 64, 96, 128)]
+    [32, 32, 64, 32, 128]
+    """
+    size = math.gcd(TILE, *(size for layout in layouts for size in layout.block_shape))
+    return max(size, min(WARPS))
+
+
+def _block_mask(layouts: Sequence[BlockLayout], causal: bool, device: torch.device, tile: int) -> Any:
     """A BlockMask of tiles, in which a look into the layouts' own masks tells what a tile has of the smaller blocks."""
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -59,12 +77,12 @@ def _block_mask(layouts: Sequence[BlockLayout], causal: bool, device: torch.devi
         for layout in layouts
         for b in [layout.block_shape]
     ]
-    some = torch.stack([_tiles(mask, (height, width), any_=True) for mask in masks])
-    whole = torch.stack([_tiles(mask, (height, width), any_=False) for mask in masks])
+    some = torch.stack([_tiles(mask, (height, width), tile, any_=True) for mask in masks])
+    whole = torch.stack([_tiles(mask, (height, width), tile, any_=False) for mask in masks])
     if causal:
-        row, col = (torch.arange(n) * TILE for n in some.shape[1:])
-        some &= col <= row[:, None] + TILE - 1
-        whole &= col + TILE - 1 <= row[:, None]
+        row, col = (torch.arange(n) * tile for n in some.shape[1:])
+        some &= col <= row[:, None] + tile - 1
+        whole &= col + tile - 1 <= row[:, None]
     table = torch.stack(masks).to(device)
     per_head = len(layouts) > 1
 
@@ -81,17 +99,17 @@ def _block_mask(layouts: Sequence[BlockLayout], causal: bool, device: torch.devi
         some_cols,
         whole_counts,
         whole_cols,
-        BLOCK_SIZE=TILE,
+        BLOCK_SIZE=tile,
         mask_mod=seen,
         seq_lengths=(queries, keys),
     )
 
 
-def _tiles(mask: Tensor, block: tuple[int, int], any_: bool) -> Tensor:
+def _tiles(mask: Tensor, block: tuple[int, int], tile: int, any_: bool) -> Tensor:
     """Which tiles have something, or all, of a mask of blocks: bool `[tiles of queries, tiles of keys]`."""
     for axis, size in enumerate(block):
-        starts = torch.arange(0, mask.shape[axis] * size, TILE)
-        first, last = starts // size, (starts + TILE - 1).clamp(max=mask.shape[axis] * size - 1) // size
+        starts = torch.arange(0, mask.shape[axis] * size, tile)
+        first, last = starts // size, (starts + tile - 1).clamp(max=mask.shape[axis] * size - 1) // size
         parts = [mask.narrow(axis, int(a), int(b - a + 1)) for a, b in zip(first, last, strict=True)]
         mask = torch.stack([part.any(axis) if any_ else part.all(axis) for part in parts], axis)
     return mask
