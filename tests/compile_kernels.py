@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import blocksparse as bs
@@ -43,6 +44,8 @@ BLOCKS = ((8, 8), (16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (24, 40))
 TOKENS = (16, 64, 8192)
 # Rows and features of the gates: of a recurrence, and odd.
 GATES = ((32, 2048), (7, 13))
+# Rows of a step whose gates end its product.
+STEPS = (128, 16)
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,23 @@ def gates_cases(extent: str) -> list[GatesCase]:
     return [GatesCase(*point[:1], *point[1], point[2]) for point in itertools.product(dtypes, GATES, (True, False))]
 
 
+@dataclass(frozen=True)
+class StepCase:
+    """One step of an LSTM to compile with its gates, and the weight's gradient."""
+
+    dtype: str
+    block: tuple[int, int]
+    rows: int
+    split: bool  # with rows so long that they are cut
+
+
+def step_cases(extent: str) -> list[StepCase]:
+    if extent == "few":
+        return [StepCase("bfloat16", (32, 32), STEPS[0], True)]
+    found = [StepCase("bfloat16", block, rows, False) for block in BLOCKS for rows in STEPS]
+    return [*found, *(StepCase(dtype, (32, 32), rows, True) for dtype in ("float16", "bfloat16") for rows in STEPS)]
+
+
 def shipped(gpu: Gpu) -> Iterator[tuple[Work, Tile]]:
     """The tuned tiles in the package for GPUs of this kind."""
     for path in sorted(tiles.shipped_folder().glob("*.json")):
@@ -170,13 +190,14 @@ class Device:
         from triton.runtime.jit import JITFunction
 
         from blocksparse.ops.linear import triton as products
+        from blocksparse.ops.recurrent import quads
 
         amd = gpu.kind.startswith("gfx")
         self.gpu, self.products, self.launches = gpu, products, []
         self.target = GPUTarget("hip", gpu.kind, 64) if amd else GPUTarget("cuda", int(gpu.kind[2:]), 32)
         self.compile = JITFunction.run
         driver.set_active(self)  # type: ignore[arg-type]
-        products.gpu_of = lambda device: gpu
+        products.gpu_of = quads.gpu_of = lambda device: gpu
         JITFunction.run = lambda *args, **options: self.launch(*args, **options)
 
     # Triton's questions to a driver before it compiles.
@@ -226,6 +247,28 @@ class Device:
         self.launches.clear()
         gates.forward(all_four, add, gain, c, h_out=one, c_out=c, gates_out=add)
         gates.backward(all_four, c, c, grad, one, grad_c, grad_pre_out=all_four, grad_c_out=c)
+        return list(self.launches)
+
+    def run_step(self, case: StepCase) -> list[Launch]:
+        """The step of this case, and the weight's gradient."""
+        from blocksparse.ops.recurrent.quads import Quads
+
+        blocks = np.eye(8 * self.gpu.multiprocessors, dtype=bool)
+        blocks[0] = case.split  # a row of these is cut
+        gate = bs.BlockLayout(blocks, case.block)
+        layout = bs.BlockLayout(np.tile(blocks, (4, 1)), case.block)
+        dtype = getattr(torch, case.dtype)
+
+        def made(features: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(case.rows, features, dtype=dtype, device="meta")
+
+        (hidden, inputs), wide = gate.shape, SUM_DTYPES[dtype]
+        x, h, z, c = made(inputs), made(hidden), made(4 * hidden), made(hidden, wide)
+        index = torch.empty(case.rows, dtype=torch.int64, device="meta") if case.split else None
+        step = Quads(torch.empty(layout.values_shape, dtype=dtype, device="meta"), layout, gate)
+        self.launches.clear()
+        step.forward(x, z, index, c, h_out=h, c_out=c, gates_out=z if case.split else None)
+        step.wgrad(z, x)
         return list(self.launches)
 
     def compiled(self, launch: Launch) -> dict[str, Any]:
@@ -278,7 +321,7 @@ def main(kind: str, extent: str) -> dict[str, list[dict[str, Any]]]:
     """The results of all kernels, by op."""
     gpu = GPUS[kind]
     device = Device(gpu)
-    records: dict[str, list[tuple[dict[str, Any], str]]] = {"linear": [], "lstm_gates": []}
+    records: dict[str, list[tuple[dict[str, Any], str]]] = {"linear": [], "lstm_gates": [], "recurrent": []}
     unique = {}
     for case in cases(gpu, extent):
         with chosen(case):
@@ -292,6 +335,10 @@ def main(kind: str, extent: str) -> dict[str, list[dict[str, Any]]]:
         for launch in device.run_gates(case):
             unique[launch.key()] = launch
             records["lstm_gates"].append((asdict(case) | {"kernel": launch.kernel.__name__}, launch.key()))
+    for case in step_cases(extent):
+        for launch in device.run_step(case):
+            unique[launch.key()] = launch
+            records["recurrent"].append((asdict(case) | {"kernel": launch.kernel.__name__}, launch.key()))
     _todo[:] = [(device, launch) for launch in unique.values()]
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         found = dict(zip(unique, pool.map(_compiled, range(len(_todo)), chunksize=1), strict=True))

@@ -175,3 +175,17 @@ def test_the_rule_knows_blackwell_from_ampere():
 
     assert tokens("sm100") == tokens("sm90") == 256
     assert tokens("sm80") == tokens("sm120") == tokens("gfx942") == 128
+
+
+# -- the steps of an LSTM ----------------------------------------------------------------------------------------
+
+
+@kinds(GPUS)
+def test_steps_compile_for_tensor_cores_without_spills(kind):
+    records, gpu = all_compiled(kind)["recurrent"], kind.split()[0]
+    none_of(records, lambda record: "error" in record or record["spilled"] > FEW or not record["products"])
+    assert {record["kernel"] for record in records} == {"step_forward_kernel", "step_wgrad_kernel"}
+    none_of(records, lambda record: record["shared"] > GPUS[gpu].shared_memory)
+    if gpu == "sm90":  # three programs of a step share the registers and the memory of a multiprocessor
+        steps = [record for record in records if record["kernel"] == "step_forward_kernel"]
+        none_of(steps, lambda record: record["registers"] > 168 or record["shared"] + 1024 > 228 * 1024 // 3)

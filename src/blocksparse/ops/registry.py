@@ -262,7 +262,7 @@ class LayoutOp(Op):
 
     def indices(self, layout: BlockLayout, x: Tensor) -> Sequence[Tensor]:
         """The index tensors that stand for the layout in a call with x."""
-        return layout.indices_on(x.device)
+        return indices_of(layout, x.device)
 
     # The way of a call.
 
@@ -429,6 +429,23 @@ def _grid_of(indices: Sequence[Tensor], in_blocks: int) -> tuple[int, int]:
             "indices, in_blocks", "crow [out_blocks + 1], col [nnz] of at least one block row, a positive int", got
         )
     return indices[0].shape[0] - 1, in_blocks
+
+
+def indices_of(layout: BlockLayout, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The index tensors of a layout on a device, on which a graph that is being traced may meet it first."""
+    if torch.compiler.is_dynamo_compiling() and type(layout) is BlockLayout:  # others are made of operands
+        _indices_while_tracing(layout, device)
+    return layout.indices_on(device)
+
+
+def _indices_while_tracing(layout: BlockLayout, device: torch.device) -> bool:
+    layout.indices_on(device)
+    return True
+
+
+# Dynamo runs it as it is: before PyTorch 2.13 it cannot trace how they are made. See `ops/linear/triton.py`.
+torch.utils._pytree.register_constant(BlockLayout)
+_indices_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def layout_of(indices: Sequence[Tensor], in_blocks: int, block: tuple[int, int]) -> BlockLayout:

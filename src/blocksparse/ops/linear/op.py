@@ -18,7 +18,7 @@ from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS, grad_before
 from ..operands import OperandLayout
-from ..registry import LIBRARY, LayoutOp, Pattern, Tensors, needs_grad, only_autograd_active
+from ..registry import LIBRARY, LayoutOp, Pattern, Tensors, indices_of, needs_grad, only_autograd_active
 from . import cpu, reference, triton
 
 # Graphs compiled for devices of this type hold the launches of kernels in place of the ops.
@@ -27,7 +27,7 @@ SEEN_THROUGH = "cuda"
 
 class _Product(LayoutOp):
     def indices(self, layout: BlockLayout, x: Tensor) -> Sequence[Tensor]:
-        indices = layout.indices_on(x.device)
+        indices = indices_of(layout, x.device)
         fixed = not isinstance(layout, OperandLayout)
         if fixed and torch.compiler.is_dynamo_compiling() and x.device.type == SEEN_THROUGH:
             return [*indices, *triton.schedule(layout, x.device, x.dtype, x.shape[0])]

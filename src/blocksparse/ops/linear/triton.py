@@ -76,7 +76,6 @@ def _schedule_while_tracing(layout: BlockLayout, key: Any) -> bool:
 # Dynamo runs it as it is, instead of tracing into numpy, and then finds the tensors in place. This is what
 # `torch.compiler.assume_constant_result` does, which would import all of Dynamo now. Before PyTorch 2.13 the layout
 # that it is called with has to be a constant to Dynamo, too.
-torch.utils._pytree.register_constant(BlockLayout)
 _schedule_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

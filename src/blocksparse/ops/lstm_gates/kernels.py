@@ -52,6 +52,23 @@ def _before_gate(z_row, add_row, gain_ptr, feature, last, here, SUM: tl.constexp
 
 
 @triton.jit
+def activate(i, f, g, o, c_row, h_row, c_out_row, gates_row, j, hidden, here):
+    """From the gates before their activation to the new states, and to the gates where their pointer is not None."""
+    i = _sigmoid(i)
+    f = _sigmoid(f)
+    g = _tanh(g)
+    o = _sigmoid(o)
+    c = f * tl.load(c_row + j, mask=here, other=0) + i * g
+    tl.store(c_out_row + j, c, mask=here)
+    tl.store(h_row + j, o * _tanh(c), mask=here)
+    if gates_row is not None:
+        tl.store(gates_row + j, i, mask=here)
+        tl.store(gates_row + hidden + j, f, mask=here)
+        tl.store(gates_row + 2 * hidden + j, g, mask=here)
+        tl.store(gates_row + 3 * hidden + j, o, mask=here)
+
+
+@triton.jit
 def lstm_gates_forward_kernel(
     z_ptr,  # [n, 4 hidden]
     add_ptr,  # [n, 4 hidden], or [4 hidden] with stride 0, or None
@@ -75,19 +92,13 @@ def lstm_gates_forward_kernel(
     row, j, here = _tile(n, hidden, ROWS, FEATURES)
     z = z_ptr + row * z_stride
     add = None if add_ptr is None else add_ptr + row * add_stride
-    i = _sigmoid(_before_gate(z, add, gain_ptr, j, hidden, here, SUM))
-    f = _sigmoid(_before_gate(z, add, gain_ptr, hidden + j, 2 * hidden, here, SUM))
-    g = _tanh(_before_gate(z, add, gain_ptr, 2 * hidden + j, 3 * hidden, here, SUM))
-    o = _sigmoid(_before_gate(z, add, gain_ptr, 3 * hidden + j, 4 * hidden, here, SUM))
-    c = f * tl.load(c_ptr + row * c_stride + j, mask=here, other=0) + i * g
-    tl.store(c_out_ptr + row * c_out_stride + j, c, mask=here)
-    tl.store(h_ptr + row * h_stride + j, o * _tanh(c), mask=here)
-    if gates_ptr is not None:
-        gates = gates_ptr + row * gates_stride + j
-        tl.store(gates, i, mask=here)
-        tl.store(gates + hidden, f, mask=here)
-        tl.store(gates + 2 * hidden, g, mask=here)
-        tl.store(gates + 3 * hidden, o, mask=here)
+    i = _before_gate(z, add, gain_ptr, j, hidden, here, SUM)
+    f = _before_gate(z, add, gain_ptr, hidden + j, 2 * hidden, here, SUM)
+    g = _before_gate(z, add, gain_ptr, 2 * hidden + j, 3 * hidden, here, SUM)
+    o = _before_gate(z, add, gain_ptr, 3 * hidden + j, 4 * hidden, here, SUM)
+    gates = None if gates_ptr is None else gates_ptr + row * gates_stride
+    c_row, h_row, c_out_row = c_ptr + row * c_stride, h_ptr + row * h_stride, c_out_ptr + row * c_out_stride
+    activate(i, f, g, o, c_row, h_row, c_out_row, gates, j, hidden, here)
 
 
 @triton.jit

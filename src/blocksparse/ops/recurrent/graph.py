@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..registry import LIBRARY, each_entry, layout_of
+from ..registry import LIBRARY, each_entry, indices_of, layout_of
 from .recurrence import Recurrence, Times
 
 # By the names that graphs have for them.
@@ -34,7 +34,7 @@ def in_graph(recurrence: Recurrence, tensors: Sequence[Tensor | None]) -> tuple[
         if layout is None:
             sizes_of_layouts += [0, 0, 0]
         else:
-            indices += layout.indices_on(tensors[0].device)  # type: ignore[union-attr]
+            indices += indices_of(layout, tensors[0].device)  # type: ignore[union-attr]
             sizes_of_layouts += [layout.grid[1], *layout.block_shape]
     number, batch, sizes, reverse = recurrence.steps
     steps = type(recurrence).__name__, number, batch, list(sizes or ()), reverse

@@ -21,6 +21,7 @@ from .op import (
     StateGradient,
     Trajectory,
     empty,
+    forward_step,
     gather_rows,
     linear_of,
     scatter_add_rows,
@@ -83,12 +84,10 @@ class LSTM:
         gates = pre if index is None else empty(steps.rows, pre.shape[1], x)
         raw = empty(steps.rows, c.shape[1], x) if projection else hs.all_after
         activated, left = gates.split(steps.sizes), raw.split(steps.sizes)
-        z_of = x.new_empty(steps.batch, pre.shape[1])  # of each step in turn
-        run = LSTM_GATES.on(x.device, x.dtype).forward
+        step = forward_step(recurrent, inputs, c)
         for t in steps.order:
-            z = recurrent.forward(hs.before[t], out=z_of[: steps.sizes[t]])
             into = activated[t] if keep else None
-            run(z, inputs[t], None, cs.before[t], h_out=left[t], c_out=cs.after[t], gates_out=into)
+            step(t, hs.before[t], cs.before[t], h_out=left[t], c_out=cs.after[t], gates_out=into)
             if projection:
                 projection[0].forward(left[t], out=hs.after[t])
             if not steps.aligned:
@@ -156,8 +155,8 @@ class JoinedLSTM(LSTM):
         *weights: Tensor, keep: bool,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
         steps = self.steps
-        layout, order = _join(self.input_layout, self.layout)
-        values = torch.cat([input_weight, weights[0]])[order.to(x.device)]
+        layout, order = _join(self.input_layout, self.layout, x.device)
+        values = torch.cat([input_weight, weights[0]])[order]
         hs, cs = Trajectory(steps, h, x), Trajectory(steps, c)
         gates = empty(steps.rows if keep else 0, layout.shape[0], x)
         activated = gates.split(steps.sizes) if keep else [None] * len(steps.sizes)
@@ -179,7 +178,7 @@ class JoinedLSTM(LSTM):
         steps, (x, _, _, _, input_weight, *_) = self.steps, tensors
         gates, values, rows, c_before, c_after = kept
         grad_y, grad_h, grad_c = grads
-        layout, order = _join(self.input_layout, self.layout)
+        layout, order = _join(self.input_layout, self.layout, values.device)
         joined, inputs = Product(values, layout, steps.batch), x.shape[1]
         grad_pre, grad_x = workspace.empty_like(gates), workspace.empty_like(x)
         grad_bias = c_after.new_zeros(gates.shape[1]) if needed[5] else None
@@ -196,19 +195,19 @@ class JoinedLSTM(LSTM):
             if grad_bias is not None:  # while it is in the cache
                 grad_bias += grad_z.sum(0)
         grad_values = torch.empty_like(values)
-        grad_values[order.to(values.device)] = joined.wgrad(grad_pre, rows)
+        grad_values[order] = joined.wgrad(grad_pre, rows)
         grad_weights = grad_values.split([len(input_weight), len(values) - len(input_weight)])
         grad_bias = None if grad_bias is None else grad_bias.to(x.dtype)
         return grad_x, None, dh.initial, dc, grad_weights[0], grad_bias, grad_weights[1]
 
 
 # Of the last pairs of layouts: both, joined, and the order. By identity, as hashing layouts takes as long as a step.
-_joined: dict[tuple[int, int], tuple[BlockLayout, BlockLayout, BlockLayout, Tensor]] = {}
+_joined: dict[tuple[int, int, torch.device], tuple[BlockLayout, BlockLayout, BlockLayout, Tensor]] = {}
 
 
-def _join(left: Any, right: Any) -> tuple[BlockLayout, Tensor]:
+def _join(left: Any, right: Any, device: torch.device) -> tuple[BlockLayout, Tensor]:
     """The layout of [left, right], and the place of each of its blocks among those of left and then right."""
-    key = id(left), id(right)
+    key = id(left), id(right), device
     found = _joined.get(key)
     if found is None:
         cpu = torch.device("cpu")
@@ -220,7 +219,7 @@ def _join(left: Any, right: Any) -> tuple[BlockLayout, Tensor]:
         layout = BlockLayout.from_indices(rows[order], cols[order], grid, left.block_shape)
         if len(_joined) >= 64:
             _joined.clear()
-        found = _joined[key] = left, right, layout, torch.from_numpy(order)
+        found = _joined[key] = left, right, layout, torch.from_numpy(order).to(device)
     return found[2:]
 
 

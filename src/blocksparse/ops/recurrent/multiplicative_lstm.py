@@ -19,6 +19,7 @@ from .op import (
     StateGradient,
     Trajectory,
     empty,
+    forward_step,
     gather_rows,
     linear_of,
     scatter_add_rows,
@@ -86,14 +87,13 @@ class MultiplicativeLSTM:
         gates = pre if index is None else empty(steps.rows, 4 * hidden, x)
         of_h, m = (empty(steps.rows, hidden, x) for _ in range(2))
         views = [each.split(steps.sizes) for each in (gates, of_h, m)]
-        run = LSTM_GATES.on(x.device, x.dtype).forward
+        step = forward_step(product, inputs, c)
         for t in steps.order:
             activated, state, multiplied = (view[t] for view in views)
             state_product.forward(hs.before[t], out=state)
             torch.mul(factors[t], state, out=multiplied)
-            z = product.forward(multiplied)
             into = activated if keep else None
-            run(z, inputs[t], None, cs.before[t], h_out=hs.after[t], c_out=cs.after[t], gates_out=into)
+            step(t, multiplied, cs.before[t], h_out=hs.after[t], c_out=cs.after[t], gates_out=into)
             if not steps.aligned:
                 hs.advance(t)
                 cs.advance(t)

@@ -18,8 +18,10 @@ from ... import patterns
 from ...layout import BlockLayout
 from .. import cpu_core, workspace
 from ..linear import LINEAR, linear
+from ..lstm_gates import LSTM_GATES
 from ..registry import is_eager, of_each
 from .graph import in_graph
+from .quads import quads
 from .recurrence import Recurrence, Steps, Tensors, Times
 
 
@@ -176,6 +178,10 @@ class Rows:
     def __getitem__(self, t: int) -> Tensor:
         return self._data.index_select(0, self._cut[t]) if self._indexed else self._cut[t]
 
+    def at(self, t: int) -> tuple[Tensor, Tensor | None]:
+        """The rows as data and an index into it, or None."""
+        return (self._data, self._cut[t]) if self._indexed else (self._cut[t], None)
+
 
 def gather_rows(data: Tensor, index: Tensor | None) -> Tensor:
     """All rows, differentiable."""
@@ -228,6 +234,7 @@ class Product:
             backend = LINEAR.on(weight.device, weight.dtype)
             self._linear: Callable[..., Tensor] = backend.linear
             self._linear_wgrad: Callable[..., Tensor] = backend.linear_wgrad
+        self.quads = quads(self.weight, self.layout)
 
     def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """`[tokens, in] -> [tokens, out]`, x W^T + bias, into `out` if given."""
@@ -263,7 +270,24 @@ class Product:
         """`[tokens, out], [tokens, in] ->` the gradient of the weight."""
         if self.layout is None:
             return grad.T @ x
-        return self._linear_wgrad(grad, x, self.layout).view(self.shape)
+        found = None if self.quads is None else self.quads.wgrad(grad, x)
+        return (self._linear_wgrad(grad, x, self.layout) if found is None else found).view(self.shape)
+
+
+def forward_step(product: Product, inputs: Rows, c: Tensor) -> Callable[..., None]:
+    """A step of an LSTM as `step(t, x, c, *, h_out, c_out, gates_out)`: x W^T + inputs, and the gates.
+
+    Args:
+        product: with W `[4 hidden, in]`.
+        inputs: what each step adds.
+        c: `[batch, hidden]`, the first state.
+    """
+    quads, weight = product.quads, product.weight
+    if quads is not None:
+        return lambda t, x, c, **out: quads.forward(x, *inputs.at(t), c, **out)
+    z = weight.new_empty(c.shape[0], 4 * c.shape[1])  # of each step in turn
+    run = LSTM_GATES.on(weight.device, weight.dtype).forward
+    return lambda t, x, c, **out: run(product.forward(x, out=z[: len(x)]), inputs[t], None, c, **out)
 
 
 def linear_of(x: Tensor, weight: Tensor, layout: BlockLayout | None, bias: Tensor | None = None) -> Tensor:
