@@ -64,8 +64,9 @@ class Reach(Device):
         else:
             self.products.linear(x, values, None, layout, spec.pass_ == "dgrad", None)
         plans = [plan for plan in layout._derived.values() if isinstance(plan, LinearPlan)]
-        entries = plans[0].tasks[:, -1 if plans[0].pairs else 2] - plans[0].tasks[:, 2 if plans[0].pairs else 1]
-        longest = int(entries.max())
+        # Of three loops over entries of both rows and of either, or of one over a row's.
+        begins = [(plan.tasks, *((2, 5) if plan.tasks.shape[1] == 6 else (1, 2))) for plan in plans]
+        longest = max(int((tasks[:, last] - tasks[:, first]).max()) for tasks, first, last in begins)
         return [
             (launch, _does(launch, grid, spec, layout.nnz, longest))
             for launch, grid in zip(self.launches, self.grids, strict=True)

@@ -107,14 +107,16 @@ def launch_time(launch: Mapping[str, Any], chip: Chip) -> Prediction:
 
     Args:
         launch: its `programs`; its `steps`, of all programs together, and of the `longest` one; its `macs`,
-            multiply-adds with those of padding, and whether on `tensor` cores; the bytes of `memory` and `cache`; of
-            its kernel the `registers`, `shared`, `warps` and the `loop`: what a step takes of each warp, in
-            `instructions` and in `wavefronts` of shared memory, and the outputs of a product that reads shared memory,
-            `narrow`.
+            multiply-adds with those of padding, and whether of 16 bits on `tensor` cores; the bytes of `memory` and
+            `cache`; of its kernel the `products` by name, `registers`, `shared`, `warps` and the `loop`: what a step
+            takes of each warp, in `instructions` and in `wavefronts` of shared memory, and the outputs of a product
+            that reads shared memory, `narrow`.
     """
     kernel, loop = launch["kernel"], launch["kernel"]["loop"]
     cycles = launch["steps"] * kernel["warps"] / (chip.multiprocessors * chip.clock)
-    if launch["tensor"]:
+    if any("tf32" in name for name in kernel["products"]):  # float32 in three products, at half the rate
+        products = 6 * launch["macs"] / (TENSOR * chip.tensor / 2)
+    elif launch["tensor"]:
         products = 2 * launch["macs"] / (TENSOR * chip.tensor) * _from_shared_memory(loop["narrow"])
     else:
         products = 2 * launch["macs"] / chip.plain
