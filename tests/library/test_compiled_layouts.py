@@ -100,3 +100,20 @@ def test_copies_are_checked_by_their_own_buffers():
         with pytest.raises(torch._dynamo.exc.Unsupported, match="col_indices: expected those of"):
             torch.compile(copied, backend="eager", fullgraph=True, dynamic=False)(x[:3])
     torch.testing.assert_close(torch.compile(net, backend="eager", fullgraph=True)(x), net(x))
+
+
+@pytest.mark.parametrize("kind", [bs.nn.LSTM, bs.nn.MultiplicativeLSTM, bs.nn.SmallWorldLSTM])
+def test_how_indices_get_to_a_device_is_not_traced(kind, monkeypatch):
+    """Before PyTorch 2.13 it cannot be."""
+    tag, found = bs.BlockLayout._tag, []
+
+    def untraced(layout, *indices):
+        assert not torch.compiler.is_dynamo_compiling()
+        found.append(indices[0].device.type)
+        return tag(layout, *indices)
+
+    monkeypatch.setattr(bs.BlockLayout, "_tag", untraced)
+    net = kind(16, 32, density=0.5, block_size=8).to("meta")
+    y, _ = torch.compile(net, backend="eager", fullgraph=True)(torch.randn(2, 3, 16, device="meta"))
+    assert y.shape == (2, 3, 32)
+    assert "meta" in found

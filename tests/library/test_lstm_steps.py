@@ -99,9 +99,9 @@ def test_sequences_of_several_lengths(calls):
 
 def test_block_rows_that_come_in_parts(calls):
     """Also in steps of more rows than the one before, which have larger tiles."""
-    gate, steps = bs.BlockLayout(hub(18), 16), Steps((20, 3), reverse=True)
+    gate, steps = bs.BlockLayout(hub(18), 16), Steps((20, 3, 3), reverse=True)
     check(recurrent.LSTM(steps, None, stacked(gate)), tensors_of(steps, gate, torch.float16), torch.float16)
-    assert calls == [("forward", True)] * 2
+    assert calls == [("forward", True)] * 3
 
 
 def test_the_weight_gradient_of_all_gates_together(calls, monkeypatch):
@@ -155,6 +155,17 @@ def test_gates_of_several_layouts_have_none(monkeypatch):
             assert quads.quads(torch.empty(layout.values_shape, dtype=torch.float16), layout) is None
     with bs.use_backend("reference"):
         assert quads.quads(torch.empty(equal.values_shape, dtype=torch.float16), equal) is None
+
+
+def test_more_rows_than_kernels_count(monkeypatch):
+    gate, steps = bs.BlockLayout(hub(3), 8), Steps.equal(1, 20)
+    with running("triton-tuned"):
+        device = torch.empty(0).device
+        tensors = [t if t is None else t.to(device) for t in tensors_of(steps, gate, torch.float16)]
+        monkeypatch.setattr(runtime, "MOST_COUNTED", 19)
+        weight = quads.quads(tensors[-1], stacked(gate))
+        with pytest.raises(bs.BlockSparseError, match="x: expected at most 19 rows on a GPU, got 20"):
+            weight.forward(tensors[0], tensors[0], None, tensors[3], h_out=None, c_out=None, gates_out=None)
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

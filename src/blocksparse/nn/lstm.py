@@ -38,7 +38,7 @@ class LSTM(Recurrent):
     What no layout fits is dense. Without a layout and a density the parameters and their names are torch.nn.LSTM's,
     and so are the results. Of a block-sparse weight, `weight_hh_l0` say, the parameter is `weight_hh_l0.values`. The
     weight gradient of all time steps is one product. Under autocast, and with 16-bit parameters, c is carried in
-    float32.
+    float32. On a GPU in 16 bits steps are fastest with a `layout` of one gate: all four then load their inputs once.
 
     Shapes: as torch.nn.LSTM's: `[steps, batch, input_size]` (or batch first, or without a batch, or packed) to
     `[steps, batch, hidden_size]` and the final h and c `[layers * directions, batch, hidden_size]`.

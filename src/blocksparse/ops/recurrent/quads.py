@@ -88,8 +88,8 @@ class Quads:
         from . import kernels
 
         n, gate, names = len(tensors[0]), self._gate, TENSORS[pass_]
-        check_layout_fits(gate)
         check_fits("x", "rows", n)
+        check_layout_fits(gate)
         check_fits("weight", "features of the four gates", 4 * gate.shape[0])
         tile = self._tile(pass_, n)
         block_n = tile.block_n // 4
