@@ -1,4 +1,4 @@
-"""Every target of linear op, convolutions, recurrent and truly sparse networks, attention in one run, checked first.
+"""Every target of a CPU in one run, op by op; each product is checked before it is timed.
 
     python benchmarks/reach.py                  some minutes on two cores, with nothing else running
     python benchmarks/reach.py --only conv2d    those of one op
@@ -26,7 +26,7 @@ from blocksparse.ops.conv import specs as conv_specs
 from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.linear.specs import LINE_DENSITIES, LINE_INTERCEPT, REACH, SMALL_BLOCKS, TRAINING, LinearSpec
 from blocksparse_lab import machine
-from blocksparse_lab.bench import attention, gates, lstm_reach, mlp, models, pixelcnn, rows
+from blocksparse_lab.bench import attention, gates, int8, lstm_reach, mlp, models, pixelcnn, rows
 from blocksparse_lab.bench.case import OURS, Bench
 from blocksparse_lab.bench.conv import ConvBench
 from blocksparse_lab.bench.linear import LinearBench
@@ -112,6 +112,10 @@ def line_row(bench: Bench, specs: Sequence[LinearSpec] | Sequence[ConvSpec], mos
     )
 
 
+def int8_rows(shrink: int) -> Iterator[Row]:
+    return int8.rows(LinearBench(budget=BUDGET) if shrink == 1 else LinearBench(budget=0.1, rounds=3), shrink)
+
+
 def memory_row(hidden: int, tokens: int, density: float) -> Row:
     work = f"fp32 memory of forward + backward, hidden {hidden}, {tokens} tokens, density {density:g}"
     try:
@@ -147,6 +151,7 @@ def conv_rows(shrink: int) -> Iterator[Row]:
 
 OPS: dict[str, tuple[str, Callable[[int], Iterator[Row]]]] = {
     "linear": ("targets of the linear op", linear_rows),
+    "int8": ("targets of products in 8 bits", int8_rows),
     "conv2d": ("targets of the convolutions", conv_rows),
     "lstm": ("targets of the recurrent networks", lambda shrink: lstm_reach.rows(BUDGET, quick=shrink != 1)),
     "models": ("targets of whole models", lambda shrink: models.rows(2 * BUDGET, quick=shrink != 1)),
