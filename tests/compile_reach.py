@@ -23,7 +23,10 @@ from typing import Any
 
 import torch
 
+import blocksparse as bs
 import compile_kernels
+from blocksparse.ops.conv.specs import GPU_REACH as CONV_REACH
+from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.gpu.plan import LinearPlan
 from blocksparse.ops.linear.specs import GPU_BLOCKS, GPU_HUBS, GPU_REACH, LinearSpec
 from compile_kernels import GPUS, Device, Launch
@@ -33,7 +36,7 @@ WAVEFRONTS = {"128": 4, "64": 2, "4": 4, "2": 2}
 PRODUCT = r"(?:FFMA|HMMA|HGMMA|DMMA|DFMA|UTC\w*MMA|v_mfma_\w+)"
 
 
-def rows() -> dict[str, list[LinearSpec]]:
+def rows() -> dict[str, list[Any]]:
     """The products of each row, by name."""
     found = {name: [target.spec] for name, target in GPU_REACH.items()}
     for block in GPU_BLOCKS:
@@ -41,6 +44,9 @@ def rows() -> dict[str, list[LinearSpec]]:
         passes = ("forward", "dgrad", "wgrad")
         found[f"training step, many tokens, block {block}"] = [replace(spec, pass_=pass_) for pass_ in passes]
     found |= {f"layout with hubs, {name}": [spec] for name, spec in GPU_HUBS.items()}
+    for target in CONV_REACH[:1]:
+        specs = [replace(target.spec, pass_=pass_) for pass_ in ("forward", "dgrad", "wgrad")]
+        found |= {f"{spec!r}": [spec] for spec in specs}
     return found
 
 
@@ -51,8 +57,44 @@ class Reach(Device):
         super().launch(kernel, *args, grid=grid, warmup=warmup, **options)
         self.grids.append(grid)
 
-    def of(self, spec: LinearSpec) -> list[tuple[Launch, dict[str, Any]]]:
+    def of(self, spec: Any) -> list[tuple[Launch, dict[str, Any]]]:
         """The launches of a product, and what they do."""
+        return self.of_conv(spec) if isinstance(spec, ConvSpec) else self.of_linear(spec)
+
+    def of_conv(self, spec: ConvSpec) -> list[tuple[Launch, dict[str, Any]]]:
+        """The same of a convolution, without what its loop does in each step: that is counted in the compiled one."""
+        from blocksparse.ops.conv import triton as convolutions
+        from blocksparse.ops.conv.plan import Axis
+
+        convolutions.gpu_of = lambda device: self.gpu
+        layout = bs.patterns.random((spec.out_channels, spec.in_channels), spec.block, density=spec.density, seed=0)
+        axes = [Axis(spec.size, spec.out_size, spec.kernel, spec.stride, spec.padding, 1)] * 2
+        kind: dict[str, Any] = {"dtype": spec.torch_dtype, "device": "meta"}
+        x = torch.empty(spec.images, spec.size, spec.size, spec.in_channels, **kind)
+        grad = torch.empty(spec.images, spec.out_size, spec.out_size, spec.out_channels, **kind)
+        values = torch.empty(*layout.values_shape, spec.kernel, spec.kernel, **kind)
+        self.launches.clear()
+        self.grids = []
+        if spec.pass_ == "wgrad":
+            convolutions.conv_wgrad(grad, x, layout, False, axes)
+        elif spec.pass_ == "dgrad":
+            convolutions.conv(grad, values, None, layout, True, True, axes, None)
+        else:
+            convolutions.conv(x, values, None, layout, False, False, axes, None)
+        moved = sum(tensor.numel() * tensor.itemsize for tensor in (x, grad, values))
+        products = [math.prod(grid) if "task_ptr" in launch.kernel.arg_names else 0 for launch, grid in self.recorded()]
+        done = []
+        for (launch, grid), part in zip(self.recorded(), products, strict=True):
+            share = part / sum(products)
+            macs = share * layout.nnz * spec.block**2 * spec.tokens
+            does = {"programs": math.prod(grid), "longest": 0, "macs": macs, "memory": share * moved, "tensor": True}
+            done.append((launch, does))
+        return done
+
+    def recorded(self) -> list[tuple[Launch, Any]]:
+        return list(zip(self.launches, self.grids, strict=True))
+
+    def of_linear(self, spec: LinearSpec) -> list[tuple[Launch, dict[str, Any]]]:
         layout = spec.layout()
         kind: dict[str, Any] = {"dtype": spec.torch_dtype, "device": "meta"}
         x, grad = (torch.empty(spec.tokens, size, **kind) for size in (spec.in_features, spec.out_features))
@@ -67,10 +109,7 @@ class Reach(Device):
         # Of three loops over entries of both rows and of either, or of one over a row's.
         begins = [(plan.tasks, *((2, 5) if plan.tasks.shape[1] == 6 else (1, 2))) for plan in plans]
         longest = max(int((tasks[:, last] - tasks[:, first]).max()) for tasks, first, last in begins)
-        return [
-            (launch, _does(launch, grid, spec, layout.nnz, longest))
-            for launch, grid in zip(self.launches, self.grids, strict=True)
-        ]
+        return [(launch, _does(launch, grid, spec, layout.nnz, longest)) for launch, grid in self.recorded()]
 
 
 def _does(launch: Launch, grid: Any, spec: LinearSpec, nnz: int, longest: int) -> dict[str, Any]:
@@ -95,6 +134,20 @@ def _does(launch: Launch, grid: Any, spec: LinearSpec, nnz: int, longest: int) -
     loaded = slices * entries * spec.block * m + values
     facts = {"longest": longest * spec.block / k, "macs": values * tiles * m, "cache": tiles * loaded * itemsize}
     return done | {"steps": steps, **facts}
+
+
+def _dense(spec: Any) -> dict[str, Any]:
+    """What the dense product does."""
+    if isinstance(spec, ConvSpec):
+        pixels = spec.images * (spec.size**2 * spec.in_channels + spec.out_size**2 * spec.out_channels)
+        weights = spec.out_channels * spec.in_channels
+        moved = pixels + weights * spec.kernel**2
+    else:
+        weights = spec.out_features * spec.in_features
+        moved = weights + spec.tokens * (spec.out_features + spec.in_features)
+    operations = 2 * weights * spec.tokens
+    itemsize = spec.torch_dtype.itemsize
+    return {"operations": operations, "moved": moved * itemsize, "dtype": spec.dtype, "few": spec.tokens <= 64}
 
 
 # -- the compiled loop ---------------------------------------------------------------------------------------------
@@ -124,7 +177,20 @@ def _loop(asm: Any, launch: Launch) -> dict[str, Any]:
     plain = any(name.startswith("FFMA") for name in best)
     # Of multiply-adds several threads read the same numbers: half the wavefronts of numbers that all differ.
     wavefronts = loads / 2 + _conflicts(asm["ttgir"]) if plain else loads
-    return {"instructions": best.total(), "wavefronts": wavefronts, "narrow": int(narrow[1]) if narrow else None}
+    warps = launch.options["num_warps"]
+    macs = sum(count * _macs(name) for name, count in best.items()) * warps
+    copied = 16 * 32 * warps * sum(count for name, count in best.items() if re.match(r"LDGSTS.*128", name))
+    sizes = {"macs": macs, "copied": copied, "narrow": int(narrow[1]) if narrow else None}
+    return {"instructions": best.total(), "wavefronts": wavefronts, **sizes}
+
+
+def _macs(name: str) -> float:
+    """The multiply-adds of a warp in this instruction, of those in 16 bits: a quarter of a group's of four."""
+    found = re.match(r"HGMMA\.64x(\d+)x(\d+)|HMMA\.(16)(8)(16)", name)
+    if found is None:
+        return 0
+    n, k, *small = found.groups()
+    return 16 * 8 * 16 if small[0] else 64 * int(n) * int(k) / 4
 
 
 def _products(body: Counter[str]) -> int:
@@ -165,15 +231,26 @@ def main(kind: str, *names: str) -> dict[str, Any]:
         launches = [pair for spec in specs for pair in device.of(spec)]
         unique |= {launch.key(): launch for launch, _ in launches}
         found[name] = {
-            "specs": [spec.as_dict() for spec in specs],
+            "dense": [_dense(spec) for spec in specs],
             "launches": [does | {"kernel": launch.key()} for launch, does in launches],
         }
     _todo[:] = [(device, launch) for launch in unique.values()]
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         kernels = dict(zip(unique, pool.map(_compiled, range(len(_todo)), chunksize=1), strict=True))
     for row in found.values():
-        row["launches"] = [launch | {"kernel": kernels[launch["kernel"]]} for launch in row["launches"]]
-    return found
+        row["launches"] = [_whole(launch, kernels[launch["kernel"]]) for launch in row["launches"]]
+    return {name: row for name, row in found.items() if None not in row["launches"]}
+
+
+def _whole(does: dict[str, Any], kernel: dict[str, Any]) -> dict[str, Any] | None:
+    """A launch with its kernel; None for a convolution whose steps cannot be counted, on other kinds of GPU."""
+    if "steps" not in does:
+        loop = kernel["loop"]
+        if does["macs"] and not loop.get("macs"):
+            return None
+        steps = does["macs"] / loop["macs"] if does["macs"] else 0
+        does |= {"steps": steps, "cache": steps * loop.get("copied", 0)}
+    return does | {"kernel": kernel}
 
 
 _todo: list[tuple[Reach, Launch]] = []  # inherited by the forks: launches cannot be sent to them
