@@ -13,11 +13,9 @@ from torch import Tensor
 from ...layout import BlockLayout
 from ..registry import needs_grad
 
-# FlexAttention's kernels work on tiles of this many queries and keys, its backward pass on no smaller ones.
-TILE = 128
-# Without gradients on the largest of these that no border of a block crosses, with as many warps: tiles that are partly
-# seen take several times as long as whole ones.
-WARPS = {64: 4, 32: 1}
+# FlexAttention's kernels work on tiles of this many queries and keys, its backward pass and the one for fewer queries
+# on no smaller ones. Others may be as small as LEAST.
+TILE, LEAST = 128, 32
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -47,22 +45,24 @@ def flex(
     kernel: Callable[..., Tensor],
 ) -> Tensor:
     """`attention` by a given form of FlexAttention: compiled, or as it is written."""
-    tile = TILE if needs_grad(q, k, v) else tile_of(layouts)
+    tile = TILE if needs_grad(q, k, v) or q.shape[2] < TILE else tile_of(layouts)
     key = ("flex attention", tuple(layouts), causal, q.device, tile)
     mask = layouts[0].derived(key, partial(_block_mask, layouts, causal, q.device, tile))
-    options = {} if tile == TILE else {"BLOCK_M": tile, "BLOCK_N": tile, "num_warps": WARPS[tile]}
+    # One warp for a tile whose queries fit in its registers is twice as fast as four.
+    warps = 1 if tile == LEAST and q.shape[3] * q.dtype.itemsize <= 128 else 4
+    options = {} if tile == TILE else {"BLOCK_M": tile, "BLOCK_N": tile, "num_warps": warps}
     return kernel(q, k, v, block_mask=mask, scale=scale, kernel_options=options)
 
 
 def tile_of(layouts: Sequence[BlockLayout]) -> int:
-    """The tile for these layouts where no gradient is needed.
+    """The largest tile that no border of a block crosses, as partly seen ones take several times as long as whole ones.
 
     >>> import blocksparse as bs
     >>> [tile_of([bs.patterns.dense((384, 384), block)]) for block in (16, 32, 64, 96, 128)]
     [32, 32, 64, 32, 128]
     """
     size = math.gcd(TILE, *(size for layout in layouts for size in layout.block_shape))
-    return max(size, min(WARPS))
+    return max(size, LEAST)
 
 
 def _block_mask(layouts: Sequence[BlockLayout], causal: bool, device: torch.device, tile: int) -> Any:
