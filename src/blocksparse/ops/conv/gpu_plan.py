@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from functools import lru_cache
-
-import numpy as np
+from dataclasses import dataclass
 
 from .plan import Axis
 
@@ -52,12 +47,3 @@ def phases(axis: Axis, transposed: bool) -> list[Phase]:
         shift = (first + axis.padding - tap * axis.dilation) // axis.stride
         found.append(Phase(first, count, tap, every, len(reach), shift, -every * axis.dilation // axis.stride))
     return found
-
-
-@lru_cache(maxsize=4096)
-def phase_table(axes: Sequence[Axis], transposed: bool) -> np.ndarray:
-    """int32 `[phases, 3, 7]`: the phases of three axes, each with each; those with the most work first."""
-    rows = list(itertools.product(*(phases(axis, transposed) for axis in axes)))
-    rows.sort(key=lambda row: -math.prod(phase.count * phase.taps for phase in row))
-    table = [[astuple(phase) for phase in row] for row in rows]
-    return np.array(table, dtype=np.int32).reshape(-1, 3, 7)

@@ -1,8 +1,8 @@
 """The Triton kernels of the convolutions: the tile loop of the linear product, its inputs gathered tap by tap.
 
-Nothing is unfolded. Outputs come in phases: positions `first + step * n` along each of three axes that meet the same
-taps (a convolution has one phase, a transposed one `stride` per axis). The taps of a phase are an arithmetic sequence
-along each axis, and so are the inputs they meet: tap i meets input `n * in_step + shift + i * shift_step`.
+Nothing is unfolded. A tile is of positions that meet the same taps, a phase (see gpu_plan.py); where its inputs lie is
+computed once per tile, and a step, one tap of one entry, adds one number to all of them and compares one per axis.
+Only the last `AXES` of three axes are there; the others have one position.
 """
 
 from __future__ import annotations
@@ -10,40 +10,71 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..gpu.device import dot, finish, lanes, load_inputs, load_weights
+from ..gpu.device import dot, finish, lanes
 
 
-@triton.jit
+def _each(*names: str) -> list[str]:
+    return [f"{name}{axis}" for name in names for axis in range(3)]
+
+
+# Sizes and places of all kinds are served by one compiled kernel.
+_OUTPUTS = "out_size", "first", "count", "out_step"
+_INPUTS = "in_size", "taps", "tap_step", "in_step", "shift", "shift_step"
+_CONV = ["tasks", "tokens", "in_blocks", "out_blocks", "all_taps", "first_tap", *_each(*_OUTPUTS, *_INPUTS)]
+_WGRAD = [
+    *("tokens", "tokens_per_split", "numbers", "a_blocks", "b_blocks"),
+    *_each("input_size", "output_size", "stride", "padding", "dilation"),
+]
+
+
+@triton.jit(do_not_specialize=_CONV)
 def conv_kernel(
-    x_ptr,  # [images, *in_size, in_channels]
-    values_ptr,  # [taps, nnz, block_out, block_in]
+    x_ptr,  # [images, *in_size, in_blocks * width]
+    values_ptr,  # [nnz, taps, block_out, block_in]
     bias_ptr,  # [out_channels] or None
-    y_ptr,  # [images, *out_size, out_channels]
-    phase_ptr,  # int32 [phases, 3 axes, 7]: first, count, first tap, step of taps, taps, shift, step of shifts
+    y_ptr,  # [images, *out_size, out_blocks * height]
     task_ptr,  # int32 [tasks, 4], as in linear_kernel
     col_ptr,
-    block_ptr,
+    block_ptr,  # int32 [entries], or None where the entry is the block
     tasks,
-    images,
-    nnz,
+    tokens,  # positions of the phase in all images
+    in_blocks,
+    out_blocks,
+    all_taps,  # of the weights
+    first_tap,  # of the phase, as are those below
     in_size0,
     in_size1,
     in_size2,
     out_size0,
     out_size1,
     out_size2,
-    in_channels,
-    out_channels,
-    kernel1: tl.constexpr,
-    kernel2: tl.constexpr,
-    out_step0: tl.constexpr,
-    out_step1: tl.constexpr,
-    out_step2: tl.constexpr,
-    in_step0: tl.constexpr,
-    in_step1: tl.constexpr,
-    in_step2: tl.constexpr,
+    first0,  # outputs first + out_step * n, n < count
+    first1,
+    first2,
+    count0,
+    count1,
+    count2,
+    out_step0,
+    out_step1,
+    out_step2,
+    taps0,  # taps first_tap + i * tap_step, i < taps
+    taps1,
+    taps2,
+    tap_step0,
+    tap_step1,
+    tap_step2,
+    in_step0,  # which meet inputs n * in_step + shift + i * shift_step
+    in_step1,
+    in_step2,
+    shift0,
+    shift1,
+    shift2,
+    shift_step0,
+    shift_step1,
+    shift_step2,
     block_out: tl.constexpr,
     block_in: tl.constexpr,
+    AXES: tl.constexpr,
     TRANSPOSE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -56,83 +87,159 @@ def conv_kernel(
     """One tile of positions of one phase, and all taps and entries of one task."""
     height: tl.constexpr = block_in if TRANSPOSE else block_out
     width: tl.constexpr = block_out if TRANSPOSE else block_in
-    WIDTH: tl.constexpr = triton.next_power_of_2(width)
     slices: tl.constexpr = triton.cdiv(height, BLOCK_N)
-    task = (tl.program_id(0) // slices % tasks).to(tl.int64)
-    tile = tl.program_id(0) // slices // tasks
-    output = tl.program_id(0) % slices * BLOCK_N + tl.arange(0, BLOCK_N)
-    phase = phase_ptr + tl.program_id(1) * 21
-    first0, count0, tap0, tap_step0, taps0, shift0, shift_step0 = _axis(phase)
-    first1, count1, tap1, tap_step1, taps1, shift1, shift_step1 = _axis(phase + 7)
-    first2, count2, tap2, tap_step2, taps2, shift2, shift_step2 = _axis(phase + 14)
-
-    token = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid = token < images * count0 * count1 * count2
-    n2 = token % count2
-    n1 = token // count2 % count1
-    n0 = token // count2 // count1 % count0
-    image = (token // count2 // count1 // count0).to(tl.int64)
-
+    steps: tl.constexpr = triton.cdiv(width, BLOCK_K)
+    task = tl.program_id(0) // slices % tasks
+    token = tl.program_id(0) // slices // tasks * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.load(task_ptr + 4 * task)
     first = tl.load(task_ptr + 4 * task + 1)
     last = tl.load(task_ptr + 4 * task + 2)
-    steps = tl.cdiv((last - first) * WIDTH, BLOCK_K)
-    sums = tl.zeros((BLOCK_M, BLOCK_N), SUM)
-    for step in range(0, taps0 * taps1 * taps2 * steps):
-        t2 = step // steps % taps2
-        t1 = step // steps // taps2 % taps1
-        t0 = step // steps // taps2 // taps1
-        i0 = n0 * in_step0 + shift0 + t0 * shift_step0
-        i1 = n1 * in_step1 + shift1 + t1 * shift_step1
-        i2 = n2 * in_step2 + shift2 + t2 * shift_step2
-        inside = valid & (i0 >= 0) & (i0 < in_size0) & (i1 >= 0) & (i1 < in_size1) & (i2 >= 0) & (i2 < in_size2)
-        x_rows = x_ptr + (((image * in_size0 + i0) * in_size1 + i1) * in_size2 + i2) * in_channels
-        tap = ((tap0 + t0 * tap_step0) * kernel1 + tap1 + t1 * tap_step1) * kernel2 + tap2 + t2 * tap_step2
-        weights = values_ptr + tap.to(tl.int64) * nnz * (block_out * block_in)
-        entry, k, there = lanes(first, last, step % steps * BLOCK_K, width, WIDTH, BLOCK_K)
-        x = load_inputs(x_rows, inside, col_ptr, entry, k, there, width)
-        w = load_weights(weights, block_ptr, entry, k, there, output, block_out, block_in, TRANSPOSE)
-        sums = dot(x, w, sums, PRECISION, WIDEN)
-    o0 = first0 + n0 * out_step0
-    o1 = first1 + n1 * out_step1
+    valid = token < tokens
+
+    # Where the inputs of the first tap lie along each axis. Beyond the last token comes a place that no tap has within
+    # the image.
+    n2 = token % count2
+    image = token // count2
+    b2 = n2 * in_step2 + shift2
     o2 = first2 + n2 * out_step2
-    y_rows = y_ptr + (((image * out_size0 + o0) * out_size1 + o1) * out_size2 + o2) * out_channels
-    finish(sums, y_rows, valid, bias_ptr, row, output, height, ACTIVATION)
+    outside = in_size2 - tl.minimum((taps2 - 1) * shift_step2, 0)
+    if AXES > 1:
+        n1 = image % count1
+        image = image // count1
+        b1 = n1 * in_step1 + shift1
+        o1 = first1 + n1 * out_step1
+    if AXES > 2:
+        n0 = image % count0
+        image = image // count0
+        b0 = n0 * in_step0 + shift0
+        inputs = (image * in_size0 + b0) * in_size1
+        outputs = (image * out_size0 + first0 + n0 * out_step0) * out_size1
+    else:
+        inputs = image * in_size1
+        outputs = image * out_size1
+    if AXES > 1:
+        inputs = (inputs + b1) * in_size2
+        outputs = (outputs + o1) * out_size2
+    else:
+        inputs *= in_size2
+        outputs *= out_size2
+    inputs += b2
+    outputs += o2
+    b2 = tl.where(valid, b2, outside)
+    in_channels = in_blocks * width
+    lane = tl.arange(0, BLOCK_K)
+    output = tl.program_id(0) % slices * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_tile = x_ptr + (inputs.to(tl.int64) * in_channels)[:, None] + lane[None, :]
+    if TRANSPOSE:
+        w_tile = values_ptr + (lane * block_in)[:, None] + output[None, :]
+    else:
+        w_tile = values_ptr + lane[:, None] + (output * block_in)[None, :]
+
+    entry = first
+    k = 0
+    t0 = 0
+    t1 = 0
+    t2 = 0
+    count = (last - first) * steps * taps2
+    if AXES > 1:
+        count *= taps1
+    if AXES > 2:
+        count *= taps0
+    sums = tl.zeros((BLOCK_M, BLOCK_N), SUM)
+    col = tl.load(col_ptr + entry, mask=count > 0, other=0)
+    block = entry
+    if block_ptr is not None:
+        block = tl.load(block_ptr + entry, mask=count > 0, other=0)
+    for _ in range(0, count):
+        d2 = t2 * shift_step2
+        inside = (b2 + d2).to(tl.uint32) < in_size2.to(tl.uint32)
+        reach = d2
+        tap = first_tap + t2 * tap_step2
+        if AXES > 1:
+            d1 = t1 * shift_step1
+            inside &= (b1 + d1).to(tl.uint32) < in_size1.to(tl.uint32)
+            reach += d1 * in_size2
+            tap += t1 * tap_step1
+        if AXES > 2:
+            d0 = t0 * shift_step0
+            inside &= (b0 + d0).to(tl.uint32) < in_size0.to(tl.uint32)
+            reach += d0 * in_size1 * in_size2
+            tap += t0 * tap_step0
+        x_mask = inside[:, None]
+        w_mask = (output < height)[None, :]
+        if width % BLOCK_K != 0:
+            x_mask = x_mask & (k + lane < width)[None, :]
+            w_mask = w_mask & (k + lane < width)[:, None]
+        x_step = x_tile + (reach.to(tl.int64) * in_channels + (col * width + k))
+        w_step = w_tile + (block.to(tl.int64) * all_taps + tap) * (block_out * block_in)
+        w_step += k * (block_in if TRANSPOSE else 1)
+        # The step after this one: its index has a whole step of time to come.
+        t2 += 1
+        done = t2 == taps2
+        t2 = tl.where(done, 0, t2)
+        if AXES > 1:
+            t1 += done.to(tl.int32)
+            done = t1 == taps1
+            t1 = tl.where(done, 0, t1)
+        if AXES > 2:
+            t0 += done.to(tl.int32)
+            done = t0 == taps0
+            t0 = tl.where(done, 0, t0)
+        if steps > 1:
+            k += tl.where(done, BLOCK_K, 0)
+            done = k >= width
+            k = tl.where(done, 0, k)
+        entry += done.to(tl.int32)
+        col = tl.load(col_ptr + entry, mask=entry < last, other=0)
+        block = entry
+        if block_ptr is not None:
+            block = tl.load(block_ptr + entry, mask=entry < last, other=0)
+        x = tl.load(x_step, mask=x_mask, other=0)
+        if width % BLOCK_K != 0 or height % BLOCK_N != 0:
+            w = tl.load(w_step, mask=w_mask, other=0)
+        else:
+            w = tl.load(w_step)
+        sums = dot(x, w, sums, PRECISION, WIDEN)
+    y_rows = y_ptr + outputs.to(tl.int64) * (out_blocks * height)
+    finish(sums, y_rows, valid, bias_ptr, row.to(tl.int64), output, height, ACTIVATION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_WGRAD)
 def conv_wgrad_kernel(
-    grad_ptr,  # [images, *grad_size, out_channels]
-    x_ptr,  # [images, *x_size, in_channels]
-    values_ptr,  # [splits, taps, nnz, block_out, block_in]
-    task_ptr,  # int32 [tasks, 4], as in linear_wgrad_kernel
-    col_ptr,
-    nnz,
-    images,
+    a_ptr,  # [images, *input_size, a_blocks * a_width]: of the two images the input of the convolution
+    b_ptr,  # [images, *output_size, b_blocks * b_width]: its output
+    values_ptr,  # [splits, nnz, block_out, block_in, taps]
+    task_ptr,  # int32 [tasks, 4], as in linear_wgrad_kernel: of a row of b's blocks
+    col_ptr,  # int32 [entries]: a's block
+    block_ptr,  # int32 [entries], or None where the entry is the block
+    tokens,  # positions of the output in all images
     tokens_per_split,
+    numbers,  # in all values
+    a_blocks,
+    b_blocks,
     input_size0,
     input_size1,
     input_size2,
     output_size0,
     output_size1,
     output_size2,
-    in_channels,
-    out_channels,
+    stride0,
+    stride1,
+    stride2,
+    padding0,
+    padding1,
+    padding2,
+    dilation0,
+    dilation1,
+    dilation2,
     kernel0: tl.constexpr,
     kernel1: tl.constexpr,
     kernel2: tl.constexpr,
-    stride0: tl.constexpr,
-    stride1: tl.constexpr,
-    stride2: tl.constexpr,
-    padding0: tl.constexpr,
-    padding1: tl.constexpr,
-    padding2: tl.constexpr,
-    dilation0: tl.constexpr,
-    dilation1: tl.constexpr,
-    dilation2: tl.constexpr,
-    block_out: tl.constexpr,
-    block_in: tl.constexpr,
-    TRANSPOSED: tl.constexpr,  # grad is the input of the convolution and x its output
+    a_width: tl.constexpr,
+    b_width: tl.constexpr,
+    a_place: tl.constexpr,  # numbers of a block from one of its lanes to the next
+    b_place: tl.constexpr,
+    AXES: tl.constexpr,
     PRECISION: tl.constexpr,
     SUM: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -140,59 +247,104 @@ def conv_wgrad_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tap of BLOCK_K lanes of one row's entries, summed over a part of the output positions."""
+    """BLOCK_K lanes of one row's entries, each with all taps, summed over a part of the output positions.
+
+    The positions go on by BLOCK_M, with carry, so that nothing is divided in the loop.
+    """
     taps: tl.constexpr = kernel0 * kernel1 * kernel2
-    slices: tl.constexpr = triton.cdiv(block_out, BLOCK_N)
-    task = (tl.program_id(0) // (taps * slices)).to(tl.int64)
-    tap = tl.program_id(0) // slices % taps
+    WIDTH: tl.constexpr = triton.next_power_of_2(a_width)
+    slices: tl.constexpr = triton.cdiv(b_width, BLOCK_N)
+    task = tl.program_id(0) // slices
     split = tl.program_id(1)
     row = tl.load(task_ptr + 4 * task)
     first = tl.load(task_ptr + 4 * task + 1)
     last = tl.load(task_ptr + 4 * task + 2)
     lane0 = tl.multiple_of(tl.load(task_ptr + 4 * task + 3), BLOCK_K)
-    WIDTH: tl.constexpr = triton.next_power_of_2(block_in)
-    entry, i, there = lanes(first, last, lane0, block_in, WIDTH, BLOCK_K)
+    unit, i, there = lanes(0, (last - first) * taps, lane0, a_width, WIDTH, BLOCK_K)
+    entry = first + unit // taps
+    tap = unit % taps
     o = tl.program_id(0) % slices * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = o < b_width
     col = tl.load(col_ptr + entry, mask=there, other=0)
-    x_lane = x_ptr + col * block_in + i
-    grad_lane = row * block_out + o
-    shift0 = tap // (kernel1 * kernel2) * dilation0 - padding0
-    shift1 = tap // kernel2 % kernel1 * dilation1 - padding1
-    shift2 = tap % kernel2 * dilation2 - padding2
+
+    token = split * tokens_per_split + tl.arange(0, BLOCK_M)
+    end = tl.minimum((split + 1) * tokens_per_split, tokens)
+    a_channels = (a_blocks * a_width).to(tl.int64)
+    b_channels = b_blocks * b_width
+    # Where the input of a token lies, and what it is further by after BLOCK_M tokens, and after the end of an axis.
+    p2 = token % output_size2 * stride2
+    image = token // output_size2
+    d2 = tap % kernel2 * dilation2 - padding2
+    end2 = output_size2 * stride2
+    step2 = BLOCK_M % output_size2 * stride2
+    step = BLOCK_M // output_size2
+    rows = input_size2 * a_channels
+    a_token = p2 * a_channels
+    a_lane = a_ptr + d2 * a_channels + (col * a_width + i)
+    a_step = step2 * a_channels
+    if AXES > 1:
+        p1 = image % output_size1 * stride1
+        image = image // output_size1
+        d1 = tap // kernel2 % kernel1 * dilation1 - padding1
+        end1 = output_size1 * stride1
+        step1 = step % output_size1 * stride1
+        step = step // output_size1
+        a_token += p1 * rows
+        a_lane += d1 * rows
+        a_step += step1 * rows
+        a_over2 = stride1 * rows - end2 * a_channels
+        rows1 = rows
+        rows *= input_size1
+    else:
+        a_over2 = rows - end2 * a_channels
+    if AXES > 2:
+        p0 = image % output_size0 * stride0
+        image = image // output_size0
+        d0 = tap // (kernel2 * kernel1) * dilation0 - padding0
+        end0 = output_size0 * stride0
+        step0 = step % output_size0 * stride0
+        step = step // output_size0
+        a_token += p0 * rows
+        a_lane += d0 * rows
+        a_step += step0 * rows
+        a_over1 = stride0 * rows - end1 * rows1
+        a_over0 = input_size0 * rows - end0 * rows
+        rows *= input_size0
+    elif AXES > 1:
+        a_over1 = rows - end1 * rows1
+    a_token += image * rows
+    a_step += step * rows
+    b_tile = b_ptr + (token.to(tl.int64) * b_channels)[:, None] + (row * b_width + o)[None, :]
     sums = tl.zeros((BLOCK_K, BLOCK_N), SUM)
-    begin = split * tokens_per_split
-    end = tl.minimum(begin + tokens_per_split, images * output_size0 * output_size1 * output_size2)
-    for token0 in range(begin, end, BLOCK_M):
-        token = token0 + tl.arange(0, BLOCK_M)
-        b2 = token % output_size2 * stride2 + shift2
-        b1 = token // output_size2 % output_size1 * stride1 + shift1
-        b0 = token // output_size2 // output_size1 % output_size0 * stride0 + shift0
-        image = (token // output_size2 // output_size1 // output_size0).to(tl.int64)
-        inside = (b0 >= 0) & (b0 < input_size0) & (b1 >= 0) & (b1 < input_size1) & (b2 >= 0) & (b2 < input_size2)
-        inside = inside & (token < end)
-        input = ((image * input_size0 + b0) * input_size1 + b1) * input_size2 + b2
-        output = token.to(tl.int64)
-        x_rows = (output if TRANSPOSED else input) * in_channels
-        grad_rows = grad_ptr + (input if TRANSPOSED else output) * out_channels
-        x = tl.load(x_lane[:, None] + x_rows[None, :], mask=inside[None, :] & there[:, None], other=0)
-        grad = tl.load(
-            grad_rows[:, None] + grad_lane[None, :], mask=inside[:, None] & (o < block_out)[None, :], other=0
-        )
-        sums = dot(x, grad, sums, PRECISION, WIDEN)
-    block = (split.to(tl.int64) * taps + tap) * nnz + entry
-    offset = (block[:, None] * block_out + o[None, :]) * block_in + i[:, None]
-    tl.store(values_ptr + offset, sums, mask=there[:, None] & (o < block_out)[None, :])
-
-
-@triton.jit
-def _axis(numbers_ptr):
-    """The seven numbers of one axis of a phase."""
-    return (
-        tl.load(numbers_ptr),
-        tl.load(numbers_ptr + 1),
-        tl.load(numbers_ptr + 2),
-        tl.load(numbers_ptr + 3),
-        tl.load(numbers_ptr + 4),
-        tl.load(numbers_ptr + 5),
-        tl.load(numbers_ptr + 6),
-    )
+    for token0 in range(split * tokens_per_split, end, BLOCK_M):
+        known = token0 + tl.arange(0, BLOCK_M) < end
+        inside = there[:, None] & known[None, :]
+        inside &= (p2[None, :] + d2[:, None]).to(tl.uint32) < input_size2.to(tl.uint32)
+        if AXES > 1:
+            inside &= (p1[None, :] + d1[:, None]).to(tl.uint32) < input_size1.to(tl.uint32)
+        if AXES > 2:
+            inside &= (p0[None, :] + d0[:, None]).to(tl.uint32) < input_size0.to(tl.uint32)
+        a = tl.load(a_lane[:, None] + a_token[None, :], mask=inside, other=0)
+        b = tl.load(b_tile, mask=known[:, None] & real[None, :], other=0)
+        sums = dot(a, b, sums, PRECISION, WIDEN)
+        b_tile += BLOCK_M * b_channels
+        p2 += step2
+        over = p2 >= end2
+        p2 = tl.where(over, p2 - end2, p2)
+        a_token += a_step + tl.where(over, a_over2, 0)
+        if AXES > 1:
+            p1 = tl.where(over, p1 + (step1 + stride1), p1 + step1)
+            over = p1 >= end1
+            p1 = tl.where(over, p1 - end1, p1)
+            a_token += tl.where(over, a_over1, 0)
+        if AXES > 2:
+            p0 = tl.where(over, p0 + (step0 + stride0), p0 + step0)
+            over = p0 >= end0
+            p0 = tl.where(over, p0 - end0, p0)
+            a_token += tl.where(over, a_over0, 0)
+    block = entry
+    if block_ptr is not None:
+        block = tl.load(block_ptr + entry, mask=there, other=0)
+    place = block.to(tl.int64) * (a_width * b_width) + i * a_place
+    offset = split.to(tl.int64) * numbers + (place[:, None] + (o * b_place)[None, :]) * taps + tap[:, None]
+    tl.store(values_ptr + offset, sums, mask=there[:, None] & real[None, :])

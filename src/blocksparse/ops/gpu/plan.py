@@ -149,7 +149,7 @@ def share(plan: LinearPlan) -> float:
     return both / (entries + both) if entries else 0.0
 
 
-def wgrad_tasks(layout: BlockLayout, block_k: int) -> np.ndarray:
+def wgrad_tasks(layout: BlockLayout, block_k: int, taps: int = 1) -> np.ndarray:
     """The tasks of the sampled product, int32 `[tasks, 4]`: a row, its first and last entry, the task's first lane.
 
     >>> import blocksparse as bs
@@ -161,7 +161,7 @@ def wgrad_tasks(layout: BlockLayout, block_k: int) -> np.ndarray:
     """
     start = layout.row_start.astype(np.int64)
     width = 1 << (layout.block_shape[1] - 1).bit_length()
-    count = -(-np.diff(start) * width // block_k)
+    count = -(-np.diff(start) * width * taps // block_k)
     row = np.repeat(np.arange(layout.grid[0]), count)
     nth = np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
     return _int32(np.stack([row, start[row], start[row + 1], nth * block_k], axis=1))
