@@ -144,6 +144,30 @@ def step_cases(extent: str) -> list[StepCase]:
     return [*found, *(StepCase(dtype, (32, 32), rows, True) for dtype in ("float16", "bfloat16") for rows in STEPS)]
 
 
+@dataclass(frozen=True)
+class ConvCase:
+    """One pass of a convolution of 64 images of 28x28, padded, with or without what its positions may share."""
+
+    pass_: str
+    dtype: str
+    block: tuple[int, int]
+    kernel: int = 3
+    stride: int = 1
+    activation: str | None = None
+
+
+def conv_cases(extent: str) -> list[ConvCase]:
+    if extent == "few":
+        found = [ConvCase(pass_, "bfloat16", (32, 32)) for pass_ in tiles.PASSES]
+        return [*found, ConvCase("forward", "float32", (16, 16))]
+    dtypes = ("tf32", "bfloat16") if extent == "cover" else DTYPES
+    found = [ConvCase(*point) for point in itertools.product(tiles.PASSES, dtypes, BLOCKS)]
+    found += [ConvCase(pass_, dtype, (32, 32)) for pass_ in tiles.PASSES for dtype in DTYPES]
+    found += [ConvCase(pass_, "bfloat16", (32, 32), *of) for pass_ in tiles.PASSES for of in ((3, 2), (4, 2), (5, 1))]
+    found.append(ConvCase("forward", "bfloat16", (32, 32), activation="gelu"))
+    return list(dict.fromkeys(found))
+
+
 def shipped(gpu: Gpu) -> Iterator[tuple[Work, Tile]]:
     """The tuned tiles in the package for GPUs of this kind."""
     for path in sorted(tiles.shipped_folder().glob("*.json")):
@@ -189,6 +213,7 @@ class Device:
         from triton.runtime.driver import driver
         from triton.runtime.jit import JITFunction
 
+        from blocksparse.ops.conv import triton as convolutions
         from blocksparse.ops.linear import triton as products
         from blocksparse.ops.recurrent import quads
 
@@ -197,7 +222,7 @@ class Device:
         self.target = GPUTarget("hip", gpu.kind, 64) if amd else GPUTarget("cuda", int(gpu.kind[2:]), 32)
         self.compile = JITFunction.run
         driver.set_active(self)  # type: ignore[arg-type]
-        products.gpu_of = quads.gpu_of = lambda device: gpu
+        products.gpu_of = quads.gpu_of = convolutions.gpu_of = lambda device: gpu
         JITFunction.run = lambda *args, **options: self.launch(*args, **options)
 
     # Triton's questions to a driver before it compiles.
@@ -269,6 +294,31 @@ class Device:
         self.launches.clear()
         step.forward(x, z, index, c, h_out=h, c_out=c, gates_out=z if case.split else None)
         step.wgrad(z, x)
+
+    def run_conv(self, case: ConvCase) -> list[Launch]:
+        """The launches of this case: of a transposed convolution with a stride one for each phase."""
+        from blocksparse.ops.conv import triton as convolutions
+        from blocksparse.ops.conv.plan import Axis
+
+        layout = bs.patterns.dense((8 * case.block[0], 8 * case.block[1]), case.block)
+        dtype = torch.float32 if case.dtype == "tf32" else getattr(torch, case.dtype)
+        padding = case.kernel // 2
+        out = (28 + 2 * padding - case.kernel) // case.stride + 1
+        axes = (Axis(28, out, case.kernel, case.stride, padding, 1),) * 2
+        x, grad = (
+            torch.empty(64, *size, channels, dtype=dtype, device="meta")
+            for size, channels in (((28, 28), layout.shape[1]), ((out, out), layout.shape[0]))
+        )
+        values = torch.empty(*layout.values_shape, case.kernel, case.kernel, dtype=dtype, device="meta")
+        bias = torch.empty(layout.shape[0], dtype=dtype, device="meta") if case.activation else None
+        self.launches.clear()
+        torch.backends.cudnn.conv.fp32_precision = "tf32" if case.dtype == "tf32" else "ieee"
+        if case.pass_ == "wgrad":
+            convolutions.conv_wgrad(grad, x, layout, False, axes)
+        elif case.pass_ == "dgrad":
+            convolutions.conv(grad, values, None, layout, True, True, axes, None)
+        else:
+            convolutions.conv(x, values, bias, layout, False, False, axes, case.activation)
         return list(self.launches)
 
     def compiled(self, launch: Launch) -> dict[str, Any]:
@@ -294,7 +344,28 @@ def _nvidia(asm: Any) -> dict[str, Any]:
         "copies": _distinct(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (\w+),", ptx),
         "loads": _distinct(r"ld\.global[\w.:]*", ptx),
         "bulk": "cp.async.bulk" in ptx,
+        "loop": _loop(asm["cubin"]) if "wgmma" in ptx else None,
     }
+
+
+def _loop(cubin: bytes) -> tuple[int, int]:
+    """The instructions of the shortest loop that has any `wgmma`, and how many of them these are."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+        text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    code, labels, loops = [], {}, []
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label.group(1)] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(instruction.group(1))
+            back = re.search(r"BRA.*`\((\.L_\w+)\)", code[-1])
+            if back and back.group(1) in labels:
+                body = code[labels[back.group(1)] :]
+                loops.append((len(body), sum("HGMMA" in each for each in body)))
+    return min((loop for loop in loops if loop[1]), default=(0, 0))
 
 
 def _amd(asm: Any) -> dict[str, Any]:
@@ -321,7 +392,8 @@ def main(kind: str, extent: str) -> dict[str, list[dict[str, Any]]]:
     """The results of all kernels, by op."""
     gpu = GPUS[kind]
     device = Device(gpu)
-    records: dict[str, list[tuple[dict[str, Any], str]]] = {"linear": [], "lstm_gates": [], "recurrent": []}
+    records: dict[str, list[tuple[dict[str, Any], str]]]
+    records = {"linear": [], "lstm_gates": [], "recurrent": [], "conv": []}
     unique = {}
     for case in cases(gpu, extent):
         with chosen(case):
@@ -339,6 +411,12 @@ def main(kind: str, extent: str) -> dict[str, list[dict[str, Any]]]:
         for launch in device.run_step(case):
             unique[launch.key()] = launch
             records["recurrent"].append((asdict(case) | {"kernel": launch.kernel.__name__}, launch.key()))
+    for case in conv_cases(extent):
+        for launch in device.run_conv(case):
+            unique[launch.key()] = launch
+            constants = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
+            record = asdict(case) | {"kernel": launch.kernel.__name__, "together": constants.get("TOGETHER")}
+            records["conv"].append((record, launch.key()))
     _todo[:] = [(device, launch) for launch in unique.values()]
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         found = dict(zip(unique, pool.map(_compiled, range(len(_todo)), chunksize=1), strict=True))

@@ -150,6 +150,40 @@ def test_gates_compile_without_spills(kind):
     assert {record["kernel"] for record in gates(kind)} == kernels
 
 
+# -- convolutions ------------------------------------------------------------------------------------------------
+
+
+def convolutions(kind: str) -> list[dict]:
+    return all_compiled(kind)["conv"]
+
+
+@kinds(GPUS)
+def test_convolutions_compile_without_spills_and_fit(kind):
+    most = GPUS[kind.split()[0]].shared_memory
+    none_of(convolutions(kind), lambda record: "error" in record or spills(record) or record["shared"] > most)
+    kernels = {"conv_kernel", "conv_wgrad_kernel", "sum_kernel"}
+    assert {record["kernel"] for record in convolutions(kind)} == kernels
+
+
+@kinds(GPUS)
+def test_convolutions_run_on_tensor_cores_and_copy_asynchronously(kind):
+    sums = [record for record in convolutions(kind) if record["kernel"] != "sum_kernel" and on_tensor_cores(record)]
+    none_of(sums, lambda record: not record["products"] or not record.get("copies", True))
+
+
+def test_convolutions_spend_few_instructions_on_addresses():
+    loops = [record for record in convolutions("sm90 few") if record.get("loop")]
+    assert {record["pass_"] for record in loops} == set(tiles.PASSES)
+    none_of(loops, lambda record: not 0 < record["loop"][0] <= 20 * record["loop"][1])
+    none_of(loops, lambda record: record["together"] != 4)
+
+
+@pytest.mark.full
+def test_no_convolution_spends_many_instructions_on_addresses():
+    loops = [record for record in convolutions("sm90") if record.get("loop") and min(record["block"]) >= 32]
+    none_of(loops, lambda record: not 0 < record["loop"][0] <= 60 * record["loop"][1])
+
+
 # The names of loads of this many bytes per thread, and of wider ones.
 LOADS = {16: ("v4.b32", "v2.b64", "dwordx4")}
 LOADS[8] = (*LOADS[16], "v2.b32", ".b64", "dwordx2")

@@ -1,3 +1,6 @@
+# Tuples grow by sums in loops that Triton unrolls: it knows no stars in them, and mypy no loops.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, var-annotated"
 """The Triton kernels of the convolutions: the tile loop of the linear product, its inputs gathered tap by tap.
 
 Nothing is unfolded. A tile is of positions that meet the same taps, a phase (see gpu_plan.py); where its inputs lie is
@@ -20,10 +23,10 @@ def _each(*names: str) -> list[str]:
 # Sizes and places of all kinds are served by one compiled kernel.
 _OUTPUTS = "out_size", "first", "count", "out_step"
 _INPUTS = "in_size", "taps", "tap_step", "in_step", "shift", "shift_step"
-_CONV = ["tasks", "tokens", "in_blocks", "out_blocks", "all_taps", "first_tap", *_each(*_OUTPUTS, *_INPUTS)]
+_CONV = ["tasks", "tokens", "groups", "in_blocks", "out_blocks", "all_taps", "first_tap", *_each(*_OUTPUTS, *_INPUTS)]
 _WGRAD = [
-    *("tokens", "tokens_per_split", "numbers", "a_blocks", "b_blocks"),
-    *_each("input_size", "output_size", "stride", "padding", "dilation"),
+    *("tokens", "tokens_per_split", "groups", "numbers", "a_blocks", "b_blocks", "output_size0", "output_size1"),
+    *_each("input_size", "stride", "padding", "dilation"),
 ]
 
 
@@ -37,7 +40,8 @@ def conv_kernel(
     col_ptr,
     block_ptr,  # int32 [entries], or None where the entry is the block
     tasks,
-    tokens,  # positions of the phase in all images
+    tokens,  # groups of `TOGETHER` positions of the phase in all images
+    groups,  # along the last axis
     in_blocks,
     out_blocks,
     all_taps,  # of the weights
@@ -75,6 +79,10 @@ def conv_kernel(
     block_out: tl.constexpr,
     block_in: tl.constexpr,
     AXES: tl.constexpr,
+    TOGETHER: tl.constexpr,  # positions side by side, which share the inputs of
+    TAPS: tl.constexpr,  # the last axis's taps in one step: all of them, or one
+    IN_STEP: tl.constexpr,  # in_step2 and shift_step2 where these share
+    SHIFT_STEP: tl.constexpr,
     TRANSPOSE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -98,11 +106,13 @@ def conv_kernel(
 
     # Where the inputs of the first tap lie along each axis. Beyond the last token comes a place that no tap has within
     # the image.
-    n2 = token % count2
-    image = token // count2
+    n2 = token % groups * TOGETHER
+    image = token // groups
     b2 = n2 * in_step2 + shift2
     o2 = first2 + n2 * out_step2
-    outside = in_size2 - tl.minimum((taps2 - 1) * shift_step2, 0)
+    LEAST: tl.constexpr = min((TAPS - 1) * SHIFT_STEP, 0)
+    MOST: tl.constexpr = max((TAPS - 1) * SHIFT_STEP, 0) + (TOGETHER - 1) * IN_STEP
+    outside = in_size2 - tl.minimum((taps2 - 1) * shift_step2, LEAST)
     if AXES > 1:
         n1 = image % count1
         image = image // count1
@@ -145,35 +155,61 @@ def conv_kernel(
         count *= taps1
     if AXES > 2:
         count *= taps0
-    sums = tl.zeros((BLOCK_M, BLOCK_N), SUM)
+    sums = ()
+    for _ in tl.static_range(TOGETHER):
+        sums = sums + (tl.zeros((BLOCK_M, BLOCK_N), SUM),)
     col = tl.load(col_ptr + entry, mask=count > 0, other=0)
     block = entry
     if block_ptr is not None:
         block = tl.load(block_ptr + entry, mask=count > 0, other=0)
     for _ in range(0, count):
         d2 = t2 * shift_step2
-        inside = (b2 + d2).to(tl.uint32) < in_size2.to(tl.uint32)
         reach = d2
         tap = first_tap + t2 * tap_step2
         if AXES > 1:
             d1 = t1 * shift_step1
-            inside &= (b1 + d1).to(tl.uint32) < in_size1.to(tl.uint32)
             reach += d1 * in_size2
             tap += t1 * tap_step1
+            there = (b1 + d1).to(tl.uint32) < in_size1.to(tl.uint32)
         if AXES > 2:
             d0 = t0 * shift_step0
-            inside &= (b0 + d0).to(tl.uint32) < in_size0.to(tl.uint32)
             reach += d0 * in_size1 * in_size2
             tap += t0 * tap_step0
-        x_mask = inside[:, None]
-        w_mask = (output < height)[None, :]
-        if width % BLOCK_K != 0:
-            x_mask = x_mask & (k + lane < width)[None, :]
-            w_mask = w_mask & (k + lane < width)[:, None]
+            there &= (b0 + d0).to(tl.uint32) < in_size0.to(tl.uint32)
         x_step = x_tile + (reach.to(tl.int64) * in_channels + (col * width + k))
         w_step = w_tile + (block.to(tl.int64) * all_taps + tap) * (block_out * block_in)
         w_step += k * (block_in if TRANSPOSE else 1)
-        # The step after this one: its index has a whole step of time to come.
+        w_mask = (output < height)[None, :]
+        if width % BLOCK_K != 0:
+            w_mask = w_mask & (k + lane < width)[:, None]
+        weights = ()
+        for t in tl.static_range(TAPS):
+            w_tap = w_step + t * tap_step2 * (block_out * block_in)
+            if width % BLOCK_K != 0 or height % BLOCK_N != 0:
+                weights = weights + (tl.load(w_tap, mask=w_mask, other=0),)
+            else:
+                weights = weights + (tl.load(w_tap),)
+        for d in tl.static_range(LEAST, MOST + 1):
+            inside = (b2 + d2 + d).to(tl.uint32) < in_size2.to(tl.uint32)
+            if AXES > 1:
+                inside &= there
+            x_mask = inside[:, None]
+            if width % BLOCK_K != 0:
+                x_mask = x_mask & (k + lane < width)[None, :]
+            x = tl.load(x_step + d * in_channels, mask=x_mask, other=0)
+            summed = ()
+            for i in tl.static_range(TOGETHER):
+                if (
+                    (d - i * IN_STEP) % SHIFT_STEP == 0
+                    and (d - i * IN_STEP) // SHIFT_STEP >= 0
+                    and (d - i * IN_STEP) // SHIFT_STEP < TAPS
+                ):
+                    w = weights[(d - i * IN_STEP) // SHIFT_STEP]
+                    summed = summed + (dot(x, w, sums[i], PRECISION, WIDEN),)
+                else:
+                    summed = summed + (sums[i],)
+            sums = summed
+        # The next step: the load of its index has the whole of this one.
         t2 += 1
         done = t2 == taps2
         t2 = tl.where(done, 0, t2)
@@ -194,14 +230,10 @@ def conv_kernel(
         block = entry
         if block_ptr is not None:
             block = tl.load(block_ptr + entry, mask=entry < last, other=0)
-        x = tl.load(x_step, mask=x_mask, other=0)
-        if width % BLOCK_K != 0 or height % BLOCK_N != 0:
-            w = tl.load(w_step, mask=w_mask, other=0)
-        else:
-            w = tl.load(w_step)
-        sums = dot(x, w, sums, PRECISION, WIDEN)
-    y_rows = y_ptr + outputs.to(tl.int64) * (out_blocks * height)
-    finish(sums, y_rows, valid, bias_ptr, row.to(tl.int64), output, height, ACTIVATION)
+    for i in tl.static_range(TOGETHER):
+        y_rows = y_ptr + (outputs + i * out_step2).to(tl.int64) * (out_blocks * height)
+        real = valid & (n2 + i < count2)
+        finish(sums[i], y_rows, real, bias_ptr, row.to(tl.int64), output, height, ACTIVATION)
 
 
 @triton.jit(do_not_specialize=_WGRAD)
@@ -212,8 +244,9 @@ def conv_wgrad_kernel(
     task_ptr,  # int32 [tasks, 4], as in linear_wgrad_kernel: of a row of b's blocks
     col_ptr,  # int32 [entries]: a's block
     block_ptr,  # int32 [entries], or None where the entry is the block
-    tokens,  # positions of the output in all images
+    tokens,  # groups of `TOGETHER` positions of the output in all images
     tokens_per_split,
+    groups,  # along the last axis
     numbers,  # in all values
     a_blocks,
     b_blocks,
@@ -222,7 +255,6 @@ def conv_wgrad_kernel(
     input_size2,
     output_size0,
     output_size1,
-    output_size2,
     stride0,
     stride1,
     stride2,
@@ -240,6 +272,10 @@ def conv_wgrad_kernel(
     a_place: tl.constexpr,  # numbers of a block from one of its lanes to the next
     b_place: tl.constexpr,
     AXES: tl.constexpr,
+    TOGETHER: tl.constexpr,  # as in conv_kernel
+    TAPS: tl.constexpr,
+    IN_STEP: tl.constexpr,
+    SHIFT_STEP: tl.constexpr,
     PRECISION: tl.constexpr,
     SUM: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -247,12 +283,16 @@ def conv_wgrad_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_K lanes of one row's entries, each with all taps, summed over a part of the output positions.
+    """BLOCK_K lanes of one row's entries, summed over a part of the output positions.
 
-    The positions go on by BLOCK_M, with carry, so that nothing is divided in the loop.
+    An entry has its lanes once for each tap, or where these are summed side by side, for those of the other axes. The
+    positions go on by BLOCK_M, with carry, so that nothing is divided in the loop.
     """
-    taps: tl.constexpr = kernel0 * kernel1 * kernel2
+    taps: tl.constexpr = kernel0 * kernel1 * kernel2 // TAPS
+    taps2: tl.constexpr = kernel2 // TAPS
     WIDTH: tl.constexpr = triton.next_power_of_2(a_width)
+    LEAST: tl.constexpr = min((TAPS - 1) * SHIFT_STEP, 0)
+    MOST: tl.constexpr = max((TAPS - 1) * SHIFT_STEP, 0) + (TOGETHER - 1) * IN_STEP
     slices: tl.constexpr = triton.cdiv(b_width, BLOCK_N)
     task = tl.program_id(0) // slices
     split = tl.program_id(1)
@@ -270,14 +310,15 @@ def conv_wgrad_kernel(
     token = split * tokens_per_split + tl.arange(0, BLOCK_M)
     end = tl.minimum((split + 1) * tokens_per_split, tokens)
     a_channels = (a_blocks * a_width).to(tl.int64)
-    b_channels = b_blocks * b_width
+    b_channels = (b_blocks * b_width).to(tl.int64)
     # Where the input of a token lies, and what it is further by after BLOCK_M tokens, and after the end of an axis.
-    p2 = token % output_size2 * stride2
-    image = token // output_size2
-    d2 = tap % kernel2 * dilation2 - padding2
-    end2 = output_size2 * stride2
-    step2 = BLOCK_M % output_size2 * stride2
-    step = BLOCK_M // output_size2
+    together = stride2 * TOGETHER
+    p2 = token % groups * together
+    image = token // groups
+    d2 = tap % taps2 * dilation2 - padding2
+    end2 = groups * together
+    step2 = BLOCK_M % groups * together
+    step = BLOCK_M // groups
     rows = input_size2 * a_channels
     a_token = p2 * a_channels
     a_lane = a_ptr + d2 * a_channels + (col * a_width + i)
@@ -285,7 +326,7 @@ def conv_wgrad_kernel(
     if AXES > 1:
         p1 = image % output_size1 * stride1
         image = image // output_size1
-        d1 = tap // kernel2 % kernel1 * dilation1 - padding1
+        d1 = tap // taps2 % kernel1 * dilation1 - padding1
         end1 = output_size1 * stride1
         step1 = step % output_size1 * stride1
         step = step // output_size1
@@ -300,7 +341,7 @@ def conv_wgrad_kernel(
     if AXES > 2:
         p0 = image % output_size0 * stride0
         image = image // output_size0
-        d0 = tap // (kernel2 * kernel1) * dilation0 - padding0
+        d0 = tap // (taps2 * kernel1) * dilation0 - padding0
         end0 = output_size0 * stride0
         step0 = step % output_size0 * stride0
         step = step // output_size0
@@ -314,20 +355,35 @@ def conv_wgrad_kernel(
         a_over1 = rows - end1 * rows1
     a_token += image * rows
     a_step += step * rows
-    b_tile = b_ptr + (token.to(tl.int64) * b_channels)[:, None] + (row * b_width + o)[None, :]
-    sums = tl.zeros((BLOCK_K, BLOCK_N), SUM)
+    b_tile = b_ptr + (token.to(tl.int64) * (TOGETHER * b_channels))[:, None] + (row * b_width + o)[None, :]
+    sums = ()
+    for _ in tl.static_range(TAPS):
+        sums = sums + (tl.zeros((BLOCK_K, BLOCK_N), SUM),)
     for token0 in range(split * tokens_per_split, end, BLOCK_M):
         known = token0 + tl.arange(0, BLOCK_M) < end
-        inside = there[:, None] & known[None, :]
-        inside &= (p2[None, :] + d2[:, None]).to(tl.uint32) < input_size2.to(tl.uint32)
+        within = there[:, None] & known[None, :]
         if AXES > 1:
-            inside &= (p1[None, :] + d1[:, None]).to(tl.uint32) < input_size1.to(tl.uint32)
+            within &= (p1[None, :] + d1[:, None]).to(tl.uint32) < input_size1.to(tl.uint32)
         if AXES > 2:
-            inside &= (p0[None, :] + d0[:, None]).to(tl.uint32) < input_size0.to(tl.uint32)
-        a = tl.load(a_lane[:, None] + a_token[None, :], mask=inside, other=0)
-        b = tl.load(b_tile, mask=known[:, None] & real[None, :], other=0)
-        sums = dot(a, b, sums, PRECISION, WIDEN)
-        b_tile += BLOCK_M * b_channels
+            within &= (p0[None, :] + d0[:, None]).to(tl.uint32) < input_size0.to(tl.uint32)
+        grads = ()
+        for n in tl.static_range(TOGETHER):
+            b = tl.load(b_tile + n * b_channels, mask=known[:, None] & real[None, :], other=0)
+            grads = grads + (b,)
+        for d in tl.static_range(LEAST, MOST + 1):
+            inside = within & ((p2[None, :] + (d2 + d)[:, None]).to(tl.uint32) < input_size2.to(tl.uint32))
+            a = tl.load(a_lane[:, None] + (a_token + d * a_channels)[None, :], mask=inside, other=0)
+            summed = ()
+            for t in tl.static_range(TAPS):
+                if (d - t * SHIFT_STEP) % IN_STEP == 0 and (
+                    (d - t * SHIFT_STEP) // IN_STEP >= 0 and (d - t * SHIFT_STEP) // IN_STEP < TOGETHER
+                ):
+                    b = grads[(d - t * SHIFT_STEP) // IN_STEP]
+                    summed = summed + (dot(a, b, sums[t], PRECISION, WIDEN),)
+                else:
+                    summed = summed + (sums[t],)
+            sums = summed
+        b_tile += BLOCK_M * TOGETHER * b_channels
         p2 += step2
         over = p2 >= end2
         p2 = tl.where(over, p2 - end2, p2)
@@ -346,5 +402,17 @@ def conv_wgrad_kernel(
     if block_ptr is not None:
         block = tl.load(block_ptr + entry, mask=there, other=0)
     place = block.to(tl.int64) * (a_width * b_width) + i * a_place
-    offset = split.to(tl.int64) * numbers + (place[:, None] + (o * b_place)[None, :]) * taps + tap[:, None]
-    tl.store(values_ptr + offset, sums, mask=there[:, None] & real[None, :])
+    offset = (place[:, None] + (o * b_place)[None, :]) * (taps * TAPS) + tap[:, None] * TAPS
+    offset += split.to(tl.int64) * numbers
+    for t in tl.static_range(TAPS):
+        tl.store(values_ptr + offset + t, sums[t], mask=there[:, None] & real[None, :])
+
+
+@triton.jit(do_not_specialize=["numbers", "splits"])
+def sum_kernel(parts_ptr, values_ptr, numbers, splits, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """values = the sum of parts, `[splits, numbers]`, at most SPLITS of them, all loaded at once."""
+    number = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.arange(0, SPLITS)
+    place = split.to(tl.int64)[:, None] * numbers + number[None, :]
+    parts = tl.load(parts_ptr + place, mask=(split < splits)[:, None] & (number < numbers)[None, :], other=0)
+    tl.store(values_ptr + number, tl.sum(parts, 0), mask=number < numbers)

@@ -51,7 +51,7 @@ class Conv(LayoutOp):
         input, output = (size, x.shape[1:-1]) if transposed else (x.shape[1:-1], size)
         axes = axes_of(input, output, values.shape[3:], *steps)
         backend = self.on(x.device, x.dtype)
-        if is_linear(axes):
+        if is_linear(axes) and (backend is not triton or triton.as_linear(x.dtype)):
             matrix = values.reshape(layout.values_shape)
             y = LINEAR.compute((x.reshape(-1, x.shape[-1]), matrix, bias), layout, (transpose, activation))
             # Not a view, which could not be written to in place behind the node of autograd.
@@ -99,7 +99,7 @@ class ConvWgrad(LayoutOp):
         input, output = (grad, x) if transposed else (x, grad)
         axes = axes_of(input.shape[1:-1], output.shape[1:-1], kernel, *steps)
         backend = self.on(x.device, x.dtype)
-        if is_linear(axes):
+        if is_linear(axes) and (backend is not triton or triton.as_linear(x.dtype)):
             pair = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
             return LINEAR_WGRAD.compute(pair, layout, ()).reshape(*layout.values_shape, *kernel)
         result: Tensor = backend.conv_wgrad(grad, x, layout, transposed, axes)

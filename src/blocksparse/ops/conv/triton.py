@@ -6,17 +6,17 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
 from ..checks import SUM_DTYPES
-from ..gpu import runtime
+from ..gpu import runtime, tiles
 from ..gpu.plan import linear_plan, wgrad_tasks
 from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common
-from ..gpu.tiles import Tile, Work, bucket, gpu_of, power_of_two, splits_of, tile_for
+from ..gpu.tiles import FEW_TOKENS, Gpu, Tile, Work, bucket, fit, forced_tile, gpu_of, power_of_two, rule
 from ..linear.triton import _prepared
 from .gpu_plan import Phase, phases
 from .plan import Axis, three_axes
@@ -26,7 +26,12 @@ refusal = runtime.refusal
 
 def tf32() -> bool:
     """Whether PyTorch's own switch allows TF32 in convolutions of float32."""
-    return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")
+    return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
+
+
+def as_linear(dtype: torch.dtype) -> bool:
+    """Whether the linear product may serve a convolution whose positions depend on themselves alone."""
+    return dtype != torch.float32 or tf32() == tiles.tf32()
 
 
 def conv(
@@ -64,11 +69,16 @@ def conv_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, transposed: bool, a
     if layout.nnz == 0 or b.numel() == 0:
         return torch.zeros(shape, dtype=x.dtype, device=x.device)
     kind = "conv wgrad", transposed, tuple(axes), tf32()
-    (launch,) = _prepared(layout, kind, a, (b,), lambda: [_wgrad_launch(a, b, layout, transposed, axes)])
-    dtype = x.dtype if launch.splits == 1 else SUM_DTYPES[x.dtype]
-    parts = torch.empty((launch.splits, *shape), dtype=dtype, device=x.device)
-    launch(a, b, parts)
-    return parts[0] if launch.splits == 1 else parts.sum(0).to(x.dtype)
+    launches = _prepared(layout, kind, a, (b,), lambda: _wgrad_launches(a, b, layout, transposed, axes))
+    values = torch.empty(shape, dtype=x.dtype, device=x.device)
+    if len(launches) == 1:
+        launches[0](a, b, values)
+        return values
+    product, reduction = launches
+    parts = torch.empty((product.splits, *shape), dtype=SUM_DTYPES[x.dtype], device=x.device)
+    product(a, b, parts)
+    reduction(parts, values)
+    return values
 
 
 def _conv_launches(
@@ -81,6 +91,8 @@ def _conv_launches(
 ) -> list[Launch]:
     """One launch for each phase, those with the most work first."""
     _check_fits(layout, axes)
+    for name in ("input", "output"):
+        check_fits("x", "positions in one call", x.shape[0] * math.prod(getattr(axis, name) for axis in axes))
     three = three_axes(axes)
     input, output, kernel, stride = (
         [getattr(axis, name) for axis in three] for name in ("input", "output", "kernel", "stride")
@@ -88,12 +100,16 @@ def _conv_launches(
     found = list(itertools.product(*(phases(axis, transposed) for axis in three)))
     found.sort(key=lambda three: -math.prod(phase.count * phase.taps for phase in three))
     tasks, col, block = _tasks(layout, transpose, x.device)
+    gpu = gpu_of(x.device)
     tap_places = kernel[1] * kernel[2], kernel[2], 1
     launches = []
     for three_phases in found:
         tokens = x.shape[0] * math.prod(phase.count for phase in three_phases)
-        check_fits("x", "positions in one call", tokens)
-        tile = _tile("dgrad" if transpose else "forward", x, layout, tokens)
+        last, in_step = three_phases[2], 1 if transposed else stride[2]
+        work = _work("dgrad" if transpose else "forward", x, layout, tokens)
+        tile, shared = _tile(work, tokens, last.count, last.taps, (in_step, last.shift_step), gpu)
+        groups = cdiv(last.count, shared.together)
+        tokens = tokens // last.count * groups
         places = list(zip(three_phases, tap_places, strict=True))
         arguments = {
             "task_ptr": tasks,
@@ -101,6 +117,7 @@ def _conv_launches(
             "block_ptr": block,
             "tasks": tasks.shape[0],
             "tokens": tokens,
+            "groups": groups,
             "in_blocks": layout.grid[not transpose],
             "out_blocks": layout.grid[transpose],
             "all_taps": math.prod(kernel),
@@ -111,9 +128,11 @@ def _conv_launches(
             **_each("in_step", (1, 1, 1) if transposed else stride),
             **_each("tap_step", [phase.tap_step * place for phase, place in places]),
             **_numbers(three_phases, "first", "count", "taps", "shift", "shift_step"),
+            "taps2": last.taps // shared.taps,
             "block_out": layout.block_shape[0],
             "block_in": layout.block_shape[1],
             "AXES": len(axes),
+            **shared.constants,
             "TRANSPOSE": transpose,
             "ACTIVATION": activation or "",
             **_common(x.dtype, tile),
@@ -123,38 +142,147 @@ def _conv_launches(
     return launches
 
 
-def _wgrad_launch(a: Tensor, b: Tensor, layout: BlockLayout, transposed: bool, axes: Sequence[Axis]) -> Launch:
+def _wgrad_launches(a: Tensor, b: Tensor, layout: BlockLayout, transposed: bool, axes: Sequence[Axis]) -> list[Launch]:
     _check_fits(layout, axes)
-    tokens = b.shape[:-1].numel()
-    check_fits("x", "positions in one call", tokens)
-    rows = layout.T if transposed else layout
+    check_fits("x", "positions in one call", max(a.shape[:-1].numel(), b.shape[:-1].numel()))
+    rows, last, gpu = layout.T if transposed else layout, axes[-1], gpu_of(a.device)
+    work = replace(_work("wgrad", a, layout, b.shape[:-1].numel()), block=rows.block_shape)
+    tile, shared = _wgrad_tile(work, last, gpu)
+    tokens = b.shape[:-1].numel() // shared.together
     taps = math.prod(axis.kernel for axis in axes)
-    tile, gpu = _tile("wgrad", a, layout, tokens), gpu_of(a.device)
-    tasks = _on(layout, ("conv wgrad tasks", transposed, tile.block_k, taps), a.device, lambda: wgrad_tasks(rows, tile.block_k, taps))
+    in_lanes = taps // shared.taps
+    tasks = _on(
+        layout,
+        ("conv wgrad tasks", transposed, tile.block_k, in_lanes),
+        a.device,
+        lambda: wgrad_tasks(rows, tile.block_k, in_lanes),
+    )
     _, col, block = _tasks(layout, transposed, a.device)
     slices = cdiv(rows.block_shape[0], tile.block_n)
-    splits = splits_of(tasks.shape[0] * slices, tokens, tile, gpu)
+    programs = tasks.shape[0] * slices
+    splits = max(1, min(2 * gpu.multiprocessors // programs, tokens // (4 * tile.block_m), MOST_SPLITS))
     block_out, block_in = layout.block_shape
+    numbers = layout.nnz * block_out * block_in * taps
+    three = three_axes(axes)
     arguments = {
         "task_ptr": tasks,
         "col_ptr": col,
         "block_ptr": block,
         "tokens": tokens,
         "tokens_per_split": cdiv(cdiv(tokens, splits), tile.block_m) * tile.block_m,
-        "numbers": layout.nnz * block_out * block_in * taps,
+        "groups": last.output // shared.together,
+        "numbers": numbers,
         "a_blocks": rows.grid[1],
         "b_blocks": rows.grid[0],
-        **_numbers(three_axes(axes), "kernel", "stride", "padding", "dilation"),
-        **_each("input_size", [axis.input for axis in three_axes(axes)]),
-        **_each("output_size", [axis.output for axis in three_axes(axes)]),
+        **_numbers(three, "kernel", "stride", "padding", "dilation"),
+        **_each("input_size", [axis.input for axis in three]),
+        **_each("output_size", [axis.output for axis in three]),
         "a_width": rows.block_shape[1],
         "b_width": rows.block_shape[0],
         "a_place": block_in if transposed else 1,
         "b_place": 1 if transposed else block_in,
         "AXES": len(axes),
+        **shared.constants,
         **_common(a.dtype, tile),
     }
-    return Launch(_kernels().conv_wgrad_kernel, (tasks.shape[0] * slices, splits, 1), 3, arguments, tile, splits=splits)
+    product = Launch(_kernels().conv_wgrad_kernel, (programs, splits, 1), 3, arguments, tile, splits=splits)
+    if splits == 1:
+        return [product]
+    arguments = {"numbers": numbers, "splits": splits, "SPLITS": power_of_two(splits), "BLOCK_N": 128}
+    reduction = Launch(_kernels().sum_kernel, (cdiv(numbers, 128), 1, 1), 2, arguments, replace(tile, warps=4))
+    return [product, reduction]
+
+
+# -- tiles --------------------------------------------------------------------------------------------------------
+
+# Positions side by side that are tried, and the most taps of the last axis that a step sums.
+TOGETHER, MOST_TAPS = (4, 2), 4
+# Sums of a thread that leave it the registers for all else.
+MOST_SUMS = 128
+# Parts of a sum, which are loaded at once.
+MOST_SPLITS = 64
+
+
+class Shared(NamedTuple):
+    """How many positions side by side along the last axis share inputs, with how many of its taps; or 1 and 1.
+
+    Position n meets inputs `n * in_step + i * shift_step`, i < taps: those of a few positions are much the same.
+    """
+
+    together: int = 1
+    taps: int = 1
+    in_step: int = 1
+    shift_step: int = 1
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return dict(zip(("TOGETHER", "TAPS", "IN_STEP", "SHIFT_STEP"), self, strict=True))
+
+    @property
+    def inputs(self) -> int:
+        """The inputs of a group, from the first to the last."""
+        return (self.together - 1) * self.in_step + (self.taps - 1) * abs(self.shift_step) + 1
+
+    @property
+    def pays(self) -> bool:
+        """Whether it saves loads, and all those inputs are met."""
+        met = {n * self.in_step + i * self.shift_step for n in range(self.together) for i in range(self.taps)}
+        return self.inputs == len(met) < self.together * self.taps
+
+
+def _tile(work: Work, tokens: int, count: int, taps: int, steps: tuple[int, int], gpu: Gpu) -> tuple[Tile, Shared]:
+    """The tile of forward or dgrad, its tokens in groups, and what is in a group: a step stays within one entry.
+
+    `count` positions along the last axis meet `taps` inputs each, with `steps` from position to position, tap to tap.
+    """
+    dgrad = work.pass_ == "dgrad"
+    width, block_n = power_of_two(work.block[not dgrad]), min(max(power_of_two(work.block[dgrad]), 16), 128)
+    forced = forced_tile(work.pass_)
+    tile = forced or Tile(min(work.tokens, 128), block_n, 64, warps=8 if block_n > 64 else 4, stages=3)
+    if _is_exact(work) and not forced:
+        tile = rule(work, gpu)
+    tile = replace(tile, block_k=min(tile.block_k, max(width, 16)), pairs=False)
+    for together in TOGETHER if taps <= MOST_TAPS and not _is_exact(work) else ():
+        shared = Shared(together, taps, *steps)
+        small = replace(tile, block_m=max(tile.block_m // together, 16))
+        if forced is None:  # the least that `wgmma` takes, and small steps: what counts is how many programs wait
+            small = replace(tile, block_m=64, block_k=min(tile.block_k, 64 // work.dtype.itemsize), stages=2)
+        loads = (shared.inputs * small.block_m + taps * small.block_n) * small.block_k * work.dtype.itemsize
+        few = tokens <= FEW_TOKENS or block_n > 64 or cdiv(count, together) * together * 7 > count * 8
+        fits = together * small.block_m * small.block_n <= 32 * small.warps * MOST_SUMS
+        if shared.pays and fits and not few and small.stages * loads < gpu.shared_memory:
+            return small, shared
+    return fit(tile, work, gpu), Shared()
+
+
+def _wgrad_tile(work: Work, last: Axis, gpu: Gpu) -> tuple[Tile, Shared]:
+    """The tile of wgrad, its tokens in groups, and what is in a group."""
+    block_n = min(max(power_of_two(work.block[0]), 16), 128)
+    forced = forced_tile("wgrad")
+    block_k = 64 if block_n > 32 else 128
+    tile = forced or Tile(min(work.tokens, 64), block_n, block_k, warps=8 if block_n > 64 else 4, stages=4)
+    if _is_exact(work) and not forced:
+        tile = rule(work, gpu)
+    for together in TOGETHER if 1 < last.kernel <= MOST_TAPS and not _is_exact(work) else ():
+        shared = Shared(together, last.kernel, last.stride, last.dilation)
+        small = replace(tile, block_m=max(tile.block_m // together, 16))
+        if forced is None:
+            small = Tile(16, min(block_n, 64), 64 if work.tf32 else block_k, warps=4, stages=3)
+        loads = (shared.inputs * small.block_k + together * small.block_n) * small.block_m * work.dtype.itemsize
+        fits = last.kernel * small.block_k * small.block_n <= 32 * small.warps * MOST_SUMS
+        # A group that went on beyond the end of the axis would multiply inputs that are not a number by zeros.
+        if shared.pays and fits and last.output % together == 0 and 2 * loads < gpu.shared_memory:
+            return replace(small, stages=min(small.stages, (gpu.shared_memory - 1) // loads)), shared
+    return fit(tile, work, gpu), Shared()
+
+
+def _is_exact(work: Work) -> bool:
+    """Whether products are plain multiply-adds, whose operands need the registers."""
+    return work.dtype in (torch.float32, torch.float64) and not work.tf32
+
+
+def _work(pass_: str, x: Tensor, layout: BlockLayout, tokens: int) -> Work:
+    return Work(pass_, x.dtype, layout.block_shape, bucket(tokens), layout.density, tf32())
 
 
 def _kernels() -> Any:
@@ -173,16 +301,6 @@ def _check_fits(layout: BlockLayout, axes: Sequence[Axis]) -> None:
     for axis in axes:
         reach = axis.input + (axis.output - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + abs(axis.padding)
         check_fits("x", "positions along an axis with all that its taps reach", reach)
-
-
-def _tile(pass_: str, x: Tensor, layout: BlockLayout, tokens: int) -> Tile:
-    """Returns the tile of the linear product with as many tokens, a step of at most one block."""
-    work = Work(pass_, x.dtype, layout.block_shape, bucket(tokens), layout.density, tf32())
-    tile = tile_for(work, gpu_of(x.device))
-    if pass_ == "wgrad":
-        return tile
-    width = layout.block_shape[pass_ == "forward"]
-    return replace(tile, block_k=min(tile.block_k, max(power_of_two(width), 16)), pairs=False)
 
 
 def _tasks(layout: BlockLayout, transpose: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -147,6 +147,11 @@ def use_tiles(**tiles: Tile) -> Iterator[None]:
         _note_state()
 
 
+def forced_tile(pass_: str) -> Tile | None:
+    """The tile that `use_tiles` gives this pass."""
+    return _forced.get(pass_)
+
+
 def forced(dtype: torch.dtype) -> tuple[Any, ...]:
     """Returns what a tile depends on besides the work; schedules and launches are cached by it."""
     return (tf32(), *_state) if dtype == torch.float32 else _state
