@@ -55,6 +55,8 @@ class ConvCase(Case):
         self.x = randn(spec.images, spec.size, spec.size, spec.in_channels).movedim(-1, 1)
         self.grad = randn(spec.images, spec.out_size, spec.out_size, spec.out_channels).movedim(-1, 1)
         self.values = randn(*self.layout.values_shape, *self.kernel)
+        if self.device.type == "cuda":  # memory as the kernels need it, as that of the peers is channels-last
+            self.values = self.values.movedim((-2, -1), (1, 2)).contiguous().movedim((1, 2), (-2, -1))
         self.steps = [spec.stride] * 2, [spec.padding] * 2, [1, 1]
 
     # -- the calls -------------------------------------------------------------------------------------------------

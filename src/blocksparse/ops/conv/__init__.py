@@ -47,7 +47,9 @@ def conv2d(
     Args:
         x: `[n, in_channels, height, width]`, or without n. Memory in `torch.channels_last` is used as it is; any
             other is copied once.
-        values: `[nnz, block_out, block_in, kernel_height, kernel_width]`, the blocks of W in the order of `layout`.
+        values: `[nnz, block_out, block_in, kernel_height, kernel_width]`, the blocks of W in the order of `layout`. On
+            a GPU, memory in which the kernel comes before the block is used as it is, any other copied in each call;
+            `values.movedim((3, 4), (1, 2)).contiguous().movedim((1, 2), (3, 4))` has such memory.
         layout: which blocks of the `[out_channels, in_channels]` weight these are.
         bias: `[out_channels]` or None.
         stride, dilation: a positive int, or one per axis.

@@ -39,6 +39,7 @@ def conv_kernel(
     task_ptr,  # int32 [tasks, 4], as in linear_kernel
     col_ptr,
     block_ptr,  # int32 [entries], or None where the entry is the block
+    phase_ptr,  # int32 [phases, 15], the numbers below of each of many phases, or None
     tasks,
     tokens,  # groups of `TOGETHER` positions of the phase in all images
     groups,  # along the last axis
@@ -95,6 +96,13 @@ def conv_kernel(
     """One tile of positions of one phase, and all taps and entries of one task."""
     height: tl.constexpr = block_in if TRANSPOSE else block_out
     width: tl.constexpr = block_out if TRANSPOSE else block_in
+    if phase_ptr is not None:
+        phase = phase_ptr + tl.program_id(1) * 15
+        tokens, groups, first_tap = tl.load(phase), tl.load(phase + 1), tl.load(phase + 2)
+        first0, first1, first2 = tl.load(phase + 3), tl.load(phase + 4), tl.load(phase + 5)
+        count0, count1, count2 = tl.load(phase + 6), tl.load(phase + 7), tl.load(phase + 8)
+        taps0, taps1, taps2 = tl.load(phase + 9), tl.load(phase + 10), tl.load(phase + 11)
+        shift0, shift1, shift2 = tl.load(phase + 12), tl.load(phase + 13), tl.load(phase + 14)
     slices: tl.constexpr = triton.cdiv(height, BLOCK_N)
     steps: tl.constexpr = triton.cdiv(width, BLOCK_K)
     task = tl.program_id(0) // slices % tasks

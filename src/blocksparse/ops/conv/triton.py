@@ -21,6 +21,9 @@ from ..linear.triton import _prepared
 from .gpu_plan import Phase, phases
 from .plan import Axis, three_axes
 
+# Phases that have a launch each; more of them come in one, where their positions share nothing.
+MOST_LAUNCHES = 8
+
 refusal = runtime.refusal
 
 
@@ -89,7 +92,7 @@ def _conv_launches(
     axes: Sequence[Axis],
     activation: str | None,
 ) -> list[Launch]:
-    """One launch for each phase, those with the most work first."""
+    """One launch for each phase, those with the most work first, or one for many."""
     _check_fits(layout, axes)
     for name in ("input", "output"):
         check_fits("x", "positions in one call", x.shape[0] * math.prod(getattr(axis, name) for axis in axes))
@@ -100,35 +103,34 @@ def _conv_launches(
     found = list(itertools.product(*(phases(axis, transposed) for axis in three)))
     found.sort(key=lambda three: -math.prod(phase.count * phase.taps for phase in three))
     tasks, col, block = _tasks(layout, transpose, x.device)
-    gpu = gpu_of(x.device)
-    tap_places = kernel[1] * kernel[2], kernel[2], 1
+    gpu, in_step = gpu_of(x.device), 1 if transposed else stride[2]
+    # Taps before those of a step to the next along each axis.
+    taps_past = kernel[1] * kernel[2], kernel[2], 1
     launches = []
-    for three_phases in found:
-        tokens = x.shape[0] * math.prod(phase.count for phase in three_phases)
-        last, in_step = three_phases[2], 1 if transposed else stride[2]
+    for some in [found] if len(found) > MOST_LAUNCHES else [[each] for each in found]:
+        last = some[0][2]
+        tokens = x.shape[0] * math.prod(phase.count for phase in some[0])
         work = _work("dgrad" if transpose else "forward", x, layout, tokens)
-        tile, shared = _tile(work, tokens, last.count, last.taps, (in_step, last.shift_step), gpu)
-        groups = cdiv(last.count, shared.together)
-        tokens = tokens // last.count * groups
-        places = list(zip(three_phases, tap_places, strict=True))
+        taps = last.taps if len(some) == 1 else MOST_TAPS + 1  # those of many phases differ
+        tile, shared = _tile(work, tokens, last.count, taps, (in_step, last.shift_step), gpu)
+        numbers = [_phase_numbers(three_phases, x.shape[0], taps_past, shared) for three_phases in some]
+        table = torch.tensor([list(each.values()) for each in numbers], dtype=torch.int32)
         arguments = {
             "task_ptr": tasks,
             "col_ptr": col,
             "block_ptr": block,
+            "phase_ptr": None if len(some) == 1 else table.to(x.device),
             "tasks": tasks.shape[0],
-            "tokens": tokens,
-            "groups": groups,
+            **numbers[0],
             "in_blocks": layout.grid[not transpose],
             "out_blocks": layout.grid[transpose],
             "all_taps": math.prod(kernel),
-            "first_tap": sum(phase.tap * place for phase, place in places),
             **_each("in_size", output if transposed else input),
             **_each("out_size", input if transposed else output),
             **_each("out_step", stride if transposed else (1, 1, 1)),
             **_each("in_step", (1, 1, 1) if transposed else stride),
-            **_each("tap_step", [phase.tap_step * place for phase, place in places]),
-            **_numbers(three_phases, "first", "count", "taps", "shift", "shift_step"),
-            "taps2": last.taps // shared.taps,
+            **_each("tap_step", [phase.tap_step * past for phase, past in zip(some[0], taps_past, strict=True)]),
+            **_numbers(some[0], "shift_step"),
             "block_out": layout.block_shape[0],
             "block_in": layout.block_shape[1],
             "AXES": len(axes),
@@ -137,9 +139,25 @@ def _conv_launches(
             "ACTIVATION": activation or "",
             **_common(x.dtype, tile),
         }
-        count = cdiv(tokens, tile.block_m) * tasks.shape[0] * cdiv(layout.block_shape[transpose], tile.block_n)
-        launches.append(Launch(_kernels().conv_kernel, (count, 1, 1), 4, arguments, tile))
+        tiles_of_tokens = cdiv(max(each["tokens"] for each in numbers), tile.block_m)
+        programs = tiles_of_tokens * tasks.shape[0] * cdiv(layout.block_shape[transpose], tile.block_n)
+        launches.append(Launch(_kernels().conv_kernel, (programs, len(some), 1), 4, arguments, tile))
     return launches
+
+
+def _phase_numbers(
+    three_phases: Sequence[Phase], images: int, taps_past: Sequence[int], shared: Shared
+) -> dict[str, int]:
+    """The numbers of a phase, in the order in which the kernel reads them from a table."""
+    last = three_phases[2]
+    groups = cdiv(last.count, shared.together)
+    numbers = {
+        "tokens": images * three_phases[0].count * three_phases[1].count * groups,
+        "groups": groups,
+        "first_tap": sum(phase.tap * past for phase, past in zip(three_phases, taps_past, strict=True)),
+        **_numbers(three_phases, "first", "count", "taps", "shift"),
+    }
+    return numbers | {"taps2": last.taps // shared.taps}
 
 
 def _wgrad_launches(a: Tensor, b: Tensor, layout: BlockLayout, transposed: bool, axes: Sequence[Axis]) -> list[Launch]:

@@ -152,6 +152,8 @@ def share(plan: LinearPlan) -> float:
 def wgrad_tasks(layout: BlockLayout, block_k: int, taps: int = 1) -> np.ndarray:
     """The tasks of the sampled product, int32 `[tasks, 4]`: a row, its first and last entry, the task's first lane.
 
+    Of a convolution an entry has its lanes once for each of `taps`.
+
     >>> import blocksparse as bs
     >>> layout = bs.BlockLayout([[True, True, True], [False, True, False]], block_size=32)
     >>> wgrad_tasks(layout, block_k=64)  # two blocks at a time
