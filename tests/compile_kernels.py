@@ -294,6 +294,7 @@ class Device:
         self.launches.clear()
         step.forward(x, z, index, c, h_out=h, c_out=c, gates_out=z if case.split else None)
         step.wgrad(z, x)
+        return list(self.launches)
 
     def run_conv(self, case: ConvCase) -> list[Launch]:
         """The launches of this case: of a transposed convolution with a stride one for each phase."""
