@@ -15,7 +15,10 @@ from blocksparse.ops.recurrent import Steps, quads, scan
 from blocksparse.ops.recurrent.quads import Quads
 from linear_backends import BOUNDS, assert_close, running
 
-pytestmark = pytest.mark.skipif(runtime.unavailable() is not None, reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(runtime.unavailable() is not None, reason="Triton is not installed"),
+]
 
 BLOCKS = {"8": 8, "16": 16, "24x40": (24, 40), "64": 64}
 
