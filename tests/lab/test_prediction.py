@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import blocksparse as bs
+import compile_reach
 from blocksparse.ops.gpu import runtime as triton_runtime
 from blocksparse_lab.bench import prediction
 from blocksparse_lab.bench.prediction import CHIPS, HEAD, compiled, dense_time, launch_time, resident, table, together
@@ -164,6 +165,18 @@ def test_kernels_are_as_they_were_designed(kind, name):
     if kind == "sm90" and "many" in name:
         assert kernel["loop"]["narrow"] >= 32
         assert kernel["loop"]["wavefronts"] < 20, "the tensor cores read shared memory, threads hardly"
+
+
+@with_triton
+def test_a_convolution_has_few_instructions_for_its_addresses():
+    name = next(name for name in compile_reach.rows() if name.startswith("ConvSpec") and "forward" in name)
+    (does,) = launches("sm90", name)[name]["launches"]
+    kernel = does["kernel"]
+    assert kernel["spilled"] == 0
+    assert resident(kernel, H100) >= 3
+    # A group of four warps does 64 x 32 x 16 in one instruction.
+    products = kernel["loop"]["macs"] / (64 * 32 * 16) / (kernel["warps"] / 4)
+    assert kernel["loop"]["instructions"] <= 60 * products / 4
 
 
 @with_triton
