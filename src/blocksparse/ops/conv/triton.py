@@ -16,7 +16,7 @@ from ..checks import SUM_DTYPES
 from ..gpu import runtime, tiles
 from ..gpu.plan import linear_plan, wgrad_tasks
 from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common
-from ..gpu.tiles import FEW_TOKENS, Gpu, Tile, Work, bucket, fit, forced_tile, gpu_of, power_of_two, rule
+from ..gpu.tiles import FEW_TOKENS, Gpu, Tile, Work, bucket, fit, forced_tile, gpu_of, power_of_two
 from ..linear.triton import _prepared
 from .gpu_plan import Phase, phases
 from .plan import Axis, three_axes
@@ -258,7 +258,10 @@ def _tile(work: Work, tokens: int, count: int, taps: int, steps: tuple[int, int]
     forced = forced_tile(work.pass_)
     tile = forced or Tile(min(work.tokens, 128), block_n, 64, warps=8 if block_n > 64 else 4, stages=3)
     if _is_exact(work) and not forced:
-        tile = rule(work, gpu)
+        block_k = 16 if work.dtype == torch.float64 else max(min(block_n, 64) // 2, 16)
+        tile = Tile(min(work.tokens, 64), min(block_n, 64), block_k, warps=4, stages=5)
+    if gpu.kind.startswith("gfx") and not forced:  # the pipeline there is one step in registers, one in shared memory
+        tile = replace(tile, stages=2)
     tile = replace(tile, block_k=min(tile.block_k, max(width, 16)), pairs=False)
     for together in TOGETHER if taps <= MOST_TAPS and not _is_exact(work) else ():
         shared = Shared(together, taps, *steps)
@@ -280,12 +283,14 @@ def _wgrad_tile(work: Work, last: Axis, gpu: Gpu) -> tuple[Tile, Shared]:
     block_k = 64 if block_n > 32 else 128
     tile = forced or Tile(min(work.tokens, 64), block_n, block_k, warps=8 if block_n > 64 else 4, stages=4)
     if _is_exact(work) and not forced:
-        tile = rule(work, gpu)
+        tile = Tile(16, min(block_n, 64), 64 if work.dtype == torch.float64 or block_n > 32 else 128, 4, stages=4)
+    if gpu.kind.startswith("gfx") and not forced:
+        tile = replace(tile, stages=2)
     for together in TOGETHER if 1 < last.kernel <= MOST_TAPS and not _is_exact(work) else ():
         shared = Shared(together, last.kernel, last.stride, last.dilation)
         small = replace(tile, block_m=max(tile.block_m // together, 16))
         if forced is None:
-            small = Tile(16, min(block_n, 64), 64 if work.tf32 else block_k, warps=4, stages=3)
+            small = Tile(16, min(block_n, 64), 64 if work.tf32 else block_k, warps=4, stages=min(tile.stages, 3))
         loads = (shared.inputs * small.block_k + together * small.block_n) * small.block_m * work.dtype.itemsize
         fits = last.kernel * small.block_k * small.block_n <= 32 * small.warps * MOST_SUMS
         # A group that went on beyond the end of the axis would multiply inputs that are not a number by zeros.
