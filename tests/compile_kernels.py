@@ -66,7 +66,7 @@ class Case:
 
     @property
     def work(self) -> Work:
-        return Work(self.pass_, self.torch_dtype, self.block, self.tokens, 0.1)
+        return Work(self.pass_, self.torch_dtype, self.block, tiles.bucket(self.tokens), 0.1)
 
 
 def cases(gpu: Gpu, extent: str) -> list[Case]:
@@ -106,7 +106,7 @@ def cases(gpu: Gpu, extent: str) -> list[Case]:
 def _paired(dtype: str, block: tuple[int, int], gpu: Gpu) -> Case:
     """Two rows in one task."""
     case = Case("forward", dtype, block, 8192)
-    with chosen(case):
+    with chosen(case, gpu):
         return replace(case, tile=tiles.fit(replace(tiles.rule(case.work, gpu), pairs=True), case.work, gpu))
 
 
@@ -176,12 +176,12 @@ def shipped(gpu: Gpu) -> Iterator[tuple[Work, Tile]]:
 
 
 @contextmanager
-def chosen(case: Case) -> Iterator[None]:
-    """Sets the case's tile, and PyTorch's TF32 switch as the case needs it."""
+def chosen(case: Case, gpu: Gpu) -> Iterator[None]:
+    """Sets the case's tile, or else the rule's, and PyTorch's TF32 switch as the case needs it."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32" if case.dtype == "tf32" else "ieee"
     try:
-        with tiles.use_tiles(**{case.pass_: case.tile} if case.tile else {}):
+        with tiles.use_tiles(**{case.pass_: case.tile or tiles.tile_for(case.work, gpu)}):
             yield
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
@@ -218,6 +218,7 @@ class Device:
         from blocksparse.ops.recurrent import quads
 
         amd = gpu.kind.startswith("gfx")
+        torch.version.hip = "as if" if amd else None
         self.gpu, self.products, self.launches = gpu, products, []
         self.target = GPUTarget("hip", gpu.kind, 64) if amd else GPUTarget("cuda", int(gpu.kind[2:]), 32)
         self.compile = JITFunction.run
@@ -249,7 +250,7 @@ class Device:
         values = torch.empty(layout.values_shape, dtype=case.torch_dtype, device="meta")
         bias = torch.empty(layout.shape[0], dtype=case.torch_dtype, device="meta") if case.activation else None
         self.launches.clear()
-        with chosen(case):
+        with chosen(case, self.gpu):
             if case.pass_ == "wgrad":
                 self.products.linear_wgrad(grad, x, layout)
             elif case.pass_ == "dgrad":
@@ -397,7 +398,7 @@ def main(kind: str, extent: str) -> dict[str, list[dict[str, Any]]]:
     records = {"linear": [], "lstm_gates": [], "recurrent": [], "conv": []}
     unique = {}
     for case in cases(gpu, extent):
-        with chosen(case):
+        with chosen(case, gpu):
             tile = tiles.tile_for(case.work, gpu)
         for launch in device.run(case):
             unique[launch.key()] = launch
@@ -418,10 +419,17 @@ def main(kind: str, extent: str) -> dict[str, list[dict[str, Any]]]:
             constants = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
             record = asdict(case) | {"kernel": launch.kernel.__name__, "together": constants.get("TOGETHER")}
             records["conv"].append((record, launch.key()))
+    records["keys"] = [({"pass_": pass_, "keys": keys_of_tokens(device, pass_)}, "") for pass_ in tiles.PASSES]
     _todo[:] = [(device, launch) for launch in unique.values()]
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         found = dict(zip(unique, pool.map(_compiled, range(len(_todo)), chunksize=1), strict=True))
-    return {op: [record | found[key] for record, key in of_op] for op, of_op in records.items()}
+    return {op: [record | found.get(key, {}) for record, key in of_op] for op, of_op in records.items()}
+
+
+def keys_of_tokens(device: Device, pass_: str) -> int:
+    """How many kernels calls with all kinds of token counts that are of one bucket compile."""
+    counts = (4097, 5000, 6400, 7777, 8191, 8192)
+    return len({launch.key() for n in counts for launch in device.run(Case(pass_, "bfloat16", (32, 32), n))})
 
 
 _todo: list[tuple[Device, Launch]] = []  # inherited by the forks: launches cannot be sent to them

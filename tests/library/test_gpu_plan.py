@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import blocksparse as bs
 from blocksparse.ops.gpu import plan as gpu_plan
-from blocksparse.ops.gpu.plan import linear_plan, matching, pair_plan, share, wgrad_tasks
+from blocksparse.ops.gpu.plan import linear_plan, matching, most_shared, pair_plan, share, wgrad_tasks
 from strategies import layouts
 
 both_ways = pytest.mark.parametrize("transpose", [False, True], ids=["forward", "dgrad"])
@@ -24,7 +24,7 @@ def blocks_of(layout, transpose):
 def place(plan, entry, which=None):
     if plan.block is None:
         return entry
-    return int(plan.block[entry] if which is None else plan.block[which, entry])
+    return int(plan.block[entry] if which is None else plan.block[entry, which])
 
 
 @both_ways
@@ -61,22 +61,32 @@ def test_slots_add_up_to_the_rows_that_are_cut(transpose, layout, longest):
 def test_pairs_hold_every_block_once(transpose, layout):
     plan = pair_plan(layout, transpose)
     done = []
-    for first, second, both, only, alone, end in plan.tasks.tolist():
-        assert both <= only <= alone <= end
-        done += [(first, int(plan.col[entry]), place(plan, entry, 0)) for entry in range(both, alone)]
-        shared = [*range(both, only), *range(alone, end)]
-        done += [(second, int(plan.col[entry]), place(plan, entry, 1)) for entry in shared]
-        assert second >= 0 or not shared
+    for first, begin, end, slot, second in plan.tasks.tolist():
+        assert slot == -1
+        cols = plan.col[begin:end].tolist()
+        assert cols == sorted(set(cols)), "no inputs twice"
+        for seat, row in enumerate((first, second)):
+            own = [(row, int(plan.col[entry]), place(plan, entry, seat)) for entry in range(begin, end)]
+            done += [each for each in own if each[2] >= 0]
+            assert row >= 0 or all(each[2] < 0 for each in own)
     assert sorted(done) == blocks_of(layout, transpose)
-    rows = plan.tasks[:, :2].ravel()
+    assert (plan.block >= 0).any(axis=1).all(), "no inputs that nobody needs"
+    assert (np.diff(plan.tasks[:, 2] - plan.tasks[:, 1]) <= 0).all(), "the longest first"
+    rows = plan.tasks[:, [0, 4]].ravel()
     assert sorted(rows[rows >= 0].tolist()) == list(range(layout.grid[transpose]))
+
+
+@both_ways
+@given(layout=layouts(max_grid=9))
+def test_no_pairs_share_more_than_the_bound(transpose, layout):
+    assert 0 <= share(pair_plan(layout, transpose)) <= most_shared(layout, transpose) + 1e-6
 
 
 def test_matching_finds_twins():
     mask = np.random.default_rng(0).random((8, 40)) < 0.3
     layout = bs.BlockLayout(np.concatenate([mask, mask[::-1]]), block_size=4)
     assert sorted(matching(layout)) == [(row, 15 - row) for row in range(8)]
-    assert share(pair_plan(layout, transpose=False)) == 0.5
+    assert share(pair_plan(layout, transpose=False)) == most_shared(layout, transpose=False) == 0.5
     assert share(linear_plan(layout, transpose=False)) == 0
 
 

@@ -40,8 +40,33 @@ def test_forced_tiles_have_schedules_of_their_own():
     with use_tiles(forward=Tile(16, 16, 16, 1, 2, pairs=True)):
         paired = backend.schedule(layout, DEVICE, torch.float32, 40)
     assert plain.forward_tasks.shape[1] == 4
-    assert paired.forward_tasks.shape[1] == 6
+    assert paired.forward_tasks.shape[1] == 5
     assert backend.schedule(layout, DEVICE, torch.float32, 40) is plain
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # of infinity times 0
+@pytest.mark.parametrize(("related", "rows"), [(True, 2), (False, 1)], ids=["related", "strangers"])
+def test_rows_that_share_inputs_are_summed_up_two_at_a_time(related, rows):
+    # The second half of the rows has half the inputs of the first, or none.
+    mask = torch.eye(4, 8).bool() | torch.eye(8).bool()[4:]
+    layout = bs.BlockLayout(
+        torch.cat([mask, torch.eye(4, 8).bool() if related else torch.zeros(4, 8).bool()]).numpy(), block_size=32
+    )
+    with running("triton-tuned"):
+        x, values = torch.randn(70, 256).bfloat16(), torch.randn(layout.values_shape).bfloat16()
+        x[3, 40] = torch.nan
+        x[5, 170] = torch.inf
+        expected = x.double() @ bs.to_dense(values, layout).double().T
+        got = forward(x, values, layout)
+        tasks = backend.schedule(layout, DEVICE, torch.bfloat16, 70).forward_tasks
+    assert tasks.shape[1] == 3 + rows
+    connected = bs.to_dense(torch.ones(layout.values_shape), layout).bool()
+    for token, feature in ((3, 40), (5, 170)):
+        seen = connected[:, feature]
+        assert not got[token, seen].isfinite().any()
+        assert got[token, ~seen].isfinite().all()
+    rest = [token for token in range(70) if token not in (3, 5)]
+    assert_close(got[rest], expected[rest], 1e-2)
 
 
 def test_no_schedule_outlives_the_tiles_it_was_made_for(tmp_path, monkeypatch):
@@ -92,6 +117,45 @@ def test_any_alignment_of_the_same_shapes():
             expected = x.double() @ bs.to_dense(blocks, layout).double().T
             torch.testing.assert_close(forward(x, blocks, layout).double(), expected, atol=1e-4, rtol=1e-4)
     assert len(layout.derived("triton launches", dict)) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_layout_may_be_dropped_while_another_stream_still_uses_it():
+    torch.manual_seed(0)
+    x = torch.randn(40, 4096, device="cuda")
+    layout = bs.patterns.random((4096, 4096), block_size=16, density=0.2, seed=0)
+    values = torch.randn(layout.values_shape, device="cuda")
+    expected = x @ bs.to_dense(values, layout).T
+    backend.schedule(layout, DEVICE, x.dtype, 40)  # from the memory of the usual stream
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        forward(x[:, :], values, layout)  # compiles
+        torch.cuda._sleep(2 * 10**8)
+        y = forward(x, values, layout)
+    sizes = {index.numel() for index in backend.schedule(layout, DEVICE, x.dtype, 40)}
+    layout._derived.clear()
+    del layout
+    taken = [torch.full((size,), 2**30, dtype=torch.int32, device="cuda") for size in sizes for _ in range(8)]
+    torch.cuda.synchronize()
+    assert len(taken) == 8 * len(sizes)
+    torch.testing.assert_close(y, expected, atol=1e-2, rtol=1e-3)
+
+
+def test_launches_tell_the_allocator_of_their_stream():
+    told = []
+
+    class Index(torch.Tensor):
+        def record_stream(self, stream):
+            told.append(stream)
+
+    class Kernel:
+        arg_names = ("x_ptr", "task_ptr", "tokens")
+
+    index = torch.zeros(3, dtype=torch.int32).as_subclass(Index)
+    triton_runtime.Launch(Kernel(), (1, 1, 1), 1, {"task_ptr": index, "tokens": 3}, Tile(16, 16, 16, 1, 2)).used_on(7)
+    assert told == [7]
 
 
 def test_more_tiles_than_a_grid_holds_are_refused(monkeypatch):

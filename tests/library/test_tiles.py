@@ -115,6 +115,32 @@ def test_tiles_that_cannot_be_are_refused(folder, tile):
 
 
 @pytest.mark.parametrize(
+    ("change", "pays"),
+    [
+        ({}, True),
+        ({"pass_": "dgrad"}, True),
+        ({"dtype": torch.float32}, False),
+        ({"tokens": 64}, False),
+        ({"block": (64, 64)}, False),
+    ],
+    ids=str,
+)
+def test_two_rows_at_a_time_are_for_what_reads_inputs_most(change, pays):
+    tile = tiles.tile_of_pairs(replace(WORK, **change), H200)
+    assert (tile is not None) is pays
+    assert tile is None or tile.pairs
+
+
+def test_no_pairs_where_a_tile_was_tuned_or_forced_or_tensor_cores_read_registers(folder):
+    assert tiles.tile_of_pairs(WORK, GPUS["sm80"]) is None
+    with tiles.use_tiles(forward=ODD):
+        assert tiles.tile_of_pairs(WORK, H200) is None
+    tiles.write(folder / "tuned" / "nvidia-h200.json", H200, {WORK: ODD}, {})
+    tiles.forget_tuned()
+    assert tiles.tile_of_pairs(WORK, H200) is None
+
+
+@pytest.mark.parametrize(
     "content",
     ["", "[]", "{}", '{"tiles": 3}', '{"tiles": [{}]}', '{"tiles": [{"pass": "forward", "dtype": "float31"}]}'],
 )

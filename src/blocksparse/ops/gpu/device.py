@@ -65,7 +65,22 @@ def dot(a, b, sums, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
     if WIDEN:
         a = a.to(sums.dtype)
         b = b.to(sums.dtype)
+    if PRECISION == "tf32x3":
+        # Each operand is the sum of its leading 11 bits and the rest. Tensor cores cut their sums off, always towards
+        # zero: only those of one step are theirs, and the small products come first.
+        a_large = _leading(a)
+        b_large = _leading(b)
+        step = tl.dot(a - a_large, b_large, input_precision="tf32", out_dtype=sums.dtype)
+        step = tl.dot(a_large, b - b_large, step, input_precision="tf32", out_dtype=sums.dtype)
+        step = tl.where(step == step, step, 0)  # infinity less infinity: the large product has it
+        return sums + tl.dot(a_large, b_large, step, input_precision="tf32", out_dtype=sums.dtype)
     return tl.dot(a, b, sums, input_precision=PRECISION, out_dtype=sums.dtype)
+
+
+@triton.jit
+def _leading(numbers):
+    """The numbers cut off to the bits of TF32."""
+    return (numbers.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -91,7 +106,11 @@ def activated(sums, ACTIVATION: tl.constexpr):
 @triton.jit
 def finish(sums, rows, valid, bias_ptr, row, output, height: tl.constexpr, ACTIVATION: tl.constexpr):
     """Bias, activation, and the store to the outputs of block row `row`, by pointers to the rows of the result."""
-    column = row * height + output
-    real = output < height
+    write(sums, rows, valid, bias_ptr, row * height + output, output < height, ACTIVATION)
+
+
+@triton.jit
+def write(sums, rows, valid, bias_ptr, column, real, ACTIVATION: tl.constexpr):
+    """Bias, activation, and the store to these columns, those that are real, by pointers to the rows of the result."""
     sums = activated(biased(sums, bias_ptr, column, real), ACTIVATION)
     tl.store(rows[:, None] + column[None, :], sums, mask=valid[:, None] & real[None, :])

@@ -21,20 +21,16 @@ class LinearPlan:
     """The tasks of y = x W^T (or, from the transposed layout, of y = x W).
 
     `tasks` is int32: `[tasks, 4]`, each a row, its first and last entry, and the slot for its sums where it is but a
-    part of the row (else -1); or, in pairs, `[tasks, 6]`, each two rows (the second may be -1) and where the entries of
-    both, those of the first alone, and those of the second alone begin and end. Entry e multiplies the inputs of block
-    `col[e]` with block `block[e]` of the values (or with `block[0, e]` and `block[1, e]`). Slot s holds a part of row
-    `slots[s, 0]`, whose last slot is `slots[s, 1] - 1` if s is its first (else -1: no sum starts there).
+    part of the row (else -1); or `[tasks, 5]`, with a second row that is summed up at the same time (-1: none). Entry e
+    multiplies the inputs of block `col[e]` with block `block[e]` of the values, or with `block[e, 0]` for the first
+    row and `block[e, 1]` for the second (-1: that row has none there). Slot s holds a part of row `slots[s, 0]`, whose
+    last slot is `slots[s, 1] - 1` if s is its first (else -1: no sum starts there).
     """
 
     tasks: np.ndarray
     col: np.ndarray  # int32 [entries]
-    block: np.ndarray | None  # int32 [entries] or [2, entries]; None where it is the entry itself
+    block: np.ndarray | None  # int32 [entries] or [entries, 2]; None where it is the entry itself
     slots: np.ndarray  # int32 [slots, 2]
-
-    @property
-    def pairs(self) -> bool:
-        return bool(self.tasks.shape[1] == 6)
 
 
 def linear_plan(layout: BlockLayout, transpose: bool, longest: int | None = None) -> LinearPlan:
@@ -76,39 +72,31 @@ def pair_plan(layout: BlockLayout, transpose: bool) -> LinearPlan:
     >>> import blocksparse as bs
     >>> twins = bs.BlockLayout([[1, 1, 0, 1], [0, 0, 1, 0], [1, 1, 1, 0]], block_size=32)
     >>> plan = pair_plan(twins, transpose=False)
-    >>> plan.tasks  # rows 0 and 2 share entries [0, 2), row 0 has [2, 3) alone, row 2 has [3, 4)
-    array([[ 0,  2,  0,  2,  3,  4],
-           [ 1, -1,  4,  4,  5,  5]], dtype=int32)
+    >>> plan.tasks  # the entries of rows 0 and 2, then those of row 1
+    array([[ 0,  0,  4, -1,  2],
+           [ 1,  4,  5, -1, -1]], dtype=int32)
     >>> plan.col
-    array([0, 1, 3, 2, 2], dtype=int32)
-    >>> plan.block  # in row 0, in row 2; 0 where there is none
-    array([[0, 1, 2, 0, 3],
-           [4, 5, 0, 6, 0]], dtype=int32)
+    array([0, 1, 2, 3, 2], dtype=int32)
+    >>> plan.block
+    array([[ 0,  4],
+           [ 1,  5],
+           [-1,  6],
+           [ 2, -1],
+           [ 3, -1]], dtype=int32)
     """
     rows = layout.T if transpose else layout
-    place = layout.transpose_order if transpose else np.arange(layout.nnz)
-    start, col = rows.row_start, rows.col_of_block
-    tasks, cols, blocks, at = [], [], [], 0
-    for first, second in matching(rows):
-        mine = np.arange(start[first], start[first + 1])
-        other = np.arange(start[second], start[second + 1]) if second >= 0 else mine[:0]
-        shared, i, j = np.intersect1d(col[mine], col[other], assume_unique=True, return_indices=True)
-        only, alone = np.delete(mine, i), np.delete(other, j)
-        nothing = np.zeros(len(only) + len(alone), dtype=np.int64)
-        cols.append(np.concatenate([shared, col[only], col[alone]]))
-        blocks.append(
-            [
-                np.concatenate([place[mine[i]], place[only], nothing[: len(alone)]]),
-                np.concatenate([place[other[j]], nothing[: len(only)], place[alone]]),
-            ]
-        )
-        ends = at + np.cumsum([0, len(shared), len(only), len(alone)])
-        tasks.append([first, second, *ends])
-        at = ends[-1]
-    table = np.array(tasks)
-    order = np.argsort(table[:, 2] - table[:, 5], kind="stable")
-    block = np.concatenate([np.array(pair, dtype=np.int32) for pair in blocks], axis=1)
-    return LinearPlan(_int32(table[order]), _int32(np.concatenate(cols)), block, np.empty((0, 2), dtype=np.int32))
+    pairs = np.array(matching(rows))
+    task, seat = np.empty((2, rows.grid[0] + 1), dtype=np.int64)  # one more, for rows that are -1
+    task[pairs] = np.arange(len(pairs))[:, None]
+    seat[pairs] = 0, 1
+    row = rows.row_of_block
+    joined, entry = np.unique(task[row] * rows.grid[1] + rows.col_of_block, return_inverse=True)
+    block = np.full((len(joined), 2), -1)
+    block[entry, seat[row]] = layout.transpose_order if transpose else np.arange(layout.nnz)
+    start = np.searchsorted(joined, np.arange(len(pairs) + 1) * rows.grid[1])
+    order = np.argsort(start[:-1] - start[1:], kind="stable")
+    tasks = np.column_stack([pairs[:, 0], start[:-1], start[1:], np.full(len(pairs), -1), pairs[:, 1]])[order]
+    return LinearPlan(_int32(tasks), _int32(joined % rows.grid[1]), _int32(block), np.empty((0, 2), dtype=np.int32))
 
 
 def matching(rows: BlockLayout) -> list[tuple[int, int]]:
@@ -124,11 +112,14 @@ def matching(rows: BlockLayout) -> list[tuple[int, int]]:
         shared = _shared(rows, begin, end)
         upper = np.triu_indices(end - begin, 1)
         order = np.argsort(-shared[upper], kind="stable")
-        free = np.ones(end - begin, dtype=bool)
+        free, left = np.ones(end - begin, dtype=bool), end - begin
         for i, j in zip(upper[0][order].tolist(), upper[1][order].tolist(), strict=True):
             if free[i] and free[j]:
                 free[i] = free[j] = False
                 pairs.append((begin + i, begin + j))
+                left -= 2
+                if left < 2:
+                    break
         pairs += [(begin + int(i), -1) for i in np.flatnonzero(free)]
     return pairs
 
@@ -143,10 +134,20 @@ def _shared(rows: BlockLayout, begin: int, end: int) -> np.ndarray:
 
 
 def share(plan: LinearPlan) -> float:
-    """Returns the fraction of input loads that pairing saves, from 0 to 0.5."""
-    entries = len(plan.col)
-    both = int((plan.tasks[:, 3] - plan.tasks[:, 2]).sum()) if plan.pairs else 0
-    return both / (entries + both) if entries else 0.0
+    """Returns the fraction of input loads that two rows at a time save, from 0 to 0.5."""
+    blocks = len(plan.col) if plan.block is None else int((plan.block >= 0).sum())
+    return 1 - len(plan.col) / max(blocks, 1) if blocks else 0.0
+
+
+def most_shared(layout: BlockLayout, transpose: bool) -> float:
+    """An upper bound of `share`, in a fraction of the time: as if each row had the best of the others for itself."""
+    rows = layout.T if transpose else layout
+    best = 0.0
+    for begin in range(0, rows.grid[0], PAIRING_CHUNK):
+        shared = _shared(rows, begin, min(begin + PAIRING_CHUNK, rows.grid[0]))
+        np.fill_diagonal(shared, 0)
+        best += float(shared.max(axis=1).sum()) / 2
+    return best / max(rows.nnz, 1)
 
 
 def wgrad_tasks(layout: BlockLayout, block_k: int, taps: int = 1) -> np.ndarray:

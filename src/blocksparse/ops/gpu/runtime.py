@@ -128,6 +128,12 @@ class Launch:
         self.compiled: Any = None
         self.numbers: tuple[Any, ...] = ()  # the arguments, tensors as addresses
 
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """Keeps the memory of its own tensors from others until this stream has done what is queued when they go."""
+        for each in self.arguments:
+            if isinstance(each, Tensor):
+                each.record_stream(stream)
+
     def __call__(self, *tensors: Tensor | None) -> None:
         x: Any = tensors[0]
         if isinstance(x, FunctionalTensor):  # traced: the graph launches it
@@ -171,8 +177,13 @@ def common(dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """TF32 for float32 where PyTorch's own switch allows it."""
-    return "tf32" if dtype == torch.float32 and tf32() else "ieee"
+    """How products multiply: float32 is rounded to TF32 where PyTorch's own switch allows it.
+
+    Where it does not, tensor cores of NVIDIA's take it all the same, in three products: see `device.dot`.
+    """
+    if dtype != torch.float32:
+        return "ieee"
+    return "tf32" if tf32() else "ieee" if torch.version.hip else "tf32x3"
 
 
 def cdiv(a: int, b: int) -> int:

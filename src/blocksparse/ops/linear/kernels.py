@@ -9,19 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..gpu.device import dot, finish, lanes, load_inputs, load_weights
+from ..gpu.device import dot, finish, lanes, load_inputs, load_weights, write
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "tasks"])
 def linear_kernel(
     x_ptr,  # [tokens, in], the features of one token side by side
     values_ptr,  # [nnz, block_out, block_in]
     bias_ptr,  # [out] or None
     y_ptr,  # [tokens, out]
     partial_ptr,  # [slots, tokens, outputs of a row]: sums of parts of rows
-    task_ptr,  # int32 [tasks, 4]: row, first entry, last entry, slot (or -1: the whole row)
+    task_ptr,  # int32 [tasks, 3 + ROWS]: row, first entry, last entry, slot (or -1: whole row), second row (or -1)
     col_ptr,  # int32 [entries]: the block of inputs
-    block_ptr,  # int32 [entries]: the block's place in values, or None where that is the entry
+    block_ptr,  # int32 [entries, ROWS]: each row's block in values (or -1: none); or None where that is the entry
     tokens,
     tasks,
     x_stride,
@@ -34,56 +34,95 @@ def linear_kernel(
     SUM: tl.constexpr,  # the dtype of sums
     WIDEN: tl.constexpr,  # operands to it beforehand: see gpu/device.py
     SPLIT: tl.constexpr,  # some tasks are parts of rows
-    BLOCK_M: tl.constexpr,  # the tile: tokens, outputs, lanes
+    ROWS: tl.constexpr,  # rows of a task: one or two
+    BLOCK_M: tl.constexpr,  # the tile: tokens, outputs of each row, lanes
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,  # token tiles that come to one task side by side
 ):
-    """y = x W^T (x W with TRANSPOSE): one tile of tokens and outputs, all entries of one task."""
+    """y = x W^T (x W with TRANSPOSE): one tile of tokens and outputs, all entries of one task.
+
+    The outputs of two rows are one tile: inputs that both need are loaded once, and where a row lacks a block, its
+    weights are zeros that come from nowhere.
+    """
     height: tl.constexpr = block_in if TRANSPOSE else block_out
-    task, piece, tile = _program(tokens, tasks, height, BLOCK_N, BLOCK_M, GROUP_M)
-    row = tl.load(task_ptr + 4 * task)
-    first = tl.load(task_ptr + 4 * task + 1)
-    last = tl.load(task_ptr + 4 * task + 2)
-    token = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    output = piece * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Beyond the last token comes the last one again: its sums are not stored.
-    x_rows = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64) * x_stride
-    y_rows = y_ptr + token.to(tl.int64) * y_stride
-    sums = tl.zeros((BLOCK_M, BLOCK_N), SUM)
     width: tl.constexpr = block_out if TRANSPOSE else block_in
     WIDTH: tl.constexpr = triton.next_power_of_2(width)
-    for lane0 in range(0, (last - first) * WIDTH, BLOCK_K):
-        entry, k, there = lanes(first, last, lane0, width, WIDTH, BLOCK_K)
-        x = load_inputs(x_rows, None, col_ptr, entry, k, there, width)
-        w = load_weights(values_ptr, block_ptr, entry, k, there, output, block_out, block_in, TRANSPOSE)
-        sums = dot(x, w, sums, PRECISION, WIDEN)
+    # One entry after the other has its indices once per step; lanes gather several small ones.
+    ONE_BY_ONE: tl.constexpr = ROWS > 1 or BLOCK_K <= WIDTH
+    STEPS: tl.constexpr = triton.cdiv(width, BLOCK_K)  # of an entry
+    # `wgmma` takes 64 of one side and up to 256 of the other: tokens there are read from shared memory less often.
+    OUTPUTS_FIRST: tl.constexpr = ONE_BY_ONE and ROWS * BLOCK_N >= 64 and BLOCK_M >= 64
+    task, piece, tile = _program(tokens, tasks, height, BLOCK_N, BLOCK_M, GROUP_M)
+    task_ptr += (3 + ROWS) * task
+    first = tl.load(task_ptr + 1)
+    last = tl.load(task_ptr + 2)
+    seat = tl.arange(0, ROWS * BLOCK_N) // BLOCK_N
+    output = piece * BLOCK_N + tl.arange(0, ROWS * BLOCK_N) % BLOCK_N
+    token = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Beyond the last token comes the last one again: its sums are not stored.
+    x_rows = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64) * x_stride
+    sums = tl.zeros((ROWS * BLOCK_N, BLOCK_M) if OUTPUTS_FIRST else (BLOCK_M, ROWS * BLOCK_N), SUM)
+    if ONE_BY_ONE:
+        for step in range(0, (last - first) * STEPS):
+            sums = _step(
+                sums, step, first, None, x_rows, values_ptr, col_ptr, block_ptr, seat, output,
+                block_out, block_in, TRANSPOSE, PRECISION, WIDEN, ROWS, OUTPUTS_FIRST, BLOCK_K,
+            )  # fmt: skip
+    else:
+        for lane0 in range(0, (last - first) * WIDTH, BLOCK_K):
+            entry, k, there = lanes(first, last, lane0, width, WIDTH, BLOCK_K)
+            x = load_inputs(x_rows, None, col_ptr, entry, k, there, width)
+            w = load_weights(values_ptr, block_ptr, entry, k, there, output, block_out, block_in, TRANSPOSE)
+            sums = dot(x, w, sums, PRECISION, WIDEN)
+    real = output < height
+    row = tl.load(task_ptr)
+    if ROWS > 1:
+        row = tl.load(task_ptr + 4 * seat)
+        real = real & (row >= 0)
+    column = row * height + output
+    if ROWS > 1:
+        # Said, so that stores are wide: the compiler does not know that a seat has one row.
+        column = tl.max_contiguous(tl.multiple_of(column, min(height & -height, BLOCK_N)), BLOCK_N)
+        if tl.max((sums != sums).to(tl.int32)) > 0:
+            _row_by_row(
+                x_ptr, values_ptr, bias_ptr, y_ptr, col_ptr, block_ptr, tokens, x_stride, y_stride,
+                first, last, tile, seat, output, column, real,
+                block_out, block_in, TRANSPOSE, ACTIVATION, PRECISION, SUM, WIDEN, ROWS, BLOCK_M, BLOCK_K,
+            )  # fmt: skip
+            real = real & (seat < 0)
+    if OUTPUTS_FIRST:
+        sums = tl.trans(sums)
+    y_rows, known = y_ptr + token.to(tl.int64) * y_stride, token < tokens
     if SPLIT:
-        slot = tl.load(task_ptr + 4 * task + 3)
+        slot = tl.load(task_ptr + 3)
         if slot < 0:
-            finish(sums, y_rows, token < tokens, bias_ptr, row, output, height, ACTIVATION)
+            write(sums, y_rows, known, bias_ptr, column, real, ACTIVATION)
         else:
             offset = (slot.to(tl.int64) * tokens + token[:, None]) * height + output[None, :]
-            tl.store(partial_ptr + offset, sums, mask=(token < tokens)[:, None] & (output < height)[None, :])
+            tl.store(partial_ptr + offset, sums, mask=known[:, None] & real[None, :])
     else:
-        finish(sums, y_rows, token < tokens, bias_ptr, row, output, height, ACTIVATION)
+        write(sums, y_rows, known, bias_ptr, column, real, ACTIVATION)
 
 
 @triton.jit
-def linear_pair_kernel(
+def _row_by_row(
     x_ptr,
     values_ptr,
     bias_ptr,
     y_ptr,
-    partial_ptr,  # not used: pairs are never cut in parts
-    task_ptr,  # int32 [tasks, 6]: two rows (or one and -1), where entries of both, the first, the second begin and end
     col_ptr,
-    block_ptr,  # int32 [2, entries]: the block of either row
-    entries,
+    block_ptr,
     tokens,
-    tasks,
     x_stride,
     y_stride,
+    first,
+    last,
+    tile,
+    seat,
+    output,
+    column,
+    real,
     block_out: tl.constexpr,
     block_in: tl.constexpr,
     TRANSPOSE: tl.constexpr,
@@ -91,51 +130,79 @@ def linear_pair_kernel(
     PRECISION: tl.constexpr,
     SUM: tl.constexpr,
     WIDEN: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
 ):
-    """Computes two rows at once as linear_kernel does one: inputs that both need are loaded once."""
-    height: tl.constexpr = block_in if TRANSPOSE else block_out
-    width: tl.constexpr = block_out if TRANSPOSE else block_in
-    WIDTH: tl.constexpr = triton.next_power_of_2(width)
-    task, piece, tile = _program(tokens, tasks, height, BLOCK_N, BLOCK_M, GROUP_M)
-    row0 = tl.load(task_ptr + 6 * task)
-    row1 = tl.load(task_ptr + 6 * task + 1)
-    both = tl.load(task_ptr + 6 * task + 2)
-    only0 = tl.load(task_ptr + 6 * task + 3)
-    only1 = tl.load(task_ptr + 6 * task + 4)
-    end = tl.load(task_ptr + 6 * task + 5)
-    token = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    output = piece * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_rows = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64) * x_stride
-    y_rows = y_ptr + token.to(tl.int64) * y_stride
-    sums0 = tl.zeros((BLOCK_M, BLOCK_N), SUM)
-    sums1 = tl.zeros((BLOCK_M, BLOCK_N), SUM)
-    for lane0 in range(0, (only0 - both) * WIDTH, BLOCK_K):
-        entry, k, there = lanes(both, only0, lane0, width, WIDTH, BLOCK_K)
-        x = load_inputs(x_rows, None, col_ptr, entry, k, there, width)
-        w0 = load_weights(values_ptr, block_ptr, entry, k, there, output, block_out, block_in, TRANSPOSE)
-        w1 = load_weights(values_ptr, block_ptr + entries, entry, k, there, output, block_out, block_in, TRANSPOSE)
-        sums0 = dot(x, w0, sums0, PRECISION, WIDEN)
-        sums1 = dot(x, w1, sums1, PRECISION, WIDEN)
-    for lane0 in range(0, (only1 - only0) * WIDTH, BLOCK_K):
-        entry, k, there = lanes(only0, only1, lane0, width, WIDTH, BLOCK_K)
-        x = load_inputs(x_rows, None, col_ptr, entry, k, there, width)
-        w0 = load_weights(values_ptr, block_ptr, entry, k, there, output, block_out, block_in, TRANSPOSE)
-        sums0 = dot(x, w0, sums0, PRECISION, WIDEN)
-    for lane0 in range(0, (end - only1) * WIDTH, BLOCK_K):
-        entry, k, there = lanes(only1, end, lane0, width, WIDTH, BLOCK_K)
-        x = load_inputs(x_rows, None, col_ptr, entry, k, there, width)
-        w1 = load_weights(values_ptr, block_ptr + entries, entry, k, there, output, block_out, block_in, TRANSPOSE)
-        sums1 = dot(x, w1, sums1, PRECISION, WIDEN)
-    finish(sums0, y_rows, token < tokens, bias_ptr, row0, output, height, ACTIVATION)
-    if row1 >= 0:
-        finish(sums1, y_rows, token < tokens, bias_ptr, row1, output, height, ACTIVATION)
+    """The tile once more, for inputs that are not finite: times the zeros of a row that lacks the block they give NaN.
+
+    By small tiles, which leave the registers to the usual way.
+    """
+    SMALL: tl.constexpr = min(BLOCK_M, 64)
+    STEPS: tl.constexpr = triton.cdiv(block_out if TRANSPOSE else block_in, BLOCK_K)
+    for nth in range(0, ROWS * (BLOCK_M // SMALL)):
+        token = tile * BLOCK_M + nth // ROWS * SMALL + tl.arange(0, SMALL)
+        x_rows = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64) * x_stride
+        sums = tl.zeros((SMALL, seat.shape[0]), SUM)
+        for step in tl.range(0, (last - first) * STEPS, num_stages=1):
+            sums = _step(
+                sums, step, first, nth % ROWS, x_rows, values_ptr, col_ptr, block_ptr, seat, output,
+                block_out, block_in, TRANSPOSE, PRECISION, WIDEN, ROWS, False, BLOCK_K,
+            )  # fmt: skip
+        y_rows = y_ptr + token.to(tl.int64) * y_stride
+        write(sums, y_rows, token < tokens, bias_ptr, column, real & (seat == nth % ROWS), ACTIVATION)
 
 
 @triton.jit
+def _step(
+    sums,
+    step,
+    first,
+    nth,  # the row whose inputs alone are taken, or None
+    x_rows,
+    values_ptr,
+    col_ptr,
+    block_ptr,
+    seat,
+    output,
+    block_out: tl.constexpr,
+    block_in: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS_FIRST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Adds one entry, or a part of a large one."""
+    height: tl.constexpr = block_in if TRANSPOSE else block_out
+    width: tl.constexpr = block_out if TRANSPOSE else block_in
+    PART: tl.constexpr = min(BLOCK_K, max(triton.next_power_of_2(width), 16))
+    STEPS: tl.constexpr = triton.cdiv(width, PART)
+    entry = first + step // STEPS
+    k = step % STEPS * PART + tl.arange(0, PART)
+    there, real = k < width, output < height
+    if ROWS > 1:
+        block = tl.load(block_ptr + entry * ROWS + seat)
+        real = real & (block >= 0)
+    elif block_ptr is None:
+        block = entry
+    else:
+        block = tl.load(block_ptr + entry)
+    start = block.to(tl.int64) * (block_out * block_in)
+    if TRANSPOSE:
+        place = (k * block_in)[:, None] + (start + output)[None, :]
+    else:
+        place = k[:, None] + (start + output * block_in)[None, :]
+    w = tl.load(values_ptr + place, mask=there[:, None] & real[None, :], other=0)
+    if nth is not None:
+        there = there & (tl.load(block_ptr + entry * ROWS + nth) >= 0)
+    x = tl.load(x_rows[:, None] + (tl.load(col_ptr + entry) * width + k)[None, :], mask=there[None, :], other=0)
+    a, b = (tl.trans(w), tl.trans(x)) if OUTPUTS_FIRST else (x, w)
+    return dot(a, b, sums, PRECISION, WIDEN)
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def linear_reduce_kernel(
     partial_ptr,
     bias_ptr,
@@ -168,7 +235,7 @@ def linear_reduce_kernel(
         finish(sums, y_rows, token < tokens, bias_ptr, row, output, height, ACTIVATION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nnz", "tokens", "tokens_per_split"])
 def linear_wgrad_kernel(
     grad_ptr,  # [tokens, out]
     x_ptr,  # [tokens, in]

@@ -15,10 +15,12 @@ from torch import Tensor
 from ...layout import BlockLayout
 from ..checks import SUM_DTYPES, features_together
 from ..gpu import runtime
-from ..gpu.plan import LinearPlan, linear_plan, pair_plan, wgrad_tasks
+from ..gpu.plan import LinearPlan, linear_plan, most_shared, pair_plan, share, wgrad_tasks
 from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common
-from ..gpu.tiles import Gpu, Tile, Work, bucket, forced, gpu_of, splits_of, tile_for
+from ..gpu.tiles import Gpu, Work, bucket, forced, gpu_of, splits_of, tile_for, tile_of_pairs
 
+# Two rows at a time pay from this part of the loads of inputs on that they save: what a row lacks is multiplied too.
+WORTH_PAIRS = {"forward": 0.12, "dgrad": 0.2}
 # Launches kept per layout; the cache is cleared at this many, for callers whose token counts always change.
 MOST_LAUNCHES = 64
 
@@ -83,7 +85,7 @@ def _schedule(layout: BlockLayout, device: torch.device, dtype: torch.dtype, tok
     check_layout_fits(layout)
     gpu = gpu_of(device)
     forward, dgrad = (
-        _plan(layout, transpose, tile_for(_work(pass_, dtype, layout, tokens), gpu), tokens, gpu)
+        _plan(layout, transpose, _work(pass_, dtype, layout, tokens), gpu)
         for pass_, transpose in (("forward", False), ("dgrad", True))
     )
     wgrad = wgrad_tasks(layout, tile_for(_work("wgrad", dtype, layout, tokens), gpu).block_k)
@@ -92,17 +94,21 @@ def _schedule(layout: BlockLayout, device: torch.device, dtype: torch.dtype, tok
         return Schedule(*(torch.from_numpy(array.copy()).to(device) for array in arrays))
 
 
-def _plan(layout: BlockLayout, transpose: bool, tile: Tile, tokens: int, gpu: Gpu) -> LinearPlan:
-    if tile.pairs:
-        return layout.derived(("pairs", transpose), lambda: pair_plan(layout, transpose))
+def _plan(layout: BlockLayout, transpose: bool, work: Work, gpu: Gpu) -> LinearPlan:
+    tile = tile_for(work, gpu)
+    worth = WORTH_PAIRS[work.pass_]
+    if tile.pairs or (tile_of_pairs(work, gpu) and most_shared(layout, transpose) >= worth):
+        pairs = layout.derived(("pairs", transpose), lambda: pair_plan(layout, transpose))
+        if tile.pairs or share(pairs) >= worth:
+            return pairs
     rows = layout.T if transpose else layout
     height, width = rows.block_shape
     lengths = rows.row_start[1:] - rows.row_start[:-1]
-    # Entries per multiprocessor. A row well above that would keep one busy alone: it is cut in parts of about half of
-    # it, though not so short that a program does little but start and stop.
-    mean = layout.nnz * cdiv(height, tile.block_n) * cdiv(tokens, tile.block_m) / gpu.multiprocessors
+    # Entries per multiprocessor. A row near that would keep one busy alone: it is cut in parts of about half of it,
+    # though not so short that a program does little but start and stop.
+    mean = layout.nnz * cdiv(height, tile.block_n) * cdiv(work.tokens, tile.block_m) / gpu.multiprocessors
     least = 4 * max(tile.block_k // width, 1)
-    longest = None if lengths.max() <= 1.5 * mean else max(int(mean / 2), least)
+    longest = None if lengths.max() <= 0.75 * mean else max(int(mean / 2), least)
     return layout.derived(("tasks", transpose, longest), lambda: linear_plan(layout, transpose, longest))
 
 
@@ -173,18 +179,26 @@ def _prepared(
     others: tuple[Tensor | None, ...],
     prepare: Callable[[], list[Launch]],
 ) -> list[Launch]:
-    """The launches of a call like this one. Triton compiles for strides, and for addresses in whole 16 bytes or not."""
+    """The launches of a call like this one. Triton compiles for strides, and for addresses in whole 16 bytes or not.
+
+    They are prepared for each stream, which the schedule is then known to be used on: a layout that is dropped leaves
+    its memory to others only when all these streams have come that far.
+    """
     if isinstance(layout, TracedLayout):
         return prepare()
     aligned = tuple([None if tensor is None else tensor.data_ptr() % 16 == 0 for tensor in (x, *others)])
     dtype = x.dtype
-    like = (kind, dtype, x.device, x.shape[0], x.stride(0), aligned, forced(dtype))
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else None
+    like = (kind, dtype, x.device, stream, x.shape[0], x.stride(0), aligned, forced(dtype))
     known: dict[Any, list[Launch]] = layout.derived("triton launches", dict)
     launches = known.get(like)
     if launches is None:
         if len(known) >= MOST_LAUNCHES:
             known.clear()
         launches = known[like] = prepare()
+        if stream is not None:
+            for launch in launches:
+                launch.used_on(torch.cuda.current_stream(x.device))
     return launches
 
 
@@ -195,15 +209,15 @@ def _linear_launches(
 
     tasks, col, block, slots = _schedule_of(layout, x)[4:8] if transpose else _schedule_of(layout, x)[:4]
     tokens, height = x.shape[0], layout.block_shape[transpose]
-    tile = tile_for(_work("dgrad" if transpose else "forward", x.dtype, layout, tokens), gpu_of(x.device))
+    gpu, work = gpu_of(x.device), _work("dgrad" if transpose else "forward", x.dtype, layout, tokens)
+    rows, count, parts = int(tasks.shape[1]) - 3, int(tasks.shape[0]), int(slots.shape[0])
+    tile = (tile_of_pairs(work, gpu) if rows == 2 else None) or tile_for(work, gpu)
     token_tiles, slices = cdiv(tokens, tile.block_m), cdiv(height, tile.block_n)
-    pairs, count, parts = int(tasks.shape[1]) == 6, int(tasks.shape[0]), int(slots.shape[0])
     arguments = {
         "task_ptr": tasks,
         "col_ptr": col,
-        "block_ptr": block if transpose or pairs else None,
+        "block_ptr": block if transpose or rows > 1 else None,
         "slot_ptr": slots,
-        "entries": int(col.shape[0]),
         "tokens": tokens,
         "tasks": count,
         "x_stride": x.stride(0),
@@ -214,11 +228,11 @@ def _linear_launches(
         "TRANSPOSE": transpose,
         "ACTIVATION": activation or "",
         "SPLIT": parts > 0,
+        "ROWS": rows,
         "GROUP_M": tile.group_m,
         **common(x.dtype, tile),
     }
-    kernel = kernels.linear_pair_kernel if pairs else kernels.linear_kernel
-    product = Launch(kernel, (token_tiles * count * slices, 1, 1), 5, arguments, tile, slots=parts)
+    product = Launch(kernels.linear_kernel, (token_tiles * count * slices, 1, 1), 5, arguments, tile, slots=parts)
     if parts == 0:
         return [product]
     reduction = token_tiles * parts * slices, 1, 1
