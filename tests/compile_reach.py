@@ -106,9 +106,7 @@ class Reach(Device):
         else:
             self.products.linear(x, values, None, layout, spec.pass_ == "dgrad", None)
         plans = [plan for plan in layout._derived.values() if isinstance(plan, LinearPlan)]
-        # Of three loops over entries of both rows and of either, or of one over a row's.
-        begins = [(plan.tasks, *((2, 5) if plan.tasks.shape[1] == 6 else (1, 2))) for plan in plans]
-        longest = max(int((tasks[:, last] - tasks[:, first]).max()) for tasks, first, last in begins)
+        longest = max(int((plan.tasks[:, 2] - plan.tasks[:, 1]).max()) for plan in plans)
         return [(launch, _does(launch, grid, spec, layout.nnz, longest)) for launch, grid in self.recorded()]
 
 

@@ -21,6 +21,8 @@ from ..gpu.tiles import Gpu, Work, bucket, forced, gpu_of, splits_of, tile_for, 
 
 # Two rows at a time pay from this part of the loads of inputs on that they save: what a row lacks is multiplied too.
 WORTH_PAIRS = {"forward": 0.12, "dgrad": 0.2}
+# A row of this many times the mean is a hub.
+HUB = 2.5
 # Launches kept per layout; the cache is cleared at this many, for callers whose token counts always change.
 MOST_LAUNCHES = 64
 
@@ -104,11 +106,13 @@ def _plan(layout: BlockLayout, transpose: bool, work: Work, gpu: Gpu) -> LinearP
     rows = layout.T if transpose else layout
     height, width = rows.block_shape
     lengths = rows.row_start[1:] - rows.row_start[:-1]
-    # Entries per multiprocessor. A row near that would keep one busy alone: it is cut in parts of about half of it,
-    # though not so short that a program does little but start and stop.
+    # Entries per multiprocessor. A row well above that would keep one busy alone, and so would a hub near it, which
+    # ends after all others: it is cut in parts of about half of it, though not so short that a program does little but
+    # start and stop.
     mean = layout.nnz * cdiv(height, tile.block_n) * cdiv(work.tokens, tile.block_m) / gpu.multiprocessors
     least = 4 * max(tile.block_k // width, 1)
-    longest = None if lengths.max() <= 0.75 * mean else max(int(mean / 2), least)
+    most = mean * (0.75 if lengths.max() > HUB * lengths.mean() else 1.5)
+    longest = None if lengths.max() <= most else max(int(mean / 2), least)
     return layout.derived(("tasks", transpose, longest), lambda: linear_plan(layout, transpose, longest))
 
 
