@@ -176,14 +176,14 @@ def common(dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
     }
 
 
-def precision(dtype: torch.dtype, rounded: bool | None = None) -> str:
-    """How products multiply: float32 is rounded to TF32 where a switch of PyTorch's, or the one given, allows it.
+def precision(dtype: torch.dtype) -> str:
+    """How products multiply: float32 is rounded to TF32 where PyTorch's own switch allows it.
 
     Where it does not, tensor cores of NVIDIA's take it all the same, in three products: see `device.dot`.
     """
     if dtype != torch.float32:
         return "ieee"
-    return "tf32" if (tf32() if rounded is None else rounded) else "ieee" if torch.version.hip else "tf32x3"
+    return "tf32" if tf32() else "ieee" if torch.version.hip else "tf32x3"
 
 
 def cdiv(a: int, b: int) -> int:
