@@ -1,8 +1,8 @@
 // The products of 8-bit numbers for one instruction set: compiled once for each, with BLOCKSPARSE_ISA naming it.
 //
 // Lanes are outputs. One step multiplies 4 inputs of a token, unsigned, with 4 signed weights of each output and adds
-// the products to an int32, exactly; a block's sums are scaled and added in float32. So all instruction sets have the
-// same integers, and reading the weights, once, is the time of few tokens.
+// the products to an int32, exactly; a block's sums are scaled and added in float32. So all instruction sets agree, but
+// for inputs next to the middle between two integers, and reading the weights, once, is the time of few tokens.
 #include "activation.hpp"
 #include "element.hpp"
 #include "kernels.hpp"
@@ -19,6 +19,8 @@ using Sums = Vector<int32_t>;
 constexpr int kOutputs = kLanes<int32_t>;
 // Tokens and vectors of outputs of a tile: its sums in int32 and in float32 share the registers.
 constexpr int kTileTokens = kTileRows == 8 ? 6 : 4;
+// Of rows without a larger number no factor fits float32: they count as 0.
+constexpr float kLeast = 1e-36f;
 constexpr int kTileOutputs = kTileRows == 8 ? 2 : 1;
 
 // sum + the products of 4 numbers of x, the same in all lanes, and of 4 weights in each lane.
@@ -141,7 +143,7 @@ void quantize(const QuantizedRow& row) {
     nothing += finite[l];
   }
   *row.scale = largest / 127.0f + nothing;
-  const float factor = largest > 0 ? 127.0f / largest : 0.0f;
+  const float factor = largest > kLeast ? 127.0f / largest : 0.0f;
   const auto bytes = [&](Floats v, uint8_t* to, int64_t count) __attribute__((always_inline)) {
     // Adding 1.5 * 2^23 rounds to an integer, to even in the middle, whose last byte is that of the sum.
     const Floats rounded = v * factor + 12582912.0f;

@@ -104,6 +104,36 @@ class Swapped(Theirs):
         return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
 
 
+class Clamped(Theirs):
+    def forward(self, x):
+        return self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).clamp(-5, 5))
+
+
+class Dropped(Theirs):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class Rolled(Theirs):
+    def forward(self, x):
+        return super().forward(x.roll(1, -2))
+
+
+def with_child(mlp):
+    mlp.dropout = nn.Dropout(0.5)
+    return mlp
+
+
+def without_outputs(mlp):
+    nn.init.zeros_(mlp.down_proj.weight)
+    return mlp
+
+
+def hooked(mlp):
+    mlp.register_forward_hook(lambda module, inputs, output: None)
+    return mlp
+
+
 def sparse(mlp):
     return bs.sparsify(mlp, 0.5, 16, force=True)
 
@@ -120,10 +150,25 @@ def test_of_a_users_mlp(act, any_backend):
     assert mlp.gate_proj.values.grad is not None
 
 
-@pytest.mark.parametrize(
-    "mlp",
-    [lambda: Theirs(nn.Tanh()), lambda: Theirs(nn.GELU("tanh")), lambda: Swapped(nn.SiLU()), lambda: nn.Linear(3, 3)],
-)
+OTHERS = {
+    "tanh": lambda: Theirs(nn.Tanh()),
+    "gelu tanh": lambda: Theirs(nn.GELU("tanh")),
+    "relu6": lambda: Theirs(nn.ReLU6()),
+    "hardtanh": lambda: Theirs(nn.Hardtanh(-6, 6)),
+    "parameters": lambda: Theirs(nn.PReLU()),
+    "tuple": lambda: Theirs(lambda v: (v, v)),
+    "swapped": lambda: Swapped(nn.SiLU()),
+    "clamped": lambda: Clamped(nn.SiLU()),
+    "dropped": lambda: Dropped(nn.SiLU()),
+    "rolled": lambda: Rolled(nn.SiLU()),
+    "child": lambda: with_child(Theirs(nn.SiLU())),
+    "zeros": lambda: without_outputs(Theirs(nn.SiLU())),
+    "hooked": lambda: hooked(Theirs(nn.SiLU())),
+    "no mlp": lambda: nn.Linear(3, 3),
+}
+
+
+@pytest.mark.parametrize("mlp", OTHERS.values(), ids=OTHERS)
 def test_others_are_refused(mlp, any_backend):
     mlp = mlp()
     with pytest.raises(bs.BlockSparseError, match="mlp: expected"):
@@ -149,3 +194,30 @@ def test_padding(any_backend):
 def test_compiles(any_backend):
     mlp, x = bs.nn.GatedMLP(64, 96, density=0.5, block_size=16), torch.randn(3, 64)
     torch.testing.assert_close(torch.compile(mlp, backend="aot_eager", fullgraph=True)(x), mlp(x))
+
+
+def test_looking_changes_nothing(any_backend):
+    mlp = sparse(Theirs(nn.SiLU()))
+    mlp.down_proj.eval()
+    before = torch.get_rng_state()
+    assert bs.nn.GatedMLP.of(mlp).training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [each.training for each in (mlp, mlp.gate_proj, mlp.down_proj)] == [True, True, False]
+
+
+@pytest.mark.parametrize("change", [bs.quantize, bs.densify], ids=["quantize", "densify"])
+def test_with_other_layers_in_it(change, any_backend):
+    mlp, x = bs.nn.GatedMLP(64, 96, density=0.5, block_size=16), torch.randn(3, 64)
+    other = change(mlp)
+    with torch.no_grad():
+        assert (other(x) - mlp(x)).norm() < 0.05 * mlp(x).norm()
+
+
+def test_forwards_of_instances_are_called(any_backend):
+    """As accelerate writes them."""
+    mlp, x, called = bs.nn.GatedMLP(64, 96, density=0.5, block_size=16), torch.randn(3, 64), []
+    own = mlp.up_proj.forward
+    mlp.up_proj.forward = lambda *args: called.append(1) or own(*args)
+    with torch.no_grad():
+        mlp(x)
+    assert called

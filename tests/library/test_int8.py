@@ -5,7 +5,10 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import blocksparse as bs
 from blocksparse.ops.int8_linear import int8_linear, quantized
@@ -174,6 +177,99 @@ def test_states_bring_their_layout(any_backend):
     state = small.state_dict() | {"0.crow_indices": small[0].crow_indices + 1}
     with pytest.raises(RuntimeError, match="crow_indices"):
         other.load_state_dict(state)
+
+
+def test_states_that_miss_or_change_something_leave_the_layer_as_it_was(any_backend):
+    (small, _), (other, _), x = bs.quantize(model()), bs.quantize(model()), torch.randn(4, 50)
+    before, state = small(x), other.state_dict()
+    missing = [{key: state[key] for key in state if key not in gone} for gone in (["values"], ["values", "scales"])]
+    short = state | {"values": state["values"][1:]}
+    for wrong in (*missing, short, model()[0].state_dict()):
+        for strict in (True, False):
+            with pytest.raises(RuntimeError, match=r"values|scales"):
+                small.load_state_dict(wrong, strict=strict)
+            torch.testing.assert_close(small(x), before)
+    with pytest.raises(RuntimeError, match="not those of a layer in 8 bits"):
+        model()[0].load_state_dict(state, strict=False)
+
+
+def test_indices_that_others_wrote_are_refused(any_backend):
+    small, other, x = bs.quantize(model()), bs.quantize(model()), torch.randn(4, 50)
+    small(x)
+    for (name, mine), (_, theirs) in zip(small[0].named_buffers(), other[0].named_buffers(), strict=True):
+        if name.endswith("indices"):
+            mine.copy_(theirs)
+    with pytest.raises(bs.BlockSparseError, match="written to this buffer"):
+        small(x)
+
+
+TRACED = {
+    "compiled": lambda net, x: torch.compile(net, fullgraph=True, backend="aot_eager"),
+    "exported": lambda net, x: torch.export.export(net, (x,)).module(),
+    "traced": lambda net, x: torch.jit.trace(net, (x,), check_trace=False),
+    "make_fx": lambda net, x: make_fx(net)(x),
+    "vmap": lambda net, x: torch.vmap(net),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
+@pytest.mark.parametrize("way", TRACED)
+def test_transforms(way, any_backend):
+    small, x = bs.quantize(model()), torch.randn(4, 50)
+    torch.testing.assert_close(TRACED[way](small, x)(x), small(x))
+
+
+def test_inference_mode_and_copies_in_it(any_backend):
+    net, x = model(), torch.randn(4, 50)
+    with torch.inference_mode():
+        small = bs.quantize(net)
+        copied = copy.deepcopy(small)
+        torch.testing.assert_close(copied(x), small(x))
+        torch.testing.assert_close(copy.deepcopy(net)(x), net(x))
+    torch.testing.assert_close(small(x), copied(x))
+
+
+def test_autocast(any_backend):
+    net, x = nn.Sequential(nn.Linear(50, 50), *model()), torch.randn(4, 50)
+    small = bs.quantize(net)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert (small(x) - net(x)).norm() < 0.03 * net(x).norm()
+
+
+def test_back_to_dense(any_backend):
+    small, x = bs.quantize(model()), torch.randn(4, 50)
+    dense = bs.densify(small)
+    assert not any(isinstance(module, bs.nn.QuantizedLinear) for module in dense.modules())
+    with torch.no_grad():
+        assert (small(x) - dense(x)).norm() < 0.02 * dense(x).norm()
+    with pytest.raises(bs.BlockSparseError, match="layers in 8 bits have no report"):
+        bs.report(small)
+
+
+def test_small_numbers(any_backend):
+    layout = bs.patterns.dense((8, 8), 8)
+    values, scales = quantized(torch.full(layout.values_shape, 1e-38))
+    assert not values.any()
+    assert not scales.any()
+    values, scales = quantized(torch.ones(layout.values_shape))
+    for size, expected in ((1e-35, 8e-35), (1e-37, 0.0)):
+        y = int8_linear(torch.full((2, 8), size), values, scales, layout)
+        torch.testing.assert_close(y, torch.full((2, 8), expected), atol=0, rtol=1e-5)
+
+
+def test_what_is_no_plain_layer(any_backend):
+    net, x = model(), torch.randn(4, 50)
+    nn.utils.prune.l1_unstructured(net[0], "values", 0.5)
+    with pytest.raises(bs.BlockSparseError, match="`values` that are a parameter"):
+        bs.quantize(net)
+    small = bs.quantize(model())
+    with pytest.raises(bs.BlockSparseError, match="no gates"):
+        small[0](x, torch.ones(3))
+    with pytest.raises(bs.BlockSparseError, match="meta"):
+        bs.quantize(model().to("meta"))
+    with pytest.raises(bs.BlockSparseError, match="reverse-mode"), forward_ad.dual_level():
+        small(forward_ad.make_dual(x, x))
+    torch.testing.assert_close(small(torch._neg_view(-x)), small(x))
 
 
 def test_other_dtypes(any_backend):

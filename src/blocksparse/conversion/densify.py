@@ -13,6 +13,7 @@ from ..nn.lstm import LSTM
 from ..nn.module import Weight
 from ..nn.multihead_attention import MultiheadAttention
 from ..nn.parts import Parts
+from ..nn.quantized import QuantizedLinear
 from ..surgery.copies import copied
 from ..surgery.prunable import CONVOLUTIONS, RECURRENT, TRANSPOSED
 from ..surgery.replace import like, replace_modules, settings_of
@@ -62,12 +63,14 @@ def densify(model: nn.Module, inplace: bool = False) -> nn.Module:
 def _is_sparse(module: nn.Module) -> bool:
     if isinstance(module, Parts):
         return type(module) in SEVERAL or any(isinstance(child, Weight) for child in module.children())
-    return type(module) in DENSE
+    return type(module) in DENSE or isinstance(module, QuantizedLinear)
 
 
 def _dense(module: Any) -> nn.Module:
     if isinstance(module, Parts):
         return _with_several_weights(module.densified())
+    if isinstance(module, QuantizedLinear):
+        return _dense(module.dequantized())
     kind = DENSE[type(module)]
     weight = module.dense_of(module.values.detach())
     options: dict[str, Any] = {"bias": module.bias is not None, "device": "meta"}

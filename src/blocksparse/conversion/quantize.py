@@ -8,12 +8,13 @@ from torch import nn
 from ..errors import BlockSparseError
 from ..nn.linear import Linear
 from ..nn.quantized import QuantizedLinear
-from ..ops.int8_linear import DTYPES
+from ..ops.int8_linear import DTYPES, MOST_INPUTS
 from ..surgery.copies import copied
 from ..surgery.prunable import Skip, skipped
 from ..surgery.replace import like, replace_modules
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.Module:
     """Replaces block-sparse linear layers by `QuantizedLinear`: int8 weights, inputs rounded in each call.
@@ -45,7 +46,10 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
     chosen = {
         name: QuantizedLinear.of(layer)
         for name, layer in model.named_modules()
-        if type(layer) is Linear and layer not in left and layer.values.dtype in DTYPES
+        if type(layer) is Linear
+        and layer not in left
+        and layer.values.dtype in DTYPES
+        and layer.layout.block_shape[1] <= MOST_INPUTS
     }
     if not chosen:
         raise BlockSparseError.expected("model", "a blocksparse.nn.Linear to quantize", "none")

@@ -19,6 +19,7 @@ from ..conversion.densify import densify
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, layout_of_indices
 from ..nn.module import BlockSparseModule, Weight
+from ..nn.quantized import QuantizedLinear
 from ..surgery.prunable import survey
 from ..surgery.replace import replace_with_sparse
 
@@ -103,6 +104,11 @@ class BlockSparseQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
+        if any(isinstance(module, QuantizedLinear) for module in model.modules()):
+            wanted = (
+                "one without layers in 8 bits: save it before bs.quantize, and quantize what from_pretrained returns"
+            )
+            raise BlockSparseError.expected("model", wanted, type(model).__name__)
         weights = _described(model)
         if weights:
             model.config.quantization_config = BlockSparseConfig(weights).to_dict()

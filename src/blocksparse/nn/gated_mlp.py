@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -76,7 +77,7 @@ class GatedMLP(nn.Module):
 
         Raises:
             BlockSparseError: the module has no such layers, block-sparse ones of one block, or computes something else,
-                as a comparison for one random token finds.
+                as a comparison for some random tokens finds, in training and in evaluation.
 
         >>> import torch, blocksparse as bs
         >>> from torch import nn
@@ -95,18 +96,23 @@ class GatedMLP(nn.Module):
         if not ours or layers[0].layout.block_shape != layers[1].layout.block_shape:
             got = ", ".join(f"{name} {type(layer).__name__}" for name, layer in zip(PROJECTIONS, layers, strict=True))
             raise BlockSparseError.expected("mlp", "gate_proj, up_proj and down_proj, blocksparse.nn.Linear", got)
+        others = {name for name, _ in mlp.named_children()} - {*PROJECTIONS, "act_fn"}
+        if others or _hooked(mlp):
+            got = f"others ({', '.join(sorted(others))})" if others else "hooks on the module itself"
+            raise BlockSparseError.expected("mlp", "no modules beside its projections and act_fn, and no hooks", got)
         fused = cls.__new__(cls)
         nn.Module.__init__(fused)
         for name, layer in zip(PROJECTIONS, layers, strict=True):
             setattr(fused, name, layer)
-        act: Any = getattr(mlp, "act_fn", None)
-        points = torch.linspace(-6, 6, 97, dtype=torch.float64)
-        known = [key for key, own in ACTIVATIONS.items() if callable(act) and torch.allclose(act(points), own(points))]
+        known = [key for key, own in ACTIVATIONS.items() if _same_function(getattr(mlp, "act_fn", None), own)]
         fused.activation = next(iter(known), None)
         if not known or not _same(mlp, fused):
-            expected = f"act_fn out of {list(ACTIVATIONS)}, and down_proj(act_fn(gate_proj(x)) * up_proj(x))"
+            expected = (
+                f"act_fn out of {list(ACTIVATIONS)}, and down_proj(act_fn(gate_proj(x)) * up_proj(x)), not only 0"
+            )
             raise BlockSparseError.expected("mlp", expected, f"{type(mlp).__name__}, which computes something else")
-        return fused.train(mlp.training)
+        fused.training = mlp.training
+        return fused
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj, self.up_proj
@@ -123,26 +129,46 @@ class GatedMLP(nn.Module):
 
 def _is_bare(layer: Any) -> bool:
     """Whether a call of the layer is its product: no padding, and nobody waits for its inputs or outputs."""
-    out_features, in_features = layer._layout.shape
-    return (
-        type(layer) is Linear
-        and layer.in_features == in_features
-        and layer.out_features == out_features
-        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
-    )
+    if type(layer) is not Linear or "forward" in vars(layer):  # accelerate's hooks write one into the module
+        return False
+    return (layer.out_features, layer.in_features) == layer._layout.shape and not _hooked(layer)
+
+
+def _hooked(module: nn.Module) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
+
+
+# Where activations differ: near 0, and far from it, where some end.
+POINTS = torch.cat([torch.linspace(-6, 6, 97), torch.tensor([-1e4, -100, -20, 20, 100, 1e4])]).double()
+
+
+def _same_function(act: Any, own: Callable[[Tensor], Tensor]) -> bool:
+    try:
+        return torch.allclose(act(POINTS), own(POINTS))
+    except Exception:  # whatever it is, it is no activation that is known
+        return False
 
 
 def _same(mlp: nn.Module, fused: GatedMLP) -> bool:
-    """Whether both give the same for a random token."""
+    """Whether both give the same, and not only 0, for some random tokens, of numbers near 1 and of large ones."""
     like = fused.gate_proj.values
-    training = mlp.training
-    try:
-        with torch.no_grad():
-            x = torch.randn(1, fused.gate_proj.in_features, dtype=like.dtype, device=like.device)
-            expected, found = mlp.eval()(x), fused(x)
-    finally:
-        mlp.train(training)
-    if not isinstance(expected, Tensor) or expected.shape != found.shape:
-        return False
+    modes = {module: module.training for module in mlp.modules()}
+    kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+    draw = torch.Generator(like.device).manual_seed(0)
+    tokens = torch.randn(2, 3, fused.gate_proj.in_features, generator=draw, **kind)
     tolerance = max(4 * torch.finfo(like.dtype).eps, 1e-4)
-    return bool((expected - found).norm() <= tolerance * expected.norm())
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), torch.autocast(like.device.type, enabled=False):
+            for size, training in ((1, True), (30, False)):
+                for module in modes:
+                    module.training = training
+                expected, found = mlp(size * tokens), fused(size * tokens)
+                if not (expected.norm() > 0 and (expected - found).norm() <= tolerance * expected.norm()):
+                    return False
+    except Exception:  # it takes something else than tokens, or gives something else
+        return False
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return True

@@ -123,7 +123,7 @@ class BlockSparseModule(nn.Module):
 
     def _check_buffers(self) -> None:
         """Raises a BlockSparseError unless the buffers hold the layout, as far as they hold anything."""
-        if others := _others(self):
+        if others := others_in_buffers(self):
             raise BlockSparseError.expected(others, f"those of {self._layout!r}", OTHERS)
         indices = self.crow_indices, self.col_indices
         if all(type(index) is Tensor and not _is_wrapped(index) for index in indices):
@@ -135,6 +135,7 @@ class BlockSparseModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._number = _numbered(self)  # a copy's is its own
+        self._written = None  # a copy made in inference mode has buffers without counters
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Moving devices and `to_empty` make new buffers; casts to floating point must not change the indices.
@@ -325,13 +326,15 @@ class BlockSparseModule(nn.Module):
         if values is not None:
             if list(values.shape) != shape:
                 raise BlockSparseError.expected("values", f"{shape} for {layout!r}", list(values.shape))
+            if not values.is_floating_point() and not values.is_complex():
+                raise BlockSparseError.expected("values", "real numbers, not those of a layer in 8 bits", values.dtype)
             if values.is_complex() and not self.values.is_complex():
                 raise BlockSparseError.expected("values", "real numbers", values.dtype)
             if values.is_meta and not self.values.is_meta:
                 raise BlockSparseError.expected("values", "a tensor with numbers", "one on the meta device")
         if layout != mine:
             self.set_layout(layout, self.values.new_empty(shape))
-        elif _others(self):
+        elif others_in_buffers(self):
             self.reset_layout_buffers(self.values.device)
 
 
@@ -383,7 +386,7 @@ def _several_processes() -> bool:
 _may_be_several = torch.distributed.is_available()
 
 
-def _others(module: BlockSparseModule) -> str | None:
+def others_in_buffers(module: Any) -> str | None:
     """The name of a buffer that holds other indices than the layout's; meta and fake tensors hold none."""
     layout = module._layout
     for name, expected in (("crow_indices", layout.row_start), ("col_indices", layout.col_of_block)):
@@ -418,17 +421,17 @@ def _numbered(module: BlockSparseModule) -> int:
 
 
 def _others_traced(number: int) -> str | None:
-    """`_others` of the module of this number, while a graph is compiled, which is noted."""
+    """`others_in_buffers` of the module of this number, while a graph is compiled, which is noted."""
     module = _by_number[number]
     _traced.add(module)
-    others = _others(module)
+    others = others_in_buffers(module)
     if module._evolves and others is None:
         module._check_buffers()  # whose operands are not known yet where it is a copy
     return others
 
 
 # What torch.compiler.assume_constant_result sets, for which it would load the whole compiler.
-_others._dynamo_marked_constant = _others_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+others_in_buffers._dynamo_marked_constant = _others_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_wrapped(tensor: Tensor) -> bool:

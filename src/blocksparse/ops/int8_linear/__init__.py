@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, check_layout
 from ..activations import ACTIVATIONS
-from ..checks import check_activation
-from ..registry import Op
+from ..checks import check_activation, check_tangents
+from ..registry import LIBRARY, Op, each_entry, is_eager, layout_of
 from . import cpu, reference
 
 __all__ = ["INT8_LINEAR", "int8_linear", "quantized"]
@@ -18,6 +20,7 @@ __all__ = ["INT8_LINEAR", "int8_linear", "quantized"]
 INT8_LINEAR = Op("int8_linear", cpu, reference, elsewhere=reference)
 # Sums of 8-bit products of this many inputs fit int32.
 MOST_INPUTS = 1 << 16
+LEAST = reference.LEAST
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -26,7 +29,7 @@ def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         int8 `[nnz, block_out, block_in]` of -127 to 127, and float32 scales `[nnz, block_out]`: their product is within
-        half a scale of the values.
+        half a scale of the values; 0 where no number of an output is above 1e-36.
 
     Raises:
         BlockSparseError: values that are not finite.
@@ -36,12 +39,13 @@ def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
     tensor([[[127, -64],
              [  0,   0]]], dtype=torch.int8)
     """
+    if values.is_meta or not values.isfinite().all():
+        raise BlockSparseError.expected("values", "finite numbers", "others, or none on the meta device")
     values = values.detach().float()
-    if not values.isfinite().all():
-        raise BlockSparseError.expected("values", "finite numbers", "others")
-    scales = values.abs().amax(-1) / 127
-    rounded = (values / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round_()
-    return rounded.clamp_(-127, 127).to(torch.int8), scales
+    largest = values.abs().amax(-1, keepdim=True)
+    factor = torch.where(largest > LEAST, 127 / largest, 0)
+    scales = torch.where(largest > LEAST, largest / 127, 0)
+    return (values * factor).round_().clamp_(-127, 127).to(torch.int8), scales[..., 0]
 
 
 def int8_linear(
@@ -54,8 +58,9 @@ def int8_linear(
 ) -> Tensor:
     """activation(x W^T + bias) with W and x in 8 bits, for inference.
 
-    Each token of x is rounded to 255 steps between plus and minus its largest number ("dynamic" quantization); products
-    of a block are summed up exactly, then scaled and summed up in float32.
+    Each token of x is rounded to 255 steps between plus and minus its largest number ("dynamic" quantization; tokens
+    without a number above 1e-36 count as 0); products of a block are summed up exactly, then scaled and summed up in
+    float32.
 
     Args:
         x: `[..., in_features]`, float32, bfloat16 or float16, any strides.
@@ -83,6 +88,9 @@ def int8_linear(
     for name, tensor in (("x", x), ("values", values), ("scales", scales), ("bias", bias)):
         if not isinstance(tensor, Tensor) and (tensor is not None or name != "bias"):
             raise BlockSparseError.expected(name, "a torch.Tensor", type(tensor).__name__)
+        if tensor is not None and (tensor.layout != torch.strided or tensor.is_nested):
+            raise BlockSparseError.expected(name, "a plain dense tensor", f"layout {tensor.layout}")
+    check_tangents(x=x, bias=bias)
     out_features, in_features = layout.shape
     if x.dim() == 0 or x.shape[-1] != in_features:
         raise BlockSparseError.expected("x", f"[..., {in_features}] for {layout!r}", list(x.shape))
@@ -100,6 +108,40 @@ def int8_linear(
         if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or tensor.device != x.device):
             expected, got = f"{list(shape)}, {dtype}, on {x.device}", f"{list(tensor.shape)}, {tensor.dtype}"
             raise BlockSparseError.expected(name, expected, f"{got}, on {tensor.device}")
-    flat = x if x.dim() == 2 else x.reshape(-1, in_features)
-    y: Tensor = INT8_LINEAR.on(x.device, x.dtype).int8_linear(flat, values, scales, layout, bias, activation)
+    flat = (x if x.dim() == 2 else x.reshape(-1, in_features)).resolve_neg()
+    if is_eager(flat, values, scales, bias):
+        y: Tensor = INT8_LINEAR.on(x.device, x.dtype).int8_linear(flat, values, scales, layout, bias, activation)
+    else:
+        crow, col = layout.indices_on(x.device)
+        y = _op(flat, values, scales, bias, crow, col, layout.grid[1], activation)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], out_features)
+
+
+def _run(
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    crow: Tensor,
+    col: Tensor,
+    in_blocks: int,
+    activation: str | None,
+) -> Tensor:
+    layout = layout_of((crow, col), in_blocks, (values.shape[1], values.shape[2]))
+    y: Tensor = INT8_LINEAR.on(x.device, x.dtype).int8_linear(x, values, scales, layout, bias, activation)
+    return y
+
+
+def _meta(x: Tensor, values: Tensor, scales: Tensor, bias: Any, crow: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(x.shape[0], (crow.shape[0] - 1) * values.shape[1])
+
+
+# PyTorch's op, for what traces, compiles or transforms.
+LIBRARY.define(
+    "int8_linear(Tensor x, Tensor values, Tensor scales, Tensor? bias, Tensor crow, Tensor col, int in_blocks, "
+    "str? activation) -> Tensor"
+)
+_op = torch.ops.blocksparse.int8_linear.default
+LIBRARY.impl("int8_linear", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("blocksparse::int8_linear", _meta, lib=LIBRARY)
+torch.library.register_vmap(_op, each_entry(_op, rows=True), lib=LIBRARY)

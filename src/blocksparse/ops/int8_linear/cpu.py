@@ -26,7 +26,7 @@ class _Packed(NamedTuple):
     scales: Tensor  # float32 [nnz, padded_out]
     sums: Tensor  # int32 [nnz, padded_out], of each output's weights
     of: weakref.ref[Tensor]
-    written: tuple[int, int]
+    written: tuple[int, ...] | None
 
 
 # By the values, as long as these live.
@@ -35,16 +35,19 @@ _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def packed(values: Tensor, scales: Tensor) -> _Packed:
     """Four inputs of an output side by side, outputs in whole vectors; made once and kept with the values."""
-    written = values._version, scales._version
+    kept = not (values.is_inference() or scales.is_inference())  # those have no counters
+    written = (values._version, scales._version, values.data_ptr(), scales.data_ptr()) if kept else None
     found: _Packed | None = _packed.get(values)
-    if found is not None and found.of() is scales and found.written == written:
+    if kept and found is not None and found.of() is scales and found.written == written:
         return found
     out, in_ = values.shape[1:]
     padded = F.pad(values, (0, -in_ % 4, 0, -out % OUTPUT_STEP))
     nnz, padded_out, padded_in = padded.shape
     steps = padded.view(nnz, padded_out, padded_in // 4, 4).transpose(1, 2).contiguous()
     sums = padded.sum(-1, dtype=torch.int32)
-    found = _packed[values] = _Packed(steps, F.pad(scales, (0, padded_out - out)), sums, weakref.ref(scales), written)
+    found = _Packed(steps, F.pad(scales, (0, padded_out - out)), sums, weakref.ref(scales), written)
+    if kept:
+        _packed[values] = found
     return found
 
 
