@@ -77,7 +77,7 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> bool:
     """Whether a row failed, which is more than a target that is not met."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 150)
     if arguments.list:
         jobs = chosen(GpuReach(None).jobs(), arguments.only)
         console.print(rows.table([Row(job.work, job.target, "", None) for job in jobs], "targets on a GPU"))
@@ -128,9 +128,13 @@ def predict(arguments: argparse.Namespace, console: Console) -> None:
     """Prints the table of predictions, beside what was measured on such a GPU; writes it as Markdown with --out."""
     chip = prediction.CHIPS[arguments.gpu]
     found = prediction.compiled(chip, Path(__file__).parents[1] / "tests")
-    measured = [row for path in RESULTS.glob(f"linear-*{arguments.gpu}*.json") for row in rows.read(path)[1]]
-    lines = prediction.table(found, chip, measured)
-    title = f"predicted for {chip.name}"
+    results = [rows.read(path) for path in RESULTS.glob(f"linear-*{arguments.gpu}*.json")]
+    lines = prediction.table(found, chip, [row for _, of_run in results for row in of_run])
+    lines = [line for line in lines if is_asked_for(line[0], arguments.only)]
+    commits = ", ".join(str(facts["machine"].get("commit", "")) for facts, _ in results)
+    title = f"predicted for {chip.name}" + (
+        f"; measured at {commits}, whose kernels may have been others" * bool(commits)
+    )
     console.print(report.table(prediction.HEAD, lines, title, text=3))
     if arguments.out:
         path = arguments.out / f"predicted-{arguments.gpu}.md"
@@ -156,9 +160,13 @@ def right(device: Device) -> Iterator[bool]:
             yield True
 
 
-def chosen(jobs: list[Job], only: str) -> list[Job]:
+def is_asked_for(work: str, only: str) -> bool:
     words = [word.strip().lower() for word in only.split(",") if word.strip()]
-    some = [job for job in jobs if not words or any(word in job.work.lower() for word in words)]
+    return not words or any(word in work.lower() for word in words)
+
+
+def chosen(jobs: list[Job], only: str) -> list[Job]:
+    some = [job for job in jobs if is_asked_for(job.work, only)]
     if not some:
         raise BlockSparseError.expected("--only", "words of the rows that --list shows", repr(only))
     return some

@@ -12,8 +12,8 @@ A launch takes what its slowest part takes:
 Cache and compute overlap in part (OVERLAP). The launch and the beginning and end of each wave of programs come on top.
 
 Calibrated on one GPU, an H100 (benchmarks/results, commit d01ed05): within 17 % of what was measured for each forward
-product in bfloat16 and float32, and 22 % for training steps; convolutions took 34 to 62 % longer than it says. On other
-GPUs it presumes the same parts of their nominal rates, and is no more than that.
+product in bfloat16 and float32, and 22 % for training steps; the convolutions of that time took 34 to 62 % longer than
+it said. On other GPUs it presumes the same parts of their nominal rates, and is no more than that.
 """
 
 from __future__ import annotations
