@@ -32,10 +32,13 @@ SIZES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
 FEW, IN_ACTIVATION = 8, 192
 
 
-def kinds(known):
-    """The names of GPUs, "few" behind the one that `make test` compiles a few kernels for."""
-    found = ["sm90 few", *(pytest.param(kind, marks=pytest.mark.full) for kind in known)]
-    return pytest.mark.parametrize("kind", found)
+def kinds(known, **gaps):
+    """The names of GPUs, "few" behind the one that `make test` compiles a few kernels for; gaps are what fails."""
+
+    def marks(kind):
+        return [pytest.mark.full, *([pytest.mark.xfail(reason=gaps[kind], strict=True)] if kind in gaps else [])]
+
+    return pytest.mark.parametrize("kind", ["sm90 few", *(pytest.param(kind, marks=marks(kind)) for kind in known)])
 
 
 @lru_cache
@@ -90,7 +93,7 @@ def spills(record: dict) -> bool:
     return record["spilled"] > (IN_ACTIVATION if record["activation"] else FEW)
 
 
-@kinds(GPUS)
+@kinds(GPUS, sm100="240 bytes in the gelu of 256 x 128 sums")
 def test_nothing_spills(kind):
     none_of(compiled(kind), lambda record: record["pass_"] != "wgrad" and spills(record))
 
@@ -176,7 +179,7 @@ def convolutions(kind: str) -> list[dict]:
     return all_compiled(kind)["conv"]
 
 
-@kinds(GPUS)
+@kinds(GPUS, sm80="the gradient of the inputs of bfloat16 blocks of 64")
 def test_convolutions_compile_without_spills_and_fit(kind):
     most = GPUS[kind.split()[0]].shared_memory
     none_of(convolutions(kind), lambda record: "error" in record or spills(record) or record["shared"] > most)
@@ -184,7 +187,7 @@ def test_convolutions_compile_without_spills_and_fit(kind):
     assert {record["kernel"] for record in convolutions(kind)} == kernels
 
 
-@kinds(GPUS)
+@kinds(GPUS, sm100="the weight gradient of TF32 blocks of 64 and 128 multiplies and adds")
 def test_convolutions_run_on_tensor_cores_and_copy_asynchronously(kind):
     sums = [record for record in convolutions(kind) if record["kernel"] != "sum_kernel" and on_tensor_cores(record)]
     none_of(sums, lambda record: not record["products"] or not record.get("copies", True))
