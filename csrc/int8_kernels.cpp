@@ -26,7 +26,9 @@ constexpr int kTileOutputs = kTileRows == 8 ? 2 : 1;
 // sum + the products of 4 numbers of x, the same in all lanes, and of 4 weights in each lane.
 BLOCKSPARSE_INLINE Sums multiply_add_bytes(Sums x, Sums w, Sums sum) {
 #if defined(__AVX512VNNI__)
-  return bits<Sums>(_mm512_dpbusd_epi32(bits<__m512i>(sum), bits<__m512i>(x), bits<__m512i>(w)));
+  // Not the intrinsic: GCC keeps the weights of a tile in memory for that, though registers are left.
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+  return sum;
 #elif defined(__AVX512F__)
   const __m512i a = bits<__m512i>(x), b = bits<__m512i>(w), low = _mm512_set1_epi16(255);
   const __m512i even = _mm512_madd_epi16(_mm512_and_si512(a, low), _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
@@ -43,6 +45,23 @@ BLOCKSPARSE_INLINE Sums multiply_add_bytes(Sums x, Sums w, Sums sum) {
     sum += (x >> (8 * i) & 255) * (bits<Sums>(bits<Vector<uint32_t>>(w) << (24 - 8 * i)) >> 24);
   return sum;
 #endif
+}
+
+// The sums of a tile to y, with scale, bias and activation. Apart, so that the constants of activations do not take the
+// registers of the tile's loop.
+template <class E>
+__attribute__((noinline)) void write_tile(const Int8Piece& piece, int64_t token, int64_t output, int tokens,
+                                          int vectors, const float* sums) {
+  const auto* bias = static_cast<const typename E::Storage*>(piece.bias);
+  auto* y = static_cast<typename E::Storage*>(piece.y);
+  const int64_t at = output - piece.begin, outputs = smaller<int64_t>(vectors * kOutputs, piece.end - output);
+  for (int t = 0; t < tokens; ++t, sums += vectors * kOutputs)
+    in_vectors<E>(0, outputs, [&](int64_t o, int64_t count) __attribute__((always_inline)) {
+      Vector<float> out = load(sums + o) * piece.x_scale[token + t];
+      if (bias) out += read_units<E>(bias + at + o, count);
+      if (piece.activation != Activation::kNone) out = activated(out, piece.activation);
+      write_sums<E>(y + (token + t) * piece.y_stride + at + o, out, count, false);
+    });
 }
 
 // One tile of tokens and vectors of outputs, over all blocks of the row.
@@ -63,20 +82,20 @@ BLOCKSPARSE_INLINE void int8_tile(const Int8Piece& piece, int64_t token, int64_t
 #pragma GCC unroll 6
       for (int t = 0; t < kTokens; ++t) sum[t][v] = offset;
     }
-    for (int64_t s = 0; s < piece.steps; ++s, w += piece.padded_out * 4, in += 4) {
-      Sums weights[kVectors];
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        memcpy(&weights[v], w + v * kOutputs * 4, sizeof weights[v]);
-        __builtin_prefetch(w + block + v * kOutputs * 4);
-      }
+    // Two pointers for up to six tokens, few enough for all sums to stay in registers; blocks of a row lie one behind
+    // the other, so that the CPU fetches them by itself.
+    const uint8_t* other = in + 3 * piece.x_stride;
+    const int64_t stride = piece.x_stride, w_step = piece.padded_out * 4;
+    for (int64_t s = 0; s < piece.steps; ++s, w += w_step, in += 4, other += 4) {
+      const auto* here = reinterpret_cast<const int32_t*>(w);
+      const Sums first = load(here), second = kVectors > 1 ? load(here + kOutputs) : first;
 #pragma GCC unroll 6
       for (int t = 0; t < kTokens; ++t) {
         int32_t four;
-        memcpy(&four, in + t * piece.x_stride, sizeof four);
+        memcpy(&four, (t < 3 ? in : other) + t % 3 * stride, sizeof four);
         const Sums inputs = four - Sums{};
 #pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) sum[t][v] = multiply_add_bytes(inputs, weights[v], sum[t][v]);
+        for (int v = 0; v < kVectors; ++v) sum[t][v] = multiply_add_bytes(inputs, v ? second : first, sum[t][v]);
       }
     }
 #pragma GCC unroll 2
@@ -86,19 +105,10 @@ BLOCKSPARSE_INLINE void int8_tile(const Int8Piece& piece, int64_t token, int64_t
       for (int t = 0; t < kTokens; ++t) result[t][v] += __builtin_convertvector(sum[t][v], Floats) * scale;
     }
   }
-  const auto* bias = static_cast<const typename E::Storage*>(piece.bias);
-  auto* y = static_cast<typename E::Storage*>(piece.y);
-  for (int v = 0; v < kVectors; ++v) {
-    const int64_t at = output + v * kOutputs - piece.begin,
-                  count = smaller<int64_t>(kOutputs, piece.end - piece.begin - at);
-    if (count <= 0) return;
-    for (int t = 0; t < kTokens; ++t) {
-      Floats out = result[t][v] * piece.x_scale[token + t];
-      if (bias) out += read_units<E>(bias + at, count);
-      if (piece.activation != Activation::kNone) out = activated(out, piece.activation);
-      write_sums<E>(y + (token + t) * piece.y_stride + at, out, count, false);
-    }
-  }
+  float sums[kTokens][kVectors * kOutputs];
+  for (int t = 0; t < kTokens; ++t)
+    for (int v = 0; v < kVectors; ++v) store(sums[t] + v * kOutputs, result[t][v]);
+  write_tile<E>(piece, token, output, kTokens, kVectors, sums[0]);
 }
 
 template <class E, int kVectors>
