@@ -36,8 +36,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def cost_of_lanes(tile: Tile) -> float:
-    """Least at 64 lanes, 2 warps."""
-    return 1 + abs(tile.block_k - 64) / 16 + abs(tile.warps - 2) / 4
+    """Least at 32 lanes, 4 warps."""
+    return 1 + abs(tile.block_k - 32) / 16 + abs(tile.warps - 4) / 4
 
 
 @dataclass
@@ -154,7 +154,7 @@ def test_what_is_tuned_is_written_and_then_chosen(folder, monkeypatch, pass_):
     tuner = Tuner(timed.device)
     assert not list(folder.iterdir())  # nothing before a case is finished
     (result,) = tuner.run([Case(replace(TINY, pass_=pass_))], seconds=600)
-    assert (result.tile.block_k, result.tile.warps) == (64, 2)
+    assert (result.tile.block_k, result.tile.warps) == (32, 4)
     assert result.time.median < result.rule_time.median
     assert not result.refused
     assert tiles.read(tuner.path) == {result.work: result.tile}
