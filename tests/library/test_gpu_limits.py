@@ -103,17 +103,3 @@ def test_tasks_in_groups(monkeypatch):
     with bs.use_backend("triton"), use_tiles(forward=Tile(16, 16, 16, 1, 2, group_m=4)):
         y = forward(x, values, bs.BlockLayout(LAYOUT.mask(), 2))
     torch.testing.assert_close(y, x @ values[0].T, atol=1e-2, rtol=0)
-
-
-@pytest.mark.skipif(not triton_runtime.interpreting(), reason="of memory that is never touched")
-def test_weights_of_a_tap_beyond_int32(monkeypatch):
-    apart = 2**30 + 2**20
-    changed(monkeypatch, conv_backend, nnz=apart)
-    x, values = torch.randn(1, 3, 1).bfloat16(), torch.randn(1, 1, 1, 3).bfloat16()
-    taps = torch.empty(2 * apart + 1, dtype=torch.bfloat16)[::apart].copy_(values.flatten())
-    monkeypatch.setattr(conv_backend, "_taps_first", lambda values: taps)
-    with bs.use_backend("triton"):
-        y = conv(x, values, bs.patterns.dense((1, 1), 1), (1,), (1,), (0,), (1,))
-    torch.testing.assert_close(
-        y.float().sum(), (x.float().flatten() * values.float().flatten()).sum(), atol=0.1, rtol=0.02
-    )
