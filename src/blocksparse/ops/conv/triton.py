@@ -17,7 +17,7 @@ from ..gpu import runtime, tiles
 from ..gpu.plan import linear_plan, wgrad_tasks
 from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common
 from ..gpu.tiles import FEW_TOKENS, Gpu, Tile, Work, bucket, fit, forced_tile, gpu_of, power_of_two
-from ..linear.triton import _prepared
+from ..linear.triton import prepared
 from .gpu_plan import Phase, phases
 from .plan import Axis, three_axes
 
@@ -56,7 +56,7 @@ def conv(
     # compared with the images.
     values = values.flatten(3).permute(0, 3, 1, 2).contiguous()
     kind = "conv", transpose, transposed, tuple(axes), activation, tf32()
-    launches = _prepared(
+    launches = prepared(
         layout, kind, x, (values, bias, y), lambda: _conv_launches(x, layout, transpose, transposed, axes, activation)
     )
     for launch in launches:
@@ -72,7 +72,7 @@ def conv_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, transposed: bool, a
     if layout.nnz == 0 or b.numel() == 0:
         return torch.zeros(shape, dtype=x.dtype, device=x.device)
     kind = "conv wgrad", transposed, tuple(axes), tf32()
-    launches = _prepared(layout, kind, a, (b,), lambda: _wgrad_launches(a, b, layout, transposed, axes))
+    launches = prepared(layout, kind, a, (b,), lambda: _wgrad_launches(a, b, layout, transposed, axes))
     values = torch.empty(shape, dtype=x.dtype, device=x.device)
     if len(launches) == 1:
         launches[0](a, b, values)

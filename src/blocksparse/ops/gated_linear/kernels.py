@@ -8,7 +8,7 @@ import triton.language as tl
 from ..gpu.device import activated, biased, dot, lanes, load_inputs, load_weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def gated_linear_kernel(
     x_ptr,  # [tokens, in]
     gate_ptr,  # [nnz, block_out, block_in]
@@ -21,7 +21,6 @@ def gated_linear_kernel(
     gate_block_ptr,  # int32 [entries]: the block of the gate's values
     up_block_ptr,
     tokens,
-    tasks,
     x_stride,
     y_stride,
     block_out: tl.constexpr,

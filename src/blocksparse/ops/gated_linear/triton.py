@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,15 +11,14 @@ from ...layout import BlockLayout
 from ..checks import features_together
 from ..gpu import runtime
 from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common
-from ..gpu.tiles import FEW_TOKENS, Gpu, Tile, Work, bucket, fit, forced, gpu_of, tile_for
+from ..gpu.tiles import FEW_TOKENS, Gpu, Tile, Work, bucket, fit, gpu_of, tile_for
+from ..linear.triton import prepared
 from .plan import gated_plan
 
 refusal = runtime.refusal
 
 # Sums that a thread can keep in registers, of both products.
 MOST_SUMS = 128
-# Launches kept per pair of layouts.
-MOST_LAUNCHES = 64
 
 
 def gated_linear(
@@ -40,16 +38,15 @@ def gated_linear(
     x, gate, up = features_together(x), gate.contiguous(), up.contiguous()
     gate_bias = None if gate_bias is None else gate_bias.contiguous()
     up_bias = None if up_bias is None else up_bias.contiguous()
-    tensors = x, gate, up, gate_bias, up_bias, y
-    aligned = tuple([None if tensor is None else tensor.data_ptr() % 16 == 0 for tensor in tensors])
-    like = (activation, x.dtype, x.device, tokens, x.stride(0), aligned, forced(x.dtype))
-    known: dict[Any, Launch] = gate_layout.derived(("gated launches", up_layout), dict)
-    launch = known.get(like)
-    if launch is None:
-        if len(known) >= MOST_LAUNCHES:
-            known.clear()
-        launch = known[like] = _launch(x, y, gate_layout, up_layout, activation)
-    launch(*tensors)
+    kind = ("gated", up_layout, activation)
+    (launch,) = prepared(
+        gate_layout,
+        kind,
+        x,
+        (gate, up, gate_bias, up_bias, y),
+        lambda: [_launch(x, y, gate_layout, up_layout, activation)],
+    )
+    launch(x, gate, up, gate_bias, up_bias, y)
     return y
 
 
@@ -60,11 +57,7 @@ def _launch(x: Tensor, y: Tensor, gate: BlockLayout, up: BlockLayout, activation
     check_fits("x", "tokens", tokens)
     for layout in (gate, up):
         check_layout_fits(layout)
-    plan = gate.derived(("gated plan", up), lambda: gated_plan(gate, up))
-    with torch.inference_mode(False):
-        tasks, col, *block = (
-            torch.from_numpy(array.copy()).to(x.device) for array in (plan.tasks, plan.col, *plan.block)
-        )
+    tasks, col, *block = gate.derived(("gated schedule", up, x.device), lambda: _schedule(gate, up, x.device))
     density = (gate.density + up.density) / 2
     tile = _tile(Work("forward", x.dtype, gate.block_shape, bucket(tokens), density), gpu_of(x.device))
     arguments = {
@@ -73,7 +66,6 @@ def _launch(x: Tensor, y: Tensor, gate: BlockLayout, up: BlockLayout, activation
         "gate_block_ptr": block[0],
         "up_block_ptr": block[1],
         "tokens": tokens,
-        "tasks": len(tasks),
         "x_stride": x.stride(0),
         "y_stride": y.stride(0),
         "block_out": height,
@@ -83,6 +75,12 @@ def _launch(x: Tensor, y: Tensor, gate: BlockLayout, up: BlockLayout, activation
     }
     programs = cdiv(tokens, tile.block_m) * len(tasks) * cdiv(height, tile.block_n)
     return Launch(kernels.gated_linear_kernel, (programs, 1, 1), 6, arguments, tile)
+
+
+def _schedule(gate: BlockLayout, up: BlockLayout, device: torch.device) -> list[Tensor]:
+    plan = gated_plan(gate, up)
+    with torch.inference_mode(False):
+        return [torch.from_numpy(array.copy()).to(device) for array in (plan.tasks, plan.col, *plan.block)]
 
 
 def _tile(work: Work, gpu: Gpu) -> Tile:

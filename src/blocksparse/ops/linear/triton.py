@@ -146,7 +146,7 @@ def linear(
     x, values = features_together(x), values.contiguous()
     bias = None if bias is None else bias.contiguous()
     kind = ("linear", transpose, activation, y.stride(0))
-    launches = _prepared(
+    launches = prepared(
         layout, kind, x, (values, bias, y), lambda: _linear_launches(x, y, layout, transpose, activation)
     )
     if len(launches) == 1:
@@ -166,7 +166,7 @@ def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) ->
     check_fits("x", "tokens", x.shape[0])
     grad, x = features_together(grad), features_together(x)
     kind = ("wgrad", grad.stride(0))
-    (launch,) = _prepared(layout, kind, x, (grad,), lambda: [_wgrad_launch(grad, x, layout)])
+    (launch,) = prepared(layout, kind, x, (grad,), lambda: [_wgrad_launch(grad, x, layout)])
     if launch.splits == 1:
         values = torch.empty(shape, dtype=x.dtype, device=x.device)
         launch(grad, x, values)
@@ -176,7 +176,7 @@ def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) ->
     return parts.sum(0).to(x.dtype)
 
 
-def _prepared(
+def prepared(
     layout: BlockLayout | TracedLayout,
     kind: tuple[Any, ...],
     x: Tensor,
