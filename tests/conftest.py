@@ -117,3 +117,14 @@ def speeds(monkeypatch):
         return measured
 
     return set_to
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """Gives `Processes` by their number, started at the first use: `processes(4)(function, *args)`."""
+    from processes import Processes  # which starts a server
+
+    started = {}
+    yield lambda count: started.setdefault(count, Processes(count))
+    for one in started.values():
+        one.close()

@@ -25,6 +25,7 @@ from ..layout import BlockLayout, check_layout, layout_of_indices
 from ..ops.operands import OperandLayout, make_operands
 from .dense_weight import DenseWeight, not_assigned
 from .parametrized import Parametrizations
+from .part import Part
 
 OTHERS = (
     "others, written to this buffer: by DistributedDataParallel, where the layouts of the ranks differ (draw them with "
@@ -57,6 +58,8 @@ class BlockSparseModule(nn.Module):
     # Whether the layout, and with it perhaps the number of blocks, has changed since a graph was compiled for it.
     _evolves = _resized = False
     _grid = _block_shape = (0, 0)
+    part: Part | None = None
+    """Where several processes hold the weight together: which part of it this module is."""
 
     def __init__(self, layout: BlockLayout, kernel: tuple[int, ...], device: Any, dtype: torch.dtype | None):
         super().__init__()

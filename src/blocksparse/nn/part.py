@@ -1,0 +1,39 @@
+"""Which part of a block-sparse weight a process holds, where several processes hold one weight together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..layout import BlockLayout
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some rows, or some columns, of the blocks of a weight: those that this process stores.
+
+    Args:
+        grid: (out_blocks, in_blocks) of the whole weight.
+        axis: 0 where rows of blocks are cut, 1 where columns are.
+        lines: int64, the rows (columns) of blocks of the whole weight that are held here, rising. The module's own
+            layout has as many, in this order.
+        group: the processes that hold the whole weight together, a `torch.distributed.ProcessGroup`.
+
+    >>> import numpy as np, blocksparse as bs
+    >>> from blocksparse.nn.part import Part
+    >>> part = Part((4, 2), 0, np.array([1, 3]), None)
+    >>> part.places(bs.BlockLayout([[1, 0], [1, 1]], block_size=8))
+    (array([1, 3, 3]), array([0, 0, 1]))
+    """
+
+    grid: tuple[int, int]
+    axis: int
+    lines: np.ndarray
+    group: Any
+
+    def places(self, layout: BlockLayout) -> tuple[np.ndarray, np.ndarray]:
+        """The rows and columns in the whole grid of the blocks of this part's layout, `[nnz]` each."""
+        rows, cols = layout.row_of_block, layout.col_of_block
+        return (self.lines[rows], cols) if self.axis == 0 else (rows, self.lines[cols])
