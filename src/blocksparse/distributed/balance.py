@@ -1,0 +1,63 @@
+"""Contiguous parts of about equal cost: rows of blocks over tensor-parallel ranks, layers over pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import BlockSparseError
+
+
+def balanced_cuts(costs: Sequence[float] | np.ndarray, parts: int, multiple: int = 1) -> tuple[int, ...]:
+    """Cuts a row of lines into contiguous parts so that the most expensive part costs as little as possible.
+
+    Args:
+        costs: of each line, not negative.
+        parts: how many; each gets at least one line.
+        multiple: every cut but the last is at a multiple of so many lines.
+
+    Returns:
+        The `parts + 1` boundaries, from 0 to the number of lines. The cost of the largest part is the exact optimum.
+
+    Raises:
+        BlockSparseError: there are fewer lines (groups of `multiple` lines) than parts, or a cost is negative, infinite
+            or not a number.
+
+    >>> balanced_cuts([1, 1, 1, 5, 1, 1], 3)
+    (0, 3, 4, 6)
+    >>> balanced_cuts([4, 1, 1, 1, 1], 2, multiple=2)
+    (0, 2, 5)
+    """
+    costs = np.asarray(costs, np.float64)
+    if parts < 1 or multiple < 1:
+        raise BlockSparseError.expected("parts and multiple", "positive ints", (parts, multiple))
+    if not (np.isfinite(costs) & (costs >= 0)).all():
+        raise BlockSparseError.expected("costs", "finite numbers >= 0", costs[~(np.isfinite(costs) & (costs >= 0))][0])
+    ends = np.append(np.arange(multiple, len(costs), multiple), len(costs)) if len(costs) else np.zeros(0, np.int64)
+    if len(ends) < parts:
+        groups = f" in groups of {multiple}" if multiple > 1 else ""
+        raise BlockSparseError.expected("lines to cut", f"at least {parts}, one for each part", f"{len(costs)}{groups}")
+    total = np.append(0.0, np.append(0.0, np.cumsum(costs))[ends])  # cost of the first n groups
+
+    # Bisects the bound. `low` never exceeds the optimum, `high` is the cost of a cut that was found; both are costs of
+    # some part, not just numbers in between, so that they meet.
+    low, high, best = max(total[-1] / parts, np.diff(total).max()), np.inf, np.zeros(0, np.int64)
+    bound = low
+    while low < high:
+        cuts = _greedy(total, parts, bound)
+        if cuts[-1] == len(ends):
+            high, best = float(np.diff(total[cuts]).max()), cuts
+        else:  # the optimum is at least the smallest bound for which one of these parts would get longer
+            low = float((total[cuts[1:] + 1] - total[cuts[:-1]]).min())
+        bound = min(low + (high - low) / 2, 2 * low) if low < high else low
+    return (0, *(int(end) for end in ends[best[1:] - 1]))
+
+
+def _greedy(total: np.ndarray, parts: int, bound: float) -> np.ndarray:
+    """Parts as long as a bound allows, that leave one group to each of the rest; the last may end too early."""
+    cuts = [0]
+    for part in range(1, parts + 1):
+        longest = int(np.searchsorted(total, total[cuts[-1]] + bound, side="right")) - 1
+        cuts.append(min(max(longest, cuts[-1] + 1), len(total) - 1 - (parts - part)))
+    return np.array(cuts)

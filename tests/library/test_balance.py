@@ -1,0 +1,51 @@
+"""Balanced cuts against every cut there is."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blocksparse.distributed.balance import balanced_cuts
+from blocksparse.errors import BlockSparseError
+
+COSTS = st.one_of(st.integers(0, 9), st.floats(0, 1e9), st.floats(0, 1))
+
+
+@given(st.lists(COSTS, min_size=1, max_size=9), st.integers(1, 5), st.integers(1, 3))
+def test_largest_part_is_as_small_as_of_any_cut(costs, parts, multiple):
+    inner = range(multiple, len(costs), multiple)
+    if len(inner) + 1 < parts:
+        with pytest.raises(BlockSparseError, match="lines to cut"):
+            balanced_cuts(costs, parts, multiple)
+        return
+
+    def largest(cuts):
+        return max(sum(costs[i:j]) for i, j in zip(cuts, cuts[1:], strict=False))
+
+    cuts = balanced_cuts(costs, parts, multiple)
+    assert cuts[0] == 0
+    assert cuts[-1] == len(costs)
+    assert len(cuts) == parts + 1
+    assert all(i < j for i, j in zip(cuts, cuts[1:], strict=False))
+    assert all(cut % multiple == 0 for cut in cuts[:-1])
+    least = min(largest((0, *between, len(costs))) for between in combinations(inner, parts - 1))
+    assert largest(cuts) <= least * (1 + 1e-9) + 1e-9 * sum(costs)
+
+
+def test_a_quarter_of_a_million_lines():
+    costs = np.random.default_rng(0).zipf(2.5, 250_000).clip(max=1000)
+    cuts = balanced_cuts(costs, 1000)
+    shares = np.add.reduceat(costs, cuts[:-1])
+    assert shares.sum() == costs.sum()
+    assert shares.max() <= costs.sum() / 1000 + costs.max()
+
+
+def test_costs_that_are_none():
+    with pytest.raises(BlockSparseError, match="finite numbers >= 0, got -1.0"):
+        balanced_cuts([1, -1], 1)
+    with pytest.raises(BlockSparseError, match="finite numbers >= 0, got nan"):
+        balanced_cuts([1, float("nan")], 1)
+    with pytest.raises(BlockSparseError, match="got 0"):
+        balanced_cuts([], 1)
