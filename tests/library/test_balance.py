@@ -1,6 +1,6 @@
 """Balanced cuts against every cut there is."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -22,13 +22,13 @@ def test_largest_part_is_as_small_as_of_any_cut(costs, parts, multiple):
         return
 
     def largest(cuts):
-        return max(sum(costs[i:j]) for i, j in zip(cuts, cuts[1:], strict=False))
+        return max(sum(costs[i:j]) for i, j in pairwise(cuts))
 
     cuts = balanced_cuts(costs, parts, multiple)
     assert cuts[0] == 0
     assert cuts[-1] == len(costs)
     assert len(cuts) == parts + 1
-    assert all(i < j for i, j in zip(cuts, cuts[1:], strict=False))
+    assert all(i < j for i, j in pairwise(cuts))
     assert all(cut % multiple == 0 for cut in cuts[:-1])
     least = min(largest((0, *between, len(costs))) for between in combinations(inner, parts - 1))
     assert largest(cuts) <= least * (1 + 1e-9) + 1e-9 * sum(costs)
@@ -43,7 +43,7 @@ def test_a_quarter_of_a_million_lines():
 
 
 def test_costs_that_are_none():
-    with pytest.raises(BlockSparseError, match="finite numbers >= 0, got -1.0"):
+    with pytest.raises(BlockSparseError, match=r"finite numbers >= 0, got -1\.0"):
         balanced_cuts([1, -1], 1)
     with pytest.raises(BlockSparseError, match="finite numbers >= 0, got nan"):
         balanced_cuts([1, float("nan")], 1)
