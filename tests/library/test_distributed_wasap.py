@@ -15,7 +15,7 @@ from torch import nn
 import blocksparse as bs
 from blocksparse import checkpoint
 from blocksparse.distributed import Settings, train
-from blocksparse.distributed.wasap import batches
+from blocksparse.distributed.wasap.train import batches
 from blocksparse_lab.models.mlp import SparseMLP
 
 SCRIPT = """

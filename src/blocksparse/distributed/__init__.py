@@ -1,8 +1,8 @@
 """Sparse training by several processes, over torch.distributed."""
 
-from .formulas import prune_to, retain_valid, union_average, warm_up
-from .settings import Epoch, Settings
-from .wasap import train
+from .wasap.formulas import prune_to, retain_valid, union_average, warm_up
+from .wasap.settings import Epoch, Settings
+from .wasap.train import train
 
 __all__ = ["Epoch", "Settings", "prune_to", "retain_valid", "train", "union_average", "warm_up"]
 

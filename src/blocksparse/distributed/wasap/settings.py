@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..checked import integer, number
-from ..errors import BlockSparseError
-from ..sparsity.sparse_training.start import INITS
+from ...checked import integer, number
+from ...errors import BlockSparseError
+from ...sparsity.sparse_training.start import INITS
 
 
 @dataclass(frozen=True)

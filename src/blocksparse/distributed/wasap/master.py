@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..layout import BlockLayout
-from ..sparsity.sparse_training.set import SET
-from ..sparsity.sparse_training.sgd import SGD
-from . import group
+from ...layout import BlockLayout
+from ...sparsity.sparse_training.set import SET
+from ...sparsity.sparse_training.sgd import SGD
+from .. import group
 from .flat import Flat, topology_of
 from .formulas import retain_valid
 

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import checkpoint as checkpoints
-from ..errors import BlockSparseError
-from ..layout import BlockLayout
-from ..sparsity.sparse_training.set import SET
-from ..sparsity.sparse_training.sgd import SGD
-from ..surgery.prunable import Skip
-from . import group
+from ... import checkpoint as checkpoints
+from ...errors import BlockSparseError
+from ...layout import BlockLayout
+from ...sparsity.sparse_training.set import SET
+from ...sparsity.sparse_training.sgd import SGD
+from ...surgery.prunable import Skip
+from .. import group
 from .flat import Flat
 from .formulas import prune_to, union_average, warm_up
 from .master import Finished, Master, push_to_master
@@ -376,7 +376,7 @@ def batches(rows: Tensor, settings: Settings, epoch: int, rank: int = 0) -> Iter
 
     >>> import torch
     >>> from blocksparse.distributed import Settings
-    >>> from blocksparse.distributed.wasap import batches
+    >>> from blocksparse.distributed.wasap.train import batches
     >>> with torch.random.fork_rng():
     ...     sorted(torch.cat(list(batches(torch.arange(5), Settings(batch=2), epoch=0))).tolist())
     [0, 1, 2, 3, 4]

@@ -8,9 +8,9 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from ..indices import rows_of
-from ..layout import BlockLayout
-from ..nn.module import BlockSparseModule
+from ...indices import rows_of
+from ...layout import BlockLayout
+from ...nn.module import BlockSparseModule
 
 
 class Flat:
@@ -20,7 +20,7 @@ class Flat:
         model: the model whose parameters and layouts are flattened.
 
     >>> import torch, blocksparse as bs
-    >>> from blocksparse.distributed.flat import Flat
+    >>> from blocksparse.distributed.wasap.flat import Flat
     >>> layer = bs.nn.Linear(2, 2, layout=bs.BlockLayout([[1, 1], [0, 1]], 1))
     >>> flat = Flat(layer)
     >>> flat.load_values(torch.arange(5.0))

@@ -1,0 +1,1 @@
+"""WASAP-SGD and WASSP-SGD: one sparse network trained by several processes, then averaged."""
