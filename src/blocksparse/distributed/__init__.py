@@ -1,11 +1,21 @@
 """Sparse training by several processes, over torch.distributed."""
 
-from .balance import balanced_cuts
+from .checkpoint import load_checkpoint, save_checkpoint
 from .wasap.formulas import prune_to, retain_valid, union_average, warm_up
 from .wasap.settings import Epoch, Settings
 from .wasap.train import train
 
-__all__ = ["Epoch", "Settings", "balanced_cuts", "prune_to", "retain_valid", "train", "union_average", "warm_up"]
+__all__ = [
+    "Epoch",
+    "Settings",
+    "load_checkpoint",
+    "prune_to",
+    "retain_valid",
+    "save_checkpoint",
+    "train",
+    "union_average",
+    "warm_up",
+]
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -280,6 +280,35 @@ def _digest(fact: object) -> int:
     else:
         hashed = hashlib.sha256(repr(fact).encode())
     return int.from_bytes(hashed.digest()[:8], "little") >> 1
+
+
+def all_gather(mine: Any) -> list[Any]:
+    """What each process has, by rank: anything that can be pickled."""
+    if is_single_process():
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    with reraise_comm_errors():
+        dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def on_all(work: Callable[[], Made]) -> Made:
+    """Runs `work`, without messages, in all processes; where one fails, all raise its error.
+
+    Raises:
+        BlockSparseError: of this process or of the first that failed, which it names.
+    """
+    result, failed = None, None
+    try:
+        result = work()
+    except BlockSparseError as error:
+        failed = error
+    texts = all_gather(None if failed is None else str(failed))
+    first = next((rank for rank, text in enumerate(texts) if text is not None), None)
+    if first is None:
+        return result  # type: ignore[return-value]
+    alike = all(text == texts[first] for text in texts)
+    raise BlockSparseError(texts[first] if alike else f"process {first}: {texts[first]}") from failed
 
 
 def is_single_process() -> bool:

@@ -1,0 +1,198 @@
+"""What a process holds of a model that several processes may hold together: names, tensors, and places of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import BlockSparseError
+from ..layout import BlockLayout
+from ..nn.module import BlockSparseModule
+from ..surgery.optimizer import unwrapped
+
+# What torch.compile and checkpointing of activations put into the names of the modules that they wrap.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some rows of a tensor, one after the other: those that this process stores.
+
+    Args:
+        local: these rows, `[n, ...]`.
+        first: the place of the first one.
+        total: how many there are in all.
+    """
+
+    local: Tensor
+    first: int
+    total: int
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.local)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor."""
+        return torch.Size([self.total, *self.local.shape[1:]])
+
+
+class Held:
+    """The tensors of a model by the names that they have in a plain one, and its block-sparse layers.
+
+    Args:
+        module: plain, in DistributedDataParallel, or sharded by `fully_shard`; its layers may be parts.
+        optimizer: that trains it, or None.
+
+    Attributes:
+        tensors: the state dict, without the wrappers' names.
+        names: these names by those of `root.state_dict()`.
+        layers: the block-sparse modules.
+        optimizer: the one that holds the states: wrappers of other libraries are taken off.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Any = None):
+        if not isinstance(module, nn.Module):
+            raise BlockSparseError.expected("module", "a torch.nn.Module", type(module).__name__)
+        self.is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+        self.root: nn.Module = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+        state = self.root.state_dict()
+        self.names = {name: _without_wrappers(name) for name in state}
+        self.tensors: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            if not isinstance(tensor, Tensor):
+                raise BlockSparseError.expected(name, "a tensor in the state dict", type(tensor).__name__)
+            self.tensors[self.names[name]] = tensor
+        self.layers = {
+            _without_wrappers(f"{name}.").removesuffix("."): module
+            for name, module in self.root.named_modules(remove_duplicate=False)
+            if isinstance(module, BlockSparseModule)
+        }
+        self.optimizer = unwrapped(optimizer)
+        if optimizer is not None and not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise BlockSparseError.expected("optimizer", "a torch.optim.Optimizer", type(optimizer).__name__)
+
+    def layer_of(self, name: str) -> BlockSparseModule | None:
+        """The layer whose blocks a tensor has; None for a tensor of any other kind."""
+        layer, _, last = name.rpartition(".")
+        return self.layers.get(layer) if last == "values" else None
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The optimizer's parameters by their names.
+
+        Raises:
+            BlockSparseError: one of the optimizer is not of the model.
+        """
+        if self.optimizer is None:
+            return {}
+        given = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        found = {
+            _without_wrappers(name): parameter
+            for name, parameter in self.root.named_parameters()
+            if id(parameter) in given
+        }
+        if others := len(given) - len(found):
+            raise BlockSparseError.expected("optimizer", "parameters of the module only", f"{others} of others")
+        return found
+
+    def parts(self) -> dict[str, tuple[int, int]]:
+        """The place of each part's first block in the checkpoint, part after part, and the blocks of all parts.
+
+        All processes of the parts call it.
+        """
+        counts = {name: module.layout.nnz for name, module in self.layers.items() if module.part is not None}
+        groups = {id(self.layers[name].part.group): self.layers[name].part.group for name in counts}  # type: ignore[union-attr]
+        found = {}
+        for key, group in groups.items():
+            mine = {name: nnz for name, nnz in counts.items() if id(self.layers[name].part.group) == key}  # type: ignore[union-attr]
+            everyone: list[dict[str, int]] = [mine]
+            if group is not None:
+                everyone = [{}] * dist.get_world_size(group)
+                dist.all_gather_object(everyone, mine, group)
+            rank = dist.get_rank(group) if group is not None else 0
+            for name in mine:
+                sizes = [one[name] for one in everyone]
+                found[name] = sum(sizes[:rank]), sum(sizes)
+        return found
+
+
+def rows_of(tensor: Tensor, part: tuple[int, int] | None) -> Rows:
+    """The rows of a tensor of blocks that are here.
+
+    Args:
+        tensor: `[nnz, ...]`, plain, or sharded along its first axis.
+        part: the place of its first row and the number of rows in all, where it is of a part.
+    """
+    first, total = part or (0, len(tensor))
+    if not isinstance(tensor, DTensor):
+        return Rows(tensor, first, total)
+    begin, end = shard_range(tensor, len(tensor))
+    return Rows(tensor.to_local()[: end - begin], first + begin, total)
+
+
+def shard_range(tensor: DTensor, length: int) -> tuple[int, int]:
+    """Which of `length` rows this process has, as the tensor is sharded.
+
+    Raises:
+        BlockSparseError: it is sharded along another axis.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as PyTorch's own checkpoints
+
+    if any(placement.is_partial() or (placement.is_shard() and placement.dim != 0) for placement in tensor.placements):  # type: ignore[attr-defined]
+        raise BlockSparseError.expected("values", "replicated or sharded along the blocks", tensor.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        torch.Size([length, *tensor.shape[1:]]), tensor.device_mesh, tensor.placements
+    )
+    return (offset[0], offset[0] + shape[0]) if shape[0] else (0, 0)
+
+
+def local_like(tensor: Tensor, length: int, dtype: torch.dtype) -> Rows:
+    """Room for the rows that this process has of a tensor like this one, with `length` rows."""
+    if not isinstance(tensor, DTensor):
+        return Rows(tensor.new_empty([length, *tensor.shape[1:]], dtype=dtype), 0, length)
+    begin, end = shard_range(tensor, length)
+    return Rows(tensor.to_local().new_empty([end - begin, *tensor.shape[1:]], dtype=dtype), begin, length)
+
+
+def as_sharded(rows: Rows, like: Tensor) -> Tensor:
+    """The rows as a tensor that is sharded as another one is, if it is."""
+    if not isinstance(like, DTensor):
+        return rows.local
+    stride = torch.empty(rows.shape, device="meta").stride()
+    return DTensor.from_local(
+        rows.local, like.device_mesh, like.placements, run_check=False, shape=rows.shape, stride=stride
+    )
+
+
+def whole_layout(layout: BlockLayout, grid: tuple[int, int], rows: Any, cols: Any) -> tuple[BlockLayout, np.ndarray]:
+    """The layout of a whole weight from the blocks of all parts, and the order that sorts them."""
+    whole = BlockLayout.from_indices(rows, cols, grid, layout.block_shape)
+    return whole, np.lexsort((np.asarray(cols), np.asarray(rows)))
+
+
+def part_of(whole: BlockLayout, module: BlockSparseModule) -> tuple[BlockLayout, np.ndarray]:
+    """The layout of a module from that of the whole weight, and which of its blocks these are, int64 `[nnz]`."""
+    part = module.part
+    if part is None:
+        return whole, np.arange(whole.nnz)
+    along = whole.row_of_block if part.axis == 0 else whole.col_of_block
+    places = np.full(whole.grid[part.axis], -1)
+    places[part.lines] = np.arange(len(part.lines))
+    mine = np.flatnonzero(places[along] >= 0)
+    rows, cols = whole.row_of_block[mine], whole.col_of_block[mine]
+    rows, cols = (places[rows], cols) if part.axis == 0 else (rows, places[cols])
+    # Lines rise, so that blocks sorted in the whole are sorted in the part.
+    return BlockLayout.from_indices(rows, cols, module._layout.grid, whole.block_shape), mine
+
+
+def _without_wrappers(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

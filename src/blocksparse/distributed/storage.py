@@ -1,0 +1,255 @@
+"""How `torch.distributed.checkpoint` writes and reads the blocks of many processes: planners, and files of a folder."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from .held import Rows
+
+# Bytes that are written, or read, at once; a reader holds as many besides what it keeps.
+PIECE = 32 * 2**20
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Writes rows in pieces besides the tensors that PyTorch's planner takes; equal pieces are written by one process.
+
+    Args:
+        rows: what this process has, by name.
+    """
+
+    def __init__(self, rows: Mapping[str, Rows]):
+        super().__init__(flatten_state_dict=False)
+        self.rows = rows
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[*plan.items, *(item for name in self.rows for item in self._items(name))])
+        return self.plan
+
+    def _items(self, name: str) -> list[WriteItem]:
+        rows = self.rows[name]
+        bytes_per_row = max(1, rows.local[:1].nbytes)
+        step = max(1, PIECE // bytes_per_row)
+        begins = range(0, len(rows.local), step) if rows.total else [0]
+        rest = [0] * (rows.local.dim() - 1)
+        items = []
+        for begin in begins:
+            offsets = torch.Size([rows.first + begin, *rest])
+            size = torch.Size([min(step, len(rows.local) - begin), *rows.local.shape[1:]])
+            properties = TensorProperties.create_from_tensor(rows.local.detach())
+            data = TensorWriteData(ChunkStorageMetadata(offsets, size), properties, rows.shape)
+            items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        rows, data = self.rows.get(write_item.index.fqn), write_item.tensor_data
+        if rows is None or data is None:
+            return super().resolve_data(write_item)
+        begin = data.chunk.offsets[0] - rows.first
+        return rows.local.detach()[begin : begin + data.chunk.sizes[0]]
+
+
+class Writer(FileSystemWriter):
+    """Writes a checkpoint beside the one that is in the folder, and then puts it in its place, atomically."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.fs = _Files()
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        token = secrets.token_hex(4)  # of this checkpoint's files
+        plans = super().prepare_global_plan(plans)
+        return [
+            replace(plan, storage_data=replace(plan.storage_data, prefix=f"__{token}{plan.storage_data.prefix}"))
+            for plan in plans
+        ]
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        super().finish(metadata, results)
+        folder = Path(self.path)
+        if os.name == "posix":
+            opened = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+        own = {info.relative_path for info in (metadata.storage_data or {}).values()}
+        for other in folder.glob("*.distcp"):  # of the checkpoint before, and of those that were killed
+            if other.name not in own:
+                with suppress(OSError):
+                    other.unlink()
+
+
+class _Files(FileSystem):
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        """Leaves the old description: renaming the new one to its name replaces it at once."""
+
+
+class Reader(FileSystemReader):
+    """Reads a folder; its description may only be made of what such descriptions are made of."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = _Description(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"{type(metadata).__name__} in place of a description")
+        return metadata
+
+
+class _Description(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = None if "." in name else super().find_class(module, name)
+        ours = module.startswith("torch.distributed.checkpoint.") or module == "torch.distributed._shard.metadata"
+        plain = is_dataclass(found) or (isinstance(found, type) and issubclass(found, Enum))
+        if (
+            (ours and plain)
+            or (module == "torch" and isinstance(found, torch.dtype | torch.layout | torch.memory_format))
+            or (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout"))
+            or (module.startswith("pathlib") and name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"))
+        ):  # fmt: skip
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name}, which no description of a checkpoint has")
+
+
+class Wanted:
+    """Rows that a process wants of a stored tensor, in any order.
+
+    Args:
+        rows: int64 `[n]`, which of them.
+        into: `[n, ...]`, where they are put.
+    """
+
+    def __init__(self, rows: np.ndarray, into: Tensor):
+        self.order = np.argsort(rows, kind="stable")
+        self.rows, self.into = rows[self.order], into
+
+    def within(self, begin: int, end: int) -> slice:
+        """Of these, in rising order, the ones from a row to another."""
+        return slice(*np.searchsorted(self.rows, (begin, end)))
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Reads wanted rows, piece by piece, besides the tensors that PyTorch's planner takes.
+
+    Args:
+        tensors: to be filled, by name; plain or DTensors.
+        wanted: rows, by name.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], wanted: Mapping[str, Wanted], metadata: Metadata):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.wanted, self.stored = wanted, metadata
+        self.set_up_planner(tensors, metadata, True)
+
+    def plan(self) -> LoadPlan:
+        plan = create_default_local_load_plan(self.state_dict, self.stored)
+        return LoadPlan([*plan.items, *(item for name in self.wanted for item in self._items(name))])
+
+    def _items(self, name: str) -> list[ReadItem]:
+        stored: Any = self.stored.state_dict_metadata[name]
+        items = []
+        for chunk in stored.chunks:
+            begin, rest = chunk.offsets[0], [0] * (len(chunk.sizes) - 1)
+            mine = self.wanted[name].within(begin, begin + chunk.sizes[0])
+            if mine.start == mine.stop:
+                continue
+            # From the first of these rows to the last one.
+            first, end = (int(self.wanted[name].rows[at]) for at in (mine.start, mine.stop - 1))
+            place = torch.Size([first, *rest])
+            items.append(
+                ReadItem(
+                    LoadItemType.TENSOR,
+                    dest_index=MetadataIndex(name, place),
+                    dest_offsets=place,
+                    storage_index=MetadataIndex(name, chunk.offsets),
+                    storage_offsets=torch.Size([first - begin, *rest]),
+                    lengths=torch.Size([end + 1 - first, *chunk.sizes[1:]]),
+                )
+            )
+        return items
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        name = read_item.dest_index.fqn
+        if name not in self.wanted:
+            return super().resolve_tensor(read_item)
+        stored: Any = self.stored.state_dict_metadata[name]
+        return torch.empty(read_item.lengths, dtype=stored.properties.dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        wanted = self.wanted.get(read_item.dest_index.fqn)
+        if wanted is None:
+            return
+        first = read_item.dest_offsets[0]
+        mine = wanted.within(first, first + read_item.lengths[0])
+        found = tensor[torch.from_numpy(wanted.rows[mine] - first)]
+        wanted.into[torch.from_numpy(wanted.order[mine])] = found.to(wanted.into)
+
+
+class Stored:
+    """A checkpoint in a folder.
+
+    Args:
+        folder: with a `.metadata` and the files that it names.
+
+    Raises:
+        OSError, pickle.UnpicklingError, ...: it has none, or a broken one.
+    """
+
+    def __init__(self, folder: Path):
+        self.reader = Reader(folder)
+        self.metadata = self.reader.read_metadata()
+        self.reader.set_up_storage_reader(self.metadata, True)
+        self.tensors = {
+            name: one
+            for name, one in self.metadata.state_dict_metadata.items()
+            if isinstance(one, TensorStorageMetadata)
+        }
+
+    def read(self, tensors: dict[str, Tensor], wanted: Mapping[str, Wanted] | None = None) -> None:
+        """Fills tensors, and the wanted rows of others."""
+        planner = LoadPlanner(tensors, wanted or {}, self.metadata)
+        plan = self.reader.prepare_local_plan(planner.plan())
+        self.reader.read_data(plan, planner).wait()
+
+    def whole(self, name: str) -> Tensor:
+        """A small tensor, all of it."""
+        stored = self.tensors[name]
+        found = torch.empty(stored.size, dtype=stored.properties.dtype)
+        self.read({name: found})
+        return found
