@@ -1,13 +1,19 @@
-"""Sparse training by several processes, over torch.distributed."""
+"""Block-sparse models on several processes, over torch.distributed."""
 
+from ..surgery.agreement import check_layouts
 from .checkpoint import load_checkpoint, save_checkpoint
+from .tensor_parallel import ColwiseParallel, Cut, RowwiseParallel
 from .wasap.formulas import prune_to, retain_valid, union_average, warm_up
 from .wasap.settings import Epoch, Settings
 from .wasap.train import train
 
 __all__ = [
+    "ColwiseParallel",
+    "Cut",
     "Epoch",
+    "RowwiseParallel",
     "Settings",
+    "check_layouts",
     "load_checkpoint",
     "prune_to",
     "retain_valid",

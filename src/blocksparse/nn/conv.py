@@ -69,14 +69,13 @@ class Convolution(BlockSparseModule):
 
         return super()._apply(apart, recurse)
 
-    def _convolve(self, x: Tensor, **steps: Any) -> Tensor:
+    def _convolve(self, x: Tensor, bias: Tensor | None, activation: str | None, **steps: Any) -> Tensor:
         out_channels, in_channels = self.layout.shape
-        bias: Tensor | None = self.bias
         if in_channels != self.in_channels:
             x = F.pad(x, [0, 0] * self.axes + [0, in_channels - self.in_channels])
         if bias is not None and out_channels != self.out_channels:
             bias = F.pad(bias, (0, out_channels - self.out_channels))
-        steps |= {"stride": self.stride, "dilation": self.dilation, "activation": self.activation}
+        steps |= {"stride": self.stride, "dilation": self.dilation, "activation": activation}
         y: Tensor = self.function(x, self.values, self.layout, bias, **steps)
         return y if out_channels == self.out_channels else y.narrow(-self.axes - 1, 0, self.out_channels)
 
@@ -136,10 +135,14 @@ class _Conv(Convolution):
         self.padding_mode = padding_mode
 
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
-        self._check(input)
+        return self.compute(input, self.bias, self.activation, gate)
+
+    def compute(self, x: Tensor, bias: Tensor | None, activation: str | None, gate: Tensor | None = None) -> Tensor:
+        """activation(W * x + bias), whatever the module's own bias and activation are."""
+        self._check(x)
         if self.padding_mode == "zeros" or self.padding == "valid":
-            return self._convolve(input, padding=self.padding, gate=gate)
-        return self._convolve(self.padded(input), padding=0, gate=gate)
+            return self._convolve(x, bias, activation, padding=self.padding, gate=gate)
+        return self._convolve(self.padded(x), bias, activation, padding=0, gate=gate)
 
     def padded(self, x: Tensor) -> Tensor:
         """The image with the margins that the padding gives it."""
@@ -250,9 +253,20 @@ class _ConvTranspose(Convolution):
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None, gate: Tensor | None = None) -> Tensor:
         """`output_size`, of the axes of space, takes the place of `output_padding`: what it has to be follows."""
-        self._check(input)
-        more = self.output_padding if output_size is None else self._output_padding(input, output_size)
-        return self._convolve(input, padding=self.padding, output_padding=more, gate=gate)
+        return self.compute(input, self.bias, self.activation, output_size, gate)
+
+    def compute(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        output_size: Sequence[int] | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        """activation(W * x + bias), whatever the module's own bias and activation are."""
+        self._check(x)
+        more = self.output_padding if output_size is None else self._output_padding(x, output_size)
+        return self._convolve(x, bias, activation, padding=self.padding, output_padding=more, gate=gate)
 
     def _output_padding(self, x: Tensor, output_size: Sequence[int]) -> tuple[int, ...]:
         expected = tuple(output_size)[-self.axes :]

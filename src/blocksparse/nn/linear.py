@@ -79,9 +79,12 @@ class Linear(BlockSparseModule):
         return self.out_features, self.in_features
 
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
-        layout, x = self.layout, input
+        return self.compute(input, self.bias, self.activation, gate)
+
+    def compute(self, x: Tensor, bias: Tensor | None, activation: str | None, gate: Tensor | None = None) -> Tensor:
+        """activation(x W^T + bias), whatever the module's own bias and activation are."""
+        layout = self.layout
         out_features, in_features = layout.shape
-        bias: Tensor | None = self.bias
         if in_features != self.in_features:
             if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.in_features:
                 got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -89,7 +92,7 @@ class Linear(BlockSparseModule):
             x = F.pad(x, (0, in_features - self.in_features))
         if bias is not None and out_features != self.out_features:
             bias = F.pad(bias, (0, out_features - self.out_features))
-        y = ops.linear(x, self.values, layout, bias, self.activation, gate)
+        y = ops.linear(x, self.values, layout, bias, activation, gate)
         return y if out_features == self.out_features else y[..., : self.out_features]
 
     def extra_repr(self) -> str:

@@ -33,7 +33,10 @@ class Part:
     lines: np.ndarray
     group: Any
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+        return self  # a group cannot be copied
+
     def places(self, layout: BlockLayout) -> tuple[np.ndarray, np.ndarray]:
         """The rows and columns in the whole grid of the blocks of this part's layout, `[nnz]` each."""
-        rows, cols = layout.row_of_block, layout.col_of_block
+        rows, cols = layout.row_of_block, layout.col_of_block.astype(np.int64)
         return (self.lines[rows], cols) if self.axis == 0 else (rows, self.lines[cols])

@@ -1,0 +1,120 @@
+"""Which features each process has under tensor parallelism, balanced by the blocks that are stored for them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import BlockSparseError
+from ..balance import balanced_cuts
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The hidden features of each process, the same for all layers that write or read them.
+
+    Args:
+        features: how many there are in all.
+        unit: how many of them stay together, a multiple of the blocks; of the last unit fewer may be real.
+        parts: for each process its units, rising.
+
+    A layer with r times as many features, the queries of attention with grouped keys say, has units of r times as many.
+
+    >>> Cut(100, 32, ((0, 3), (1, 2))).features_of(0, 100)
+    array([ 0,  1,  2,  3,  4,  5,  6,  7,  8,  9, 10, 11, 12, 13, 14, 15, 16,
+           17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 96, 97,
+           98, 99])
+    """
+
+    features: int
+    unit: int
+    parts: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def even(cls, features: int, unit: int, ranks: int) -> Cut:
+        """Ranges of about as many features each, in order.
+
+        Raises:
+            BlockSparseError: fewer units than processes.
+
+        >>> Cut.even(160, 32, 2)
+        Cut(features=160, unit=32, parts=((0, 1, 2), (3, 4)))
+        """
+        units = np.array_split(np.arange(_units(features, unit, ranks)), ranks)
+        return cls(features, unit, tuple(tuple(part.tolist()) for part in units))
+
+    @classmethod
+    def balanced(cls, features: int, unit: int, ranks: int, stored: np.ndarray, in_order: bool = False) -> Cut:
+        """Parts of about as many stored numbers each, of every weight and so in all.
+
+        Args:
+            features, unit: as of the class.
+            ranks: how many processes.
+            stored: `[weights, units]`, what each weight stores for a unit.
+            in_order: whether parts are ranges, one behind the other, which balance worse.
+
+        Raises:
+            BlockSparseError: fewer units than processes.
+
+        >>> Cut.balanced(6, 1, 2, np.array([[9, 5, 4, 3, 2, 1]])).parts
+        ((0, 3), (1, 2, 4, 5))
+        >>> Cut.balanced(6, 1, 2, np.array([[9, 5, 4, 3, 2, 1]]), in_order=True).parts
+        ((0, 1), (2, 3, 4, 5))
+        """
+        units = _units(features, unit, ranks)
+        # A unit without blocks has some weight: its activations. So parts of an empty layout are even.
+        shares = stored / np.maximum(stored.sum(1, keepdims=True), 1)
+        loads = np.vstack([shares, np.full(units, 1e-3 / units)])
+        if in_order:
+            bounds = balanced_cuts(stored.sum(0) / max(stored.sum(), 1) + loads[-1], ranks)
+            parts = [list(range(begin, end)) for begin, end in itertools.pairwise(bounds)]
+        else:
+            parts = _spread(loads, ranks)
+        return cls(features, unit, tuple(tuple(sorted(part)) for part in parts))
+
+    @property
+    def ranks(self) -> int:
+        """How many processes it is for."""
+        return len(self.parts)
+
+    def fits(self, features: int, block: int) -> bool:
+        """Whether a layer of so many features in such blocks can be cut so."""
+        ratio, rest = divmod(features, self.features)
+        return rest == 0 and (self.unit * ratio) % block == 0
+
+    def features_of(self, rank: int, features: int) -> np.ndarray:
+        """int64, rising: which features of a layer with so many a process has."""
+        unit = self.unit * (features // self.features)
+        index = (np.array(self.parts[rank], dtype=np.int64)[:, None] * unit + np.arange(unit)).ravel()
+        return index[index < features]
+
+    def lines_of(self, rank: int, features: int, block: int) -> np.ndarray:
+        """int64, rising: which rows or columns of blocks of a layer a process has."""
+        return np.unique(self.features_of(rank, features) // block)
+
+
+def _units(features: int, unit: int, ranks: int) -> int:
+    units = math.ceil(features / unit)
+    if units < ranks:
+        expected = f"at least {ranks}, one for each process"
+        got = f"{units}: {features} features, of which {unit} stay together (blocks, heads)"
+        raise BlockSparseError.expected("parts that a weight can be cut into", expected, got)
+    return units
+
+
+def _spread(loads: np.ndarray, ranks: int) -> list[list[int]]:
+    """The heaviest unit first, each to the process where what all weights have by then is least in its way.
+
+    Source: Graham, Bounds on multiprocessing timing anomalies (1969), with the dot product of Panigrahy et al.,
+    Heuristics for vector bin packing (2011), for several weights at once.
+    """
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    have = np.zeros((ranks, len(loads)))
+    for unit in np.argsort(-loads.max(0), kind="stable").tolist():
+        rank = int(np.argmin(have @ loads[:, unit]))
+        parts[rank].append(unit)
+        have[rank] += loads[:, unit]
+    return parts

@@ -1,0 +1,144 @@
+"""Layers of which each process holds some outputs (Colwise) or some inputs (Rowwise), and what moves around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from ...errors import BlockSparseError
+from ...ops.activations import ACTIVATIONS
+from .moves import Spread, copy_to_compute, evenly, sum_to_whole
+
+
+@dataclass(frozen=True, eq=False)
+class Boundary:
+    """What comes into a layer that is cut, what goes out of it, and between which processes.
+
+    Args:
+        mesh: the processes, of one dimension.
+        spread: which of the features that are cut each process has: the outputs of Colwise, the inputs of Rowwise.
+        features: the number of the features that are not cut.
+        axis: of the features, from behind: -1 of a linear layer, -3 of a convolution of images.
+        input, output: how the layer's are over the processes; features are `Shard(-1)`.
+        use_local_output: whether the output is a plain tensor, not a DTensor.
+    """
+
+    mesh: DeviceMesh
+    spread: Spread
+    features: int
+    axis: int
+    input: Placement
+    output: Placement
+    use_local_output: bool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
+        return self  # processes cannot be copied
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.spread.group
+
+    def local(self, x: Any) -> tuple[Tensor, Placement]:
+        """The part of an input that is here, and how it is spread."""
+        if isinstance(x, DTensor):
+            if x.device_mesh != self.mesh:
+                raise BlockSparseError.expected("input", f"a DTensor on {self.mesh}", x.device_mesh)
+            return x.to_local(), self.normal(x.placements[0], x.dim())
+        if not isinstance(x, Tensor):
+            raise BlockSparseError.expected("input", "a tensor", type(x).__name__)
+        return x, self.normal(self.input, x.dim())
+
+    def normal(self, placement: Placement, dims: int) -> Placement:
+        """The placement with the features as `Shard(-1)`, and other axes counted from the front."""
+        if not isinstance(placement, Shard) or placement.dim == -1:
+            return placement
+        dim = placement.dim % dims
+        return Shard(-1) if dim == dims + self.axis else Shard(dim)
+
+    def leaving(self, y: Tensor) -> Any:
+        """The output as the caller wants it."""
+        if self.use_local_output:
+            return y
+        placement = self.normal(self.output, y.dim())
+        return DTensor.from_local(
+            y, self.mesh, [Shard(y.dim() + self.axis) if placement == Shard(-1) else placement], run_check=False
+        )
+
+
+def _whole(x: Tensor, placement: Placement, boundary: Boundary, features: int) -> Tensor:
+    """All of the input, of which each process computes something else."""
+    group = boundary.group
+    if isinstance(placement, Replicate):
+        return copy_to_compute(x, group)
+    if not isinstance(placement, Shard):
+        raise BlockSparseError.expected("input_layouts", "Replicate() or Shard(dim)", placement)
+    if placement.dim == -1:
+        return evenly(group, features, "the number of input features").gather_to_compute(x, boundary.axis)
+    size = x.shape[placement.dim] * dist.get_world_size(group)
+    return evenly(group, size, "input").gather_to_compute(x, placement.dim)
+
+
+class Colwise:
+    """Before the class of a layer whose outputs are cut: its weight is some of the rows of blocks."""
+
+    boundary: Boundary
+
+    def forward(self, input: Any, *args: Any, **options: Any) -> Any:
+        boundary = self.boundary
+        x, placement = boundary.local(input)
+        y = super().forward(_whole(x, placement, boundary, boundary.features), *args, **options)  # type: ignore[misc]
+        wanted = boundary.normal(boundary.output, y.dim())
+        if wanted != Shard(-1):
+            y = boundary.spread.gather(y, boundary.axis)
+            if isinstance(wanted, Shard):
+                y = evenly(boundary.group, y.shape[wanted.dim], "output").split(y, wanted.dim)
+        return boundary.leaving(y)
+
+
+class Rowwise:
+    """Before the class of a layer whose inputs are cut: its weight is some of the columns of blocks.
+
+    What the processes compute is summed; bias and activation come after the sum.
+    """
+
+    boundary: Boundary
+    bias: nn.Parameter | None
+    activation: str | None
+
+    def forward(self, input: Any, *args: Any, **options: Any) -> Any:
+        boundary = self.boundary
+        group, spread, axis = boundary.group, boundary.spread, boundary.axis
+        x, placement = boundary.local(input)
+        if isinstance(placement, Replicate):
+            x = spread.split(x, axis)
+        elif placement != Shard(-1):
+            x = spread.take(_whole(x, placement, boundary, sum(spread.sizes)), axis)
+        elif x.shape[axis] != len(spread.here):
+            expected = f"{len(spread.here)} features, the part of rank {spread.rank} of {sum(spread.sizes)}"
+            raise BlockSparseError.expected("input", expected, f"{x.shape[axis]}: {ADVICE}")
+        y = self.compute(x, None, None, *args, **options)  # type: ignore[attr-defined]
+        bias: Tensor | None = self.bias
+        wanted: Any = boundary.normal(boundary.output, y.dim())
+        if isinstance(wanted, Replicate):
+            y = sum_to_whole(y, group)
+        elif wanted == Shard(-1):
+            parts = evenly(group, boundary.features, "the number of output features")
+            y = parts.sum_to_parts(y, axis)
+            bias = None if bias is None else parts.split(bias, 0)
+        else:
+            y = evenly(group, y.shape[wanted.dim], "output").sum_to_parts(y, wanted.dim)
+            bias = None if bias is None else copy_to_compute(bias, group)
+        if bias is not None:
+            y = y + bias.view(-1, *[1] * (-1 - axis))
+        return boundary.leaving(ACTIVATIONS[self.activation](y))
+
+
+ADVICE = (
+    "the layers that write and read these features are cut at other places. Give both one `cut`, or parallelize the "
+    "model with blocksparse.distributed.parallelize_module, which does"
+)

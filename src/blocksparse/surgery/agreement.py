@@ -1,0 +1,179 @@
+"""Whether the processes of a group have the same layouts: one all-gather of a few digests."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import BlockSparseError
+from ..layout import BlockLayout
+from ..nn.module import BlockSparseModule
+from ..nn.part import Part
+
+# Seconds that the other processes have to report after a failure.
+ROLL_CALL = 2.0
+_calls = itertools.count()
+
+
+def check_layouts(model: nn.Module | Mapping[str, nn.Module], group: Any = None) -> None:
+    """Raises a BlockSparseError on every process, with ranks and layers, unless all have the same layouts.
+
+    Call it on all processes of the group once the model is wrapped, by DistributedDataParallel or `fully_shard` say.
+    The methods of `blocksparse.sparsity` and the styles of tensor parallelism call it themselves. Of weights that are
+    cut by tensor parallelism those processes are compared that have the same part. With one process, or without
+    torch.distributed, there is nothing to compare.
+
+    Args:
+        model: any module, or some by name.
+        group: the processes, a `torch.distributed.ProcessGroup`; by default all. For stages of a pipeline, whose
+            layers differ, those with the same stage.
+
+    Raises:
+        BlockSparseError: layouts, or block-sparse layers, that differ; a process that does not come within the timeout
+            of the group.
+
+    >>> import blocksparse as bs
+    >>> from blocksparse.distributed import check_layouts
+    >>> check_layouts(bs.nn.Linear(64, 64, density=0.5))
+    """
+    if not is_one_of_several(group):
+        return
+    facts: dict[str, Fact] = {}
+    problem = None
+    try:
+        roots: Iterable[tuple[str, nn.Module]] = [("", model)] if isinstance(model, nn.Module) else model.items()
+        for root, module in roots:
+            for name, each in module.named_modules(prefix=root):
+                if isinstance(each, BlockSparseModule):
+                    facts[name] = fact_of(each)
+    except BlockSparseError as error:
+        problem = str(error)
+    agree(facts, group, problem)
+
+
+def is_one_of_several(group: Any = None) -> bool:
+    """Whether there are other processes."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+# Of which part of a weight, 0 for all of it, and what there is.
+Fact = tuple[int, int]
+
+
+def fact_of(module: BlockSparseModule) -> Fact:
+    """What has to be equal on processes with the same part of this weight."""
+    part: Part | None = module.part
+    key = 0 if part is None else _digest(part.grid, part.axis, part.lines.tobytes())
+    return key, digest_of(module.layout)
+
+
+def digest_of(layout: BlockLayout) -> int:
+    """63 bits that are equal for equal layouts."""
+
+    def make() -> int:
+        rows, cols = layout.row_of_block.astype("int64"), layout.col_of_block.astype("int64")
+        return _digest(layout.grid, layout.block_shape, rows.tobytes(), cols.tobytes())
+
+    return layout.derived("digest", make)
+
+
+def _digest(*facts: object) -> int:
+    hashed = hashlib.sha256()
+    for fact in facts:
+        hashed.update(fact if isinstance(fact, bytes) else repr(fact).encode())
+    return int.from_bytes(hashed.digest()[:8], "little") >> 1
+
+
+def agree(facts: Mapping[str, Fact], group: Any = None, problem: str | None = None) -> None:
+    """Raises a BlockSparseError on every process unless all have the same facts by name, and none has a problem.
+
+    Args:
+        facts: for each name a key and a digest, which is to be equal where the key is.
+        group: the processes, all of which call this.
+        problem: what this process has found wrong already, which the others are to hear of.
+    """
+    whole = [(name, fact) for name, fact in facts.items() if fact[0] == 0]
+    cut = [(name, fact) for name, fact in facts.items() if fact[0] != 0]
+    keys = [(name, fact[0]) for name, fact in facts.items()]
+    mine = [_digest(list(facts)), _digest(whole), _digest(keys), _digest(cut), problem is not None]
+    try:
+        rows = _all_gather(torch.tensor(mine, dtype=torch.int64), group)
+        some_differ = len({tuple(row[:2]) for row in rows}) > 1 or len({tuple(row[2:4]) for row in rows}) > len(
+            {row[2] for row in rows}
+        )
+        if not some_differ and not any(row[4] for row in rows):
+            return
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, (dict(facts), problem), group)
+    except (RuntimeError, ValueError) as error:
+        raise BlockSparseError.expected(
+            missing(group), "an answer in time", f"none: dead, late, or out of reach ({str(error).splitlines()[0]})"
+        ) from error
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    problems = {rank: text for rank, (_, text) in zip(ranks, found, strict=True) if text is not None}
+    if problems:
+        same = sorted(set(problems.values()))
+        if len(problems) == len(ranks) and len(same) == 1:
+            raise BlockSparseError(same[0])
+        raise BlockSparseError("; ".join(f"rank {rank}: {text}" for rank, text in problems.items()))
+    raise BlockSparseError.expected(
+        "block-sparse layers", "the same layouts on all ranks", _differences(ranks, [facts for facts, _ in found])
+    )
+
+
+def _differences(ranks: Sequence[int], facts: Sequence[Mapping[str, Fact]]) -> str:
+    """Which ranks differ in which layers from most others."""
+    by_name: defaultdict[tuple[str, int], list[tuple[int, int | None]]] = defaultdict(list)
+    for name in dict.fromkeys(name for each in facts for name in each):
+        for rank, each in zip(ranks, facts, strict=True):
+            key, digest = each.get(name, (0, None))
+            by_name[name, key].append((rank, digest))
+    layers: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
+    for (name, _), having in by_name.items():
+        usual = Counter(digest for _, digest in having).most_common(1)[0][0]
+        others = tuple(rank for rank, digest in having if digest != usual)
+        if others:
+            layers[others].append(name or "the model itself")
+    told = []
+    for others, names in layers.items():
+        listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        told.append(f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} with another one of {listed}")
+    return "; ".join(told)
+
+
+def _all_gather(mine: Tensor, group: Any) -> list[list[int]]:
+    mine = mine.to(device_of(group))
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
+    return [row.tolist() for row in rows]
+
+
+def device_of(group: Any = None) -> torch.device:
+    """Where tensors have to be that the group exchanges: the CPU if it can."""
+    name = str(dist.get_backend_config(group))
+    return torch.device("cpu" if "cpu" in name or "gloo" in name else torch.accelerator.current_accelerator() or "cpu")
+
+
+def missing(group: Any = None) -> str:
+    """Names the ranks that do not report after a failure, which every process that runs comes to ask."""
+    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group or dist.group.WORLD)
+    try:
+        store = dist.distributed_c10d._get_default_store()  # there is no public way to it
+        base = f"blocksparse/agree/{next(_calls)}"
+        store.set(f"{base}/{rank}", "")
+        deadline = time.monotonic() + ROLL_CALL
+        while silent := [each for each in ranks if not store.check([f"{base}/{each}"])]:
+            if time.monotonic() > deadline:
+                return f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+            time.sleep(0.05)
+    except (AttributeError, RuntimeError):  # the process that keeps the store is gone
+        pass
+    return "the other ranks"
