@@ -141,7 +141,7 @@ class _Description(pickle.Unpickler):
             (ours and plain)
             or (module == "torch" and isinstance(found, torch.dtype | torch.layout | torch.memory_format))
             or (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout"))
-            or (module.startswith("pathlib") and name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"))
+            or (module.startswith("pathlib") and name in ("PosixPath", "WindowsPath"))
         ):  # fmt: skip
             return found
         raise pickle.UnpicklingError(f"{module}.{name}, which no description of a checkpoint has")
