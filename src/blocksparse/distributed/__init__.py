@@ -1,6 +1,7 @@
 """Block-sparse models on several processes, over torch.distributed."""
 
 from ..surgery.agreement import check_layouts
+from .balance import balanced_cuts
 from .checkpoint import load_checkpoint, save_checkpoint
 from .tensor_parallel import ColwiseParallel, Cut, RowwiseParallel
 from .wasap.formulas import prune_to, retain_valid, union_average, warm_up
@@ -13,6 +14,7 @@ __all__ = [
     "Epoch",
     "RowwiseParallel",
     "Settings",
+    "balanced_cuts",
     "check_layouts",
     "load_checkpoint",
     "prune_to",
