@@ -1,0 +1,287 @@
+"""What each engine makes of a net on some hardware, and which to take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from blocksparse.errors import BlockSparseError
+
+from . import formulas
+from .hardware import Hardware
+from .net import Net
+
+MIB = 2**20
+# What PyTorch's caching allocator and NCCL leave to tensors.
+USABLE = 0.9
+# DistributedDataParallel's default.
+BUCKET_BYTES = 25 * MIB
+# A plan must be so much faster before a more complicated one is taken.
+WORTH = 1.05
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run.
+
+    Args:
+        ranks: devices.
+        tokens: per device and step; sharing a layer's work, n devices take n times as many together.
+        sequence: tokens that attend to each other.
+        wire: bytes of a number in products and, under FSDP2, in collectives.
+        stored: bytes of a value, a gradient, a number of the optimizer: 4 in mixed precision.
+        optimizer: one of `formulas.STATES`.
+        recompute: whether a layer's activations are computed again in the backward pass, not kept.
+    """
+
+    ranks: int
+    tokens: int
+    sequence: int = 1
+    wire: int = 4
+    stored: int = 4
+    optimizer: str = "adamw"
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "tokens", "sequence"):
+            if getattr(self, name) < 1:
+                raise BlockSparseError.expected(name, "at least 1", getattr(self, name))
+        if self.optimizer not in formulas.STATES:
+            raise BlockSparseError.expected("optimizer", f"one of {list(formulas.STATES)}", repr(self.optimizer))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One engine's bytes and seconds, of the rank that has most.
+
+    Args:
+        engine: "DDP", "FSDP2" or "TP n x FSDP2".
+        memory: bytes by what they are of.
+        calls: of each collective in a step, as (size of the tensor in bytes, ranks that take part).
+        seconds: of a step by part; their sum is the step but for what overlaps.
+        step: seconds of a step.
+        fits: whether it fits into the device.
+    """
+
+    engine: str
+    memory: dict[str, float]
+    calls: dict[str, list[tuple[float, int]]]
+    seconds: dict[str, float]
+    step: float
+    fits: bool
+
+    @property
+    def bytes_on_rank(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Bytes that a rank sends per step, by collective, by the ring formulas."""
+        return {
+            name: sum(formulas.RING_BYTES[name](size, ranks) for size, ranks in calls)
+            for name, calls in self.calls.items()
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "engine": self.engine,
+            "memory": self.memory,
+            "bytes_on_rank": self.bytes_on_rank,
+            "sent": self.sent,
+            "seconds": self.seconds,
+            "step": self.step,
+            "fits": self.fits,
+        }
+
+
+@dataclass
+class _Step:
+    """Seconds of a step as they add up."""
+
+    net: Net
+    hardware: Hardware
+    job: Job
+    tensor_parallel: int = 1
+    calls: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+
+    def send(self, collective: str, size: float, ranks: int, stride: int = 1) -> float:
+        if ranks == 1 or size == 0:
+            return 0.0
+        self.calls.setdefault(collective, []).append((size, ranks))
+        return self.hardware.seconds(collective, size, ranks, stride)
+
+    def moving(self, size: float) -> float:
+        """Of bytes that are read or written on the device."""
+        return size / self.hardware.bandwidth * self.hardware.turns(self.job.ranks)
+
+    def forward(self) -> float:
+        """Of the products and the attention: bound by arithmetic or by what is read and written."""
+        job, split = self.job, self.tensor_parallel
+        tokens, total = job.tokens * split, 0.0
+        for product in self.net.products:
+            weights = product.weights(split)
+            features = product.in_features + product.out_features / split
+            arithmetic = 2 * weights * tokens / self.hardware.rate(job.wire, product.block)
+            total += max(
+                arithmetic * self.hardware.turns(job.ranks),
+                self.moving(job.wire * (weights + tokens * features)),
+            )
+        if self.net.attention:
+            flops = formulas.attention_flops(self.net.width, tokens, job.sequence) / 3 * len(self.net.layers) / split
+            total += flops / self.hardware.dense[job.wire] * self.hardware.turns(job.ranks)
+        return total
+
+    def backward(self) -> float:
+        return (3 if self.job.recompute else 2) * self.forward()
+
+
+def plans(net: Net, hardware: Hardware, job: Job) -> list[Plan]:
+    """DDP, FSDP2, and TP x FSDP2 with each power of two of a node's devices that divides the ranks; simplest first.
+
+    Tensor parallelism stays inside a node; that a product has fewer lines of blocks than ranks leaves a degree out.
+    """
+    found = [ddp(net, hardware, job), fsdp2(net, hardware, job)]
+    lines = min(min(product.out_blocks, product.in_blocks) for product in net.products)
+    degree = 2
+    while degree <= min(hardware.devices, job.ranks, lines):
+        if job.ranks % degree == 0:
+            found.append(fsdp2(net, hardware, job, degree))
+        degree *= 2
+    return found
+
+
+def ddp(net: Net, hardware: Hardware, job: Job) -> Plan:
+    """Every rank has everything; gradients are added up in buckets while the backward pass runs.
+
+    With `gradient_as_bucket_view=True`, without which the buckets are a second copy of the gradients.
+    """
+    step = _Step(net, hardware, job)
+    parameters = sum(product.parameters() for product in net.products)
+    gradients = parameters * job.stored
+    buckets = math.ceil(gradients / BUCKET_BYTES) if job.ranks > 1 else 1
+    sending = sum(step.send("all_reduce", gradients / buckets, job.ranks) for _ in range(buckets))
+    layouts = sum(product.index_bytes() for product in net.products)
+    layouts_sent = step.send("broadcast", layouts, job.ranks)  # DDP's broadcast_buffers
+    memory = _memory(net, job, parameters, layouts, 1)
+    if job.wire < job.stored:  # autocast keeps the copies until the backward pass is through
+        memory["copies"] = parameters * job.wire
+    copying = step.moving(2 * gradients) if job.ranks > 1 else 0.0  # into the buckets, divided
+    seconds = {
+        "forward": step.forward(),
+        "backward": step.backward() + copying,
+        "optimizer": step.moving(formulas.optimizer_traffic(parameters, job.stored, job.optimizer)),
+        "collectives": sending + layouts_sent,
+    }
+    total = seconds["forward"] + seconds["optimizer"] + layouts_sent
+    total += _side_by_side(hardware, seconds["backward"], sending, buckets)
+    return _plan("DDP", memory, step, seconds, total)
+
+
+def fsdp2(net: Net, hardware: Hardware, job: Job, tensor_parallel: int = 1) -> Plan:
+    """Each rank keeps its piece of the blocks; a layer is gathered before its forward and its backward pass.
+
+    Layers are wrapped one by one, `reshard_after_forward=True`. With tensor parallelism a group of ranks holds the
+    layer together, and data is parallel over the groups: Shoeybi et al., Megatron-LM (2019): the outputs of a
+    row-parallel product and the gradients of a column-parallel one's inputs are added up.
+    """
+    step = _Step(net, hardware, job, tensor_parallel)
+    shards = job.ranks // tensor_parallel
+    units = [sum(p.parameters(tensor_parallel, shards) for p in layer) for layer in net.layers]
+    gathered = [shards * unit * job.wire for unit in units]
+    gathers = {
+        when: sum(step.send("all_gather", size, shards, tensor_parallel) for size in gathered)
+        for when in ("forward", "backward")
+    }
+    scatters = sum(step.send("reduce_scatter", size, shards, tensor_parallel) for size in gathered)
+    tokens = job.tokens * tensor_parallel
+    activation = tokens * net.width * job.wire
+    pairs = [p for p in net.products if p.cut == "row"]
+    passes = {"forward": 1, "backward": 2 if job.recompute else 1}
+    added = {
+        when: sum(step.send("all_reduce", activation, tensor_parallel) for _ in pairs * often)
+        for when, often in passes.items()
+    }
+    parameters = sum(units)
+    layouts = sum(product.index_bytes(tensor_parallel) for product in net.products)
+    memory = _memory(net, job, parameters, layouts, tensor_parallel)
+    if shards > 1:  # the layer that computes, the next one, and a layer's gradients
+        memory["copies"] = 3 * max(gathered)
+    copies = sum(gathered) if shards > 1 else 0
+    seconds = {
+        # Out of the gathered buffer into parameters; gradients into the buffer to be scattered, and divided.
+        "forward": step.forward() + step.moving(2 * copies),
+        "backward": step.backward() + step.moving(6 * copies),
+        "optimizer": step.moving(formulas.optimizer_traffic(parameters, job.stored, job.optimizer)),
+        "collectives": sum(gathers.values()) + scatters + sum(added.values()),
+    }
+    total = seconds["optimizer"]
+    total += _side_by_side(hardware, seconds["forward"] + added["forward"], gathers["forward"], len(units))
+    sent = gathers["backward"] + scatters
+    total += _side_by_side(hardware, seconds["backward"] + added["backward"], sent, len(units))
+    return _plan(f"TP {tensor_parallel} x FSDP2" if tensor_parallel > 1 else "FSDP2", memory, step, seconds, total)
+
+
+def _memory(net: Net, job: Job, parameters: int, layouts: int, tensor_parallel: int) -> dict[str, float]:
+    return {
+        "values": parameters * job.stored,
+        "gradients": parameters * job.stored,
+        "optimizer": parameters * job.stored * formulas.STATES[job.optimizer],
+        "layouts": layouts,
+        "activations": activation_bytes(net, job, tensor_parallel),
+    }
+
+
+def activation_bytes(net: Net, job: Job, tensor_parallel: int = 1) -> float:
+    """Kept for the backward pass: of a Transformer, by formula; else the input of each product."""
+    tokens = job.tokens * tensor_parallel
+    if net.attention:
+        layer = formulas.transformer_activation_bytes(net.width, tokens, job.wire, tensor_parallel)
+    else:
+        layer = job.wire * tokens * sum(
+            p.in_features / (tensor_parallel if p.cut == "row" else 1) for p in net.layers[0]
+        )  # fmt: skip
+    if job.recompute:  # a layer's input, and one layer at a time
+        return layer + len(net.layers) * job.wire * tokens * net.width / (tensor_parallel if net.attention else 1)
+    return layer * len(net.layers)
+
+
+def _side_by_side(hardware: Hardware, computing: float, sending: float, chunks: int) -> float:
+    return formulas.overlapped(computing, sending, chunks) if hardware.overlap else computing + sending
+
+
+def _plan(engine: str, memory: dict[str, float], step: _Step, seconds: dict[str, float], total: float) -> Plan:
+    fits = sum(memory.values()) <= USABLE * step.hardware.memory
+    return Plan(engine, memory, step.calls, seconds, total, fits)
+
+
+def recommend(found: Sequence[Plan]) -> tuple[Plan | None, str]:
+    """The simplest plan that fits and is within 5 % of the fastest, and why; none where nothing fits."""
+    fitting = [plan for plan in found if plan.fits]
+    if not fitting:
+        least = min(found, key=lambda plan: plan.bytes_on_rank)
+        largest = max(least.memory, key=lambda name: least.memory[name])
+        ways = {
+            "activations": "a smaller --batch or --recompute",
+            "layouts": "a larger --block-size, or more tensor parallelism",
+        }
+        return None, (
+            f"nothing fits: {least.engine} needs least, {least.bytes_on_rank / 1e9:.3g} GB, most of it {largest}: "
+            f"try {ways.get(largest, 'more --gpus')}"
+        )
+    fastest = min(plan.step for plan in fitting)
+    chosen = next(plan for plan in fitting if plan.step <= WORTH * fastest)
+    before = found[: found.index(chosen)]
+    reasons = []
+    if too_large := [plan.engine for plan in before if not plan.fits]:
+        reasons.append(f"{' and '.join(too_large)} {'does' if len(too_large) == 1 else 'do'} not fit")
+    if slower := [plan for plan in before if plan.fits]:
+        reasons += [f"{plan.engine} takes {plan.step / chosen.step:.2f} times as long" for plan in slower]
+    after = [plan for plan in found[len(before) + 1 :] if plan.fits]
+    if after:
+        best = min(after, key=lambda plan: plan.step)
+        gain = best.step / chosen.step
+        said = f"takes {gain:.2f} times as long" if gain >= 1 else f"would save {1 - gain:.0%} only"
+        reasons.append(f"{best.engine} {said}")
+    return chosen, f"{chosen.engine}: {'; '.join(reasons) or 'the only one that fits'}"
