@@ -10,6 +10,7 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.sparsity.sparse_training.set import nearest_zero
+from blocksparse.surgery.stored import Stored
 from blocksparse_lab.models.mlp import SparseMLP
 
 
@@ -58,9 +59,9 @@ def test_the_published_rule():
 
 def test_zeros_go_and_nothing_goes_at_zeta_0():
     layer = layer_with([0.5, 0.0, -0.5, 0.0])
-    assert nearest_zero(layer, 0.1).tolist() == [False, True, False, True]
-    assert not nearest_zero(layer, 0).any()
-    assert nearest_zero(layer, 1).all()
+    assert nearest_zero(Stored(layer), 0.1).tolist() == [False, True, False, True]
+    assert not nearest_zero(Stored(layer), 0).any()
+    assert nearest_zero(Stored(layer), 1).all()
 
 
 @pytest.mark.parametrize("norm", ["l2", "mean"])
@@ -70,7 +71,7 @@ def test_blocks_go_by_magnitude(norm):
     size = blocks.norm(dim=1) if norm == "l2" else blocks.abs().mean(1)
     expected = torch.zeros(32, dtype=torch.bool)
     expected[size.argsort()[:10]] = True
-    assert nearest_zero(layer, 0.3, norm).tolist() == expected.tolist()
+    assert nearest_zero(Stored(layer), 0.3, norm).tolist() == expected.tolist()
 
 
 CASES = {

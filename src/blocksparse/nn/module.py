@@ -232,6 +232,9 @@ class BlockSparseModule(nn.Module):
         if mine is None:
             computed = "ones computed from others, as torch.nn.utils.prune and weight_norm do: remove these first"
             raise BlockSparseError.expected("values", "a parameter of the module", computed)
+        if hasattr(mine, "device_mesh"):
+            expected = "a parameter that this process has alone (blocksparse.sparsity.rewire changes others)"
+            raise BlockSparseError.expected("values", expected, f"one sharded over {mine.device_mesh}")
         if not isinstance(values, Tensor) or values.layout != torch.strided:
             kind = values.layout if isinstance(values, Tensor) else type(values).__name__
             raise BlockSparseError.expected("values", "a dense tensor", kind)
@@ -242,12 +245,16 @@ class BlockSparseModule(nn.Module):
         if list(values.shape) != shape or values.dtype != mine.dtype or values.device != mine.device:
             got = f"{list(values.shape)}, {values.dtype}, {values.device}"
             raise BlockSparseError.expected("values", f"{shape}, {mine.dtype}, {mine.device}", got)
+        replace_data(mine, values.detach())
+        self.layout_changed(layout)
+
+    def layout_changed(self, layout: BlockLayout) -> None:
+        """Takes over a layout that `values` has already been changed to."""
         if self in _traced:
             self._become_operand(layout)
         if layout.grid != self._layout.grid:
             self._used = _padding_of(layout, self.weight_shape)
         self._layout = layout
-        replace_data(mine, values.detach())
         self.reset_layout_buffers()
 
     def draw_parameters(self, bias: Tensor | None) -> None:

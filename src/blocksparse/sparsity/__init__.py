@@ -1,7 +1,8 @@
 """Methods that train sparse networks, and methods that make dense ones sparse."""
 
 from ..surgery.compact import compact
-from ..surgery.rewire import remap_blocks, rewire
+from ..surgery.rewire import rewire
+from ..surgery.stored import remap_blocks
 from .calibration.activations import ActivationScores, activation_scores
 from .calibration.reconstruction import Reconstruction, reconstruct
 from .nm.mask import nm_layout, nm_mask

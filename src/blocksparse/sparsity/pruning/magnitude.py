@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...surgery.blocks import Blocks
+from ...surgery.stored import Stored
 
 NORMS = ("l2", "mean", "max")
 
@@ -55,9 +56,9 @@ def norms_of(blocks: Tensor, norm: str, dims: tuple[int, ...]) -> Tensor:
     return _norms(blocks.detach(), norm, dims)
 
 
-def magnitudes(values: Tensor, norm: str = "l2") -> np.ndarray:
-    """The norms of blocks as numbers, to choose by."""
-    return block_norms(values.detach(), norm).cpu().numpy()
+def magnitudes(stored: Stored, norm: str = "l2") -> np.ndarray:
+    """The norms of all stored blocks of a weight as numbers, to choose by."""
+    return stored.gather(block_norms(stored.local, norm)).cpu().numpy()
 
 
 def _norms(blocks: Tensor, norm: str, dims: tuple[int, ...]) -> Tensor:

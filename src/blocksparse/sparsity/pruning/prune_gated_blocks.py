@@ -8,7 +8,8 @@ from torch import Tensor
 from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule, replace_data
 from ...surgery.optimizer import check_optimizer, has_parameter
-from ...surgery.rewire import OnLayoutChange, carry_state, check_module, rewire
+from ...surgery.rewire import OnLayoutChange, rewire
+from ...surgery.stored import carry_state, check_module
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
 from math import prod
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -76,12 +78,16 @@ class Watch:
     """Sees the inputs of a layer, and the gradients of its outputs before any activation, until `close`.
 
     All calls of the layer count, and all backward passes: their gradients add up. A copy of the layer is not watched.
+
+    `replicas` are the groups of the processes that train the layer on other data, under DistributedDataParallel.
     """
 
     def __init__(self, layer: Linear | Convolution):
         self.layer = layer
         self.seen: list[Pass] = []
-        self._hook = layer.register_forward_hook(self)
+        self.replicas: list[Any] = []
+        # Before hooks that send outputs to other processes, or free the gathered parameters of FSDP2.
+        self._hook = layer.register_forward_hook(self, prepend=True)
 
     def close(self) -> None:
         self._hook.remove()
@@ -92,19 +98,25 @@ class Watch:
         return partial, (_ignore,)
 
     def __call__(self, layer: Linear | Convolution, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(partial(self._backward, inputs[0].detach(), output.detach()))
-
-    @torch.no_grad()
-    def _backward(self, x: Tensor, output: Tensor, grad: Tensor) -> None:
-        layer, activation = self.layer, self.layer.activation
-        grad = grad.detach()
-        if activation == "relu":
-            grad = torch.ops.aten.threshold_backward(grad, output, 0)
-        elif activation is not None:
+        if not output.requires_grad:
+            return
+        self.replicas = _replicas_of_call()
+        x, before = inputs[0].detach(), output.detach()
+        if layer.activation not in (None, "relu"):
             plain: Any = copy.copy(layer)  # with the same parameters
             plain.activation = None
-            before = plain(x.to(layer.values.dtype))  # which autocast may have changed
+            plain._forward_hooks = {}
+            with torch.no_grad():
+                before = plain(x.to(layer.values.dtype))  # which autocast may have changed
+        output.register_hook(partial(self._backward, x, before))
+
+    @torch.no_grad()
+    def _backward(self, x: Tensor, before: Tensor, grad: Tensor) -> None:
+        layer, activation = self.layer, self.layer.activation
+        grad = grad.detach()
+        if activation == "relu":  # of the output, which is positive where what comes before it is
+            grad = torch.ops.aten.threshold_backward(grad, before, 0)
+        elif activation is not None:
             backward = {"gelu": torch.ops.aten.gelu_backward, "silu": torch.ops.aten.silu_backward}[activation]
             grad = backward(grad, before.to(grad.dtype))
         if isinstance(layer, Linear):
@@ -116,12 +128,26 @@ class Watch:
         self.seen.append(ConvolutionPass(padded(x), grad, layer))
 
 
+def _replicas_of_call() -> list[Any]:
+    """The group of the DistributedDataParallel in whose forward pass this is, if any."""
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    # A name that is private to PyTorch, of 2.0 to 2.13 at least.
+    active = parallel and parallel.DistributedDataParallel._active_ddp_module
+    return [active.process_group] if active else []
+
+
 def _ignore(*_: Any) -> None:
     """Stands in the place of a hook in a copy."""
 
 
 def gradient_norms(
-    seen: Sequence[Pass], layout: BlockLayout, kernel: tuple[int, ...] = (), norm: str = "l2", tile: int = TILE
+    seen: Sequence[Pass],
+    layout: BlockLayout,
+    kernel: tuple[int, ...] = (),
+    norm: str = "l2",
+    tile: int = TILE,
+    *,
+    replicas: Sequence[Any] = (),
 ) -> Iterator[tuple[int, Tensor]]:
     """Yields norms of the blocks of the dense gradient, of which only one tile exists at a time.
 
@@ -131,6 +157,7 @@ def gradient_norms(
         kernel: of a convolution.
         norm: "l2", "mean" or "max".
         tile: weights computed at a time, in whole rows of blocks, at least one row.
+        replicas: groups of processes over which the gradients add up too.
 
     Yields:
         (first row of blocks, norms `[rows, in_blocks]`).
@@ -147,19 +174,26 @@ def gradient_norms(
     for first in range(0, out, step):
         last = min(first + step, out)
         total = reduce(torch.add, (one.rows(first, last) for one in seen))
+        if replicas:
+            total = total.contiguous()
+            for group in replicas:
+                dist.all_reduce(total, group=group)
         yield first // height, norms_of(total.reshape(-1, height, in_ // width, width, *kernel), norm, of_block)
 
 
-def largest(tiles: Iterator[tuple[int, Tensor]], taken: np.ndarray, columns: int, count: int) -> np.ndarray | None:
-    """The numbers row * columns + column of the `count` largest norms, rising, without those taken.
+def largest(
+    tiles: Iterator[tuple[int, Tensor]], taken: np.ndarray, columns: int, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers row * columns + column of the `count` largest norms, rising, without those taken, and these norms.
 
-    Of equal ones those that come first. Besides a tile only the best so far are kept. None where one is not finite.
+    Of equal ones those that come first. Besides a tile only the best so far are kept. The norms are [nan] where one is
+    not finite.
     """
     keys, norms = np.empty(0, dtype=np.int64), np.empty(0)
     for first, tile in tiles:
         mine = tile.flatten().cpu().numpy()
         if not np.isfinite(mine).all():
-            return None
+            return np.zeros(1, dtype=np.int64), np.full(1, np.nan)
         start = first * columns
         free = np.ones(mine.size, dtype=bool)
         free[taken[slice(*np.searchsorted(taken, [start, start + mine.size]))] - start] = False
@@ -169,7 +203,7 @@ def largest(tiles: Iterator[tuple[int, Tensor]], taken: np.ndarray, columns: int
         if keys.size > count:
             best = smallest(-norms, count)
             keys, norms = keys[best], norms[best]
-    return keys
+    return keys, norms
 
 
 def _wide(tensor: Tensor, features: int) -> Tensor:

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from ...checked import integer
 from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule
+from ...surgery.fsdp import reshard
 from ...surgery.optimizer import check_optimizer
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange
+from ...surgery.stored import Stored
 from ..training_method import TrainingMethod
 
 Modules = nn.Module | Iterable[nn.Module]
@@ -48,23 +50,33 @@ class DynamicSparsity(TrainingMethod):
         seed: int = 0,
         on_layout_change: OnLayoutChange | None = None,
     ):
+        if isinstance(modules, Iterable) and not isinstance(modules, nn.Module):
+            modules = list(modules)
         self.modules = find_modules(modules, skip)
         parameters: set[Tensor] = set()
+        self._roots = [modules] if isinstance(modules, nn.Module) else modules
+        self._reshard()
         for name, module in self.modules.items():
-            check_optimizer(optimizer, module.values, f"{name}.values" if name else "values")
-            if module.layout.nnz == 0:
-                raise BlockSparseError.expected(name or "modules", "a layer with connections", repr(module.layout))
-            if module.values in parameters:
+            stored = Stored(module)
+            check_optimizer(optimizer, stored.parameter, f"{name}.values" if name else "values")
+            if stored.layout.nnz == 0:
+                raise BlockSparseError.expected(name or "modules", "a layer with connections", repr(stored.layout))
+            if stored.parameter in parameters:
                 raise BlockSparseError.expected(f"{name}.values", "a parameter of one module", "one that others share")
-            parameters.add(module.values)
+            parameters.add(stored.parameter)
         self.optimizer, self.on_layout_change = optimizer, on_layout_change
         self.every, self.seed = integer("every", every, 1), integer("seed", seed, 0)
 
     def _step(self) -> bool:
         due = self._due(self.calls)
         if due:
+            self._reshard()
             self._change()
         return due
+
+    def _reshard(self) -> None:
+        for root in self._roots:
+            reshard(root)
 
     def _due(self, call: int) -> bool:
         return call % self.every == 0

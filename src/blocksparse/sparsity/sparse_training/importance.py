@@ -10,7 +10,8 @@ from ...checked import integer, number
 from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule, Weight
 from ...surgery.prunable import Skip
-from ...surgery.rewire import OnLayoutChange, check_module, rewire
+from ...surgery.rewire import OnLayoutChange, rewire
+from ...surgery.stored import Stored
 from ..pruning.magnitude import magnitudes
 from .dynamic_sparsity import DynamicSparsity, Modules
 
@@ -72,13 +73,14 @@ class ImportancePruning(DynamicSparsity):
 
     def _change(self) -> None:
         for module in self.modules.values():
-            important = importance(module).numpy()
+            stored = Stored(module)
+            important = importance(stored).numpy()
             unimportant = important < np.percentile(important, self.percentile)
-            drop = np.flatnonzero(np.repeat(unimportant, np.diff(module.layout.row_start)))
-            rewire(module, drop, [], [], self.optimizer, on_layout_change=self.on_layout_change)
+            drop = np.flatnonzero(np.repeat(unimportant, np.diff(stored.layout.row_start)))
+            rewire(stored, drop, [], [], self.optimizer, on_layout_change=self.on_layout_change)
 
 
-def importance(module: BlockSparseModule) -> Tensor:
+def importance(module: BlockSparseModule | Stored) -> Tensor:
     """The sum of |w| over what comes into each row of blocks, per neuron of the row: float64 `[out_blocks]`, CPU.
 
     With blocks of one row this is I_j = sum_i |w_ij| of each neuron j.
@@ -89,13 +91,13 @@ def importance(module: BlockSparseModule) -> Tensor:
     >>> bs.sparsity.importance(layer)
     tensor([3.0000, 0.5000], dtype=torch.float64)
     """
-    check_module(module)
-    layout = module.layout
-    sums = magnitudes(module.values, "mean").astype(np.float64) * module.values[:1].numel()
+    stored = module if isinstance(module, Stored) else Stored(module)
+    layout, used = stored.layout, stored.used
+    sums = magnitudes(stored, "mean").astype(np.float64) * stored.local.shape[1:].numel()
     rows = np.repeat(np.arange(layout.grid[0]), np.diff(layout.row_start))
     total = np.bincount(rows, weights=sums, minlength=layout.grid[0])
-    if module.used is None:
+    if used is None:
         neurons = np.full(layout.grid[0], layout.block_shape[0])
     else:
-        neurons = module.used[0].view(layout.grid[0], -1).sum(1).numpy()
+        neurons = used[0].view(layout.grid[0], -1).sum(1).numpy()
     return torch.from_numpy(total / np.maximum(neurons, 1))

@@ -18,6 +18,7 @@ from ...nn.linear import Linear
 from ...surgery.optimizer import unwrapped
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
+from ...surgery.stored import Stored
 from ..pruning.magnitude import check_norm, magnitudes, smallest
 from .dense_gradient import Watch, gradient_norms, largest
 from .dynamic_sparsity import DynamicSparsity, Modules
@@ -34,8 +35,8 @@ class RigL(DynamicSparsity):
 
     The dense gradient exists as norms per block only, computed a few rows of blocks at a time from the layers' inputs
     and the gradients of their outputs, which hooks of the layers keep in that one iteration; of several passes before
-    `step` the gradients add up. Each process ranks by its own gradient: under DistributedDataParallel the layouts would
-    part, and the next forward pass raises. There, train by `SET` with one seed.
+    `step` the gradients add up, and under DistributedDataParallel and FSDP2 those of all processes, which make the same
+    choice then: there each of these rows goes once around the processes.
 
     Args:
         modules: a model, or some modules, of linear layers and convolutions, transposed ones too; recurrent weights are
@@ -156,18 +157,23 @@ class RigL(DynamicSparsity):
             self._rig(watch)
 
     def _rig(self, watch: Watch) -> None:
-        layer, layout = watch.layer, watch.layer.layout
+        stored, mine = Stored(watch.layer), watch.layer.layout
+        layout = stored.layout
         count = int(self.fraction(self.calls) * layout.nnz)
         keys = layout.keys_of_blocks()
-        drop = smallest(magnitudes(layer.values, self.norm), count)
-        kernel = tuple(layer.values.shape[3:])
-        norms = gradient_norms(watch.seen, layout, kernel, self.norm)
-        grown = largest(norms, keys[~drop], layout.grid[1], count)
-        if grown is None:  # an overflow, which GradScaler skips too
+        drop = smallest(magnitudes(stored, self.norm), count)
+        # The gradient that is here is that of this process's part, where tensor parallelism cuts the weight.
+        stays = ~drop[stored.of_part]
+        kernel, replicas = tuple(stored.local.shape[3:]), stored.replicas or watch.replicas
+        norms = gradient_norms(watch.seen, mine, kernel, self.norm, replicas=replicas)
+        best = largest(norms, mine.keys_of_blocks()[stays], mine.grid[1], count)
+        grown, size = stored.gather_places(*best)
+        if not np.isfinite(size).all():  # an overflow, which GradScaler skips too
             return
+        grown = grown[smallest(-size, min(count, size.size))]
         drop &= ~np.isin(keys, grown)
         rows, cols = np.divmod(np.setdiff1d(grown, keys, assume_unique=True), layout.grid[1])
-        rewire(layer, np.flatnonzero(drop), rows, cols, self.optimizer, on_layout_change=self.on_layout_change)
+        rewire(stored, np.flatnonzero(drop), rows, cols, self.optimizer, on_layout_change=self.on_layout_change)
 
 
 def _before_update(method: ref[RigL], *_: Any) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
 from ...checked import integer, number
-from ...nn.module import BlockSparseModule
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
+from ...surgery.stored import Stored
 from ..pruning.magnitude import check_norm, magnitudes, smallest
 from .dynamic_sparsity import DynamicSparsity, Modules
 from .sampling import draw_unused
@@ -83,52 +85,55 @@ class SET(DynamicSparsity):
 
     def _change(self) -> None:
         for i, module in enumerate(self.modules.values()):
-            if module.layout.nnz < module.layout.grid[0] * module.layout.grid[1]:
-                self._evolve(module, self._generator(i))
+            stored = Stored(module)
+            if stored.layout.nnz < stored.layout.grid[0] * stored.layout.grid[1]:
+                self._evolve(stored, self._generator(i))
 
-    def _evolve(self, module: BlockSparseModule, generator: np.random.Generator) -> None:
-        layout = module.layout
-        drop = nearest_zero(module, self.zeta, self.norm)
+    def _evolve(self, stored: Stored, generator: np.random.Generator) -> None:
+        layout = stored.layout
+        drop = nearest_zero(stored, self.zeta, self.norm)
         taken = layout.keys_of_blocks()[~drop]
-        rows, cols = draw_unused(taken, layout.grid, int(drop.sum()), generator, _lines(module))
+        rows, cols = draw_unused(taken, layout.grid, int(drop.sum()), generator, _lines(stored))
         new = None
         if self.init != "zeros":
             torch_generator = torch.Generator().manual_seed(int(generator.integers(2**63)))
-            new = first_values(module, len(rows), self.init, torch_generator, lambda: (rows, cols))
+            new = partial(first_values, stored, len(rows), self.init, torch_generator, lambda: (rows, cols))
         rewire(
-            module, np.flatnonzero(drop), rows, cols, self.optimizer, new=new, on_layout_change=self.on_layout_change
+            stored, np.flatnonzero(drop), rows, cols, self.optimizer, new=new, on_layout_change=self.on_layout_change
         )
 
 
-def nearest_zero(module: BlockSparseModule, zeta: float, norm: str = "l2") -> np.ndarray:
+def nearest_zero(stored: Stored, zeta: float, norm: str = "l2") -> np.ndarray:
     """Marks the blocks that SET drops, bool `[nnz]`: see `SET`.
 
     >>> import torch, blocksparse as bs
     >>> from blocksparse.sparsity.sparse_training.set import nearest_zero
+    >>> from blocksparse.surgery.stored import Stored
     >>> layer = bs.nn.Linear(6, 1, block_size=1, bias=False)
     >>> layer.values.data = torch.tensor([0.5, -0.1, 0.2, -0.3, 0.1, 0.0]).reshape(6, 1, 1)
-    >>> nearest_zero(layer, 0.5).tolist()       # of three positives two, of two negatives one
+    >>> nearest_zero(Stored(layer), 0.5).tolist()       # of three positives two, of two negatives one
     [False, True, True, False, True, True]
     """
-    values = module.values.detach()
+    values, nnz = stored.local, stored.layout.nnz
     if zeta == 0:
-        return np.zeros(len(values), dtype=bool)
-    if values.numel() != len(values):
-        return smallest(magnitudes(values, norm), round(zeta * len(values)))
+        return np.zeros(nnz, dtype=bool)
+    if values.shape[1:].numel() != 1:
+        return smallest(magnitudes(stored, norm), round(zeta * nnz))
     wide = values if values.dtype == torch.float64 else values.float()
-    weights = wide.reshape(-1).cpu().numpy()
+    weights = stored.gather(wide.reshape(-1)).cpu().numpy()
     drop = weights == 0
     for side in (weights > 0, weights < 0):
         drop |= smallest(np.where(side, np.abs(weights), np.inf), round(zeta * np.count_nonzero(side)))
     return drop
 
 
-def _lines(module: BlockSparseModule) -> tuple[np.ndarray, np.ndarray] | None:
+def _lines(stored: Stored) -> tuple[np.ndarray, np.ndarray] | None:
     """The rows and columns of blocks that are not padding throughout; None for all."""
-    if module.used is None:
+    used = stored.used
+    if used is None:
         return None
-    height, width = module.layout.block_shape
-    out, in_ = module.used
+    height, width = stored.layout.block_shape
+    out, in_ = used
     rows, cols = out.view(-1, height).any(1), in_.view(-1, width).any(1)
     if rows.all() and cols.all():
         return None

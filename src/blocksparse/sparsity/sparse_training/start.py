@@ -12,9 +12,11 @@ from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule
+from ...surgery.stored import Stored
 
 Init = str | Callable[[BlockSparseModule, tuple[int, ...], torch.Generator], Tensor]
 INITS = ("zeros", "he", "xavier")
+TILE = 1 << 20  # numbers drawn at a time
 
 
 def check_init(init: Any) -> None:
@@ -24,31 +26,44 @@ def check_init(init: Any) -> None:
 
 
 def first_values(
-    module: BlockSparseModule,
+    stored: Stored,
     count: int,
     init: Init,
     generator: torch.Generator,
     places: Callable[[], tuple[np.ndarray, np.ndarray]],
+    here: np.ndarray,
 ) -> Tensor:
-    """Draws values for `count` new blocks of a module, `[count, *values.shape[1:]]` on the CPU; padding gets zeros.
+    """Draws values for `count` new blocks of a weight, and returns those of some, `[here, *values.shape[1:]]` (CPU).
 
-    Their rows and columns are asked for only where there is padding. A function as `init` is called with
-    module, shape and generator; what names mean is in `bound`.
+    Args:
+        stored: the weight.
+        count: new blocks in all.
+        init: what names mean is in `bound`; a function is called with module, shape and generator.
+        generator: what they are drawn with, in their order, so that each block gets the same numbers wherever it is.
+        places: returns the rows and columns of all of them; asked for only where there is padding, which gets zeros.
+        here: positions among them of those that are returned, rising.
     """
-    values = module.values
-    shape = (count, *values.shape[1:])
+    shape = (count, *stored.local.shape[1:])
     if isinstance(init, str):
-        most = bound(init, *fans(module))
-        drawn = torch.empty(shape, dtype=torch.float32, device="cpu").uniform_(-most, most, generator=generator)
+        most = bound(init, *fans(stored))
+        drawn = torch.empty(len(here), *shape[1:], dtype=torch.float32, device="cpu")
+        # Some at a time, as not all may fit into this process's memory.
+        step = max(1, TILE // math.prod(shape[1:]))
+        for first in range(0, count, step):
+            tile = torch.empty(min(step, count - first), *shape[1:], dtype=torch.float32, device="cpu")
+            tile.uniform_(-most, most, generator=generator)
+            begin, end = np.searchsorted(here, [first, first + step])
+            drawn[begin:end] = tile[torch.from_numpy(here[begin:end] - first)]
     else:
-        drawn = init(module, shape, generator)
+        drawn = init(stored.module, shape, generator)
         if not isinstance(drawn, Tensor) or tuple(drawn.shape) != shape:
             got = list(drawn.shape) if isinstance(drawn, Tensor) else type(drawn).__name__
             raise BlockSparseError.expected("what init returns", f"a tensor {list(shape)}", got)
-    if module.used is not None:
-        height, width = module.layout.block_shape
-        rows, cols = (torch.from_numpy(np.array(lines, np.int64)) for lines in places())
-        out, in_ = module.used
+        drawn = drawn[torch.from_numpy(here)]
+    if (used := stored.used) is not None:
+        height, width = stored.layout.block_shape
+        rows, cols = (torch.from_numpy(np.array(lines, np.int64)[here]) for lines in places())
+        out, in_ = used
         kernel = [1] * (len(shape) - 3)
         drawn = drawn * out.view(-1, height)[rows].view(-1, height, 1, *kernel).to(drawn)
         drawn = drawn * in_.view(-1, width)[cols].view(-1, 1, width, *kernel).to(drawn)
@@ -63,8 +78,8 @@ def bound(init: str, n_out: int, n_in: int) -> float:
     return {"he": math.sqrt(6 / n_in), "xavier": math.sqrt(6 / (n_in + n_out)), "zeros": 0.0}[init]
 
 
-def fans(module: BlockSparseModule) -> tuple[int, int]:
+def fans(stored: Stored) -> tuple[int, int]:
     """(n_out, n_in) of the dense layer: its real features, each with all taps of a kernel."""
-    taps = math.prod(module.values.shape[3:])
-    n_out, n_in = module.layout.shape if module.used is None else (int(side.sum()) for side in module.used)
+    taps, used = math.prod(stored.local.shape[3:]), stored.used
+    n_out, n_in = stored.layout.shape if used is None else (int(side.sum()) for side in used)
     return n_out * taps, n_in * taps

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule
-from ...surgery.rewire import OnLayoutChange, remap_blocks
+from ...surgery.rewire import OnLayoutChange
+from ...surgery.stored import Stored
 
 
 def sync_ema(model: nn.Module, other: nn.Module) -> OnLayoutChange:
@@ -51,8 +52,12 @@ def sync_ema(model: nn.Module, other: nn.Module) -> OnLayoutChange:
 
     @torch.no_grad()
     def on_layout_change(module: BlockSparseModule, source: Tensor) -> None:
-        twin = twins[module]
-        new = module.values[source < 0].to(twin.values)
-        twin.set_layout(module.layout, remap_blocks(twin.values.detach(), source, new))
+        mine, theirs = Stored(module), Stored(twins[module])
+        here = torch.from_numpy(mine.here)
+        if not mine.has_shares_of(theirs):
+            expected = "copies sharded as the model is (apply fully_shard to both in the same way)"
+            raise BlockSparseError.expected("other", expected, type(theirs.parameter).__name__)
+        new = mine.local[source[here.to(source.device)] < 0]
+        theirs.set_layout(mine.layout, source, new)
 
     return on_layout_change

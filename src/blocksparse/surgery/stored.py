@@ -1,0 +1,346 @@
+"""A block-sparse weight wherever its blocks are: in this process, or in several that store it together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import BlockSparseError
+from ..layout import BlockLayout
+from ..nn.module import BlockSparseModule
+from .fsdp import is_dtensor, record_of, replace_shard, sharded_like
+
+New = Tensor | Callable[[np.ndarray], Tensor]
+
+
+class Stored:
+    """The stored blocks of a module's weight, of which this process may have some only.
+
+    - In one process all are here, and so under DistributedDataParallel, where each process has them all.
+    - Under tensor parallelism a process has some rows, or columns, of blocks: `module.part`.
+    - Under FSDP2 it has a contiguous piece of the sorted blocks of the module's layout; with tensor parallelism, a
+      piece of its part.
+
+    What methods do with a weight they do by this, in the numbering of the whole weight, so that they choose in several
+    processes what they would choose in one. The processes that store a weight together all have to make the same
+    calls. Between them go numbers per block, layouts, and the values of blocks that change their place.
+
+    Args:
+        module: block-sparse.
+
+    Raises:
+        BlockSparseError: another module, or one whose values are sharded in a way that is not known.
+
+    >>> import torch, blocksparse as bs
+    >>> from blocksparse.surgery.stored import Stored
+    >>> stored = Stored(bs.nn.Linear(4, 2, layout=bs.BlockLayout([[1, 1]], block_size=2)))
+    >>> stored.layout.nnz, stored.here, stored.local.shape
+    (2, array([0, 1]), torch.Size([2, 2, 2]))
+    """
+
+    def __init__(self, module: BlockSparseModule):
+        check_module(module)
+        self.module = module
+        self._record = record_of(module, "values")
+        self._shard = None if self._record is None else _Shard.of(self._record.sharded_param)
+        self.parameter: Tensor = module.values if self._record is None else self._record.sharded_param
+        """The one that the optimizer has."""
+
+    @property
+    def local(self) -> Tensor:
+        """The values of the blocks that are here, `[here, block_out, block_in, *kernel]`, without their history."""
+        values: Any = self.parameter.detach()
+        local: Tensor = values.to_local() if self._shard else values
+        return local
+
+    @cached_property
+    def layout(self) -> BlockLayout:
+        """The layout of the whole weight."""
+        part, mine = self.module.part, self.module.layout
+        if part is None:
+            return mine
+        rows, cols = part.places(mine)
+        keys = gather_pieces(torch.from_numpy(rows * part.grid[1] + cols).to(self.local.device), part.group)
+        rows, cols = np.divmod(keys.sort().values.cpu().numpy(), part.grid[1])
+        return BlockLayout.from_indices(rows, cols, part.grid, mine.block_shape)
+
+    @cached_property
+    def here(self) -> np.ndarray:
+        """The positions in the whole layout of the blocks that are here, int64, rising."""
+        return self.here_of(self.layout)
+
+    def here_of(self, layout: BlockLayout) -> np.ndarray:
+        """The same for another layout of the whole weight."""
+        positions = self._part_of(layout)
+        return positions[self._shard.slice(positions.size)] if self._shard else positions
+
+    def _part_of(self, layout: BlockLayout) -> np.ndarray:
+        """The positions in a layout of the whole weight of the blocks of this process's part."""
+        part = self.module.part
+        if part is None:
+            return np.arange(layout.nnz)
+        mine = np.zeros(part.grid[part.axis], dtype=bool)
+        mine[part.lines] = True
+        return np.flatnonzero(mine[layout.row_of_block if part.axis == 0 else layout.col_of_block])
+
+    @property
+    def of_part(self) -> np.ndarray:
+        """The positions in the whole layout of the blocks of the module's own layout, int64, rising."""
+        return self._part_of(self.layout)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all blocks are here."""
+        return self._shard is None and self.module.part is None
+
+    @property
+    def used(self) -> tuple[Tensor, Tensor] | None:
+        """As the module's: which outputs and inputs of the whole layout are not padding; None where all are real."""
+        part, used = self.module.part, self.module.used
+        if part is None:
+            return used
+        size = self.module.layout.block_shape[part.axis]
+        of_part = torch.ones(part.lines.size * size, dtype=torch.bool) if used is None else used[part.axis]
+        marks = torch.zeros(part.grid[part.axis], size, dtype=torch.int32, device=self.local.device)
+        marks[torch.from_numpy(part.lines)] = of_part.view(-1, size).to(marks)
+        dist.all_reduce(marks, group=part.group)
+        other = 1 - part.axis
+        same = torch.ones(self.module.layout.shape[other], dtype=torch.bool) if used is None else used[other]
+        both = [marks.flatten().bool().cpu(), same]
+        out, in_ = both if part.axis == 0 else both[::-1]
+        return None if out.all() and in_.all() else (out, in_)
+
+    def gather(self, per_block: Tensor) -> Tensor:
+        """Numbers of the blocks that are here, `[here]`, as those of all blocks, `[nnz of the whole]`, everywhere."""
+        if self.is_whole:
+            return per_block
+        every = per_block.new_zeros(self.layout.nnz)
+        every[torch.from_numpy(self.here).to(every.device)] = per_block
+        for group in self._groups:
+            dist.all_reduce(every, group=group)
+        return every
+
+    def gather_places(self, keys: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Places in the grid of the module's own layout, with a score each, as those of all parts in the whole grid.
+
+        Args:
+            keys: int64, row * columns + column.
+            scores: float64, of each.
+
+        Returns:
+            The same of the whole grid, rising.
+        """
+        part = self.module.part
+        if part is None:
+            return keys, scores
+        lines = list(np.divmod(keys, self.module.layout.grid[1]))
+        lines[part.axis] = part.lines[lines[part.axis]]
+        places, values = (
+            gather_pieces(torch.from_numpy(each).to(self.local.device), part.group).cpu().numpy()
+            for each in (lines[0] * part.grid[1] + lines[1], scores)
+        )
+        order = places.argsort(kind="stable")
+        return places[order], values[order]
+
+    def has_shares_of(self, other: Stored) -> bool:
+        """Whether this process has the same blocks of another weight of the same layout."""
+        return (self._shard and self._shard.count) == (other._shard and other._shard.count)
+
+    @property
+    def _groups(self) -> list[Any]:
+        """Of the processes that store the weight together: along each axis of the mesh."""
+        groups = [] if self._shard is None else [self._shard.group]
+        return groups if self.module.part is None else [*groups, self.module.part.group]
+
+    @property
+    def replicas(self) -> list[Any]:
+        """The groups of processes that train the same blocks on other data, as far as the module knows them."""
+        if not self._shard:
+            return []
+        mesh = self._record.sharded_param.device_mesh
+        return [mesh.get_group(axis) for axis in range(mesh.ndim)]
+
+    def set_layout(
+        self,
+        layout: BlockLayout,
+        source: Tensor,
+        new: New | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Sets another layout, with the values of blocks that stay, and what the optimizer keeps for them.
+
+        A block goes to another process where its position does; no process has more than its old and its new share.
+
+        Args:
+            layout: of the whole weight.
+            source: int64 `[nnz]` of that layout: where each block was in the one before, rising; -1 for new ones.
+            new: values of the new blocks that will be here, in their order: a tensor, or a function that gets their
+                positions among all new ones. Zeros by default.
+            optimizer: that trains `parameter`.
+        """
+        source = source.cpu()
+        if callable(new):
+            here = np.zeros(layout.nnz, dtype=bool)
+            here[self.here_of(layout)] = True
+            new = new(np.flatnonzero(here[(source < 0).numpy()]))
+        mine = layout
+        if (part := self.module.part) is not None:
+            before, after = self._part_of(self.layout), self._part_of(layout)
+            source = source[after]
+            kept = source >= 0
+            source[kept] = torch.from_numpy(np.searchsorted(before, source[kept].numpy()))
+            lines = [layout.row_of_block[after], layout.col_of_block[after]]
+            lines[part.axis] = np.searchsorted(part.lines, lines[part.axis])
+            mine = BlockLayout.from_indices(lines[0], lines[1], self.module.layout.grid, layout.block_shape)
+        if self._shard is None:
+            carry_state(optimizer, self.parameter, source)
+            self.module.set_layout(mine, remap_blocks(self.local, source, new))
+        else:
+            self._move(self._shard, mine, source, new, optimizer)
+        self.__dict__.pop("here", None)
+        self.layout = layout
+
+    def _move(
+        self,
+        shard: _Shard,
+        layout: BlockLayout,
+        source: Tensor,
+        new: Tensor | None,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        moves = shard.moves(source.numpy(), self.parameter.shape[0])
+        state: dict[str, Any] = optimizer.state.get(self.parameter, {}) if optimizer is not None else {}
+        for name, kept in state.items():
+            if is_dtensor(kept) and kept.shape == self.parameter.shape:
+                state[name] = sharded_like(kept, moves(kept.to_local()), layout.nnz)
+        local = moves(self.local)
+        if new is not None:
+            local[source[shard.slice(layout.nnz)].to(local.device) < 0] = new.to(local)
+        replace_shard(self._record, local, layout.nnz)
+        self.module.layout_changed(layout)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A contiguous piece of the blocks, as FSDP2 cuts them: all of one size but for the last ones."""
+
+    group: Any
+    rank: int
+    count: int
+
+    @classmethod
+    def of(cls, values: Any) -> _Shard:
+        mesh, placements = values.device_mesh, values.placements
+        axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+        if len(axes) != 1 or not placements[axes[0]].is_shard(0):
+            raise BlockSparseError.expected("values", "blocks sharded along one axis of the mesh, Shard(0)", placements)
+        return cls(mesh.get_group(axes[0]), mesh.get_local_rank(axes[0]), mesh.size(axes[0]))
+
+    def bounds(self, nnz: int) -> np.ndarray:
+        """Where the piece of each process begins, and the end."""
+        return np.minimum(np.arange(self.count + 1) * -(-nnz // self.count), nnz)
+
+    def slice(self, nnz: int) -> slice:
+        """The piece of this process."""
+        first, last = self.bounds(nnz)[self.rank : self.rank + 2]
+        return slice(int(first), int(last))
+
+    def moves(self, source: np.ndarray, before: int) -> Callable[[Tensor], Tensor]:
+        """A function that makes of the piece of a tensor the piece of that for another layout; new blocks are 0.
+
+        Args:
+            source: int64 `[new nnz]`, of the whole: where each block was; -1 for new ones.
+            before: nnz of the old layout.
+        """
+        old, new = self.bounds(before), self.bounds(source.size)
+        after = np.flatnonzero(source >= 0)
+        was = source[after]  # rising as well
+        from_, to = (np.searchsorted(ends, at, side="right") - 1 for ends, at in ((old, was), (new, after)))
+        leaves, arrives = (from_ == self.rank) & (to != self.rank), (from_ != self.rank) & (to == self.rank)
+        stays = (from_ == self.rank) & (to == self.rank)
+        sent = np.bincount(to[leaves], minlength=self.count).tolist()
+        received = np.bincount(from_[arrives], minlength=self.count).tolist()
+        any_moves = bool((from_ != to).any())
+
+        def move(local: Tensor) -> Tensor:
+            there = local.new_zeros(int(new[self.rank + 1] - new[self.rank]), *local.shape[1:])
+            at, to_at, out, in_ = (
+                torch.from_numpy(index).to(local.device)
+                for index in (
+                    was[stays] - old[self.rank],
+                    after[stays] - new[self.rank],
+                    was[leaves] - old[self.rank],
+                    after[arrives] - new[self.rank],
+                )
+            )
+            there[to_at] = local[at]
+            if any_moves:
+                there[in_] = exchange_rows(local[out], sent, received, self.group)
+            return there
+
+        return move
+
+
+def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """Sends the first `sent[0]` rows to the first process of a group, and so on; returns what comes, in their order."""
+    arriving = rows.new_empty(sum(received), *rows.shape[1:])
+    # As bytes, as gloo does not know all dtypes.
+    size = rows[:0].element_size() * rows.shape[1:].numel()
+    ours, theirs = (each.reshape(-1).view(torch.uint8) for each in (rows.contiguous(), arriving))
+    dist.all_to_all_single(theirs, ours, [n * size for n in received], [n * size for n in sent], group=group)
+    return arriving
+
+
+def gather_pieces(piece: Tensor, group: Any) -> Tensor:
+    """The vectors of all processes of a group, of different lengths, one behind the other."""
+    count = dist.get_world_size(group)
+    lengths = [torch.empty(1, dtype=torch.int64, device=piece.device) for _ in range(count)]
+    dist.all_gather(lengths, torch.tensor([piece.numel()], device=piece.device), group=group)
+    sizes = [int(length) for length in lengths]
+    padded = piece.new_zeros(max(sizes))
+    padded[: piece.numel()] = piece
+    pieces = [torch.empty_like(padded) for _ in range(count)]
+    dist.all_gather(pieces, padded, group=group)
+    return torch.cat([each[:size] for each, size in zip(pieces, sizes, strict=True)])
+
+
+def remap_blocks(tensor: Tensor, source: Tensor, new: Tensor | None = None) -> Tensor:
+    """Reorders per-block data for another pattern.
+
+    Args:
+        tensor: `[nnz, ...]`.
+        source: int64 `[new nnz]`, as `rewire` returns it.
+        new: for the blocks that were not there, in their order; zeros by default.
+
+    >>> import torch, blocksparse as bs
+    >>> bs.sparsity.remap_blocks(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([0, -1, 2]))
+    tensor([5., 0., 7.])
+    """
+    source = source.to(tensor.device)
+    kept = source >= 0
+    there = tensor.new_zeros(source.numel(), *tensor.shape[1:])
+    there[kept] = tensor[source[kept]]
+    if new is not None:
+        there[~kept] = new.to(there)
+    return there
+
+
+def carry_state(optimizer: torch.optim.Optimizer | None, parameter: Tensor, source: Tensor) -> None:
+    """Remaps the optimizer's state of a parameter along its first axis, before the parameter itself changes."""
+    state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+    for name, kept in state.items():
+        if isinstance(kept, Tensor) and kept.shape == parameter.shape:
+            state[name] = remap_blocks(kept, source)
+
+
+def check_module(module: Any) -> None:
+    """Raises a BlockSparseError unless the module is block-sparse."""
+    if not isinstance(module, BlockSparseModule):
+        raise BlockSparseError.expected("module", "one with a block-sparse weight", type(module).__name__)
