@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
@@ -103,11 +102,12 @@ class Watch:
         self.replicas = _replicas_of_call()
         x, before = inputs[0].detach(), output.detach()
         if layer.activation not in (None, "relu"):
-            plain: Any = copy.copy(layer)  # with the same parameters
-            plain.activation = None
-            plain._forward_hooks = {}
-            with torch.no_grad():
-                before = plain(x.to(layer.values.dtype))  # which autocast may have changed
+            activation, layer.activation = layer.activation, None
+            try:
+                with torch.no_grad():
+                    before = layer.forward(x.to(layer.values.dtype))  # which autocast may have changed
+            finally:
+                layer.activation = activation
         output.register_hook(partial(self._backward, x, before))
 
     @torch.no_grad()
