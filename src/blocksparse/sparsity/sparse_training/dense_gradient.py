@@ -85,11 +85,17 @@ class Watch:
         self.layer = layer
         self.seen: list[Pass] = []
         self.replicas: list[Any] = []
-        # Before hooks that send outputs to other processes, or free the gathered parameters of FSDP2.
-        self._hook = layer.register_forward_hook(self, prepend=True)
+        if layer.part is None:
+            # Before the hook with which FSDP2 frees the gathered parameters.
+            self._hook = layer.register_forward_hook(self, prepend=True)
+        else:  # inputs and outputs of `forward` are not yet, or no more, those of this part
+            layer.compute = _Compute(self)  # type: ignore[method-assign]
 
     def close(self) -> None:
-        self._hook.remove()
+        if self.layer.part is None:
+            self._hook.remove()
+        else:
+            self.layer.__dict__.pop("compute", None)
         self.seen = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -97,23 +103,23 @@ class Watch:
         return partial, (_ignore,)
 
     def __call__(self, layer: Linear | Convolution, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        self.see(inputs[0].detach(), layer.bias, layer.activation, output)
+
+    def see(self, x: Tensor, bias: Tensor | None, activation: str | None, output: Tensor) -> None:
+        """Notes what was computed, and asks for the gradient of it."""
         if not output.requires_grad:
             return
         self.replicas = _replicas_of_call()
-        x, before = inputs[0].detach(), output.detach()
-        if layer.activation not in (None, "relu"):
-            activation, layer.activation = layer.activation, None
-            try:
-                with torch.no_grad():
-                    before = layer.forward(x.to(layer.values.dtype))  # which autocast may have changed
-            finally:
-                layer.activation = activation
-        output.register_hook(partial(self._backward, x, before))
+        layer, before = self.layer, output.detach()
+        if activation not in (None, "relu"):
+            kind: Any = type(layer)
+            with torch.no_grad():  # in the dtype that autocast may have changed
+                before = kind.compute(layer, x.to(layer.values.dtype), bias, None)
+        output.register_hook(partial(self._backward, x, before, activation))
 
     @torch.no_grad()
-    def _backward(self, x: Tensor, before: Tensor, grad: Tensor) -> None:
-        layer, activation = self.layer, self.layer.activation
-        grad = grad.detach()
+    def _backward(self, x: Tensor, before: Tensor, activation: str | None, grad: Tensor) -> None:
+        layer, grad = self.layer, grad.detach()
         if activation == "relu":  # of the output, which is positive where what comes before it is
             grad = torch.ops.aten.threshold_backward(grad, before, 0)
         elif activation is not None:
@@ -126,6 +132,23 @@ class Watch:
             x, grad = x[None], grad[None]
         padded = getattr(layer, "padded", lambda x: x)
         self.seen.append(ConvolutionPass(padded(x), grad, layer))
+
+
+class _Compute:
+    """Takes the place of the `compute` of a layer that is watched."""
+
+    def __init__(self, watch: Watch):
+        self.watch = watch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        layer: Any = self.watch.layer
+        return partial, (type(layer).compute, layer)  # of a copied or saved layer
+
+    def __call__(self, x: Tensor, bias: Tensor | None, activation: str | None, *args: Any, **options: Any) -> Tensor:
+        layer: Any = self.watch.layer
+        y: Tensor = type(layer).compute(layer, x, bias, activation, *args, **options)
+        self.watch.see(x.detach(), bias, activation, y)
+        return y
 
 
 def _replicas_of_call() -> list[Any]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ...checked import integer
 from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule
+from ...surgery.agreement import check_layouts
 from ...surgery.fsdp import reshard
 from ...surgery.optimizer import check_optimizer
 from ...surgery.prunable import Skip
@@ -72,7 +75,20 @@ class DynamicSparsity(TrainingMethod):
         if due:
             self._reshard()
             self._change()
+            self._check_agreement()
         return due
+
+    def _check_agreement(self) -> None:
+        """Raises a BlockSparseError, on all processes that train the same weights, where the layouts part."""
+        groups: dict[Any, dict[str, nn.Module]] = {}
+        for name, module in self.modules.items():
+            for group in Stored(module).replicas:
+                groups.setdefault(group, {})[name] = module
+        for root in self._roots:
+            if isinstance(root, DistributedDataParallel):
+                groups[root.process_group] = {"": root}
+        for group, modules in groups.items():
+            check_layouts(modules, group)
 
     def _reshard(self) -> None:
         for root in self._roots:
