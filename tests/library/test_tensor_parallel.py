@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import blocksparse as bs
@@ -85,3 +86,45 @@ def mlp(dtype, tolerance, options):
 @pytest.mark.parametrize("options", [{}, {"bias": False}], ids=str)
 def test_mlp_equals_one_process(processes, ranks, dtype, tolerance, options):
     processes(ranks)(mlp, dtype, tolerance, options)
+
+
+def lstm(options, placements):
+    model = bs.nn.LSTM(20, 40, dtype=torch.float64, **options)
+    x = torch.randn(5, 3, 20, dtype=torch.float64)
+    if options.get("batch_first"):
+        x = x.transpose(0, 1)
+    outputs = Replicate() if placements is None else placements
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.out = model, bs.nn.Linear(40, 12, density=0.5, block_size=4, dtype=torch.float64)
+
+        def forward(self, x):
+            y, (h, c) = self.lstm(x)
+            return torch.cat([self.out(y[..., :40]).flatten(), h.flatten(), c.sin().flatten()])
+
+    plan = {"lstm": ColwiseParallel(output_layouts=outputs)}
+    if placements is not None:
+        plan["out"] = RowwiseParallel()
+    compare(Net(), plan, x)
+
+
+LSTMS = [
+    {"density": 0.4, "block_size": 4},
+    {"density": 0.4, "block_size": (4, 16), "bias": False},
+    {"density": 0.4, "block_size": 8, "num_layers": 2, "batch_first": True, "bidirectional": True},
+    {"num_layers": 2},
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("options", LSTMS, ids=str)
+def test_lstm_equals_one_process(processes, ranks, options):
+    if ranks == 4 and options.get("block_size") == (4, 16):
+        options = options | {"block_size": (4, 8)}
+    processes(ranks)(lstm, options, None)
+
+
+def test_units_of_an_lstm_go_on_cut(processes):
+    processes(2)(lstm, LSTMS[0], Shard(-1))
