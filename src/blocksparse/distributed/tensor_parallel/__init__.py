@@ -5,6 +5,7 @@
 """
 
 from .cut import Cut
+from .plan import parallelize_module
 from .styles import ColwiseParallel, RowwiseParallel
 
-__all__ = ["ColwiseParallel", "Cut", "RowwiseParallel"]
+__all__ = ["ColwiseParallel", "Cut", "RowwiseParallel", "parallelize_module"]
