@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: setup demo test test-all test-gpu lint fuzz sanitize bench bench-gpu clean
+.PHONY: setup demo docs test test-all test-gpu lint fuzz sanitize bench bench-gpu clean
 
 setup: .venv/installed
 
@@ -30,6 +30,11 @@ test-all: setup
 GPU_TESTS = $(wildcard tests/library/test_*.py) tests/lab/test_cuda_graph.py
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -n 14 --dist worksteal -m "gpu and not full" -o console_output_style=count --durations=8 $(GPU_TESTS)
+
+# The site, in build/site; its tutorials run unless their results are kept from before. A warning, a broken link say, fails.
+docs: setup
+	$(BIN)/python -m sphinx -W --keep-going --quiet -j 2 -c docs . build/site
+	@echo "The site: build/site/index.html"
 
 lint: setup
 	$(BIN)/ruff check .

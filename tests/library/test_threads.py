@@ -1,4 +1,4 @@
-"""Several threads and forked processes: what docs/threads.md promises, in processes of their own with time-outs."""
+"""Several threads and forked processes: what docs/understand/threads.md promises, in processes with time-outs."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from ..surgery.agreement import check_layouts
 from .balance import balanced_cuts
 from .checkpoint import load_checkpoint, save_checkpoint
-from .tensor_parallel import ColwiseParallel, Cut, RowwiseParallel, parallelize_module
+from .tensor_parallel import ColwiseParallel, Cut, RowwiseParallel
 from .wasap.formulas import prune_to, retain_valid, union_average, warm_up
 from .wasap.settings import Epoch, Settings
 from .wasap.train import train
@@ -17,7 +17,6 @@ __all__ = [
     "balanced_cuts",
     "check_layouts",
     "load_checkpoint",
-    "parallelize_module",
     "prune_to",
     "retain_valid",
     "save_checkpoint",

@@ -3,7 +3,7 @@
 The C library returns allocations above 32 MiB to the system when they are freed. The next one of that size then costs
 a page fault for every 4 KiB, which takes several times as long as writing it. (On a GPU PyTorch has its own cache.)
 
-Threads and forked processes may all call it: `docs/threads.md` says what holds for the library as a whole.
+Threads and forked processes may all call it: `docs/understand/threads.md` says what holds for the library as a whole.
 """
 
 from __future__ import annotations

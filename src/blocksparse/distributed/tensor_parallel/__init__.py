@@ -5,7 +5,6 @@
 """
 
 from .cut import Cut
-from .plan import parallelize_module
 from .styles import ColwiseParallel, RowwiseParallel
 
-__all__ = ["ColwiseParallel", "Cut", "RowwiseParallel", "parallelize_module"]
+__all__ = ["ColwiseParallel", "Cut", "RowwiseParallel"]

@@ -1,0 +1,81 @@
+"""The site: `make docs`. Its source folder is the repository, so that links between files are the same everywhere."""
+
+import sys
+from pathlib import Path
+
+from jupyter_client.connect import ConnectionFileMixin
+
+import blocksparse
+
+# Tutorials run in this process's own kernels: by sockets that are files, not open ports.
+ConnectionFileMixin.transport.default_value = "ipc"
+sys.path.insert(0, str(Path(__file__).parent))
+
+project = "blocksparse"
+copyright = "the authors of blocksparse"
+version = release = blocksparse.__version__
+
+extensions = [
+    "mathml",
+    "public",
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+root_doc = "docs/index"
+include_patterns = [
+    "docs/**.md",
+    "benchmarks/results/*.md",
+    "src/blocksparse/ops/linear/README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+]
+exclude_patterns = [".*", "build", "dist", "tests", "csrc"]
+
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 4
+nb_execution_mode = "cache"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+nb_merge_streams = True
+
+# Docstrings: a backtick is code, `Args:` and `Raises:` are sections.
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False
+autodoc_typehints = "none"
+autodoc_class_signature = "mixed"
+napoleon_custom_sections = ["Shapes", "Source"]
+napoleon_use_rtype = False
+add_module_names = False
+python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = "blocksparse"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_extra_path = ["root"]
+html_show_sphinx = False
+html_copy_source = False
+html_theme_options = {
+    "navigation_with_keys": True,
+    "light_css_variables": {"color-brand-primary": "#0b6e8a", "color-brand-content": "#0b6e8a"},
+    "dark_css_variables": {"color-brand-primary": "#57c4e0", "color-brand-content": "#57c4e0"},
+}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+
+def title(app, docname, source):
+    """Tables of benchmarks are files without a heading: their names are."""
+    if docname.startswith("benchmarks/results/"):
+        work, machine = Path(docname).name.split("-", 1)
+        source[0] = f"# {work}: {machine}\n\n{source[0]}"
+
+
+def setup(app):
+    app.connect("source-read", title)

@@ -1,0 +1,60 @@
+"""The pages of docs/: their code runs, their links lead somewhere, and the reference has every public name."""
+
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+FOLDERS = ("start", "how_to", "understand", "coming_from")
+PAGES = sorted(page for folder in FOLDERS for page in (DOCS / folder).glob("*.md"))
+WITH_CODE = [DOCS / "index.md", *(page for page in PAGES if "```python" in page.read_text())]
+ALL = [page for page in (*DOCS.rglob("*.md"), *ROOT.glob("*.md")) if page.parent.name != "distributed"]
+PUBLIC = ["", ".conversion", ".distributed", ".matmul", ".nn", ".patterns", ".sparsity", ".topology"]
+PARTS = [".checkpoint", ".convert", ".errors", ".integrations", ".layout", ".measure", ".topology.drawings"]
+
+
+@pytest.mark.filterwarnings("ignore::blocksparse.SparsityWarning", "ignore:`torch.jit", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(DOCS)))
+def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    if "import transformers" in page.read_text() or "from transformers" in page.read_text():
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    program = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    with torch.random.fork_rng([]):
+        exec(compile(program, str(page), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", ALL, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text):
+        if not re.match(r"[a-z]+:", link):
+            assert (page.parent / link).exists(), f"{page.relative_to(ROOT)}: {link}"
+
+
+def documented():
+    """(module, name) of all that pages of the reference show."""
+    found = set()
+    for page in (DOCS / "reference").glob("*.md"):
+        for module, names in re.findall(r"```\{public\} (\S+)\n(.*?)```", page.read_text(), re.DOTALL):
+            public = importlib.import_module(module)
+            found |= {(module, name) for name in names.split() or public.__all__}
+    return found
+
+
+def test_reference_has_every_public_name():
+    shown = {id(getattr(importlib.import_module(module), name)) for module, name in documented()}
+    for package in PUBLIC + PARTS:
+        module = importlib.import_module(f"blocksparse{package}")
+        for name in module.__all__:
+            value = getattr(module, name)
+            assert isinstance(value, ModuleType) or id(value) in shown, f"blocksparse{package}.{name}"
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) < 1000
