@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -56,6 +57,21 @@ class Blocks:
         """Numbers that each stored block has, padding included."""
         self.inside = (1, 3, *range(4, 4 + self._axes))
         """The axes of `fold` that are within a block."""
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the parameter is `[in, out, *kernel]`."""
+        return self._transposed
+
+    def place_of_line(self, axis: int) -> np.ndarray:
+        """Where each row (axis 0) or column (1) of the weight is once it is padded, int64, rising."""
+        count, parts = (self._rows, self.parts) if axis == 0 else (self._columns, 1)
+        part, within = np.divmod(np.arange(count), count // parts)
+        return part * (self.shape[axis] // parts) + within
+
+    def block_of_line(self, axis: int) -> np.ndarray:
+        """The row (axis 0) or column (1) of blocks of each row or column of the weight, int64, rising."""
+        return self.place_of_line(axis) // self.block_shape[axis]
 
     @property
     def needs_padding(self) -> bool:

@@ -36,6 +36,12 @@ def is_dtensor(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to this module itself, not only to one that it is in."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
 def record_of(module: nn.Module, name: str) -> Any:
     """What `fully_shard` keeps for this parameter of this module; None where it does not shard it.
 
@@ -73,10 +79,9 @@ def _checked(record: Any, name: str) -> Any:
 
 def reshard(model: nn.Module) -> None:
     """Frees gathered parameters in a model, such as the root keeps after a forward pass without a backward pass."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    for module in model.modules() if fsdp else ():
-        if fsdp and isinstance(module, fsdp.FSDPModule):
-            module.reshard()
+    for module in model.modules():
+        if is_wrapped(module):
+            module.reshard()  # type: ignore[operator]
 
 
 def replace_shard(record: Any, local: Tensor, rows: int) -> None:

@@ -24,6 +24,7 @@ from ..nn.module import BlockSparseModule
 from ..nn.parts import Parts
 from ..nn.recurrent import Recurrent
 from .blocks import Blocks
+from .fsdp import is_wrapped
 from .mixtures import is_experts
 
 __all__ = ["Prunable", "Skip", "prunable", "survey"]
@@ -153,6 +154,8 @@ class Prunable:
         if not known:
             if kind in KNOWN or isinstance(module, Parts):
                 return f"{self.parameter} is not multiplied with the inputs"
+            if is_wrapped(module):
+                return "fully_shard was applied to it alone: apply it to a module that it is in"
             if self.has_own_forward:
                 return f"{kind.__name__} may use its weight in another way than its base class"
             unknown = "how it multiplies a stack of weights is not known" if parameter.dim() == 3 else None

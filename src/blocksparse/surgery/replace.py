@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..convert import from_dense
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.experts import Experts
@@ -20,6 +19,8 @@ from ..nn.module import Weight
 from ..nn.multihead_attention import MultiheadAttention
 from ..nn.parts import Parts
 from .blocks import pad
+from .dense_shard import values_of
+from .fsdp import hand_over, is_dtensor
 from .mixtures import is_experts
 from .optimizer import check_optimizer, has_parameter
 from .prunable import (
@@ -99,6 +100,9 @@ def replace_with_sparse(
     model = replace_modules(model, new)
     for change in changes:
         change.apply(optimizer)
+    taken: dict[Tensor, nn.Parameter] = {change.old: change.new for change in changes}
+    for old, replacement in new.items():
+        hand_over(old, replacement, taken)
     _avoid_fused_encoders(model)
     return model
 
@@ -200,6 +204,9 @@ def _recurrent(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Module
         shape = tuple(getattr(new, key).shape)
         if shape == tuple(old.shape):
             setattr(new, key, old)
+        elif is_dtensor(old):
+            expected = f"{list(shape)}, whole blocks, as FSDP2 has sharded it"
+            raise BlockSparseError.expected(key, expected, list(old.shape))
         else:  # padded
             take = partial(pad, shape=shape, parts=1 if key.startswith("weight_hr") else kind.gates)
             setattr(new, key, nn.Parameter(take(old.detach()), requires_grad=old.requires_grad))
@@ -248,11 +255,7 @@ def settings_of(module: nn.Module, kind: Callable[..., nn.Module]) -> dict[str, 
 
 def _filled(new: Any, weight: Prunable, layout: BlockLayout, changes: list[_Change]) -> Any:
     """A module on the meta device with the values that the weight has on the layout."""
-    old, blocks = weight.tensor, weight.blocks
-
-    def take(tensor: Tensor) -> Tensor:
-        return from_dense(blocks.padded(tensor), layout)
-
+    old, take = weight.tensor, partial(values_of, weight.blocks, layout)
     new.values = nn.Parameter(take(old.detach()), requires_grad=old.requires_grad)
     new.reset_layout_buffers(old.device)
     changes.append(_Change(weight.name, old, new.values, take))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class Stored:
         check_module(module)
         self.module = module
         self._record = record_of(module, "values")
-        self._shard = None if self._record is None else _Shard.of(self._record.sharded_param)
+        self._shard = None if self._record is None else Shard.of(self._record.sharded_param)
         self.parameter: Tensor = module.values if self._record is None else self._record.sharded_param
         """The one that the optimizer has."""
 
@@ -209,7 +209,7 @@ class Stored:
 
     def _move(
         self,
-        shard: _Shard,
+        shard: Shard,
         layout: BlockLayout,
         source: Tensor,
         new: Tensor | None,
@@ -228,7 +228,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class _Shard:
+class Shard:
     """A contiguous piece of the blocks, as FSDP2 cuts them: all of one size but for the last ones."""
 
     group: Any
@@ -236,7 +236,7 @@ class _Shard:
     count: int
 
     @classmethod
-    def of(cls, values: Any) -> _Shard:
+    def of(cls, values: Any) -> Shard:
         mesh, placements = values.device_mesh, values.placements
         axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
         if len(axes) != 1 or not placements[axes[0]].is_shard(0):
@@ -263,29 +263,38 @@ class _Shard:
         after = np.flatnonzero(source >= 0)
         was = source[after]  # rising as well
         from_, to = (np.searchsorted(ends, at, side="right") - 1 for ends, at in ((old, was), (new, after)))
-        leaves, arrives = (from_ == self.rank) & (to != self.rank), (from_ != self.rank) & (to == self.rank)
-        stays = (from_ == self.rank) & (to == self.rank)
-        sent = np.bincount(to[leaves], minlength=self.count).tolist()
-        received = np.bincount(from_[arrives], minlength=self.count).tolist()
-        any_moves = bool((from_ != to).any())
+        here, there = was[from_ == self.rank] - old[self.rank], after[to == self.rank] - new[self.rank]
 
         def move(local: Tensor) -> Tensor:
-            there = local.new_zeros(int(new[self.rank + 1] - new[self.rank]), *local.shape[1:])
-            at, to_at, out, in_ = (
-                torch.from_numpy(index).to(local.device)
-                for index in (
-                    was[stays] - old[self.rank],
-                    after[stays] - new[self.rank],
-                    was[leaves] - old[self.rank],
-                    after[arrives] - new[self.rank],
-                )
+            moved = local.new_zeros(int(new[self.rank + 1] - new[self.rank]), *local.shape[1:])
+            moved[torch.from_numpy(there).to(local.device)] = move_rows(
+                local[torch.from_numpy(here).to(local.device)], from_, to, self
             )
-            there[to_at] = local[at]
-            if any_moves:
-                there[in_] = exchange_rows(local[out], sent, received, self.group)
-            return there
+            return moved
 
         return move
+
+
+def move_rows(rows: Tensor, from_: np.ndarray, to: np.ndarray, shard: Shard) -> Tensor:
+    """Rows that several processes have, as those that this process is to have; only those that change theirs are sent.
+
+    Args:
+        rows: what is here, in order.
+        from_, to: int64, for each row of all processes, the process that has it, and the one that is to have it.
+        shard: the processes.
+    """
+    if (from_ == to).all():
+        return rows
+    has, gets = from_ == shard.rank, to == shard.rank
+    leaves, arrives, stays = has & ~gets, gets & ~has, has & gets
+    moved = rows.new_empty(int(gets.sum()), *rows.shape[1:])
+    index = partial(torch.as_tensor, device=rows.device)
+    moved[index(stays[gets])] = rows[index(stays[has])]
+    order = np.flatnonzero(leaves[has])[to[leaves].argsort(kind="stable")]
+    sent, received = (np.bincount(each, minlength=shard.count).tolist() for each in (to[leaves], from_[arrives]))
+    slots = np.flatnonzero(arrives[gets])[from_[arrives].argsort(kind="stable")]
+    moved[index(slots)] = exchange_rows(rows[index(order)], sent, received, shard.group)
+    return moved
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
+from ...surgery.dense_shard import mask_
+from ...surgery.fsdp import record_of, reshard
 from ...surgery.optimizer import check_optimizer
 from ...surgery.prunable import Skip, prunable
 from ...surgery.replace import replace_with_sparse
@@ -36,6 +38,8 @@ class DensePruner(TrainingMethod):
 
     end: int | None = None
     """The call of `step` from which on `finish` may be called; None for any."""
+    takes_shards = False
+    """Whether it works on weights that FSDP2 has sharded."""
     remedy = "a higher density"
     """What is to be changed where a weight was left without a block."""
 
@@ -47,6 +51,7 @@ class DensePruner(TrainingMethod):
         block_size: int | tuple[int, int] = 32,
         skip: Skip = (),
     ):
+        reshard(model)
         found = prunable(model, block_size, skip)
         if not found:
             expected = "one with dense weights that can become block-sparse, not all of them skipped"
@@ -55,6 +60,9 @@ class DensePruner(TrainingMethod):
         self.weights = {weight.name: weight for weight in found}
         self.dense: dict[str, Tensor] = {}
         for weight in found:
+            if record_of(weight.module, weight.parameter) and not self.takes_shards:
+                expected = "a weight that this process has whole; GradualPruning and ThresholdPruning take sharded ones"
+                raise BlockSparseError.expected(weight.name, expected, "one that FSDP2 has sharded")
             check_optimizer(optimizer, weight.tensor, weight.name)
             self.dense[weight.name] = weight.tensor
         self.blocks = {weight.name: weight.blocks for weight in found}
@@ -104,6 +112,7 @@ class DensePruner(TrainingMethod):
                 expected = f"a block that is kept (by {self.remedy}; or leave the weight out by skip)"
                 raise BlockSparseError.expected(name, expected, repr(layout))
             check_optimizer(self.optimizer, self.dense[name], name)
+        reshard(self.model)
         with torch.no_grad():
             self._settle()
         self.model = replace_with_sparse(self.model, layouts, self.optimizer)
@@ -123,6 +132,8 @@ class DensePruner(TrainingMethod):
 
 class Masked(DensePruner):
     """Sets blocks to 0: after each `step` they are 0, whatever the optimizer did."""
+
+    takes_shards = True
 
     def __init__(
         self,
@@ -146,12 +157,12 @@ class Masked(DensePruner):
         self.keep = {name: state[f"keep.{name}"].to(keep, copy=True) for name, keep in self.keep.items()}
 
     def _step(self) -> bool:
+        reshard(self.model)
         due = self._due(self.calls)
         if due:
             self._change()
         for name, keep in self.keep.items():
-            dense = self.dense[name]
-            dense.masked_fill_(~self.blocks[name].spread(keep.to(dense.device)), 0)
+            mask_(self.blocks[name], self.dense[name], keep)
         return due
 
     def _due(self, call: int) -> bool:

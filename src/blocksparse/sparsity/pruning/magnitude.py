@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...surgery.blocks import Blocks
+from ...surgery.dense_shard import per_block
 from ...surgery.stored import Stored
 
 NORMS = ("l2", "mean", "max")
@@ -48,7 +50,7 @@ def block_norms(values: Tensor, norm: str = "l2") -> Tensor:
 
 def dense_norms(blocks: Blocks, dense: Tensor, norm: str = "l2") -> Tensor:
     """The magnitude of each block of a dense weight, `[out_blocks, in_blocks]`, without gradients."""
-    return norms_of(blocks.fold(dense), norm, blocks.inside)
+    return per_block(blocks, dense, partial(norms_of, norm=norm, dims=blocks.inside))
 
 
 def norms_of(blocks: Tensor, norm: str, dims: tuple[int, ...]) -> Tensor:
