@@ -51,7 +51,8 @@ class DensePruner(TrainingMethod):
         block_size: int | tuple[int, int] = 32,
         skip: Skip = (),
     ):
-        reshard(model)
+        if isinstance(model, nn.Module):
+            reshard(model)
         found = prunable(model, block_size, skip)
         if not found:
             expected = "one with dense weights that can become block-sparse, not all of them skipped"
