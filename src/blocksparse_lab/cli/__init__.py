@@ -20,6 +20,7 @@ from .demo import demo
 from .experiment import Experiments, experiment
 from .info import info
 from .layout import layout
+from .plan import plan
 from .sample import sample
 from .sentiment import sentiment
 from .sparsify import sparsify
@@ -74,6 +75,7 @@ app.command()(compare)
 app.command()(demo)
 app.command(cls=Experiments)(experiment)
 app.command()(layout)
+app.command()(plan)
 app.command()(sample)
 app.command()(sentiment)
 app.command()(sparsify)

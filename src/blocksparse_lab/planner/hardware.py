@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -81,7 +82,7 @@ class Hardware:
         return self.rates[bytes_each, fitting[-1]]
 
     def seconds(self, collective: str, size: float, ranks: int, stride: int = 1) -> float:
-        """Of one collective over `size` bytes by ranks that lie `stride` apart; a ring is as fast as its slowest link.
+        """Of one collective over `size` bytes by ranks that lie `stride` apart, as fast as the slowest link.
 
         >>> PRESETS["h100"].seconds("all_reduce", 1e9, 8) < PRESETS["h100"].seconds("all_reduce", 1e9, 16)
         True
@@ -92,12 +93,14 @@ class Hardware:
         nodes = -(-ranks * stride // self.devices)
         if nodes == 1:
             return ring_steps(collective, ranks) * here.latency + RING_BYTES[collective](size, ranks) / here.bandwidth
-        # One message between nodes for each node, the others inside of them.
+        # Between nodes sums go over trees (Sanders, Speck, Traeff, Two-tree algorithms, 2009), as NCCL's do; what is
+        # gathered or scattered goes round, a message between nodes for each node.
         away = getattr(self.between, collective)
         outside = min(nodes, ranks)
-        latency = (
-            ring_steps(collective, outside) * away.latency + ring_steps(collective, ranks // outside) * here.latency
-        )
+        messages = ring_steps(collective, outside)
+        if collective in ("all_reduce", "broadcast"):
+            messages = min(messages, 2 * math.ceil(math.log2(outside)))
+        latency = messages * away.latency + ring_steps(collective, ranks // outside) * here.latency
         return latency + RING_BYTES[collective](size, ranks) / min(here.bandwidth, away.bandwidth)
 
 

@@ -234,17 +234,18 @@ def _memory(net: Net, job: Job, parameters: int, layouts: int, tensor_parallel: 
 
 
 def activation_bytes(net: Net, job: Job, tensor_parallel: int = 1) -> float:
-    """Kept for the backward pass: of a Transformer, by formula; else the input of each product."""
+    """Kept for the backward pass: of a Transformer, by formula; else the input of each product, and the output."""
     tokens = job.tokens * tensor_parallel
+    whole: float = job.wire * tokens * net.width
     if net.attention:
         layer = formulas.transformer_activation_bytes(net.width, tokens, job.wire, tensor_parallel)
+        whole /= tensor_parallel
     else:
-        layer = job.wire * tokens * sum(
-            p.in_features / (tensor_parallel if p.cut == "row" else 1) for p in net.layers[0]
-        )  # fmt: skip
-    if job.recompute:  # a layer's input, and one layer at a time
-        return layer + len(net.layers) * job.wire * tokens * net.width / (tensor_parallel if net.attention else 1)
-    return layer * len(net.layers)
+        split = {"column": 1, "row": tensor_parallel}
+        layer = job.wire * tokens * sum(p.in_features / split[p.cut] for p in net.layers[0])
+    if job.recompute:  # the inputs of layers, and one layer at a time
+        return layer + whole * len(net.layers)
+    return layer * len(net.layers) + (0 if net.attention else whole)
 
 
 def _side_by_side(hardware: Hardware, computing: float, sending: float, chunks: int) -> float:

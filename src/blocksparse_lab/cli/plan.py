@@ -1,0 +1,166 @@
+"""`blocksparse plan`: what training on many devices takes, by engine, and which to choose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from blocksparse.errors import BlockSparseError
+
+from .layout import write
+from .options import parse_count
+from .tables import say, table
+
+if TYPE_CHECKING:
+    from ..planner.hardware import Hardware
+    from ..planner.plan import Plan
+
+DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def plan(
+    params: Annotated[str, typer.Option(help="Stored weights, such as 10B: what is trained, without zeros.")] = "1B",
+    density: Annotated[float, typer.Option(help="Stored blocks of all: at 0.05 the net is 20 times as large.")] = 0.1,
+    gpus: Annotated[int, typer.Option(help="Devices in all.")] = 8,
+    machine: Annotated[str, typer.Option(help="h100, h200, or a file that --measure --json wrote.")] = "h100",
+    layers: Annotated[int | None, typer.Option(help="Transformer layers; else width / 128.")] = None,
+    width: Annotated[int | None, typer.Option(help="Features; else from --params.")] = None,
+    block_size: Annotated[int, typer.Option(help="Rows and columns of a block.")] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences per device and step.")] = 1,
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
+    dtype: Annotated[str, typer.Option(help="Of products and gathers: bf16, fp16 or fp32.")] = "bf16",
+    pure: Annotated[bool, typer.Option("--pure", help="Values and states in --dtype too, not in fp32.")] = False,
+    optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")] = "adamw",
+    recompute: Annotated[bool, typer.Option("--recompute", help="Activations are computed again, not kept.")] = False,
+    memory: Annotated[float | None, typer.Option(help="GB of a device, instead of the machine's.")] = None,
+    per_node: Annotated[int | None, typer.Option(help="Devices of a node, instead of the machine's.")] = None,
+    inside: Annotated[float | None, typer.Option(help="GB/s of a device inside its node, one direction.")] = None,
+    between: Annotated[float | None, typer.Option(help="GB/s of a device between nodes, one direction.")] = None,
+    measure: Annotated[int, typer.Option(help="Measure this machine with so many processes instead.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="A file for the numbers.")] = None,
+) -> None:
+    """Predicts memory, communication and time of DDP, FSDP2 and TP x FSDP2 for a block-sparse Transformer."""
+    from ..planner import hardware, net
+    from ..planner.plan import USABLE, Job, plans, recommend
+
+    console = Console()
+    if measure:
+        _measure(console, measure, json_file)
+        return
+    if dtype not in DTYPES:
+        raise BlockSparseError.expected("dtype", f"one of {list(DTYPES)}", repr(dtype))
+    device = _changed(hardware.find(machine), memory, per_node, inside, between)
+    model = net.transformer(parse_count(params), density, block_size, layers, width)
+    job = Job(gpus, batch * sequence, sequence, DTYPES[dtype], DTYPES[dtype] if pure else 4, optimizer, recompute)
+    found = plans(model, device, job)
+    chosen, why = recommend(found)
+    console.print(
+        f"{_short(model.weights)} stored weights of {_short(model.weights / density)}: {len(model.layers)} layers of "
+        f"width {model.width}, blocks of {block_size}; {dtype}, {optimizer}{', recompute' if recompute else ''}",
+        highlight=False,
+    )
+    console.print(
+        f"{gpus} x {device.name}, {device.devices} per node, {device.memory / 1e9:.0f} GB, of which {USABLE:.0%} is "
+        f"used; {job.tokens} tokens each ({_short(job.tokens * gpus)} per step)\n",
+        highlight=False,
+    )
+    console.print(_table(found, chosen))
+    console.print("\n[dim]GB on a device[/]")
+    console.print(_memory(found))
+    console.print(f"\n[bold]{why}[/]", highlight=False)
+    console.print(f"[dim]{device.source}[/]", highlight=False)
+    if json_file is not None:
+        content = {"machine": hardware.as_json(device), "plans": [each.as_dict() for each in found], "why": why}
+        write("json", json_file, json.dumps(content, indent=1) + "\n")
+        say(console, f"wrote {json_file}")
+
+
+def _changed(
+    device: Hardware, memory: float | None, per_node: int | None, inside: float | None, between: float | None
+) -> Hardware:
+    from dataclasses import replace
+
+    from ..planner.hardware import GB, Network
+
+    changes: dict[str, Any] = {}
+    for name, given in (("memory", memory), ("per_node", per_node), ("inside", inside), ("between", between)):
+        if given is not None and given <= 0:
+            raise BlockSparseError.expected(name, "more than 0", given)
+    if memory is not None:
+        changes["memory"] = memory * GB
+    if per_node is not None:
+        changes["devices"] = per_node
+    for name, given in (("inside", inside), ("between", between)):
+        if given is not None:
+            changes[name] = Network.uniform(getattr(device, name).all_reduce.latency, given * GB)
+    return replace(device, **changes)
+
+
+def _table(found: list[Plan], chosen: Plan | None) -> Table:
+    rows = []
+    for each in found:
+        colour = "bold green" if each is chosen else "" if each.fits else "red"
+        cells = (
+            each.engine,
+            _gb(each.bytes_on_rank),
+            "yes" if each.fits else "NO",
+            _gb(sum(each.sent.values())),
+            _seconds(each.seconds["forward"] + each.seconds["backward"]),
+            _seconds(each.seconds["collectives"]),
+            _seconds(each.step),
+        )
+        rows.append([f"[{colour}]{cell}[/]" if colour else cell for cell in cells])
+    return table(("engine", "GB", "fits", "GB sent", "compute", "collectives", "step"), rows)
+
+
+def _memory(found: list[Plan]) -> Table:
+    parts = ["values", "gradients", "optimizer", "layouts", "activations", "copies"]
+    rows = [[each.engine, *(_gb(each.memory.get(part, 0)) for part in parts)] for each in found]
+    return table(("engine", *parts), rows)
+
+
+def _measure(console: Console, processes: int, json_file: Path | None) -> None:
+    from ..planner.hardware import as_json
+    from ..planner.measure import measure
+
+    if processes < 1:
+        raise BlockSparseError.expected("measure", "at least 1 process", processes)
+    found = measure(processes)
+    rows = []
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
+        link = getattr(found.inside, name)
+        rows.append((name, f"{link.bandwidth / 1e9:.3g} GB/s", f"{link.latency * 1e6:.3g} us a message"))
+    for (_, block), rate in found.rates.items():
+        rows.append((f"block-sparse layer, fp32, blocks of {block}", f"{rate / 1e9:.3g} GFLOP/s", "forward, backward"))
+    rows.append(("dense product, fp32", f"{found.dense[4] / 1e9:.3g} GFLOP/s", ""))
+    rows.append(("memory", f"{found.bandwidth / 1e9:.3g} GB/s", f"{found.cores} cores"))
+    console.print(f"{processes} processes, gloo, a thread each", highlight=False)
+    console.print(table(("", "rate", ""), rows))
+    if json_file is not None:
+        write("json", json_file, json.dumps({"hardware": as_json(found)}, indent=1) + "\n")
+        say(console, f"wrote {json_file}: blocksparse plan --machine {json_file} --dtype fp32")
+
+
+def _gb(size: float) -> str:
+    """
+    >>> _gb(123_456_000_000), _gb(9_870_000_000), _gb(12_000_000), _gb(0)
+    ('123', '9.87', '0.012', '-')
+    """
+    number = size / 1e9
+    return "-" if size == 0 else f"{number:.0f}" if number >= 100 else f"{number:.3g}" if number >= 0.001 else "<0.001"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms" if seconds else "-"
+
+
+def _short(number: float) -> str:
+    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= scale:
+            return f"{number / scale:.3g}{letter}"
+    return f"{number:.3g}"

@@ -1,0 +1,177 @@
+"""Rates of this machine: gloo between processes, products of the block-sparse layer, memory; a few seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import blocksparse as bs
+from blocksparse.errors import BlockSparseError
+
+from .formulas import RING_BYTES, flops, ring_steps
+from .hardware import Hardware, Link, Network
+
+# Seconds for each rate.
+BUDGET = 0.3
+# Bytes of a collective, between which its time is taken for a line: a message's latency, a layer's parameters.
+SMALL, LARGE = 1 << 12, 1 << 22
+# Larger than caches, as are the states of an optimizer.
+COPIED = 1 << 26
+FEATURES, TOKENS, DENSITY = 2048, 256, 0.1
+
+
+def rates(blocks: tuple[int, ...] = (32,)) -> Hardware:
+    """The rates of a group of processes, the default one, which call this together."""
+    ranks, cores = dist.get_world_size(), available_cores()
+    links = {name: _link(name) for name in RING_BYTES}
+    network = Network(**links)
+    alone = min(ranks, cores)  # a process on each core, the others wait
+    bandwidth = 2 * COPIED / _together(_copy(), alone)
+    found = {}
+    for block in blocks:
+        call, weights = _product(block)
+        found[4, block] = flops(weights, TOKENS) / _together(call, alone)
+    x = torch.randn(512, 512)
+    dense = 2 * 512**3 / _together(lambda: x @ x, alone)
+    return Hardware(
+        name="measured",
+        memory=_memory() / ranks,
+        devices=ranks,
+        inside=network,
+        between=network,
+        bandwidth=bandwidth,
+        rates=found,
+        dense={4: dense},
+        overlap=False,
+        cores=cores,
+        source=f"measured on {ranks} processes",
+    )
+
+
+def available_cores() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _link(collective: str) -> Link:
+    """From the times of a small and of a large tensor, which a ring's formulas relate."""
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return Link(0.0, 1e12)
+    small, large = (_together(_collective(collective, size), ranks) for size in (SMALL, LARGE))
+    sent = RING_BYTES[collective](LARGE, ranks) - RING_BYTES[collective](SMALL, ranks)
+    return Link(small / ring_steps(collective, ranks), sent / max(large - small, 1e-9))
+
+
+def _collective(name: str, size: int) -> Callable[[], Any]:
+    ranks = dist.get_world_size()
+    whole = torch.ones(size // 4 // ranks * ranks)
+    part = torch.ones(len(whole) // ranks)
+    # Names of torch 2.13 for what was all_gather_into_tensor and reduce_scatter_tensor.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: gather(whole, part),
+        "reduce_scatter": lambda: scatter(part, whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+    }
+
+    def call() -> None:
+        whole.fill_(1.0)  # sums of sums would overflow
+        calls[name]()
+
+    return call
+
+
+def _copy() -> Callable[[], Any]:
+    source = torch.ones(COPIED // 4)
+    target = torch.zeros_like(source)
+    return lambda: target.copy_(source)
+
+
+def _product(block: int) -> tuple[Callable[[], Any], int]:
+    """Forward and backward of a layer, and how many weights it stores."""
+    torch.manual_seed(0)
+    layer = bs.nn.Linear(FEATURES, FEATURES, density=DENSITY, block_size=block, bias=False)
+    x = torch.randn(TOKENS, FEATURES, requires_grad=True)
+    gradient = torch.randn(TOKENS, FEATURES)
+
+    def call() -> None:
+        layer.values.grad = x.grad = None
+        y: Tensor = layer(x)
+        y.backward(gradient)
+
+    return call, layer.values.numel()
+
+
+def _together(call: Callable[[], Any], ranks: int) -> float:
+    """Median seconds of a call by the first so many ranks at once, of the slowest of them, on every rank."""
+    seconds = torch.zeros(1)
+    dist.barrier()
+    if dist.get_rank() < ranks:
+        call()
+        start = perf_counter()
+        call()
+        often = torch.tensor([min(max(int(BUDGET / (perf_counter() - start + 1e-6)), 5), 200)])
+    else:
+        often = torch.tensor([0])
+    dist.all_reduce(often, dist.ReduceOp.MAX)
+    if dist.get_rank() < ranks:
+        times = []
+        for _ in range(int(often)):
+            start = perf_counter()
+            call()
+            times.append(perf_counter() - start)
+        seconds[0] = statistics.median(times)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def measure(processes: int) -> Hardware:
+    """Starts so many processes, of one thread each, and measures their rates.
+
+    Raises:
+        BlockSparseError: one of them fails.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (processes, str(Path(folder) / "store"), theirs)
+        started = [context.Process(target=_process, args=(rank, *arguments)) for rank in range(processes)]
+        for process in started:
+            process.start()
+        theirs.close()
+        try:
+            found: Hardware = ours.recv()
+        except EOFError:
+            raise BlockSparseError("measuring: a process ended before it had a result") from None
+        finally:
+            for process in started:
+                process.join(10)
+                process.kill()
+    return found
+
+
+def _process(rank: int, processes: int, store: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    found = rates()
+    if rank == 0:
+        pipe.send(found)
+    pipe.close()
+    dist.destroy_process_group()
