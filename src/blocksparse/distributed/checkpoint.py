@@ -12,14 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
 from ..checkpoint import parsed
 from ..errors import BlockSparseError
 from ..files import path_of
 from ..layout import BlockLayout, layout_of_indices
 from ..nn.module import BlockSparseModule
+from ..surgery.stored import Stored as BlocksOf
 from .group import all_gather, on_all, reraise_comm_errors
-from .held import Held, Rows, as_sharded, local_like, part_of, rows_of, whole_layout
+from .held import Held, Rows, as_sharded, cut_rows, local_like, part_of, rows_of, whole_layout
 from .storage import SavePlanner, Stored, Wanted, Writer
 
 INDICES = ("crow_indices", "col_indices")
@@ -111,16 +113,18 @@ def load_checkpoint(
 
 def _entries(
     held: Held, parts: Mapping[str, tuple[int, int]], prefix: str
-) -> tuple[dict[str, Tensor], dict[str, Rows]]:
+) -> tuple[dict[str, Tensor], dict[str, list[Rows]]]:
     """What is written as one tensor, and what in rows, by name."""
     plain: dict[str, Tensor] = {}
-    rows: dict[str, Rows] = {}
+    rows: dict[str, list[Rows]] = {}
 
     def add(name: str, tensor: Tensor, as_name: str) -> None:
-        if held.layer_of(as_name) is None:
-            plain[prefix + name] = tensor
+        if held.layer_of(as_name) is not None:
+            rows[prefix + name] = [rows_of(tensor, parts.get(as_name.rpartition(".")[0]))]
+        elif as_name in held.cuts:
+            rows[prefix + name] = cut_rows(tensor, held.cuts[as_name])
         else:
-            rows[prefix + name] = rows_of(tensor, parts.get(as_name.rpartition(".")[0]))
+            plain[prefix + name] = tensor
 
     for name, tensor in held.tensors.items():
         layer, _, last = name.rpartition(".")
@@ -130,7 +134,7 @@ def _entries(
         plain[f"{prefix}{name}/grid"] = torch.tensor([*_grid(module), *module.layout.block_shape])
         if module.part is not None:
             for axis, index in zip(("rows", "cols"), module.part.places(module.layout), strict=True):
-                rows[f"{prefix}{name}/{axis}"] = Rows(torch.from_numpy(index).long(), *parts[name])
+                rows[f"{prefix}{name}/{axis}"] = [Rows(torch.tensor(index).long(), *parts[name])]
     for name, parameter in held.trained().items():
         state = held.optimizer.state.get(parameter, {})
         for key, kept in state.items():
@@ -179,6 +183,7 @@ class _Loading:
 
     def _read(self) -> None:
         self.about = self._json("/about") if "/about" in self.sizes else {}
+        self.layouts: dict[str, BlockLayout] = {}
         places = {name: self._layout(name, module) for name, module in self.held.layers.items()}
         self.plain: dict[str, Tensor] = {}
         self.wanted: dict[str, Wanted] = {}
@@ -187,11 +192,16 @@ class _Loading:
             if layer in places and last in INDICES:
                 self.new[name] = getattr(places[layer][0], last)(tensor.device)
             else:
-                self.new[name] = self._room(name, tensor, places.get(layer) if last == "values" else None)
+                self.new[name] = self._room(name, tensor, self._rows(name, places))
         for name, parameter in self.held.trained().items():
-            at = places.get(name.rpartition(".")[0]) if self.held.layer_of(name) else None
-            self._state(name, parameter, at)
+            self._state(name, parameter, self._rows(name, places))
         self.stored.read(self.plain, self.wanted)
+
+    def _rows(self, name: str, places: Mapping[str, tuple[BlockLayout, np.ndarray]]) -> np.ndarray | None:
+        """Which rows of a stored tensor the layer here has, int64; None for all."""
+        if self.held.layer_of(name) is not None:
+            return places[name.rpartition(".")[0]][1]
+        return self.held.cuts[name].here if name in self.held.cuts else None
 
     def _json(self, name: str) -> dict[str, Any]:
         found = parsed(self.stored.whole(self.prefix + name).numpy().tobytes())
@@ -226,6 +236,7 @@ class _Loading:
                 raise self._wrong(f"a layout of {grid} blocks for {name or 'the layer'}", error) from error
             order = np.arange(whole.nnz)
         layout, mine = part_of(whole, module)
+        self.layouts[name] = whole
         if layout != module.layout:
             if self.held.is_ddp and layout.nnz != module.layout.nnz:
                 got = f"{layout.nnz} in the checkpoint; load before the model is wrapped in DistributedDataParallel"
@@ -236,8 +247,8 @@ class _Loading:
                 )
         return layout, order[mine]
 
-    def _room(self, name: str, tensor: Tensor, at: tuple[BlockLayout, np.ndarray] | None, like: str = "") -> Tensor:
-        """The tensor that is to be filled with a stored one, as this one is sharded."""
+    def _room(self, name: str, tensor: Tensor, rows: np.ndarray | None) -> Tensor:
+        """The tensor that is to be filled with a stored one, or with rows of it, sharded as this one is."""
         size, properties = self._size(name), self.stored.tensors[self.prefix + name].properties
         if tensor.is_meta:
             raise BlockSparseError.expected(
@@ -245,21 +256,19 @@ class _Loading:
             )
         if properties.dtype.is_floating_point != tensor.dtype.is_floating_point or properties.dtype.is_complex:
             raise self._wrong(f"{name} of {tensor.dtype}", properties.dtype)
-        if at is None:
+        if rows is None:
             if size != tensor.shape:
                 raise self._wrong(f"{name} of {list(tensor.shape)}", list(size))
             self.plain[self.prefix + name] = room = torch.empty_like(tensor, requires_grad=False)
             return room
-        layout, rows = at
-        if size[1:] != tensor.shape[1:]:
-            raise self._wrong(f"{name} with blocks of {list(tensor.shape[1:])}", list(size[1:]))
-        if len(rows) and rows.max() >= size[0]:
-            raise self._wrong(f"{name} with {rows.max() + 1} blocks or more, as the layout has", list(size))
-        mine = local_like(tensor, layout.nnz, tensor.dtype)
+        least = int(rows.max()) + 1 if len(rows) else 0
+        if size[1:] != tensor.shape[1:] or size[0] < least:
+            raise self._wrong(f"{name} of [{least} or more, {str(list(tensor.shape[1:]))[1:]}", list(size))
+        mine = local_like(tensor, len(rows), tensor.dtype)
         self.wanted[self.prefix + name] = Wanted(rows[mine.first : mine.end], mine.local)
         return as_sharded(mine, tensor)
 
-    def _state(self, name: str, parameter: nn.Parameter, at: tuple[BlockLayout, np.ndarray] | None) -> None:
+    def _state(self, name: str, parameter: nn.Parameter, rows: np.ndarray | None) -> None:
         """Makes room for the optimizer's state of a parameter."""
         if f"{name}/group" not in self.sizes:
             raise self._wrong(f"the optimizer's state of {name}", "none: save it with optimizer=...")
@@ -276,13 +285,20 @@ class _Loading:
             size, dtype = self.sizes[full], self.stored.tensors[self.prefix + full].properties.dtype
             if size == self.sizes[name]:
                 # In the parameter's memory format and sharding, but of its own dtype.
-                self.states[name][key] = self._room(full, parameter.detach().to(dtype), at)
+                self.states[name][key] = self._room(full, parameter.detach().to(dtype), rows)
             else:
                 kept = torch.empty(size, dtype=dtype, device=_device_of(key, parameter, self.held))
                 self.plain[self.prefix + full] = self.states[name][key] = kept
 
+    @torch.no_grad()
     def apply(self) -> None:
         """Gives the module and the optimizer what was read."""
+        for name, module in self.held.layers.items():
+            stored, layout = BlocksOf(module), self.layouts[name]
+            if stored.layout != layout:
+                values = self.new[f"{name}.values".removeprefix(".")]
+                local = values.to_local() if isinstance(values, DTensor) else values
+                stored.set_layout(layout, torch.full((layout.nnz,), -1), new=local)
         self.held.root.load_state_dict({own: self.new[name] for own, name in self.held.names.items()})
         names = {id(parameter): name for name, parameter in self.held.trained().items()}
         for group in self.held.optimizer.param_groups if names else ():

@@ -282,6 +282,16 @@ def _digest(fact: object) -> int:
     return int.from_bytes(hashed.digest()[:8], "little") >> 1
 
 
+def all_max(*numbers: int) -> list[int]:
+    """The largest of each number over all processes."""
+    if is_single_process():
+        return list(numbers)
+    found = torch.tensor(numbers)
+    with reraise_comm_errors():
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
+
+
 def all_gather(mine: Any) -> list[Any]:
     """What each process has, by rank: anything that can be pickled."""
     if is_single_process():

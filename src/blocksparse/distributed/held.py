@@ -55,6 +55,7 @@ class Held:
         tensors: the state dict, without the wrappers' names.
         names: these names by those of `root.state_dict()`.
         layers: the block-sparse modules.
+        cuts: how dense parameters, such as biases, are cut over the processes of a tensor-parallel layer.
         optimizer: the one that holds the states: wrappers of other libraries are taken off.
     """
 
@@ -74,6 +75,11 @@ class Held:
             _without_wrappers(f"{name}.").removesuffix("."): module
             for name, module in self.root.named_modules(remove_duplicate=False)
             if isinstance(module, BlockSparseModule)
+        }
+        self.cuts: dict[str, Any] = {
+            f"{_without_wrappers(f'{name}.')}{parameter}": spread
+            for name, module in self.root.named_modules(remove_duplicate=False)
+            for parameter, spread in getattr(module, "cut_parameters", {}).items()
         }
         self.optimizer = unwrapped(optimizer)
         if optimizer is not None and not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -123,8 +129,8 @@ class Held:
         return found
 
 
-def rows_of(tensor: Tensor, part: tuple[int, int] | None) -> Rows:
-    """The rows of a tensor of blocks that are here.
+def rows_of(tensor: Tensor, part: tuple[int, int] | None = None) -> Rows:
+    """The rows of a tensor that are here.
 
     Args:
         tensor: `[nnz, ...]`, plain, or sharded along its first axis.
@@ -135,6 +141,20 @@ def rows_of(tensor: Tensor, part: tuple[int, int] | None) -> Rows:
         return Rows(tensor, first, total)
     begin, end = shard_range(tensor, len(tensor))
     return Rows(tensor.to_local()[: end - begin], first + begin, total)
+
+
+def cut_rows(tensor: Tensor, spread: Any) -> list[Rows]:
+    """The rows that are here of a parameter that is cut over processes: runs of neighbours.
+
+    Args:
+        tensor: the part of this process, plain or sharded.
+        spread: which of the rows each process has.
+    """
+    mine, total = rows_of(tensor), sum(spread.sizes)
+    places = spread.here[mine.first : mine.end]
+    starts = np.flatnonzero(np.diff(places, prepend=-2) != 1)
+    ends = [*starts[1:].tolist(), len(places)]
+    return [Rows(mine.local[a:b], int(places[a]), total) for a, b in zip(starts.tolist(), ends, strict=True)]
 
 
 def shard_range(tensor: DTensor, length: int) -> tuple[int, int]:

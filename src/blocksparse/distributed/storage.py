@@ -53,7 +53,7 @@ class SavePlanner(DefaultSavePlanner):
         rows: what this process has, by name.
     """
 
-    def __init__(self, rows: Mapping[str, Rows]):
+    def __init__(self, rows: Mapping[str, list[Rows]]):
         super().__init__(flatten_state_dict=False)
         self.rows = rows
 
@@ -63,26 +63,25 @@ class SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def _items(self, name: str) -> list[WriteItem]:
-        rows = self.rows[name]
-        bytes_per_row = max(1, rows.local[:1].nbytes)
-        step = max(1, PIECE // bytes_per_row)
-        begins = range(0, len(rows.local), step) if rows.total else [0]
-        rest = [0] * (rows.local.dim() - 1)
         items = []
-        for begin in begins:
-            offsets = torch.Size([rows.first + begin, *rest])
-            size = torch.Size([min(step, len(rows.local) - begin), *rows.local.shape[1:]])
-            properties = TensorProperties.create_from_tensor(rows.local.detach())
-            data = TensorWriteData(ChunkStorageMetadata(offsets, size), properties, rows.shape)
-            items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
+        for rows in self.rows[name]:
+            step = max(1, PIECE // max(1, rows.local[:1].nbytes))
+            rest = [0] * (rows.local.dim() - 1)
+            for begin in range(0, len(rows.local), step) if rows.total else [0]:
+                offsets = torch.Size([rows.first + begin, *rest])
+                size = torch.Size([min(step, len(rows.local) - begin), *rows.local.shape[1:]])
+                properties = TensorProperties.create_from_tensor(rows.local.detach())
+                data = TensorWriteData(ChunkStorageMetadata(offsets, size), properties, rows.shape)
+                items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
         return items
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        rows, data = self.rows.get(write_item.index.fqn), write_item.tensor_data
-        if rows is None or data is None:
+        name, data = write_item.index.fqn, write_item.tensor_data
+        if name not in self.rows or data is None:
             return super().resolve_data(write_item)
-        begin = data.chunk.offsets[0] - rows.first
-        return rows.local.detach()[begin : begin + data.chunk.sizes[0]]
+        at = data.chunk.offsets[0]
+        rows = next(rows for rows in self.rows[name] if rows.first <= at < rows.end or rows.total == 0)
+        return rows.local.detach()[at - rows.first : at - rows.first + data.chunk.sizes[0]]
 
 
 class Writer(FileSystemWriter):

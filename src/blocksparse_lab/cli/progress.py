@@ -19,12 +19,18 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ..recipes.parallel import here
 from ..recipes.trainer import Callback, Interrupted, Trainer
 
 # Without a terminal, a line of progress is printed this often at most.
 SECONDS_BETWEEN_LINES = 10
 
 _SHORT = {"bits per character": "bpc", "bits per dimension": "bpd"}
+
+
+def console() -> Console:
+    """Where a training is shown: of several processes, only the first one prints."""
+    return Console(quiet=here()[0] > 0)
 
 
 def show(console: Console, trainer: Trainer, *about: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 
 from blocksparse.errors import BlockSparseError
 
@@ -16,9 +17,10 @@ from ..recipes import charlm as charlm_recipe
 from ..recipes import mlp as mlp_recipe
 from ..recipes import pixelcnn as pixelcnn_recipe
 from ..recipes import resnet as resnet_recipe
+from ..recipes.parallel import Parallel
 from ..recipes.settings import Settings
 from .options import DataDir, Device, Given, Run, parse_count, with_options
-from .progress import show
+from .progress import console, show
 from .stages import stages
 
 train = typer.Typer(
@@ -30,8 +32,20 @@ Seed = Annotated[int, typer.Option(help="Of layouts, weights, order and whatever
 ImageData = Annotated[str, typer.Option(help="cifar10 or fashion_mnist.")]
 
 
+def _together(command: Callable[..., None]) -> Callable[..., None]:
+    """Has the command join the processes of torchrun, if it started this one."""
+
+    @wraps(command)
+    def joined(*, parallel: Parallel, **given: Any) -> None:
+        with parallel.joined():
+            command(parallel=parallel, **given)
+
+    return joined
+
+
 @train.command("charlm")
 @with_options
+@_together
 def charlm(
     *,
     out: Run,
@@ -46,10 +60,11 @@ def charlm(
     model: Annotated[dict[str, Any], CharLMConfig],
     how: charlm_recipe.CharLMSettings,
     batches: charlm_recipe.Batches,
+    parallel: Parallel,
 ) -> None:
     """A language model of bytes: the next byte from all before, dense or block-sparse.
 
-    Ctrl-C finishes the step and saves.
+    Ctrl-C finishes the step and saves. Under torchrun all processes train together.
     """
     from ..data import corpora
     from ..data import text as texts
@@ -69,7 +84,7 @@ def charlm(
     trainer = charlm_recipe.trainer(config, parts, out, _paced(how), batches)
     facts = trainer.facts
     show(
-        Console(),
+        console(),
         trainer,
         f"[bold]{_named(config)}[/], width {config.width:,}",
         f"{facts['parameters']:,} parameters, recurrent density {facts['density']:.3g}, "
@@ -80,6 +95,7 @@ def charlm(
 
 @train.command("mlp")
 @with_options
+@_together
 def mlp(
     *,
     out: Run,
@@ -94,10 +110,11 @@ def mlp(
     importance: mlp_recipe.Importance,
     device: Device = "cpu",
     seed: Seed = 0,
+    parallel: Parallel,
 ) -> None:
     """A truly sparse network on a table, by the recipe of the papers for it: nothing dense is ever stored.
 
-    Ctrl-C finishes the step and saves.
+    Ctrl-C finishes the step and saves. Under torchrun all processes train together.
     """
     from ..data import tables
     from ..data.synthetic import Synthetic
@@ -117,7 +134,7 @@ def mlp(
     trainer = mlp_recipe.trainer(recipe, table, out, method, seed, device, importance)
     facts, sizes = trainer.facts, trainer.task.about()["model"]["sizes"]
     show(
-        Console(),
+        console(),
         trainer,
         f"[bold]{method}, {'-'.join(f'{size:,}' for size in sizes)}[/], All-ReLU {recipe.alpha:g}",
         f"{facts['neurons']:,} neurons, {facts['connections']:,} connections, density {facts['density']:.3g}, "
@@ -129,6 +146,7 @@ def mlp(
 
 @train.command("pixelcnn")
 @with_options
+@_together
 def pixelcnn(
     *,
     out: Run,
@@ -137,10 +155,11 @@ def pixelcnn(
     network: pixelcnn_recipe.SmallNetwork,
     how: pixelcnn_recipe.PixelSettings,
     batches: pixelcnn_recipe.Batches,
+    parallel: Parallel,
 ) -> None:
     """PixelCNN++: images pixel by pixel, each from all before it; dense, or sparse in its channels and deeper.
 
-    Ctrl-C finishes the step and saves.
+    Ctrl-C finishes the step and saves. Under torchrun all processes train together.
     """
     from ..data import images
 
@@ -149,7 +168,7 @@ def pixelcnn(
     wired = "dense" if network.sparse is None else f"{network.sparse} groups of channels"
     wired += "" if network.block_size is None else f" in blocks of {network.block_size}"
     show(
-        Console(),
+        console(),
         trainer,
         f"[bold]PixelCNN++, {wired}[/], {network.filters} filters, {network.resnets * network.depth} deep",
         f"{trainer.facts['parameters']:,} parameters; {data}: {len(loaded.train):,} images to train on, "
@@ -159,6 +178,7 @@ def pixelcnn(
 
 @train.command("resnet")
 @with_options
+@_together
 def resnet(
     *,
     out: Run,
@@ -168,32 +188,33 @@ def resnet(
     shifted: Annotated[int, typer.Option(help="Test images to see at all of their circular shifts; 0: none.")] = 64,
     device: Device = "cpu",
     seed: Seed = 0,
+    parallel: Parallel,
 ) -> None:
     """A residual network on small images, with strides or blind to circular shifts: its error and its consistency.
 
-    Ctrl-C finishes the step and saves.
+    Ctrl-C finishes the step and saves. Under torchrun all processes train together.
     """
     from ..data import images
 
     if shifted < 0:
         raise BlockSparseError.expected("shifted", "an int, 0 or more", shifted)
-    console = Console()
+    out_console = console()
     loaded = images.load(data, data_dir)
     trainer = resnet_recipe.trainer(recipe, loaded, out, seed, device)
     channels = "-".join(str(recipe.width << stage) for stage in range(len(recipe.blocks)))
     sparse = "" if recipe.density is None else f", density {recipe.density:g} in blocks of {recipe.block_size}"
     show(
-        console,
+        out_console,
         trainer,
         f"[bold]resnet, {recipe.downsample}[/], {channels} channels{sparse}",
         f"{trainer.facts['parameters']:,} parameters; {data}: {len(loaded.train):,} images to train on, "
         f"{len(loaded.test):,} to test on; {_epochs(recipe.epochs)}",
     )
-    if not shifted:
+    if not shifted or not parallel.first:
         return
-    with stages(console) as tell:
+    with stages(out_console) as tell:
         found = resnet_recipe.shifted(out, loaded, shifted, lambda done, of: tell("shifts", done, of))
-    console.print(
+    out_console.print(
         f"consistency [bold]{100 * found.agreement:.2f} %[/] over all pairs of {found.shifts:,} circular shifts, "
         f"{found.images:,} test image{'s' * (found.images != 1)}; logits differ by up to {found.difference:.1e}",
         highlight=False,

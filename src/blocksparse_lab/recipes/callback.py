@@ -57,6 +57,15 @@ class Task(Callback):
     samples: str = "bytes"
     samples_per_step: int | None = None
     steps_per_epoch: int | None = None
+    share: float = 1.0  # of a batch, that this process takes
+
+    def split(self, rank: int, processes: int) -> None:
+        """Has the task take a part of each batch, that of one of several processes; before all else.
+
+        Raises:
+            BlockSparseError: it cannot, or a batch has fewer samples than there are processes.
+        """
+        raise BlockSparseError.expected(type(self).__name__, "one process", f"{processes}")
 
     def inputs(self, step: int) -> tuple[Tensor, ...] | None:
         """What `loss_of` needs for a step, of the same shapes each time; None if a step cannot be a CUDA graph."""
@@ -119,11 +128,30 @@ class EpochTask(Task):
         self.model, self.batch, self.seed, self.rows = model.to(self.device), batch, seed, rows
         self.samples, self.samples_per_step, self.bytes_per_step = samples, batch, batch * row_bytes
         self.steps_per_epoch: int = rows // batch
+        self.mine = slice(0, batch)  # of each batch
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
+    def split(self, rank: int, processes: int) -> None:
+        self.mine, self.share = part_of_batch(self.batch, rank, processes)
+
     def rows_of(self, step: int) -> np.ndarray:
-        """The numbers of a step's rows."""
+        """The numbers of a step's rows that this process takes."""
         epoch, nth = divmod(step, self.steps_per_epoch)
         if self._order[0] != epoch:
             self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.rows)
-        return self._order[1][nth * self.batch : (nth + 1) * self.batch]
+        return self._order[1][nth * self.batch : (nth + 1) * self.batch][self.mine]
+
+
+def part_of_batch(batch: int, rank: int, processes: int) -> tuple[slice, float]:
+    """The samples of a batch that a process takes, about as many as each other one, and their share.
+
+    Raises:
+        BlockSparseError: fewer samples than processes.
+
+    >>> part_of_batch(10, 1, 4)
+    (slice(2, 5, None), 0.3)
+    """
+    if batch < processes:
+        raise BlockSparseError.expected("batch", f"a sample or more for each of {processes} processes", batch)
+    begin, end = batch * rank // processes, batch * (rank + 1) // processes
+    return slice(begin, end), (end - begin) / batch

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from blocksparse import checkpoint
 from blocksparse.checkpoint import part
 from blocksparse.conversion import load_sparsified
+from blocksparse.distributed import group
 from blocksparse.errors import BlockSparseError
 
 from ..data.text import Text
 from ..models.char_lm import CharLM, CharLMConfig, least_parameters, multiply_adds, parameter_count
 from ..option import option
 from . import stored
-from .callback import Task
+from .callback import Task, part_of_batch
 from .memory import check_room
 from .settings import Settings
 from .trainer import Trainer, device_of
@@ -110,9 +111,15 @@ class CharLMTask(Task):
         self._train = text.train.to(device)
         self._held_out = text.held_out[: evaluated or None].to(device)
         self._first = torch.arange(batch, device=device) * self._chunks // batch
+        self._mine = slice(0, batch)  # of the streams
         self._offsets = torch.arange(seq + 1, device=device).unsqueeze(1)
         # Tensors that stay: a CUDA graph writes the next state into them.
         self._state = self._zeros(batch)
+
+    def split(self, rank: int, processes: int) -> None:
+        mine, self.share = part_of_batch(self.batch, rank, processes)
+        self._first, self._mine = self._first[mine], mine
+        self._state = self._zeros(len(self._first))
 
     def _zeros(self, batch: int) -> tuple[Tensor, ...]:
         return tuple(self.model.initial_state(batch))  # type: ignore[operator]
@@ -149,11 +156,15 @@ class CharLMTask(Task):
         return float(total) / predicted * self.per_nat
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {f"state.{nth}": own for nth, own in enumerate(self._state)}
+        if self.share == 1:
+            return {f"state.{nth}": own for nth, own in enumerate(self._state)}
+        parts = group.all_gather([own.cpu() for own in self._state])  # of all streams
+        return {f"state.{nth}": torch.cat(own, -2) for nth, own in enumerate(zip(*parts, strict=True))}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for nth, own in enumerate(self._state):
-            own.copy_(state[f"state.{nth}"].reshape(own.shape))
+            whole = state[f"state.{nth}"].reshape(*own.shape[:-2], self.batch, own.shape[-1])
+            own.copy_(whole[..., self._mine, :])
 
     def about(self) -> dict[str, Any]:
         config = getattr(self.model, "config", None)

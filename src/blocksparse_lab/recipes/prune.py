@@ -116,6 +116,10 @@ class PruneTask(Task):
         self._penalties: list[Callable[[], Tensor]] = []
         self.sparse = False  # whether the model is, truly
 
+    def split(self, rank: int, processes: int) -> None:
+        self.task.split(rank, processes)
+        self.share = self.task.share
+
     def attach(self, optimizer: torch.optim.Optimizer, ema: dict[str, Tensor]) -> None:
         """Makes the method, which follows each update."""
         if ema:

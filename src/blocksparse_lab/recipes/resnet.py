@@ -114,20 +114,24 @@ class ImageTask(ClassifyTask):
 
     def take(self, step: int) -> tuple[Tensor, Tensor]:
         images, labels = super().take(step)
-        return augmented(images, np.random.default_rng([self.seed, 1, step])), labels
+        return augmented(images, np.random.default_rng([self.seed, 1, step]), (self.mine, self.batch)), labels
 
 
-def augmented(images: Tensor, rng: np.random.Generator, margin: int = MARGIN) -> Tensor:
+def augmented(
+    images: Tensor, rng: np.random.Generator, part: tuple[slice, int] | None = None, margin: int = MARGIN
+) -> Tensor:
     """Each image moved by up to `margin` pixels along each axis, 0 coming in, and mirrored or not.
 
     Args:
         images: `[n, channels, height, width]`.
         rng: of what is drawn.
+        part: which images of a batch these are, and how many it has, for which all is drawn.
         margin: 0 for the same place.
     """
     n, _, height, width = images.shape
-    rows, cols = (rng.integers(2 * margin + 1, size=(n, 1)) + np.arange(size) for size in (height, width))
-    mirrored = rng.random(n) < 0.5
+    mine, batch = part or (slice(0, n), n)
+    rows, cols = (rng.integers(2 * margin + 1, size=(batch, 1))[mine] + np.arange(size) for size in (height, width))
+    mirrored = rng.random(batch)[mine] < 0.5
     cols[mirrored] = cols[mirrored, ::-1]
     wide = F.pad(images, (margin,) * 4).permute(0, 2, 3, 1)
     found = wide[torch.arange(n)[:, None, None], torch.from_numpy(rows)[:, :, None], torch.from_numpy(cols)[:, None]]

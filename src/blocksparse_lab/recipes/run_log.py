@@ -108,6 +108,28 @@ class RunLog:
             raise BlockSparseError.expected(str(self.path), "room to write", got) from error
 
 
+class NoLog(RunLog):
+    """The log of a process that writes none."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def cut(self, step: int) -> None:
+        pass
+
+    def draw(self, after: int) -> bool:
+        return True
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+
 def read(run: str | Path) -> list[dict[str, Any]]:
     """The lines of a run's log, [] where it has none; one that is being written, or broken, is left out."""
     path = Path(run) / "log.jsonl"

@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from blocksparse import checkpoint
 from blocksparse.checked import is_int
+from blocksparse.distributed.group import all_max, all_reduce
 from blocksparse.errors import BlockSparseError
 
 from ..machine import machine
-from . import resume
+from . import parallel, resume
 from .callback import Callback, Task
 from .cuda_graph import GraphedStep
 from .optimizers import learning_rate, optimizer_for
-from .run_log import RunLog
+from .run_log import NoLog, RunLog
 from .settings import FREE, Settings
 from .signals import Interrupted, signals
 
@@ -42,6 +43,10 @@ class Trainer:
     with the same bits as one that was not. Of more steps than it was begun with, it is extended: a learning rate that
     falls to the end then falls to the new one.
 
+    Where there is a process group, all its processes train together: each takes its part of every batch, gradients are
+    averaged by DistributedDataParallel, and the first process writes. With as many processes a run that was killed ends
+    with the same bits too; with another number, with the same up to rounding, and to what dropout draws.
+
     >>> import tempfile, torch
     >>> from blocksparse_lab.recipes.trainer import Settings, Task, Trainer
     >>> class Mean(Task):
@@ -58,6 +63,10 @@ class Trainer:
     def __init__(self, task: Task, run: str | Path, settings: Settings, facts: Mapping[str, Any] | None = None):
         self.task, self.run, self.settings, self.facts = task, Path(run), settings, dict(facts or {})
         self.device = device_of(settings.device)
+        self.rank, self.processes = parallel.here()
+        if self.processes > 1:
+            task.split(self.rank, self.processes)
+        self._averaged_loss = parallel.Averaged(task, self.processes)
         self.model = task.model.to(self.device)
         self.step, self.seconds = 0, 0.0
         self.held_out: float | None = None  # at the newest evaluation
@@ -123,12 +132,14 @@ class Trainer:
         except OSError as error:
             raise BlockSparseError.expected("run", "a folder to write to", f"{self.run} ({error.strerror})") from error
         devices = [self.device] if self.device.type == "cuda" else []
-        with RunLog(self.run) as log, torch.random.fork_rng(devices):
+        result = self.run / "result.json"
+        with RunLog(self.run) if self.rank == 0 else NoLog() as log, torch.random.fork_rng(devices):
             self._begin(log)
             self._call("began", self.step)
-            if self.step == s.steps and (self.run / "result.json").exists():
+            if self.step == s.steps and parallel.agreed(result.exists()):
                 return
-            (self.run / "result.json").unlink(missing_ok=True)  # of a run that is extended
+            if self.rank == 0:
+                result.unlink(missing_ok=True)  # of a run that is extended
             if not log.draw(self.step):
                 self._call("note", "no curves for TensorBoard, which is not installed: pip install tensorboard")
             self.model.train()
@@ -141,14 +152,18 @@ class Trainer:
                     self._log(log)
                 if self._due(s.eval_every):
                     self._evaluate(log)
-                old = 0 < s.save_minutes * 60 < time.perf_counter() - saved
-                if self._due(s.save_every) or old or caught:
+                late = 0 < s.save_minutes * 60 < time.perf_counter() - saved
+                # Clocks differ, and signals come at other steps.
+                old, signal = all_max(late, max(caught, default=0))
+                if self._due(s.save_every) or old or signal:
                     self._save(log)
                     saved = self._resume_clock()
-                if caught and self.step < s.steps:
-                    raise Interrupted(caught[0], self.step)
+                if signal and self.step < s.steps:
+                    raise Interrupted(signal, self.step)
                 yield self.step
-            self._finish()
+            if self.rank == 0:
+                self._finish()
+            parallel.agreed(0)  # that it is written
 
     def _call(self, method: str, *arguments: Any) -> None:
         for callback in self._callbacks:
@@ -158,15 +173,15 @@ class Trainer:
         return self.step == self.settings.steps or (every > 0 and self.step % every == 0)
 
     def _begin(self, log: RunLog) -> None:
-        if self.path.exists():
+        if parallel.agreed(self.path.exists()):
             self.load()
             log.cut(self.step)
-        elif not log.is_empty():
+        elif self.rank == 0 and not log.is_empty():
             raise BlockSparseError.expected(
                 str(self.run), "last.safetensors beside log.jsonl", "none; take a new folder"
             )
         else:
-            torch.manual_seed(self.settings.seed)
+            parallel.seed_process(self.settings.seed, 0, self.rank)
             # Better to find a full disk now than after an hour.
             self._save(log)
         config = {
@@ -176,7 +191,8 @@ class Trainer:
             "settings": asdict(self.settings),
             "facts": self.facts,
         }
-        checkpoint.write_text(self.run / "config.json", json.dumps(config, indent=1) + "\n")
+        if self.rank == 0:
+            checkpoint.write_text(self.run / "config.json", json.dumps(config, indent=1) + "\n")
 
     def _finish(self) -> None:
         s = self.settings
@@ -220,11 +236,14 @@ class Trainer:
         """Forward, backward, update; of a step, or of a task's inputs in a graph, in which all tensors stay."""
         self.optimizer.zero_grad()
         with self._autocast():
-            loss = self.task.loss(*inputs) if self._graph is None else self.task.loss_of(*inputs)
-        loss.backward()
+            if self.processes > 1:
+                loss = self._averaged_loss(*inputs)
+            else:
+                loss = self.task.loss(*inputs) if self._graph is None else self.task.loss_of(*inputs)
+        loss = self._backward(loss)
         given = [p for p in self.parameters.values() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in given if p.grad is not None])
-        self._loss.copy_(loss.detach())
+        self._loss.copy_(loss)
         self._norm.copy_(norm)
         self._total += self._loss
         self._finite &= torch.isfinite(self._total + norm)
@@ -238,9 +257,18 @@ class Trainer:
             for name, mean in self.ema.items():
                 mean.lerp_(self.parameters[name], self._ema_weight)
 
+    def _backward(self, loss: Tensor) -> Tensor:
+        """Leaves the gradient of the mean over the batch, of which this process may have a part; returns the mean."""
+        if self.processes == 1:
+            loss.backward()
+            return loss.detach()
+        with parallel.comm_errors():
+            (loss * (self.task.share * self.processes)).backward()
+        return all_reduce(loss.detach() * self.task.share)
+
     def _graphed(self) -> GraphedStep | None:
         wanted = self.settings.cuda_graph and self.settings.optimizer == "adam" and self.device.type == "cuda"
-        able = wanted and self.task.inputs(self.step) is not None
+        able = wanted and self.processes == 1 and self.task.inputs(self.step) is not None
         return GraphedStep(self._work, lambda text: self._call("note", text)) if able else None
 
     def _autocast(self) -> torch.autocast:
@@ -333,9 +361,7 @@ class Trainer:
             for key, tensor in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{name}.{key}"] = tensor
         tensors |= {f"task.{name}": tensor for name, tensor in self.task.state_dict().items()}
-        tensors |= {"rng.cpu": torch.get_rng_state(), "trainer.total": self._total}
-        if self.device.type == "cuda":
-            tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
+        tensors |= {**parallel.rng_states(self.device), "trainer.total": self._total}
         about = {
             "step": self.step,
             "seconds": self.seconds,
@@ -344,7 +370,10 @@ class Trainer:
             "unit": self.task.unit,
             "task": self.task.about(),
             "settings": asdict(self.settings),
+            "processes": self.processes,
         }
+        if self.rank > 0:
+            return
         log.sync()  # log lines must be on disk before their checkpoint
         checkpoint.save(self.path, tensors, about)
 
@@ -373,10 +402,13 @@ class Trainer:
                         self.optimizer.state[parameter][key] = _like(tensor, parameter)
                 self.task.load_state_dict(state)
                 self._total.copy_(tensors["trainer.total"])
-                torch.set_rng_state(tensors["rng.cpu"])
-                if self.device.type == "cuda" and "rng.cuda" in tensors:
-                    torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
+                parallel.take_rng_states(tensors, self.device, self.settings.seed, at.step, self.rank)
             self.step, self.seconds, self._logged, self.held_out = at.step, at.seconds, at.logged, at.held_out
+            if (before := about.get("processes", 1)) != self.processes:
+                now = f"{self.processes} process{'es' * (self.processes > 1)}"
+                self._call(
+                    "note", f"goes on with {now}, after {before}: as before up to rounding and what dropout draws"
+                )
 
     def _check_same(self, about: Mapping[str, Any]) -> None:
         # A setting that did not exist when the run began had its default.
