@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "distributed").glob("*.py"))
-SAYS = {"pipeline": r"loss 3\.\d+ -> 1\.\d+"}
+SAYS = {
+    "pipeline": r"loss 3\.\d+ -> 1\.\d+",
+    "tensor_parallel": r"loss (4\.\d+ -> [012]\.\d+); one process: \1",
+}
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)

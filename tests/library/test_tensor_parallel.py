@@ -1,5 +1,6 @@
 """Tensor parallelism: outputs and gradients are one process's, each process stores its part, mistakes have names."""
 
+import contextlib
 import copy
 
 import numpy as np
@@ -8,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import blocksparse as bs
-from blocksparse.distributed import ColwiseParallel, RowwiseParallel
+from blocksparse.distributed import ColwiseParallel, RowwiseParallel, check_layouts, clip_grad_norm_
 
 
 def whole_gradients(model, group=None):
@@ -85,3 +88,314 @@ def mlp(dtype, tolerance, options):
 @pytest.mark.parametrize("options", [{}, {"bias": False}], ids=str)
 def test_mlp_equals_one_process(processes, ranks, dtype, tolerance, options):
     processes(ranks)(mlp, dtype, tolerance, options)
+
+
+def lstm(options, placements):
+    model = bs.nn.LSTM(20, 40, dtype=torch.float64, **options)
+    x = torch.randn(5, 3, 20, dtype=torch.float64)
+    if options.get("batch_first"):
+        x = x.transpose(0, 1)
+    outputs = Replicate() if placements is None else placements
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.out = model, bs.nn.Linear(40, 12, density=0.5, block_size=4, dtype=torch.float64)
+
+        def forward(self, x):
+            y, (h, c) = self.lstm(x)
+            return torch.cat([self.out(y[..., :40]).flatten(), h.flatten(), c.sin().flatten()])
+
+    plan = {"lstm": ColwiseParallel(output_layouts=outputs)}
+    if placements is not None:
+        plan["out"] = RowwiseParallel()
+    compare(Net(), plan, x)
+
+
+LSTMS = [
+    {"density": 0.4, "block_size": 4},
+    {"density": 0.4, "block_size": (4, 16), "bias": False},
+    {"density": 0.4, "block_size": 8, "num_layers": 2, "batch_first": True, "bidirectional": True},
+    {"num_layers": 2},
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("options", LSTMS, ids=str)
+def test_lstm_equals_one_process(processes, ranks, options):
+    if ranks == 4 and options.get("block_size") == (4, 16):
+        options = options | {"block_size": (4, 8)}
+    processes(ranks)(lstm, options, None)
+
+
+def test_units_of_an_lstm_go_on_cut(processes):
+    processes(2)(lstm, LSTMS[0], Shard(-1))
+
+
+def placements(style, options, input, output):
+    """A layer by itself, with any placement of its input and output."""
+    mesh = init_device_mesh("cpu", (2,))
+    rank = dist.get_rank()
+    layer = bs.nn.Linear(48, 32, density=0.5, block_size=8, activation="gelu", dtype=torch.float64, **options)
+    truth, x = copy.deepcopy(layer), torch.randn(4, 6, 48, dtype=torch.float64)
+    parallelize_module(layer, mesh, style(input_layouts=input, output_layouts=output))
+    a = x.clone().requires_grad_()
+    y = truth(a)
+    (y * y.detach().sin()).sum().backward()
+
+    def part(tensor, placement):
+        if not isinstance(placement, Shard):
+            return tensor
+        if placement.dim == -1 and tensor.shape[-1] == 32 and style is ColwiseParallel:
+            return tensor[..., torch.from_numpy(layer.boundary.spread.here)]
+        return tensor.chunk(2, placement.dim)[rank]
+
+    b = part(x, input).clone().requires_grad_()
+    z = layer(b)
+    close(z.detach(), part(y.detach(), output), 1e-12)
+    (z * z.detach().sin()).sum().backward()
+    close(b.grad, part(a.grad, input), 1e-12)
+    for name, grad in whole_gradients(layer).items():
+        close(grad, truth.get_parameter(name).grad, 1e-12)
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+@pytest.mark.parametrize("options", [{}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("input", [Replicate(), Shard(0), Shard(1), Shard(-1)], ids=str)
+@pytest.mark.parametrize("output", [Replicate(), Shard(0), Shard(1), Shard(-1)], ids=str)
+def test_inputs_and_outputs_of_any_placement(processes, style, options, input, output):
+    processes(2)(placements, style, options, input, output)
+
+
+def convolutions(kind, axes):
+    width = 5
+    first = kind(24, 40, 3, padding=1, density=0.5, block_size=8, activation="relu", dtype=torch.float64)
+    second = kind(40, 20, 3, padding=1, density=0.5, block_size=8, activation="gelu", dtype=torch.float64)
+    x = torch.randn(2, 24, *[width] * axes, dtype=torch.float64)
+    compare(nn.Sequential(first, second), {"0": ColwiseParallel(), "1": RowwiseParallel()}, x)
+    layer = kind(24, 40, 3, density=0.5, block_size=8, dtype=torch.float64)
+    compare(layer, ColwiseParallel(output_layouts=Replicate()), x)
+
+
+@pytest.mark.parametrize("name", ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose2d"])
+def test_convolutions_equal_one_process(processes, name):
+    processes(2)(convolutions, getattr(bs.nn, name), int(name[-2]))
+
+
+class Attention(nn.Module):
+    """As in Llama: `groups` queries for each key, heads of `head` features."""
+
+    def __init__(self, features, heads, keys, head, **options):
+        super().__init__()
+        self.head = head
+        self.q_proj = bs.nn.Linear(features, heads * head, **options)
+        self.k_proj = bs.nn.Linear(features, keys * head, **options)
+        self.v_proj = bs.nn.Linear(features, keys * head, **options)
+        self.o_proj = bs.nn.Linear(heads * head, features, **options)
+
+    def forward(self, x):
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head)).transpose(1, 2) for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    def __init__(self, features, hidden, **options):
+        super().__init__()
+        self.gate_proj = bs.nn.Linear(features, hidden, **options)
+        self.up_proj = bs.nn.Linear(features, hidden, **options)
+        self.down_proj = bs.nn.Linear(hidden, features, **options)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.self_attn, self.mlp = Attention(64, 8, 4, 16, **options), Gated(64, 160, **options)
+        self.norm1, self.norm2 = nn.RMSNorm(64, dtype=torch.float64), nn.RMSNorm(64, dtype=torch.float64)
+
+    def forward(self, x):
+        x = x + self.self_attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, blocks=2, **options):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(density=0.4, block_size=8, bias=False, **options) for _ in range(blocks))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def llama_plan(heads=None, hidden=None):
+    col, row = ColwiseParallel, RowwiseParallel
+    return {
+        "layers.*.self_attn.[kv]_proj": col(multiple=heads),
+        "layers.*.self_attn.q_proj": col(multiple=heads and 2 * heads),
+        "layers.*.self_attn.o_proj": row(multiple=heads and 2 * heads),
+        "layers.*.mlp.gate_proj": col(multiple=hidden),
+        "layers.*.mlp.up_proj": col(multiple=hidden),
+        "layers.*.mlp.down_proj": row(multiple=hidden),
+    }
+
+
+def llama(plan, ours):
+    model = Llama(dtype=torch.float64)
+    parallelize = bs.distributed.parallelize_module if ours else parallelize_module
+    model = compare(model, plan, torch.randn(2, 6, 64, dtype=torch.float64), parallelize=parallelize)
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, [m.layout.nnz for m in model.modules() if isinstance(m, bs.nn.Linear)])
+    return parts
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_llama_by_wildcards(processes, ranks):
+    processes(ranks)(llama, llama_plan(), False)
+    processes(ranks)(llama, llama_plan(16), True)
+    processes(ranks)(llama, llama_plan(16, 1), True)
+
+
+class Deep(nn.Module):
+    def __init__(self, features, m, seed):
+        super().__init__()
+        layouts = [bs.patterns.barabasi_albert(features, block_size=8, m=m, seed=seed + k) for k in (0, 1)]
+        self.fc1 = bs.nn.Linear(features, features, layout=layouts[0], activation="gelu", dtype=torch.float64)
+        self.fc2 = bs.nn.Linear(features, features, layout=layouts[1], dtype=torch.float64)
+
+    def forward(self, x):
+        return self.fc2(self.fc1(x))
+
+
+def balance(features, m, seed, multiple):
+    plan = {"fc1": ColwiseParallel(multiple=multiple), "fc2": RowwiseParallel(multiple=multiple)}
+    x = torch.randn(3, features, dtype=torch.float64)
+    whole = Deep(features, m, seed)
+    stored = sum(p.numel() for p in whole.parameters())
+    model = compare(whole, plan, x, parallelize=bs.distributed.parallelize_module)
+    return model.fc1.layout.nnz + model.fc2.layout.nnz, sum(p.numel() for p in model.parameters()) / stored
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("multiple", [None, 1])
+def test_parts_of_barabasi_albert_are_balanced(processes, ranks, multiple):
+    found = processes(ranks)(balance, 1024, 4, 7, multiple)
+    blocks = np.array([nnz for nnz, _ in found])
+    assert blocks.max() <= 1.05 * blocks.mean()
+    assert max(share for _, share in found) <= 1 / ranks + 0.05
+
+
+def mistakes():
+    mesh = init_device_mesh("cpu", (2,))
+    rank = dist.get_rank()
+    col, row = ColwiseParallel(), RowwiseParallel()
+
+    def refused(module, style, *words, mesh=mesh):
+        with pytest.raises(bs.BlockSparseError) as caught:
+            style._apply(module, mesh)
+        assert all(word in str(caught.value) for word in words), caught.value
+
+    def linear(*sizes, **options):
+        torch.manual_seed(0)
+        return bs.nn.Linear(*sizes, density=0.5, block_size=8, **options)
+
+    refused(bs.nn.Linear(32, 32, density=0.5, block_size=8), col, "mesh", mesh=None)
+    refused(linear(32, 8), col, "at least 2", "1: 8 features")
+    refused(linear(8, 32), row, "at least 2")
+    refused(linear(32, 32, device="meta").to_empty(device="meta"), ColwiseParallel(multiple=32), "at least 2")
+    refused(nn.GELU(), col, "Linear", "GELU")
+    refused(bs.nn.LSTM(8, 16, density=0.5, block_size=8), row, "Linear", "LSTM")
+    refused(bs.nn.LSTM(8, 16, density=0.5, block_size=4, proj_size=8), col, "projection")
+    refused(linear(32, 32), ColwiseParallel(cut=bs.distributed.Cut.even(64, 8, 2)), "32 features in blocks of 8")
+    refused(linear(32, 32), ColwiseParallel(cut=bs.distributed.Cut.even(32, 8, 4)), "2 processes")
+    layer = linear(32, 32)
+    col._apply(layer, mesh)
+    refused(layer, col, "not parallel yet")
+    # One rank only is wrong; both hear of it.
+    mask = torch.tensor([[1, 0], [0, 1]]) if rank else torch.tensor([[1, 1], [0, 1]])
+    refused(bs.nn.Linear(16, 16, layout=bs.BlockLayout(mask, 8)), col, "same layouts", "rank 1", "Linear")
+    refused(linear(32, 32) if rank else nn.GELU(), col, "rank 0", "GELU")
+    refused(linear(32, 32, device="meta" if rank else "cpu"), ColwiseParallel(multiple=32 if rank else 8), "rank 1")
+    for name in ("input_layouts", "output_layouts"):
+        with pytest.raises(bs.BlockSparseError, match=name):
+            ColwiseParallel(**{name: "rows"})
+    with pytest.raises(bs.BlockSparseError, match="parallelize_module, which"):
+        row._apply(linear(32, 32), mesh)(torch.randn(2, 24))
+    with pytest.raises(bs.BlockSparseError, match="divisible"):
+        RowwiseParallel(output_layouts=Shard(0))._apply(linear(32, 32), mesh)(torch.randn(3, 16))
+    # Dense layers are PyTorch's.
+    dense = nn.Linear(32, 32)
+    assert type(col._apply(dense, mesh).weight).__name__ == "DTensor"
+    with pytest.warns(bs.SparsityWarning, match="balance") if rank == 0 else contextlib.nullcontext():
+        col._apply(bs.nn.Linear(512, 512, layout=bs.patterns.barabasi_albert(512, block_size=8, m=2, seed=0)), mesh)
+
+
+def test_mistakes_are_named_on_every_process(processes):
+    processes(2)(mistakes)
+
+
+def life():
+    """What is asked of any module works for a part: copies, state dicts, checkpointing of activations, training."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = MLP(64, 128, density=0.5, block_size=8)
+    truth = copy.deepcopy(model)
+    if dist.get_rank():  # the values are those of the first process
+        torch.nn.init.zeros_(model.fc1.values)
+    parallelize_module(model, mesh, PLAN)
+    other = copy.deepcopy(model)
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(5, 64)
+    close(other.eval()(x), truth(x), 1e-6)
+    assert other.fc1.part is model.fc1.part
+    y = torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=False)
+    y.square().sum().backward()
+    truth(x).square().sum().backward()
+    for name, grad in whole_gradients(model).items():
+        close(grad, truth.get_parameter(name).grad, 1e-6)
+    norms = {}
+    for each in (model, truth):
+        optimizer = torch.optim.Adam(each.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(x.detach()).square().sum().backward()
+            norms = norms | {each: clip_grad_norm_(each, 1.0)}
+            optimizer.step()
+    close(norms[model], norms[truth], 1e-4)
+    close(model(x), truth(x), 1e-4)
+
+
+def test_copies_states_checkpointing_and_training(processes):
+    processes(2)(life)
+
+
+def with_fsdp():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = MLP(64, 128, density=0.5, block_size=8, dtype=torch.float64)
+    truth = copy.deepcopy(model)
+    parallelize_module(model, mesh["tp"], PLAN)
+    for layer in (model.fc1, model.fc2):
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    check_layouts(model)
+    x = torch.randn(4, 64, dtype=torch.float64)
+    mine = x.chunk(2)[mesh["dp"].get_local_rank()]
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (model, truth)]
+    for _ in range(3):
+        close(model(mine).detach(), truth(mine).detach(), 1e-10)
+        for each, optimizer, data in zip((model, truth), optimizers, (mine, x), strict=True):
+            optimizer.zero_grad()
+            each(data).square().mean().backward()
+            clip_grad_norm_(each, 0.01)
+            optimizer.step()
+    close(model(mine).detach(), truth(mine).detach(), 1e-10)
+    return sum(p.to_local().numel() for p in model.parameters()) / sum(p.numel() for p in truth.parameters())
+
+
+def test_fsdp2_on_the_other_dimension_of_a_mesh(processes):
+    assert max(processes(4)(with_fsdp)) < 0.25 + 0.05

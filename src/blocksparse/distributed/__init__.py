@@ -3,7 +3,7 @@
 from ..surgery.agreement import check_layouts
 from .balance import balanced_cuts
 from .checkpoint import load_checkpoint, save_checkpoint
-from .tensor_parallel import ColwiseParallel, Cut, RowwiseParallel
+from .tensor_parallel import ColwiseParallel, Cut, RowwiseParallel, clip_grad_norm_, parallelize_module
 from .wasap.formulas import prune_to, retain_valid, union_average, warm_up
 from .wasap.settings import Epoch, Settings
 from .wasap.train import train
@@ -16,7 +16,9 @@ __all__ = [
     "Settings",
     "balanced_cuts",
     "check_layouts",
+    "clip_grad_norm_",
     "load_checkpoint",
+    "parallelize_module",
     "prune_to",
     "retain_valid",
     "save_checkpoint",

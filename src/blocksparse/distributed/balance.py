@@ -44,7 +44,9 @@ def balanced_cuts(costs: Sequence[float] | np.ndarray, parts: int, multiple: int
     # some part, not just numbers in between, so that they meet.
     low, high, best = max(total[-1] / parts, np.diff(total).max()), np.inf, np.zeros(0, np.int64)
     bound = low
-    while low < high:
+    for _ in range(100):  # as rounding may keep them apart
+        if low >= high:
+            break
         cuts = _greedy(total, parts, bound)
         if cuts[-1] == len(ends):
             high, best = float(np.diff(total[cuts]).max()), cuts

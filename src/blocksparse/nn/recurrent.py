@@ -153,7 +153,7 @@ class Recurrent(Parts):
         in_graph = torch.compiler.is_compiling() and any(isinstance(weight, Weight) for weight in self.children())
         for layer in range(self.num_layers):
             if layer and self.dropout:
-                data = F.dropout(data, self.dropout, self.training)
+                data = self._between(data)
             outputs = []
             for direction in range(self.directions):
                 cell = layer * self.directions + direction
@@ -167,6 +167,10 @@ class Recurrent(Parts):
             data, index = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0], None
         h, c = (torch.stack(states) for states in zip(*finals, strict=True))
         return restore(data, h, c.to(data.dtype if hx is None else hx[1].dtype))
+
+    def _between(self, y: Tensor) -> Tensor:
+        """Dropout of the outputs of all layers but the last."""
+        return F.dropout(y, self.dropout, self.training)
 
     def _rows(self, input: Any, table: Tensor | None) -> tuple[Tensor, Times, Restore]:
         """The input as rows in time order, their steps, and what gives the results the input's form."""

@@ -44,18 +44,20 @@ def check_layouts(model: nn.Module | Mapping[str, nn.Module], group: Any = None)
     >>> from blocksparse.distributed import check_layouts
     >>> check_layouts(bs.nn.Linear(64, 64, density=0.5))
     """
+    if not isinstance(model, nn.Module | Mapping):
+        raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
     if not is_one_of_several(group):
         return
     facts: dict[str, Fact] = {}
     problem = None
-    try:
-        roots: Iterable[tuple[str, nn.Module]] = [("", model)] if isinstance(model, nn.Module) else model.items()
-        for root, module in roots:
-            for name, each in module.named_modules(prefix=root):
-                if isinstance(each, BlockSparseModule):
+    roots: Iterable[tuple[str, nn.Module]] = [("", model)] if isinstance(model, nn.Module) else model.items()
+    for root, module in roots:
+        for name, each in module.named_modules(prefix=root):
+            if isinstance(each, BlockSparseModule):
+                try:
                     facts[name] = fact_of(each)
-    except BlockSparseError as error:
-        problem = str(error)
+                except BlockSparseError as error:
+                    problem = problem or f"{name}.{error}"
     agree(facts, group, problem)
 
 

@@ -4,7 +4,9 @@
 `moves.py` moves activations and gradients between processes.
 """
 
+from .clip import clip_grad_norm_
 from .cut import Cut
+from .plan import parallelize_module
 from .styles import ColwiseParallel, RowwiseParallel
 
-__all__ = ["ColwiseParallel", "Cut", "RowwiseParallel"]
+__all__ = ["ColwiseParallel", "Cut", "RowwiseParallel", "clip_grad_norm_", "parallelize_module"]
