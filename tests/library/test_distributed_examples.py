@@ -10,6 +10,8 @@ import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "distributed").glob("*.py"))
 SAYS = {
+    "data_parallel": r"accuracy 0\.9\d, 102 blocks",
+    "fsdp2": r"accuracy 0\.9\d, 51 of 102",
     "pipeline": r"loss 3\.\d+ -> 1\.\d+",
     "tensor_parallel": r"loss (4\.\d+ -> [012]\.\d+); one process: \1",
 }
