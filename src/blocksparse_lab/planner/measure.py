@@ -22,7 +22,7 @@ from .formulas import RING_BYTES, flops, ring_steps
 from .hardware import Hardware, Link, Network
 
 # Seconds for each rate.
-BUDGET = 0.3
+BUDGET = 0.15
 # Bytes of a collective, between which its time is taken for a line: a message's latency, a layer's parameters.
 SMALL, LARGE = 1 << 12, 1 << 22
 # Larger than caches, as are the states of an optimizer.
