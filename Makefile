@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: setup demo docs test test-all test-gpu lint fuzz sanitize bench bench-gpu clean
+.PHONY: setup demo docs test test-all test-gpu lint fuzz sanitize wheel-test bench bench-gpu clean
 
 setup: .venv/installed
 
@@ -59,6 +59,10 @@ sanitize: setup
 		-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DBLOCKSPARSE_SANITIZE=ON -DBLOCKSPARSE_EMULATE_AMX=ON
 	$(BIN)/cmake --build build/sanitize
 	$(SANITIZED) $(BIN)/python tests/fuzz $(FUZZ)
+
+# The source distribution, a wheel from it, and that wheel in a fresh environment without a compiler.
+wheel-test: setup
+	$(BIN)/python tests/wheel.py
 
 bench: setup
 	$(BIN)/python benchmarks/reach.py

@@ -297,14 +297,15 @@ constexpr ConvKernels table() {
 }  // namespace
 
 const ConvKernels& select_conv(DType dtype, int64_t block_sum) {
-  static constexpr ConvKernels float32 = table<Float32>(), float64 = table<Float64>(), bfloat16 = table<BFloat16>(),
-                               float16 = table<Float16>();
 #if defined(BLOCKSPARSE_PAIRS)
   static constexpr ConvKernels pairs = table<BFloat16Pairs>();
-  if (dtype == DType::kBFloat16 && block_sum % 2 == 0) return pairs;
-#endif
+  return dtype == DType::kBFloat16 && block_sum % 2 == 0 ? pairs : avx512::select_conv(dtype, block_sum);
+#else
+  static constexpr ConvKernels float32 = table<Float32>(), float64 = table<Float64>(), bfloat16 = table<BFloat16>(),
+                               float16 = table<Float16>();
   (void)block_sum;
   return by_dtype(dtype, float32, float64, bfloat16, float16);
+#endif
 }
 
 }  // namespace BLOCKSPARSE_ISA

@@ -297,6 +297,12 @@ struct Int8Kernels {
 };
 using SelectInt8 = const Int8Kernels& (*)(DType dtype);
 
+// For all but pairs of bfloat16, instruction sets that multiply these use the kernels of AVX-512.
+namespace avx512 {
+const LinearKernels& select_linear(DType dtype, int64_t block_sum);
+const ConvKernels& select_conv(DType dtype, int64_t block_sum);
+}  // namespace avx512
+
 struct InstructionSet {
   const char* name;
   bool (*present)();

@@ -400,8 +400,6 @@ constexpr LinearKernels table(int max_vectors) {
 }  // namespace
 
 const LinearKernels& select_linear(DType dtype, int64_t block_sum) {
-  static constexpr LinearKernels float32 = table<Float32>(kTileVectors), float64 = table<Float64>(kTileVectors),
-                                 bfloat16 = table<BFloat16>(kTileVectors), float16 = table<Float16>(kTileVectors);
 #if defined(BLOCKSPARSE_PAIRS)
   // Panels of pairs take half the room: wider ones, since the transposed product pairs its weights once per panel.
 #if defined(BLOCKSPARSE_TILES)
@@ -409,10 +407,13 @@ const LinearKernels& select_linear(DType dtype, int64_t block_sum) {
 #else
   static constexpr LinearKernels pairs = table<BFloat16Pairs>(2 * kTileVectors);
 #endif
-  if (dtype == DType::kBFloat16 && block_sum % 2 == 0) return pairs;
-#endif
+  return dtype == DType::kBFloat16 && block_sum % 2 == 0 ? pairs : avx512::select_linear(dtype, block_sum);
+#else
+  static constexpr LinearKernels float32 = table<Float32>(kTileVectors), float64 = table<Float64>(kTileVectors),
+                                 bfloat16 = table<BFloat16>(kTileVectors), float16 = table<Float16>(kTileVectors);
   (void)block_sum;
   return by_dtype(dtype, float32, float64, bfloat16, float16);
+#endif
 }
 
 }  // namespace BLOCKSPARSE_ISA

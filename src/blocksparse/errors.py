@@ -15,6 +15,7 @@ class BlockSparseError(ValueError):
 
     @classmethod
     def expected(cls, subject: str, expected: object, got: object) -> "BlockSparseError":
+        """The error of a `subject`, such as an argument's name, that is not what was expected."""
         return cls(f"{subject}: expected {expected}, got {got}")
 
 

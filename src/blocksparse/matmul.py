@@ -57,6 +57,7 @@ class BlocksparseMatMul:
 
     @property
     def w_shape(self) -> tuple[int, int, int]:
+        """The shape of the weight: (nnz, block, block)."""
         return self.layout.values_shape
 
     def i_shape(self, batch: int) -> tuple[int, int]:

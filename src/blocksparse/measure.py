@@ -54,6 +54,7 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
+        """The median, the quartiles and the count of `samples`."""
         low, median, high = (float(value) for value in np.percentile(samples, (25, 50, 75)))
         return cls(median, low, high, len(samples))
 

@@ -1,6 +1,8 @@
 """What completion shows: each public package lists its public names, all of which exist, and nothing else."""
 
 import importlib
+import inspect
+import re
 
 import pytest
 
@@ -21,3 +23,48 @@ def test_public_names_exist_and_are_documented(name):
     for public in module.__all__:
         assert not public.startswith("_")
         assert getattr(module, public).__doc__, public
+
+
+def own_members(cls):
+    """The public methods and properties that are written here, by name: not those of torch.nn.Module."""
+    for name in dir(cls):
+        owner = next((base for base in cls.__mro__ if name in vars(base)), object)
+        if not name.startswith("_") and owner.__module__.startswith("blocksparse"):
+            member = vars(owner)[name]
+            if inspect.isroutine(member) or isinstance(member, property):
+                yield name
+
+
+@pytest.mark.parametrize("name", PACKAGES + MODULES)
+def test_public_methods_and_properties_are_documented(name):
+    module = importlib.import_module(f"blocksparse{name}")
+    classes = [public for public in map(vars(module).get, module.__all__) if inspect.isclass(public)]
+    # One that overrides a documented method needs no docstring of its own: `getdoc` finds the other.
+    missing = [(cls, name) for cls in classes for name in own_members(cls) if not inspect.getdoc(getattr(cls, name))]
+    assert not missing
+
+
+def arguments(public):
+    """The arguments of a function or of making a module; results, which only we make, have attributes instead."""
+    if inspect.isclass(public):
+        if "__init__" not in vars(public) or hasattr(public, "__dataclass_fields__"):
+            return []
+        parameters = [*inspect.signature(public.__init__).parameters.values()][1:]
+    elif inspect.isfunction(public):
+        parameters = inspect.signature(public).parameters.values()
+    else:
+        return []
+    return [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+
+@pytest.mark.parametrize("name", [*PACKAGES, ".matmul"])
+def test_arguments_are_documented(name):
+    module = importlib.import_module(f"blocksparse{name}")
+    missing = {}
+    for public in map(vars(module).get, module.__all__):
+        text = inspect.getdoc(public) or ""
+        if "Arguments and errors are those of" not in text:
+            words = set(re.findall(r"\w+", text))
+            if left := [argument for argument in arguments(public) if argument not in words]:
+                missing[public.__name__] = left
+    assert not missing

@@ -102,6 +102,7 @@ class DiffusionConv(nn.Module):
     Args:
         features: of a node.
         hops: of the diffusion.
+        device, dtype: of the weight.
 
     Shapes: `[..., hops + 1, features]` to the same.
 

@@ -30,6 +30,7 @@ class QuantizedLinear(nn.Module):
         scales: float32 `[nnz, block_out]`.
         crow_indices, col_indices: of the layout, as in the state dicts of the other modules.
         bias: `[out_features]` or None.
+        activation: None, "relu", "gelu" or "silu", applied in the same pass.
 
     Shapes: `[..., in_features] -> [..., out_features]`, float32, bfloat16 or float16, as the bias is.
 

@@ -128,6 +128,7 @@ class Recurrent(Parts):
 
     @property
     def directions(self) -> int:
+        """2 if the layer is bidirectional, otherwise 1."""
         return 2 if self.bidirectional else 1
 
     def _suffix(self, layer: int, direction: int) -> str:

@@ -22,7 +22,7 @@ class DegreeDistribution:
 
 
 def degrees(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out_degrees, in_degrees): the stored blocks per row and per column, int64, the diagonal included.
+    """(out_degrees, in_degrees): the blocks of `layout` per row and per column, int64, the diagonal included.
 
     >>> import blocksparse as bs
     >>> bs.topology.degrees(bs.BlockLayout([[True, True, False], [False, True, False]], block_size=4))
@@ -56,7 +56,7 @@ def degree_distribution(layout: BlockLayout, level: str = "block") -> DegreeDist
 
 
 def hub_load(layout: BlockLayout) -> float:
-    """Returns the blocks of the fullest row or column / the mean of its kind; 1 where all are equal, 0 without blocks.
+    """Returns the blocks of the fullest row or column of `layout` / their mean; 1 where all are equal, 0 without any.
 
     >>> import blocksparse as bs
     >>> bs.topology.hub_load(bs.BlockLayout([[True, True, True], [True, False, False]], block_size=4))

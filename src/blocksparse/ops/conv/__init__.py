@@ -100,6 +100,8 @@ def conv1d(
 ) -> Tensor:
     """`conv2d` over one axis: x is `[n, in_channels, length]`, values `[nnz, block_out, block_in, kernel]`.
 
+    Arguments and errors are those of `conv2d`.
+
     >>> import torch, blocksparse as bs
     >>> layout = bs.patterns.dense((64, 128), block_size=32)
     >>> bs.conv1d(torch.randn(2, 128, 100), torch.randn(*layout.values_shape, 5), layout, padding="same").shape
@@ -120,6 +122,8 @@ def conv3d(
     gate: Tensor | None = None,
 ) -> Tensor:
     """`conv2d` over three axes: x is `[n, in_channels, depth, height, width]`.
+
+    Arguments and errors are those of `conv2d`.
 
     >>> import torch, blocksparse as bs
     >>> layout = bs.patterns.dense((16, 32), block_size=16)
@@ -184,6 +188,8 @@ def conv_transpose1d(
 ) -> Tensor:
     """`conv_transpose2d` over one axis: x is `[n, in_channels, length]`.
 
+    Arguments and errors are those of `conv_transpose2d`.
+
     >>> import torch, blocksparse as bs
     >>> layout = bs.patterns.dense((64, 128), block_size=32)
     >>> bs.conv_transpose1d(torch.randn(2, 128, 50), torch.randn(*layout.values_shape, 2), layout, stride=2).shape
@@ -205,6 +211,8 @@ def conv_transpose3d(
     gate: Tensor | None = None,
 ) -> Tensor:
     """`conv_transpose2d` over three axes: x is `[n, in_channels, depth, height, width]`.
+
+    Arguments and errors are those of `conv_transpose2d`.
 
     >>> import torch, blocksparse as bs
     >>> layout = bs.patterns.dense((16, 32), block_size=16)

@@ -81,7 +81,7 @@ class ImportancePruning(DynamicSparsity):
 
 
 def importance(module: BlockSparseModule | Stored) -> Tensor:
-    """The sum of |w| over what comes into each row of blocks, per neuron of the row: float64 `[out_blocks]`, CPU.
+    """The sum of |w| in each row of blocks of `module`, per neuron of the row: float64 `[out_blocks]`, CPU.
 
     With blocks of one row this is I_j = sum_i |w_ij| of each neuron j.
 
