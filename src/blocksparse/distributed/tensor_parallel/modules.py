@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ...errors import BlockSparseError
 from ...ops.activations import ACTIVATIONS
+from ...surgery.agreement import agree, is_one_of_several
 from .moves import Spread, copy_to_compute, evenly, sum_to_whole
 
 
@@ -109,6 +111,7 @@ class Rowwise:
     boundary: Boundary
     bias: nn.Parameter | None
     activation: str | None
+    checked = False
 
     def forward(self, input: Any, *args: Any, **options: Any) -> Any:
         boundary = self.boundary
@@ -118,9 +121,8 @@ class Rowwise:
             x = spread.split(x, axis)
         elif placement != Shard(-1):
             x = spread.take(_whole(x, placement, boundary, sum(spread.sizes)), axis)
-        elif x.shape[axis] != len(spread.here):
-            expected = f"{len(spread.here)} features, the part of rank {spread.rank} of {sum(spread.sizes)}"
-            raise BlockSparseError.expected("input", expected, f"{x.shape[axis]}: {ADVICE}")
+        else:
+            self._check_features(x)
         y = self.compute(x, None, None, *args, **options)  # type: ignore[attr-defined]
         bias: Tensor | None = self.bias
         wanted: Any = boundary.normal(boundary.output, y.dim())
@@ -136,6 +138,19 @@ class Rowwise:
         if bias is not None:
             y = y + bias.view(-1, *[1] * (-1 - axis))
         return boundary.leaving(ACTIVATIONS[self.activation](y))
+
+    def _check_features(self, x: Tensor) -> None:
+        """Raises a BlockSparseError unless these are the features of this process; at the first call on all."""
+        spread, have = self.boundary.spread, x.shape[self.boundary.axis]
+        problem = None
+        if have != len(spread.here):
+            expected = f"{len(spread.here)} features, the part of rank {spread.rank} of {sum(spread.sizes)}"
+            problem = str(BlockSparseError.expected("input", expected, f"{have}: {ADVICE}"))
+        if not self.checked and not torch.compiler.is_compiling() and is_one_of_several(spread.group):
+            agree({}, spread.group, problem)
+            self.checked = True
+        if problem:
+            raise BlockSparseError(problem)
 
 
 ADVICE = (
