@@ -1,14 +1,16 @@
 """The site: `make docs`. Its source folder is the repository, so that links between files are the same everywhere."""
 
+import os
 import sys
 from pathlib import Path
 
-from jupyter_client.connect import ConnectionFileMixin
-
 import blocksparse
 
-# Tutorials run in this process's own kernels: by sockets that are files, not open ports.
-ConnectionFileMixin.transport.default_value = "ipc"
+# Tutorials run in kernels, which would warn that they talk to us over open ports of this machine.
+os.environ["IPYTHONDIR"] = str(Path(__file__).parents[1] / "build" / "ipython")
+profile = Path(os.environ["IPYTHONDIR"], "profile_default")
+profile.mkdir(parents=True, exist_ok=True)
+(profile / "ipython_kernel_config.py").write_text("get_config().IPKernelApp.log_level = 'ERROR'\n")
 sys.path.insert(0, str(Path(__file__).parent))
 
 project = "blocksparse"
@@ -39,7 +41,7 @@ myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"
 myst_heading_anchors = 4
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 120
+nb_execution_timeout = 600
 nb_merge_streams = True
 
 # Docstrings: a backtick is code, `Args:` and `Raises:` are sections.
