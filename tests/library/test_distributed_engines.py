@@ -77,6 +77,9 @@ METHODS = {
     "threshold": lambda model, optimizer: bs.sparsity.ThresholdPruning(
         model, optimizer, q_of(model), begin=2, ramp=10, end=35, every=5, block_size=(8, 4)
     ),
+    "blocks": lambda model, optimizer: bs.sparsity.GradualBlockPruning(
+        model, optimizer, 0.1, begin=5, end=35, every=10
+    ),
     "rigl": lambda model, optimizer: bs.sparsity.RigL(model, optimizer, end=45, every=6),
 }
 
@@ -133,4 +136,6 @@ def compare(engine, optimizer, method):
 def test_as_one_process(processes, count, engine, method, optimizer):
     if (engine == "tp_fsdp" and count == 2) or (engine.startswith("tp") and method in DENSE):
         pytest.skip("two dimensions; layers that are block-sparse")
+    if engine == "ddp" and method == "blocks":
+        pytest.skip("the model is to be wrapped again")
     processes(count)(compare, engine, optimizer, method)

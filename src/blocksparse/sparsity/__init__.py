@@ -17,6 +17,7 @@ from .pruning.movement import MovementPruning
 from .pruning.prune_gated_blocks import prune_gated_blocks
 from .pruning.threshold import ThresholdPruning, percentiles
 from .sparse_training.densities import erdos_renyi_density, erk
+from .sparse_training.gradual_blocks import GradualBlockPruning
 from .sparse_training.importance import ImportancePruning, importance
 from .sparse_training.rigl import RigL
 from .sparse_training.set import SET, Evolve
@@ -29,6 +30,7 @@ __all__ = [
     "SRSTE",
     "ActivationScores",
     "Evolve",
+    "GradualBlockPruning",
     "GradualPruning",
     "GroupLasso",
     "ImportancePruning",

@@ -1,0 +1,89 @@
+"""Gradual magnitude pruning of layers that are block-sparse already, wherever their blocks are."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ...surgery.blocks import Blocks
+from ...surgery.prunable import Skip
+from ...surgery.rewire import OnLayoutChange, rewire
+from ...surgery.stored import Stored
+from ..pruning.magnitude import check_norm, magnitudes
+from ..pruning.schedule import CubicSchedule
+from ..pruning.strongest import check_density, strongest
+from .dynamic_sparsity import DynamicSparsity, Modules
+
+
+class GradualBlockPruning(DynamicSparsity):
+    """Gradual magnitude pruning of block-sparse layers. `step` is called after each `optimizer.step()`.
+
+    As `GradualPruning`, with the same choice, for layers that start with all blocks stored, or some: a block that goes
+    is stored no more, so that training becomes cheaper with the density, and there is nothing to finish. It works on
+    the parts of tensor parallelism and on FSDP2's shards. Under DistributedDataParallel, wrap the model again after a
+    call that changed it.
+
+    Args:
+        modules, optimizer, skip, on_layout_change: as for `SET`.
+        density: of all these weights together, at the end, of all their blocks.
+        begin, end, every, norm, scope: as for `GradualPruning`.
+
+    Raises:
+        BlockSparseError: as `SET`; a density that leaves a weight without a block; numbers out of range, an unknown
+            norm or scope.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> layer = bs.nn.Linear(64, 64, block_size=8)      # all blocks
+        >>> method = bs.sparsity.GradualBlockPruning(layer, density=0.25, begin=0, end=4, every=2)
+        >>> for _ in range(4):
+        ...     pruned = method.step()
+        >>> layer.layout.nnz, layer.layout.density
+        (16, 0.25)
+
+    Source: Zhu, Gupta, To prune, or not to prune: exploring the efficacy of pruning for model compression (2017).
+    """
+
+    def __init__(
+        self,
+        modules: Modules,
+        optimizer: torch.optim.Optimizer | None = None,
+        density: float = 0.1,
+        *,
+        begin: int = 0,
+        end: int,
+        every: int = 100,
+        norm: str = "l2",
+        scope: str = "global",
+        skip: Skip = (),
+        on_layout_change: OnLayoutChange | None = None,
+    ):
+        super().__init__(modules, optimizer, skip=skip, on_layout_change=on_layout_change)
+        self.schedule = CubicSchedule(density, begin, end, every)
+        check_norm(norm)
+        self.blocks: dict[str, Blocks] = {}
+        for name, module in self.modules.items():
+            stored = Stored(module)
+            self.blocks[name] = Blocks((*stored.layout.shape, *stored.local.shape[3:]), stored.layout.block_shape)
+        check_density(density, self.blocks, scope)
+        self.norm, self.scope = norm, scope
+
+    def _due(self, call: int) -> bool:
+        return self.schedule.due(call)
+
+    def _change(self) -> None:
+        stored = {name: Stored(module) for name, module in self.modules.items()}
+        scores = {}
+        for name, weight in stored.items():
+            norms = magnitudes(weight, self.norm)
+            # Per number in the block, as blocks of convolutions have more numbers but compete with others.
+            norms = norms / self.blocks[name].size ** 0.5 if self.norm == "l2" else norms
+            # An absent block has a lower score than any zero that is stored.
+            places = np.full(weight.layout.grid, -1, dtype=norms.dtype)
+            places[weight.layout.row_of_block, weight.layout.col_of_block] = norms
+            scores[name] = torch.from_numpy(places)
+        keep = strongest(scores, self.blocks, self.schedule(self.calls), self.scope)
+        for name, weight in stored.items():
+            gone = ~keep[name].numpy()[weight.layout.row_of_block, weight.layout.col_of_block]
+            if gone.any():
+                rewire(weight, np.flatnonzero(gone), [], [], self.optimizer, on_layout_change=self.on_layout_change)
