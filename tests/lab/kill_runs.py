@@ -5,7 +5,7 @@
 Each run is tiny, with a checkpoint after each step, on a disk that is made slow, so that many kills hit a file that is
 being written. It is a process of its own, forked once all is imported, and gets SIGKILL, SIGINT or SIGTERM.
 
-    python tests/lab/kill_runs.py --processes 2 --kills 20 --log docs/results/kills_torchrun.md
+    python tests/lab/kill_runs.py --processes 2 --kills 20 --log kills.md
 
 trains with torchrun instead, which starts all processes again after one of them, any one, gets SIGKILL.
 """

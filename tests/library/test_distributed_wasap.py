@@ -48,7 +48,8 @@ steps = 0
 def loss(y, target):
     global steps
     steps += 1
-    if rank == options.get("killed") and steps == options["at"]:
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if rank == options.get("killed") and steps == options["at"] and attempt == 0:
         os.kill(os.getpid(), options.get("signal", signal.SIGKILL))
     return nn.functional.cross_entropy(y, target)
 
@@ -116,11 +117,12 @@ def environment():
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def torchrun(tmp_path, workers, settings=None, **options):
+def torchrun(tmp_path, workers, settings=None, restarts=0, **options):
     """The process of `torchrun` as it ended."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), str(script)]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+    command += ["--max-restarts", str(restarts), str(script)]
     arguments = [str(tmp_path), repr(SETTINGS | (settings or {})), repr(options)]
     return subprocess.run(
         [sys.executable, *command, *arguments], env=environment(), capture_output=True, text=True, timeout=100
@@ -238,6 +240,13 @@ def test_one_that_is_killed_stops_the_run_and_it_goes_on_from_its_checkpoint(tmp
     assert not (tmp_path / "0.pt").exists()
     again = torchrun(tmp_path, 2, {"epochs": 5, "synchronous": True}, resume=True)
     assert again.returncode == 0, again.stderr
+    phases = [epoch[:2] for epoch in results(tmp_path, 2)[0][1]]
+    assert phases == [(3, "synchronous"), (4, "synchronous"), (5, "alone"), (5, "average")]
+
+
+def test_restarted_by_torchrun_it_goes_on_from_its_checkpoint(tmp_path):
+    done = torchrun(tmp_path, 2, {"epochs": 5, "synchronous": True}, restarts=1, killed=1, at=40)
+    assert done.returncode == 0, done.stderr
     phases = [epoch[:2] for epoch in results(tmp_path, 2)[0][1]]
     assert phases == [(3, "synchronous"), (4, "synchronous"), (5, "alone"), (5, "average")]
 

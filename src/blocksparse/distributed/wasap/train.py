@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -71,7 +72,7 @@ def train(
         skip: as for `bs.sparsity.SET`: what does not evolve.
         loss: of outputs and targets, a mean over samples.
         checkpoint: the file for it.
-        resume: whether to go on from that file.
+        resume: whether to go on from that file; after a restart by torchrun (`--max-restarts`) it does in any case.
         report: called on the master after each epoch.
 
     Returns:
@@ -142,7 +143,11 @@ class _Run:
 
     def all(self, resume: bool) -> None:
         self.check_alike()
-        start = self.resumed() if resume and self.rank == group.MASTER else 0
+        # torchrun starts all again after a failure: to go on, not to begin once more.
+        again = (
+            os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and self.path is not None and self.path.exists()
+        )
+        start = self.resumed() if (resume or again) and self.rank == group.MASTER else 0
         start = int(group.broadcast(torch.tensor(start)))
         self.share()
         together = self.settings.together
