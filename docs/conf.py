@@ -57,6 +57,7 @@ python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_title = "blocksparse"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
