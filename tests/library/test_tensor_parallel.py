@@ -312,6 +312,10 @@ def mistakes():
     refused(nn.GELU(), col, "Linear", "GELU")
     refused(bs.nn.LSTM(8, 16, density=0.5, block_size=8), row, "Linear", "LSTM")
     refused(bs.nn.LSTM(8, 16, density=0.5, block_size=4, proj_size=8), col, "projection")
+    refused(bs.nn.LSTM(8, 16, density=0.5, block_size=4, bidirectional=True), col, "output_layouts", "two directions")
+    local = {"use_local_output": False}
+    refused(linear(24, 24), ColwiseParallel(**local), "use_local_output", "[16, 8]")
+    refused(linear(32, 32), ColwiseParallel(cut=bs.distributed.Cut(32, 8, ((0, 2), (1, 3))), **local), "even")
     refused(linear(32, 32), ColwiseParallel(cut=bs.distributed.Cut.even(64, 8, 2)), "32 features in blocks of 8")
     refused(linear(32, 32), ColwiseParallel(cut=bs.distributed.Cut.even(32, 8, 4)), "2 processes")
     layer = linear(32, 32)

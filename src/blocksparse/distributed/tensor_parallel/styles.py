@@ -6,6 +6,7 @@ import math
 import warnings
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -87,6 +88,7 @@ class _Style(ParallelStyle):
             weights = [(name, each) for name, each in module.named_modules() if isinstance(each, BlockSparseModule)]
             facts = {f"{type(module).__name__} {name}".strip(): fact_of(weight) for name, weight in weights}
             cut = self._cut_of(found, len(dist.get_process_group_ranks(group)))
+            self._check_output(found, cut)
         except BlockSparseError as error:
             problem = str(error)
         if is_one_of_several(group):
@@ -116,6 +118,20 @@ class _Style(ParallelStyle):
             what = f"one for {ranks} processes and {found.features} features in blocks of {found.block}"
             raise BlockSparseError.expected("cut", what, cut)
         return cut
+
+    def _check_output(self, found: Layer | Units, cut: Cut) -> None:
+        """Raises a BlockSparseError where the outputs of the parts are not what the caller would take them for."""
+        if self.axis != 0 or not self.shared:
+            return
+        if isinstance(found, Units) and found.module.bidirectional:
+            expected = "Replicate() for an LSTM of two directions, whose outputs lie side by side"
+            raise BlockSparseError.expected("output_layouts", expected, self.output)
+        parts = [cut.features_of(rank, found.features) for rank in range(cut.ranks)]
+        size = -(-found.features // cut.ranks)
+        ranges = (np.arange(found.features)[rank * size :][:size] for rank in range(cut.ranks))
+        if not self.use_local_output and not all(map(np.array_equal, parts, ranges)):
+            expected = f"True where the processes have {[len(part) for part in parts]} features: a DTensor's are even"
+            raise BlockSparseError.expected("use_local_output", expected, False)
 
     def _warn(self, found: Layer | Units, cut: Cut) -> None:
         stored = found.stored(cut.unit).sum(0)
