@@ -51,6 +51,7 @@ autodoc_inherit_docstrings = False
 autodoc_typehints = "none"
 autodoc_class_signature = "mixed"
 napoleon_custom_sections = ["Shapes", "Source"]
+napoleon_use_ivar = True
 napoleon_use_rtype = False
 add_module_names = False
 python_use_unqualified_type_names = True
