@@ -1,13 +1,13 @@
-"""One sparse net on Fashion-MNIST, trained by one process and by WASAP-SGD with several: accuracy and throughput.
+"""One sparse net on Fashion-MNIST, trained by one process and by WASAP-SGD with several: accuracy, throughput, time.
 
     python benchmarks/wasap.py --data-dir DATA                            1, 2 and 4 processes, 100 epochs each
-    python benchmarks/wasap.py --data-dir DATA --processes 1,2 --seeds 0,1,2
+    python benchmarks/wasap.py --data-dir DATA --processes 1,2 --seeds 0,1,2 --wassp
     python benchmarks/wasap.py --data-dir DATA --epochs 1 --rows 2000 --out /tmp/wasap      to see that it runs
 
 Each run is `torchrun` with that many processes of one thread. Without --data-dir Fashion-MNIST is downloaded. Prints an
-epoch per line, and writes wasap-fashion_mnist.json and .md after each run: what was measured stays when a later one
-fails. A run whose process dies, or that says nothing for --patience seconds, is ended, named in the table, and makes
-the exit status 1.
+epoch per line, and writes wasap-fashion_mnist.json, .md and .png after each run: what was measured stays when a later
+one fails. A run whose process dies, or that says nothing for --patience seconds, is ended, named in the table, and
+makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from rich.console import Console
 from blocksparse import BlockSparseError
 from blocksparse.checkpoint import read_json
 from blocksparse.distributed import Epoch, Settings, train
+from blocksparse.topology.drawings.style import COLORS, figure_and_axes
 from blocksparse_lab.bench import report
 from blocksparse_lab.bench.report import spread
 from blocksparse_lab.data import tables
@@ -51,14 +52,15 @@ NAME = "wasap-fashion_mnist"
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 ABOUT = (
     "The sparse net for Fashion-MNIST, trained by one process (sequential SET) and by WASAP-SGD with several: in the "
-    "first phase they train one network asynchronously, in the second each trains alone; then they are averaged"
+    "first phase they train one network asynchronously (WASSP-SGD: in step, with the mean gradient), in the second "
+    "each trains alone; then they are averaged"
 )
 CAPTION = (
     "The test accuracy is that of the network at the end, averaged and pruned; rows per second, the median over the "
     "epochs of a phase. Mean and standard deviation over the seeds; comparisons are run by run with the same seed."
 )
 # Of the phases, as `distributed.Epoch` calls them.
-FIRST, SECOND = "asynchronous", "alone"
+FIRST, SECOND = ("asynchronous", "synchronous"), ("alone",)
 # Seconds. It waits 30 for its processes to end.
 PATIENCE_WITH_TORCHRUN = 60
 
@@ -82,26 +84,31 @@ class Run:
     epochs: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     failure: str | None = None
+    synchronous: bool = False
 
     @property
     def name(self) -> str:
-        return f"{_processes(self.processes)}, seed {self.seed}"
+        return f"{self.contender}, seed {self.seed}"
+
+    @property
+    def contender(self) -> str:
+        return _processes(self.processes) + (", WASSP" if self.synchronous else "")
 
     @property
     def accuracy(self) -> float:
         """The newest network's accuracy on the test rows, in %."""
         return 100 * self.epochs[-1]["accuracy"]
 
-    def rows_per_second(self, phase: str) -> float | None:
+    def rows_per_second(self, phases: Sequence[str]) -> float | None:
         """The median over the epochs of a phase; None where it has none."""
-        found = [epoch["samples_per_second"] for epoch in self.epochs if epoch["phase"] == phase]
+        found = [epoch["samples_per_second"] for epoch in self.epochs if epoch["phase"] in phases]
         return statistics.median(found) if found else None
 
 
 # -- a process of a run ------------------------------------------------------------------------------------------------
 
 
-def work(seed: int, options: Options) -> None:
+def work(seed: int, synchronous: bool, options: Options) -> None:
     """Trains in each process of torchrun; the first one prints the results, in lines of JSON."""
 
     def tell(**said: Any) -> None:
@@ -120,6 +127,7 @@ def work(seed: int, options: Options) -> None:
         weight_decay=recipe.weight_decay,
         zeta=recipe.zeta,
         regrow=recipe.regrow,
+        synchronous=synchronous,
         seed=seed,
         timeout=options.patience,
     )
@@ -154,7 +162,8 @@ def cores() -> int:
 def command(run: Run, options: Options) -> list[str]:
     """The `torchrun` of a run."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={run.processes}"]
-    return [*launch, __file__, "--work", json.dumps({"seed": run.seed, "options": asdict(options)})]
+    asked = {"seed": run.seed, "synchronous": run.synchronous, "options": asdict(options)}
+    return [*launch, __file__, "--work", json.dumps(asked)]
 
 
 def measure(run: Run, options: Options, say: Callable[[str], None]) -> None:
@@ -233,8 +242,8 @@ def _reason(errors: Any, status: int) -> str:
 
 
 def write(runs: Sequence[Run], options: Options, facts: dict[str, Any], out: Path) -> list[Path]:
-    """Writes the results so far as JSON and Markdown."""
-    paths = [out / f"{NAME}.{kind}" for kind in ("json", "md")]
+    """Writes the results so far as JSON, Markdown and a picture."""
+    paths = [out / f"{NAME}.{kind}" for kind in ("json", "md", "png")]
     settings = {"epochs": options.epochs, "rows": options.rows}
     every = [asdict(run) | {"epochs": report.columns(run.epochs)} for run in runs]
     report.write_json(paths[0], {"what": ABOUT, "machine": facts, "settings": settings, "runs": every})
@@ -243,27 +252,58 @@ def write(runs: Sequence[Run], options: Options, facts: dict[str, Any], out: Pat
 
 
 def draw(path: Path) -> None:
-    """Writes the Markdown of a JSON file."""
+    """Writes the Markdown and the picture of a JSON file."""
     content = read_json(path)
     runs = [Run(**run | {"epochs": report.rows(run["epochs"])}) for run in content["runs"]]
     report.write_text(path.with_suffix(".md"), markdown(runs, content["machine"]))
+    picture(path.with_suffix(".png"), runs, content["machine"])
+
+
+def picture(path: Path, runs: Sequence[Run], machine: dict[str, Any]) -> None:
+    """Draws the test error against the seconds of training: means over the seeds, their deviation as a band."""
+    figure, axes = figure_and_axes((7.5, 4.6))
+    of = contenders(runs)
+    for (name, some), color in zip(of.items(), COLORS, strict=False):
+        epochs = min(len(run.epochs) for run in some)
+        seconds = [statistics.fmean(run.epochs[i]["seconds"] for run in some) for i in range(epochs)]
+        errors = [[100 - 100 * run.epochs[i]["accuracy"] for run in some] for i in range(epochs)]
+        mean = list(map(statistics.fmean, errors))
+        spread_ = [statistics.stdev(one) if len(one) > 1 else 0.0 for one in errors]
+        seeds = f", {len(some)} seeds" if len(some) > 1 else ""
+        axes.plot(seconds, mean, color=color, lw=1.8, marker="o", ms=3, label=f"{name}{seeds}: {mean[-1]:.2f} %")
+        low, high = ([m + sign * d for m, d in zip(mean, spread_, strict=True)] for sign in (-1, 1))
+        axes.fill_between(seconds, low, high, color=color, alpha=0.18, lw=0)
+    axes.set(xlabel="seconds, evaluations and all", ylabel="test error, %", yscale="log")
+    axes.set_xlim(left=0)
+    if of:
+        report.plain_ticks(axes, "y")
+        axes.legend(frameon=False)
+    axes.grid(which="major", color="0.9", lw=0.8)
+    figure.supxlabel(where(machine), size=7.5, color="0.4", x=0.01, ha="left")
+    figure.savefig(path, format="png", dpi=110)
+
+
+def contenders(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Those that did not fail, by what they compare."""
+    of: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.failure is None:
+            of.setdefault(run.contender, []).append(run)
+    return of
 
 
 def markdown(runs: Sequence[Run], machine: dict[str, Any]) -> str:
     """The table, with its caption."""
-    of: dict[int, list[Run]] = {}
-    for run in runs:
-        if run.failure is None:
-            of.setdefault(run.processes, []).append(run)
+    of = contenders(runs)
     parts = [f"# {NAME}", f"{ABOUT}.", CAPTION]
     if of:
-        parts += ["\n".join(report.markdown(["", *map(_processes, of)], list(_rows(of))))]
+        parts += ["\n".join(report.markdown(["", *of], list(_rows(of))))]
     failures = [(run.name, run.failure) for run in runs if run.failure is not None]
     parts += ["\n".join(report.markdown(("failed", "reason"), failures))] if failures else []
     return "\n\n".join([*parts, where(machine)]) + "\n"
 
 
-def _rows(of: dict[int, list[Run]]) -> Iterator[list[str]]:
+def _rows(of: dict[str, list[Run]]) -> Iterator[list[str]]:
     def row(title: str, value: Callable[[Run], Any], digits: int = 0) -> list[str]:
         """A text, or mean and standard deviation of the seeds where they have one."""
 
@@ -278,7 +318,7 @@ def _rows(of: dict[int, list[Run]]) -> Iterator[list[str]]:
 
     def compared(value: Callable[[Run], Any], how: Callable[[Any, Any], float]) -> Callable[[Run], float | None]:
         """Of a run and that of one process with the same seed."""
-        base = {run.seed: value(run) for run in of.get(1, ())}
+        base = {run.seed: value(run) for run in of.get(_processes(1), ())}
         return lambda run: how(value(run), base[run.seed]) if value(run) and base.get(run.seed) else None
 
     phases = {FIRST: "first phase", SECOND: "second phase"}
@@ -290,14 +330,16 @@ def _rows(of: dict[int, list[Run]]) -> Iterator[list[str]]:
     yield given("connections", "connections")
     yield row("density", lambda run: f"{100 * run.facts['density']:.3g} %")
     yield row("epochs", lambda run: str(run.epochs[-1]["epoch"]))
-    yield row("of them in the first phase", lambda run: str(sum(epoch["phase"] == FIRST for epoch in run.epochs)))
+    yield row("of them in the first phase", lambda run: str(sum(epoch["phase"] in FIRST for epoch in run.epochs)))
     yield ["seeds", *(str(len(runs)) for runs in of.values())]
     yield row("test accuracy, %", lambda run: run.accuracy, 2)
     yield row("test accuracy, against 1 process", compared(lambda run: run.accuracy, sub), 2)
     for phase, title in phases.items():
-        yield row(f"rows per second of all, {title}", partial(Run.rows_per_second, phase=phase))
+        yield row(f"rows per second of all, {title}", partial(Run.rows_per_second, phases=phase))
     for phase, title in phases.items():
-        yield row(f"times those of 1 process, {title}", compared(partial(Run.rows_per_second, phase=phase), truediv), 2)
+        yield row(
+            f"times those of 1 process, {title}", compared(partial(Run.rows_per_second, phases=phase), truediv), 2
+        )
     yield row("seconds, evaluations and all", lambda run: run.epochs[-1]["seconds"])
 
 
@@ -343,7 +385,12 @@ def checked(arguments: argparse.Namespace) -> tuple[list[Run], Options]:
     if not max(processes) <= rows <= there:
         raise BlockSparseError.expected("rows", f"{max(processes)}, one for each process, to {there:,}", rows)
     options = Options(arguments.epochs, arguments.rows, arguments.data_dir, arguments.patience)
-    return [Run(count, seed) for seed in seeds for count in sorted(processes)], options
+    return [
+        Run(count, seed, synchronous=synchronous)
+        for seed in seeds
+        for count in sorted(processes)
+        for synchronous in ((False, True) if arguments.wassp and count > 1 else (False,))
+    ], options
 
 
 def main() -> None:
@@ -352,13 +399,14 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=100, help="of each run, both phases together")
     parser.add_argument("--processes", default="1,2,4", help="of the runs")
     parser.add_argument("--seeds", default="0")
+    parser.add_argument("--wassp", action="store_true", help="WASSP-SGD as well")
     parser.add_argument("--rows", type=int, help="number of those to train on, for a quick look")
     parser.add_argument("--patience", type=float, default=900, help="seconds that an epoch may take")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
-        work(arguments.work["seed"], Options(**arguments.work["options"]))
+        work(arguments.work["seed"], arguments.work["synchronous"], Options(**arguments.work["options"]))
         return
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on there is something to clean up

@@ -148,23 +148,27 @@ def test_the_report(wasap, tmp_path):
         run_of(wasap, 4, 1, 0.885, [300, 300, 700, 700]),
         wasap.Run(2, 0, failure="exit status 3"),
     ]
+    runs.append(run_of(wasap, 2, 1, 0.87, [150, 150, 400, 400]))
+    runs[-1].synchronous = True
+    for of in runs[-1].epochs[:2]:
+        of["phase"] = "synchronous"
     paths = wasap.write(runs, wasap.Options(3, None, None, 60.0), machine(), tmp_path / "new")
-    assert [path.name for path in paths] == ["wasap-fashion_mnist.json", "wasap-fashion_mnist.md"]
+    assert [path.name for path in paths] == [f"wasap-fashion_mnist.{kind}" for kind in ("json", "md", "png")]
     assert json.loads(paths[0].read_text())["runs"][4]["failure"] == "exit status 3"
     markdown = paths[1].read_text()
-    assert "|  | 1 process | 4 processes |" in markdown
-    assert cells(markdown, "cores of a process") == ["1", "0.5"]
-    assert cells(markdown, "seeds") == ["2", "2"]
-    assert cells(markdown, "test accuracy, %") == ["88.50 ± 0.71", "88.25 ± 0.35"]
-    assert cells(markdown, "rows per second of all, first phase") == ["102 ± 4", "252 ± 67"]
-    assert cells(markdown, "rows per second of all, second phase") == ["200 ± 0", "600 ± 141"]
+    assert "|  | 1 process | 4 processes | 2 processes, WASSP |" in markdown
+    assert cells(markdown, "cores of a process") == ["1", "0.5", "1"]
+    assert cells(markdown, "seeds") == ["2", "2", "1"]
+    assert cells(markdown, "test accuracy, %") == ["88.50 ± 0.71", "88.25 ± 0.35", "87.00"]
+    assert cells(markdown, "rows per second of all, first phase") == ["102 ± 4", "252 ± 67", "150"]
+    assert cells(markdown, "rows per second of all, second phase") == ["200 ± 0", "600 ± 141", "400"]
     # Seed by seed 1 point lower and 0.5 higher.
-    assert cells(markdown, "test accuracy, against 1 process") == ["0.00 ± 0.00", "-0.25 ± 1.06"]
-    assert cells(markdown, "times those of 1 process, second phase") == ["1.00 ± 0.00", "3.00 ± 0.71"]
+    assert cells(markdown, "test accuracy, against 1 process") == ["0.00 ± 0.00", "-0.25 ± 1.06", "-1.00"]
+    assert cells(markdown, "times those of 1 process, second phase") == ["1.00 ± 0.00", "3.00 ± 0.71", "2.00"]
     assert "| 2 processes, seed 0 | exit status 3 |" in markdown
-    assert cells(markdown, "epochs") == ["3", "3"]
-    assert cells(markdown, "of them in the first phase") == ["2", "2"]
-    assert cells(markdown, "density") == ["4.5 %", "4.5 %"]
+    assert cells(markdown, "epochs") == ["3", "3", "3"]
+    assert cells(markdown, "of them in the first phase") == ["2", "2", "2"]
+    assert cells(markdown, "density") == ["4.5 %", "4.5 %", "4.5 %"]
 
 
 def test_the_committed_table_is_that_of_its_json(wasap, tmp_path):
@@ -202,7 +206,15 @@ def test_nothing_but_failures_is_a_report_too(wasap, tmp_path):
 )
 def test_mistakes(wasap, tmp_path, given, message):
     write(tmp_path)
-    usual = {"epochs": 1, "patience": 60.0, "processes": "1,2,4", "seeds": "0", "rows": None, "data_dir": str(tmp_path)}
+    usual = {
+        "epochs": 1,
+        "patience": 60.0,
+        "processes": "1,2,4",
+        "seeds": "0",
+        "wassp": False,
+        "rows": None,
+        "data_dir": str(tmp_path),
+    }
     runs, options = wasap.checked(argparse.Namespace(**usual))
     assert [(run.processes, run.seed) for run in runs] == [(1, 0), (2, 0), (4, 0)]
     assert options.epochs == 1

@@ -221,6 +221,35 @@ def receive(tensor: Tensor, source: int) -> Tensor:
     return tensor
 
 
+class Pending:
+    """A message under way; `wait` ends with it.
+
+    Args:
+        work: of torch.distributed.
+        other: the process at its other end.
+    """
+
+    def __init__(self, work: dist.Work | None, other: int):
+        self.work, self.other = work, other
+
+    def wait(self) -> None:
+        with reraise_comm_errors(f"process {self.other}"):
+            if self.work is not None:
+                self.work.wait()
+
+
+def start_send(tensor: Tensor, to: int) -> Pending:
+    """Sends a tensor, which must stay as it is until then."""
+    with reraise_comm_errors(f"process {to}"):
+        return Pending(dist.isend(tensor, to), to)
+
+
+def start_receive(tensor: Tensor, source: int) -> Pending:
+    """Fills the tensor with the next one that the process sends, while this one does something else."""
+    with reraise_comm_errors(f"process {source}"):
+        return Pending(dist.irecv(tensor, source), source)
+
+
 def all_reduce(tensor: Tensor) -> Tensor:
     """Sums the tensor over all processes, in place."""
     if is_single_process():

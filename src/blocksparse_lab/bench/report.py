@@ -242,11 +242,11 @@ def _device(results: Sequence[CaseResult]) -> str:
     return next((result.facts["device"] for result in results), "cpu")
 
 
-def plain_ticks(axes: Any) -> None:
+def plain_ticks(axes: Any, which: str = "xy") -> None:
     """Numbers at 1, 2 and 5 on logarithmic axes."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    for axis in (axes.xaxis, axes.yaxis):
+    for axis in (getattr(axes, f"{one}axis") for one in which):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())

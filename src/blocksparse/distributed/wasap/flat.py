@@ -23,7 +23,7 @@ class Flat:
     >>> from blocksparse.distributed.wasap.flat import Flat
     >>> layer = bs.nn.Linear(2, 2, layout=bs.BlockLayout([[1, 1], [0, 1]], 1))
     >>> flat = Flat(layer)
-    >>> flat.load_values(torch.arange(5.0))
+    >>> flat.load_values(flat.split(torch.arange(5.0)))
     >>> layer.values.flatten().tolist(), layer.bias.tolist()
     ([0.0, 1.0, 2.0], [3.0, 4.0])
     >>> flat.topology()
@@ -43,13 +43,9 @@ class Flat:
         """The parameters, a copy `[numbers]`."""
         return self._joined(self.parameters)
 
-    def empty(self) -> Tensor:
-        """For what comes in a message: `[numbers]` on the CPU."""
-        return torch.empty(self.numbers, dtype=self.dtype)
-
-    def load_values(self, flat: Tensor) -> None:
-        """Writes the parameters."""
-        for parameter, values in zip(self.parameters, self.split(flat), strict=True):
+    def load_values(self, parts: Sequence[Tensor]) -> None:
+        """Writes the parameters, of which there is a tensor each."""
+        for parameter, values in zip(self.parameters, parts, strict=True):
             parameter.data.copy_(values)
 
     def gradients(self) -> Tensor:

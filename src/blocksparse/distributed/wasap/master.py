@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -17,9 +18,7 @@ from ...sparsity.sparse_training.sgd import SGD
 from .. import group
 from .flat import Flat, topology_of
 from .formulas import retain_valid
-
-# A push is [samples, loss] and the gradients; its answer [goes on, topology follows], that topology, the parameters.
-HEAD = torch.float64
+from .messages import IN_FLIGHT, Message
 
 
 @dataclass
@@ -39,50 +38,48 @@ class Finished:
 class Master:
     """Applies gradients one by one, evolves the topology after each epoch, hands out what is newest.
 
+    The process is a worker too, and answers the others between two steps of its own: one thread does all the work.
+    What waits for the pushes of a worker is a thread that holds Python's lock for microseconds only. (Threads that took
+    the steps fought for that lock with the process's own worker, and two processes were no faster than one.)
+
     Args:
         flat, optimizer, method: of the network.
         first, last: the epochs, `last` not among them.
         steps: gradients of all workers in an epoch.
-
-    Every worker other than the master's own has a thread here, `serve`.
+        workers: with the master's own.
+        wire: the dtype of gradients and parameters in messages.
     """
 
-    def __init__(self, flat: Flat, optimizer: SGD, method: SET, first: int, last: int, steps: int):
+    def __init__(
+        self,
+        flat: Flat,
+        optimizer: SGD,
+        method: SET,
+        first: int,
+        last: int,
+        steps: int,
+        workers: int = 1,
+        wire: torch.dtype = torch.float32,
+    ):
         self.flat, self.optimizer, self.method = flat, optimizer, method
         self.epoch, self.steps, self.left = first, steps, (last - first) * steps
-        self.lock = threading.Lock()
-        self.begun = self.layouts = flat.layouts()
+        self.layouts = flat.layouts()
         self.finished: deque[Finished] = deque()
-        self.failure: Exception | None = None
         self._begin()
+        self.arrived: SimpleQueue[_Worker | Exception] = SimpleQueue()
+        self.unserved = workers - 1
+        for rank in range(1, workers):
+            _Worker(rank, Message(flat, wire), Message(flat, wire), self.layouts, self.arrived)
 
     def _begin(self) -> None:
         self.loss, self.samples, self.start = 0.0, 0, time.perf_counter()
 
-    def push(self, gradients: Tensor, layouts: Sequence[BlockLayout], samples: int, loss: float) -> bool:
-        """Takes a step with a gradient that was computed on these layouts; returns whether there are more to come.
-
-        A gradient after the last step is dropped.
-        """
-        with self.lock:
-            self.check()
-            if self.left == 0:
-                return False
-            for parameter, part in zip(self.flat.parameters, self._parts(gradients, layouts), strict=True):
-                parameter.grad = part.to(parameter)
-            self.optimizer.step()
-            self.loss, self.samples, self.left = self.loss + loss * samples, self.samples + samples, self.left - 1
-            if self.left % self.steps == 0:
-                self._end_of_epoch()
-            return self.left > 0
-
-    def _parts(self, gradients: Tensor, layouts: Sequence[BlockLayout]) -> list[Tensor]:
-        parts = self.flat.split(gradients)
-        for i, parameter in enumerate(self.flat.parameters):
-            module = self.flat.module_of.get(parameter)
-            if module is not None:
-                parts[i] = retain_valid(parts[i], layouts[module], self.layouts[module])
-        return parts
+    def step(self, samples: int, loss: float) -> None:
+        """Takes a step with the gradients that the parameters have."""
+        self.optimizer.step()
+        self.loss, self.samples, self.left = self.loss + loss * samples, self.samples + samples, self.left - 1
+        if self.left % self.steps == 0:
+            self._end_of_epoch()
 
     def _end_of_epoch(self) -> None:
         self.method.step()
@@ -95,47 +92,84 @@ class Master:
         self.finished.append(Finished(self.epoch, self.layouts, values, momentum, calls, mean, self.samples, seconds))
         self._begin()
 
-    def newest(self) -> tuple[list[BlockLayout], Tensor]:
-        """The topology, and a copy of the parameters."""
-        with self.lock:
-            return self.layouts, self.flat.values()
+    def serve(self) -> None:
+        """Takes steps with the gradients that have arrived, and answers them."""
+        while self.unserved and not self.arrived.empty():
+            self._serve_one()
 
-    def check(self) -> None:
-        """Raises what ended a worker's thread."""
-        if self.failure is not None:
-            raise self.failure
+    def dismiss(self) -> None:
+        """Waits for the pushes that are still to come, drops their gradients, and gives the workers the end result."""
+        while self.unserved:
+            self._serve_one()
 
-    def serve(self, worker: int) -> None:
-        """Answers one worker until there are no more steps."""
+    def _serve_one(self) -> None:
+        worker = self.arrived.get()
+        if isinstance(worker, Exception):
+            raise worker
+        layouts = worker.layouts.popleft()
+        if self.left > 0:
+            samples, loss = worker.push.head.tolist()
+            for parameter, part in zip(self.flat.parameters, worker.push.parts, strict=True):
+                module = self.flat.module_of.get(parameter)
+                if module is not None:
+                    part = retain_valid(part, layouts[module], self.layouts[module])
+                parameter.grad = part.to(parameter)
+            self.step(int(samples), loss)
+        if worker.send(self.left > 0, self.layouts, self.flat.parameters):
+            self.unserved -= 1
+
+
+class _Worker:
+    """What the master knows of another process: messages, and the layouts that its gradients will be for.
+
+    Args:
+        rank: of the process.
+        push, answer: its messages.
+        layouts: of the network it begins with.
+        arrived: gets this worker for each push, or the error that ended it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        push: Message,
+        answer: Message,
+        layouts: list[BlockLayout],
+        arrived: SimpleQueue[_Worker | Exception],
+    ):
+        self.rank, self.push, self.answer, self.arrived = rank, push, answer, arrived
+        self.layouts = deque([layouts] * IN_FLIGHT)  # of the next pushes, in the order of their coming
+        self.after_end = 0  # how many pushes were answered that training is over
+        self.sent: list[group.Pending] = []
+        self.taken: SimpleQueue[bool] = SimpleQueue()  # after each push, whether there are more
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def _receive(self) -> None:
         try:
-            self._serve(worker)
+            goes_on = True
+            while goes_on:
+                group.receive(self.push.bytes, self.rank)
+                self.arrived.put(self)
+                goes_on = self.taken.get()
         except Exception as error:  # the master's own thread raises it
-            self.failure = error
+            self.arrived.put(error)
 
-    def _serve(self, worker: int) -> None:
-        had = self.begun  # and not what the first steps of others may have made of it
-        head, gradients = torch.empty(2, dtype=HEAD), self.flat.empty()
-        goes_on = True
-        while goes_on:
-            samples, loss = group.receive(head, worker).tolist()
-            group.receive(gradients, worker)
-            goes_on = self.push(gradients.to(self.flat.parameters[0].device), had, int(samples), loss)
-            layouts, values = self.newest()
-            changed = layouts is not had
-            group.send(torch.tensor([goes_on, changed], dtype=HEAD), worker)
-            if changed:
-                group.send(topology_of(layouts), worker)
-            group.send(values.cpu(), worker)
-            had = layouts
-
-
-def push_to_master(flat: Flat, samples: int, loss: float) -> bool:
-    """A worker's side of it: gives its gradients, takes the newest network; returns whether there is more to do."""
-    group.send(torch.tensor([samples, loss], dtype=HEAD), group.MASTER)
-    group.send(flat.gradients().cpu(), group.MASTER)
-    goes_on, changed = group.receive(torch.empty(2, dtype=HEAD), group.MASTER).tolist()
-    if changed:
-        topology = group.receive(torch.empty_like(flat.topology()), group.MASTER)
-        flat.load_layouts(flat.layouts_of(topology))
-    flat.load_values(group.receive(flat.empty(), group.MASTER))
-    return bool(goes_on)
+    def send(self, goes_on: bool, layouts: list[BlockLayout], parameters: Sequence[Tensor]) -> bool:
+        """Answers the push; returns whether it was the last one."""
+        if not goes_on:
+            self.after_end += 1
+        last = self.after_end == IN_FLIGHT
+        self.taken.put(not last)  # the next may come
+        for pending in self.sent:
+            pending.wait()
+        changed = layouts is not self.layouts[-1]
+        self.answer.fill((goes_on, changed), parameters)
+        self.sent = [group.start_send(self.answer.bytes, self.rank)]
+        if changed:
+            self.topology = topology_of(layouts)
+            self.sent.append(group.start_send(self.topology, self.rank))
+        if last:
+            for pending in self.sent:
+                pending.wait()
+        self.layouts.append(layouts)
+        return last

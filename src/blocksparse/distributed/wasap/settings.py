@@ -21,6 +21,8 @@ class Settings:
         regrow: its first values of new connections: "he", as in the papers, "xavier" or "zeros".
         synchronous: WASSP-SGD instead of WASAP-SGD.
         first_phase: the part of the epochs in which the workers train one network.
+        wire: "bfloat16" halves the messages of the asynchronous phase, both gradients and the parameters that workers
+            compute them with; the master's own stay as they are. None for the parameters' dtype.
         seed: of the order of the samples, of dropout, and of what grows.
         timeout: seconds without an answer after which a process counts as dead: more than an evaluation, a checkpoint
             and the slowest worker's lag in an epoch take together.
@@ -42,6 +44,7 @@ class Settings:
     regrow: str = "he"
     synchronous: bool = False
     first_phase: float = 0.7
+    wire: str | None = None
     seed: int = 0
     timeout: float = 300.0
 
@@ -53,6 +56,8 @@ class Settings:
         number("learning_rate", self.learning_rate, 0)
         if self.regrow not in INITS:
             raise BlockSparseError.expected("regrow", f"one of {', '.join(INITS)}", repr(self.regrow))
+        if self.wire not in (None, "bfloat16"):
+            raise BlockSparseError.expected("wire", "None or 'bfloat16'", repr(self.wire))
         if not isinstance(self.synchronous, bool):
             raise BlockSparseError.expected("synchronous", "True or False", repr(self.synchronous))
         if number("timeout", self.timeout, 0) == 0:

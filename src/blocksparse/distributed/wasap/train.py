@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -25,10 +24,13 @@ from ...surgery.prunable import Skip
 from .. import group
 from .flat import Flat
 from .formulas import prune_to, union_average, warm_up
-from .master import Finished, Master, push_to_master
+from .master import Finished, Master
+from .messages import ToMaster
 from .settings import Epoch, Settings
 
 Data = tuple[Tensor, Tensor]
+# Samples that are tested at once: about as long as a training step, for which others have to wait for an answer.
+TEST_BATCH = 250
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -175,47 +177,40 @@ class _Run:
 
     def asynchronous(self, start: int) -> None:
         steps = sum(-(-size // self.settings.batch) for size in self.shards)
-        if self.rank != group.MASTER:
-            self.model.train()
-            for rows in self.stream(start):
-                if not push_to_master(self.flat, len(rows), self.gradient(self.model, rows)):
-                    break
+        wire = self.flat.dtype if self.settings.wire is None else getattr(torch, self.settings.wire)
+        if self.rank == group.MASTER:
+            together = self.settings.together
+            self.lead(Master(self.flat, self.optimizer, self.method, start, together, steps, self.workers, wire))
         else:
-            self.lead(Master(self.flat, self.optimizer, self.method, start, self.settings.together, steps))
+            self.model.train()
+            master = ToMaster(self.flat, wire)
+            for rows in self.stream(start):
+                if not master.push(len(rows), self.gradient(self.model, rows)):
+                    break
         self.share()
 
     def lead(self, master: Master) -> None:
-        """Runs the master's own worker on a copy, as the threads for the others change the model meanwhile."""
-        threads = [threading.Thread(target=master.serve, args=(k,), daemon=True) for k in range(1, self.workers)]
-        model = copy.deepcopy(self.model) if threads else self.model
-        flat = Flat(model) if threads else self.flat
-        for thread in threads:
-            thread.start()
-        model.train()
-        goes_on, had = True, master.layouts
+        """Trains on the master's own part of the data, answers the others between the steps."""
+        shown = self.model if self.workers == 1 else copy.deepcopy(self.model)
+        self.model.train()
         rows = self.stream(master.epoch)
-        while goes_on:
+        while master.left:
             batch = next(rows)
-            loss = self.gradient(model, batch)
-            goes_on = master.push(flat.gradients(), had, len(batch), loss)
-            self.show(master, model, flat)
-            had, values = master.newest() if threads else (master.layouts, None)
-            if values is not None:
-                load(flat, had, values)
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.05)
-                master.check()
-        master.check()
-        self.show(master, model, flat)
+            loss = self.gradient(self.model, batch)
+            master.step(len(batch), loss)
+            self.show(master, shown)
+            master.serve()
+        master.dismiss()
+        self.show(master, shown)
 
-    def show(self, master: Master, model: nn.Module, flat: Flat) -> None:
-        """Evaluates and saves the epochs that are over by now; the copy becomes what they left."""
+    def show(self, master: Master, model: nn.Module) -> None:
+        """Evaluates and saves the epochs that are over by now; a copy of the model becomes what they left."""
         while master.finished:
             done = master.finished.popleft()
             if model is not self.model:
-                load(flat, done.layouts, done.values)
-            self.record(model, done, "asynchronous")
+                flat = Flat(model)
+                load(flat, done.layouts, flat.split(done.values))
+            self.record(model, done, "asynchronous", master.serve)
             if model is self.model:
                 master.start = time.perf_counter()  # nobody trained meanwhile
 
@@ -309,7 +304,7 @@ class _Run:
         values, momentum = group.broadcast(self.flat.values()), group.broadcast(self.flat.momentum(self.optimizer))
         self.method.calls = int(group.broadcast(torch.tensor(self.method.calls)))
         if self.rank != group.MASTER:
-            load(self.flat, self.flat.layouts_of(topology), values)
+            load(self.flat, self.flat.layouts_of(topology), self.flat.split(values))
             self.flat.load_momentum(self.optimizer, momentum)
 
     def end(self, epoch: int, clock: float, loss: float, phase: str) -> None:
@@ -323,8 +318,8 @@ class _Run:
             done = Finished(epoch + 1, [], torch.empty(0), momentum, calls, mean, int(samples), seconds)
             self.record(self.model, done, phase)
 
-    def record(self, model: nn.Module, done: Finished, phase: str) -> None:
-        accuracy = self.accuracy(model)
+    def record(self, model: nn.Module, done: Finished, phase: str, meanwhile: Callable[[], object] = bool) -> None:
+        accuracy = self.accuracy(model, meanwhile)
         if phase != "alone" or self.workers == 1:
             self.save(model, done.epoch, done.momentum, done.calls)
         self.tell(Epoch(done.epoch, phase, done.loss, accuracy, done.samples / max(done.seconds, 1e-9)))
@@ -335,13 +330,15 @@ class _Run:
             self.report(epoch)
 
     @torch.no_grad()
-    def accuracy(self, model: nn.Module) -> float | None:
+    def accuracy(self, model: nn.Module, meanwhile: Callable[[], object] = bool) -> float | None:
+        """On the test set, if there is one; `meanwhile` is called after each part of it."""
         if self.test is None:
             return None
         model.eval()
         right = 0
-        for x, y in zip(*(part.split(1000) for part in self.test), strict=True):
+        for x, y in zip(*(part.split(TEST_BATCH) for part in self.test), strict=True):
             right += int((model(x.to(self.device)).argmax(-1) == y.to(self.device)).sum())
+            meanwhile()
         model.train()
         return right / len(self.test[0])
 
@@ -349,7 +346,7 @@ class _Run:
 
     def about(self) -> dict[str, Any]:
         said = asdict(self.settings)
-        del said["timeout"]
+        del said["timeout"], said["wire"]
         return {"kind": "wasap", "settings": said}
 
     def save(self, model: nn.Module, epoch: int, momentum: Tensor, calls: int) -> None:
@@ -397,10 +394,10 @@ def number_of(seed: int, epoch: int, rank: int) -> int:
     return int(np.random.SeedSequence([seed, epoch, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def load(flat: Flat, layouts: list[BlockLayout], values: Tensor) -> None:
+def load(flat: Flat, layouts: list[BlockLayout], parts: list[Tensor]) -> None:
     """Topology and parameters."""
     flat.load_layouts(layouts)
-    flat.load_values(values)
+    flat.load_values(parts)
 
 
 def average_into(flat: Flat, layouts: list[list[BlockLayout]], parts: list[list[Tensor]]) -> None:
