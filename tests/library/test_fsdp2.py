@@ -166,6 +166,11 @@ def memory():
     with Largest() as seen:
         method.step()
     assert seen.numbers <= sparse[0].values.numel() * (1 / ranks + 0.05)
+    method = bs.sparsity.RigL(sparse, optimizer, end=9, every=1)
+    train(sparse, torch.randn(4, size), optimizer=optimizer, steps=1)
+    with Largest() as seen:
+        assert method.step()
+    assert seen.numbers <= sparse[0].values.numel() * (1 / ranks + 0.05)
     dense = fully_shard(nn.Sequential(nn.Linear(size, size)), mesh=mesh())
     optimizer = torch.optim.AdamW(dense.parameters())
     method = bs.sparsity.GradualPruning(dense, optimizer, 0.25, begin=0, end=1, every=1, block_size=16)
@@ -182,8 +187,12 @@ def refused():
     with pytest.raises(bs.BlockSparseError, match=r"0.weight: expected .*GradualPruning and ThresholdPruning"):
         bs.sparsity.MovementPruning(dense, torch.optim.SGD(dense.parameters()), begin=0, end=9, block_size=4)
     alone = fully_shard(nn.Sequential(fully_shard(nn.Linear(16, 16), mesh=mesh())), mesh=mesh())
-    with pytest.raises(bs.BlockSparseError):
+    with pytest.raises(bs.BlockSparseError, match=r"0.weight: expected a layer in a module that fully_shard"):
         bs.sparsity.GradualPruning(alone, end=9, block_size=4)
+    lstm = fully_shard(nn.Sequential(nn.LSTM(16, 14)), mesh=mesh())
+    with pytest.raises(bs.BlockSparseError, match=r"0.bias_ih_l0: expected \[64\], whole blocks.* got \[56\]"):
+        bs.sparsity.GradualPruning(lstm, end=9, block_size=4)
+    bs.sparsity.GradualPruning(lstm, end=9, block_size=2)
     several = network()
     fully_shard(several, mesh=mesh())
     with pytest.raises(bs.BlockSparseError, match="that this process has alone"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,12 @@ def is_wrapped(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """The class of the module, before `fully_shard` put one of its own in front of it."""
+    kind = type(module)
+    return kind.__bases__[-1] if is_wrapped(module) else kind
+
+
 def record_of(module: nn.Module, name: str) -> Any:
     """What `fully_shard` keeps for this parameter of this module; None where it does not shard it.
 
@@ -49,15 +56,22 @@ def record_of(module: nn.Module, name: str) -> Any:
         BlockSparseError: a DTensor of another maker, a version of PyTorch that keeps it in another way, or a parameter
             that is gathered at the moment.
     """
+    record = _find(module, name)
+    if record is not None:
+        return _checked(record, name)
+    if is_dtensor(module._parameters.get(name)):
+        expected = "a plain tensor, or one that torch.distributed.fsdp.fully_shard has sharded"
+        raise BlockSparseError.expected(name, expected, f"a DTensor of another maker (PyTorch {torch.__version__})")
+    return None
+
+
+def _find(module: nn.Module, name: str) -> Any:
     for hook in module._load_state_dict_post_hooks.values():
         # The only way from a module to the record: a hook after loading, which `fully_shard` gives each such module.
         for cell in getattr(hook, "__closure__", None) or ():
             record = cell.cell_contents
             if type(record).__name__ == "FSDPParam" and _holds(record, module, name):
-                return _checked(record, name)
-    if is_dtensor(module._parameters.get(name)):
-        expected = "a plain tensor, or one that torch.distributed.fsdp.fully_shard has sharded"
-        raise BlockSparseError.expected(name, expected, f"a DTensor of another maker (PyTorch {torch.__version__})")
+                return record
     return None
 
 
@@ -133,6 +147,22 @@ def sharded_like(tensor: Any, local: Tensor, rows: int) -> Any:
     return type(tensor).from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
     )
+
+
+def leave_out_if_empty(module: nn.Module) -> None:
+    """Has FSDP2 reduce no gradient of values without a block, which PyTorch refuses; called in the forward pass."""
+    values: Any = module._parameters["values"]
+    if values.numel() or not values.requires_grad or hasattr(values, "left_out"):
+        return
+    if (record := _find(module, "values")) is not None:
+        values.left_out = True
+        values.register_post_accumulate_grad_hook(partial(_leave_out, record))
+
+
+def _leave_out(record: Any, values: Tensor) -> None:
+    values.grad = None
+    # The optimizer counts the step all the same, as it does for the other parts of the weight.
+    record.sharded_param.grad = torch.zeros_like(record.sharded_param)
 
 
 def hand_over(old: nn.Module, new: nn.Module, parameters: Mapping[Tensor, nn.Parameter]) -> None:

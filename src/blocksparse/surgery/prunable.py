@@ -24,7 +24,7 @@ from ..nn.module import BlockSparseModule
 from ..nn.parts import Parts
 from ..nn.recurrent import Recurrent
 from .blocks import Blocks
-from .fsdp import is_wrapped
+from .fsdp import kind_of
 from .mixtures import is_experts
 
 __all__ = ["Prunable", "Skip", "prunable", "survey"]
@@ -32,6 +32,7 @@ __all__ = ["Prunable", "Skip", "prunable", "survey"]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Skip = str | nn.Module | Iterable[str | nn.Module]
 SKIPPED = "skipped"
+ALONE = "fully_shard was applied to it alone: apply it to a module that it is in, or skip it"
 
 CONVOLUTIONS: dict[type[nn.Module], Any] = {
     nn.Conv1d: Conv1d,
@@ -154,8 +155,9 @@ class Prunable:
         if not known:
             if kind in KNOWN or isinstance(module, Parts):
                 return f"{self.parameter} is not multiplied with the inputs"
-            if is_wrapped(module):
-                return "fully_shard was applied to it alone: apply it to a module that it is in"
+            before = kind_of(module)
+            if before is not kind and (before in KNOWN or qualified(before) in TRANSFORMERS):
+                return ALONE if self.parameter.startswith("weight") else "not multiplied with the inputs"
             if self.has_own_forward:
                 return f"{kind.__name__} may use its weight in another way than its base class"
             unknown = "how it multiplies a stack of weights is not known" if parameter.dim() == 3 else None

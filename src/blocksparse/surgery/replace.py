@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -195,8 +195,7 @@ def _sparse_module(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Mo
 def _recurrent(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Module:
     weights = {weight.parameter: (weight, layout) for weight, layout in chosen}
     kind = RECURRENT.get(type(module), type(module))
-    layouts = {key: layout for key, (_, layout) in weights.items()}
-    new = kind(**settings_of(module, kind), layouts=layouts, device="meta")
+    new = _unfilled_recurrent(module, chosen)
     for key, old in module.named_parameters(recurse=False):
         if key in weights:
             _filled(getattr(new, key), *weights[key], changes)
@@ -204,14 +203,35 @@ def _recurrent(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Module
         shape = tuple(getattr(new, key).shape)
         if shape == tuple(old.shape):
             setattr(new, key, old)
-        elif is_dtensor(old):
-            expected = f"{list(shape)}, whole blocks, as FSDP2 has sharded it"
-            raise BlockSparseError.expected(key, expected, list(old.shape))
         else:  # padded
             take = partial(pad, shape=shape, parts=1 if key.startswith("weight_hr") else kind.gates)
             setattr(new, key, nn.Parameter(take(old.detach()), requires_grad=old.requires_grad))
             changes.append(_Change(key, old, getattr(new, key), take))
     return like(module, new)
+
+
+def _unfilled_recurrent(module: Any, chosen: Chosen) -> Any:
+    kind = RECURRENT.get(type(module), type(module))
+    layouts = {weight.parameter: layout for weight, layout in chosen}
+    new = kind(**settings_of(module, kind), layouts=layouts, device="meta")
+    for key, old in module.named_parameters(recurse=False):
+        shape = getattr(new, key).shape
+        if key not in layouts and shape != old.shape and is_dtensor(old):
+            name = chosen[0][0].name.removesuffix(chosen[0][0].parameter) + key
+            expected = f"{list(shape)}, whole blocks, as FSDP2 has sharded it (by blocks that divide hidden_size)"
+            raise BlockSparseError.expected(name, expected, list(old.shape))
+    return new
+
+
+def check_padding(weights: Iterable[Prunable]) -> None:
+    """Raises a BlockSparseError where replacing all these weights would pad another that FSDP2 has sharded."""
+    recurrent: dict[nn.Module, list[tuple[Prunable, BlockLayout]]] = {}
+    for weight in weights:
+        if is_dense_recurrent(weight.module):
+            any_layout = BlockLayout.from_indices([0], [0], weight.grid, weight.block_shape)
+            recurrent.setdefault(weight.module, []).append((weight, any_layout))
+    for module, chosen in recurrent.items():
+        _unfilled_recurrent(module, chosen)
 
 
 def _attention(module: nn.MultiheadAttention, chosen: Chosen, changes: list[_Change]) -> nn.Module:

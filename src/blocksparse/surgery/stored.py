@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -99,6 +100,12 @@ class Stored:
     def is_whole(self) -> bool:
         """Whether all blocks are here."""
         return self._shard is None and self.module.part is None
+
+    @property
+    def share(self) -> int:
+        """The most numbers that a process has of this process's part of the weight."""
+        nnz = self.module.layout.nnz
+        return (-(-nnz // self._shard.count) if self._shard else nnz) * math.prod(self.parameter.shape[1:])
 
     @property
     def used(self) -> tuple[Tensor, Tensor] | None:

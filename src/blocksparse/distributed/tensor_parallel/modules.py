@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from ...errors import BlockSparseError
 from ...ops.activations import ACTIVATIONS
 from ...surgery.agreement import agree, is_one_of_several
+from ...surgery.fsdp import leave_out_if_empty
 from .moves import Spread, copy_to_compute, evenly, sum_to_whole
 
 
@@ -92,6 +93,7 @@ class Colwise:
 
     def forward(self, input: Any, *args: Any, **options: Any) -> Any:
         boundary = self.boundary
+        leave_out_if_empty(self)  # type: ignore[arg-type]
         x, placement = boundary.local(input)
         y = super().forward(_whole(x, placement, boundary, boundary.features), *args, **options)  # type: ignore[misc]
         wanted = boundary.normal(boundary.output, y.dim())
@@ -116,6 +118,7 @@ class Rowwise:
     def forward(self, input: Any, *args: Any, **options: Any) -> Any:
         boundary = self.boundary
         group, spread, axis = boundary.group, boundary.spread, boundary.axis
+        leave_out_if_empty(self)  # type: ignore[arg-type]
         x, placement = boundary.local(input)
         if isinstance(placement, Replicate):
             x = spread.split(x, axis)

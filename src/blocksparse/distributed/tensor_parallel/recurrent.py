@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ...nn.recurrent import State, cast, pad
 from ...ops.recurrent import Steps, linear_of
 from ...ops.recurrent.lstm import gates, unrolled
+from ...surgery.fsdp import leave_out_if_empty
 from .modules import Boundary
 from .moves import Spread, copy_to_compute, evenly, identity, move
 
@@ -32,6 +33,8 @@ class ColwiseLSTM:
 
     def forward(self, input: Any, hx: State | None = None, *, table: Tensor | None = None) -> Any:
         boundary, x = self.boundary, input
+        for weight in super().children():  # type: ignore[misc]
+            leave_out_if_empty(weight)
         if not isinstance(x, PackedSequence):
             x, placement = boundary.local(x)
             if isinstance(placement, Shard):

@@ -12,8 +12,8 @@ from ...layout import BlockLayout
 from ...surgery.dense_shard import mask_
 from ...surgery.fsdp import record_of, reshard
 from ...surgery.optimizer import check_optimizer
-from ...surgery.prunable import Skip, prunable
-from ...surgery.replace import replace_with_sparse
+from ...surgery.prunable import ALONE, Skip, survey
+from ...surgery.replace import check_padding, replace_with_sparse
 from ..training_method import TrainingMethod
 
 
@@ -33,7 +33,8 @@ class DensePruner(TrainingMethod):
 
     Raises:
         BlockSparseError: a model without weights that can become block-sparse, or with one on the meta device; an
-            optimizer without one of them; a name that the model does not have.
+            optimizer without one of them; a name that the model does not have; under FSDP2, a layer that fully_shard
+            was applied to alone, an LSTM whose biases blocks would pad.
     """
 
     end: int | None = None
@@ -53,7 +54,12 @@ class DensePruner(TrainingMethod):
     ):
         if isinstance(model, nn.Module):
             reshard(model)
-        found = prunable(model, block_size, skip)
+        known = survey(model, block_size, skip)
+        for weight, reason in known:
+            if reason == ALONE:
+                expected = "a layer in a module that fully_shard is applied to, or one in skip"
+                raise BlockSparseError.expected(weight.name, expected, "fully_shard applied to the layer alone")
+        found = [weight for weight, reason in known if reason is None]
         if not found:
             expected = "one with dense weights that can become block-sparse, not all of them skipped"
             raise BlockSparseError.expected("model", expected, type(model).__name__)
@@ -66,6 +72,7 @@ class DensePruner(TrainingMethod):
                 raise BlockSparseError.expected(weight.name, expected, "one that FSDP2 has sharded")
             check_optimizer(optimizer, weight.tensor, weight.name)
             self.dense[weight.name] = weight.tensor
+        check_padding(found)
         self.blocks = {weight.name: weight.blocks for weight in found}
         self._layouts: dict[str, BlockLayout] | None = None
 

@@ -20,7 +20,7 @@ from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
 from ...surgery.stored import Stored
 from ..pruning.magnitude import check_norm, magnitudes, smallest
-from .dense_gradient import Watch, gradient_norms, largest
+from .dense_gradient import TILE, Watch, gradient_norms, largest
 from .dynamic_sparsity import DynamicSparsity, Modules
 
 
@@ -165,7 +165,9 @@ class RigL(DynamicSparsity):
         # The gradient that is here is that of this process's part, where tensor parallelism cuts the weight.
         stays = ~drop[stored.of_part]
         kernel, replicas = tuple(stored.local.shape[3:]), stored.replicas or watch.replicas
-        norms = gradient_norms(watch.seen, mine, kernel, self.norm, replicas=replicas)
+        # Under FSDP2 no more at a time than a process has of the values.
+        tile = TILE if stored.is_whole else min(TILE, stored.share)
+        norms = gradient_norms(watch.seen, mine, kernel, self.norm, tile, replicas=replicas)
         best = largest(norms, mine.keys_of_blocks()[stays], mine.grid[1], count)
         grown, size = stored.gather_places(*best)
         if not np.isfinite(size).all():  # an overflow, which GradScaler skips too

@@ -33,7 +33,8 @@ class SET(DynamicSparsity):
         every: calls of `step` per evolution.
         end: from this call on nothing evolves; with the number of epochs, the last one is left out, as in the papers.
         init: of new weights: "he", uniform within sqrt(6 / n_in), as in the papers; "xavier"; "zeros"; or a function
-            of (module, shape, torch.Generator) that returns a CPU tensor.
+            of (module, shape, torch.Generator) that returns a CPU tensor: all new blocks of the weight, on each of the
+            processes that store it together (the names draw a few at a time).
         norm: the magnitude of a block: "l2", "mean" (of |w|) or "max".
         seed: of all that is drawn.
         on_layout_change: called as (module, source) after each change; see `rewire`.
