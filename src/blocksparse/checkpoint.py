@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +25,20 @@ from .checked import is_int
 from .errors import BlockSparseError
 from .files import path_of
 
-__all__ = ["about", "check_sizes", "load", "opened", "parsed", "part", "read_json", "save", "task_of", "write_text"]
+__all__ = [
+    "Coming",
+    "about",
+    "check_sizes",
+    "in_order",
+    "load",
+    "opened",
+    "parsed",
+    "part",
+    "read_json",
+    "save",
+    "task_of",
+    "write_text",
+]
 
 FORMAT = "blocksparse checkpoint"
 VERSION = 2  # 1 had no checksums
@@ -44,14 +59,29 @@ DTYPES = {
 }  # fmt: skip
 
 
-def save(path: str | Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+@dataclass(frozen=True)
+class Coming:
+    """A tensor that comes piece by piece, such as from other processes.
+
+    Args:
+        shape, dtype: of the whole.
+        pieces: its numbers in order, as contiguous parts of the flattened tensor, of any shapes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: Iterable[Tensor]
+
+
+def save(path: str | Path, tensors: Mapping[str, Tensor | Coming], about: Mapping[str, Any]) -> None:
     """Writes a checkpoint atomically: at any moment the file holds either the old one or the new one, whole.
 
     Tensors go to the file one by one from where they are: contiguous ones on the CPU take no more memory.
 
     Args:
         path: the file; a second one, `path.part`, exists while this runs.
-        tensors: of any shapes and devices, and of `DTYPES`. Those that share memory are stored one by one.
+        tensors: of any shapes and devices, and of `DTYPES`; or `Coming` piece by piece, asked for in the order of
+            `in_order`. Those that share memory are stored one by one.
         about: what goes with them, ready for JSON.
 
     Raises:
@@ -234,28 +264,36 @@ def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             os.close(folder)
 
 
-def _write(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def in_order(tensors: Mapping[str, Tensor | Coming]) -> list[str]:
+    """The names in the order of the file: the widest numbers first, so that each tensor begins at a multiple of its
+    numbers' size."""
+    return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+
+
+def _write(file: IO[bytes], tensors: Mapping[str, Tensor | Coming], metadata: Mapping[str, str]) -> None:
     """In the format of safetensors, whose own `save_file` leaves a file of a random name behind when it is killed."""
-    # The widest numbers first, so that each tensor begins at a multiple of its numbers' size.
-    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    order = in_order(tensors)
     sums = dict.fromkeys(order, _ZEROS.decode())
     file.write(bytes(len(_header(tensors, metadata, sums))))
     for name in order:
-        numbers = _bytes(tensors[name])
-        sums[name] = _checksum(numbers)
-        file.write(numbers)
+        tensor, checksum = tensors[name], 0
+        for piece in tensor.pieces if isinstance(tensor, Coming) else [tensor]:
+            numbers = _bytes(piece)
+            checksum = zlib.crc32(numbers, checksum)
+            file.write(numbers)
+        sums[name] = f"{checksum:08x}"
     file.seek(0)
     file.write(_header(tensors, metadata, sums))
 
 
-def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], sums: Mapping[str, str]) -> bytes:
+def _header(tensors: Mapping[str, Tensor | Coming], metadata: Mapping[str, str], sums: Mapping[str, str]) -> bytes:
     """What is before the tensors, which are in the order of their checksums, with its length; as long for any sums."""
     own = {"checksum": _ZEROS.decode(), **metadata, "checksums": json.dumps(sums)}
     header: dict[str, Any] = {"__metadata__": own}
     end = 0
     for name in sums:
         tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -306,6 +306,8 @@ def report(found, seed: int, processes: int = 1) -> str:
         lines.append(f"| {kind} | {name} | {of['kills']} | {of['writing']} | {of['runs']} | {ended_same} |")
     versions = f"Python {sys.version.split()[0]}, torch {here['torch']}, blocksparse {here['blocksparse']}"
     command = f"python tests/lab/kill_runs.py --kills {total['kills']} --seed {seed}"
+    if len(kinds := dict.fromkeys(kind for kind, _ in found)) < len(KINDS):
+        command += f" --kinds {','.join(kinds)}"
     command += f" --processes {processes}" if processes > 1 else ""
     return "\n".join([*lines, "", f"Made by `{command}`: commit {commit}, {versions}.", ""])
 

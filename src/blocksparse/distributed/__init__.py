@@ -3,6 +3,7 @@
 from ..surgery.agreement import check_layouts
 from .balance import balanced_cuts
 from .checkpoint import load_checkpoint, save_checkpoint
+from .single_file import save_safetensors
 from .tensor_parallel import ColwiseParallel, Cut, RowwiseParallel, clip_grad_norm_, parallelize_module
 from .wasap.formulas import prune_to, retain_valid, union_average, warm_up
 from .wasap.settings import Epoch, Settings
@@ -22,6 +23,7 @@ __all__ = [
     "prune_to",
     "retain_valid",
     "save_checkpoint",
+    "save_safetensors",
     "train",
     "union_average",
     "warm_up",

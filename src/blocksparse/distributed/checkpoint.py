@@ -19,10 +19,10 @@ from ..errors import BlockSparseError
 from ..files import path_of
 from ..layout import BlockLayout, layout_of_indices
 from ..nn.module import BlockSparseModule
-from ..surgery.stored import Stored as BlocksOf
+from ..surgery.stored import Stored, part_of
 from .group import all_gather, on_all, reraise_comm_errors
-from .held import Held, Rows, as_sharded, cut_rows, local_like, part_of, rows_of, whole_layout
-from .storage import SavePlanner, Stored, Wanted, Writer
+from .held import Held, Rows, as_sharded, cut_rows, local_like, rows_of
+from .storage import Folder, SavePlanner, Wanted, Writer
 
 INDICES = ("crow_indices", "col_indices")
 
@@ -155,7 +155,7 @@ class _Loading:
     def __init__(self, held: Held, folder: Path, prefix: str, known: set[str] | None):
         self.held, self.folder, self.prefix = held, folder, prefix
         try:
-            self.stored = Stored(folder)
+            self.stored = Folder(folder)
         except Exception as error:  # whatever a broken pickle ends in
             raise BlockSparseError.expected(
                 "checkpoint", "a folder of torch.distributed.checkpoint", f"{folder} ({_reason(error)})"
@@ -224,7 +224,7 @@ class _Loading:
                 raise self._wrong(f"{name or 'the layer'} with {grid} blocks of {block}", got)
         if f"{name}/rows" in self.sizes:
             rows, cols = (self.stored.whole(f"{self.prefix}{name}/{axis}").numpy() for axis in ("rows", "cols"))
-            whole, order = whole_layout(module.layout, grid, rows, cols)
+            whole, order = BlockLayout.from_indices(rows, cols, grid, block), np.lexsort((cols, rows))
         else:
             indices = [f"{name}.{index}".removeprefix(".") for index in INDICES]
             for index in indices:
@@ -235,7 +235,7 @@ class _Loading:
             except BlockSparseError as error:
                 raise self._wrong(f"a layout of {grid} blocks for {name or 'the layer'}", error) from error
             order = np.arange(whole.nnz)
-        layout, mine = part_of(whole, module)
+        layout, mine = part_of(module, whole)
         self.layouts[name] = whole
         if layout != module.layout:
             if self.held.is_ddp and layout.nnz != module.layout.nnz:
@@ -294,7 +294,7 @@ class _Loading:
     def apply(self) -> None:
         """Gives the module and the optimizer what was read."""
         for name, module in self.held.layers.items():
-            stored, layout = BlocksOf(module), self.layouts[name]
+            stored, layout = Stored(module), self.layouts[name]
             if stored.layout != layout:
                 values = self.new[f"{name}.values".removeprefix(".")]
                 local = values.to_local() if isinstance(values, DTensor) else values

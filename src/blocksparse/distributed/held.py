@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import BlockSparseError
-from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
 from ..surgery.optimizer import unwrapped
 
@@ -157,20 +156,33 @@ def cut_rows(tensor: Tensor, spread: Any) -> list[Rows]:
     return [Rows(mine.local[a:b], int(places[a]), total) for a, b in zip(starts.tolist(), ends, strict=True)]
 
 
+def box_of(name: str, tensor: Tensor, length: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where what this process has of a tensor begins in the whole, and its size; with another `length` of axis 0.
+
+    Raises:
+        BlockSparseError: it is a sum over processes.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as PyTorch's own checkpoints
+
+    shape = torch.Size([*([] if length is None else [length]), *tensor.shape[0 if length is None else 1 :]])
+    if not isinstance(tensor, DTensor):
+        return (0,) * len(shape), shape
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise BlockSparseError.expected(name, "a tensor that is replicated or sharded", tensor.placements)
+    size, offset = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+    return offset, size
+
+
 def shard_range(tensor: DTensor, length: int) -> tuple[int, int]:
     """Which of `length` rows this process has, as the tensor is sharded.
 
     Raises:
         BlockSparseError: it is sharded along another axis.
     """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as PyTorch's own checkpoints
-
-    if any(placement.is_partial() or (placement.is_shard() and placement.dim != 0) for placement in tensor.placements):  # type: ignore[attr-defined]
+    offset, size = box_of("values", tensor, length)
+    if size[1:] != tensor.shape[1:]:
         raise BlockSparseError.expected("values", "replicated or sharded along the blocks", tensor.placements)
-    shape, offset = compute_local_shape_and_global_offset(
-        torch.Size([length, *tensor.shape[1:]]), tensor.device_mesh, tensor.placements
-    )
-    return (offset[0], offset[0] + shape[0]) if shape[0] else (0, 0)
+    return (offset[0], offset[0] + size[0]) if size[0] else (0, 0)
 
 
 def local_like(tensor: Tensor, length: int, dtype: torch.dtype) -> Rows:
@@ -189,27 +201,6 @@ def as_sharded(rows: Rows, like: Tensor) -> Tensor:
     return DTensor.from_local(
         rows.local, like.device_mesh, like.placements, run_check=False, shape=rows.shape, stride=stride
     )
-
-
-def whole_layout(layout: BlockLayout, grid: tuple[int, int], rows: Any, cols: Any) -> tuple[BlockLayout, np.ndarray]:
-    """The layout of a whole weight from the blocks of all parts, and the order that sorts them."""
-    whole = BlockLayout.from_indices(rows, cols, grid, layout.block_shape)
-    return whole, np.lexsort((np.asarray(cols), np.asarray(rows)))
-
-
-def part_of(whole: BlockLayout, module: BlockSparseModule) -> tuple[BlockLayout, np.ndarray]:
-    """The layout of a module from that of the whole weight, and which of its blocks these are, int64 `[nnz]`."""
-    part = module.part
-    if part is None:
-        return whole, np.arange(whole.nnz)
-    along = whole.row_of_block if part.axis == 0 else whole.col_of_block
-    places = np.full(whole.grid[part.axis], -1)
-    places[part.lines] = np.arange(len(part.lines))
-    mine = np.flatnonzero(places[along] >= 0)
-    rows, cols = whole.row_of_block[mine], whole.col_of_block[mine]
-    rows, cols = (places[rows], cols) if part.axis == 0 else (rows, places[cols])
-    # Lines rise, so that blocks sorted in the whole are sorted in the part.
-    return BlockLayout.from_indices(rows, cols, module._layout.grid, whole.block_shape), mine
 
 
 def _without_wrappers(name: str) -> str:

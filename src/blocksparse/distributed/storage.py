@@ -220,7 +220,7 @@ class LoadPlanner(DefaultLoadPlanner):
         wanted.into[torch.from_numpy(wanted.order[mine])] = found.to(wanted.into)
 
 
-class Stored:
+class Folder:
     """A checkpoint in a folder.
 
     Args:

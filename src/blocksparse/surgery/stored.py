@@ -79,22 +79,13 @@ class Stored:
 
     def here_of(self, layout: BlockLayout) -> np.ndarray:
         """The same for another layout of the whole weight."""
-        positions = self._part_of(layout)
+        positions = places_of_part(self.module, layout)
         return positions[self._shard.slice(positions.size)] if self._shard else positions
-
-    def _part_of(self, layout: BlockLayout) -> np.ndarray:
-        """The positions in a layout of the whole weight of the blocks of this process's part."""
-        part = self.module.part
-        if part is None:
-            return np.arange(layout.nnz)
-        mine = np.zeros(part.grid[part.axis], dtype=bool)
-        mine[part.lines] = True
-        return np.flatnonzero(mine[layout.row_of_block if part.axis == 0 else layout.col_of_block])
 
     @property
     def of_part(self) -> np.ndarray:
         """The positions in the whole layout of the blocks of the module's own layout, int64, rising."""
-        return self._part_of(self.layout)
+        return places_of_part(self.module, self.layout)
 
     @property
     def is_whole(self) -> bool:
@@ -197,15 +188,11 @@ class Stored:
             here = np.zeros(layout.nnz, dtype=bool)
             here[self.here_of(layout)] = True
             new = new(np.flatnonzero(here[(source < 0).numpy()]))
-        mine = layout
-        if (part := self.module.part) is not None:
-            before, after = self._part_of(self.layout), self._part_of(layout)
+        mine, after = part_of(self.module, layout)
+        if self.module.part is not None:
             source = source[after]
             kept = source >= 0
-            source[kept] = torch.from_numpy(np.searchsorted(before, source[kept].numpy()))
-            lines = [layout.row_of_block[after], layout.col_of_block[after]]
-            lines[part.axis] = np.searchsorted(part.lines, lines[part.axis])
-            mine = BlockLayout.from_indices(lines[0], lines[1], self.module.layout.grid, layout.block_shape)
+            source[kept] = torch.from_numpy(np.searchsorted(self.of_part, source[kept].numpy()))
         if self._shard is None:
             carry_state(optimizer, self.parameter, source)
             self.module.set_layout(mine, remap_blocks(self.local, source, new))
@@ -232,6 +219,26 @@ class Stored:
             local[source[shard.slice(layout.nnz)].to(local.device) < 0] = new.to(local)
         replace_shard(self._record, local, layout.nnz)
         self.module.layout_changed(layout)
+
+
+def places_of_part(module: BlockSparseModule, whole: BlockLayout) -> np.ndarray:
+    """The positions in a layout of the whole weight of the blocks of a module's part, int64, rising."""
+    part = module.part
+    if part is None:
+        return np.arange(whole.nnz)
+    mine = np.zeros(part.grid[part.axis], dtype=bool)
+    mine[part.lines] = True
+    return np.flatnonzero(mine[whole.row_of_block if part.axis == 0 else whole.col_of_block])
+
+
+def part_of(module: BlockSparseModule, whole: BlockLayout) -> tuple[BlockLayout, np.ndarray]:
+    """The layout of a module's part, from one of the whole weight, and the positions in that of its blocks."""
+    part, places = module.part, places_of_part(module, whole)
+    if part is None:
+        return whole, places
+    lines = [whole.row_of_block[places], whole.col_of_block[places]]
+    lines[part.axis] = np.searchsorted(part.lines, lines[part.axis])
+    return BlockLayout.from_indices(lines[0], lines[1], module._layout.grid, whole.block_shape), places
 
 
 @dataclass(frozen=True)
