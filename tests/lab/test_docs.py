@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from blocksparse.pages import Page
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FOLDERS = ("start", "how_to", "understand", "coming_from")
@@ -35,6 +37,10 @@ def test_links_lead_to_files(page):
     for link in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text):
         if not re.match(r"[a-z]+:", link):
             assert (page.parent / link).exists(), f"{page.relative_to(ROOT)}: {link}"
+
+
+def test_pages_that_messages_name_exist():
+    assert not [page for page in Page if not (ROOT / page).is_file()]
 
 
 def documented():

@@ -14,6 +14,7 @@ from ..checked import number
 from ..errors import BlockSparseError, SparsityWarning
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
+from ..pages import Page
 from ..sparsity.calibration.activations import shares
 from ..sparsity.calibration.calibrate import Batches, keep
 from ..sparsity.calibration.reconstruction import fit
@@ -128,7 +129,7 @@ def sparsify(
         got = f"{type(model).__name__} with {got}"
         if any(isinstance(module, BlockSparseModule) for module in model.modules()):
             got += "; it is block-sparse already: blocksparse.densify(model) makes it dense again"
-        raise BlockSparseError.expected("model", "dense weights that can become block-sparse", got)
+        raise BlockSparseError.expected("model", "dense weights that can become block-sparse", got, Page.SPARSIFY)
     if inplace and data is not None and not torch.is_inference_mode_enabled():
         _check_writable(model)
     # 1. Which blocks: `choice.layouts(names)` says it for all weights, or for those that are left.
@@ -280,4 +281,5 @@ def _tell(choice: Kept, kept: Layouts, refused: set[str], reasons: Mapping[str, 
         lines = ["each weight keeps one block at least; a smaller block_size comes closer"]
     if any(choice.why(name) for name in why):
         lines.append("force=True takes the density all the same, for a training that goes on")
+    lines.append(f"see {Page.SPARSIFY}")
     warnings.warn("\n  ".join([f"sparsify: {head}", *lines]), SparsityWarning, stacklevel=4)

@@ -23,6 +23,7 @@ from ..convert import block_coordinates, to_dense
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout, layout_of_indices
 from ..ops.operands import OperandLayout, make_operands
+from ..pages import Page
 from .dense_weight import DenseWeight, not_assigned
 from .parametrized import Parametrizations
 from .part import Part
@@ -326,7 +327,7 @@ class BlockSparseModule(nn.Module):
             return
         if crow is None or col is None:
             expected = "crow_indices and col_indices, which say where the values belong (or load values by hand)"
-            raise BlockSparseError.expected("layout", expected, f"only {' and '.join(given)}")
+            raise BlockSparseError.expected("layout", expected, f"only {' and '.join(given)}", Page.LAYOUTS)
         if crow.is_meta and getattr(self._buffers.get("crow_indices"), "is_meta", False):
             return  # nothing is loaded
         layout = layout_of_indices(crow, col, mine.grid, mine.block_shape)
@@ -514,7 +515,7 @@ def check_shape(layout: BlockLayout, shape: tuple[int, int], what: str = "") -> 
     """Raises a BlockSparseError unless the layout is that of a weight of `shape` (out, in), padded to whole blocks."""
     padded = _padded(shape, layout.block_shape)
     if layout.shape != padded:
-        raise BlockSparseError.expected("layout", f"shape {padded} for {shape}{what}", repr(layout))
+        raise BlockSparseError.expected("layout", f"shape {padded} for {shape}{what}", repr(layout), Page.LAYOUTS)
 
 
 def _padding_of(layout: BlockLayout, shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BlockSparseError
+from ..pages import Page
 from . import workspace
 from .checks import described, row_stride
 
@@ -47,7 +48,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
     except ImportError as error:
         return None, (
             f"the compiled core blocksparse._core does not load ({error}). Build it with `pip install .` in the "
-            "source tree (needs a C++17 compiler), or `make setup` for development"
+            f"source tree (needs a C++17 compiler), or `make setup` for development; see {Page.INSTALL}"
         )
     # The addresses of PyTorch's own parallel loop: one pool of threads for both, sized by torch.set_num_threads.
     torch_cpu = _torch_cpu()

@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from ..checked import checked_ints
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, layout_of_indices
+from ..pages import Page
 from . import cpu_core
 from .checks import check_devices, check_operands, check_tangents
 from .gpu import runtime as gpu_runtime
@@ -136,6 +137,7 @@ class Op:
             "a dtype and a device that its backend serves",
             f"{dtype} on {device}: {refusal}. The plain PyTorch definition runs anywhere, slowly: "
             f'`with blocksparse.use_backend("reference"): ...`',
+            Page.INSTALL,
         )
 
 

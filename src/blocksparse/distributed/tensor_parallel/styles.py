@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ...checked import is_int
 from ...errors import BlockSparseError, SparsityWarning
 from ...nn.module import BlockSparseModule
+from ...pages import Page
 from ...surgery.agreement import Fact, agree, fact_of, is_one_of_several
 from .cut import Cut
 from .slicing import Layer, Units, sliceable
@@ -75,7 +76,8 @@ class _Style(ParallelStyle):
             return style._apply(module, device_mesh)
         if not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 1:
             got = getattr(device_mesh, "shape", type(device_mesh).__name__)
-            raise BlockSparseError.expected("device_mesh", 'a DeviceMesh of one dimension, mesh["tp"] say', got)
+            what = 'a DeviceMesh of one dimension, mesh["tp"] say'
+            raise BlockSparseError.expected("device_mesh", what, got, Page.TENSOR_PARALLEL)
         group = device_mesh.get_group()
         facts: dict[str, Fact] = {}
         problem = None

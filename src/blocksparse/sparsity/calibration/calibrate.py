@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BlockSparseError
+from ...pages import Page
 from ...surgery.prunable import Prunable
 
 Batches = Iterable[Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]]
@@ -146,7 +147,7 @@ def _failure(model: nn.Module, batch: Any, error: Exception) -> BlockSparseError
             inside = names.get(owner, inside)
     shapes = [str(list(each.shape)) if isinstance(each, Tensor) else type(each).__name__ for each in _values(batch)]
     got = f"a batch of {', '.join(shapes) or 'nothing'}, on which {inside or type(model).__name__} fails: {error}"
-    return BlockSparseError.expected("batches", "the model's inputs, without labels", got)
+    return BlockSparseError.expected("batches", "the model's inputs, without labels", got, Page.CALIBRATE)
 
 
 class Call(tuple[Any, ...]):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
+from ...pages import Page
 from ...surgery.dense_shard import mask_
 from ...surgery.fsdp import record_of, reshard
 from ...surgery.optimizer import check_optimizer
@@ -62,7 +63,7 @@ class DensePruner(TrainingMethod):
         found = [weight for weight, reason in known if reason is None]
         if not found:
             expected = "one with dense weights that can become block-sparse, not all of them skipped"
-            raise BlockSparseError.expected("model", expected, type(model).__name__)
+            raise BlockSparseError.expected("model", expected, type(model).__name__, Page.PRUNE)
         self.model, self.optimizer = model, optimizer
         self.weights = {weight.name: weight for weight in found}
         self.dense: dict[str, Tensor] = {}

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...checked import integer
 from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule
+from ...pages import Page
 from ...surgery.agreement import check_layouts
 from ...surgery.fsdp import reshard
 from ...surgery.optimizer import check_optimizer
@@ -121,7 +122,9 @@ def find_modules(modules: Modules, skip: Skip = ()) -> dict[str, BlockSparseModu
         if not isinstance(root, nn.Module):
             raise BlockSparseError.expected("modules", "a model, or some modules", type(root).__name__)
         if not any(isinstance(module, BlockSparseModule) for module in root.modules()):
-            raise BlockSparseError.expected("modules", "one with block-sparse weights", type(root).__name__)
+            raise BlockSparseError.expected(
+                "modules", "one with block-sparse weights", type(root).__name__, Page.SPARSE_TRAINING
+            )
         for name, module in root.named_modules():
             named.setdefault(module, f"{i}.{name}".rstrip(".") if several else name)
     left_out: set[nn.Module] = set()
