@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+from docutils import nodes
+
 import blocksparse
 
 # Tutorials run in kernels, which would warn that they talk to us over open ports of this machine.
@@ -81,5 +83,13 @@ def title(app, docname, source):
         source[0] = f"# {work}: {machine}\n\n{source[0]}"
 
 
+def without_empty_outputs(app, doctree):
+    """A report is printed as HTML, and a line feed after it: a box with nothing in it."""
+    for block in list(doctree.findall(nodes.literal_block)):
+        if "output" in block["classes"] and not block.astext().strip():
+            block.parent.remove(block)
+
+
 def setup(app):
     app.connect("source-read", title)
+    app.connect("doctree-read", without_empty_outputs)
