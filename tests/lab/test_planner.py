@@ -86,9 +86,12 @@ def test_small_nets_stay_on_ddp():
     assert chosen.engine == "DDP"
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_command_is_readable(width):
-    arguments = ["plan", "--params", "10B", "--density", "0.05", "--gpus", "256", "--recompute"]
+LARGE = ["--gpus", "10000000", "--batch", "1000000", "--params", "1000B", "--inside", "0.001", "--between", "0.0001"]
+
+
+@pytest.mark.parametrize(("width", "more"), [(80, []), (80, LARGE), (120, [])])
+def test_command_is_readable(width, more):
+    arguments = ["plan", "--params", "10B", "--density", "0.05", "--gpus", "256", "--recompute", *more]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": str(width)})
     assert result.exit_code == 0, result.output
     assert max(map(len, result.output.splitlines())) <= width
@@ -98,13 +101,18 @@ def test_command_is_readable(width):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gpus", "0"], "ranks: expected at least 1"),
+        (["--gpus", "0"], "gpus: expected from 1 to 10000000, got 0"),
+        (["--gpus", "99999999999999999999"], "gpus: expected from 1 to 10000000"),
+        (["--block-size", "0"], "block_size: expected at least 1, got 0"),
+        (["--inside", "nan"], "inside: expected from 1e-06 to 1e+06, got nan"),
+        (["--between", "1e300"], "between: expected from 1e-06"),
+        (["--batch", "0"], "batch: expected from 1"),
         (["--density", "2"], "density: expected more than 0"),
         (["--machine", "abacus"], "expected one of"),
         (["--optimizer", "lion"], "optimizer: expected one of"),
         (["--params", "many"], "expected a number"),
         (["--width", "100"], "a multiple of 64"),
-        (["--memory", "-1"], "memory: expected more than 0"),
+        (["--memory", "-1"], "memory: expected from 1e-06"),
         (["--dtype", "int3"], "dtype: expected one of"),
         (["--params", "1", "--layers", "96"], "params: expected at least a block"),
     ],

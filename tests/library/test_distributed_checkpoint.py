@@ -1,6 +1,8 @@
 """Checkpoints: written by some processes, read by others into models with other layouts, cut in other ways."""
 
+import pickle
 import shutil
+import sys
 
 import pytest
 import torch
@@ -245,6 +247,8 @@ def bad(case, folder):
         net.first = bs.nn.Linear(30, 64, density=0.5, block_size=8)
     if case == "optimizer":
         optimizer = adam(net)
+    if case == "optimizer of another class":
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     if case == "one process" and dist.get_rank() == 1:
         net.dense = nn.Linear(3, 3)
     if case == "ddp":
@@ -268,6 +272,9 @@ BAD = {
     "missing": "expected a whole checkpoint, got FileNotFoundError",
     "no folder": r"expected a folder of torch.distributed.checkpoint, got .* \(FileNotFoundError",
     "cut description": "expected a folder of torch.distributed.checkpoint, got",
+    "other bits": "expected a whole checkpoint, got a data file that is cut or damaged$",
+    "other pickle": "expected a whole checkpoint, got a data file that is cut or damaged$",
+    "optimizer of another class": "expected the state of SGD for first.values, got that of AdamW",
     "evil": "posix.system, which no description of a checkpoint has",
 }
 
@@ -276,7 +283,14 @@ BAD = {
 def test_bad_checkpoints(processes, tmp_path, case):
     folder = tmp_path / "at"
     save_checkpoint(Net(0), folder)
+    if case == "optimizer of another class":
+        net, optimizer = trained()
+        save_checkpoint(net, folder, optimizer=optimizer)
     data = next(folder.glob("*.distcp"))
+    if case == "other bits":
+        data.write_bytes(bytes(0xFF ^ each for each in data.read_bytes()))
+    if case == "other pickle":
+        data.write_bytes(pickle.dumps(Net) * 999)
     if case == "cut":
         data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
     if case == "missing":
@@ -291,3 +305,23 @@ def test_bad_checkpoints(processes, tmp_path, case):
     assert first == second
     with pytest.raises(AssertionError, match=BAD[case]):
         raise AssertionError(first)
+
+
+def test_a_description_imports_nothing(tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"cthis\ns\n.")
+    with pytest.raises(BlockSparseError, match=r"this\.s, which no description of a checkpoint has"):
+        load_checkpoint(Net(0), tmp_path)
+    assert "this" not in sys.modules
+
+
+def about_of_one(folder):
+    with pytest.raises(BlockSparseError) as error:
+        save_checkpoint(Net(0), folder, about={"x": object() if dist.get_rank() else 1})
+    return str(error.value)
+
+
+def test_what_json_cannot_express_in_one_process(processes, tmp_path):
+    first, second = processes(2)(about_of_one, tmp_path / "at")
+    assert first == second
+    assert first.startswith("process 1: about: expected what JSON can express")
+    assert not (tmp_path / "at").exists()

@@ -47,7 +47,7 @@ def save_checkpoint(
         folder: on a file system that all processes have. Made where there is none.
         prefix: of the names in the checkpoint, such as "model.".
         optimizer: that trains it, or None.
-        about: what else goes with it, ready for JSON, the same in all processes.
+        about: what else goes with it, ready for JSON; where processes differ, that of rank 0 counts.
 
     Raises:
         BlockSparseError: it could not be written, in all processes; what was there is still there.
@@ -67,7 +67,7 @@ def save_checkpoint(
     parts = held.parts()
     plain, rows = on_all(lambda: _entries(held, parts, prefix))
     if about is not None:
-        plain[f"{prefix}/about"] = _bytes(about)
+        plain[f"{prefix}/about"] = on_all(lambda: _bytes(about))
     try:
         with warnings.catch_warnings(), reraise_comm_errors():
             warnings.simplefilter("ignore")  # that there is one process, and that a checkpoint is replaced
@@ -141,7 +141,8 @@ def _entries(
             if isinstance(kept, Tensor):
                 add(f"{name}/{key}", kept, name if kept.shape == parameter.shape else f"{name}/{key}")
         others = {key: kept for key, kept in state.items() if not isinstance(kept, Tensor)}
-        plain[f"{prefix}{name}/group"] = _bytes({"group": _hyperparameters(held, parameter), "state": others})
+        group, kind = _hyperparameters(held, parameter), type(held.optimizer).__name__
+        plain[f"{prefix}{name}/group"] = _bytes({"optimizer": kind, "group": group, "state": others})
     return plain, rows
 
 
@@ -276,6 +277,9 @@ class _Loading:
         group, state = known.get("group"), known.get("state")
         if not isinstance(group, dict) or not isinstance(state, dict):
             raise self._wrong(f"the optimizer's state of {name}", f"{known!r:.99}")
+        kind, own = known.get("optimizer"), type(self.held.optimizer).__name__
+        if kind is not None and kind != own:  # none in those of earlier versions
+            raise self._wrong(f"the state of {own} for {name}", f"that of {kind}")
         self.groups[name] = group
         self.states[name] = dict(state)
         for full in [key for key in self.sizes if key.startswith(f"{name}/") and key != f"{name}/group"]:
@@ -352,4 +356,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, dcp.CheckpointException):
         rank, (inner, _) = min(error.failures.items())
         return f"process {rank}: {_reason(inner)}"
+    if any(word in str(error) for word in ("weights_only", "PytorchStreamReader")):
+        # What PyTorch advises, to load it all the same, would run what is in the file.
+        return "a data file that is cut or damaged"
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

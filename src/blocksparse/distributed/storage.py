@@ -132,15 +132,25 @@ class Reader(FileSystemReader):
 
 
 class _Description(pickle.Unpickler):
+    # A module is imported by being named: these are there already.
+    modules = (
+        "torch",
+        "torch.serialization",
+        "torch.distributed.checkpoint.metadata",
+        "torch.distributed.checkpoint.filesystem",
+        "torch.distributed._shard.metadata",
+        "pathlib",
+        "pathlib._local",
+    )
+
     def find_class(self, module: str, name: str) -> Any:
-        found = None if "." in name else super().find_class(module, name)
-        ours = module.startswith("torch.distributed.checkpoint.") or module == "torch.distributed._shard.metadata"
+        found = super().find_class(module, name) if module in self.modules and "." not in name else None
         plain = is_dataclass(found) or (isinstance(found, type) and issubclass(found, Enum))
         if (
-            (ours and plain)
+            (module.startswith("torch.distributed.") and plain)
             or (module == "torch" and isinstance(found, torch.dtype | torch.layout | torch.memory_format))
             or (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout"))
-            or (module.startswith("pathlib") and name in ("PosixPath", "WindowsPath"))
+            or (module.startswith("pathlib") and name in ("PosixPath", "WindowsPath") and found is not None)
         ):  # fmt: skip
             return found
         raise pickle.UnpicklingError(f"{module}.{name}, which no description of a checkpoint has")

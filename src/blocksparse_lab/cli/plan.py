@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ..planner.plan import Plan
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
+MOST_GPUS, MOST_TOKENS = 10**7, 10**9
+# Of GB, GB/s and devices of a node.
+LEAST, MOST = 1e-6, 1e6
 
 
 def plan(
@@ -54,6 +57,11 @@ def plan(
         return
     if dtype not in DTYPES:
         raise BlockSparseError.expected("dtype", f"one of {list(DTYPES)}", repr(dtype))
+    if not 1 <= gpus <= MOST_GPUS:
+        raise BlockSparseError.expected("gpus", f"from 1 to {MOST_GPUS}", gpus)
+    for name, count in (("batch", batch), ("sequence", sequence)):
+        if not 1 <= count <= MOST_TOKENS:
+            raise BlockSparseError.expected(name, f"from 1 to {MOST_TOKENS}", count)
     device = _changed(hardware.find(machine), memory, per_node, inside, between)
     model = net.transformer(parse_count(params), density, block_size, layers, width)
     job = Job(gpus, batch * sequence, sequence, DTYPES[dtype], DTYPES[dtype] if pure else 4, optimizer, recompute)
@@ -89,8 +97,8 @@ def _changed(
 
     changes: dict[str, Any] = {}
     for name, given in (("memory", memory), ("per_node", per_node), ("inside", inside), ("between", between)):
-        if given is not None and given <= 0:
-            raise BlockSparseError.expected(name, "more than 0", given)
+        if given is not None and not LEAST <= given <= MOST:
+            raise BlockSparseError.expected(name, f"from {LEAST:g} to {MOST:g}", given)
     if memory is not None:
         changes["memory"] = memory * GB
     if per_node is not None:
@@ -152,7 +160,9 @@ def _gb(size: float) -> str:
     ('123', '9.87', '0.012', '-')
     """
     number = size / 1e9
-    return "-" if size == 0 else f"{number:.0f}" if number >= 100 else f"{number:.3g}" if number >= 0.001 else "<0.001"
+    if number < 0.001:
+        return "<0.001" if number else "-"
+    return f"{number:.0f}" if 100 <= number < 100_000 else f"{number:.3g}"
 
 
 def _seconds(seconds: float) -> str:

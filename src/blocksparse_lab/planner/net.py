@@ -94,7 +94,7 @@ def transformer(
         density: stored blocks of all; below 1 the net is as much wider.
 
     Raises:
-        BlockSparseError: less than a block per product, or a density outside of (0, 1].
+        BlockSparseError: less than a block per product, a density outside of (0, 1], or a size below 1.
 
     >>> net = transformer(175_000_000_000, 1.0)
     >>> net.width, len(net.layers)
@@ -102,6 +102,9 @@ def transformer(
     """
     if not 0 < density <= 1:
         raise BlockSparseError.expected("density", "more than 0, at most 1", density)
+    for name, size in (("block_size", block), ("layers", layers), ("width", width)):
+        if size is not None and size < 1:
+            raise BlockSparseError.expected(name, "at least 1", size)
     dense = weights / density / 12
     if layers is None:
         layers = max(1, round(dense / width**2) if width else round((dense / 128**2) ** (1 / 3)))
