@@ -42,6 +42,18 @@ def test_a_quarter_of_a_million_lines():
     assert shares.max() <= costs.sum() / 1000 + costs.max()
 
 
+def test_the_search_ends_for_any_floats():
+    """Rounding keeps its two bounds apart for some."""
+    random = np.random.default_rng(0)
+    for case in range(2000):
+        costs = random.random(random.integers(5, 60)) * 10.0 ** random.integers(-12, 12)
+        parts = int(random.integers(1, 6))
+        cuts = balanced_cuts(costs, parts)
+        shares = np.add.reduceat(costs, cuts[:-1])
+        assert len(cuts) == parts + 1, case
+        assert shares.max() <= (costs.sum() / parts + costs.max()) * (1 + 1e-9), case
+
+
 def test_costs_that_are_none():
     with pytest.raises(BlockSparseError, match=r"finite numbers >= 0, got -1\.0"):
         balanced_cuts([1, -1], 1)

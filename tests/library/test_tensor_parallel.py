@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import blocksparse as bs
 from blocksparse.distributed import ColwiseParallel, RowwiseParallel, check_layouts, clip_grad_norm_
@@ -403,3 +406,98 @@ def with_fsdp():
 
 def test_fsdp2_on_the_other_dimension_of_a_mesh(processes):
     assert max(processes(4)(with_fsdp)) < 0.25 + 0.05
+
+
+def refusals(parallelize):
+    """What `parallelize_module` refuses: said with the layer's name, on both processes, before anything is cut."""
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+
+    def net(sizes=(64, 96, 64), **options):
+        torch.manual_seed(0)
+        return nn.ModuleDict({"mlp": MLP(*sizes[:2], density=0.5, block_size=8, **options)})
+
+    def refused(model, *words, plan=None):
+        before = [id(parameter) for parameter in model.parameters()]
+        with pytest.raises(bs.BlockSparseError) as caught:
+            parallelize(model, mesh, plan or {f"mlp.{name}": style for name, style in PLAN.items()})
+        assert all(word in str(caught.value) for word in words), caught.value
+        if ours:
+            assert [id(parameter) for parameter in model.parameters()] == before
+            assert model.mlp.fc1.part is None
+        return str(caught.value)
+
+    ours = parallelize is not parallelize_module
+    fc1 = "mlp.fc1" if ours else "Linear"
+    said = [
+        refused(net().double() if rank else net(), fc1, "dtype"),
+        refused(net(bias=not rank), fc1, "bias"),
+        refused(net((64, 8)), fc1, "at least 2", "1: 8 features"),
+    ]
+    tied = net()
+    tied.mlp.fc2 = bs.nn.Linear(96, 64, density=0.5, block_size=8)
+    tied["other"] = bs.nn.Linear(64, 96, layout=tied.mlp.fc1.layout)
+    tied.other.values = tied.mlp.fc1.values
+    words = ("mlp.fc1.values", "other.values") if ours else ("values: expected one for", "Linear(in_features=64")
+    said.append(refused(tied, *words, plan={"mlp.fc1": ColwiseParallel(), "other": ColwiseParallel()}))
+    if ours:
+        tied = net((64, 64))
+        tied.mlp.fc2.bias = tied.mlp.fc1.bias
+        said += [
+            refused(tied, "mlp.fc1.bias", "mlp.fc2.bias too"),
+            refused(net(), "mlp.fc2 (style)", plan={f"mlp.{name}": PLAN[name] for name in list(PLAN)[: 2 - rank]}),
+            refused(
+                net(),
+                "rank 1 with another one of mlp.fc1 (style)",
+                plan={"mlp.fc1": ColwiseParallel(multiple=16 if rank else 8)},
+            ),
+            refused(net((64, 96 + 8 * rank)), "another one of mlp.fc1 ["),
+        ]
+        plan = {f"mlp.{name}": PLAN[name] for name in sorted(PLAN, reverse=bool(rank))}
+        parallelize(net(), mesh, plan)
+    return said
+
+
+@pytest.mark.parametrize("parallelize", [parallelize_module, bs.distributed.parallelize_module])
+def test_refusals_name_the_layer(processes, parallelize):
+    one, other = processes(2)(refusals, parallelize)
+    assert one == other
+
+
+def scaled():
+    """An inf in the part of one process: all leave the step out."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = parallelize_module(MLP(64, 96, density=0.5, block_size=8), mesh, PLAN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = ShardedGradScaler("cpu", init_scale=4.0, process_group=mesh.get_group())
+    moved = []
+    for step in range(2):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(3, 64)).square().mean()).backward()
+        if step == dist.get_rank() == 0:
+            model.fc1.values.grad[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        moved.append([not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)])
+    return scaler.get_scale(), *map(any, moved)
+
+
+def test_gradients_that_overflow_in_one_part(processes):
+    assert processes(2)(scaled) == [(2.0, False, True)] * 2
+
+
+def beside_ddp():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(MLP(64, 96, density=0.5, block_size=8), mesh["tp"], PLAN)
+    wrapped = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    for method in (bs.sparsity.SET, partial(bs.sparsity.RigL, end=10)):
+        with pytest.raises(bs.BlockSparseError, match="fully_shard"):
+            method(wrapped, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bs.sparsity.RigL(model, optimizer, end=10, every=1)
+    with pytest.raises(bs.BlockSparseError, match="fully_shard"):
+        wrapped(torch.ones(3, 64))
+
+
+def test_methods_that_move_blocks_refuse_ddp_of_parts(processes):
+    processes(2)(beside_ddp)

@@ -73,7 +73,7 @@ Fact = tuple[int, int]
 def fact_of(module: BlockSparseModule) -> Fact:
     """What has to be equal on processes with the same part of this weight."""
     part: Part | None = module.part
-    key = 0 if part is None else _digest(part.grid, part.axis, part.lines.tobytes())
+    key = 0 if part is None else digest(part.grid, part.axis, part.lines.tobytes())
     return key, digest_of(module.layout)
 
 
@@ -82,30 +82,32 @@ def digest_of(layout: BlockLayout) -> int:
 
     def make() -> int:
         rows, cols = layout.row_of_block.astype("int64"), layout.col_of_block.astype("int64")
-        return _digest(layout.grid, layout.block_shape, rows.tobytes(), cols.tobytes())
+        return digest(layout.grid, layout.block_shape, rows.tobytes(), cols.tobytes())
 
     return layout.derived("digest", make)
 
 
-def _digest(*facts: object) -> int:
+def digest(*facts: object) -> int:
+    """63 bits that are equal for equal facts: bytes, or what has a `repr`."""
     hashed = hashlib.sha256()
     for fact in facts:
         hashed.update(fact if isinstance(fact, bytes) else repr(fact).encode())
     return int.from_bytes(hashed.digest()[:8], "little") >> 1
 
 
-def agree(facts: Mapping[str, Fact], group: Any = None, problem: str | None = None) -> None:
+def agree(facts: Mapping[str, Fact], group: Any = None, problem: str | None = None, what: str = "layouts") -> None:
     """Raises a BlockSparseError on every process unless all have the same facts by name, and none has a problem.
 
     Args:
         facts: for each name a key and a digest, which is to be equal where the key is.
         group: the processes, all of which call this.
         problem: what this process has found wrong already, which the others are to hear of.
+        what: what the facts are, for the error.
     """
     whole = [(name, fact) for name, fact in facts.items() if fact[0] == 0]
     cut = [(name, fact) for name, fact in facts.items() if fact[0] != 0]
     keys = [(name, fact[0]) for name, fact in facts.items()]
-    mine = [_digest(list(facts)), _digest(whole), _digest(keys), _digest(cut), problem is not None]
+    mine = [digest(list(facts)), digest(whole), digest(keys), digest(cut), problem is not None]
     try:
         rows = _all_gather(torch.tensor(mine, dtype=torch.int64), group)
         some_differ = len({tuple(row[:2]) for row in rows}) > 1 or len({tuple(row[2:4]) for row in rows}) > len(
@@ -127,7 +129,7 @@ def agree(facts: Mapping[str, Fact], group: Any = None, problem: str | None = No
             raise BlockSparseError(same[0])
         raise BlockSparseError("; ".join(f"rank {rank}: {text}" for rank, text in problems.items()))
     raise BlockSparseError.expected(
-        "block-sparse layers", "the same layouts on all ranks", _differences(ranks, [facts for facts, _ in found])
+        "block-sparse layers", f"the same {what} on all ranks", _differences(ranks, [facts for facts, _ in found])
     )
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
+from types import NoneType
 
 import numpy as np
 from torch import nn
@@ -13,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...errors import BlockSparseError
+from ...surgery.agreement import Fact, agree, digest, is_one_of_several
 from .cut import Cut
 from .slicing import Layer, Units, sliceable
-from .styles import ColwiseParallel, RowwiseParallel
+from .styles import DENSE, SAME, ColwiseParallel, RowwiseParallel, facts_of, group_of
 
 
 def parallelize_module(
@@ -41,14 +45,71 @@ def parallelize_module(
         module, device_mesh, parallelize_plan, src_data_rank: as PyTorch's function has them. Names may have wildcards.
 
     Raises:
-        BlockSparseError: layers of a group whose features do not go together; what the styles raise.
+        BlockSparseError: on every process, with the layer's name, before anything is cut: layers of a group whose
+            features do not go together; a parameter that two modules share; layouts, dtypes, biases or plans that
+            differ; what the styles raise.
 
     >>> plan = {"layers.*.fc1": ColwiseParallel(multiple=1), "layers.*.fc2": RowwiseParallel(multiple=1)}
     >>> model = parallelize_module(model, mesh["tp"], plan)  # doctest: +SKIP
     """
     if isinstance(parallelize_plan, dict) and device_mesh is not None:
-        parallelize_plan = balanced_plan(module, device_mesh.size(), parallelize_plan)
+        parallelize_plan = _agreed_plan(module, device_mesh, parallelize_plan)
     return tensor.parallel.parallelize_module(module, device_mesh, parallelize_plan, src_data_rank=src_data_rank)
+
+
+def _agreed_plan(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """The balanced plan, once all processes have found the same one, and that it can be applied."""
+    group = group_of(mesh)
+    facts: dict[str, Fact] = {}
+    new: dict[str, ParallelStyle] = {}
+    problem = None
+    try:
+        new = balanced_plan(model, mesh.size(), plan)
+        modules = dict(model.named_modules())
+        ours: dict[str, ColwiseParallel | RowwiseParallel] = {
+            name: style
+            for name, style in new.items()
+            if isinstance(style, ColwiseParallel | RowwiseParallel)
+            and not isinstance(modules.get(name), DENSE | NoneType)
+        }
+        _check_ties(model, ours)
+        for name, style in new.items():
+            label, own = name or "the model", ours.get(name)
+            if name in modules:
+                facts |= facts_of(label, modules[name])
+            options = own and (own.input, own.output, own.use_local_output, own.multiple)
+            facts[f"{label} (style)"] = 0, digest(type(style).__name__, options)
+        for name, style in ours.items():
+            with _naming(name):
+                style.planned(modules[name], mesh)
+    except BlockSparseError as error:
+        problem = str(error)
+    if is_one_of_several(group):
+        agree(facts, group, problem, SAME)
+    if problem is not None:
+        raise BlockSparseError(problem)
+    return new
+
+
+@contextmanager
+def _naming(layers: str) -> Iterator[None]:
+    try:
+        yield
+    except BlockSparseError as error:
+        raise BlockSparseError(f"{layers}: {error}" if layers else str(error)) from error
+
+
+def _check_ties(model: nn.Module, cut: Iterable[str]) -> None:
+    """Raises a BlockSparseError where a layer that is to be cut shares a parameter."""
+    owners: defaultdict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            owners[id(parameter)].append(f"{name}.{key}".lstrip("."))
+    for names in owners.values():
+        of_cut = (not each or name.startswith(f"{each}.") for name in names for each in cut)
+        if len(names) > 1 and any(of_cut):
+            expected = "a parameter of one module: clone it before parallelize_module"
+            raise BlockSparseError.expected(names[0], expected, f"one that is {', '.join(names[1:])} too")
 
 
 def balanced_plan(model: nn.Module, ranks: int, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
@@ -84,7 +145,8 @@ def balanced_plan(model: nn.Module, ranks: int, plan: Mapping[str, ParallelStyle
             cut = _shared_cut(model, ranks, group)
             new |= {each: style.with_cut(cut) for each, style in group.items()}
             group = {}
-    return new
+    # In the order of the model, for a plan that was written in another order on each process.
+    return {name: new[name] for name in [*(each for each in names if each in new), *sorted(new.keys() - set(names))]}
 
 
 def _matches(name: str, key: str) -> bool:
@@ -108,4 +170,5 @@ def _shared_cut(model: nn.Module, ranks: int, group: Mapping[str, ColwiseParalle
         unit = math.lcm(unit, together // math.gcd(together, ratio))
     stored = [layer.stored(unit * (layer.features // features)) for layer in layers.values()]
     in_order = any(style.multiple is None for style in group.values())
-    return Cut.balanced(features, unit, ranks, np.concatenate(stored), in_order)
+    with _naming(", ".join(layers)):
+        return Cut.balanced(features, unit, ranks, np.concatenate(stored), in_order)

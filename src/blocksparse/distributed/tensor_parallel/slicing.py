@@ -27,7 +27,8 @@ def sliceable(module: nn.Module, axis: int) -> Layer | Units:
     """The module as something to cut along an axis of its weights.
 
     Raises:
-        BlockSparseError: a module of another kind, one that is parallel already, weights that are not plain parameters.
+        BlockSparseError: a module of another kind, one that is parallel already, weights that are not plain parameters,
+            or that were cut with another module that has them too.
     """
     name = type(module).__name__
     if hasattr(module, "boundary"):
@@ -43,7 +44,18 @@ def sliceable(module: nn.Module, axis: int) -> Layer | Units:
         if type(parameter) is not nn.Parameter:
             got = f"{type(parameter).__name__}: call parallelize_module before fully_shard"
             raise BlockSparseError.expected(f"parameters of {name}", "plain ones", got)
+    for key, each in module.named_modules():
+        if isinstance(each, BlockSparseModule):
+            _check_own(f"{key}.values".lstrip("."), each.values, each.layout.nnz)
+    if isinstance(found, Layer) and found.module.bias is not None:
+        _check_own("bias", found.module.bias, found.module.weight_shape[0])
     return found
+
+
+def _check_own(name: str, parameter: Tensor, size: int) -> None:
+    if len(parameter) != size:
+        got = f"{len(parameter)}: is it another module's too, that is parallel already?"
+        raise BlockSparseError.expected(name, f"one for {size}", got)
 
 
 class Layer:

@@ -18,12 +18,39 @@ from ...checked import is_int
 from ...errors import BlockSparseError, SparsityWarning
 from ...nn.module import BlockSparseModule
 from ...pages import Page
-from ...surgery.agreement import Fact, agree, fact_of, is_one_of_several
+from ...surgery.agreement import Fact, agree, digest, fact_of, is_one_of_several
 from .cut import Cut
 from .slicing import Layer, Units, sliceable
 
 # Above this a warning says that the processes have very different parts.
 UNEVEN = 1.1
+# For which PyTorch has styles.
+DENSE = nn.Linear | nn.Embedding
+# What `facts_of` a module are.
+SAME = "layouts, dtypes, biases and styles"
+
+
+def group_of(mesh: Any) -> dist.ProcessGroup:
+    """The processes that share each layer.
+
+    Raises:
+        BlockSparseError: not a mesh of one dimension.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        got = getattr(mesh, "shape", type(mesh).__name__)
+        what = 'a DeviceMesh of one dimension, mesh["tp"] say'
+        raise BlockSparseError.expected("device_mesh", what, got, Page.TENSOR_PARALLEL)
+    return mesh.get_group()
+
+
+def facts_of(label: str, module: nn.Module) -> dict[str, Fact]:
+    """What has to be equal on all processes before a module is cut: its layouts, and which parameters there are."""
+    facts = {}
+    for name, each in module.named_modules(prefix=label):
+        if isinstance(each, BlockSparseModule):
+            facts[f"{name} {list(each.layout.shape)}"] = fact_of(each)
+    have = [(name, each.dtype, each.device.type) for name, each in module.named_parameters()]
+    return facts | {f"{label} (dtype, bias, device)": (0, digest(have))}
 
 
 class _Style(ParallelStyle):
@@ -68,35 +95,26 @@ class _Style(ParallelStyle):
         return new
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module, nn.Linear | nn.Embedding):
+        if isinstance(module, DENSE):
             style = self.torchs(
                 input_layouts=self.input, output_layouts=self.output, use_local_output=self.use_local_output
             )
             style.src_data_rank = self.src_data_rank
             return style._apply(module, device_mesh)
-        if not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 1:
-            got = getattr(device_mesh, "shape", type(device_mesh).__name__)
-            what = 'a DeviceMesh of one dimension, mesh["tp"] say'
-            raise BlockSparseError.expected("device_mesh", what, got, Page.TENSOR_PARALLEL)
-        group = device_mesh.get_group()
+        group = group_of(device_mesh)
         facts: dict[str, Fact] = {}
         problem = None
         try:
-            found = sliceable(module, self.axis)
-            for parameter in module.parameters():
-                if not parameter.is_meta and parameter.device.type != device_mesh.device_type:
-                    where = f"on {device_mesh.device_type}, as the mesh"
-                    raise BlockSparseError.expected("parameters", where, parameter.device)
-            weights = [(name, each) for name, each in module.named_modules() if isinstance(each, BlockSparseModule)]
-            facts = {f"{type(module).__name__} {name}".strip(): fact_of(weight) for name, weight in weights}
-            cut = self._cut_of(found, len(dist.get_process_group_ranks(group)))
-            self._check_output(found, cut)
+            facts = facts_of(type(module).__name__, module)
+            found, cut = self.planned(module, device_mesh)
         except BlockSparseError as error:
-            problem = str(error)
+            problem = f"{type(module).__name__}({module.extra_repr()}): {error}"
         if is_one_of_several(group):
-            agree(facts, group, problem)
+            agree(facts, group, problem, SAME)
         if problem is not None:
             raise BlockSparseError(problem)
+        if self.cut is None and self.shared:
+            self._warn(found, cut)
         if self.src_data_rank is not None:
             for parameter in module.parameters():
                 if not parameter.is_meta:
@@ -107,11 +125,24 @@ class _Style(ParallelStyle):
             )
         return module
 
+    def planned(self, module: nn.Module, mesh: DeviceMesh) -> tuple[Layer | Units, Cut]:
+        """What is to be cut, and where: without messages, so that an error may be this process's only.
+
+        Raises:
+            BlockSparseError: a module that cannot be cut so.
+        """
+        found = sliceable(module, self.axis)
+        for parameter in module.parameters():
+            if not parameter.is_meta and parameter.device.type != mesh.device_type:
+                raise BlockSparseError.expected("parameters", f"on {mesh.device_type}, as the mesh", parameter.device)
+        cut = self._cut_of(found, mesh.size())
+        self._check_output(found, cut)
+        return found, cut
+
     def _cut_of(self, found: Layer | Units, ranks: int) -> Cut:
         unit = math.lcm(found.block, self.multiple or 1)
         if self.cut is None and self.shared:
             cut = Cut.even(found.features, unit, ranks)
-            self._warn(found, cut)
         elif self.cut is None:
             cut = Cut.balanced(found.features, unit, ranks, found.stored(unit))
         else:

@@ -18,6 +18,7 @@ from ...layout import BlockLayout
 from ...nn.conv import Convolution
 from ...nn.linear import Linear
 from ..pruning.magnitude import norms_of, smallest
+from .dynamic_sparsity import check_beside_ddp
 
 TILE = 1 << 20  # weights in a tile, unless one row of blocks has more
 
@@ -110,6 +111,8 @@ class Watch:
         if not output.requires_grad:
             return
         self.replicas = _replicas_of_call()
+        if self.replicas:
+            check_beside_ddp([self.layer])
         layer, before = self.layer, output.detach()
         if activation not in (None, "relu"):
             kind: Any = type(layer)

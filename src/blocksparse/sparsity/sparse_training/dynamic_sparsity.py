@@ -41,7 +41,8 @@ class DynamicSparsity(TrainingMethod):
 
     Raises:
         BlockSparseError: a model without block-sparse weights, or with one that is empty; nothing left after `skip`; a
-            name that the model does not have; an optimizer without the parameter of one of them; numbers out of range.
+            name that the model does not have; an optimizer without the parameter of one of them; numbers out of range;
+            DistributedDataParallel of a tensor-parallel model.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class DynamicSparsity(TrainingMethod):
             if stored.parameter in parameters:
                 raise BlockSparseError.expected(f"{name}.values", "a parameter of one module", "one that others share")
             parameters.add(stored.parameter)
+        if any(isinstance(root, DistributedDataParallel) for root in self._roots):
+            check_beside_ddp(self.modules.values())
         self.optimizer, self.on_layout_change = optimizer, on_layout_change
         self.every, self.seed = integer("every", every, 1), integer("seed", seed, 0)
 
@@ -111,6 +114,13 @@ class DynamicSparsity(TrainingMethod):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
         self.seed = int(state["seed"])
+
+
+def check_beside_ddp(modules: Iterable[BlockSparseModule]) -> None:
+    """Raises a BlockSparseError for weights that are cut: while blocks move, parts change their size."""
+    if any(module.part is not None for module in modules):
+        expected = "fully_shard (FSDP2) for data parallelism, beside tensor parallelism whose parts change their size"
+        raise BlockSparseError.expected("model", expected, "DistributedDataParallel, whose buckets keep their sizes")
 
 
 def find_modules(modules: Modules, skip: Skip = ()) -> dict[str, BlockSparseModule]:
