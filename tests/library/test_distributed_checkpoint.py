@@ -1,6 +1,8 @@
 """Checkpoints: written by some processes, read by others into models with other layouts, cut in other ways."""
 
+import pathlib
 import pickle
+import re
 import shutil
 import sys
 
@@ -324,4 +326,28 @@ def test_what_json_cannot_express_in_one_process(processes, tmp_path):
     first, second = processes(2)(about_of_one, tmp_path / "at")
     assert first == second
     assert first.startswith("process 1: about: expected what JSON can express")
-    assert not (tmp_path / "at").exists()
+    assert not list((tmp_path / "at").iterdir())
+
+
+def save_apart(folder, alike):
+    folder = folder if alike else folder / str(dist.get_rank())
+    if alike and dist.get_rank() == 1:  # as if its file system were another
+        exists = pathlib.Path.exists
+        pathlib.Path.exists = lambda path: path.suffix != ".shared" and exists(path)
+    try:
+        with pytest.raises(BlockSparseError) as error:
+            save_checkpoint(Net(0), folder)
+    finally:
+        if alike and dist.get_rank() == 1:
+            pathlib.Path.exists = exists
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("alike", "said"), [(True, "process 1: .* that all processes share"), (False, "in process 1$")]
+)
+def test_a_folder_that_is_not_one(processes, tmp_path, alike, said):
+    first, second = processes(2)(save_apart, tmp_path, alike)
+    assert first == second
+    assert re.search(said, first)
+    assert not list(tmp_path.iterdir())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import secrets
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
@@ -63,6 +66,7 @@ def save_checkpoint(
     (True, True)
     """
     folder = path_of("folder", folder)
+    _check_shared(folder)
     held = on_all(lambda: Held(module, optimizer))
     parts = held.parts()
     plain, rows = on_all(lambda: _entries(held, parts, prefix))
@@ -109,6 +113,41 @@ def load_checkpoint(
     loading = on_all(lambda: _Loading(held, folder, prefix, names if strict else None))
     loading.apply()
     return loading.about
+
+
+def _check_shared(folder: Path) -> None:
+    """Raises in all processes unless they name one folder, where all see a file that the first one made."""
+    paths = all_gather(str(folder.absolute()))
+    for rank, path in enumerate(paths):
+        if path != paths[0]:
+            raise BlockSparseError.expected("folder", f"{paths[0]} in all processes", f"{path} in process {rank}")
+    if len(paths) == 1:
+        return
+    token = folder / f".{all_gather(secrets.token_hex(8))[0]}.shared"
+
+    def make() -> None:
+        if dist.get_rank() == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                token.touch()
+            except OSError as error:
+                raise BlockSparseError.expected(
+                    str(folder), "a folder to write a checkpoint to", f"process 0: {_reason(error)}"
+                ) from error
+
+    def see() -> None:
+        if not token.exists():
+            raise BlockSparseError.expected(
+                str(folder), "a folder on a file system that all processes share", "none of process 0's files"
+            )
+
+    on_all(make)
+    try:
+        on_all(see)
+    finally:
+        if dist.get_rank() == 0:
+            with suppress(OSError):
+                token.unlink()
 
 
 def _entries(
