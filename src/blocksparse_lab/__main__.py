@@ -20,7 +20,20 @@ def main() -> None:
 
     if waits:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code and _has_group():
+            # PyTorch's threads may still wait for the messages of a process that is gone, and torchrun for this one.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code if isinstance(end.code, int) else 1)
+        raise
+
+
+def _has_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _leave(number: int, frame: object) -> None:

@@ -1,9 +1,11 @@
 """Checkpoints: written by some processes, read by others into models with other layouts, cut in other ways."""
 
+import os
 import pathlib
 import pickle
 import re
 import shutil
+import signal
 import sys
 
 import pytest
@@ -20,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import blocksparse as bs
 from blocksparse.distributed import ColwiseParallel, RowwiseParallel, load_checkpoint, save_checkpoint
 from blocksparse.errors import BlockSparseError
+from processes import Processes
 
 
 class Net(nn.Module):
@@ -351,3 +354,15 @@ def test_a_folder_that_is_not_one(processes, tmp_path, alike, said):
     assert first == second
     assert re.search(said, first)
     assert not list(tmp_path.iterdir())
+
+
+def stopped(folder):
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    save_checkpoint(bs.nn.Linear(8, 8, block_size=4), folder)
+
+
+def test_a_process_that_stops_is_named(tmp_path):
+    three = Processes(3, timeout=4)
+    with pytest.raises(AssertionError, match="rank 1: expected an answer in time, got none: dead, or out of reach"):
+        three(stopped, tmp_path)

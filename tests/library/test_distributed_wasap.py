@@ -293,7 +293,7 @@ def test_the_others_say_who_is_gone(workers, killed, synchronous, tmp_path):
     assert processes[killed].returncode == -9
     for rank in set(range(workers)) - {killed}:
         assert processes[rank].returncode != 0
-        gone = "the other processes" if synchronous else f"process {1 - min(rank, 1)}"
+        gone = "rank 0" if synchronous else f"process {1 - min(rank, 1)}"
         wanted = f"BlockSparseError: {gone}: expected an answer in time, got none: dead, or out of reach"
         assert wanted in errors[rank], errors[rank]
 

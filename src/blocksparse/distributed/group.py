@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ import torch.distributed.nn  # now: its defaults hold the group that there is, w
 from torch import Tensor
 
 from ..errors import BlockSparseError
+from ..surgery.agreement import missing
 
 Made = TypeVar("Made")
 
@@ -168,7 +170,8 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line)  # gloo's own place in its sources
 
 
 def _silent() -> list[int]:
@@ -203,7 +206,7 @@ def reraise_comm_errors(whose: str | None = None) -> Iterator[None]:
             raise
         if whose is None:
             silent = _silent()
-            whose = _named(silent) if silent else "the other processes"
+            whose = _named(silent) if silent else missing() if _store is None else "the other processes"
         raise BlockSparseError.expected(
             whose, "an answer in time", f"none: dead, or out of reach ({_first_line(error)})"
         ) from error

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..planner.plan import Plan
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
-MOST_GPUS, MOST_TOKENS = 10**7, 10**9
+MOST_GPUS, MOST_TOKENS, MOST_PARAMS = 10**7, 10**9, 10**13
 # Of GB, GB/s and devices of a node.
 LEAST, MOST = 1e-6, 1e6
 
@@ -62,8 +62,10 @@ def plan(
     for name, count in (("batch", batch), ("sequence", sequence)):
         if not 1 <= count <= MOST_TOKENS:
             raise BlockSparseError.expected(name, f"from 1 to {MOST_TOKENS}", count)
+    if (stored := parse_count(params)) > MOST_PARAMS:
+        raise BlockSparseError.expected("params", f"{_short(MOST_PARAMS)} at most", params)
     device = _changed(hardware.find(machine), memory, per_node, inside, between)
-    model = net.transformer(parse_count(params), density, block_size, layers, width)
+    model = net.transformer(stored, density, block_size, layers, width)
     job = Job(gpus, batch * sequence, sequence, DTYPES[dtype], DTYPES[dtype] if pure else 4, optimizer, recompute)
     found = plans(model, device, job)
     chosen, why = recommend(found)
