@@ -151,11 +151,13 @@ def test_block_sparse_is_dense_with_zeros(cell, hidden, layers, bidirectional):
         pytest.skip("refused, see below")
     torch.manual_seed(0)
     sparse = MODULES[cell](20, hidden, layers, bidirectional=bidirectional, density=0.5, block_size=8)
-    dense = densified(sparse).double()
+    dense = densified(sparse)
     x, hx = torch.randn(7, 5, 20), states(sparse, 5)
-    got, expected = results(sparse, x, hx), results(dense, x.double(), tuple(state.double() for state in hx))
-    for a, b in zip(got[0] + got[1][:3], expected[0] + expected[1][:3], strict=True):
-        close(a, b, 2e-6)
+    got, plain = results(sparse, x, hx), results(dense, x, hx)
+    expected = results(dense.double(), x.double(), tuple(state.double() for state in hx))
+    # Layer norm and 14 steps enlarge what is rounded: PyTorch's float32 of the same net says how much.
+    for a, rounded, b in zip(*(each[0] + each[1][:3] for each in (got, plain, expected)), strict=True):
+        close(a, b, max(2e-6, 2 * float((rounded.double() - b).norm() / b.norm())))
 
 
 def test_block_sparse_without_a_bias():

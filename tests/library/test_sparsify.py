@@ -135,13 +135,14 @@ def test_a_trained_weight_keeps_what_it_needs(speeds):
     with pytest.warns(bs.SparsityWarning) as told:
         most = bs.sparsify(trained(0.75), 0.25)
     assert not layouts_of(most)
-    head, first, _, last = str(told[0].message).splitlines()
+    head, first, _, last, page = str(told[0].message).splitlines()
     assert head == "sparsify: nothing became block-sparse"
     assert first.startswith(
         "  0.weight: 0.8 times as fast block-sparse (density 0.75, blocks of 32 x 32, 64 tokens); it"
     )
     assert first.endswith("it takes 75% of its blocks to lose no more than 5% of the squares of each row")
     assert last == "  force=True takes the density all the same, for a training that goes on"
+    assert "docs/how_to/sparsify.md" in page
     for options in ({"force": True}, {"scope": "layer"}):
         found = layouts_of(bs.sparsify(trained(0.75), 0.25, **options))
         assert sum(layout.nnz for layout in found.values()) == 64

@@ -19,6 +19,10 @@ def sparse():
 
 
 METHODS = {
+    "GradualBlockPruning": (
+        sparse,
+        lambda m, o: bs.sparsity.GradualBlockPruning(m, o, 0.3, end=4, every=1),
+    ),
     "GradualPruning": (dense, lambda m, o: bs.sparsity.GradualPruning(m, o, 0.5, end=4, every=1, block_size=4)),
     "GroupLasso": (dense, lambda m, o: bs.sparsity.GroupLasso(m, o, block_size=4)),
     "ImportancePruning": (sparse, lambda m, o: bs.sparsity.ImportancePruning(m, o, begin=1, every=2)),

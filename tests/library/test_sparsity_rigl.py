@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import blocksparse as bs
+from blocksparse.sparsity.sparse_training import rigl
 from blocksparse.sparsity.sparse_training.dense_gradient import LinearPass, Watch, gradient_norms, largest
 
 
@@ -242,7 +243,7 @@ def test_the_dense_gradient_is_never_more_than_a_tile():
 
 def test_a_whole_step_stays_within_a_tile(monkeypatch):
     features, tile = 2048, 1 << 16
-    monkeypatch.setattr(gradient_norms, "__defaults__", ((), "l2", tile))
+    monkeypatch.setattr(rigl, "TILE", tile)
     layer = bs.nn.Linear(features, features, layout=bs.patterns.random((features, features), 8, 0.01, seed=0))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     method = bs.sparsity.RigL(layer, optimizer, end=10, every=1)
