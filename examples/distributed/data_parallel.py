@@ -36,11 +36,7 @@ def batch(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]
     return x.chunk(ranks)[rank], target.chunk(ranks)[rank]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=300)
-    steps = parser.parse_args().steps
-    dist.init_process_group("gloo")  # "nccl" on GPUs
+def train(steps: int) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(network())
     check_layouts(model)
@@ -61,6 +57,15 @@ def main() -> None:
     if rank == 0:
         layer = model.module[1]
         print(f"accuracy {right.item() / BATCH:.2f}, {layer.layout.nnz} blocks, all of them in each process")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=300)
+    steps = parser.parse_args().steps
+    dist.init_process_group("gloo")  # "nccl" on GPUs
+    train(steps)
+    # Once no model is left: one in DistributedDataParallel that outlives the group may wait for it without end.
     dist.destroy_process_group()
 
 

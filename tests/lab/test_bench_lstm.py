@@ -31,13 +31,23 @@ def result(spec=SPEC, refused=(), **seconds):
     return CaseResult(spec, layout.nnz, layout.density, {"scores": 1e-7}, samples, dict(refused), 1e-5, facts)
 
 
+def torch_runs(dtype):
+    """Whether PyTorch's own LSTM runs here: autocast's, oneDNN's of bfloat16, needs AVX-512."""
+    try:
+        with torch.autocast("cpu", enabled=dtype == "bfloat16"):
+            torch.nn.LSTM(8, 16)(torch.zeros(1, 1, 8))
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_every_cell_is_right_and_timed(cell, dtype):
     for pass_ in PASSES:
         spec = replace(SPEC, config=replace(CONFIG, cell=cell), dtype=dtype, pass_=pass_)
         found = QUICK.run(spec, ["dense", "torch"])
-        assert found.peers == (["dense", "torch"] if cell == "lstm" else ["dense"])
+        assert found.peers == (["dense", "torch"] if cell == "lstm" and torch_runs(dtype) else ["dense"])
         assert found.speedup("dense").median > 0
         assert found.tokens_per_second() > 0
         assert set(found.errors) == {"scores", "gradients"}
@@ -167,6 +177,9 @@ def test_jobs_for_a_gpu():
     reach = GpuReach(LinearBench(rounds=1, budget=0.01), shrink=64)
     rows = [row for job in reach.jobs() if "language model" in job.work for row in job.run()]
     assert len(rows) == 2
+    if not torch_runs("bfloat16"):
+        assert all((row.met, row.measured[:12]) == (None, "not measured") for row in rows)
+        return
     assert "torch of width 49" in rows[0].measured
     assert "torch-wide of width 288" in rows[1].measured
     assert all(isinstance(row.met, bool) for row in rows)

