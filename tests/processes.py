@@ -1,11 +1,15 @@
-"""Processes that tests send functions to: started once, with a gloo group, so that a test on four takes no start-up."""
+"""Processes that tests send functions or scripts to, forked with PyTorch imported: a test on four takes no start-up."""
 
 from __future__ import annotations
 
 import datetime
 import multiprocessing
+import os
+import runpy
+import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -86,6 +90,43 @@ class Processes:
             process.join()
             pipe.close()
         self.running = []
+
+
+def run_script(count: int, script: Path, *arguments: str, folder: Path, timeout: float = 200) -> str:
+    """What a script prints when `count` processes run it in a folder, with the variables that torchrun sets.
+
+    As with torchrun, but that PyTorch is imported once for all scripts.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    outputs = [folder / f"{script.stem}-{rank}.out" for rank in range(count)]
+    running = []
+    for rank, output in enumerate(outputs):
+        variables = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
+        process = CONTEXT.Process(target=_run, args=([str(script), *arguments], variables, folder, output), daemon=True)
+        process.start()
+        running.append(process)
+    begun = time.monotonic()
+    for process in running:
+        process.join(max(0.0, begun + timeout - time.monotonic()))
+    codes = [process.exitcode for process in running]
+    for process in running:
+        process.kill()
+    said = "".join(output.read_text() for output in outputs)
+    assert codes == [0] * count, f"exit codes {codes} (None: not in {timeout} s)\n{said}"
+    return said
+
+
+def _run(argv: list[str], variables: dict[str, str], folder: Path, output: Path) -> None:
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    os.environ |= variables
+    os.chdir(folder)
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
 
 
 def _work(pipe: Connection, rank: int, count: int, store: str, timeout: float) -> None:

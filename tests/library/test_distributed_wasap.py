@@ -229,6 +229,7 @@ def test_several_workers_are_as_good(workers, synchronous, tmp_path, sequential_
 # -- what goes wrong ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_one_that_is_killed_stops_the_run_and_it_goes_on_from_its_checkpoint(tmp_path):
     begin = time.monotonic()
     # 16 steps an epoch, of both together.
@@ -376,8 +377,10 @@ def said_by_ranks(tmp_path, ranks, given=None, variables=None, timeout=20.0, of=
     ("given", "what"),
     [
         ({1: {"data": 5}}, "process 1: inputs"),
-        ({1: {"settings": {"synchronous": True}}}, "process 1: settings (synchronous)"),
-        ({1: {"hidden": 24}}, "process 1: parameters"),
+        pytest.param(
+            {1: {"settings": {"synchronous": True}}}, "process 1: settings (synchronous)", marks=pytest.mark.full
+        ),
+        pytest.param({1: {"hidden": 24}}, "process 1: parameters", marks=pytest.mark.full),
         ({0: {"rows": 60}}, "process 0: inputs"),  # two agree
     ],
     ids=["data", "settings", "model", "master"],
