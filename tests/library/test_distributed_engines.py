@@ -142,6 +142,6 @@ def cases():
         yield pytest.param(count, engine, method, optimizer, marks=() if often else pytest.mark.full)
 
 
-@pytest.mark.parametrize(("count", "engine", "method", "optimizer"), cases())
+@pytest.mark.parametrize(("count", "engine", "method", "optimizer"), list(cases()))
 def test_as_one_process(processes, count, engine, method, optimizer):
     processes(count)(compare, engine, optimizer, method)

@@ -133,7 +133,7 @@ def of_few_tokens():
             yield pytest.param(*case.values, block, id=f"{case.id}-{block}", marks=() if often else pytest.mark.full)
 
 
-@pytest.mark.parametrize(("backend", "dtype", "block"), of_few_tokens())
+@pytest.mark.parametrize(("backend", "dtype", "block"), list(of_few_tokens()))
 def test_every_small_number_of_tokens(backend, dtype, block):
     # Where a vector has more lanes than there are tokens, the kernels sum along its lanes. Hub rows are cut between
     # outputs, and a row of blocks may be empty.

@@ -106,7 +106,7 @@ def cases():
         yield pytest.param(family, False, id=f"{family}-eval", marks=marks)
 
 
-@pytest.mark.parametrize(("family", "training"), cases())
+@pytest.mark.parametrize(("family", "training"), list(cases()))
 def test_samples_agree(family, training):
     count = 0
     for desc, module, given in samples(family, training):
