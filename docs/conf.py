@@ -1,6 +1,7 @@
 """The site: `make docs`. Its source folder is the repository, so that links between files are the same everywhere."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -72,6 +73,7 @@ html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0b6e8a", "color-brand-content": "#0b6e8a"},
     "dark_css_variables": {"color-brand-primary": "#57c4e0", "color-brand-content": "#57c4e0"},
 }
+highlight_language = "text"  # of blocks that name none: tables, trees, output
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
@@ -83,13 +85,19 @@ def title(app, docname, source):
         source[0] = f"# {work}: {machine}\n\n{source[0]}"
 
 
-def without_empty_outputs(app, doctree):
-    """A report is printed as HTML, and a line feed after it: a box with nothing in it."""
-    for block in list(doctree.findall(nodes.literal_block)):
-        if "output" in block["classes"] and not block.astext().strip():
-            block.parent.remove(block)
+def outputs(app, doctree):
+    """Warnings without the file of the kernel, another one in each build; pictures for those who cannot see them."""
+    for block in doctree.findall(nodes.literal_block):
+        if "stderr" in block["classes"]:
+            text = re.sub(r"/\S*ipykernel_\d+/\d+\.py:\d+: ", "", block.astext())
+            block.rawsource, block[:] = text, [nodes.Text(text)]
+    for image in doctree.findall(nodes.image):
+        section = image
+        while not isinstance(section, nodes.section | nodes.document):
+            section = section.parent
+        image.setdefault("alt", section.next_node(nodes.title).astext())
 
 
 def setup(app):
     app.connect("source-read", title)
-    app.connect("doctree-read", without_empty_outputs)
+    app.connect("doctree-read", outputs)

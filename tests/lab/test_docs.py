@@ -15,7 +15,7 @@ DOCS = ROOT / "docs"
 FOLDERS = ("start", "how_to", "understand", "coming_from")
 PAGES = sorted(page for folder in FOLDERS for page in (DOCS / folder).glob("*.md"))
 WITH_CODE = [DOCS / "index.md", *(page for page in PAGES if "```python" in page.read_text())]
-ALL = [page for page in (*DOCS.rglob("*.md"), *ROOT.glob("*.md")) if page.parent.name != "distributed"]
+ALL = [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]
 PUBLIC = ["", ".conversion", ".distributed", ".matmul", ".nn", ".patterns", ".sparsity", ".topology"]
 PARTS = [".checkpoint", ".convert", ".errors", ".integrations", ".layout", ".measure", ".topology.drawings"]
 

@@ -18,12 +18,29 @@ def test_version_comes_from_the_package():
     assert f"## [{blocksparse.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+PYTHONS = [match[1] for line in PROJECT["project"]["classifiers"] if (match := re.search(r":: (3\.\d+)$", line))]
+
+
 def test_supported_pythons_are_the_tested_ones():
-    pythons = [match[1] for line in PROJECT["project"]["classifiers"] if (match := re.search(r":: (3\.\d+)$", line))]
-    assert PROJECT["project"]["requires-python"] == f">={pythons[0]}"
-    assert PROJECT["tool"]["cibuildwheel"]["build"] == [f"cp{python.replace('.', '')}-*" for python in pythons]
-    for file in (".github/workflows/tests.yml", "noxfile.py"):
-        assert str(pythons).replace("'", '"') in (ROOT / file).read_text(), file
+    assert PROJECT["project"]["requires-python"] == f">={PYTHONS[0]}"
+    assert PROJECT["tool"]["cibuildwheel"]["build"] == [f"cp{python.replace('.', '')}-*" for python in PYTHONS]
+    for file in (".github/workflows/tests.yml", ".github/workflows/nightly.yml", "noxfile.py"):
+        assert str(PYTHONS).replace("'", '"') in (ROOT / file).read_text(), file
+
+
+def test_the_page_on_installing_has_the_supported_versions():
+    torches = re.findall(r"2\.\d+", re.search(r"^TORCHES = .+$", (ROOT / "noxfile.py").read_text(), re.M)[0])
+    assert f"torch>={torches[0]}" in PROJECT["project"]["dependencies"]
+    assert re.search(r"^torch==(2\.\d+)", (ROOT / "constraints.txt").read_text(), re.M)[1] == torches[-1]
+    page = (ROOT / "docs/start/install.md").read_text()
+    table = re.findall(r"^\| (.*) \|$", page.partition("## Versions")[2], re.M)
+    assert [cell.strip() for cell in table[0].split("|")] == ["", *(f"Python {python}" for python in PYTHONS)]
+    rows = [row.split(" | ") for row in table[1:]]
+    assert [row[0] for row in rows] == [f"PyTorch {torch}" for torch in torches]
+    assert {(row[0], len(row)) for row in rows} == {(row[0], 1 + len(PYTHONS)) for row in rows}
+    said = f"Python {PYTHONS[0]} to {PYTHONS[-1]} with PyTorch {torches[0]} to {torches[-1]}"
+    assert said in page
+    assert said.replace(" with ", " and ") in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_actions_have_versions():

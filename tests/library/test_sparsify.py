@@ -255,7 +255,7 @@ def test_report_counts(speeds):
     assert totals["dense_parameters"] - told.other_parameters == 400 + 800 + 64 * 16 * 9 + 128 * 20 + 96 * 24
     assert told.as_dict()["totals"] == totals
     lines = str(told).splitlines()
-    assert "linear.weight" in next(line for line in lines if "20 x 40" in line)
+    assert "linear.weight" in next(line for line in lines if "20x40" in line)
     assert "2 groups" in str(told)
     assert "if it were dense" in lines[-1]
     assert f"{totals['dense_parameters'] / 1000:.3g}k" in lines[-1]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import math
+import textwrap
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,8 @@ from ..surgery.prunable import survey
 from .sparsify import REASONS
 from .speed import Example, Speed, checked_tokens
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-
-# Of the report as text, in columns.
-WIDTH = 100
+# Columns that a name has in the report as text, however narrow.
+MIN_NAME = 14
 
 
 @dataclass(frozen=True)
@@ -99,39 +95,47 @@ class Report:
         content = asdict(self)
         return {**content, "rows": [asdict(row) for row in self.rows], "totals": self.totals}
 
-    def table(self) -> Table:
-        """For the console of the library rich."""
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-
-        table = Table(box=SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("weight", overflow="fold")
-        for name in ("shape", "density", "blocks", "numbers", "memory", "FLOPs", "speed-up"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for row in self.rows:
-            table.add_row(
-                f"{row.name}\n  {row.kind}: {row.note}" if row.note else row.name,
-                " x ".join(map(str, row.shape)),
+    def table(self, width: int = 100) -> str:
+        """As text, in `width` columns unless the numbers alone take more."""
+        head = ("weight", "shape", "density", "blocks", "numbers", "memory", "FLOPs", "speed-up")
+        body = [
+            (
+                row.name,
+                "x".join(map(str, row.shape)),
                 f"{row.density:.3g}",
                 "" if row.nnz is None else _count(row.nnz),
                 _count(row.parameters),
                 _bytes(row.bytes),
                 _count(row.flops),
-                "" if row.speed_up is None else f"{row.speed_up:.2g}",
+                _ratio(row.speed_up),
             )
-        table.add_section()
+            for row in self.rows
+        ]
+        foot = []
         for title, which in (("the model", ""), ("if it were dense", "dense_")):
             numbers, size, work = (self.totals[f"{which}{name}"] for name in ("parameters", "bytes", "flops"))
-            whole = "" if which or self.speed_up is None else f"{self.speed_up:.2g}"
-            table.add_row(title, "", "", "", _count(numbers), _bytes(size), _count(work), whole)
-        return table
+            whole = "" if which else _ratio(self.speed_up)
+            foot.append((title, "", "", "", _count(numbers), _bytes(size), _count(work), whole))
+        sizes = [max(map(len, column)) for column in zip(head, *body, *foot, strict=True)]
+        right = sum(size + 2 for size in sizes[1:])
+        sizes[0] = min(sizes[0], max(width - right, MIN_NAME))
+
+        def line(cells: tuple[str, ...]) -> list[str]:
+            # A long name is broken after a dot.
+            name, *more = textwrap.wrap(cells[0].replace(".", ". "), sizes[0])
+            cells = (name.replace(". ", ".").ljust(sizes[0]), *map(str.rjust, cells[1:], sizes[1:]))
+            return ["  ".join(cells).rstrip(), *(f"  {part.replace('. ', '.')}" for part in more)]
+
+        lines = [*line(head), "─" * (sizes[0] + right)]
+        for row, cells in zip(self.rows, body, strict=True):
+            lines += line(cells)
+            if row.note:
+                note = row.note if row.note.startswith(row.kind) else f"{row.kind}: {row.note}"
+                lines += textwrap.wrap(note, sizes[0] + right, initial_indent="  ", subsequent_indent="  ")
+        return "\n".join([*lines, "", *(one for cells in foot for one in line(cells))])
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        out = io.StringIO()
-        Console(file=out, width=WIDTH).print(self.table())
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        return self.table()
 
 
 @torch.no_grad()
@@ -276,3 +280,7 @@ def _bytes(count: int) -> str:
         if count >= 1 << scale:
             return f"{count / (1 << scale):.3g} {unit}"
     return f"{count} B"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2g}"

@@ -224,7 +224,7 @@ def _fast(choice: Kept, speed: Speed, reasons: dict[str, str]) -> Layouts:
             # Those that gain least go first, by halves, so that few measurements are enough.
             bound = statistics.median_low(set(ratios.values()))
             slower = {
-                name: f"{ratio:.2g} times as fast block-sparse by itself, but then the model {whole:.2g} times"
+                name: f"{ratio:.3g} times as fast block-sparse by itself, but then the model {whole:.2g} times"
                 for name, ratio in ratios.items()
                 if ratio <= bound
             }
@@ -253,7 +253,7 @@ def _speed_ups(choice: Kept, layouts: Layouts, speed: Speed) -> tuple[dict[str, 
                 rows, columns = layout.block_shape
                 how = f"density {layout.density:.2g}, blocks of {rows} x {columns}, {speed.inputs}"
                 because = f"; {choice.why(name)}" if choice.why(name) else ""
-                reasons[name] = f"{ratio:.2g} times as fast block-sparse ({how}){because}"
+                reasons[name] = f"{ratio:.3g} times as fast block-sparse ({how}){because}"
     return ratios, reasons
 
 
