@@ -292,6 +292,12 @@ def test_synthetic_rows_depend_on_their_number_alone():
     assert 0.9 < (means[0] - means[1]).abs().mean() < 1.2  # signs are the same in half of the features
     with refused("rows: expected a positive int, got 0"):
         Synthetic(rows=0)
+    x, y = Synthetic(features=1000, rows=1000, carriers=10).take(np.arange(1000))
+    means = (x[y == 0].mean(0) - x[y == 1].mean(0)).abs()
+    assert 1 <= len(np.flatnonzero(means > 1)) <= 10  # in half of them or so the signs differ
+    assert all(place % 100 == 0 for place in np.flatnonzero(means > 1))
+    with refused("carriers: expected an int from 1 to 50, got 51"):
+        Synthetic(features=50, carriers=51)
 
 
 def test_what_is_downloaded_has_a_checksum(tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ def test_the_forward_pass_in_order():
 
 
 @pytest.mark.parametrize("activation", ["all_relu", "relu", "gelu", "silu"])
-@pytest.mark.parametrize("init", ["he", "xavier", "fan_in"])
+@pytest.mark.parametrize("init", ["he", "xavier", "fan_in", "kaiming"])
 @pytest.mark.parametrize("density", [None, 0.5, [0.2, 0.5, 1.0], ...], ids=str)
 def test_kinds(activation, init, density):
     state = torch.get_rng_state()
@@ -58,6 +58,17 @@ def test_kinds(activation, init, density):
     model(x).sum().backward()
     if density == [0.2, 0.5, 1.0]:
         assert [layer.layout.density for layer in model.layers] == pytest.approx([0.2, 0.5, 1.0], abs=0.02)
+
+
+@pytest.mark.parametrize("density", [None, ...], ids=str)
+def test_kaiming_is_larger_than_the_default_by_as_much_as_keeps_the_signal(density):
+    make = {"density": density, "epsilon": 1, "alpha": 0.05, "dropout": 0}
+    ours, theirs = (SparseMLP([4000, 4000, 500, 2], init=init, **make) for init in ("kaiming", "fan_in"))
+    weights = lambda model: [p for name, p in model.named_parameters() if not name.endswith("bias")]  # noqa: E731
+    for weight, default in zip(weights(ours), weights(theirs), strict=True):
+        torch.testing.assert_close(weight, default * (6 / 1.0025) ** 0.5)
+    assert not any(layer.bias.any() for layer in ours.layers)
+    assert 0.5 < ours(torch.randn(64, 4000)).std() < 4
 
 
 def test_erk_densities_fit_in():

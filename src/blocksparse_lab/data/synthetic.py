@@ -15,7 +15,7 @@ from blocksparse.errors import BlockSparseError
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Normal noise plus +-1 in each feature by the row's class, with signs drawn once: input for large nets.
+    """Normal noise, plus +-1 by the row's class in the features that carry it, signs drawn once: input for large nets.
 
     A row is determined by the seed and its number, whichever batch it is in; rows are not kept.
 
@@ -25,6 +25,7 @@ class Synthetic:
         tested: rows to test on.
         seed: of all of it.
         classes: their names.
+        carriers: features that carry the class, spread evenly; None for all.
 
     >>> import numpy as np
     >>> from blocksparse_lab.data.synthetic import Synthetic
@@ -38,16 +39,24 @@ class Synthetic:
     tested: int = 128
     seed: int = 0
     classes: tuple[str, ...] = ("0", "1")
+    carriers: int | None = None
     name = "synthetic"
 
     def __post_init__(self) -> None:
         for name in ("features", "rows", "tested"):
             if getattr(self, name) < 1:
                 raise BlockSparseError.expected(name, "a positive int", getattr(self, name))
+        if self.carriers is not None and not 1 <= self.carriers <= self.features:
+            raise BlockSparseError.expected("carriers", f"an int from 1 to {self.features:,}", self.carriers)
 
     def take(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         """Rows by their numbers, float32 `[n, features]`, and their labels, int64 `[n]`."""
         signs = np.random.default_rng([self.seed, 0]).integers(2, size=(len(self.classes), self.features)) * 2 - 1
+        if self.carriers is not None:
+            places = np.arange(self.carriers) * self.features // self.carriers
+            mute = np.ones(self.features, bool)
+            mute[places] = False
+            signs[:, mute] = 0
         features, labels = np.empty((len(rows), self.features), np.float32), np.empty(len(rows), np.int64)
         for at, row in enumerate(rows):
             rng = np.random.default_rng([self.seed, 1, int(row)])
@@ -63,7 +72,9 @@ class Synthetic:
 
     def digest(self) -> dict[str, Any]:
         """Identifies the data, ready for JSON."""
+        some = {} if self.carriers is None else {"carriers": self.carriers}
         return {
+            **some,
             "name": self.name,
             "rows": self.rows,
             "features": self.features,

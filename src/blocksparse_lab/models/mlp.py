@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import EllipsisType
@@ -26,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[float, int], nn.Module]] = {
     "gelu": lambda alpha, layer: nn.GELU(),
     "silu": lambda alpha, layer: nn.SiLU(),
 }
-INITS = ("he", "xavier", "fan_in")
+INITS = ("he", "xavier", "fan_in", "kaiming")
 
 
 class SparseMLP(nn.Module):
@@ -43,7 +44,8 @@ class SparseMLP(nn.Module):
         dropout: of the hidden layers' outputs.
         init: of the weights: "he", uniform within sqrt(6 / n_in), or "xavier", within sqrt(6 / (n_in + n_out)), where
             n_in and n_out are those of the dense layer, as in the papers' code, with biases of 0; "fan_in", as
-            `bs.nn.Linear` draws them by the connections that there are.
+            `bs.nn.Linear` draws them by the connections that there are; "kaiming", by these too, within
+            sqrt(6 / ((1 + alpha^2) connections)), which keeps the size of the signal, with biases of 0.
         seed: of layouts and weights; PyTorch's generators are left alone.
 
     Shapes: `[..., sizes[0]] -> [..., sizes[-1]]`.
@@ -101,7 +103,9 @@ class SparseMLP(nn.Module):
                 linear = nn.Linear if found is None else partial(Linear, layout=found)
                 layer = linear(n_in, n_out)
                 self.layers.append(layer)
-                if init != "fan_in":
+                if init == "kaiming":
+                    _scale(layer, math.sqrt(6 / (1 + alpha**2)))
+                elif init != "fan_in":
                     _draw(layer, init, seed + i)
         self.activations = nn.ModuleList(ACTIVATIONS[activation](alpha, i) for i in range(2, layers + 1))
         self.dropout = Dropout(dropout)
@@ -164,6 +168,14 @@ def _layout(
     if layout.nnz == 0:
         raise BlockSparseError.expected("the topology", f"connections in a layer {shape}", "none")
     return layout
+
+
+@torch.no_grad()
+def _scale(layer: Linear | nn.Linear, by: float) -> None:
+    """Weights as they are drawn by default, within 1 / sqrt(connections), become larger; biases 0."""
+    (layer.values if isinstance(layer, Linear) else layer.weight).mul_(by)
+    if layer.bias is not None:
+        layer.bias.zero_()
 
 
 @torch.no_grad()

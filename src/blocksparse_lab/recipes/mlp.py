@@ -42,6 +42,7 @@ class Recipe:
     batch: int = option(128, "Rows of a step.")
     clip: float = option(0.0, "The gradient's largest norm; 0 for any.")
     init: str = "he"  # of the weights, as `SparseMLP` names it
+    decay: str = "none"  # of the learning rate, as `Settings` names it
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,9 @@ RECIPES = {
     "higgs": Recipe(epsilon=10, alpha=0.05),
 }
 # A row of it has megabytes of activations. With weights drawn for millions of inputs, of which there are two, nothing
-# of the input would reach the output: they are drawn by the connections that there are.
-EXTREME = Recipe(epsilon=1, epochs=1, batch=4, init="fan_in")
+# of the input would reach the output: they are drawn by the connections that there are. Of a slope of 0.6 hardly more
+# than the size of an input would come through, as neurons have one or two inputs; dropout would take most away.
+EXTREME = Recipe(epsilon=1, epochs=2, batch=4, alpha=0.05, dropout=0.0, init="kaiming", decay="linear")
 EXTREME_FEATURES, EXTREME_LAYERS = 65_536, 4
 # The output sums over the last hidden layer: a step moves it as far as the learning rate times that layer's width.
 EXTREME_RATE = 5.0
@@ -114,7 +116,8 @@ def extreme(neurons: int) -> Recipe:
     2e-05
     """
     hidden = extreme_hidden(neurons)
-    return replace(EXTREME, hidden=hidden, learning_rate=EXTREME_RATE / hidden[-1])
+    rate = EXTREME_RATE / hidden[-1]
+    return replace(EXTREME, hidden=hidden, learning_rate=rate, weight_decay=rate * EXTREME.weight_decay)
 
 
 def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> SparseMLP:
@@ -209,7 +212,7 @@ def task(
 
 
 def settings(recipe: Recipe, of: ClassifyTask, seed: int = 0, device: str = "cpu") -> Settings:
-    """How it is trained: momentum SGD at the same rate throughout, evaluated after each epoch.
+    """How it is trained: momentum SGD, evaluated after each epoch.
 
     Args:
         recipe: of the training.
@@ -219,7 +222,7 @@ def settings(recipe: Recipe, of: ClassifyTask, seed: int = 0, device: str = "cpu
         steps=of.steps,
         learning_rate=recipe.learning_rate,
         warmup=0,
-        decay="none",
+        decay=recipe.decay,
         weight_decay=recipe.weight_decay,
         clip=recipe.clip,
         log_every=min(of.steps_per_epoch, 100),
