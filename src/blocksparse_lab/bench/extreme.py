@@ -1,8 +1,9 @@
 """Truly sparse networks of tens of millions of neurons: what a run takes of memory and time, size by size.
 
 A run is that of `blocksparse train mlp --neurons N`: 65,536 synthetic inputs, of which 512 carry the class, four hidden
-layers, two classes, SET with epsilon 1, batches of 4 rows; two epochs, between which the topology evolves. It has a process of its own, of which the
-memory is given phase by phase, as the high-water mark of the system, Python and PyTorch included.
+layers, two classes, SET with epsilon 1, batches of 4 rows; two epochs, between which the topology evolves. It has a
+process of its own, of which the memory is given phase by phase, as the high-water mark of the system, Python and
+PyTorch included.
 """
 
 from __future__ import annotations
@@ -331,12 +332,12 @@ def write(path: Path, found: Sequence[Found]) -> None:
 
 CAPTION = (
     "`blocksparse train mlp --neurons N` on the CPU: 65,536 inputs, four hidden layers of equal size, two classes, "
-    "Erdos-Renyi with epsilon 1, All-ReLU with slope 0.05, weights drawn by He's rule for the inputs that a neuron has, "
-    "momentum SGD whose rate falls to 0, SET between the epochs. A row is normal noise; in some of the inputs, which "
-    "carry the class, +-1 by the class is added. An epoch is rows in batches, and an evolution. Peak: the most of the "
-    "process' resident memory in any phase, Python and PyTorch (about 0.25 GiB) included. Loss: means of the first and "
-    "the last quarter of the steps, in nats. Held-out error: of other rows, after each epoch; slope, rate and dropout "
-    "were chosen on nets of 0.3 and 1 million neurons with other rows. Seconds are of a machine that did other work too."
+    "Erdos-Renyi with epsilon 1, All-ReLU with slope 0.05, weights drawn by He's rule for the inputs that a neuron "
+    "has, momentum SGD whose rate falls to 0, SET between the epochs. A row is normal noise; in some of the inputs, "
+    "which carry the class, +-1 by the class is added. An epoch is rows in batches, and an evolution. Peak: the most "
+    "of the process' resident memory in any phase, Python and PyTorch (about 0.25 GiB) included. Loss: means of the "
+    "first and the last quarter of the steps, in nats. Held-out error: of other rows, after each epoch. Slope, rate "
+    "and dropout were chosen by the error of smaller nets. Other programs ran meanwhile: seconds say little."
 )
 COLUMNS: dict[str, Callable[[Found], str]] = {
     "neurons": lambda one: f"{one.neurons:,}",
