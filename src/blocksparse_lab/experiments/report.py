@@ -55,11 +55,13 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
     """
     of = load(out / f"{name}.json")
     text, picture = out / f"{name}.md", out / f"{name}.png"
-    machine = (next(iter(of.runs.values()))[0].result or {})["machine"]
+    machines = [(run.result or {})["machine"] for runs in of.runs.values() for run in runs]
     parts = [f"# {name}", f"{experiment.about}."]
     for table in experiment.tables(of):
         parts += [table.caption, "\n".join(markdown(table.head, table.rows))]
-    parts += [f"![{experiment.curves}]({name}.png)", where(machine)]
+    commits = sorted({machine["commit"][:8] for machine in machines if machine["commit"]})
+    more = f"; the runs are of commits {', '.join(commits)}" if len(commits) > 1 else ""
+    parts += [f"![{experiment.curves}]({name}.png)", where(machines[0]) + more]
     write_text(text, "\n\n".join(parts) + "\n")
     experiment.picture(picture, of)
     return [text, picture]

@@ -1,0 +1,122 @@
+"""Measured figures of the documents, compared with committed results, as `docs/figures.toml` lists them.
+
+    python tests/figures.py        lists what is wrong
+
+A line of that list is `"text around {9.1} times" = "folder/result.md | words of the row | head of the column"` (by
+default "measured"), or `"folder/result.json | path.to.0.number"`: each number in braces is in that cell, as the text
+rounds it. Several numbers may have a list of references, one for each. The text, without links and code, is in the
+document once. "not recorded" instead of a reference needs these words in the section. `not_measured` lists texts around
+settings, targets and sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+NUMBER = r"(?<![\w.,-])[+-]?\d[\d,]*(?:\.\d+)?"
+UNIT = r" ?(?:x|%|times|points?|bits per|bytes per|[KMGT]i?B|[nmu]?s|seconds|minutes|hours|samples|tokens/s)(?![\w/])"
+# A decimal fraction, or a number with a unit; but not what words before it make a setting.
+FIGURE = re.compile(rf"{NUMBER}(?<=\d)(?={UNIT})|(?<![\w.,-])[+-]?\d[\d,]*\.\d+(?!\.?\w)")
+SETTING = re.compile(
+    r"(?:[Dd]ensity|torch|PyTorch|Triton|Python|rewire)(?: of| at)? (?:[\d.]+(?:, | and | or | / | to ))*$"
+)
+BREAK = "\N{PILCROW SIGN}"
+
+
+def plain(text: str) -> str:
+    """A document in one line, without code and addresses."""
+    text = re.sub(r"```.*?```|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$", "` `", text, flags=re.DOTALL)
+    text = re.sub(r"\]\([^)]*\)|<[^>\n]*>", "]", text)
+    return re.sub(r"\s+", " ", re.sub(r"\n\s*\n", f" {BREAK} ", text))
+
+
+def numbers(text: str) -> list[str]:
+    return [found.replace(",", "") for found in re.findall(NUMBER, re.sub(r"(?<=\d)-(?=\d)", " ", text))]
+
+
+def agree(figure: str, value: float) -> bool:
+    """Whether a figure is the value as it is rounded, whatever the sign; parts of one may be told in percent."""
+    most = 0.5 * 10.0 ** -len(figure.partition(".")[2]) * (1 + 1e-9)
+    return any(abs(abs(float(figure)) - abs(of)) <= most for of in (value, 100 * value if abs(value) <= 1 else value))
+
+
+def values(reference: str, root: Path) -> list[float]:
+    """The numbers where a reference leads."""
+    name, row, column = [*reference.split(" | "), "measured"][:3]
+    if not name.startswith(("docs/results/", "benchmarks/results/")):
+        raise LookupError("no folder of results")
+    text = (root / name).read_text()
+    if name.endswith(".json"):
+        found: Any = json.loads(text)
+        for key in row.split("."):
+            found = found[int(key) if isinstance(found, list) else key]
+        return [float(found)]
+    head: list[str] = []
+    cells: dict[bool, list[str]] = {True: [], False: []}  # of rows whose first cell is the words, or that have them
+    for line in text.splitlines():
+        parts = [part.strip() for part in line[1:-1].split(" | ")] if line.startswith("|") else []
+        if parts and row in line and column in head:
+            cells[parts[0] == row].append(parts[head.index(column)])
+        head = (head or parts) if parts else []
+    cell = cells[True] or cells[False]
+    if len(cell) != 1:
+        raise LookupError(f"{len(cell)} cells")
+    return [float(number) for number in numbers(cell[0])]
+
+
+def wrong(name: str, entries: dict[str, Any], document: str, root: Path = ROOT) -> list[str]:
+    """What is wrong with the figures of a document."""
+    text, faults = plain(document), []
+    covered = [(found.start(), found.end()) for word in entries.get("not_measured", ()) for found in spans(word, text)]
+    faults += [f"'{word}' is not there" for word in entries.get("not_measured", ()) if not spans(word, text)]
+    for entry, given in entries.items():
+        places = spans(entry, text) if entry != "not_measured" else []
+        if entry != "not_measured" and len(places) != 1:
+            faults.append(f"'{entry}' is there {len(places)} times")
+        for place in places[:1]:
+            covered.append((place.start(), place.end()))
+            figures = numbers(" ; ".join(re.findall(r"\{([^}]*)\}", entry)))
+            section = text[max(0, text.rfind(f"{BREAK} #", 0, place.start())) :].split(f"{BREAK} #")[:2]
+            of = [given] * len(figures) if isinstance(given, str) else given
+            if not figures or len(of) != len(figures):
+                faults.append(f"'{entry}' has {len(figures)} figures and {len(of)} references")
+            elif given == "not recorded":
+                faults += [f"'{entry}': its section does not say 'not recorded'"] * (given not in " ".join(section))
+            else:
+                faults += [f"'{entry}': {why}" for pair in zip(figures, of, strict=True) if (why := fault(*pair, root))]
+    for found in FIGURE.finditer(text):
+        if not any(a <= found.start() < b for a, b in covered) and not SETTING.search(text[: found.start()]):
+            around = text[max(0, found.start() - 40) : found.end() + 30]
+            faults.append(f"'{found.group()}' has no entry in docs/figures.toml: ...{around}...")
+    return [f"{name}: {fault}" for fault in faults]
+
+
+def spans(words: str, text: str) -> list[re.Match[str]]:
+    return list(re.finditer(re.escape(re.sub(r"[{}]", "", words)), text))
+
+
+def fault(figure: str, reference: str, root: Path) -> str:
+    try:
+        found = values(reference, root)
+    except (LookupError, ValueError, TypeError, OSError) as error:
+        return f"{reference}: {error}"
+    return "" if any(agree(figure, value) for value in found) else f"{figure}, but {reference} has {found}"
+
+
+def all_wrong() -> list[str]:
+    """What is wrong with README and the pages of docs/, but for those that are results themselves."""
+    listed = tomllib.loads((ROOT / "docs" / "figures.toml").read_text())
+    results = [page for page in (ROOT / "docs" / "results").glob("*.md") if page.stem not in ("index", "speed")]
+    pages = [ROOT / "README.md", *sorted(set((ROOT / "docs").rglob("*.md")) - set(results))]
+    names = {str(page.relative_to(ROOT)): page.read_text() for page in pages}
+    faults = [f"{name}: no such document" for name in listed if name not in names]
+    return faults + [one for name, text in names.items() for one in wrong(name, listed.get(name, {}), text)]
+
+
+if __name__ == "__main__":
+    raise SystemExit("\n".join(all_wrong()))

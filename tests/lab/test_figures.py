@@ -1,0 +1,31 @@
+"""Each measured figure of the documents is in a committed result, and the check of that notices what is not."""
+
+import figures
+
+
+def test_figures_are_those_of_committed_results():
+    assert figures.all_wrong() == []
+
+
+def test_what_is_wrong_is_noticed(tmp_path):
+    results = tmp_path / "docs" / "results"
+    results.mkdir(parents=True)
+    (results / "a.md").write_text("|  | dense | set |\n|---|---|---|\n| error, % | 3.14 ± 0.2 | 5 |\n")
+    (results / "a.json").write_text('{"runs": [{"ratio": 9.14}]}')
+    cell, path = "docs/results/a.md | error, % | dense", "docs/results/a.json | runs.0.ratio"
+    text = "# A page\n\nAt density 0.1 an error of\n3.1 ± 0.2 %, and `code 9.9` [9.1 times](as.md) as fast.\n"
+
+    def faults(entries, text=text):
+        return "\n".join(figures.wrong("page", entries, text, tmp_path))
+
+    good = {"of {3.1 ± 0.2} %": cell, "[{9.1} times]": path}
+    assert faults(good) == ""
+    assert "3.2, but docs/results/a.md" in faults({"of {3.2 ± 0.2} %": cell}, text.replace("3.1", "3.2"))
+    assert "9.2, but docs/results/a.json" in faults({"[{9.2} times]": path}, text.replace("9.1", "9.2"))
+    assert "'9.1' has no entry" in faults({"of {3.1 ± 0.2} %": cell})
+    assert "'{7} times' is there 0 times" in faults(good | {"{7} times": path})
+    assert "0 cells" in faults(good | {"[{9.1} times]": cell.replace("dense", "rigl")})
+    assert "ratios" in faults(good | {"[{9.1} times]": f"{path}s"})
+    assert "no folder of results" in faults(good | {"[{9.1} times]": "README.md | 9.1"})
+    assert "does not say" in faults(good | {"[{9.1} times]": "not recorded"})
+    assert faults(good | {"[{9.1} times]": "not recorded"}, f"{text} By hand, not recorded.") == ""
