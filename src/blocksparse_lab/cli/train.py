@@ -117,7 +117,6 @@ def mlp(
     Ctrl-C finishes the step and saves. Under torchrun all processes train together.
     """
     from ..data import tables
-    from ..data.synthetic import Synthetic
 
     if (data is None) == (neurons is None):
         got = "neither" if data is None else "both"
@@ -126,7 +125,7 @@ def mlp(
         raise BlockSparseError.expected("size", "--neurons or --hidden", "both")
     if neurons is not None:
         recipe = mlp_recipe.extreme(parse_count(neurons, "neurons"))
-        table: mlp_recipe.Data = Synthetic(mlp_recipe.EXTREME_FEATURES, rows, max(1, rows // 4))
+        table: mlp_recipe.Data = mlp_recipe.extreme_data(rows, max(1, rows // 4))
     else:
         table = tables.load(str(data), data_dir)
         recipe = mlp_recipe.recipe_for(str(data), table.rows)

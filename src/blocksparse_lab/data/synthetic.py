@@ -15,7 +15,7 @@ from blocksparse.errors import BlockSparseError
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Normal noise, plus +-1 by the row's class in the features that carry it, signs drawn once: input for large nets.
+    """Normal noise, and +-`strength` by the class in the features that carry it, signs drawn once: for large nets.
 
     A row is determined by the seed and its number, whichever batch it is in; rows are not kept.
 
@@ -26,6 +26,7 @@ class Synthetic:
         seed: of all of it.
         classes: their names.
         carriers: features that carry the class, spread evenly; None for all.
+        strength: of the class in each, in standard deviations of the noise.
 
     >>> import numpy as np
     >>> from blocksparse_lab.data.synthetic import Synthetic
@@ -40,6 +41,7 @@ class Synthetic:
     seed: int = 0
     classes: tuple[str, ...] = ("0", "1")
     carriers: int | None = None
+    strength: float = 1.0
     name = "synthetic"
 
     def __post_init__(self) -> None:
@@ -62,7 +64,7 @@ class Synthetic:
             rng = np.random.default_rng([self.seed, 1, int(row)])
             labels[at] = rng.integers(len(self.classes))
             rng.standard_normal(out=features[at], dtype=np.float32)
-            features[at] += signs[labels[at]]
+            features[at] += self.strength * signs[labels[at]]
         return torch.from_numpy(features), torch.from_numpy(labels)
 
     def held_out(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -72,7 +74,7 @@ class Synthetic:
 
     def digest(self) -> dict[str, Any]:
         """Identifies the data, ready for JSON."""
-        some = {} if self.carriers is None else {"carriers": self.carriers}
+        some = {} if self.carriers is None else {"carriers": self.carriers, "strength": self.strength}
         return {
             **some,
             "name": self.name,

@@ -10,6 +10,7 @@ from typing import Any
 from blocksparse.checked import integer, number
 from blocksparse.errors import BlockSparseError
 
+from ..data.synthetic import Synthetic
 from ..models.mlp import SparseMLP
 from ..option import option
 from .classify import ClassifyTask, Data, Topology
@@ -73,9 +74,9 @@ RECIPES = {
 # of the input would reach the output: they are drawn by the connections that there are. Of a slope of 0.6 hardly more
 # than the size of an input would come through, as neurons have one or two inputs; dropout would take most away.
 EXTREME = Recipe(epsilon=1, epochs=2, batch=4, alpha=0.05, dropout=0.0, init="kaiming", decay="linear")
-EXTREME_FEATURES, EXTREME_LAYERS = 65_536, 4
+EXTREME_FEATURES, EXTREME_CARRIERS, EXTREME_LAYERS = 65_536, 512, 4
 # The output sums over the last hidden layer: a step moves it as far as the learning rate times that layer's width.
-EXTREME_RATE = 5.0
+EXTREME_RATE = 20.0
 
 
 def recipe_for(name: str, rows: int | None = None) -> Recipe:
@@ -113,11 +114,16 @@ def extreme(neurons: int) -> Recipe:
 
     >>> from blocksparse_lab.recipes.mlp import extreme
     >>> extreme(1_065_538).learning_rate
-    2e-05
+    8e-05
     """
     hidden = extreme_hidden(neurons)
     rate = EXTREME_RATE / hidden[-1]
     return replace(EXTREME, hidden=hidden, learning_rate=rate, weight_decay=rate * EXTREME.weight_decay)
+
+
+def extreme_data(rows: int, tested: int, seed: int = 0) -> Synthetic:
+    """Rows for such nets: noise, and the class in 512 of the inputs, with two standard deviations of the noise."""
+    return Synthetic(EXTREME_FEATURES, rows, tested, seed, carriers=EXTREME_CARRIERS, strength=2.0)
 
 
 def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> SparseMLP:
