@@ -46,6 +46,9 @@ def test_the_objective_comes_first(objective):
     assert table[1].startswith(found[0].name)
     assert f"{found[0].params:,}" in table[1]
     assert len(str(found[:2]).splitlines()) == 3
+    narrow = found.table(80).splitlines()
+    assert len(narrow) == 2 * len(found) + 1
+    assert max(map(len, narrow)) <= 80
 
 
 @pytest.mark.parametrize("objective", MEASURES)

@@ -91,8 +91,8 @@ MEASURES = {
 class Proposals(list[Proposal]):
     """Proposals, the best first; printed, they are a table."""
 
-    def table(self) -> str:
-        """A line for each, under a head."""
+    def table(self, width: int | None = None) -> str:
+        """A line for each, under a head; its words and its numbers apart where that takes over `width` columns."""
         heads = ["pattern", "params", *(measure.head for measure in MEASURES.values()), "why"]
         lines = [heads]
         for one in self:
@@ -102,13 +102,13 @@ class Proposals(list[Proposal]):
             ]
             lines.append([one.name, f"{one.params:,}", *shown, one.why])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if i in (0, len(heads) - 1) else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        name, *numbers, why = zip(*lines, strict=True)
+        right = ["  ".join(map(str.rjust, line, widths[1:-1])) for line in zip(*numbers, strict=True)]
+        if width is not None and sum(widths) + 2 * len(widths) - 2 > width:
+            words = [f"{one}: {reason}" if reason else one for one, reason in zip(name, why, strict=True)]
+            return "\n".join([right[0], *(f"{one}\n{two}" for one, two in zip(words[1:], right[1:], strict=True))])
+        rows = zip(name, right, why, strict=True)
+        return "\n".join(f"{one.ljust(widths[0])}  {two}  {reason}".rstrip() for one, two, reason in rows)
 
     def __str__(self) -> str:
         return self.table()

@@ -95,7 +95,7 @@ def layout(
         return
     if pattern == DESIGN:
         proposals = propose(features, block_size, given, **budget)
-        console.print(str(proposals), highlight=False, markup=False, soft_wrap=True)
+        say(console, proposals.table(console.width))
         named = [(one.name, one.layout) for one in proposals]
         title = f"Layouts for {params} weights, {features} features"
     else:

@@ -48,7 +48,7 @@ def sparsify(
             stored, tuple(skip or ()), density=density, block_size=block_size, criterion=criterion, scope=scope,
             tokens=tokens, force=force,
         )  # fmt: skip
-    console.print(made.table(console.width), markup=False, highlight=False, soft_wrap=True)
+    say(console, made.table(console.width))
     if folder is not None:
         path = recipe.save(stored, new, made, folder)
         say(console, f"wrote {path} and report.json")
