@@ -7,7 +7,8 @@ being written. It is a process of its own, forked once all is imported, and gets
 
     python tests/lab/kill_runs.py --processes 2 --kills 20 --log kills.md
 
-trains with torchrun instead, which starts all processes again after one of them, any one, gets SIGKILL.
+trains with torchrun instead, which starts all processes again after one of them, any one, gets SIGKILL; with `--shard`
+under FSDP2.
 """
 
 from __future__ import annotations
@@ -51,34 +52,36 @@ TIMES = {"seconds", "bytes_per_second"}
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 
-def charlm(run: Path) -> Trainer:
+def charlm(run: Path, shard: bool = False) -> Trainer:
     parts = text.split(bytes(random.Random(0).choices(b"a rose is ", k=4000)), context=16)
     config = CharLMConfig(cell="mlstm", width=32, embedding=8, pattern="barabasi_albert", block_size=8, m=1)
-    settings = Settings(steps=25, warmup=5, ema=0.9, log_every=4, eval_every=10, save_every=1)
+    settings = Settings(steps=25, warmup=5, ema=0.9, log_every=4, eval_every=10, save_every=1, shard=shard)
     return Trainer(CharLMTask(CharLM(config), parts, batch=4, seq=16), run, settings)
 
 
-def set_mlp(run: Path) -> Trainer:
+def set_mlp(run: Path, shard: bool = False) -> Trainer:
     recipe = mlp.Recipe(hidden=(48, 48), epsilon=4, epochs=8, batch=16)
-    return often(mlp.trainer(recipe, Synthetic(features=40, rows=64, tested=20), run, "set"))
+    return often(mlp.trainer(recipe, Synthetic(features=40, rows=64, tested=20), run, "set", shard=shard))
 
 
-def resnet_run(run: Path) -> Trainer:
+def resnet_run(run: Path, shard: bool = False) -> Trainer:
     recipe = resnet.Recipe(width=8, blocks=(1, 1), density=0.5, block_size=4, epochs=3, batch=8)
-    return often(resnet.trainer(recipe, noise(), run))
+    return often(resnet.trainer(recipe, noise(), run, shard=shard))
 
 
-def pixelcnn_run(run: Path) -> Trainer:
-    how = pixelcnn.settings(6, ema=0.9, log_every=2, eval_every=4, save_every=1)
+def pixelcnn_run(run: Path, shard: bool = False) -> Trainer:
+    how = pixelcnn.settings(6, ema=0.9, log_every=2, eval_every=4, save_every=1, shard=shard)
     return pixelcnn.trainer(pixelcnn.Network(8, 1, sparse=2, block_size=4), noise(4), run, how, batch=4, evaluated=4)
 
 
-def prune(run: Path) -> Trainer:
+def prune(run: Path, shard: bool = False) -> Trainer:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
     inner = ClassifyTask(net, Synthetic(features=32, rows=64, tested=20), epochs=6, batch=16)
     task = PruneTask(inner, Pruning("gradual", density=0.25, block_size=8, skip=("2",)), inner.steps)
-    return Trainer(task, run, Settings(steps=inner.steps, warmup=0, log_every=5, eval_every=8, save_every=1))
+    return Trainer(
+        task, run, Settings(steps=inner.steps, warmup=0, log_every=5, eval_every=8, save_every=1, shard=shard)
+    )
 
 
 def noise(side: int = 8) -> Images:
@@ -120,22 +123,23 @@ def begun(kind: str, run: Path) -> int:
 # -- under torchrun ------------------------------------------------------------------------------------------------
 
 
-def worker(kind: str, run: Path) -> None:
+def worker(kind: str, run: Path, shard: bool) -> None:
     """One process of torchrun: trains, and says which one it is."""
     for name in ("fsync", "replace"):
         setattr(os, name, slowly(getattr(os, name)))
     with Parallel(timeout=20).joined(), torch.random.fork_rng(devices=[]):
-        trainer = KINDS[kind](run)
+        trainer = KINDS[kind](run, shard)
         (run.parent / f"{run.name}.{trainer.rank}").write_text(str(os.getpid()))
         trainer.train()
 
 
-def launched(kind: str, run: Path, processes: int, restarts: int) -> subprocess.Popen:
+def launched(kind: str, run: Path, processes: int, restarts: int, shard: bool) -> subprocess.Popen:
     """The torchrun of a run."""
     for old in run.parent.glob(f"{run.name}.[0-9]*"):
         old.unlink()
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     launch += [f"--max-restarts={restarts}", "--monitor-interval=0.1", __file__, "--worker", kind, str(run)]
+    launch += ["--shard"] * shard
     return subprocess.Popen(launch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -146,14 +150,16 @@ def pids(run: Path, processes: int) -> list[int]:
     return [int(text) for text in texts] if len(texts) == processes and all(texts) else []
 
 
-def killed_by_torchrun(kind: str, kills: int, run: Path, processes: int, seconds: float, rng) -> Counter[str]:
+def killed_by_torchrun(
+    kind: str, kills: int, run: Path, processes: int, shard: bool, seconds: float, rng
+) -> Counter[str]:
     """Trains to the end, while random processes are killed; torchrun starts all again each time.
 
     Raises:
         RuntimeError: it ended by itself with an error.
     """
     count: Counter[str] = Counter(runs=1)
-    launch = launched(kind, run, processes, kills)
+    launch = launched(kind, run, processes, kills, shard)
     before: set[int] = set()
     while launch.poll() is None:
         now = pids(run, processes)
@@ -170,12 +176,12 @@ def killed_by_torchrun(kind: str, kills: int, run: Path, processes: int, seconds
     return count
 
 
-def campaign_of_torchrun(kinds: list[str], kills: int, seed: int, processes: int, folder: Path):
+def campaign_of_torchrun(kinds: list[str], kills: int, seed: int, processes: int, shard: bool, folder: Path):
     """(kind, signal) by counts, as `campaign`."""
     rng, found = random.Random(seed), {}
     for nth, kind in enumerate(kinds):
         whole = folder / kind
-        launch = launched(kind, whole, processes, 0)
+        launch = launched(kind, whole, processes, 0, shard)
         while not pids(whole, processes):
             if launch.poll():
                 raise RuntimeError(launch.communicate()[0])
@@ -188,7 +194,8 @@ def campaign_of_torchrun(kinds: list[str], kills: int, seed: int, processes: int
         count: Counter[str] = Counter()
         while count["kills"] < share:
             run = folder / f"{kind}-{count['runs']}"
-            one = killed_by_torchrun(kind, min(KILLS_OF_A_RUN, share - count["kills"]), run, processes, seconds, rng)
+            wanted = min(KILLS_OF_A_RUN, share - count["kills"])
+            one = killed_by_torchrun(kind, wanted, run, processes, shard, seconds, rng)
             count += one + Counter(same=one["kills"] * same(run, whole))
         found[kind, signal.SIGKILL] = count
         print(f"{kind}, SIGKILL: {count['same']} of {count['kills']} to the same tensors", flush=True)
@@ -272,7 +279,7 @@ def campaign(kinds: list[str], kills: int, seed: int, folder: Path):
     return found
 
 
-def report(found, seed: int, processes: int = 1) -> str:
+def report(found, seed: int, processes: int = 1, shard: bool = False) -> str:
     total = sum(found.values(), Counter())
     here = machine("cpu")
     commit = f"{here['commit'][:8]}{' with changes' if here['dirty'] else ''}" if here["commit"] else "unknown"
@@ -309,6 +316,7 @@ def report(found, seed: int, processes: int = 1) -> str:
     if len(kinds := dict.fromkeys(kind for kind, _ in found)) < len(KINDS):
         command += f" --kinds {','.join(kinds)}"
     command += f" --processes {processes}" if processes > 1 else ""
+    command += " --shard" if shard else ""
     return "\n".join([*lines, "", f"Made by `{command}`: commit {commit}, {versions}.", ""])
 
 
@@ -319,20 +327,21 @@ def main() -> None:
     options.add_argument("--kinds", default=",".join(KINDS))
     options.add_argument("--log", type=Path)
     options.add_argument("--processes", type=int, default=1, help="more than one: under torchrun")
+    options.add_argument("--shard", action="store_true", help="of several: each stores a piece of the model")
     options.add_argument("--worker", nargs=2, metavar=("KIND", "FOLDER"), help="what torchrun starts")
     given = options.parse_args()
     torch.set_num_threads(1)
     if given.worker:
-        worker(given.worker[0], Path(given.worker[1]))
+        worker(given.worker[0], Path(given.worker[1]), given.shard)
         return
     kinds = given.kinds.split(",")
     with tempfile.TemporaryDirectory() as folder:
         if given.processes == 1:
             found = campaign(kinds, given.kills, given.seed, Path(folder))
         else:
-            found = campaign_of_torchrun(kinds, given.kills, given.seed, given.processes, Path(folder))
+            found = campaign_of_torchrun(kinds, given.kills, given.seed, given.processes, given.shard, Path(folder))
     if given.log is not None:
-        given.log.write_text(report(found, given.seed, given.processes))
+        given.log.write_text(report(found, given.seed, given.processes, given.shard))
     total = sum(found.values(), Counter())
     print(f"{total['same']} of {total['kills']} in {total['runs']} runs, {total['writing']} of them in writing")
     sys.exit(total["same"] != total["kills"] or total["kills"] != given.kills)

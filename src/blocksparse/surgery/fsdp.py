@@ -37,6 +37,11 @@ def is_dtensor(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor that may be sharded, in the same memory; without gradients only."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+
+
 def is_wrapped(module: nn.Module) -> bool:
     """Whether `fully_shard` was applied to this module itself, not only to one that it is in."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

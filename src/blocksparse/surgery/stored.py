@@ -201,6 +201,20 @@ class Stored:
         self.__dict__.pop("here", None)
         self.layout = layout
 
+    def followed(self, kept: Tensor, source: Tensor) -> Tensor:
+        """What is kept of each weight, such as a running mean, after a change of layout: new blocks have their values.
+
+        Args:
+            kept: `[nnz before, ...]`, sharded as the values are; not of a part of tensor parallelism.
+            source: int64 `[nnz]`: where each block was, -1 for new ones.
+        """
+        new = source[torch.from_numpy(self.here).to(source.device)] < 0
+        if self._shard is None:
+            return remap_blocks(kept, source, self.local[new])
+        moved = self._shard.moves(source.cpu().numpy(), kept.shape[0])(kept.to_local())  # type: ignore[attr-defined]
+        moved[new] = self.local[new]
+        return sharded_like(kept, moved, source.numel())  # type: ignore[no-any-return]
+
     def _move(
         self,
         shard: Shard,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
@@ -37,7 +38,9 @@ def _together(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def joined(*, parallel: Parallel, **given: Any) -> None:
-        with parallel.joined():
+        with parallel.joined(), warnings.catch_warnings():
+            # Of outputs that are views: the models here change none in place.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
             command(parallel=parallel, **given)
 
     return joined
@@ -81,7 +84,7 @@ def charlm(
         config = width_for(config, wanted)
     content, name = (corpora.load(str(data), data_dir), str(data)) if text is None else (texts.read(text), text.name)
     parts = texts.split(content, batches.seq, name=name, held_out=held_out)
-    trainer = charlm_recipe.trainer(config, parts, out, _paced(how), batches)
+    trainer = charlm_recipe.trainer(config, parts, out, _paced(how, parallel), batches)
     facts = trainer.facts
     show(
         console(),
@@ -130,7 +133,7 @@ def mlp(
         table = tables.load(str(data), data_dir)
         recipe = mlp_recipe.recipe_for(str(data), table.rows)
     recipe = replace(recipe, **given)
-    trainer = mlp_recipe.trainer(recipe, table, out, method, seed, device, importance)
+    trainer = mlp_recipe.trainer(recipe, table, out, method, seed, device, importance, parallel.shard)
     facts, sizes = trainer.facts, trainer.task.about()["model"]["sizes"]
     show(
         console(),
@@ -163,7 +166,7 @@ def pixelcnn(
     from ..data import images
 
     loaded = images.load(data, data_dir)
-    trainer = pixelcnn_recipe.trainer(network, loaded, out, _paced(how), batches.batch, batches.evaluated)
+    trainer = pixelcnn_recipe.trainer(network, loaded, out, _paced(how, parallel), batches.batch, batches.evaluated)
     wired = "dense" if network.sparse is None else f"{network.sparse} groups of channels"
     wired += "" if network.block_size is None else f" in blocks of {network.block_size}"
     show(
@@ -199,7 +202,7 @@ def resnet(
         raise BlockSparseError.expected("shifted", "an int, 0 or more", shifted)
     out_console = console()
     loaded = images.load(data, data_dir)
-    trainer = resnet_recipe.trainer(recipe, loaded, out, seed, device)
+    trainer = resnet_recipe.trainer(recipe, loaded, out, seed, device, parallel.shard)
     channels = "-".join(str(recipe.width << stage) for stage in range(len(recipe.blocks)))
     sparse = "" if recipe.density is None else f", density {recipe.density:g} in blocks of {recipe.block_size}"
     show(
@@ -221,7 +224,7 @@ def resnet(
     )
 
 
-def _paced(how: S) -> S:
+def _paced(how: S, parallel: Parallel) -> S:
     """The settings; a short run for which nothing else was asked is logged and evaluated often enough for curves."""
     usual = type(how)()
     often: dict[str, Any] = {
@@ -229,7 +232,7 @@ def _paced(how: S) -> S:
         for name, times in (("log_every", 20), ("eval_every", 10))
         if getattr(how, name) == getattr(usual, name) > max(1, how.steps // times)
     }
-    return replace(how, **often)
+    return replace(how, shard=parallel.shard, **often)
 
 
 def _epochs(count: int) -> str:

@@ -111,7 +111,9 @@ class CharLM(nn.Module):
         weight = self.embedding.weight
         shape = (self.config.layers, batch, self.config.width)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        return weight.new_zeros(shape), weight.new_zeros(shape, dtype=wide)
+        # Not weight.new_zeros, which is sharded where the weight is.
+        of = {"size": shape, "device": weight.device}
+        return torch.zeros(**of, dtype=weight.dtype), torch.zeros(**of, dtype=wide)
 
     def run(self, text: Tensor, state: State | None = None) -> State:
         """The state after the text, without scores for what comes next."""

@@ -58,6 +58,7 @@ class Task(Callback):
     samples_per_step: int | None = None
     steps_per_epoch: int | None = None
     share: float = 1.0  # of a batch, that this process takes
+    replaces_model: bool = False  # while it is trained
 
     def split(self, rank: int, processes: int) -> None:
         """Has the task take a part of each batch, that of one of several processes; before all else.

@@ -108,6 +108,8 @@ class CharLMTask(Task):
         self.model = model.to(device)
         self.batch, self.seq, self.bytes_per_step = batch, seq, batch * seq
         self._digest = _digest(text)
+        config = getattr(model, "config", None)
+        self._about = asdict(config) if isinstance(config, CharLMConfig) else repr(model)  # before FSDP2 renames it
         self._train = text.train.to(device)
         self._held_out = text.held_out[: evaluated or None].to(device)
         self._first = torch.arange(batch, device=device) * self._chunks // batch
@@ -167,10 +169,9 @@ class CharLMTask(Task):
             own.copy_(whole[..., self._mine, :])
 
     def about(self) -> dict[str, Any]:
-        config = getattr(self.model, "config", None)
         return {
             "kind": KIND,
-            "model": asdict(config) if isinstance(config, CharLMConfig) else repr(self.model),
+            "model": self._about,
             "text": self._digest,
             "batch": self.batch,
             "seq": self.seq,

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from blocksparse.checkpoint import part
 from blocksparse.errors import BlockSparseError
 from blocksparse.nn.module import BlockSparseModule
-from blocksparse.sparsity import SET, ImportancePruning, RigL, remap_blocks
+from blocksparse.sparsity import SET, ImportancePruning, RigL
 from blocksparse.sparsity.sparse_training.dynamic_sparsity import DynamicSparsity
+from blocksparse.surgery.stored import Stored
 
 from .callback import EpochTask
 
@@ -157,7 +158,7 @@ class ClassifyTask(EpochTask):
         def on_layout_change(module: BlockSparseModule, source: Tensor) -> None:
             if (name := names[module]) in ema:
                 # The mean of a new connection begins with its first value.
-                ema[name] = remap_blocks(ema[name], source, module.values.detach()[source < 0])
+                ema[name] = Stored(module).followed(ema[name], source)
 
         how: dict[str, Any] = {"skip": getattr(self.model, "output", ()), "on_layout_change": on_layout_change}
         self.methods = {}

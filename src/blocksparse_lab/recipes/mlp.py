@@ -217,7 +217,7 @@ def task(
     return ClassifyTask(model, data, recipe.epochs, recipe.batch, topology, seed, device_of(device), about)
 
 
-def settings(recipe: Recipe, of: ClassifyTask, seed: int = 0, device: str = "cpu") -> Settings:
+def settings(recipe: Recipe, of: ClassifyTask, seed: int = 0, device: str = "cpu", shard: bool = False) -> Settings:
     """How it is trained: momentum SGD, evaluated after each epoch.
 
     Args:
@@ -236,6 +236,7 @@ def settings(recipe: Recipe, of: ClassifyTask, seed: int = 0, device: str = "cpu
         save_every=max(of.steps_per_epoch, SAVE_EVERY),
         seed=seed,
         device=device,
+        shard=shard,
         optimizer="sgd",
         momentum=recipe.momentum,
     )
@@ -249,16 +250,17 @@ def trainer(
     seed: int = 0,
     device: str = "cpu",
     importance: Importance | None = None,
+    shard: bool = False,
 ) -> Trainer:
     """A recipe's network, ready to be trained in a folder.
 
     Args:
         recipe: of the net and its training.
         data: to train and to test on.
-        method, seed, device, importance: of `network`, `task` and `settings`.
+        method, seed, device, importance, shard: of `network`, `task` and `settings`.
     """
     integer("seed", seed, 0, below=2**32)  # as in Settings, and before anything is drawn
     model = network(recipe, data, method, seed)
     told = {"data": data.name, "tested": data.tested, "epochs": recipe.epochs, **asdict(facts(model))}
     of = task(recipe, model, data, method, seed, device, importance)
-    return Trainer(of, run, settings(recipe, of, seed, device), told)
+    return Trainer(of, run, settings(recipe, of, seed, device, shard), told)

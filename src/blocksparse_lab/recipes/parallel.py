@@ -25,6 +25,9 @@ class Parallel:
     """How the processes of torchrun work together."""
 
     timeout: float = option(300.0, "Under torchrun: seconds after which a process that does not answer has stopped.")
+    shard: bool = option(
+        False, "Under torchrun: each process stores a piece of the model and of the optimizer, by FSDP2."
+    )
 
     @property
     def first(self) -> bool:
@@ -78,8 +81,7 @@ class Averaged:
                     Loss(self.task), broadcast_buffers=False, find_unused_parameters=True, init_sync=False
                 )
             self._made = parameters, wrapped
-        with comm_errors():
-            return self._made[1](step)
+        return self._made[1](step)
 
 
 # In the errors of gloo and NCCL, which are plain RuntimeErrors where they come out of a backward pass.
@@ -92,7 +94,8 @@ def comm_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not any(word in str(error).lower() for word in _OF_MESSAGES):
+        of_messages = isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _OF_MESSAGES)
+        if group.is_single_process() or not of_messages:
             raise
         with group.reraise_comm_errors():
             raise

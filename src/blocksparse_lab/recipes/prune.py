@@ -103,6 +103,7 @@ class PruneTask(Task):
     """
 
     method: DensePruner
+    replaces_model = True
 
     def __init__(self, task: Task, pruning: Pruning, steps: int, seed: int = 0, q: Mapping[str, float] | None = None):
         if pruning.method == "threshold" and q is None:

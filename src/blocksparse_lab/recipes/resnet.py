@@ -151,7 +151,9 @@ def options(recipe: Recipe, images: Images) -> dict[str, Any]:
     return {"classes": len(images.classes), "channels": channels, **own}
 
 
-def trainer(recipe: Recipe, images: Images, run: str | Path, seed: int = 0, device: str = "cpu") -> Trainer:
+def trainer(
+    recipe: Recipe, images: Images, run: str | Path, seed: int = 0, device: str = "cpu", shard: bool = False
+) -> Trainer:
     """A recipe's network, ready to be trained in a folder.
 
     Args:
@@ -181,6 +183,7 @@ def trainer(recipe: Recipe, images: Images, run: str | Path, seed: int = 0, devi
         save_minutes=2.0,
         seed=seed,
         device=device,
+        shard=shard,
     )
     facts = {
         "data": images.name,

@@ -14,7 +14,7 @@ DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("adam", "sgd", "adagrad")
 
 # Settings that may change when a run resumes: none affects what is learned. But on another device bits differ.
-FREE = ("log_every", "eval_every", "save_every", "save_minutes", "device", "cuda_graph")
+FREE = ("log_every", "eval_every", "save_every", "save_minutes", "device", "cuda_graph", "shard")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Settings:
     seed: int = option(0, "Of weights, order and whatever is drawn.")
     device: str = option("cpu", "cpu or cuda.")
     cuda_graph: bool = option(False, "On cuda, with adam: a step as one graph.")
+    shard: bool = False  # several processes store a piece of each parameter, by FSDP2, instead of all of them
     optimizer: str = "adam"  # AdamW, "sgd" (`bs.sparsity.SGD`) or "adagrad"
     momentum: float = 0.9  # of "sgd"
 

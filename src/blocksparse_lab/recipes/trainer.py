@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from blocksparse import checkpoint
 from blocksparse.checked import is_int
-from blocksparse.distributed.group import all_max, all_reduce
+from blocksparse.distributed import single_file
+from blocksparse.distributed.group import all_max, all_reduce, on_all
 from blocksparse.errors import BlockSparseError
+from blocksparse.surgery.fsdp import reshard
 
 from ..machine import machine
-from . import parallel, resume
+from . import parallel, resume, sharding
 from .callback import Callback, Task
 from .cuda_graph import GraphedStep
 from .optimizers import learning_rate, optimizer_for
@@ -45,7 +47,8 @@ class Trainer:
 
     Where there is a process group, all its processes train together: each takes its part of every batch, gradients are
     averaged by DistributedDataParallel, and the first process writes. With as many processes a run that was killed ends
-    with the same bits too; with another number, with the same up to rounding, and to what dropout draws.
+    with the same bits too; with another number, with the same up to rounding, and to what dropout draws. With
+    `settings.shard` each stores a piece of every parameter instead, by FSDP2; the checkpoint is the same file.
 
     >>> import tempfile, torch
     >>> from blocksparse_lab.recipes.trainer import Settings, Task, Trainer
@@ -68,6 +71,9 @@ class Trainer:
             task.split(self.rank, self.processes)
         self._averaged_loss = parallel.Averaged(task, self.processes)
         self.model = task.model.to(self.device)
+        self.sharded = settings.shard and self.processes > 1
+        if self.sharded:
+            sharding.shard(task, self.processes, self.device)
         self.step, self.seconds = 0, 0.0
         self.held_out: float | None = None  # at the newest evaluation
         self.parameters = dict(self.model.named_parameters())
@@ -146,12 +152,14 @@ class Trainer:
             self._graph = self._graphed()
             saved = self._resume_clock()
             while self.step < s.steps:
-                self._step()
+                with parallel.comm_errors():
+                    self._step()
                 self._call("after_step", self.step)
                 if self._due(s.log_every):
                     self._log(log)
                 if self._due(s.eval_every):
-                    self._evaluate(log)
+                    with parallel.comm_errors():
+                        self._evaluate(log)
                 late = 0 < s.save_minutes * 60 < time.perf_counter() - saved
                 # Clocks differ, and signals come at other steps.
                 old, signal = all_max(late, max(caught, default=0))
@@ -236,13 +244,13 @@ class Trainer:
         """Forward, backward, update; of a step, or of a task's inputs in a graph, in which all tensors stay."""
         self.optimizer.zero_grad()
         with self._autocast():
-            if self.processes > 1:
+            if self.processes > 1 and not self.sharded:
                 loss = self._averaged_loss(*inputs)
             else:
                 loss = self.task.loss(*inputs) if self._graph is None else self.task.loss_of(*inputs)
         loss = self._backward(loss)
         given = [p for p in self.parameters.values() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in given if p.grad is not None])
+        norm = sharding.whole(nn.utils.get_total_norm([p.grad for p in given if p.grad is not None]))
         self._loss.copy_(loss)
         self._norm.copy_(norm)
         self._total += self._loss
@@ -255,15 +263,14 @@ class Trainer:
         self._call("after_update")
         with torch.no_grad():
             for name, mean in self.ema.items():
-                mean.lerp_(self.parameters[name], self._ema_weight)
+                sharding.local(mean).lerp_(sharding.local(self.parameters[name]), self._ema_weight)
 
     def _backward(self, loss: Tensor) -> Tensor:
         """Leaves the gradient of the mean over the batch, of which this process may have a part; returns the mean."""
         if self.processes == 1:
             loss.backward()
             return loss.detach()
-        with parallel.comm_errors():
-            (loss * (self.task.share * self.processes)).backward()
+        (loss * (self.task.share * self.processes)).backward()
         return all_reduce(loss.detach() * self.task.share)
 
     def _graphed(self) -> GraphedStep | None:
@@ -328,6 +335,7 @@ class Trainer:
         self.model.eval()
         with torch.no_grad(), self._autocast(), torch.random.fork_rng(devices), self._averaged():
             self.held_out = self.task.evaluate(self.model)
+        reshard(self.model)  # of what was gathered for the evaluation nothing may stay
         self.model.train()
         record = {"step": self.step, "held_out": self.held_out, "seconds": self.seconds}
         log.write(record)
@@ -337,14 +345,19 @@ class Trainer:
     @contextmanager
     def _averaged(self) -> Iterator[None]:
         """The model with the running means of its parameters, if there are any."""
-        own = {name: self.parameters[name].data for name in self.ema}
         try:
-            for name, mean in self.ema.items():
-                self.parameters[name].data = mean
+            self._swap_means()
             yield
         finally:
-            for name, data in own.items():
-                self.parameters[name].data = data
+            self._swap_means()
+
+    def _swap_means(self) -> None:
+        # In place: FSDP2 gathers from the memory that it made.
+        for name, mean in self.ema.items():
+            own, other = sharding.local(self.parameters[name]), sharding.local(mean)
+            kept = own.clone()
+            own.copy_(other)
+            other.copy_(kept)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -352,9 +365,10 @@ class Trainer:
         if self.step:
             self._check_finite()
             self._stop_clock()
-        for name, tensor in (*self.parameters.items(), *self.ema.items()):
-            if not bool(tensor.isfinite().all()):
-                raise self._diverged(f"step {self.step}", "finite parameters", f"others in {name}")
+        learned = [*self.parameters.items(), *self.ema.items()]
+        broken = [nth for nth, (_, tensor) in enumerate(learned, 1) if not sharding.local(tensor).isfinite().all()]
+        if last := all_max(max(broken, default=0))[0]:  # which one process may have
+            raise self._diverged(f"step {self.step}", "finite parameters", f"others in {learned[last - 1][0]}")
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         tensors |= {f"ema.{name}": tensor for name, tensor in self.ema.items()}
         for name, parameter in self.parameters.items():
@@ -372,10 +386,11 @@ class Trainer:
             "settings": asdict(self.settings),
             "processes": self.processes,
         }
-        if self.rank > 0:
-            return
-        log.sync()  # log lines must be on disk before their checkpoint
-        checkpoint.save(self.path, tensors, about)
+        on_all(log.sync)  # log lines must be on disk before their checkpoint
+        if self.sharded:
+            single_file.write(self.path, tensors, about)
+        elif self.rank == 0:
+            checkpoint.save(self.path, tensors, about)
 
     def load(self) -> None:
         """Brings the model and the task to the newest checkpoint, and PyTorch's generators too.
@@ -393,9 +408,12 @@ class Trainer:
                 self._take_model()
                 resume.check_tensors(self.path, tensors, self.model, self.ema)
                 # First the model: its layouts determine the shapes of all that follows.
-                self.model.load_state_dict(checkpoint.part(tensors, "model."))
+                if self.sharded:
+                    sharding.load_state_dict(self.model, checkpoint.part(tensors, "model."))
+                else:
+                    self.model.load_state_dict(checkpoint.part(tensors, "model."))
                 for name, mean in checkpoint.part(tensors, "ema.").items():
-                    self.ema[name] = mean.to(self.device, copy=True)
+                    self.ema[name] = sharding.like(mean, self.parameters[name])
                 states = checkpoint.part(tensors, "optimizer.")
                 for name, parameter in self.parameters.items():
                     for key, tensor in checkpoint.part(states, f"{name}.").items():
@@ -450,7 +468,7 @@ def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """A copy of the tensor where the parameter is, in its memory format, as Adam had it."""
     if tensor.shape != parameter.shape:
         return tensor.to(parameter.device, copy=True)
-    return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+    return sharding.like(tensor, parameter)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...checked import check_kept, number
 from ...ops import momentum
+from ...surgery.fsdp import local_of
 
 
 class SGD(torch.optim.Optimizer):
@@ -72,6 +73,7 @@ class SGD(torch.optim.Optimizer):
                 continue
             momenta = [self._momentum(w) for w in weights]
             grads = [w.grad for w in weights]
+            weights, momenta, grads = ([local_of(t) for t in some] for some in (weights, momenta, grads))
             rates = {"momentum": group["momentum"], "rate": group["lr"], "keep": 1 - group["weight_decay"]}
             momentum.step(weights, momenta, grads, **rates)
         return loss

@@ -1,0 +1,87 @@
+"""FSDP2 for the trainer: each process stores a piece of every parameter, and of what goes with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from blocksparse.distributed.held import Rows, as_sharded, box_of
+from blocksparse.errors import BlockSparseError
+from blocksparse.layout import layout_of_indices
+from blocksparse.nn.module import BlockSparseModule
+from blocksparse.surgery.fsdp import local_of
+from blocksparse.surgery.stored import Stored
+
+from .callback import Task
+
+
+def shard(task: Task, processes: int, device: torch.device) -> None:
+    """Has FSDP2 shard a task's model: each layer of `blocksparse.nn` by itself, all else with the whole model.
+
+    Raises:
+        BlockSparseError: a task that replaces its model.
+    """
+    if task.replaces_model:
+        expected = "a task that trains one model throughout, or a run without it"
+        raise BlockSparseError.expected("shard", expected, type(task).__name__)
+    mesh = init_device_mesh(device.type, (processes,))
+    for parameter in task.model.parameters():
+        parameter.data = parameter.data.contiguous()  # FSDP2 refuses the channels-last format
+    uses = Counter(map(id, (p for _, p in task.model.named_parameters(remove_duplicate=False))))
+    for layer in list(_layers(task.model)):
+        # What layers share is gathered with the whole model.
+        if all(uses[id(parameter)] == 1 for parameter in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(task.model, mesh=mesh)
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules of `blocksparse.nn` in a model that have parameters."""
+    for child in model.children():
+        if type(child).__module__.startswith("blocksparse.nn."):
+            if next(child.parameters(), None) is not None:
+                yield child
+        else:
+            yield from _layers(child)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What is here of a tensor, sharing its memory, without its history."""
+    return local_of(tensor.detach())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that all processes get of their parts."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: Tensor, other: Tensor) -> Tensor:
+    """A copy of a tensor where another one of its shape is, sharded or laid out in memory as that one is."""
+    if not isinstance(other, DTensor):
+        return torch.empty_like(other, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+    offset, size = box_of("tensor", other)
+    piece = tensor[tuple(slice(begin, begin + length) for begin, length in zip(offset, size, strict=True))]
+    return as_sharded(Rows(piece.to(other.device, copy=True), offset[0], len(tensor)), other)
+
+
+@torch.no_grad()
+def load_state_dict(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Loads the state of a whole model, with its layouts, into one that is sharded."""
+    for name, module in model.named_modules():
+        if isinstance(module, BlockSparseModule):
+            crow, col = (tensors[f"{name}.{key}".removeprefix(".")] for key in ("crow_indices", "col_indices"))
+            layout = layout_of_indices(crow, col, module.layout.grid, module.layout.block_shape)
+            if layout != module.layout:
+                Stored(module).set_layout(layout, torch.full((layout.nnz,), -1))
+    model.load_state_dict(
+        {
+            name: like(tensors[name], own) if isinstance(own, DTensor) else tensors[name]
+            for name, own in model.state_dict().items()
+        }
+    )
