@@ -213,7 +213,7 @@ class Stored:
             return remap_blocks(kept, source, self.local[new])
         moved = self._shard.moves(source.cpu().numpy(), kept.shape[0])(kept.to_local())  # type: ignore[attr-defined]
         moved[new] = self.local[new]
-        return sharded_like(kept, moved, source.numel())  # type: ignore[no-any-return]
+        return sharded_like(kept, moved, source.numel())
 
     def _move(
         self,
