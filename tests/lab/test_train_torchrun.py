@@ -93,8 +93,9 @@ def command(tmp_path, out, *more):
     return [*blocksparse, *f"train mlp --data {data} --hidden 32,32 --batch 16 --out {out}".split(), *more]
 
 
-def test_the_command_line_prints_once(tmp_path):
-    launch = [*TORCHRUN, "--nproc-per-node=2", *command(tmp_path, tmp_path / "run", "--epochs", "2")]
+@pytest.mark.parametrize("shard", [[], ["--shard"]], ids=" ".join)
+def test_the_command_line_prints_once(tmp_path, shard):
+    launch = [*TORCHRUN, "--nproc-per-node=2", *command(tmp_path, tmp_path / "run", "--epochs", "2", *shard)]
     done = subprocess.run(launch, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epoch 2 of 2: held out") == 1
@@ -104,9 +105,10 @@ def test_the_command_line_prints_once(tmp_path):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGSTOP")
 @pytest.mark.full
-def test_a_process_that_stops_is_named(tmp_path):
+@pytest.mark.parametrize("shard", [[], ["--shard"]], ids=" ".join)
+def test_a_process_that_stops_is_named(tmp_path, shard):
     out = tmp_path / "run"
-    launch = [*TORCHRUN, "--nproc-per-node=2", *command(tmp_path, out, "--epochs", "100000", "--timeout", "5")]
+    launch = [*TORCHRUN, "--nproc-per-node=2", *command(tmp_path, out, "--epochs", "100000", "--timeout", "5", *shard)]
     torchrun = subprocess.Popen(launch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     log, stopped = out / "log.jsonl", None
     while not (log.is_file() and log.read_bytes().count(b"\n") > 3):

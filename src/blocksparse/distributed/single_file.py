@@ -62,13 +62,13 @@ class Here:
 
     Args:
         local: `[rows, ...]`.
-        rows: int64 `[rows]`, which ones of the whole, rising.
+        rows: which ones of the whole, rising: int64 `[rows]`, or a range.
         shape: of the whole.
         rest: the ranges of the further axes.
     """
 
     local: Tensor
-    rows: np.ndarray
+    rows: np.ndarray | range
     shape: tuple[int, ...]
     rest: tuple[slice, ...]
 
@@ -79,21 +79,25 @@ class Here:
         offset, size = box_of(name, tensor)
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         if not tensor.dim():
-            return cls(local.reshape(1), np.arange(1), (), ())
+            return cls(local.reshape(1), range(1), (), ())
         first, *others = (slice(begin, begin + length) for begin, length in zip(offset, size, strict=True))
-        return cls(local, np.arange(first.start, first.stop), tuple(tensor.shape), tuple(others))
+        return cls(local, range(first.start, first.stop), tuple(tensor.shape), tuple(others))
 
     @property
     def about(self) -> tuple[Any, ...]:
         """The whole, which all processes have to agree on, and the place of what is here."""
         rest = tuple((each.start, each.stop) for each in self.rest)
-        rows = hashlib.sha256(self.rows.tobytes()).hexdigest()
+        rows = self.rows if isinstance(self.rows, range) else hashlib.sha256(self.rows.tobytes()).hexdigest()
         return (self.shape, str(self.local.dtype)), self.local.numel(), (rest, rows)
 
     def within(self, begin: int, end: int) -> tuple[np.ndarray, Tensor]:
         """The rows from one to another, counted from the first of them, and what is here of them, on the CPU."""
-        mine = slice(*np.searchsorted(self.rows, (begin, end)).tolist())
-        return self.rows[mine] - begin, self.local[mine].cpu()
+        if isinstance(self.rows, range):
+            first = self.rows.start
+            mine = slice(*(min(max(at - first, 0), len(self.rows)) for at in (begin, end)))
+        else:
+            mine = slice(*np.searchsorted(self.rows, (begin, end)).tolist())
+        return np.asarray(self.rows[mine], dtype=np.int64) - begin, self.local[mine].cpu()
 
 
 def _here(name: str, held: Held, layouts: Mapping[str, Any]) -> Here:
