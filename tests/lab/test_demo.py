@@ -14,6 +14,7 @@ from blocksparse.measure import Spread
 from blocksparse_lab.cli import app, demo_page
 from blocksparse_lab.cli.demo import Sizes, play, plot
 from blocksparse_lab.recipes import next_byte
+from browser import Browser, program
 
 TINY = Sizes(
     hidden=128,
@@ -89,6 +90,11 @@ def test_a_run_leaves_a_page_and_its_numbers(novel, tmp_path, width):
         assert f"{model['held_out']:.3f}" in html
         assert f"{model['held_out']:.3f}" in shown
         assert f"{model['parameters']:,}" in html
+    if program():
+        browser = Browser(390)  # a phone's width
+        browser.open(tmp_path / "out" / "demo.html")
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+        browser.close()
 
 
 def test_two_runs_give_the_same_curves(novel, tmp_path):
