@@ -35,19 +35,19 @@ def shard(task: Task, processes: int, device: torch.device) -> None:
         parameter.data = parameter.data.contiguous()  # FSDP2 refuses the channels-last format
     uses = Counter(map(id, (p for _, p in task.model.named_parameters(remove_duplicate=False))))
     for layer in list(_layers(task.model)):
-        # What layers share is gathered with the whole model.
-        if all(uses[id(parameter)] == 1 for parameter in layer.parameters()):
+        own = [uses[id(parameter)] == 1 for parameter in layer.parameters()]
+        # What layers share, or is called by none, is gathered with the whole model.
+        if layer is not task.model and own and all(own) and type(layer).forward is not nn.Module.forward:
             fully_shard(layer, mesh=mesh)
     fully_shard(task.model, mesh=mesh)
 
 
-def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules of `blocksparse.nn` in a model that have parameters."""
-    for child in model.children():
-        if type(child).__module__.startswith("blocksparse.nn."):
-            if next(child.parameters(), None) is not None:
-                yield child
-        else:
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules of `blocksparse.nn` in a model."""
+    if type(module).__module__.startswith("blocksparse.nn."):
+        yield module
+    else:
+        for child in module.children():
             yield from _layers(child)
 
 
