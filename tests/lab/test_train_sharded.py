@@ -84,9 +84,9 @@ def test_as_with_one_process(processes, tmp_path, kind, shard):
 
 @pytest.mark.parametrize("kind", ["charlm", "set"])
 def test_stopped_and_resumed_it_has_the_same_bits(processes, tmp_path, kind):
-    processes(4)(trained, kind, tmp_path / "whole")
+    processes(2)(trained, kind, tmp_path / "whole")
     for until in (7, 16, None):
-        processes(4)(trained, kind, tmp_path / "stopped", until)
+        processes(2)(trained, kind, tmp_path / "stopped", until)
     assert kill_runs.same(tmp_path / "stopped", tmp_path / "whole")
 
 
@@ -124,6 +124,7 @@ def test_numbers_that_are_not_finite_in_one_process_stop_all(processes, tmp_path
     assert "step 0: expected finite parameters, got others in outlet.bias" in ours
 
 
+@pytest.mark.full
 def test_killed_under_torchrun_it_ends_with_the_same_tensors():
     command = [sys.executable, kill_runs.__file__, "--processes", "2", "--kills", "1", "--kinds", "mlp", "--shard"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
