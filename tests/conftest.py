@@ -108,12 +108,12 @@ def speeds(monkeypatch):
     measured = []
 
     def set_to(ratio):
-        def measure(dense, sparse, inputs, budget=0.1):
+        def measure(self, dense, sparse, inputs, budget=0.1):
             measured.append((sparse, inputs))
             return ratio(sparse)
 
         monkeypatch.setattr(speed, "_measured", {})
-        monkeypatch.setattr(speed, "_measure", measure)
+        monkeypatch.setattr(speed.Speed, "_measure", measure)
         return measured
 
     return set_to

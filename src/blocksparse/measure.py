@@ -74,6 +74,10 @@ class Samples:
         """Median seconds of one call."""
         return Spread.of([value for value in self.seconds[name] if not math.isnan(value)])
 
+    def least(self, name: str) -> float:
+        """Seconds of the quickest call: whatever else the machine did only added to the others."""
+        return min(value for value in self.seconds[name] if not math.isnan(value))
+
     def ratio(self, name: str, base: str) -> Spread:
         """How many times longer `name` takes than `base`: the median over the rounds that both were in."""
         pairs = zip(self.seconds[name], self.seconds[base], strict=True)

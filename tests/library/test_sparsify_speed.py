@@ -10,6 +10,7 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.conversion import speed
+from blocksparse.measure import Samples
 from sparsified import mlp
 
 
@@ -248,3 +249,25 @@ def test_a_report_fits_into_columns(width, speeds):
     assert max(map(len, text.splitlines())) <= width
     assert name[:14] in text
     assert "2 groups" in text
+
+
+def test_what_is_undecided_is_measured_again_by_the_least_times(monkeypatch):
+    calls = []
+
+    def alternate(named, rounds, budget, clock):
+        calls.append(rounds)
+        # The quickest call of the sparse module takes a third; most are held up by something else.
+        return Samples({"sparse": [1.0, 9.0, 9.0, 2.0], "dense": [3.0, 3.0, 9.0, 9.0]}, {"sparse": 1, "dense": 1})
+
+    monkeypatch.setattr(speed, "alternate", alternate)
+    monkeypatch.setattr(speed, "_measured", {})
+    measured = speed.Speed(nn.Linear(8, 8), 4)
+    assert measured.of_module(bs.nn.Linear(8, 8, density=0.5, block_size=4)) == 3
+    assert calls == [7, 35]
+    assert measured.is_busy
+
+
+def test_blocks_that_are_larger_than_the_weight_are_told():
+    model = nn.ModuleDict({"conv": nn.Conv1d(1, 32, 5), "linear": nn.Linear(256, 128)})
+    with pytest.warns(bs.SparsityWarning, match="conv.weight: 5,120 numbers stored, 160 when dense"):
+        bs.sparsify(model, 0.25, force=True)

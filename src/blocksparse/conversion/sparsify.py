@@ -252,6 +252,7 @@ def _speed_ups(choice: Kept, layouts: Layouts, speed: Speed) -> tuple[dict[str, 
             if ratio < FASTER:
                 rows, columns = layout.block_shape
                 how = f"density {layout.density:.2g}, blocks of {rows} x {columns}, {speed.inputs}"
+                how += "; times varied: is the machine busy?" if speed.is_busy else ""
                 because = f"; {choice.why(name)}" if choice.why(name) else ""
                 reasons[name] = f"{ratio:.3g} times as fast block-sparse ({how}){because}"
     return ratios, reasons
@@ -263,8 +264,19 @@ def _speed_ups(choice: Kept, layouts: Layouts, speed: Speed) -> tuple[dict[str, 
 def _tell(choice: Kept, kept: Layouts, refused: set[str], reasons: Mapping[str, str]) -> None:
     """Warns where the density is another one than was asked for, nothing became sparse, or modules were not known."""
     reached = choice.density_of(kept)
+    # Of padding: a weight of 32 x 1 x 5 in blocks of 32 x 32 has 32 times as many numbers as it had.
+    dense = {name: weight.tensor.numel() for name, weight in choice.weights.items()}
+    added = {name: choice.weights[name].stored(layout) - dense[name] for name, layout in kept.items()}
+    advice = "smaller blocks, or skip=, save memory"
+    larger = {
+        name: f"{number + dense[name]:,} numbers stored, {dense[name]:,} when dense: {advice}"
+        for name, number in added.items()
+        if number > TOLERANCE * sum(dense.values()) and choice.asked < 1
+    }
     if not kept:
         head = "nothing became block-sparse"
+    elif larger:
+        head = "the blocks of some weights are larger than the weights"
     elif abs(reached - choice.asked) > TOLERANCE * choice.asked + choice.half_a_block:
         head = f"the density is {reached:.2g}, not {choice.asked:.2g}"
     elif refused:
@@ -273,7 +285,7 @@ def _tell(choice: Kept, kept: Layouts, refused: set[str], reasons: Mapping[str, 
         return
     denser = {name: choice.why(name) for name, layout in kept.items() if layout.density > choice.asked}
     why = {name: reason for name, reason in reasons.items() if name in choice.weights or name in refused}
-    why |= {name: reason for name, reason in denser.items() if reason}
+    why |= {name: reason for name, reason in denser.items() if reason} | larger
     lines = [f"{name}: {reason}" for name, reason in list(why.items())[:NAMED]]
     if len(why) > NAMED:
         lines.append(f"and {len(why) - NAMED} more, as bs.report(model) says")

@@ -37,6 +37,9 @@ MOST_TOKENS = 2**20
 # Modules that agree in all of this are assumed to be equally fast.
 _measured: dict[tuple[Any, ...], float] = {}
 
+# Where the ratios of rounds differ by more, something else keeps the machine busy.
+BUSY = 2.0
+
 
 class Speed:
     """The speed-ups of a model and its modules: time of the dense one / time of the block-sparse one, forward.
@@ -59,6 +62,8 @@ class Speed:
         self._model = None if example is None else twin(model).eval()
         self._names = {module: name for name, module in model.named_modules()}
         self._recorded: dict[str, Arguments] = {}
+        self.is_busy = False
+        """Whether other programs seem to have run beside a measurement that was undecided."""
 
     @torch.no_grad()
     def record(self, modules: Iterable[nn.Module]) -> None:
@@ -106,7 +111,7 @@ class Speed:
         return None if self._model is None else self._whole(densify(self._model), self._model)
 
     def _whole(self, dense: nn.Module, sparse: nn.Module) -> float:
-        return _measure(dense, sparse, [self._arguments], budget=2.0)
+        return self._measure(dense, sparse, [self._arguments], budget=2.0)
 
     @torch.no_grad()
     def _of(self, module: nn.Module, dense: Callable[[], nn.Module], sparse: Callable[[], nn.Module]) -> float:
@@ -118,8 +123,24 @@ class Speed:
         inputs = [recorded] if recorded is not None else made_up_inputs(made, self.tokens)
         key = backend, _key(made, weights), *(_shapes(each) for each in inputs)
         if key not in _measured:
-            _measured[key] = _measure(dense(), made, inputs)
+            _measured[key] = self._measure(dense(), made, inputs)
         return _measured[key]
+
+    @torch.no_grad()
+    def _measure(self, dense: nn.Module, sparse: nn.Module, inputs: Sequence[Arguments], budget: float = 0.1) -> float:
+        """How many times as long the dense module takes as the block-sparse one, in turn; the least of these inputs."""
+        device = next((parameter.device for parameter in sparse.parameters()), torch.device("cpu"))
+        ratios = []
+        for args, kwargs in inputs:
+            calls = {"sparse": partial(sparse, *args, **kwargs), "dense": partial(dense, *args, **kwargs)}
+            spread = alternate(calls, rounds=7, budget=budget, clock=_clock(device)).ratio("dense", "sparse")
+            ratio = spread.median
+            if spread.low < 1 < spread.high:  # undecided
+                samples = alternate(calls, rounds=35, budget=5 * budget, clock=_clock(device))
+                spread, ratio = samples.ratio("dense", "sparse"), samples.least("dense") / samples.least("sparse")
+                self.is_busy |= spread.high > BUSY * spread.low
+            ratios.append(ratio)
+        return min(ratios)
 
 
 def _arguments(example: Example | None) -> Arguments:
@@ -162,18 +183,6 @@ def made_up_inputs(module: Any, tokens: int) -> list[Arguments]:
     reach = [step * (taps - 1) + 1 for step, taps in zip(module.dilation, module.kernel_size, strict=True)]
     spans = [max(side * stride, least) for stride, least in zip(module.stride, reach, strict=True)]
     return [((torch.randn(1, module.in_channels, *spans, **like),), {})]
-
-
-@torch.no_grad()
-def _measure(dense: nn.Module, sparse: nn.Module, inputs: Sequence[Arguments], budget: float = 0.1) -> float:
-    """How many times as long the dense module takes as the block-sparse one, in turn; the least of these inputs."""
-    device = next((parameter.device for parameter in sparse.parameters()), torch.device("cpu"))
-    ratios = []
-    for args, kwargs in inputs:
-        calls = {"sparse": partial(sparse, *args, **kwargs), "dense": partial(dense, *args, **kwargs)}
-        samples = alternate(calls, rounds=7, budget=budget, clock=_clock(device))
-        ratios.append(samples.ratio("dense", "sparse").median)
-    return min(ratios)
 
 
 def _clock(device: torch.device) -> Clock:

@@ -118,6 +118,10 @@ class Prunable:
         """The same weight, to have blocks of another shape."""
         return replace(self, blocks=_blocks_of(self.module, self.parameter, block_shape))
 
+    def stored(self, layout: BlockLayout) -> int:
+        """How many numbers the weight has with this layout, those that pad its blocks among them."""
+        return layout.nnz * math.prod(layout.block_shape) * self.blocks.taps
+
     def check_fit(self, layout: BlockLayout) -> None:
         """Raises a BlockSparseError unless the layout is of the weight's padded shape."""
         shape = self.in_blocks(layout.block_shape).shape
