@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import blocksparse as bs
@@ -204,6 +205,24 @@ def test_classifiers_from_nothing_to_the_report(table, tmp_path):
         assert run.seconds == pytest.approx(seconds.sum(), rel=1e-4)
 
 
+def test_a_control_is_added_to_a_report_that_is_there(table, tmp_path):
+    _, before, _ = command(tmp_path, "--only", "set", "--only", "dense")
+    for run in (tmp_path / "runs" / "tiny").iterdir():
+        run.rename(tmp_path / f"elsewhere-{run.name}")
+    _, after, markdown = command(tmp_path, "--only", "fixed", "--add")
+    assert list(after) == ["dense", "fixed", "set"]
+    assert [run.evaluations for run in after["set"]] == [run.evaluations for run in before["set"]]
+    assert cells(markdown, "seeds") == ["2", "2", "2"]
+
+
+def test_rates_are_chosen_by_rows_of_the_training_part(table):
+    whole, chosen = table.load(None), replace(table, choosing=True).load(None)
+    assert len(chosen.validation) == chosen.tested == 16
+    assert torch.equal(chosen.test, whole.test)
+    both = torch.cat([chosen.train, chosen.validation])
+    assert sorted(map(tuple, both.tolist())) == sorted(map(tuple, whole.train.tolist()))
+
+
 def test_contenders_differ_in_their_topology_alone(table, tmp_path):
     tasks = {trainer.run.name: trainer.task for trainer in table.trainers(tmp_path)}
     assert list(tasks) == ["dense-0", "fixed-0", "set-0", "dense-1", "fixed-1", "set-1"]
@@ -227,15 +246,13 @@ def test_the_folder_with_the_data(own, tmp_path):
     assert trainer.settings.steps == 2 * 500
 
 
-@pytest.mark.parametrize("name", classifiers.EXPERIMENTS)
+@pytest.mark.parametrize("name", [name for name in classifiers.EXPERIMENTS if name.startswith("sparse-")])
 def test_sparse_ones_have_a_twentieth_of_the_weights_at_most(name):
     chosen = experiments.find(name)
-    assert list(chosen.contenders) == ["dense", "fixed", "set"]
+    assert list(chosen.contenders) == ["dense", "narrow", "fixed", "set"]
     assert chosen.seeds == (0, 1, 2)
     recipe = chosen.contenders["set"].recipe
-    inputs, classes = {"fashion_mnist": (784, 10), "cifar10": (3072, 10), "madelon": (500, 2), "higgs": (28, 2)}[
-        chosen.data
-    ]
+    inputs, classes = classifiers.SIZES[chosen.data]
 
     def density(epsilon):
         sizes = (inputs, *recipe.hidden, classes)
@@ -243,6 +260,11 @@ def test_sparse_ones_have_a_twentieth_of_the_weights_at_most(name):
         return connections / sum(m * n for m, n in pairwise(sizes))
 
     assert density(recipe.epsilon) < 0.05
+    narrow = chosen.contenders["narrow"].recipe
+    weights = sum(m * n for m, n in pairwise((inputs, *narrow.hidden, classes)))
+    whole = sum(m * n for m, n in pairwise((inputs, *recipe.hidden, classes)))
+    assert 0.96 * density(recipe.epsilon) < weights / whole <= density(recipe.epsilon)
+    assert replace(narrow, hidden=recipe.hidden) == recipe
     assert name != "sparse-madelon" or density(recipe.epsilon + 1) > 0.05
     assert recipe == chosen.contenders["fixed"].recipe == replace(mlp.recipe_for(chosen.data), epochs=recipe.epochs)
     dense = chosen.contenders["dense"].recipe

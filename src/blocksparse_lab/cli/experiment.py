@@ -35,6 +35,9 @@ def experiment(
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Some of the models, by name.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Some of the seeds.")] = None,
+    add: Annotated[
+        bool, typer.Option("--add", help="Models without a run here stay in the report as they are.")
+    ] = False,
     redraw: Annotated[bool, typer.Option("--redraw", help="Only the report, again, from its JSON.")] = False,
 ) -> None:
     """Trains what an experiment compares, probes it, and writes what came out as JSON, Markdown and PNG.
@@ -62,5 +65,5 @@ def experiment(
             continue
         with stages(console) as tell:
             chosen.probe(trainer.run, data_dir, tell)
-    for path in experiments.write(name, chosen, folder, out):
+    for path in experiments.write(name, chosen, folder, out, add):
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)

@@ -9,6 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
+
 from ..data import tables
 from ..data.table import Table
 from ..recipes import mlp
@@ -39,6 +42,8 @@ class ClassifierExperiment(Experiment):
     Args:
         data: a name of `data.tables`.
         tested_on: which of its rows.
+        choosing: the runs are to choose settings by: their errors are those of a fifth of the rows to train on, drawn
+            once.
 
     The seeds are of topology, weights, the order of the rows and dropout. The rows to test on are the same for all.
     """
@@ -46,6 +51,7 @@ class ClassifierExperiment(Experiment):
     contenders: Mapping[str, Contender]
     data: str
     tested_on: str
+    choosing: bool = False
 
     caption: ClassVar[str] = (
         "Nets with All-ReLU; sparse ones begin as Erdos-Renyi graphs. SGD with one learning rate throughout. Mean and "
@@ -55,7 +61,14 @@ class ClassifierExperiment(Experiment):
     )
 
     def load(self, data_dir: str | Path | None) -> Table:
-        return tables.load(self.data, data_dir)
+        table = tables.load(self.data, data_dir)
+        if not self.choosing:
+            return table
+        order = torch.from_numpy(np.random.default_rng(0).permutation(table.rows))
+        held, kept = order[: table.rows // 5], order[table.rows // 5 :]
+        rows, labels = table.train, table.train_labels
+        left = replace(table, train=rows[kept], train_labels=labels[kept])
+        return replace(left, validation=rows[held], validation_labels=labels[held])
 
     def trainer(self, contender: str, seed: int, run: Path, data: Table) -> Trainer:
         of = self.contenders[contender]
@@ -114,22 +127,64 @@ def seconds_per_epoch(run: Run) -> float:
     return statistics.median(now - before for before, now in pairwise([0.0, *(e["seconds"] for e in run.evaluations)]))
 
 
+def narrowed(sizes: Sequence[int], epsilon: float) -> tuple[int, ...]:
+    """The hidden layers of a dense net, in these proportions, of as many weights as the sparse net is to have.
+
+    >>> from blocksparse_lab.experiments.classifiers import narrowed
+    >>> narrowed([784, 1000, 1000, 1000, 10], epsilon=20)
+    (121, 121, 121)
+    """
+    inputs, *hidden, outputs = sizes
+    most = sum(min(epsilon * (n_in + n_out), n_in * n_out) for n_in, n_out in pairwise(sizes))
+    scaled = [tuple(max(1, round(n * part / hidden[0])) for n in hidden) for part in range(1, hidden[0] + 1)]
+    return max(of for of in scaled if sum(a * b for a, b in pairwise((inputs, *of, outputs))) <= most)
+
+
+def _narrow(data: str, recipe: mlp.Recipe) -> Contender:
+    features, classes = SIZES[data]
+    return Contender("dense", replace(recipe, hidden=narrowed((features, *recipe.hidden, classes), recipe.epsilon)))
+
+
 def _methods(
     data: str, called: str, epochs: int, tested_on: str, dense: Mapping[str, Any] | None = None
 ) -> ClassifierExperiment:
-    """The contenders, with the papers' recipe; `dense` holds the settings of the dense net only."""
+    """The contenders, with the papers' recipe; `dense` holds the settings of the dense net of the same shape only."""
     recipe = replace(mlp.recipe_for(data), epochs=epochs)
     return ClassifierExperiment(
-        about=f"One shape of net on {called}: dense, sparse in fixed places, and sparse with an evolving topology",
+        about=f"One shape of net on {called}: dense, sparse in fixed places, and sparse with an evolving topology; and "
+        "a narrow dense one of as many weights",
         data=data,
         contenders={
-            method: Contender(method, replace(recipe, **dense or {}) if method == "dense" else recipe)
-            for method in ("dense", "fixed", "set")
+            "dense": Contender("dense", replace(recipe, **dense or {})),
+            "narrow": _narrow(data, recipe),
+            "fixed": Contender("fixed", recipe),
+            "set": Contender("set", recipe),
         },
         tested_on=tested_on,
     )
 
 
+def _rates(data: str, called: str, epochs: int) -> ClassifierExperiment:
+    """Learning rates for the sparse net and for the dense one of as many weights."""
+    recipe = replace(mlp.recipe_for(data), epochs=epochs)
+    of = {"narrow": _narrow(data, recipe), "set": Contender("set", recipe)}
+    return ClassifierExperiment(
+        about=f"Learning rates on {called}, by a validation part: SET, and a narrow dense net of as many weights",
+        data=data,
+        contenders={
+            f"{name}, {rate:g}": replace(one, recipe=replace(one.recipe, learning_rate=rate))
+            for name, one in of.items()
+            for rate in RATES
+        },
+        seeds=(0,),
+        tested_on="a fifth of those to train on, drawn once",
+        choosing=True,
+    )
+
+
+# Features and classes.
+SIZES = {"fashion_mnist": (784, 10), "cifar10": (3072, 10), "madelon": (500, 2), "higgs": (28, 2)}
+RATES = (0.003, 0.01, 0.03)
 _PUBLISHED = "split as published"
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -142,4 +197,8 @@ EXPERIMENTS: dict[str, Experiment] = {
     "sparse-cifar10": _methods(
         "cifar10", "CIFAR-10", 80, _PUBLISHED, {"epochs": 15, "learning_rate": 0.005, "init": "xavier"}
     ),
+    "rates-fashion_mnist": _rates("fashion_mnist", "Fashion-MNIST", 100),
+    "rates-madelon": _rates("madelon", "Madelon", 500),
+    "rates-higgs": _rates("higgs", "Higgs", 150),
+    "rates-cifar10": _rates("cifar10", "CIFAR-10", 80),
 }

@@ -19,7 +19,7 @@ from .experiment import Experiment, Results
 POINTS = 100  # of a curve that is kept, at most
 
 
-def write(name: str, experiment: Experiment, runs: Path, out: Path) -> list[Path]:
+def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = False) -> list[Path]:
     """Writes the results as `NAME.json`, and from it `NAME.md` and `NAME.png`.
 
     Args:
@@ -27,6 +27,7 @@ def write(name: str, experiment: Experiment, runs: Path, out: Path) -> list[Path
         experiment: whose runs they are.
         runs: the folder with them.
         out: the folder for the files.
+        add: of contenders without a finished run here, those of the report that is there stay in it.
 
     Raises:
         BlockSparseError: no run is finished, or the files cannot be written.
@@ -39,6 +40,9 @@ def write(name: str, experiment: Experiment, runs: Path, out: Path) -> list[Path
         raise BlockSparseError.expected("runs", "finished runs of the experiment", f"none in {runs}")
     experiment.race(of)
     known = {contender: [_with(run, experiment.found(run)) for run in some] for contender, some in of.items()}
+    if add:
+        old = load(out / f"{name}.json").runs
+        known = {one: known.get(one) or old[one] for one in experiment.contenders if one in known or one in old}
     save(out / f"{name}.json", experiment, Results(known, experiment.left_out(runs), experiment.more()))
     return [out / f"{name}.json", *draw(name, experiment, out)]
 
