@@ -72,7 +72,11 @@ def check_close(run, other):
 
 @pytest.mark.parametrize(
     ("kind", "shard"),
-    [*((kind, True) for kind in ("charlm", "mlp", "set", "rigl", "resnet", "pixelcnn")), ("rigl", False)],
+    [
+        *((kind, True) for kind in ("charlm", "mlp", "set", "rigl", "resnet")),
+        ("rigl", False),
+        pytest.param("pixelcnn", True, marks=pytest.mark.full),  # a thousand tensors, each sent by itself
+    ],
 )
 def test_as_with_one_process(processes, tmp_path, kind, shard):
     # Batch norm counts in each process: as with data parallelism.
