@@ -112,8 +112,8 @@ class CharLM(nn.Module):
         shape = (self.config.layers, batch, self.config.width)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         # Not weight.new_zeros, which is sharded where the weight is.
-        of = {"size": shape, "device": weight.device}
-        return torch.zeros(**of, dtype=weight.dtype), torch.zeros(**of, dtype=wide)
+        h = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        return h, torch.zeros(shape, dtype=wide, device=weight.device)
 
     def run(self, text: Tensor, state: State | None = None) -> State:
         """The state after the text, without scores for what comes next."""
