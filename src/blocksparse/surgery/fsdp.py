@@ -39,7 +39,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 def local_of(tensor: Tensor) -> Tensor:
     """What this process has of a tensor that may be sharded, in the same memory; without gradients only."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_wrapped(module: nn.Module) -> bool:

@@ -39,7 +39,9 @@ def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = 
     if not of:
         raise BlockSparseError.expected("runs", "finished runs of the experiment", f"none in {runs}")
     experiment.race(of)
-    known = {contender: [_with(run, experiment.found(run)) for run in some] for contender, some in of.items()}
+    known: dict[str, Sequence[Run]] = {
+        contender: [_with(run, experiment.found(run)) for run in some] for contender, some in of.items()
+    }
     if add:
         old = load(out / f"{name}.json").runs
         known = {one: known.get(one) or old[one] for one in experiment.contenders if one in known or one in old}
