@@ -379,7 +379,9 @@ def tables(found: Sequence[Found], fits: Mapping[str, Line], name: str) -> str:
             ("a step", f"{step.slope * 1e9:.1f} ns", f"{step.intercept:.2f} s", f"{step.off:.0%}"),
         ]
         head = ("line", "for each connection", "and", "the runs are within")
-        parts += ["\n".join(markdown(head, rows)), f"![Memory and time against connections]({name}.png)"]
+        parts.append("\n".join(markdown(head, rows)))
+    if _sizes(found) > 1:
+        parts.append(f"![Memory and time against connections]({name}.png)")
     return "\n\n".join([*parts, where(found[-1].machine)]) + "\n"
 
 
