@@ -92,14 +92,19 @@ class Processes:
         self.running = []
 
 
+def rendezvous(count: int) -> dict[str, str]:
+    """The variables by which `count` processes of this machine find each other, as torchrun sets them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+
 def run_script(count: int, script: Path, *arguments: str, folder: Path, timeout: float = 200) -> str:
     """What a script prints when `count` processes run it in a folder, with the variables that torchrun sets.
 
     As with torchrun, but that PyTorch is imported once for all scripts.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    shared = rendezvous(count)
     outputs = [folder / f"{script.stem}-{rank}.out" for rank in range(count)]
     running = []
     for rank, output in enumerate(outputs):

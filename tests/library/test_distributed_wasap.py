@@ -17,6 +17,7 @@ from blocksparse import checkpoint
 from blocksparse.distributed import Settings, train
 from blocksparse.distributed.wasap.train import batches
 from blocksparse_lab.models.mlp import SparseMLP
+from processes import rendezvous
 
 SCRIPT = """
 import datetime, os, signal, sys
@@ -351,10 +352,7 @@ os._exit(0)
 
 def said_by_ranks(tmp_path, ranks, given=None, variables=None, timeout=20.0, of=None):
     """The output of each process `of` a group without torchrun."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    shared |= {"WORLD_SIZE": str(max(ranks) + 1)}
+    shared = rendezvous(max(ranks) + 1)
     own = {rank: shared | {"RANK": str(rank)} | (variables or {}).get(rank, {}) for rank in ranks}
     options = repr((given or {}) | {"ranks": own, "timeout": timeout})
     launcher = subprocess.Popen(

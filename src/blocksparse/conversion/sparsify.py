@@ -275,12 +275,12 @@ def _tell(choice: Kept, kept: Layouts, refused: set[str], reasons: Mapping[str, 
     }
     if not kept:
         head = "nothing became block-sparse"
-    elif larger:
-        head = "the blocks of some weights are larger than the weights"
     elif abs(reached - choice.asked) > TOLERANCE * choice.asked + choice.half_a_block:
         head = f"the density is {reached:.2g}, not {choice.asked:.2g}"
     elif refused:
         head = "some layers are of classes with a forward of their own, and stay dense"
+    elif larger:
+        head = "the blocks of some weights are larger than the weights"
     else:
         return
     denser = {name: choice.why(name) for name, layout in kept.items() if layout.density > choice.asked}

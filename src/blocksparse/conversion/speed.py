@@ -63,7 +63,7 @@ class Speed:
         self._names = {module: name for name, module in model.named_modules()}
         self._recorded: dict[str, Arguments] = {}
         self.is_busy = False
-        """Whether other programs seem to have run beside a measurement that was undecided."""
+        """Whether the last measurement was undecided, and other programs seem to have run beside it."""
 
     @torch.no_grad()
     def record(self, modules: Iterable[nn.Module]) -> None:
@@ -115,6 +115,7 @@ class Speed:
 
     @torch.no_grad()
     def _of(self, module: nn.Module, dense: Callable[[], nn.Module], sparse: Callable[[], nn.Module]) -> float:
+        self.is_busy = False
         made = sparse()
         weights = [each for each in made.modules() if isinstance(each, BlockSparseModule)]
         values = weights[0].values

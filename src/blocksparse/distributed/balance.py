@@ -15,7 +15,7 @@ def balanced_cuts(costs: Sequence[float] | np.ndarray, parts: int, multiple: int
     Args:
         costs: of each line, not negative.
         parts: how many; each gets at least one line.
-        multiple: every cut but the last is at a multiple of so many lines.
+        multiple: every cut but the last is at a multiple of this many lines.
 
     Returns:
         The `parts + 1` boundaries, from 0 to the number of lines. The cost of the largest part is the exact optimum.

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.tensor import DTensor
 
 from ..checkpoint import parsed
 from ..errors import BlockSparseError
 from ..files import path_of
 from ..layout import BlockLayout, layout_of_indices
 from ..nn.module import BlockSparseModule
+from ..surgery.fsdp import local_of
 from ..surgery.stored import Stored, part_of
 from .group import all_gather, on_all, reraise_comm_errors
 from .held import Held, Rows, as_sharded, cut_rows, local_like, rows_of
@@ -340,8 +340,7 @@ class _Loading:
             stored, layout = Stored(module), self.layouts[name]
             if stored.layout != layout:
                 values = self.new[f"{name}.values".removeprefix(".")]
-                local = values.to_local() if isinstance(values, DTensor) else values
-                stored.set_layout(layout, torch.full((layout.nnz,), -1), new=local)
+                stored.set_layout(layout, torch.full((layout.nnz,), -1), new=local_of(values))
         self.held.root.load_state_dict({own: self.new[name] for own, name in self.held.names.items()})
         names = {id(parameter): name for name, parameter in self.held.trained().items()}
         for group in self.held.optimizer.param_groups if names else ():

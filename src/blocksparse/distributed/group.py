@@ -352,8 +352,8 @@ def on_all(work: Callable[[], Made]) -> Made:
     first = next((rank for rank, text in enumerate(texts) if text is not None), None)
     if first is None:
         return result  # type: ignore[return-value]
-    alike = all(text == texts[first] for text in texts)
-    raise BlockSparseError(texts[first] if alike else f"process {first}: {texts[first]}") from failed
+    same = all(text == texts[first] for text in texts)
+    raise BlockSparseError(texts[first] if same else f"process {first}: {texts[first]}") from failed
 
 
 def is_single_process() -> bool:

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from .. import checkpoint
 from ..errors import BlockSparseError
 from ..files import path_of
+from ..surgery.fsdp import local_of
 from ..surgery.stored import Stored, places_of_part
 from .checkpoint import INDICES
 from .group import MASTER, all_gather, is_single_process, on_all, receive, send
@@ -77,7 +77,7 @@ class Here:
         if tensor.is_meta:
             raise BlockSparseError.expected(name, "a tensor with numbers", "one on the meta device")
         offset, size = box_of(name, tensor)
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        local = local_of(tensor.detach())
         if not tensor.dim():
             return cls(local.reshape(1), range(1), (), ())
         first, *others = (slice(begin, begin + length) for begin, length in zip(offset, size, strict=True))

@@ -137,7 +137,7 @@ def launch_time(launch: Mapping[str, Any], chip: Chip) -> Prediction:
 
 
 def _from_shared_memory(narrow: int | None) -> float:
-    """How much longer a product of 64 tokens and so many outputs takes for its operands than in the tensor cores.
+    """How much longer a product of 64 tokens and this many outputs takes for its operands than in the tensor cores.
 
     Hopper's read both from shared memory, 128 bytes a clock, which is what 64 outputs or more keep up with.
 

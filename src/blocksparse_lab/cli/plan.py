@@ -44,7 +44,7 @@ def plan(
     per_node: Annotated[int | None, typer.Option(help="Devices of a node, instead of the machine's.")] = None,
     inside: Annotated[float | None, typer.Option(help="GB/s of a device inside its node, one direction.")] = None,
     between: Annotated[float | None, typer.Option(help="GB/s of a device between nodes, one direction.")] = None,
-    measure: Annotated[int, typer.Option(help="Measure this machine with so many processes instead.")] = 0,
+    measure: Annotated[int, typer.Option(help="Measure this machine with this many processes instead.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="A file for the numbers.")] = None,
 ) -> None:
     """Predicts memory, communication and time of DDP, FSDP2 and TP x FSDP2 for a block-sparse Transformer."""

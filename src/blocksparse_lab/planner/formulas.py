@@ -68,7 +68,7 @@ def ring_steps(collective: str, ranks: int) -> int:
 
 
 def model_state_bytes(weights: float, stored: int, optimizer: str) -> float:
-    """Bytes of values, gradients and optimizer state of so many weights, each of `stored` bytes.
+    """Bytes of values, gradients and optimizer state of this many weights, each of `stored` bytes.
 
     Adam in float32 keeps 16 bytes for each weight, as it does in mixed precision with values in 16 bits.
     Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models (2020), section 3.
@@ -119,7 +119,7 @@ def optimizer_traffic(weights: float, stored: int, optimizer: str) -> float:
 
 
 def overlapped(computing: float, sending: float, chunks: int) -> float:
-    """Seconds of computing and sending side by side, where the last of so many equal chunks is sent after computing.
+    """Seconds of computing and sending side by side, where the last of several equal chunks is sent after computing.
 
     Source: Li et al., PyTorch distributed: experiences on accelerating data parallel training (2020), section 3.2.
 

@@ -120,7 +120,7 @@ def _product(block: int) -> tuple[Callable[[], Any], int]:
 
 
 def _together(call: Callable[[], Any], ranks: int) -> float:
-    """Median seconds of a call by the first so many ranks at once, of the slowest of them, on every rank."""
+    """Median seconds of a call by the first `ranks` processes at once, of the slowest of them, on every rank."""
     seconds = torch.zeros(1)
     dist.barrier()
     if dist.get_rank() < ranks:
@@ -143,7 +143,7 @@ def _together(call: Callable[[], Any], ranks: int) -> float:
 
 
 def measure(processes: int) -> Hardware:
-    """Starts so many processes, of one thread each, and measures their rates.
+    """Starts several processes, of one thread each, and measures their rates.
 
     Raises:
         BlockSparseError: one of them fails.

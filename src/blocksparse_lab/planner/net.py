@@ -85,7 +85,7 @@ class Net:
 def transformer(
     weights: int, density: float, block: int = 64, layers: int | None = None, width: int | None = None
 ) -> Net:
-    """A Transformer of about so many stored weights: 12 width^2 density in each layer, attention 4 and feed-forward 8.
+    """A Transformer with about `weights` stored: 12 width^2 density in each layer, attention 4 and feed-forward 8.
 
     Embeddings and norms are left out. What is not given follows from a width of 128 per layer, as of GPT-3.
 

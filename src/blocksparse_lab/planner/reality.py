@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import blocksparse as bs
 from blocksparse.distributed import ColwiseParallel, RowwiseParallel
 from blocksparse.errors import BlockSparseError
+from blocksparse.surgery.fsdp import local_of
 
 from .net import Net, Product
 from .plan import Job
@@ -67,7 +67,7 @@ def layout_of(product: Product) -> bs.BlockLayout:
 
 
 def build(net: Net, tensor_parallel: int | None) -> nn.Module:
-    """The net, wrapped for DDP (None) or for FSDP2 with so many tensor-parallel ranks."""
+    """The net, wrapped for DDP (None) or for FSDP2 with this many tensor-parallel ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Pair(wide, narrow) for wide, narrow in net.layers])
     if tensor_parallel is None:
@@ -102,16 +102,12 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _bytes(tensors: Iterator[Tensor | None]) -> int:
-    return sum(_local(tensor).nbytes for tensor in tensors if tensor is not None)
+    return sum(local_of(tensor).nbytes for tensor in tensors if tensor is not None)
 
 
 def run(net: Net, job: Job, tensor_parallel: int | None, steps: int = 0) -> dict[str, Any]:
-    """Of this rank: `memory` by what it is of, `calls` as `Plan` has them, `seconds` of each of so many steps."""
+    """Of this rank: `memory` by what it is of, `calls` as `Plan` has them, `seconds` of each of several steps."""
     model = build(net, tensor_parallel)
     optimizer = OPTIMIZERS[job.optimizer](model.parameters())
     torch.manual_seed(1)
@@ -125,11 +121,11 @@ def run(net: Net, job: Job, tensor_parallel: int | None, steps: int = 0) -> dict
         optimizer.zero_grad()
         x.grad = None
 
-    for _ in range(2):  # DDP sorts its buckets anew in the second
+    for _ in range(2):  # DDP sorts its buckets again in the second
         step()
         cleared()
     kept: dict[int, int] = {}
-    parameters = {_local(p).data_ptr() for p in model.parameters()}
+    parameters = {local_of(p).data_ptr() for p in model.parameters()}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ...checked import is_int
 from ...errors import BlockSparseError
+from ...surgery.fsdp import local_of
 
 
 @torch.no_grad()
@@ -69,6 +70,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     norm: Tensor = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1)
     for grad in grads:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        local = local_of(grad)
         local.mul_(scale.to(local.device, local.dtype))
     return norm

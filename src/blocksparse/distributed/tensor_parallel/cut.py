@@ -81,12 +81,12 @@ class Cut:
         return len(self.parts)
 
     def fits(self, features: int, block: int) -> bool:
-        """Whether a layer of so many features in such blocks can be cut so."""
+        """Whether a layer of this many features in such blocks can be cut so."""
         ratio, rest = divmod(features, self.features)
         return rest == 0 and (self.unit * ratio) % block == 0
 
     def features_of(self, rank: int, features: int) -> np.ndarray:
-        """int64, rising: which features of a layer with so many a process has."""
+        """int64, rising: which features of a layer with this many a process has."""
         unit = self.unit * (features // self.features)
         index = (np.array(self.parts[rank], dtype=np.int64)[:, None] * unit + np.arange(unit)).ravel()
         return index[index < features]
