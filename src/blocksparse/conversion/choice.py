@@ -31,11 +31,7 @@ TRACE = 4.0
 
 
 class Kept:
-    """Weights, and which blocks they keep.
-
-    Args:
-        weights: by name.
-    """
+    """Weights by name, and which blocks they keep."""
 
     asked: float
     """The density that the weights are to have together."""
@@ -62,12 +58,7 @@ class Kept:
 
 
 class Given(Kept):
-    """The layouts that a user gives.
-
-    Args:
-        weights: all that can become block-sparse, by name.
-        layouts: of some of them.
-    """
+    """The layouts that a user gives some of the weights."""
 
     def __init__(self, weights: Weights, layouts: Mapping[str, BlockLayout]):
         if not isinstance(layouts, Mapping):
@@ -87,10 +78,7 @@ class Given(Kept):
 class Choice(Kept):
     """The blocks with the highest scores, of all weights or, when some are to stay dense after all, of the rest.
 
-    Args:
-        weights: by name.
-        density, criterion, scope: as for `sparsify`.
-        bounded: whether in the scope "careful" weights keep more than that where they would lose too much.
+    If `bounded`, weights keep more in the scope "careful" where they would lose too much.
     """
 
     def __init__(

@@ -204,11 +204,7 @@ def _taking(
 
 
 def _fast(choice: Kept, speed: Speed, reasons: dict[str, str]) -> Layouts:
-    """The layouts of those weights that are faster with them, module by module and then all together.
-
-    Args:
-        reasons: gets why the others are not.
-    """
+    """The layouts of the weights that are faster with them, module by module and then all together."""
     names = list(choice.weights)
     speed.record(weight.module for weight in choice.weights.values())
     while names:

@@ -51,9 +51,6 @@ class Speed:
         tokens: rows of the inputs that modules get; of a convolution about this many positions of the output, of a
             recurrent layer steps of one sequence, and of several shorter ones, of which the slower counts.
         example: what the model is called with, as for `sparsify`: modules get the inputs that they get from it.
-
-    Raises:
-        BlockSparseError: an example that the model does not take; modules that no backend runs here.
     """
 
     def __init__(self, model: nn.Module, tokens: int, example: Example | None = None):

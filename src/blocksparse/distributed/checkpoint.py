@@ -186,11 +186,7 @@ def _entries(
 
 
 class _Loading:
-    """What a process reads, before anything is changed.
-
-    Args:
-        known: names of the tensors that any process has; None for any others too.
-    """
+    """What a process reads, before anything is changed."""
 
     def __init__(self, held: Held, folder: Path, prefix: str, known: set[str] | None):
         self.held, self.folder, self.prefix = held, folder, prefix

@@ -40,10 +40,6 @@ def process_group(timeout: float) -> Iterator[tuple[int, int]]:
     """(rank, number of processes): of the group there is, of the one that `torchrun` asks for, or of this one alone.
 
     A group that is made here has gloo for CPU tensors and, where there is CUDA, nccl for those; it ends with the block.
-
-    Raises:
-        BlockSparseError: not all processes are there within `timeout` seconds, the port is in use, variables of
-            torchrun that are missing, no numbers, or differ between processes.
     """
     global _store
     if dist.is_available() and dist.is_initialized():
@@ -228,12 +224,7 @@ def receive(tensor: Tensor, source: int) -> Tensor:
 
 
 class Pending:
-    """A message under way; `wait` ends with it.
-
-    Args:
-        work: of torch.distributed.
-        other: the process at its other end.
-    """
+    """A message under way; `wait` ends with it."""
 
     def __init__(self, work: dist.Work | None, other: int):
         self.work, self.other = work, other
@@ -286,10 +277,7 @@ def gather(tensor: Tensor) -> list[Tensor]:
 
 
 def differing(facts: Mapping[str, object]) -> list[tuple[int, str]]:
-    """Finds a process that differs from the majority (in a tie, from the master's side), and the first such name.
-
-    All processes ask with the same names, and get the same answer.
-    """
+    """A process that differs from the majority (in a tie, from the master's side) with the first such name, of each."""
     mine = torch.tensor([_digest(fact) for fact in facts.values()])
     if is_single_process():
         return []
@@ -338,11 +326,7 @@ def all_gather(mine: Any) -> list[Any]:
 
 
 def on_all(work: Callable[[], Made]) -> Made:
-    """Runs `work`, without messages, in all processes; where one fails, all raise its error.
-
-    Raises:
-        BlockSparseError: of this process or of the first that failed, which it names.
-    """
+    """Runs `work`, without messages, in all processes; where one fails, all raise its error, or that of the first."""
     result, failed = None, None
     try:
         result = work()

@@ -21,13 +21,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some rows of a tensor, one after the other: those that this process stores.
-
-    Args:
-        local: these rows, `[n, ...]`.
-        first: the place of the first one.
-        total: how many there are in all.
-    """
+    """The rows of a tensor that this process stores: `[n, ...]`, from the `first` of `total`."""
 
     local: Tensor
     first: int
@@ -90,11 +84,7 @@ class Held:
         return self.layers.get(layer) if last == "values" else None
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The optimizer's parameters by their names.
-
-        Raises:
-            BlockSparseError: one of the optimizer is not of the model.
-        """
+        """The optimizer's parameters by their names; a BlockSparseError where one is not the model's."""
         if self.optimizer is None:
             return {}
         given = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -108,10 +98,7 @@ class Held:
         return found
 
     def parts(self) -> dict[str, tuple[int, int]]:
-        """The place of each part's first block in the checkpoint, part after part, and the blocks of all parts.
-
-        All processes of the parts call it.
-        """
+        """Of each part the place of its first block in the checkpoint, and the blocks of all parts; all call it."""
         counts = {name: module.layout.nnz for name, module in self.layers.items() if module.part is not None}
         groups = {id(self.layers[name].part.group): self.layers[name].part.group for name in counts}  # type: ignore[union-attr]
         found = {}
@@ -129,12 +116,7 @@ class Held:
 
 
 def rows_of(tensor: Tensor, part: tuple[int, int] | None = None) -> Rows:
-    """The rows of a tensor that are here.
-
-    Args:
-        tensor: `[nnz, ...]`, plain, or sharded along its first axis.
-        part: the place of its first row and the number of rows in all, where it is of a part.
-    """
+    """The rows of a tensor that are here; of a part's with the place of its first row, and the rows in all."""
     first, total = part or (0, len(tensor))
     if not isinstance(tensor, DTensor):
         return Rows(tensor, first, total)
@@ -143,12 +125,7 @@ def rows_of(tensor: Tensor, part: tuple[int, int] | None = None) -> Rows:
 
 
 def cut_rows(tensor: Tensor, spread: Any) -> list[Rows]:
-    """The rows that are here of a parameter that is cut over processes: runs of neighbours.
-
-    Args:
-        tensor: the part of this process, plain or sharded.
-        spread: which of the rows each process has.
-    """
+    """The rows that are here of a parameter that is cut over processes: runs of neighbours."""
     mine, total = rows_of(tensor), sum(spread.sizes)
     places = spread.here[mine.first : mine.end]
     starts = np.flatnonzero(np.diff(places, prepend=-2) != 1)
@@ -157,11 +134,7 @@ def cut_rows(tensor: Tensor, spread: Any) -> list[Rows]:
 
 
 def box_of(name: str, tensor: Tensor, length: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where what this process has of a tensor begins in the whole, and its size; with another `length` of axis 0.
-
-    Raises:
-        BlockSparseError: it is a sum over processes.
-    """
+    """Where what this process has of a tensor begins in the whole, and its size; with another `length` of axis 0."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as PyTorch's own checkpoints
 
     shape = torch.Size([*([] if length is None else [length]), *tensor.shape[0 if length is None else 1 :]])
@@ -174,11 +147,7 @@ def box_of(name: str, tensor: Tensor, length: int | None = None) -> tuple[tuple[
 
 
 def shard_range(tensor: DTensor, length: int) -> tuple[int, int]:
-    """Which of `length` rows this process has, as the tensor is sharded.
-
-    Raises:
-        BlockSparseError: it is sharded along another axis.
-    """
+    """Which of `length` rows this process has, as the tensor is sharded."""
     offset, size = box_of("values", tensor, length)
     if size[1:] != tensor.shape[1:]:
         raise BlockSparseError.expected("values", "replicated or sharded along the blocks", tensor.placements)

@@ -58,14 +58,7 @@ def save_safetensors(module: nn.Module, path: str | Path, *, about: Mapping[str,
 
 @dataclass(frozen=True, eq=False)
 class Here:
-    """What this process has of a tensor: some rows, and of these a range of each further axis.
-
-    Args:
-        local: `[rows, ...]`.
-        rows: which ones of the whole, rising: int64 `[rows]`, or a range.
-        shape: of the whole.
-        rest: the ranges of the further axes.
-    """
+    """What this process has of a tensor: some rows, rising, and of these a range of each further axis."""
 
     local: Tensor
     rows: np.ndarray | range
@@ -118,11 +111,7 @@ def _here(name: str, held: Held, layouts: Mapping[str, Any]) -> Here:
 
 
 def write(path: str | Path, tensors: Mapping[str, Tensor | Here], about: Mapping[str, Any]) -> None:
-    """Writes the file of `blocksparse.checkpoint.save`, of tensors that are in all processes or sharded over them.
-
-    Raises:
-        BlockSparseError: in all processes.
-    """
+    """Writes the file of `blocksparse.checkpoint.save`, of tensors that are in all processes or sharded over them."""
     file = on_all(lambda: path_of("path", path))
     here = on_all(lambda: {name: one if isinstance(one, Here) else Here.of(name, one) for name, one in tensors.items()})
     pieces = _Pieces(here)
@@ -148,11 +137,7 @@ def write(path: str | Path, tensors: Mapping[str, Tensor | Here], about: Mapping
 
 
 class _Pieces:
-    """The pieces of tensors, which the first process gets and the others send, all in one order.
-
-    Attributes:
-        stopped: why all have stopped before the end; None if they have not.
-    """
+    """The pieces of tensors, as they come to the first process; `stopped` is why all stopped before the end."""
 
     def __init__(self, here: Mapping[str, Here]):
         self.here = here
@@ -224,11 +209,7 @@ class _Pieces:
         return piece
 
     def agree(self, mine: int | str) -> list[int]:
-        """How many rows each process sends.
-
-        Raises:
-            BlockSparseError: one has said why it cannot.
-        """
+        """How many rows each process sends."""
         said = all_gather(mine)
         for rank, text in enumerate(said):
             if isinstance(text, str):

@@ -47,11 +47,7 @@ PIECE = 32 * 2**20
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Writes rows in pieces besides the tensors that PyTorch's planner takes; equal pieces are written by one process.
-
-    Args:
-        rows: what this process has, by name.
-    """
+    """Writes rows in pieces besides the tensors of PyTorch's planner; equal pieces are written by one process."""
 
     def __init__(self, rows: Mapping[str, list[Rows]]):
         super().__init__(flatten_state_dict=False)
@@ -157,12 +153,7 @@ class _Description(pickle.Unpickler):
 
 
 class Wanted:
-    """Rows that a process wants of a stored tensor, in any order.
-
-    Args:
-        rows: int64 `[n]`, which of them.
-        into: `[n, ...]`, where they are put.
-    """
+    """Rows `[n]` that a process wants of a stored tensor, in any order, and where they are put, `[n, ...]`."""
 
     def __init__(self, rows: np.ndarray, into: Tensor):
         self.order = np.argsort(rows, kind="stable")
@@ -174,12 +165,7 @@ class Wanted:
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Reads wanted rows, piece by piece, besides the tensors that PyTorch's planner takes.
-
-    Args:
-        tensors: to be filled, by name; plain or DTensors.
-        wanted: rows, by name.
-    """
+    """Reads wanted rows, piece by piece, besides the tensors that PyTorch's planner takes."""
 
     def __init__(self, tensors: dict[str, Tensor], wanted: Mapping[str, Wanted], metadata: Metadata):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -231,14 +217,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class Folder:
-    """A checkpoint in a folder.
-
-    Args:
-        folder: with a `.metadata` and the files that it names.
-
-    Raises:
-        OSError, pickle.UnpicklingError, ...: it has none, or a broken one.
-    """
+    """A checkpoint in a folder."""
 
     def __init__(self, folder: Path):
         self.reader = Reader(folder)

@@ -98,11 +98,7 @@ def digest(*facts: object) -> int:
 def agree(facts: Mapping[str, Fact], group: Any = None, problem: str | None = None, what: str = "layouts") -> None:
     """Raises a BlockSparseError on every process unless all have the same facts by name, and none has a problem.
 
-    Args:
-        facts: for each name a key and a digest, which is to be equal where the key is.
-        group: the processes, all of which call this.
-        problem: what this process has found wrong already, which the others are to hear of.
-        what: what the facts are, for the error.
+    A fact is a key and a digest, which is to be equal where the key is; `what` they are is for the message.
     """
     whole = [(name, fact) for name, fact in facts.items() if fact[0] == 0]
     cut = [(name, fact) for name, fact in facts.items() if fact[0] != 0]

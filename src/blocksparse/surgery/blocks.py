@@ -21,15 +21,6 @@ class Blocks:
         transposed: whether the parameter is `[in, out, *kernel]`.
         stacked: whether it is `[parts, out, in]`.
         multiple: what the rows of a part and the columns are padded to, `block_shape` by default.
-
-    >>> import torch
-    >>> from blocksparse.surgery.blocks import Blocks
-    >>> blocks = Blocks((2, 3), (2, 2))
-    >>> blocks.grid, blocks.spread(torch.tensor([[1.0, 2.0]]))
-    ((1, 2), tensor([[1., 1., 2.],
-            [1., 1., 2.]]))
-    >>> blocks.sums(torch.ones(2, 3))       # the second block is half padding
-    tensor([[4., 2.]])
     """
 
     def __init__(

@@ -12,16 +12,9 @@ from ..errors import BlockSparseError
 
 
 def copied(model: nn.Module, same: Mapping[int, Any] | None = None, otherwise: str = "") -> Any:
-    """A deep copy of a model; of tensors that were computed from others, which PyTorch does not copy, with the values.
+    """A deep copy of a model, in which `same` takes the place of parts by their id, as `copy.deepcopy` takes it.
 
-    Args:
-        model: any module. A weight that `torch.nn.utils.prune` or `weight_norm` computes is computed again in each
-            call.
-        same: what takes the place of parts of the model, by the id of the part: as `copy.deepcopy` takes it.
-        otherwise: the way out where a model cannot be copied, for the error.
-
-    Raises:
-        BlockSparseError: a model with something in it that cannot be copied, a lock say.
+    Tensors that were computed from others, which PyTorch does not copy, are copied with the values.
     """
     computed = {
         id(value): value.detach().clone()

@@ -18,13 +18,7 @@ from .stored import Shard, move_rows
 
 
 def per_block(blocks: Blocks, dense: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """One number for each block of a dense weight, `[out_blocks, in_blocks]`, on all processes.
-
-    Args:
-        blocks: of the weight.
-        dense: of the parameter's shape, plain or sharded.
-        reduce: of a folded tensor, as `Blocks.fold` returns it.
-    """
+    """`reduce` of the folded weight, `[out_blocks, in_blocks]`, on all processes; the weight is plain or sharded."""
     if not is_dtensor(dense):
         return reduce(blocks.fold(dense))
     return _DenseShard(blocks, dense).per_block(reduce)

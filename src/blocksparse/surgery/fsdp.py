@@ -57,9 +57,7 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
 def record_of(module: nn.Module, name: str) -> Any:
     """What `fully_shard` keeps for this parameter of this module; None where it does not shard it.
 
-    Raises:
-        BlockSparseError: a DTensor of another maker, a version of PyTorch that keeps it in another way, or a parameter
-            that is gathered at the moment.
+    A BlockSparseError for DTensors of other makers, other versions of PyTorch, and parameters that are gathered now.
     """
     record = _find(module, name)
     if record is not None:
@@ -104,16 +102,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def replace_shard(record: Any, local: Tensor, rows: int) -> None:
-    """Gives a sharded parameter, which stays the same object, another shard and another size along axis 0.
-
-    Its gradient is cleared.
-
-    Args:
-        record: as `record_of` returns it.
-        local: what this process holds, `[rows here, ...]`: the next of the contiguous pieces, all of the same size but
-            for the last ones.
-        rows: of all processes together.
-    """
+    """Gives a sharded parameter, which stays the same object, another shard and `rows` rows; clears its gradient."""
     parameter = record.sharded_param
     parameter.grad = None
     record.unsharded_accumulated_grad = None
@@ -171,12 +160,7 @@ def _leave_out(record: Any, values: Tensor) -> None:
 
 
 def hand_over(old: nn.Module, new: nn.Module, parameters: Mapping[Tensor, nn.Parameter]) -> None:
-    """Has FSDP2 gather the parameters of a module for another one that takes its place in the model.
-
-    Args:
-        old, new: the modules. The new one has the parameters of the old one, or what takes their places.
-        parameters: by parameters of the old module, those that take their places.
-    """
+    """Has FSDP2 gather a module's parameters, or those that take their places, for the module that takes its place."""
     places = {
         parameter: (module, name)
         for module in new.modules()

@@ -7,7 +7,7 @@ from torch.nn.utils import parametrize
 
 
 def take_off(module: nn.Module, name: str, leave_parametrized: bool) -> None:
-    """Removes the parametrizations of a parameter.
+    """Removes the parametrizations of a parameter, but not those of copies.
 
     A parametrized module has a class of its own, which copies (a running mean, say) share; PyTorch deletes the
     parameter's property from that class, so that they would lose it too.

@@ -220,10 +220,7 @@ def prunable(
 def survey(
     model: nn.Module, block_size: int | tuple[int, int] = 32, skip: Skip = (), empty: bool = False
 ) -> list[tuple[Prunable, str | None]]:
-    """Lists every dense weight of a model with None, or the reason why it cannot become block-sparse.
-
-    A weight here is a parameter of two axes or more; what else they are, arguments and errors are as for `prunable`.
-    """
+    """Lists every parameter of two axes or more with None, or why it cannot become block-sparse; see `prunable`."""
     if not isinstance(model, nn.Module):
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
     block = checked_block(block_size)
@@ -253,11 +250,7 @@ def survey(
 
 
 def weights_of(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> dict[str, Prunable]:
-    """Finds the weights that layouts are given for, by name, after checking that each fits.
-
-    Raises:
-        BlockSparseError: a name without a weight that can become block-sparse, a layout of another shape.
-    """
+    """Finds the weights that layouts are given for, by name, after checking that each fits."""
     known = {weight.name: (weight, reason) for weight, reason in survey(model, 1, empty=True)}
     found = {}
     for name, layout in layouts.items():

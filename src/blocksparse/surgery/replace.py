@@ -70,19 +70,6 @@ def replace_with_sparse(
 
     Returns:
         The model; another object only where the model itself is the module that is exchanged.
-
-    Raises:
-        BlockSparseError: a name without a weight that can become block-sparse, a layout of another shape, an
-            optimizer that has none of the weights or keeps what cannot follow. Nothing is changed then.
-
-    >>> import torch, blocksparse as bs
-    >>> from blocksparse.surgery.replace import replace_with_sparse
-    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU())
-    >>> replace_with_sparse(model, {"0.weight": bs.BlockLayout([[True, False]], block_size=32)})
-    Sequential(
-      (0): Linear(in_features=64, out_features=32, block_size=(32, 32), nnz=1, density=0.5, bias=True)
-      (1): ReLU()
-    )
     """
     weights = weights_of(model, layouts)
     of_module: dict[nn.Module, list[tuple[Prunable, BlockLayout]]] = {}
@@ -108,10 +95,7 @@ def replace_with_sparse(
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Puts modules in the places of others, in place; returns the model, or what takes its own place.
-
-    Where a module of the user's refuses one, with any error, all are back in their places.
-    """
+    """Puts modules in the places of others; undoes it where a module of the user's refuses one, with any error."""
     replaced: list[tuple[nn.Module, str, Any]] = []
     try:
         for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -161,11 +145,7 @@ Chosen = Sequence[tuple[Prunable, BlockLayout]]
 
 
 def sparse_module(chosen: Chosen) -> nn.Module:
-    """Makes the block-sparse counterpart of a module, which shares its other parameters.
-
-    Args:
-        chosen: weights of the module, with their layouts.
-    """
+    """Makes the block-sparse counterpart of a module, which shares its other parameters."""
     return _sparse_module(chosen[0][0].module, chosen, [])
 
 

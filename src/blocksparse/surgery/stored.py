@@ -35,15 +35,6 @@ class Stored:
 
     Args:
         module: block-sparse.
-
-    Raises:
-        BlockSparseError: another module, or one whose values are sharded in a way that is not known.
-
-    >>> import torch, blocksparse as bs
-    >>> from blocksparse.surgery.stored import Stored
-    >>> stored = Stored(bs.nn.Linear(4, 2, layout=bs.BlockLayout([[1, 1]], block_size=2)))
-    >>> stored.layout.nnz, stored.here, stored.local.shape
-    (2, array([0, 1]), torch.Size([2, 2, 2]))
     """
 
     def __init__(self, module: BlockSparseModule):
@@ -126,15 +117,7 @@ class Stored:
         return every
 
     def gather_places(self, keys: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Places in the grid of the module's own layout, with a score each, as those of all parts in the whole grid.
-
-        Args:
-            keys: int64, row * columns + column.
-            scores: float64, of each.
-
-        Returns:
-            The same of the whole grid, rising.
-        """
+        """Places (row * columns + column) of this part with scores, as those of all in the whole grid, rising."""
         part = self.module.part
         if part is None:
             return keys, scores
@@ -172,16 +155,14 @@ class Stored:
         new: New | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Sets another layout, with the values of blocks that stay, and what the optimizer keeps for them.
+        """Sets another layout of the whole weight, with the values and the optimizer's state of blocks that stay.
 
         A block goes to another process where its position does; no process has more than its old and its new share.
 
         Args:
-            layout: of the whole weight.
-            source: int64 `[nnz]` of that layout: where each block was in the one before, rising; -1 for new ones.
-            new: values of the new blocks that will be here, in their order: a tensor, or a function that gets their
-                positions among all new ones. Zeros by default.
-            optimizer: that trains `parameter`.
+            source: int64 `[nnz]`: where each block was in the layout before, rising; -1 for new ones.
+            new: values of the new blocks that will be here, in their order, or a function of their positions among all
+                new ones. Zeros by default.
         """
         source = source.cpu()
         if callable(new):
@@ -202,12 +183,7 @@ class Stored:
         self.layout = layout
 
     def followed(self, kept: Tensor, source: Tensor) -> Tensor:
-        """What is kept of each weight, such as a running mean, after a change of layout: new blocks have their values.
-
-        Args:
-            kept: `[nnz before, ...]`, sharded as the values are; not of a part of tensor parallelism.
-            source: int64 `[nnz]`: where each block was, -1 for new ones.
-        """
+        """What is kept for each block (`[nnz before, ...]`, a mean say) after a change; new ones have values."""
         new = source[torch.from_numpy(self.here).to(source.device)] < 0
         if self._shard is None:
             return remap_blocks(kept, source, self.local[new])
@@ -281,12 +257,7 @@ class Shard:
         return slice(int(first), int(last))
 
     def moves(self, source: np.ndarray, before: int) -> Callable[[Tensor], Tensor]:
-        """A function that makes of the piece of a tensor the piece of that for another layout; new blocks are 0.
-
-        Args:
-            source: int64 `[new nnz]`, of the whole: where each block was; -1 for new ones.
-            before: nnz of the old layout.
-        """
+        """Makes of the piece of a tensor of `before` rows that for another layout, with 0 for new blocks."""
         old, new = self.bounds(before), self.bounds(source.size)
         after = np.flatnonzero(source >= 0)
         was = source[after]  # rising as well
@@ -304,12 +275,9 @@ class Shard:
 
 
 def move_rows(rows: Tensor, from_: np.ndarray, to: np.ndarray, shard: Shard) -> Tensor:
-    """Rows that several processes have, as those that this process is to have; only those that change theirs are sent.
+    """Rows that several processes have, as those that this one is to have; only those that change theirs are sent.
 
-    Args:
-        rows: what is here, in order.
-        from_, to: int64, for each row of all processes, the process that has it, and the one that is to have it.
-        shard: the processes.
+    `from_` and `to` say for each row of all processes which one has it, and which is to have it.
     """
     if (from_ == to).all():
         return rows

@@ -154,11 +154,7 @@ def sum_to_whole(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def evenly(group: dist.ProcessGroup, size: int, what: str) -> Spread:
-    """An axis in equal parts, as `torch.distributed.tensor.Shard` has it where the size is divisible.
-
-    Raises:
-        BlockSparseError: a size that is not.
-    """
+    """An axis in equal parts, as PyTorch's `Shard` has it where the size is divisible; else a BlockSparseError."""
     ranks = dist.get_world_size(group)
     if size % ranks:
         raise BlockSparseError.expected(what, f"a size divisible by the {ranks} processes", size)

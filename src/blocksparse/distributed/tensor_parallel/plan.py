@@ -113,19 +113,7 @@ def _check_ties(model: nn.Module, cut: Iterable[str]) -> None:
 
 
 def balanced_plan(model: nn.Module, ranks: int, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """The plan for each single layer, with a cut for each group of layers that share features.
-
-    Args:
-        model: not parallel yet.
-        ranks: the number of processes.
-        plan: styles by names, which may have wildcards.
-
-    >>> import torch, blocksparse as bs
-    >>> model = torch.nn.Sequential(bs.nn.Linear(64, 96, block_size=32), bs.nn.Linear(96, 64, block_size=32))
-    >>> plan = balanced_plan(model, 2, {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    >>> plan["0"].cut
-    Cut(features=96, unit=32, parts=((0, 1), (2,)))
-    """
+    """The plan for each single layer, with a cut for each group of layers that share features."""
     names = [name for name, _ in model.named_modules()]
     # Of names that several entries match, PyTorch applies all.
     chosen = {key: [name for name in names if _matches(name, key)] for key in plan}

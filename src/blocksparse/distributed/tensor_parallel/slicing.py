@@ -24,12 +24,7 @@ from .recurrent import ColwiseLSTM
 
 
 def sliceable(module: nn.Module, axis: int) -> Layer | Units:
-    """The module as something to cut along an axis of its weights.
-
-    Raises:
-        BlockSparseError: a module of another kind, one that is parallel already, weights that are not plain parameters,
-            or that were cut with another module that has them too.
-    """
+    """The module as something to cut along an axis of its weights; a BlockSparseError where it cannot be."""
     name = type(module).__name__
     if hasattr(module, "boundary"):
         raise BlockSparseError.expected(name, "a module that is not parallel yet", repr(module))

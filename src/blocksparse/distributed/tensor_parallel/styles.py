@@ -31,11 +31,7 @@ SAME = "layouts, dtypes, biases and styles"
 
 
 def group_of(mesh: Any) -> dist.ProcessGroup:
-    """The processes that share each layer.
-
-    Raises:
-        BlockSparseError: not a mesh of one dimension.
-    """
+    """The processes that share each layer; a BlockSparseError unless it is a mesh of one dimension."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         got = getattr(mesh, "shape", type(mesh).__name__)
         what = 'a DeviceMesh of one dimension, mesh["tp"] say'
@@ -126,11 +122,7 @@ class _Style(ParallelStyle):
         return module
 
     def planned(self, module: nn.Module, mesh: DeviceMesh) -> tuple[Layer | Units, Cut]:
-        """What is to be cut, and where: without messages, so that an error may be this process's only.
-
-        Raises:
-            BlockSparseError: a module that cannot be cut so.
-        """
+        """What is to be cut, and where: without messages, so that an error may be this process's only."""
         found = sliceable(module, self.axis)
         for parameter in module.parameters():
             if not parameter.is_meta and parameter.device.type != mesh.device_type:

@@ -14,21 +14,7 @@ from ...nn.module import BlockSparseModule
 
 
 class Flat:
-    """The numbers of a model in a fixed order, one tensor of each kind; their counts do not change as it evolves.
-
-    Args:
-        model: the model whose parameters and layouts are flattened.
-
-    >>> import torch, blocksparse as bs
-    >>> from blocksparse.distributed.wasap.flat import Flat
-    >>> layer = bs.nn.Linear(2, 2, layout=bs.BlockLayout([[1, 1], [0, 1]], 1))
-    >>> flat = Flat(layer)
-    >>> flat.load_values(flat.split(torch.arange(5.0)))
-    >>> layer.values.flatten().tolist(), layer.bias.tolist()
-    ([0.0, 1.0, 2.0], [3.0, 4.0])
-    >>> flat.topology()
-    tensor([0, 2, 3, 0, 1, 1], dtype=torch.int32)
-    """
+    """The numbers of a model in a fixed order, one tensor of each kind; their counts do not change as it evolves."""
 
     def __init__(self, model: nn.Module):
         self.names, self.parameters = zip(*model.named_parameters(), strict=True)

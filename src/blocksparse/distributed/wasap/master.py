@@ -120,14 +120,7 @@ class Master:
 
 
 class _Worker:
-    """What the master knows of another process: messages, and the layouts that its gradients will be for.
-
-    Args:
-        rank: of the process.
-        push, answer: its messages.
-        layouts: of the network it begins with.
-        arrived: gets this worker for each push, or the error that ended it.
-    """
+    """What the master knows of another process: messages, and the layouts that its gradients will be for."""
 
     def __init__(
         self,

@@ -22,18 +22,6 @@ class Message:
     """Two numbers and a tensor of each parameter's shape, in one piece of memory that is sent and received as it is.
 
     A push holds [samples, loss] and the gradients; an answer [goes on, a topology follows] and the parameters.
-
-    Args:
-        flat: of the model.
-        wire: the dtype of the parts.
-
-    >>> import torch
-    >>> from blocksparse.distributed.wasap.flat import Flat
-    >>> from blocksparse.distributed.wasap.messages import Message
-    >>> message = Message(Flat(torch.nn.Linear(3, 2)), torch.bfloat16)
-    >>> message.fill((7, 0.5), [torch.ones(2, 3), None])
-    >>> message.head.tolist(), message.parts[1], message.bytes.numel()
-    ([7.0, 0.5], tensor([0., 0.], dtype=torch.bfloat16), 32)
     """
 
     def __init__(self, flat: Flat, wire: torch.dtype):

@@ -374,15 +374,7 @@ class _Run:
 
 
 def batches(rows: Tensor, settings: Settings, epoch: int, rank: int = 0) -> Iterator[Tensor]:
-    """The rows of each batch in an epoch, `[batch]` ints, shuffled; seeds PyTorch's generators, of which dropout draws.
-
-    >>> import torch
-    >>> from blocksparse.distributed import Settings
-    >>> from blocksparse.distributed.wasap.train import batches
-    >>> with torch.random.fork_rng():
-    ...     sorted(torch.cat(list(batches(torch.arange(5), Settings(batch=2), epoch=0))).tolist())
-    [0, 1, 2, 3, 4]
-    """
+    """The rows of each batch in an epoch, shuffled; seeds PyTorch's generators, of which dropout draws."""
     seed = number_of(settings.seed, epoch + 1, rank)
     torch.manual_seed(seed)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
@@ -401,11 +393,7 @@ def load(flat: Flat, layouts: list[BlockLayout], parts: list[Tensor]) -> None:
 
 
 def average_into(flat: Flat, layouts: list[list[BlockLayout]], parts: list[list[Tensor]]) -> None:
-    """Leaves the average of several networks in a model, each weight pruned to the blocks that it has there.
-
-    Args:
-        layouts, parts: of each network, as `Flat.layouts` and `Flat.split` give them.
-    """
+    """Leaves the average of several networks in a model, each weight pruned to the blocks that it has there."""
     for i, parameter in enumerate(flat.parameters):
         values = [one[i].to(parameter.dtype) for one in parts]
         at = flat.module_of.get(parameter)

@@ -73,11 +73,6 @@ def shares(model: nn.Module, batches: Batches, weights: Iterable[Prunable], dens
 
     A block's part of sum w_ij^2 ||x_j||^2 over all blocks of its weight that have no less, as LAMP scores w_ij^2. Half
     of the density each weight has for certain, and one that is not reached all of it: their blocks have 1 more.
-
-    Args:
-        model, batches: as for `activation_scores`.
-        weights: of the model.
-        density: of all weights together.
     """
     weights, found = list(weights), {}
     squares = _squares(model, batches, weights)

@@ -16,10 +16,7 @@ def has_statistics(module: nn.Module) -> bool:
 
 
 def follow(name: str, model: nn.Module, dense: nn.Module, passes: Passes) -> None:
-    """Changes a batch norm's running statistics as the mean and variance of its inputs changed by pruning.
-
-    They are not estimated from the calibration data: where nothing before was pruned, they stay as they are.
-    """
+    """Changes a batch norm's running statistics as pruning changed its inputs': where nothing was, they stay."""
     module: Any = model.get_submodule(name)
     (mean, variance), (old_mean, old_variance) = (_moments(each, name, passes) for each in (model, dense))
     # In such a way that nothing changes where both are the same, to the bit.

@@ -35,15 +35,7 @@ def check_batches(batches: Any) -> None:
 
 
 def keep(batches: Batches) -> list[Any]:
-    """The first batches, until they have 1,024 samples (by the first axis) or 256 MiB; at least one.
-
-    Several passes over an iterable may give other batches each time, or none.
-
-    >>> import torch
-    >>> from blocksparse.sparsity.calibration.calibrate import keep
-    >>> [len(batch) for batch in keep(torch.zeros(400, 3) for _ in range(99))]
-    [400, 400, 400]
-    """
+    """The first batches, until they have 1,024 samples (by the first axis) or 256 MiB; at least one."""
     check_batches(batches)
     kept, samples, size = [], 0, 0
     for batch in batches:
@@ -60,18 +52,10 @@ def keep(batches: Batches) -> list[Any]:
 
 @torch.no_grad()
 def observe(model: nn.Module, batches: Batches, modules: Iterable[nn.Module], see: See) -> None:
-    """Runs the model over the batches, without gradients and dropout, and calls `see` before each of these modules.
+    """Runs the model, without gradients and dropout, and calls `see` with each of these modules and its arguments.
 
-    Args:
-        model: as it is afterwards, in its mode and without a hook, also when something fails.
-        batches: a tensor is the model's argument, a tuple or a list are its arguments, a dict those by name. Of a
-            tuple that is longer than the list of the model's arguments the first ones are taken: labels are not.
-            Tensors are moved to the model's device.
-        modules: those to look at.
-        see: called with the module and its arguments; it may raise `Enough`, and the next batch follows.
-
-    Raises:
-        BlockSparseError: no batch; one that the model fails on, with the layer and the shapes.
+    `see` may raise `Enough`, and the next batch follows. A tuple that is longer than the list of the model's arguments
+    loses its end: labels.
     """
     check_batches(batches)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -101,12 +101,7 @@ class Product:
 
 
 def products(module: Any, weights: list[Prunable]) -> list[Product]:
-    """How a module's weights are multiplied, in the order in which it does that, those that can be observed.
-
-    Args:
-        module: any.
-        weights: of it; of a MultiheadAttention also those of the linear layer in it.
-    """
+    """How a module's weights are multiplied, in the order in which it does that, those that can be observed."""
     kind, by_name = type(module), {weight.parameter: weight for weight in weights}
     if kind is nn.MultiheadAttention:
         biases = {"in_proj_weight": "in_proj_bias", "weight": "bias"}

@@ -7,22 +7,7 @@ from torch import Tensor
 
 
 def block_counts(weight: Tensor, hessian: Tensor, block: tuple[int, int], total: int) -> Tensor:
-    """How many blocks each row of blocks is to have, `total` together: int64 `[out_blocks]`.
-
-    As many as the row has among the `total` with the highest scores of the optimal brain surgeon, the sums over a block
-    of w_ij^2 / (H^-1)_jj.
-
-    Args:
-        weight: float64 `[out, in]`, whole blocks.
-        hessian: float64 `[in, in]`, positive definite.
-        block: (rows, columns).
-        total: at most all blocks.
-
-    >>> import torch
-    >>> from blocksparse.sparsity.calibration.least_squares import block_counts
-    >>> block_counts(torch.tensor([[3.0, 2.0], [1.0, 0.0]]).double(), torch.eye(2).double(), (1, 1), total=2)
-    tensor([2, 0])
-    """
+    """How many of `total` blocks each row gets by the optimal brain surgeon's scores: int64 `[out_blocks]`."""
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
     scores = weight.square() / inverse.diagonal()
     scores = scores.unflatten(0, (-1, block[0])).unflatten(2, (-1, block[1])).sum((1, 3))
@@ -34,19 +19,8 @@ def best_columns(target: Tensor, hessian: Tensor, width: int, count: int) -> Ten
     """The block columns that a row of blocks is to keep, one after the other the one that helps most: int64, rising.
 
     This is orthogonal least squares by blocks. What a column adds, given those that are chosen, is
-    tr(c D^-1 c^T): D is its part of the Schur complement of the Hessian, c what the target still has there.
-
-    Args:
-        target: float64 `[rows, in]`, W H of the dense rows W.
-        hessian: float64 `[in, in]`, positive definite.
-        width: columns of a block.
-        count: at most all.
-
-    >>> import torch
-    >>> from blocksparse.sparsity.calibration.least_squares import best_columns
-    >>> hessian = torch.tensor([[1.0, 0.9, 0.0], [0.9, 1.0, 0.0], [0.0, 0.0, 1.0]]).double()
-    >>> best_columns(torch.tensor([[2.0, 2.0, 1.0]]).double() @ hessian, hessian, width=1, count=2)
-    tensor([0, 2])
+    tr(c D^-1 c^T): D is its part of the Schur complement of the Hessian `[in, in]`, c what the target `[rows, in]`,
+    W H of the dense rows W, still has there.
     """
     size = len(hessian)
     columns = size // width
@@ -74,18 +48,6 @@ def best_columns(target: Tensor, hessian: Tensor, width: int, count: int) -> Ten
 
 
 def least_squares(target: Tensor, hessian: Tensor, inputs: Tensor) -> Tensor:
-    """The values of these inputs that leave the least error, (W H)_S (H_SS)^-1: `[rows, len(inputs)]`.
-
-    Args:
-        target: float64 `[rows, in]`, W H of the dense rows W.
-        hessian: float64 `[in, in]`, positive definite.
-        inputs: int64, the set S.
-
-    >>> import torch
-    >>> from blocksparse.sparsity.calibration.least_squares import least_squares
-    >>> hessian = torch.tensor([[1.0, 0.5], [0.5, 1.0]]).double()
-    >>> least_squares(torch.tensor([[1.0, 1.0]]).double() @ hessian, hessian, torch.tensor([0]))
-    tensor([[1.5000]], dtype=torch.float64)
-    """
+    """The values of these inputs that leave the least error, (W H)_S (H_SS)^-1: `[rows, len(inputs)]`."""
     root = torch.linalg.cholesky(hessian[inputs][:, inputs])
     return torch.cholesky_solve(target[:, inputs].T, root).T

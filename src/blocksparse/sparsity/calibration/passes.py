@@ -29,17 +29,7 @@ class Reached:
 
 
 class Passes:
-    """A model, and the data that it is run on again and again.
-
-    Args:
-        model: that is pruned; its copies with other weights are run too.
-        batches: a list.
-        products: of the weights in question, by the name of the module.
-        others: names of other modules that are looked at.
-
-    Raises:
-        BlockSparseError: as `observe`.
-    """
+    """A model, and the data that it is run on again and again."""
 
     def __init__(self, model: nn.Module, batches: list[Any], products: Mapping[str, list[Product]], others: list[str]):
         self.products = products
@@ -74,16 +64,7 @@ class Passes:
         observe(model, each(), names, see)
 
     def rows(self, model: nn.Module, product: Product, name: str) -> tuple[Tensor, list[int]]:
-        """The inputs of a product, `[rows, in]`: all, or a sample at the same places for each model; rows of each call.
-
-        Args:
-            model: the model, or a copy with other weights.
-            product: of it.
-            name: of the product's module.
-
-        Raises:
-            BlockSparseError: inputs that are not finite.
-        """
+        """A product's inputs `[rows, in]`, all or a sample at the same places for each copy; rows by call."""
         at, first = self._places(product, self.reached[name].rows[product.name]), 0
         device = product.weights[0].tensor.device
         parts: list[Tensor] = []

@@ -12,12 +12,7 @@ AFTER = 2.0  # seconds without a word
 
 
 def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-    """The items, with a line on stderr that counts them: on a terminal, if it takes more than two seconds.
-
-    >>> from blocksparse.sparsity.calibration.progress import progress
-    >>> list(progress([1, 2], "squares"))
-    [1, 2]
-    """
+    """The items, with a line on stderr that counts them: on a terminal, if it takes more than two seconds."""
     total = len(items) if total is None and isinstance(items, Sized) else total
     begin, shown = time.monotonic(), False
     try:

@@ -130,19 +130,10 @@ def fit(
     damping: float = 0.01,
     choose: bool = True,
 ) -> tuple[dict[str, BlockLayout], dict[str, float]]:
-    """Fits weights to the outputs that the dense model has, on layouts with as many blocks as the given ones.
+    """Fits a copy of a dense model, on layouts with as many blocks as these, to its outputs; the layouts, and errors.
 
-    Args:
-        model: a copy of the dense model; gets the weights, with zeros where no block is, biases and running statistics.
-        dense: stays as it is.
-        batches: of arguments.
-        layouts: by the names of the weights.
-        damping: as for `reconstruct`.
-        choose: whether the blocks are chosen here, or are those of the layouts; an LSTM's weights of inputs and of
-            states have their number together, but each has half of its own for certain.
-
-    Returns:
-        The layouts, those of weights that could not be fitted unchanged, and the errors of the others.
+    With `choose` the blocks are chosen here: an LSTM's weights of inputs and of states have their number together, but
+    each has half of its own for certain. Weights that could not be fitted have no error, and their layouts as given.
     """
     mine, theirs = (_products(each, weights_of(each, layouts)) for each in (model, dense))
     norms = [name for name, module in model.named_modules() if has_statistics(module)]
@@ -203,12 +194,7 @@ class _Fit:
 
 
 def _with_floors(mask: Tensor, given: Tensor, scores: Tensor, columns: list[int]) -> Tensor:
-    """The chosen blocks of weights side by side, so that each has half of its given ones, and as many in all.
-
-    Args:
-        mask, given: bool, and scores: `[out_blocks, in_blocks]`.
-        columns: of blocks, of each weight: of one, or of two.
-    """
+    """The chosen blocks of one or two weights side by side, so that each has half of its given ones; as many in all."""
     parts = [slice(end - size, end) for size, end in zip(columns, accumulate(columns), strict=True)]
     for part, other in zip(parts, parts[::-1], strict=True):
         missing = math.ceil(LEAST * int(given[:, part].sum())) - int(mask[:, part].sum())

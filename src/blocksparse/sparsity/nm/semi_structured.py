@@ -63,16 +63,7 @@ def to_semi_structured(model: nn.Module, skip: Skip = ()) -> dict[str, str]:
 
 
 def semi_structured_refusal(weight: Tensor) -> str | None:
-    """Why a weight cannot be handed over, or None.
-
-    Args:
-        weight: `[out_features, in_features]`.
-
-    >>> import torch
-    >>> from blocksparse.sparsity.nm.semi_structured import semi_structured_refusal
-    >>> semi_structured_refusal(torch.zeros(32, 64, dtype=torch.bfloat16))
-    'on cpu; only CUDA has kernels for it'
-    """
+    """Why a weight cannot be handed over, or None."""
     if weight.device.type != "cuda":
         return f"on {weight.device.type}; only CUDA has kernels for it"
     return refusal_of_values(weight)

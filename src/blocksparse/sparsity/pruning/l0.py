@@ -19,13 +19,7 @@ LOWEST, HIGHEST = math.log(0.01), math.log(100)  # of log_alpha
 
 
 def open_probability(log_alpha: Tensor) -> Tensor:
-    """P(z != 0) = sig(log_alpha - beta log(-gamma / zeta)).
-
-    >>> import torch
-    >>> from blocksparse.sparsity.pruning.l0 import open_probability
-    >>> open_probability(torch.tensor([-2.0, 0.0, 2.0]))
-    tensor([0.4010, 0.8318, 0.9734])
-    """
+    """P(z != 0) = sig(log_alpha - beta log(-gamma / zeta))."""
     return torch.sigmoid(log_alpha - BETA * math.log(-GAMMA / ZETA))
 
 

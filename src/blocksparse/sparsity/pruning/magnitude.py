@@ -71,13 +71,7 @@ def _norms(blocks: Tensor, norm: str, dims: tuple[int, ...]) -> Tensor:
 
 
 def smallest(magnitudes: np.ndarray, count: int) -> np.ndarray:
-    """Bool `[n]`: True for the `count` smallest; of equals those that come first.
-
-    >>> import numpy as np
-    >>> from blocksparse.sparsity.pruning.magnitude import smallest
-    >>> smallest(np.array([3.0, 1.0, 2.0, 1.0]), 1).tolist()
-    [False, True, False, False]
-    """
+    """Bool `[n]`: True for the `count` smallest; of equals those that come first."""
     if count <= 0:
         return np.zeros(magnitudes.size, dtype=bool)
     bound = np.partition(magnitudes, count - 1)[count - 1]

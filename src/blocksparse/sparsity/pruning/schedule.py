@@ -15,14 +15,6 @@ class CubicSchedule:
 
     It changes at `begin`, at each `every`-th step from there, and at `end`.
 
-    Raises:
-        BlockSparseError: a density outside of 0 to 1, an end that does not come after the beginning.
-
-    >>> from blocksparse.sparsity.pruning.schedule import CubicSchedule
-    >>> schedule = CubicSchedule(density=0.1, begin=100, end=500, every=100)
-    >>> [round(schedule(t), 4) for t in (0, 100, 200, 300, 400, 500, 600)]
-    [1.0, 1.0, 0.4797, 0.2125, 0.1141, 0.1, 0.1]
-
     Source: Zhu, Gupta, To prune, or not to prune (2017).
     """
 

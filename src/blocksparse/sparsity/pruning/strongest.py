@@ -33,23 +33,10 @@ def check_density(density: float, blocks: Mapping[str, Blocks], scope: str) -> N
 def strongest(
     scores: Mapping[str, Tensor], blocks: Mapping[str, Blocks], density: float, scope: str
 ) -> dict[str, Tensor]:
-    """The blocks with the highest scores, bool `[out_blocks, in_blocks]` for each weight.
+    """Marks the blocks with the highest scores, bool `[out_blocks, in_blocks]` for each weight, to the nearest block.
 
-    Args:
-        scores: `[out_blocks, in_blocks]` for each weight.
-        blocks: of the same weights.
-        density: the part that is kept, to the nearest block.
-        scope: "layer", of each weight that part of the blocks; or "global", of all weights together that part of the
-            numbers, where weights compete. The best block of each weight is always kept.
-
-    >>> import torch
-    >>> from blocksparse.surgery.prunable import prunable
-    >>> from blocksparse.sparsity.pruning.strongest import strongest
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 2))
-    >>> blocks = {weight.name: weight.blocks for weight in prunable(model, block_size=1)}
-    >>> scores = {"0.weight": torch.arange(8.0).view(2, 4), "1.weight": torch.full((2, 2), -1.0)}
-    >>> [mask.int().tolist() for mask in strongest(scores, blocks, 0.25, "global").values()]
-    [[[0, 0, 0, 0], [0, 0, 1, 1]], [[1, 0], [0, 0]]]
+    In the scope "layer" that part of each weight's blocks; in "global" of all weights' numbers, for which they compete.
+    The best block of each weight is always kept.
     """
     groups = [list(scores)] if scope == "global" else [[name] for name in scores]
     return {name: mask for group in groups for name, mask in _strongest(group, scores, blocks, density).items()}
@@ -57,16 +44,7 @@ def strongest(
 
 @dataclass(frozen=True)
 class Cap:
-    """An upper bound for the density that a penalty leaves, as its strength does not determine one.
-
-    Args:
-        density: the most, None for any.
-        scope: of `strongest`.
-        blocks: of the weights.
-
-    Raises:
-        BlockSparseError: a density that leaves a weight without a block, an unknown scope.
-    """
+    """An upper bound for the density that a penalty leaves, as its strength does not determine one; None for any."""
 
     density: float | None
     scope: str

@@ -24,15 +24,6 @@ class Ramp:
         (theta (ramp - begin + 1) + phi (t - ramp + 1)) / every              for t >= ramp
 
     It is used at each step from `begin` to `end` that is a multiple of `every`.
-
-    Raises:
-        BlockSparseError: steps that do not follow each other.
-
-    >>> from blocksparse.sparsity.pruning.threshold import Ramp
-    >>> ramp = Ramp(begin=100, ramp=300, end=500, every=100)
-    >>> theta = ramp.theta(q=0.5)
-    >>> theta, [round(ramp.threshold(t, theta), 4) for t in (100, 200, 300, 500)]
-    (0.1, [0.001, 0.101, 0.2025, 0.5025])
     """
 
     begin: int

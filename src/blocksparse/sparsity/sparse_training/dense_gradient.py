@@ -32,13 +32,7 @@ class Pass(Protocol):
 
 
 class LinearPass:
-    """grad^T x.
-
-    Args:
-        x: `[..., in]`.
-        grad: `[..., out]`, of the outputs before any activation.
-        shape: (out, in) of the layout, up to which they are padded.
-    """
+    """grad^T x of `[..., out]` before any activation and `[..., in]`, both padded to the layout's shape."""
 
     def __init__(self, x: Tensor, grad: Tensor, shape: tuple[int, int]):
         self.x = _wide(x.reshape(-1, x.shape[-1]), shape[1])
@@ -77,9 +71,7 @@ class ConvolutionPass:
 class Watch:
     """Sees the inputs of a layer, and the gradients of its outputs before any activation, until `close`.
 
-    All calls of the layer count, and all backward passes: their gradients add up. A copy of the layer is not watched.
-
-    `replicas` are the groups of the processes that train the layer on other data, under DistributedDataParallel.
+    All calls count, and all backward passes: gradients add up, under DistributedDataParallel over the `replicas` too.
     """
 
     def __init__(self, layer: Linear | Convolution):
@@ -175,24 +167,9 @@ def gradient_norms(
     *,
     replicas: Sequence[Any] = (),
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yields norms of the blocks of the dense gradient, of which only one tile exists at a time.
+    """Yields (first row of blocks, norms `[rows, in_blocks]`) of the dense gradient, one tile at a time.
 
-    Args:
-        seen: passes, whose gradients add up.
-        layout: of the weight.
-        kernel: of a convolution.
-        norm: "l2", "mean" or "max".
-        tile: weights computed at a time, in whole rows of blocks, at least one row.
-        replicas: groups of processes over which the gradients add up too.
-
-    Yields:
-        (first row of blocks, norms `[rows, in_blocks]`).
-
-    >>> import torch, blocksparse as bs
-    >>> from blocksparse.sparsity.sparse_training.dense_gradient import LinearPass, gradient_norms
-    >>> seen = LinearPass(torch.ones(1, 4), torch.tensor([[0.0, 2.0]]), (2, 4))
-    >>> [(first, norms.tolist()) for first, norms in gradient_norms([seen], bs.patterns.dense((2, 4), (1, 2)))]
-    [(0, [[0.0, 0.0], [2.8284270763397217, 2.8284270763397217]])]
+    It is the sum of the passes and over the replicas; a tile has about `tile` weights, in whole rows of blocks.
     """
     (out, in_), (height, width) = layout.shape, layout.block_shape
     step = max(1, tile // (height * in_ * prod(kernel))) * height
@@ -212,8 +189,7 @@ def largest(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The numbers row * columns + column of the `count` largest norms, rising, without those taken, and these norms.
 
-    Of equal ones those that come first. Besides a tile only the best so far are kept. The norms are [nan] where one is
-    not finite.
+    Of equal ones those that come first. The norms are [nan] where one is not finite.
     """
     keys, norms = np.empty(0, dtype=np.int64), np.empty(0)
     for first, tile in tiles:

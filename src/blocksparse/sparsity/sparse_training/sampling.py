@@ -14,17 +14,7 @@ def draw_unused(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows and columns of `count` different places that are not taken, each choice equally likely, sorted.
 
-    Args:
-        taken: the numbers row * columns + column of the places in use, rising.
-        grid: (rows, columns).
-        count: at most as many as are unused.
-        generator: what they are drawn with.
-        lines: the rows and the columns that may be used, rising; all by default.
-
-    >>> import numpy as np
-    >>> from blocksparse.sparsity.sparse_training.sampling import draw_unused
-    >>> draw_unused(np.array([0, 2]), (2, 2), 2, np.random.default_rng(0))
-    (array([0, 1]), array([1, 1]))
+    Taken are row * columns + column, rising; `lines` are the rows and columns that may be used, rising, None for all.
     """
     if lines is not None:
         rows, cols = np.divmod(taken, grid[1])

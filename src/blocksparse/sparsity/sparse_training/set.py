@@ -105,16 +105,7 @@ class SET(DynamicSparsity):
 
 
 def nearest_zero(stored: Stored, zeta: float, norm: str = "l2") -> np.ndarray:
-    """Marks the blocks that SET drops, bool `[nnz]`: see `SET`.
-
-    >>> import torch, blocksparse as bs
-    >>> from blocksparse.sparsity.sparse_training.set import nearest_zero
-    >>> from blocksparse.surgery.stored import Stored
-    >>> layer = bs.nn.Linear(6, 1, block_size=1, bias=False)
-    >>> layer.values.data = torch.tensor([0.5, -0.1, 0.2, -0.3, 0.1, 0.0]).reshape(6, 1, 1)
-    >>> nearest_zero(Stored(layer), 0.5).tolist()       # of three positives two, of two negatives one
-    [False, True, True, False, True, True]
-    """
+    """Marks the blocks that SET drops, bool `[nnz]`: see `SET`."""
     values, nnz = stored.local, stored.layout.nnz
     if zeta == 0:
         return np.zeros(nnz, dtype=bool)

@@ -33,15 +33,10 @@ def first_values(
     places: Callable[[], tuple[np.ndarray, np.ndarray]],
     here: np.ndarray,
 ) -> Tensor:
-    """Draws values for `count` new blocks of a weight, and returns those of some, `[here, *values.shape[1:]]` (CPU).
+    """Draws values for `count` new blocks of a weight, and returns those at positions `here`, rising (CPU).
 
-    Args:
-        stored: the weight.
-        count: new blocks in all.
-        init: what names mean is in `bound`; a function is called with module, shape and generator.
-        generator: what they are drawn with, in their order, so that each block gets the same numbers wherever it is.
-        places: returns the rows and columns of all of them; asked for only where there is padding, which gets zeros.
-        here: positions among them of those that are returned, rising.
+    They are drawn in their order, so that each block gets the same numbers wherever it is. `places` gives the rows and
+    columns of all; it is asked for only where there is padding, which gets zeros.
     """
     shape = (count, *stored.local.shape[1:])
     if isinstance(init, str):
@@ -71,10 +66,7 @@ def first_values(
 
 
 def bound(init: str, n_out: int, n_in: int) -> float:
-    """Of uniform values: "he" sqrt(6 / n_in), "xavier" sqrt(6 / (n_in + n_out)), "zeros" 0.
-
-    As in the sparse training codes, n_in and n_out are those of the dense layer.
-    """
+    """Of uniform values: "he" sqrt(6 / n_in), "xavier" sqrt(6 / (n_in + n_out)), of the dense layer; "zeros" 0."""
     return {"he": math.sqrt(6 / n_in), "xavier": math.sqrt(6 / (n_in + n_out)), "zeros": 0.0}[init]
 
 
