@@ -17,7 +17,7 @@ from ..data.table import Table
 from ..recipes import mlp
 from ..recipes.compare import Run
 from ..recipes.trainer import Trainer
-from .experiment import SEEDS, Column, Experiment, fact, model, seconds, setting, text
+from .experiment import SEEDS, Column, DataDir, Experiment
 
 TOPOLOGIES = {
     "dense": "dense",
@@ -42,8 +42,7 @@ class ClassifierExperiment(Experiment):
     Args:
         data: a name of `data.tables`.
         tested_on: which of its rows.
-        choosing: the runs are to choose settings by: their errors are those of a fifth of the rows to train on, drawn
-            once.
+        choosing: to choose settings by: the errors are those of a fifth of the rows to train on, drawn once.
 
     The seeds are of topology, weights, the order of the rows and dropout. The rows to test on are the same for all.
     """
@@ -60,7 +59,7 @@ class ClassifierExperiment(Experiment):
         "epoch, the median over a run."
     )
 
-    def load(self, data_dir: str | Path | None) -> Table:
+    def load(self, data_dir: DataDir) -> Table:
         table = tables.load(self.data, data_dir)
         if not self.choosing:
             return table
@@ -83,43 +82,38 @@ class ClassifierExperiment(Experiment):
     def found(self, run: Run) -> dict[str, Any]:
         errors = [line["held_out"] for line in run.evaluations]
         early = errors[self._early[0] - 1] if self._early else None
-        return {"last": last(run), "lowest": min(errors), "seconds_per_epoch": seconds_per_epoch(run), "early": early}
+        return {"last": errors[-1], "lowest": min(errors), "seconds_per_epoch": seconds_per_epoch(run), "early": early}
 
     @property
     def columns(self) -> Sequence[Column]:
         return [
             Column("topology", lambda run, _: TOPOLOGIES[run.task["model"]["method"]]),
-            model("neurons", "sizes"),
-            fact("weights, and multiply-adds of a row forward", "connections"),
-            Column("density", lambda run, _: f"{100 * run.config['facts']['density']:.3g} %"),
-            model("epsilon", "epsilon"),
-            model("slope of All-ReLU", "alpha"),
-            model("dropout", "dropout"),
+            Column("neurons", "task.model.sizes"),
+            Column("weights, and multiply-adds of a row forward", "facts.connections"),
+            Column("density", lambda run, _: f"{100 * run.facts['density']:.3g} %"),
+            Column("epsilon", "task.model.epsilon"),
+            Column("slope of All-ReLU", "task.model.alpha"),
+            Column("dropout", "task.model.dropout"),
             Column("weights drawn as", lambda _, of: of.recipe.init),
-            setting("learning rate", "learning_rate"),
-            setting("momentum", "momentum"),
-            setting("weight decay", "weight_decay"),
-            Column("rows of a batch", lambda run, _: run.task["batch"]),
-            text("part of the weights replaced", lambda run, _: run.task["topology"].get("zeta")),
-            text("epochs between", lambda run, _: run.task["topology"].get("evolve_every")),
-            text("new weights", lambda run, _: run.task["topology"].get("regrow")),
-            Column("rows to train on", lambda run, _: run.task["data"]["rows"]),
-            Column("rows to test on", lambda run, _: f"{run.config['facts']['tested']:,}, {self.tested_on}"),
-            fact("epochs", "epochs"),
+            Column("learning rate", "settings.learning_rate"),
+            Column("momentum", "settings.momentum"),
+            Column("weight decay", "settings.weight_decay"),
+            Column("rows of a batch", "task.batch"),
+            Column("part of the weights replaced", "task.topology.zeta"),
+            Column("epochs between", "task.topology.evolve_every"),
+            Column("new weights", "task.topology.regrow"),
+            Column("rows to train on", "task.data.rows"),
+            Column("rows to test on", lambda run, _: f"{run.facts['tested']:,}, {self.tested_on}"),
+            Column("epochs", "facts.epochs"),
             SEEDS,
-            fact("test error after the last epoch, %", "last", 2),
-            *(fact(f"test error after epoch {epochs:,}, %", "early", 2) for epochs in self._early),
-            fact("lowest test error after any epoch, %", "lowest", 2),
-            fact("last test error, against set", "last", 2, against="set"),
-            fact("lowest test error, against set", "lowest", 2, against="set"),
-            fact("seconds of training per epoch", "seconds_per_epoch", 3),
-            seconds(1, "seconds of training in all"),
+            Column("test error after the last epoch, %", "facts.last", 2),
+            *(Column(f"test error after epoch {epochs:,}, %", "facts.early", 2) for epochs in self._early),
+            Column("lowest test error after any epoch, %", "facts.lowest", 2),
+            Column("last test error, against set", "facts.last", 2, against="set"),
+            Column("lowest test error, against set", "facts.lowest", 2, against="set"),
+            Column("seconds of training per epoch", "facts.seconds_per_epoch", 3),
+            Column("seconds of training in all", "seconds", 1),
         ]
-
-
-def last(run: Run) -> float:
-    """The test error after the last epoch, in %."""
-    return float(run.evaluations[-1]["held_out"])
 
 
 def seconds_per_epoch(run: Run) -> float:

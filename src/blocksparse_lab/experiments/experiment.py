@@ -17,6 +17,9 @@ from ..recipes import compare
 from ..recipes.compare import Run
 from ..recipes.trainer import Trainer
 
+DataDir = str | Path | None
+Progress = Callable[[str, int, int], None]  # of a stage, what is done, and of how much
+
 
 @dataclass(frozen=True)
 class Column:
@@ -24,8 +27,9 @@ class Column:
 
     Args:
         title: its name.
-        of: `of(run, contender)` gives a text or an int, as of the first run; a float, of which mean and standard
-            deviation over the seeds are shown; or None where it is not known: then no contender has this column.
+        of: where the value is in a run, as "settings.steps", "task.model.width" or "facts.epochs"; or `of(run,
+            contender)`. What is in settings and task was chosen, and is shown as it is. Of other floats mean and
+            standard deviation over the seeds are shown. If a value is None, no contender has this column.
         digits: of the floats; None for those that suit their size.
         against: a contender; each run is compared with its run of the same seed.
         compared: how, by default the difference.
@@ -33,27 +37,36 @@ class Column:
     """
 
     title: str
-    of: Callable[[Run, Any], Any]
+    of: str | Callable[[Run, Any], Any]
     digits: int | None = None
     against: str | None = None
     compared: Callable[[Any, Any], float] = sub
     show: Callable[[list[Any]], str] | None = None
 
+    def value(self, run: Run, contender: Any) -> Any:
+        if callable(self.of):
+            return self.of(run, contender)
+        first, *keys = self.of.split(".")
+        value = getattr(run, first)
+        for key in keys:
+            value = value.get(key)
+        return said(value) if first in ("settings", "task") else value
+
     def cells(self, contenders: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]) -> list[str] | None:
         """The cells, one per contender that has runs; None where one of them is unknown."""
-        found = {name: [self.of(run, contenders[name]) for run in some] for name, some in runs.items()}
-        if any(value is None for values in found.values() for value in values):
+        found = {
+            name: {run.settings["seed"]: self.value(run, contenders[name]) for run in some}
+            for name, some in runs.items()
+        }
+        if any(value is None for values in found.values() for value in values.values()):
             return None
         if self.against is None:
-            return [self._cell(values) for values in found.values()]
-        if self.against not in runs:
+            return [self._cell(list(values.values())) for values in found.values()]
+        if self.against not in found:
             return None
-        seed = {run.settings["seed"]: value for run, value in zip(runs[self.against], found[self.against], strict=True)}
-        cells = []
-        for name, values in found.items():
-            pairs = [(run.settings["seed"], value) for run, value in zip(runs[name], values, strict=True)]
-            cells.append(self._cell([self.compared(value, seed[at]) for at, value in pairs if at in seed], "+"))
-        return cells
+        base = found[self.against]
+        compared = [[self.compared(v, base[seed]) for seed, v in of.items() if seed in base] for of in found.values()]
+        return [self._cell(values, "+") for values in compared]
 
     def _cell(self, values: list[Any], sign: str = "") -> str:
         if self.show or not values:
@@ -62,31 +75,6 @@ class Column:
 
 
 SEEDS = Column("seeds", lambda run, _: run, show=lambda found: str(len(found)))
-
-
-def fact(title: str, name: str, digits: int | None = None, **other: Any) -> Column:
-    """A fact of the runs' `config.json`, or one that `Experiment.found` added."""
-    return Column(title, lambda run, _: run.config["facts"].get(name), digits, **other)
-
-
-def model(title: str, name: str) -> Column:
-    """One of the sizes and options of the runs' model."""
-    return Column(title, lambda run, _: said(run.task["model"].get(name)))
-
-
-def text(title: str, of: Callable[[Run, Any], Any]) -> Column:
-    """What `of(run, contender)` gives, as text."""
-    return Column(title, lambda run, contender: said(of(run, contender)))
-
-
-def setting(title: str, name: str) -> Column:
-    """One of the runs' settings."""
-    return Column(title, lambda run, _: said(run.settings.get(name)))
-
-
-def seconds(digits: int, title: str = "seconds of training") -> Column:
-    """The seconds of a whole run."""
-    return Column(title, lambda run, _: float(run.seconds), digits)
 
 
 def said(value: Any) -> str:
@@ -113,13 +101,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Results:
-    """All that a report is made from.
-
-    Args:
-        runs: the finished runs of each contender, at least one each; their facts include those of `Experiment.found`.
-        left_out: runs that ended without a result, with the reason.
-        more: what `Experiment.more` computed.
-    """
+    """What a report is made from: the finished runs of each contender, with the facts of `Experiment.found`; why others
+    ended without a result; and what `Experiment.more` computed."""
 
     runs: Mapping[str, Sequence[Run]]
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -142,19 +125,14 @@ class Experiment(ABC):
     contenders: Mapping[str, Any]
     seeds: tuple[int, ...] = (0, 1, 2)
 
-    caption: ClassVar[str]
-    """What the table's figures are."""
-
-    curves: ClassVar[str] = "Test error against epochs and seconds"
-    """What the picture shows."""
-
-    in_rows: ClassVar[bool] = False
-    """Whether the report's table has a row for each contender, where there are many, and not a column."""
+    caption: ClassVar[str]  # of the table
+    curves: ClassVar[str] = "Test error against epochs and seconds"  # what the picture shows
+    in_rows: ClassVar[bool] = False  # the report's table has a row for each contender, and not a column
 
     # -- defined by subclasses --------------------------------------------------------------------------------------
 
     @abstractmethod
-    def load(self, data_dir: str | Path | None) -> Any:
+    def load(self, data_dir: DataDir) -> Any:
         """The data of all runs."""
 
     @abstractmethod
@@ -166,12 +144,11 @@ class Experiment(ABC):
     def columns(self) -> Sequence[Column]:
         """The columns of the report's table."""
 
-    def probe(  # noqa: B027  most kinds have nothing to do
-        self,
-        run: Path,
-        data_dir: str | Path | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
-    ) -> None:
+    def needs(self, contender: str) -> str | None:
+        """The contender whose run of the same seed must be there before."""
+        return None
+
+    def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:  # noqa: B027
         """Evaluates a finished run, once; the result is kept in its folder."""
 
     def failed(self, trainer: Trainer, error: BlockSparseError) -> bool:
@@ -209,11 +186,7 @@ class Experiment(ABC):
     # -- the runs ------------------------------------------------------------------------------------------------
 
     def trainers(
-        self,
-        runs: Path,
-        data_dir: str | Path | None = None,
-        only: Sequence[str] = (),
-        seeds: Sequence[int] = (),
+        self, runs: Path, data_dir: DataDir = None, only: Sequence[str] = (), seeds: Sequence[int] = ()
     ) -> Iterator[Trainer]:
         """The runs, ready to be trained, one after the other.
 
@@ -225,18 +198,21 @@ class Experiment(ABC):
         Raises:
             BlockSparseError: a contender that is unknown; what loaders and trainers refuse.
         """
-        unknown = set(only) - set(self.contenders)
-        if unknown:
+        if unknown := set(only) - set(self.contenders):
             raise BlockSparseError.expected("only", f"some of {', '.join(self.contenders)}", ", ".join(unknown))
         data = self.load(data_dir)
         for seed in seeds or self.seeds:
             for name in only or self.contenders:
                 yield self.trainer(name, seed, folder(runs, name, seed), data)
 
+    def is_finished(self, run: Path) -> bool:
+        """Whether a run's folder has its result."""
+        return (run / "result.json").is_file()
+
     def finished(self, runs: Path) -> dict[str, list[Path]]:
         """The folders of the finished runs, by contender."""
         folders = {name: [folder(runs, name, seed) for seed in self.seeds] for name in self.contenders}
-        return {name: [path for path in of if (path / "result.json").is_file()] for name, of in folders.items()}
+        return {name: list(filter(self.is_finished, of)) for name, of in folders.items()}
 
 
 def folder(runs: Path, contender: str, seed: int) -> Path:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
+
+from blocksparse import checkpoint
 
 from ..data import corpora, reviews
 from ..data import text as texts
@@ -14,9 +16,34 @@ from ..models.char_lm import CharLMConfig
 from ..recipes import charlm, sentiment
 from ..recipes.compare import Run
 from ..recipes.trainer import Settings, Trainer, device_of
-from .experiment import SEEDS, Column, Experiment, fact, kept, model, setting
+from .experiment import SEEDS, Column, DataDir, Experiment, Progress, kept
 
 PROBES = "probes.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnText(Experiment):
+    """Language models on one text.
+
+    Args:
+        text: a name of `data.corpora`.
+        batch, seq: streams, and bytes of each in a step.
+        held_out: the part of the text, its tail, that is evaluated on.
+        evaluated: bytes of it that an evaluation along the way reads.
+    """
+
+    text: str
+    batch: int = 32
+    seq: int = 64
+    held_out: float = 0.02
+    evaluated: int = 300_000
+
+    def load(self, data_dir: DataDir) -> texts.Text:
+        return texts.split(corpora.load(self.text, data_dir), self.seq, name=self.text, held_out=self.held_out)
+
+    def reader(self, config: CharLMConfig, data: texts.Text, device: str) -> charlm.CharLMTask:
+        model = charlm.network(config)
+        return charlm.CharLMTask(model, data, self.batch, self.seq, self.evaluated, device_of(device))
 
 
 @dataclass(frozen=True)
@@ -28,15 +55,11 @@ class Contender:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageExperiment(Experiment):
+class LanguageExperiment(OnText):
     """Language models of one size on one text.
 
     Args:
-        text: a name of `data.corpora`.
         settings: of all of them; each has its own learning rate, each run its own seed.
-        batch, seq: streams, and bytes of each in a step.
-        held_out: the part of the text, its tail, that is evaluated on.
-        evaluated: bytes of it that an evaluation along the way reads.
         reviews: labelled texts, names of `data.reviews`, on which the models' states are probed afterwards, with the
             number of texts of each part at most; None for all.
 
@@ -44,12 +67,7 @@ class LanguageExperiment(Experiment):
     """
 
     contenders: Mapping[str, Contender]
-    text: str
     settings: Settings
-    batch: int = 32
-    seq: int = 64
-    held_out: float = 0.02
-    evaluated: int = 300_000
     reviews: Mapping[str, int | None] = field(default_factory=dict)
 
     curves: ClassVar[str] = "Bits per character against steps and seconds"
@@ -59,68 +77,54 @@ class LanguageExperiment(Experiment):
         "published figures for enwik8."
     )
 
-    def load(self, data_dir: str | Path | None) -> texts.Text:
-        content = corpora.load(self.text, data_dir)
-        return texts.split(content, self.seq, name=self.text, held_out=self.held_out)
-
     def trainer(self, contender: str, seed: int, run: Path, data: texts.Text) -> Trainer:
         of = self.contenders[contender]
         config = replace(of.config, seed=seed)
         settings = replace(self.settings, learning_rate=of.learning_rate, seed=seed)
-        device = device_of(settings.device)
-        task = charlm.CharLMTask(charlm.network(config), data, self.batch, self.seq, self.evaluated, device)
+        task = self.reader(config, data, settings.device)
         return Trainer(task, run, settings, charlm.facts(config, self.text))
 
-    def probe(
-        self,
-        run: Path,
-        data_dir: str | Path | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
-    ) -> None:
+    def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
         """The sentiment probes; by data, what `sentiment` finds."""
-        found, checkpoint = kept(run, PROBES), run / "last.safetensors"
-        device = self.settings.device
+        found, path = kept(run, PROBES), run / "last.safetensors"
         for data, limit in self.reviews.items():
             if data in found:
                 continue
             splits = reviews.load(data, data_dir)
             splits = splits if limit is None else splits.limited(limit)
-            cache = sentiment.CachedFeatures(checkpoint)
-            result = sentiment.evaluate(
-                lambda: charlm.load(checkpoint).to(device), splits, cache=cache, progress=progress
-            )
+            cache = sentiment.CachedFeatures(path)
+            load = lambda: charlm.load(path).to(self.settings.device)  # noqa: E731
+            result = sentiment.evaluate(load, splits, cache=cache, progress=progress)
             found[data] = result.as_dict() | {"limit": limit}
-            (run / PROBES).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            checkpoint.write_text(run / PROBES, json.dumps(found, indent=1) + "\n")
 
     def found(self, run: Run) -> dict[str, Any]:
         # What is long is left in the folder of the run.
         long = ("coefficients", "validation of each C")
-        return {
-            "held_out": run.held_out,
-            "bytes_per_second": run.as_dict()["bytes_per_second"],
-            "probes": {
-                data: found | {"probe": {key: value for key, value in found["probe"].items() if key not in long}}
-                for data, found in kept(run.path, PROBES).items()
-            },
+        probes = {
+            data: found | {"probe": {key: value for key, value in found["probe"].items() if key not in long}}
+            for data, found in kept(run.path, PROBES).items()
         }
+        speed = run.as_dict()["bytes_per_second"]
+        return {"held_out": run.held_out, "bytes_per_second": speed, "probes": probes}
 
     @property
     def columns(self) -> Sequence[Column]:
         return [
-            model("hidden units", "width"),
+            Column("hidden units", "task.model.width"),
             Column("pattern", lambda run, _: _pattern(run.task["model"])),
-            Column("density of the recurrent weights", lambda run, _: f"{run.config['facts']['density']:.3g}"),
-            fact("parameters", "parameters"),
-            fact("multiply-adds per byte", "multiply_adds_per_byte"),
-            setting("learning rate", "learning_rate"),
-            setting("steps", "steps"),
-            setting("steps of warm-up", "warmup"),
-            setting("gradients clipped at", "clip"),
+            Column("density of the recurrent weights", lambda run, _: f"{run.facts['density']:.3g}"),
+            Column("parameters", "facts.parameters"),
+            Column("multiply-adds per byte", "facts.multiply_adds_per_byte"),
+            Column("learning rate", "settings.learning_rate"),
+            Column("steps", "settings.steps"),
+            Column("steps of warm-up", "settings.warmup"),
+            Column("gradients clipped at", "settings.clip"),
             Column("bytes of a step", lambda run, _: run.config["bytes_per_step"]),
             SEEDS,
-            fact("bits per character, held out", "held_out"),
+            Column("bits per character, held out", "facts.held_out"),
             *(column for data, limit in self.reviews.items() for column in _probed(data, limit)),
-            fact("bytes/s", "bytes_per_second"),
+            Column("bytes/s", "facts.bytes_per_second"),
         ]
 
 
@@ -130,10 +134,20 @@ def _probed(data: str, limit: int | None) -> Iterator[Column]:
     for title, key in ((f"part of test texts{some} taken wrongly", "test error"), ("features used", "used")):
 
         def of(run: Run, _: Any, key: str = key) -> float | None:
-            probes = run.config["facts"]["probes"]
+            probes = run.facts["probes"]
             return float(probes[data]["probe"][key]) if data in probes else None
 
         yield Column(f"{data}, {title}", of)
+
+
+def _pattern(model: Mapping[str, Any]) -> str:
+    blocks = f", blocks of {model['block_size']}"
+    return {
+        "dense": "dense",
+        "barabasi_albert": f"Barabasi-Albert, m {model['m']}{blocks}",
+        "watts_strogatz": f"Watts-Strogatz, {model['neighbors']} neighbors{blocks}",
+        "random": f"random{blocks}",
+    }[model["pattern"]]
 
 
 def _small(text: str, **other: Any) -> LanguageExperiment:
@@ -169,6 +183,7 @@ def _large(text: str, **other: Any) -> LanguageExperiment:
         batch=128,
         seq=256,
         evaluated=1_000_000,
+        seeds=(0,),
         **other,
     )
 
@@ -176,16 +191,6 @@ def _large(text: str, **other: Any) -> LanguageExperiment:
 EXPERIMENTS: dict[str, Experiment] = {
     "wikipedia-small": _small("wikipedia"),
     "imdb-small": _small("imdb", reviews={"sst": None, "imdb": 2000}),
-    "wikipedia-large": _large("wikipedia", seeds=(0,)),
-    "imdb-large": _large("imdb", seeds=(0,), reviews={"sst": None, "imdb": None}),
+    "wikipedia-large": _large("wikipedia"),
+    "imdb-large": _large("imdb", reviews={"sst": None, "imdb": None}),
 }
-
-
-def _pattern(model: Mapping[str, Any]) -> str:
-    blocks = f", blocks of {model['block_size']}"
-    return {
-        "dense": "dense",
-        "barabasi_albert": f"Barabasi-Albert, m {model['m']}{blocks}",
-        "watts_strogatz": f"Watts-Strogatz, {model['neighbors']} neighbors{blocks}",
-        "random": f"random{blocks}",
-    }[model["pattern"]]

@@ -14,7 +14,7 @@ from ..recipes import pixelcnn
 from ..recipes.compare import Run
 from ..recipes.settings import Settings
 from ..recipes.trainer import Trainer
-from .experiment import SEEDS, Column, Experiment, fact, model, setting
+from .experiment import SEEDS, Column, DataDir, Experiment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class PixelExperiment(Experiment):
         "are of 160 filters and far longer training."
     )
 
-    def load(self, data_dir: str | Path | None) -> images.Images:
+    def load(self, data_dir: DataDir) -> images.Images:
         return images.load(self.data, data_dir)
 
     def trainer(self, contender: str, seed: int, run: Path, data: images.Images) -> Trainer:
@@ -54,23 +54,21 @@ class PixelExperiment(Experiment):
 
     @property
     def columns(self) -> Sequence[Column]:
+        every, steps = self.settings.eval_every, self.settings.steps
         return [
             Column("channels", lambda run, _: _channels(run.task["model"])),
-            Column(
-                "gated residual layers of a stage",
-                lambda run, _: run.task["model"]["resnets"] * run.task["model"]["depth"],
-            ),
-            fact("parameters", "parameters"),
-            model("dropout", "dropout"),
-            setting("learning rate", "learning_rate"),
-            setting("steps of warm-up", "warmup"),
-            setting("running mean of the weights", "ema"),
-            Column("images of a step", lambda run, _: run.task["batch"]),
-            fact("images to test on", "tested"),
+            Column("gated residual layers of a stage", lambda run, _: _layers(run.task["model"])),
+            Column("parameters", "facts.parameters"),
+            Column("dropout", "task.model.dropout"),
+            Column("learning rate", "settings.learning_rate"),
+            Column("steps of warm-up", "settings.warmup"),
+            Column("running mean of the weights", "settings.ema"),
+            Column("images of a step", "task.batch"),
+            Column("images to test on", "facts.tested"),
             SEEDS,
             *(
                 Column(f"bits per dimension after {step:,} steps", partial(_at, step=step), 3)
-                for step in range(self.settings.eval_every, self.settings.steps + 1, self.settings.eval_every)
+                for step in range(every, steps + 1, every)
             ),
             Column("seconds of training per step", lambda run, _: run.seconds / run.steps, 3),
         ]
@@ -79,6 +77,10 @@ class PixelExperiment(Experiment):
 def _channels(model: Mapping[str, Any]) -> str:
     groups = model["sparse"]
     return f"{model['filters']}, " + ("dense" if groups is None else f"{groups} shuffled groups")
+
+
+def _layers(model: Mapping[str, Any]) -> int:
+    return model["resnets"] * model["depth"]
 
 
 def _at(run: Run, contender: Any, step: int) -> float:

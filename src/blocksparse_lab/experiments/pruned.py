@@ -13,7 +13,7 @@ from blocksparse import checkpoint
 from blocksparse.checkpoint import part
 from blocksparse.conversion import load_sparsified
 
-from ..data import corpora, tables
+from ..data import tables
 from ..data import text as texts
 from ..data.table import Table
 from ..models.char_lm import CharLMConfig
@@ -21,8 +21,9 @@ from ..models.mlp import SparseMLP
 from ..recipes import charlm
 from ..recipes.classify import ClassifyTask
 from ..recipes.prune import Pruning
-from ..recipes.trainer import Settings, device_of
-from .experiment import Experiment
+from ..recipes.trainer import Settings, Task
+from .experiment import DataDir, Experiment
+from .language import OnText
 from .pruning import BATCH, DENSE, MODEL, Dense, PruningExperiment
 
 
@@ -43,15 +44,13 @@ class ClassifierPruning(PruningExperiment):
     learning_rate: float = 1e-3
     figure: ClassVar[str] = "test accuracy, %"
 
-    def load(self, data_dir: str | Path | None) -> Table:
+    def load(self, data_dir: DataDir) -> Table:
         return tables.load(self.data, data_dir)
 
-    def task(self, seed: int, data: Table) -> ClassifyTask:
+    def dense(self, seed: int, data: Table) -> tuple[Task, Settings, dict[str, Any]]:
         sizes = [data.features, *self.hidden, len(data.classes)]
-        return ClassifyTask(_mlp(sizes, seed), data, self.epochs, self.batch, seed=seed, about={"sizes": sizes})
-
-    def settings(self, seed: int, task: Any) -> Settings:
-        return Settings(
+        task = ClassifyTask(_mlp(sizes, seed), data, self.epochs, self.batch, seed=seed, about={"sizes": sizes})
+        settings = Settings(
             steps=task.steps,
             learning_rate=self.learning_rate,
             warmup=min(100, task.steps // 10),
@@ -61,9 +60,7 @@ class ClassifierPruning(PruningExperiment):
             save_minutes=2.0,
             seed=seed,
         )
-
-    def facts(self, task: Any) -> dict[str, Any]:
-        return {"data": self.data, "tested": task.data.tested, "epochs": self.epochs}
+        return task, settings, {"data": self.data, "tested": data.tested, "epochs": self.epochs}
 
     def opened(self, run: Path) -> nn.Module:
         tensors, about = checkpoint.load(run / MODEL)
@@ -77,23 +74,11 @@ class ClassifierPruning(PruningExperiment):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguagePruning(PruningExperiment):
-    """An LSTM that reads bytes.
-
-    Args:
-        config: of the dense model.
-        text: a name of `data.corpora`.
-        trained: how.
-        batch, seq, held_out, evaluated: as of `LanguageExperiment`.
-    """
+class LanguagePruning(PruningExperiment, OnText):
+    """An LSTM that reads bytes: the dense model, and how it is trained."""
 
     config: CharLMConfig
-    text: str
     trained: Settings
-    batch: int = 32
-    seq: int = 64
-    held_out: float = 0.02
-    evaluated: int = 300_000
     figure: ClassVar[str] = "bits per character, held out"
     unit: ClassVar[str] = "%"
     digits: ClassVar[int] = 1
@@ -101,27 +86,15 @@ class LanguagePruning(PruningExperiment):
     def compared(self, found: float, dense: float) -> float:
         return 100 * (found / dense - 1)
 
-    def load(self, data_dir: str | Path | None) -> texts.Text:
-        return texts.split(corpora.load(self.text, data_dir), self.seq, name=self.text, held_out=self.held_out)
-
-    def task(self, seed: int, data: texts.Text) -> charlm.CharLMTask:
-        model, device = charlm.network(replace(self.config, seed=seed)), device_of(self.trained.device)
-        return charlm.CharLMTask(model, data, self.batch, self.seq, self.evaluated, device)
-
-    def settings(self, seed: int, task: Any) -> Settings:
-        return replace(self.trained, seed=seed)
-
-    def facts(self, task: Any) -> dict[str, Any]:
-        return charlm.facts(self.config, self.text)
+    def dense(self, seed: int, data: texts.Text) -> tuple[Task, Settings, dict[str, Any]]:
+        task = self.reader(replace(self.config, seed=seed), data, self.trained.device)
+        return task, replace(self.trained, seed=seed), charlm.facts(self.config, self.text)
 
     def opened(self, run: Path) -> nn.Module:
         return charlm.load(run / MODEL)
 
     def inputs(self, model: Any) -> Tensor:
         return torch.randint(256, (self.seq, BATCH))
-
-    def shown(self, held_out: float) -> float:
-        return held_out
 
 
 def _mlp(sizes: list[int], seed: int) -> SparseMLP:

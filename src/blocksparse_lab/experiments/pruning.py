@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ from ..machine import machine, where
 from ..recipes.compare import Run
 from ..recipes.prune import PruneTask, Pruning, finished
 from ..recipes.trainer import Settings, Task, Trainer
-from .experiment import Column, Experiment, Results, Table, folder, kept, seconds, setting
+from .experiment import Column, DataDir, Experiment, Progress, Results, Table, folder, kept
 
 Runs = Mapping[str, Sequence[Run]]
 
@@ -70,26 +70,13 @@ class PruningExperiment(Experiment):
 
     # -- defined by subclasses --------------------------------------------------------------------------------------
 
-    figure: ClassVar[str]
-    """The name of the quality."""
-
-    unit: ClassVar[str] = "points"
-    """What it is compared with that of the dense net in."""
-
-    digits: ClassVar[int] = 2
-    """Of that."""
+    figure: ClassVar[str]  # the name of the quality
+    unit: ClassVar[str] = "points"  # in which it is compared with that of the dense net
+    digits: ClassVar[int] = 2  # of that
 
     @abstractmethod
-    def task(self, seed: int, data: Any) -> Task:
-        """The training of the dense net."""
-
-    @abstractmethod
-    def settings(self, seed: int, task: Task) -> Settings:
-        """How it is trained."""
-
-    @abstractmethod
-    def facts(self, task: Task) -> dict[str, Any]:
-        """Further facts for `config.json`."""
+    def dense(self, seed: int, data: Any) -> tuple[Task, Settings, dict[str, Any]]:
+        """The training of the dense net, and further facts for `config.json`."""
 
     @abstractmethod
     def opened(self, run: Path) -> nn.Module:
@@ -99,9 +86,9 @@ class PruningExperiment(Experiment):
     def inputs(self, model: Any) -> Tensor:
         """The inputs to measure inference with."""
 
-    @abstractmethod
     def shown(self, held_out: float) -> float:
         """A held-out figure as quality."""
+        return held_out
 
     def compared(self, found: float, dense: float) -> float:
         """A quality, compared with that of the dense net."""
@@ -110,13 +97,15 @@ class PruningExperiment(Experiment):
     # -- runs ----------------------------------------------------------------------------------------------------
 
     def trainer(self, contender: str, seed: int, run: Path, data: Any) -> Trainer:
-        pruning, task = self.contenders[contender], self.task(seed, data)
-        settings, facts = self.settings(seed, task), self.facts(task)
+        pruning, (task, settings, facts) = self.contenders[contender], self.dense(seed, data)
         settings = replace(settings, steps=pruning.times * settings.steps)
         if isinstance(pruning, Pruning):
-            q = self._percentiles(folder(run.parent, DENSE, seed)) if pruning.method == "threshold" else None
+            q = self._percentiles(folder(run.parent, DENSE, seed)) if self.needs(contender) else None
             task = PruneTask(task, pruning, settings.steps, seed, q)
         return Trainer(task, run, settings, facts)
+
+    def needs(self, contender: str) -> str | None:
+        return DENSE if self.contenders[contender].method == "threshold" else None
 
     def _percentiles(self, dense: Path) -> dict[str, float]:
         if not (dense / MODEL).is_file():
@@ -124,14 +113,9 @@ class PruningExperiment(Experiment):
             raise BlockSparseError.expected("threshold", needed, f"none in {dense}")
         return sparsity.percentiles(self.opened(dense))
 
-    def probe(
-        self,
-        run: Path,
-        data_dir: str | Path | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
-    ) -> None:
+    def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
         """Saves the truly sparse model and its quality."""
-        if (run / MODEL).is_file():
+        if self.is_finished(run):
             return
         contender, _, seed = run.name.rpartition("-")
         trainer = self.trainer(contender, int(seed), run, self.load(data_dir))
@@ -142,13 +126,12 @@ class PruningExperiment(Experiment):
                 raise
             return
         task = trainer.task
+        found: dict[str, Any] = {"numbers": sum(parameter.numel() for parameter in model.parameters()), "density": 1.0}
+        if isinstance(task, PruneTask):
+            found["density"] = task.method.density
+            found["blocks"] = {name: layout.nnz for name, layout in task.method.layouts().items()}
         with torch.no_grad():
-            found: dict[str, Any] = {"held_out": task.evaluate(model), **_stored(model)}
-            if isinstance(task, PruneTask):
-                found["density"] = task.method.density
-                found["blocks"] = {name: layout.nnz for name, layout in task.method.layouts().items()}
-            else:
-                found["density"] = 1.0
+            found["held_out"] = task.evaluate(model)
             if contender == DENSE:
                 found["pruned"] = [
                     {"density": density, "held_out": task.evaluate(self._pruned(model, density))}
@@ -166,9 +149,9 @@ class PruningExperiment(Experiment):
         checkpoint.write_text(trainer.run / PROBED, json.dumps({"failed": str(error)}, indent=1) + "\n")
         return True
 
-    def finished(self, runs: Path) -> dict[str, list[Path]]:
-        """The folders of the finished runs whose models were kept, by contender."""
-        return {name: [path for path in of if (path / MODEL).is_file()] for name, of in super().finished(runs).items()}
+    def is_finished(self, run: Path) -> bool:
+        """Whether its model was kept too."""
+        return super().is_finished(run) and (run / MODEL).is_file()
 
     def _pruned(self, dense: nn.Module, density: float) -> nn.Module:
         return sparsify(dense, density, criterion="lamp", skip=self.skip, force=True)
@@ -223,34 +206,31 @@ class PruningExperiment(Experiment):
 
     @property
     def columns(self) -> Sequence[Column]:
-        def sparse(key: str) -> Callable[[Run, Any], float]:
-            return lambda run, _: float(_sparse(run)[key])
-
-        def inference(key: str, scale: float) -> Callable[[Run, Any], float | None]:
-            return lambda run, _: scale * race[key] if (race := run.config["facts"]["inference"]) else None
+        def milliseconds(run: Run, _: Any) -> float | None:
+            return 1e3 * race["seconds"] if (race := run.facts["inference"]) else None
 
         def quality(run: Run, _: Any) -> float:
-            return self.shown(_sparse(run)["held_out"])
+            return self.shown(run.facts["sparse"]["held_out"])
 
         inputs = any(_of_inputs(one.block_size) for one in self.contenders.values() if isinstance(one, Pruning))
         return [
-            Column("density", sparse("density"), 3),
-            setting("steps", "steps"),
+            Column("density", lambda run, _: float(run.facts["sparse"]["density"]), 3),
+            Column("steps", "settings.steps"),
             Column("of them dense, %", lambda _, of: f"{100 * of.search:.0f}"),
-            *([Column("inputs used", lambda run, _: _inputs_used(run), 0)] if inputs else ()),
-            Column("numbers stored", sparse("numbers"), 0),
+            *([Column("inputs used", _inputs_used, 0)] if inputs else ()),
+            Column("numbers stored", lambda run, _: float(run.facts["sparse"]["numbers"]), 0),
             Column(self.figure, quality, 3),
             Column(f"against dense, {self.unit}", quality, self.digits, DENSE, self.compared),
-            Column(f"ms of inference, {BATCH} at once", inference("seconds", 1e3), 2),
-            Column("times as fast as dense", inference("speed_up", 1), 2),
-            seconds(0),
+            Column(f"ms of inference, {BATCH} at once", milliseconds, 2),
+            Column("times as fast as dense", "facts.inference.speed_up", 2),
+            Column("seconds of training", "seconds", 0),
         ]
 
     def tables(self, of: Results) -> Iterator[Table]:
         yield from super().tables(of)
         dense = of.runs[DENSE][0] if DENSE in of.runs else None
-        if dense and _sparse(dense).get("pruned"):
-            first = self.shown(_sparse(dense)["held_out"])
+        if dense and dense.facts["sparse"].get("pruned"):
+            first = self.shown(dense.facts["sparse"]["held_out"])
             yield Table(
                 "The dense one, pruned in one shot after its training (criterion `lamp`) and not trained again:",
                 ("density", self.figure, f"against dense, {self.unit}", "times as fast as dense"),
@@ -264,16 +244,14 @@ class PruningExperiment(Experiment):
                     for one, race in _pruned_later(dense)
                 ],
             )
-        layers = {name: runs[0].config["facts"]["inference"].get("layers") for name, runs in of.runs.items()}
-        layers = {name: some for name, some in layers.items() if some}
+        layers = {name: some for name, (run, *_) in of.runs.items() if (some := run.facts["inference"].get("layers"))}
         if names := list(dict.fromkeys(weight for some in layers.values() for weight in some)):
-            cells = {
-                name: [f"{some[w][0]:.3f}, {some[w][1]:.1f}x" if w in some else "dense" for w in names]
+            rows = [
+                (name, *(f"{some[w][0]:.3f}, {some[w][1]:.1f}x" if w in some else "dense" for w in names))
                 for name, some in layers.items()
-            }
-            rows = [(name, *found) for name, found in cells.items()]
+            ]
             yield Table("Density of each layer, and how many times as fast as dense it is:", ("", *names), rows)
-        if dense and (machine := dense.config["facts"]["raced on"]):
+        if dense and (machine := dense.facts["raced on"]):
             load = f"{machine['load'][0]:.1f}"
             yield Table("Inference was measured on:", ("machine", "load before"), [(where(machine), load)])
 
@@ -307,7 +285,7 @@ class PruningExperiment(Experiment):
         room = max(0.5 * (max(trained) - min(trained)), 1e-3)
         axes.set_ylim(min(trained) - room, max(trained) + room)
         axes.grid(color="0.9", lw=0.8)
-        machine = next(iter(of.runs.values()))[0].config["facts"]["raced on"]
+        machine = next(iter(of.runs.values()))[0].facts["raced on"]
         figure.supxlabel(where(machine), size=7.5, color="0.4", x=0.01, ha="left")
         label_points(axes, labels)
         save(figure, path)
@@ -315,30 +293,21 @@ class PruningExperiment(Experiment):
     def _points(self, of: Runs) -> dict[str, list[tuple[float, float, float]]]:
         """Milliseconds, quality and density of each model, by method."""
         found: dict[str, list[tuple[float, float, float]]] = {}
-        for name, runs in of.items():
-            for run in runs:
-                models = [(_method(self.contenders[name]), _sparse(run), run.config["facts"]["inference"])]
-                models += [(NOT_RETRAINED, one, race) for one, race in _pruned_later(run)]
-                for method, sparse, race in models:
-                    if race:
-                        point = 1e3 * race["seconds"], self.shown(sparse["held_out"]), sparse["density"]
-                        found.setdefault(method, []).append(point)
+        for name, run in ((name, run) for name, runs in of.items() for run in runs):
+            models = [(_method(self.contenders[name]), run.facts["sparse"], run.facts["inference"])]
+            models += [(NOT_RETRAINED, one, race) for one, race in _pruned_later(run)]
+            for method, sparse, race in models:
+                if race:
+                    point = 1e3 * race["seconds"], self.shown(sparse["held_out"]), sparse["density"]
+                    found.setdefault(method, []).append(point)
         return found
-
-
-def _sparse(run: Run) -> dict[str, Any]:
-    return run.config["facts"]["sparse"]
 
 
 def _pruned_later(run: Run) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Quality and inference of the dense one, pruned after its training."""
-    raced = run.config["facts"]["inference"].get("pruned", {})
-    for one in _sparse(run).get("pruned", ()):
+    raced = run.facts["inference"].get("pruned", {})
+    for one in run.facts["sparse"].get("pruned", ()):
         yield one, raced.get(f"{one['density']:g}", {})
-
-
-def _stored(model: nn.Module) -> dict[str, int]:
-    return {"numbers": sum(parameter.numel() for parameter in model.parameters())}
 
 
 def _method(pruning: Pruning | Dense) -> str:
@@ -350,7 +319,7 @@ def _of_inputs(block_size: int | tuple[int, int]) -> bool:
     return isinstance(block_size, tuple) and block_size[1] == 1 < block_size[0]
 
 
-def _inputs_used(run: Run) -> float | str:
+def _inputs_used(run: Run, _: Any) -> float | str:
     """The blocks of the one pruned weight of such a net."""
-    blocks = _sparse(run).get("blocks")
+    blocks = run.facts["sparse"].get("blocks")
     return "all" if blocks is None else float(sum(blocks.values()))

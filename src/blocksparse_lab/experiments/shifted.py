@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,8 +11,8 @@ from ..data import images
 from ..recipes import resnet
 from ..recipes.compare import Run
 from ..recipes.trainer import Trainer
-from .classifiers import last, seconds_per_epoch
-from .experiment import SEEDS, Column, Experiment, fact, kept, model, said, setting
+from .classifiers import seconds_per_epoch
+from .experiment import SEEDS, Column, DataDir, Experiment, Progress, kept, said
 
 KEPT = "consistency.json"
 
@@ -40,18 +40,13 @@ class ShiftExperiment(Experiment):
         "at random. Mean and standard deviation over the seeds; the difference is run by run with the same seed."
     )
 
-    def load(self, data_dir: str | Path | None) -> images.Images:
+    def load(self, data_dir: DataDir) -> images.Images:
         return images.load(self.data, data_dir)
 
     def trainer(self, contender: str, seed: int, run: Path, data: images.Images) -> Trainer:
         return resnet.trainer(self.contenders[contender], data, run, seed)
 
-    def probe(
-        self,
-        run: Path,
-        data_dir: str | Path | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
-    ) -> None:
+    def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
         """The consistency over shifts."""
         if kept(run, KEPT).get("images") != self.shifted:
             report = (lambda done, of: progress("shifts", done, of)) if progress else None
@@ -59,45 +54,42 @@ class ShiftExperiment(Experiment):
 
     def found(self, run: Run) -> dict[str, Any]:
         return {
-            "accuracy": 100 - last(run),
+            "accuracy": 100 - run.evaluations[-1]["held_out"],
             "seconds_per_epoch": seconds_per_epoch(run),
             "consistency": kept(run.path, KEPT),
         }
 
     @property
     def columns(self) -> Sequence[Column]:
-        def consistency(key: str) -> Callable[[Run, Any], Any]:
-            return lambda run, _: run.config["facts"]["consistency"].get(key)
-
         first = next(iter(self.contenders))
         return [
             Column("down-sampling", lambda run, _: _sampling(run.task["model"])),
             Column("padding", lambda run, _: run.task["model"]["padding_mode"] or "zeros"),
             Column("density of the convolutions", lambda run, _: said(run.task["model"]["density"] or "dense")),
             Column("channels of the stages", lambda run, _: said(_channels(run.task["model"]))),
-            model("blocks of the stages", "blocks"),
-            fact("parameters", "parameters"),
-            setting("learning rate", "learning_rate"),
-            setting("weight decay", "weight_decay"),
-            Column("images of a batch", lambda run, _: run.task["batch"]),
-            fact("epochs", "epochs"),
+            Column("blocks of the stages", "task.model.blocks"),
+            Column("parameters", "facts.parameters"),
+            Column("learning rate", "settings.learning_rate"),
+            Column("weight decay", "settings.weight_decay"),
+            Column("images of a batch", "task.batch"),
+            Column("epochs", "facts.epochs"),
             SEEDS,
-            fact("images to test on", "tested"),
-            fact("test accuracy, %", "accuracy", 2),
-            fact(f"test accuracy, against {first}", "accuracy", 2, against=first),
-            Column("images shifted", consistency("images")),
-            Column("circular shifts of each", consistency("shifts")),
+            Column("images to test on", "facts.tested"),
+            Column("test accuracy, %", "facts.accuracy", 2),
+            Column(f"test accuracy, against {first}", "facts.accuracy", 2, against=first),
+            Column("images shifted", "facts.consistency.images"),
+            Column("circular shifts of each", "facts.consistency.shifts"),
             Column(
                 "consistency over all circular shifts, %",
-                lambda run, _: (share := consistency("agreement")(run, _)) and 100.0 * share,
+                lambda run, _: (share := run.facts["consistency"].get("agreement")) and 100.0 * share,
                 2,
             ),
             Column(
                 "largest difference of a logit by a shift",
-                consistency("difference"),
+                "facts.consistency.difference",
                 show=lambda found: f"{max(found):.1e}",
             ),
-            fact("seconds of training per epoch", "seconds_per_epoch", 1),
+            Column("seconds of training per epoch", "facts.seconds_per_epoch", 1),
         ]
 
 

@@ -76,6 +76,10 @@ class Run:
         return self.config["task"]
 
     @property
+    def facts(self) -> dict[str, Any]:
+        return self.config["facts"]
+
+    @property
     def steps(self) -> int:
         """The steps done, as far as the log knows."""
         return max((line["step"] for line in self.log), default=0)
