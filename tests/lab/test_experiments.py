@@ -13,9 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 import blocksparse as bs
+from blocksparse import checkpoint
 from blocksparse_lab import experiments
 from blocksparse_lab.cli import app
-from blocksparse_lab.experiments import classifiers, language, report
+from blocksparse_lab.experiments import classifiers, language, queue, report
 from blocksparse_lab.experiments.classifiers import ClassifierExperiment
 from blocksparse_lab.experiments.language import Contender, LanguageExperiment
 from blocksparse_lab.models.char_lm import CharLMConfig, multiply_adds, parameter_count
@@ -89,6 +90,44 @@ def test_all_read_the_same_text_in_the_same_order(tiny, tmp_path):
     assert len(chunks) == 4
     assert all((chunk == chunks[0]).all() for chunk in chunks)
     assert [trainer.run.name for trainer in tiny.trainers(tmp_path, only=["wide"], seeds=[1])] == ["wide-1"]
+
+
+def test_the_queue_trains_what_is_missing(tiny, tmp_path):
+    command(tmp_path, "--only", "dense", "--seed", "1")
+    said, runs, _ = command(tmp_path, "--cores", "2")
+    assert "3 runs are missing; 2 at a time" in said
+    assert all(f"tiny {name}-{seed}: " in said for name, seed in (("dense", 0), ("wide", 0), ("wide", 1)))
+    assert {name: len(of) for name, of in runs.items()} == {"dense": 2, "wide": 2}
+    assert {run.result["machine"]["threads"] for of in runs.values() for run in of[:1]} == {1}
+
+
+def test_the_queue_ends_after_a_step(tiny, tmp_path):
+    long = replace(tiny, settings=replace(tiny.settings, steps=10**6), seeds=(0,))
+    refused = replace(tiny, text="nothing", seeds=(0,))
+    jobs = queue.missing({"long": long, "refused": refused}, tmp_path, only=["dense"])
+    caught, heard = [], {}
+    for job, news in queue.train(jobs, cores=2, caught=caught):
+        heard.setdefault(job.name, []).append(news)
+        if "long" in heard and "refused" in heard:
+            caught.append(2)
+    assert [news.failed for news in heard["refused"]] == [True]
+    assert "nothing" in heard["refused"][0].text
+    step = checkpoint.about(tmp_path / "long" / "dense-0" / "last.safetensors")["step"]
+    assert step >= heard["long"][-1].done > 0
+    assert [job.run.name for job in queue.missing({"long": long}, tmp_path, only=["dense"])] == ["dense-0"]
+    assert list(queue.train(jobs, cores=1, seconds=0)) == []
+
+
+def test_the_queue_waits_for_what_a_run_needs(tmp_path):
+    of = experiments.find("prune-charlm")
+    jobs = queue.missing({"prune-charlm": of}, tmp_path, only=["dense", "threshold-1"])
+    assert [job.is_ready() for job in jobs] == [True, False]
+    ((_, news),) = queue.train(jobs[1:], cores=1)
+    assert news.failed
+    assert "dense-0, which is not finished" in news.text
+    for bad in (lambda: list(queue.train(jobs, 0)), lambda: queue.missing({}, tmp_path, only=["none"])):
+        with pytest.raises(bs.BlockSparseError, match="expected"):
+            bad()
 
 
 def test_bad_input(tiny, tmp_path):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand
 
 from blocksparse.errors import BlockSparseError
 
 from .stages import stages
+from .tables import say
 from .train import show
+
+if TYPE_CHECKING:
+    from ..experiments import Experiment
 
 
 class Experiments(TyperCommand):
@@ -27,7 +32,7 @@ class Experiments(TyperCommand):
 
 
 def experiment(
-    name: Annotated[str, typer.Argument(help="One of those below.")],
+    name: Annotated[list[str], typer.Argument(help="Some of those below, or all.")],
     runs: Annotated[Path, typer.Option(help="A folder for the runs; those that are there go on.")] = Path("runs"),
     out: Annotated[Path, typer.Option(help="A folder for the report.")] = Path("docs/results"),
     data_dir: Annotated[
@@ -39,31 +44,94 @@ def experiment(
         bool, typer.Option("--add", help="Models without a run here stay in the report as they are.")
     ] = False,
     redraw: Annotated[bool, typer.Option("--redraw", help="Only the report, again, from its JSON.")] = False,
+    cores: Annotated[
+        int | None, typer.Option(help="Trains as many runs at a time, one thread each; of several: the idle cores.")
+    ] = None,
+    hours: Annotated[float | None, typer.Option(help="Stops after this time; the same command goes on.")] = None,
 ) -> None:
     """Trains what an experiment compares, probes it, and writes what came out as JSON, Markdown and PNG.
 
-    Every run goes on where it was stopped; several processes may do different ones (--only, --seed).
+    Every run goes on where it was stopped; several processes may do different ones (--only, --seed). Of several
+    experiments, or with --cores or --hours, the missing runs are trained side by side.
     """
     from .. import experiments
 
     console = Console()
-    chosen = experiments.find(name)
-    folder = runs / name
-    console.print(f"[bold]{name}[/]: {chosen.about}", highlight=False)
+    chosen = experiments.EXPERIMENTS if "all" in name else {one: experiments.find(one) for one in name}
     if redraw:
-        for path in experiments.draw(name, chosen, out):
-            console.print(f"wrote {path}", highlight=False, soft_wrap=True)
-        return
-    for trainer in chosen.trainers(folder, data_dir, only or (), seed or ()):
+        for one, of in chosen.items():
+            if len(chosen) == 1 or (out / f"{one}.json").exists():
+                _wrote(console, experiments.draw(one, of, out))
+    elif len(chosen) > 1 or cores is not None or hours is not None:
+        _side_by_side(console, chosen, runs, out, data_dir, only or (), seed or (), cores, hours)
+    else:
+        ((one, of),) = chosen.items()
+        console.print(f"[bold]{one}[/]: {of.about}", highlight=False)
+        _one_by_one(console, of, runs / one, data_dir, only or (), seed or ())
+        _wrote(console, experiments.write(one, of, runs / one, out, add))
+
+
+def _one_by_one(console: Console, of: Experiment, runs: Path, data_dir: Path | None, only: Any, seeds: Any) -> None:
+    for trainer in of.trainers(runs, data_dir, only, seeds):
         console.print(f"[bold]{trainer.run.name}[/]", highlight=False)
         try:
             show(console, trainer)
         except BlockSparseError as error:
-            if not chosen.failed(trainer, error):
+            if not of.failed(trainer, error):
                 raise
-            console.print(f"[yellow]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+            say(console, str(error), "yellow")
             continue
         with stages(console) as tell:
-            chosen.probe(trainer.run, data_dir, tell)
-    for path in experiments.write(name, chosen, folder, out, add):
-        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+            of.probe(trainer.run, data_dir, tell)
+
+
+def _side_by_side(
+    console: Console,
+    chosen: dict[str, Experiment],
+    runs: Path,
+    out: Path,
+    data_dir: Path | None,
+    only: Any,
+    seeds: Any,
+    cores: int | None,
+    hours: float | None,
+) -> None:
+    from .. import experiments
+    from ..experiments import queue
+    from ..recipes.signals import signals
+
+    if hours is not None and not hours > 0:
+        raise BlockSparseError.expected("hours", "a positive number", hours)
+    jobs = queue.missing(chosen, runs, only, seeds)
+    cores = queue.idle_cores() if cores is None else cores
+    say(console, f"{len(jobs)} runs are missing; {cores} at a time")
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn()
+    bars: dict[Path, Any] = {}
+    finished: dict[str, None] = {}  # names of experiments, in order
+    with (
+        signals() as caught,
+        Progress(*columns, TextColumn("{task.fields[text]}"), console=console, disable=not console.is_terminal) as bar,
+    ):
+        for job, news in queue.train(jobs, cores, float("inf") if hours is None else 3600 * hours, data_dir, caught):
+            title = f"{job.name} {job.run.name}"
+            if job.run not in bars:
+                bars[job.run] = bar.add_task(escape(title), total=None, text="")
+            bar.update(bars[job.run], completed=news.done, total=news.of or None, text=escape(news.text))
+            if news.finished or news.failed:
+                bar.update(bars[job.run], visible=False)
+                say(bar.console, f"{title}: {news.text}", "green" if news.finished else "yellow")
+            if news.finished:
+                finished[job.name] = None
+    left = len(queue.missing(chosen, runs, only, seeds))
+    for one in finished:
+        add = (out / f"{one}.json").exists()
+        _wrote(console, experiments.write(one, chosen[one], runs / one, out, add))
+    if left:
+        say(console, f"{left} of {len(jobs)} runs are left; the same command goes on", "yellow")
+    if caught:
+        raise typer.Exit(128 + caught[0])
+
+
+def _wrote(console: Console, paths: list[Path]) -> None:
+    for path in paths:
+        say(console, f"wrote {path}")

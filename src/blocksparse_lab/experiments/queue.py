@@ -1,0 +1,170 @@
+"""Trains the missing runs of several experiments at the same time, each in a process of one thread."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blocksparse.errors import BlockSparseError
+
+from ..recipes.signals import Interrupted
+from ..recipes.trainer import Callback, Trainer
+from .experiment import DataDir, Experiment, folder
+
+SECONDS_BETWEEN_NEWS = 0.2
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of an experiment that is to be trained."""
+
+    name: str
+    experiment: Experiment
+    contender: str
+    seed: int
+    runs: Path
+
+    @property
+    def run(self) -> Path:
+        return folder(self.runs, self.contender, self.seed)
+
+    @property
+    def needs(self) -> Path | None:
+        """The run that must be finished before."""
+        needed = self.experiment.needs(self.contender)
+        return None if needed is None else folder(self.runs, needed, self.seed)
+
+    def is_ready(self) -> bool:
+        return self.needs is None or self.experiment.is_finished(self.needs)
+
+
+@dataclass(frozen=True)
+class News:
+    """How far a run is; at its end also whether it is finished, or why not."""
+
+    text: str = ""
+    done: int = 0
+    of: int = 0
+    finished: bool = False
+    failed: bool = False
+
+
+def missing(
+    named: Mapping[str, Experiment], runs: Path, only: Sequence[str] = (), seeds: Sequence[int] = ()
+) -> list[Job]:
+    """The runs of experiments without a result, each experiment's in a folder of its name."""
+    if unknown := set(only) - {contender for of in named.values() for contender in of.contenders}:
+        raise BlockSparseError.expected("only", "some of the models", ", ".join(unknown))
+    left_out = {name: of.left_out(runs / name) for name, of in named.items()}
+    jobs = [
+        Job(name, of, contender, seed, runs / name)
+        for name, of in named.items()
+        for seed in seeds or of.seeds
+        for contender in of.contenders
+        if not only or contender in only
+    ]
+    return [job for job in jobs if not job.experiment.is_finished(job.run) and job.run.name not in left_out[job.name]]
+
+
+def idle_cores() -> int:
+    """The cores that nothing runs on, one at least."""
+    return max(1, (os.cpu_count() or 1) - round(os.getloadavg()[0]))
+
+
+def train(
+    jobs: Sequence[Job], cores: int, seconds: float = math.inf, data_dir: DataDir = None, caught: Sequence[int] = ()
+) -> Iterator[tuple[Job, News]]:
+    """Trains runs, and yields what is heard of them.
+
+    After so many seconds, or a signal in `caught`, those at work finish their step and save; a later call goes on.
+    """
+    if cores < 1:
+        raise BlockSparseError.expected("cores", "a positive int", cores)
+    context, end = get_context("spawn"), time.monotonic() + seconds
+    waiting, at_work = list(jobs), dict[Any, tuple[Job, Any]]()
+    try:
+        while not caught and (left := end - time.monotonic()) > 0:
+            ready = [job for job in waiting if job.is_ready()]
+            for job in ready[: cores - len(at_work)]:
+                waiting.remove(job)
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_work, args=(job, data_dir, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                at_work[ours] = job, process
+            if not at_work:
+                break
+            connection: Any
+            for connection in wait(list(at_work), min(1.0, left)):
+                job, process = at_work[connection]
+                try:
+                    news = connection.recv()
+                except EOFError:
+                    process.join()
+                    news = News(f"the process ended with code {process.exitcode}", failed=True)
+                if news.finished or news.failed:
+                    del at_work[connection]
+                    process.join()
+                yield job, news
+        else:
+            return
+        for job in waiting:
+            yield job, News(f"needs {job.needs}, which is not finished", failed=True)
+    finally:
+        for _, process in at_work.values():
+            process.terminate()
+        for _, process in at_work.values():
+            process.join()
+
+
+def _work(job: Job, data_dir: DataDir, told: Connection) -> None:
+    """Trains and probes a run, in a process of its own."""
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()  # Ctrl-C reaches the queue alone, which then ends this
+    torch.set_num_threads(1)
+    of = job.experiment
+    with suppress(Interrupted):
+        try:
+            trainer = of.trainer(job.contender, job.seed, job.run, of.load(data_dir))
+            try:
+                trainer.train(_Teller(trainer, told))
+            except BlockSparseError as error:
+                if not of.failed(trainer, error):
+                    raise
+                told.send(News(f"a result: {error}", failed=True))
+                return
+            of.probe(job.run, data_dir, lambda stage, done, total: told.send(News(stage, done, total)))
+            told.send(News(f"{trainer.held_out:.4f} {trainer.task.unit}", finished=True))
+        except BlockSparseError as error:
+            told.send(News(str(error), failed=True))
+
+
+class _Teller(Callback):
+    """Tells the queue how far a run is."""
+
+    def __init__(self, trainer: Trainer, told: Connection):
+        self.trainer, self.told, self.last, self.text = trainer, told, 0.0, ""
+
+    def logged(self, record: Mapping[str, Any]) -> None:
+        if "held_out" in record:
+            self.text = f"{record['held_out']:.4f} {self.trainer.task.unit}"
+
+    def after_step(self, step: int) -> None:
+        if (now := time.monotonic()) - self.last < SECONDS_BETWEEN_NEWS:
+            return
+        self.last = now
+        try:
+            self.told.send(News(self.text, step, self.trainer.settings.steps))
+        except OSError:  # the queue was killed: save and end
+            os.kill(os.getpid(), signal.SIGTERM)
