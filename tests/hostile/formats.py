@@ -23,7 +23,7 @@ import torch
 from blocksparse import files
 from blocksparse.ops.gpu import tiles
 from blocksparse.ops.gpu.tiles import Gpu, Work
-from blocksparse_lab.data import cifar10, corpora, idx, madelon, planetoid, reviews, tables
+from blocksparse_lab.data import cifar10, corpora, idx, planetoid, reviews, tables
 
 MIB = 1 << 20
 
@@ -417,7 +417,7 @@ FORMATS = (
         {"no UTF-8": b"caf\xe9", "half a surrogate": b"\xed\xa0\x80", "nothing": b"", "many lines": b"\n" * MIB},
     ),
     Format(
-        lambda folder: madelon.read(folder / "madelon_train.data"),
+        lambda folder: tables.read_madelon(folder / "madelon_train.data"),
         MADELON,
         {"a byte of its own": b"\xff", "a long line": b"1 " * (2 * MIB // 2), "underscores": b"1_0 " * 500},
     ),

@@ -137,7 +137,7 @@ def test_a_cache_that_cannot_be_written(server, tmp_path, monkeypatch):
 
 def test_loaders_download_where_no_folder_is_given(server, cache, monkeypatch):
     data = server.files["/enwik8.zip"] = zipped(enwik8=b"<mediawiki")
-    source = corpora._Source(("enwik8",), 10, f"{server.url}/enwik8.zip", sha256(data))
+    source = corpora.Source("enwik8", 10, f"{server.url}/enwik8.zip", sha256(data))
     monkeypatch.setitem(corpora.SOURCES, "enwik8", source)
     assert corpora.load("enwik8") == corpora.load("enwik8") == b"<mediawiki"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blocksparse import BlockSparseError
-from blocksparse_lab.data import cifar10, csv_table, higgs, images, madelon, tables
+from blocksparse_lab.data import cifar10, csv_table, download, tables
 from blocksparse_lab.data.synthetic import Synthetic
 from blocksparse_lab.data.table import Table, standardised
 from test_data_idx import write as write_mnist
@@ -93,17 +93,17 @@ def test_batches_that_are_broken(tmp_path, content, message, capfd):
     write_cifar10(tmp_path)
     (tmp_path / cifar10.FOLDER / "data_batch_3").write_bytes(content)
     with refused(message):
-        cifar10.load(tmp_path)
+        tables.load("cifar10", tmp_path)
     assert "called" not in capfd.readouterr().out
 
 
 def test_batches_that_are_missing(tmp_path):
     with refused(r"cifar10: expected .*data_batch_1 or .*data_batch_1, got neither"):
-        cifar10.load(tmp_path)
+        tables.load("cifar10", tmp_path)
     write_cifar10(tmp_path)
     (tmp_path / cifar10.FOLDER / "test_batch").unlink()
     with refused(r"cifar10: expected a readable file, got .*test_batch: No such file"):
-        cifar10.load(tmp_path)
+        tables.load("cifar10", tmp_path)
 
 
 @pytest.mark.parametrize("inner", ["", "fashion_mnist"])
@@ -124,7 +124,7 @@ def test_madelon(tmp_path):
     assert (data.train.shape, data.test.shape) == ((12, 500), (6, 500))
     assert data.test_labels.tolist() == [1, 0, 1, 0, 1, 0]
     assert data.train.std(0, correction=0).sub(1).abs().max() < 1e-5
-    with refused("madelon: expected its files in a folder given by --data-dir, got none"):
+    with refused(r"madelon: expected --data-dir, a folder with madelon/madelon_train\.data or .*no download, got none"):
         tables.load("madelon")
 
 
@@ -147,14 +147,14 @@ def test_madelon_that_is_broken(tmp_path, name, content, message):
     path = tmp_path / f"madelon_{name}"
     path.unlink() if content is None else path.write_text(content)
     with refused(message):
-        madelon.load(tmp_path)
+        tables.madelon(tmp_path)
 
 
 @pytest.mark.parametrize("form", ["published", "packed", "named", "inner"])
 def test_higgs(tmp_path, form):
     rows, labels = rng.normal(size=(40, 28)).astype(np.float32), np.arange(40) % 2
     published = "".join(f"{y:.18e},{','.join(f'{v:.18e}' for v in x)}\n" for x, y in zip(rows, labels, strict=True))
-    named = ",".join((*higgs.COLUMNS[1:], "label")) + "\n"
+    named = ",".join((*tables.HIGGS_COLUMNS[1:], "label")) + "\n"
     named += "".join(f"{','.join(map(repr, map(float, x)))},{y}\n" for x, y in zip(rows, labels, strict=True))
     (tmp_path / "higgs").mkdir()
     if form == "packed":
@@ -174,13 +174,13 @@ def test_higgs(tmp_path, form):
 
 def test_higgs_that_is_broken(tmp_path):
     with refused(r"higgs: expected .*HIGGS\.csv\.gz, got none"):
-        higgs.load(tmp_path)
+        tables.higgs(tmp_path)
     (tmp_path / "HIGGS.csv").write_text("1,2,3\n0,2,3\n")
     with refused(r"HIGGS\.csv, line 1: expected 29 columns, got 3"):
-        higgs.load(tmp_path)
+        tables.higgs(tmp_path)
     (tmp_path / "HIGGS.csv").write_text("label,a\n1,2\n0,3\n")
     with refused(r"HIGGS\.csv: expected 28 features and labels 0 and 1, got 1 and 0, 1"):
-        higgs.load(tmp_path)
+        tables.higgs(tmp_path)
 
 
 # -- csv files ---------------------------------------------------------------------------------------------------------
@@ -227,8 +227,8 @@ def test_a_csv_file_is_split_with_the_share_of_each_class(tmp_path):
         ("a,b,label\n1,2,0\n1,2\n", "line 3: expected 3 columns, got 2"),
         ("a,b,label\n1,2,0\n1,2,0\n", r"a\.csv: expected labels of two classes or more, got only 0 down to line 3"),
         ("a,b,label\n", "expected labels of two classes or more, got no row"),
-        ('a,b,label\n1,"2,0\n', "after line 1: expected rows of a csv file in UTF-8"),
-        ("a,b,label\n1,\udcff,0\n", "expected rows of a csv file in UTF-8"),
+        ('a,b,label\n1,"2,0\n', "line 2: expected a row of a csv file, got unexpected end of data"),
+        ("a,b,label\n1,\udcff,0\n", "line 2: expected UTF-8, got byte 0xff"),
     ],
 )
 def test_csv_files_that_are_broken(tmp_path, content, message):
@@ -307,8 +307,7 @@ def test_what_is_downloaded_has_a_checksum(tmp_path, monkeypatch):
         fetched.append((url, known_hash))
         return tmp_path / name
 
-    monkeypatch.setattr(cifar10, "fetch", fetch)
-    monkeypatch.setattr(images, "fetch", fetch)
+    monkeypatch.setattr(download, "fetch", fetch)
     (tmp_path / "cifar10").mkdir()
     write_cifar10(tmp_path / "cifar10")
     (tmp_path / "fashion_mnist").mkdir()

@@ -8,39 +8,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blocksparse import files
 from blocksparse.errors import BlockSparseError
 
 from . import pickles
-from .download import Progress, fetch
-from .table import Table, standardised
+from .download import Progress, located
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 HASH = "md5:c58f30108f718f92721af3b95e74349a"
-
 FOLDER = "cifar-10-batches-py"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PIXELS = 3 * 32 * 32
 
 
-def load(data_dir: str | Path | None = None, progress: Progress | None = None) -> Table:
-    """The 50,000 images to train on and 10,000 to test on, as rows of 3 x 32 x 32 pixels, red first.
-
-    Each pixel is standardised over the training images, as in the codes of sparse evolutionary training.
-
-    Source: Krizhevsky, Learning multiple layers of features from tiny images (2009).
-    """
-    train, labels, test, test_labels = read(data_dir, progress)
-    train, test = standardised(train.float(), test.float())
-    return Table("cifar10", train, labels, test, test_labels, CLASSES)
-
-
 def read(data_dir: str | Path | None = None, progress: Progress | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The pixels, uint8 `[n, 3072]`, and the labels, int64 `[n]`, of the images to train on; those to test on."""
-    if data_dir is None:
-        folder = fetch(URL, HASH, "cifar10", progress) / FOLDER
-    else:
-        folder = files.first("cifar10", data_dir, f"{FOLDER}/data_batch_1", "data_batch_1").parent
+    """The pixels, uint8 `[n, 3072]`, red first, and the labels, int64 `[n]`, to train on; those to test on."""
+    places = f"{FOLDER}/data_batch_1", "data_batch_1"
+    folder = located("cifar10", places, data_dir, URL, HASH, progress).parent
     batches = [read_batch(folder / f"data_batch_{number}") for number in range(1, 6)]
     pixels, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
     return pixels, labels, *read_batch(folder / "test_batch")
@@ -56,7 +39,7 @@ def read_batch(path: str | Path) -> tuple[Tensor, Tensor]:
     pixels, labels = (content.get(name, content.get(name.encode())) for name in ("data", "labels"))
     try:
         array = pixels.numpy() if isinstance(pixels, pickles.Array) else None
-    except pickles.PickleError as error:
+    except ValueError as error:
         raise BlockSparseError.expected(str(path), "a batch of CIFAR-10", f"a broken one: {error}") from error
     if array is None or array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != PIXELS or not len(array):
         got = "no such data" if array is None else f"{array.dtype} {list(array.shape)}"

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from blocksparse import files
 from blocksparse.errors import BlockSparseError
 
 from . import reviews, text
-from .download import Progress, fetch
+from .download import Progress, located
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where a text is in a folder, how many bytes it has where that is known, and where it is downloaded from."""
+class Source(NamedTuple):
+    """The name of a text's file, how many bytes it has where that is known, and where it is downloaded from."""
 
-    paths: tuple[str, ...]
+    file: str
     size: int | None = None
     url: str | None = None
     known_hash: str = ""
@@ -25,26 +24,26 @@ class _Source:
 
 # enwik8 and text8 are the first 10^8 bytes of a Wikipedia dump of 2006, as it is and cleaned: mattmahoney.net/dc.
 SOURCES = {
-    "enwik8": _Source(
-        ("enwik8", "text/enwik8"),
+    "enwik8": Source(
+        "enwik8",
         10**8,
         "http://mattmahoney.net/dc/enwik8.zip",
         "sha256:547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
     ),
-    "text8": _Source(
-        ("text8", "text/text8"),
+    "text8": Source(
+        "text8",
         10**8,
         "http://mattmahoney.net/dc/text8.zip",
         "sha256:a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
     ),
-    "tinyshakespeare": _Source(
-        ("tinyshakespeare.txt", "text/tinyshakespeare.txt"),
+    "tinyshakespeare": Source(
+        "tinyshakespeare.txt",
         1_115_394,
         "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
         "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     ),
-    "wikipedia": _Source(("wikipedia_en.txt", "text/wikipedia_en.txt")),
-    "enwik8_prefix": _Source(("enwik8_prefix", "text/enwik8_prefix")),
+    "wikipedia": Source("wikipedia_en.txt"),
+    "enwik8_prefix": Source("enwik8_prefix"),
 }
 
 NAMES = (*SOURCES, "imdb", "python")
@@ -65,27 +64,15 @@ def load(name: str, data_dir: str | Path | None = None, progress: Progress | Non
         return text.python_topics()
     if name == "imdb":
         return b"".join(map(reviews.encode, reviews.unlabelled(data_dir, progress)))
-    source = SOURCES.get(name) if isinstance(name, str) else None
-    if source is None:
-        if data_dir is not None and isinstance(name, str):
-            path = files.path_of("data_dir", data_dir) / name
-            if os.path.isfile(path):
-                return text.read(path)
-        more = (
-            f" or a file in {data_dir}" if data_dir is not None else ", or a file's name with its folder as --data-dir"
-        )
-        raise BlockSparseError.expected("text", f"one of {', '.join(NAMES)}{more}", repr(name))
-    data = text.read(_path(name, source, data_dir, progress))
-    if source.size not in (None, len(data)):
-        raise BlockSparseError.expected(name, f"all of its {source.size:,} bytes", f"{len(data):,} bytes")
-    return data
-
-
-def _path(name: str, source: _Source, data_dir: str | Path | None, progress: Progress | None) -> Path:
-    if data_dir is not None:
-        return files.first(name, data_dir, *source.paths)
-    if source.url is None:
-        places = " or ".join(source.paths)
-        raise BlockSparseError.expected(name, f"--data-dir, a folder with {places}: it has no download", "none")
-    fetched = fetch(source.url, source.known_hash, name, progress)
-    return fetched / name if fetched.is_dir() else fetched
+    if isinstance(name, str) and name in SOURCES:
+        file, size, url, known_hash = SOURCES[name]
+        data = text.read(located(name, (file, f"text/{file}"), data_dir, url, known_hash, progress))
+        if size is not None and size != len(data):
+            raise BlockSparseError.expected(name, f"all of its {size:,} bytes", f"{len(data):,} bytes")
+        return data
+    if data_dir is not None and isinstance(name, str):
+        path = files.path_of("data_dir", data_dir) / name
+        if os.path.isfile(path):
+            return text.read(path)
+    more = f" or a file in {data_dir}" if data_dir is not None else ", or a file's name with its folder as --data-dir"
+    raise BlockSparseError.expected("text", f"one of {', '.join(NAMES)}{more}", repr(name))

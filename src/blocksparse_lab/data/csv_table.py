@@ -1,12 +1,14 @@
-"""Tables of numbers in csv files, with a column of labels."""
+"""Tables of numbers in csv files, with a column of labels; and the rows of any csv file."""
 
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,23 +18,60 @@ from blocksparse import files
 from blocksparse.errors import BlockSparseError
 
 LABEL_COLUMNS = ("label", "class", "target")
+# Of float32.
+LARGEST = 3.4028235e38
+
+
+def records(path: Any) -> Iterator[tuple[int, list[str]]]:
+    """The rows of a csv file in UTF-8, gzipped or not, each with the number of its first line; empty ones are left out.
+
+    Raises:
+        BlockSparseError: no such file; with the line, another encoding, no csv, or a row of more than 16 Mi characters,
+            which quoted fields may spread over lines.
+    """
+    taken = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal taken
+        for line, text in files.lines(path, "csv file", "latin1"):
+            taken += len(text)
+            if taken > files.MOST_IN_A_LINE:
+                wanted = f"rows of {files.MOST_IN_A_LINE:,} characters at most"
+                raise BlockSparseError.expected(f"{path}, line {line}", wanted, "more")
+            try:  # here and not in files.lines, which decodes many lines at once
+                yield text.encode("latin1").decode("utf-8-sig" if line == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                got = f"byte {error.object[error.start]:#x}"
+                raise BlockSparseError.expected(f"{path}, line {line}", "UTF-8", got) from error
+
+    reader = csv.reader(texts(), strict=True)
+    while True:
+        first, taken = reader.line_num + 1, 0
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise BlockSparseError.expected(f"{path}, line {first}", "a row of a csv file", error) from error
+        if row is None:
+            return
+        if row:
+            yield first, row
 
 
 def read(path: str | Path, columns: Sequence[str] | None = None) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     """The features float32 `[n, features]`, the labels int64 `[n]`, and the names of the classes.
 
     The first line names the columns: one of label, class and target, and features. Labels are numbers or words; classes
-    are in the order of the numbers, or of the alphabet. Lines without anything are passed over.
+    are in the order of the numbers, or of the alphabet.
 
     Args:
-        path: the file, compressed with gzip where it ends in .gz.
+        path: the file, gzipped or not.
         columns: what a file without such a line has; one with it is read by its own.
 
     Raises:
-        BlockSparseError: no such file; with line and column, a hole or something that is no finite number; a line with
-            fewer or more columns than the first; labels that are all the same, or numbers with so many different values
-            that they look like the target of a regression: more different ones than half the rows and 1000, or of
-            those with fractions more than half the rows and 20, or than 1000.
+        BlockSparseError: as of `records`; with line and column, a hole or something that is no finite number; a line
+            with fewer or more columns than the first; labels that are all the same, or numbers with so many different
+            values that they look like the target of a regression: more different ones than half the rows and 1000, or
+            of those with fractions more than half the rows and 20, or than 1000.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -44,60 +83,33 @@ def read(path: str | Path, columns: Sequence[str] | None = None) -> tuple[Tensor
     (tensor([[4., 0.],
             [2., 2.]]), tensor([1, 0]), ('bird', 'cat'))
     """
-    path = files.path_of("csv file", path)
     numbers, found = array("f"), array("q")
     names: dict[str, int] = {}
-    line = 0
-    try:
-        told = rows(path, (text for _, text in files.lines(path, "csv file", "utf-8-sig")))
-        _, header = next(told, (0, []))
-        header = [name.strip() for name in header]
-        waiting = None
-        if columns is not None and _all_numbers(header):
-            waiting, header = (1, header), list(columns)
-        label_at = _label_column(path, header)
-        line = 1
-        while waiting is not None or (waiting := next(told, None)) is not None:
-            line, row = waiting
-            if row:
-                label = _append(path, line, header, label_at, row, numbers)
-                found.append(names.setdefault(label, len(names)))
-            waiting = None
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise BlockSparseError.expected(f"{path}, after line {line}", "rows of a csv file in UTF-8", error) from error
+    rows = records(path)
+    line, header = next(rows, (1, []))
+    if columns is not None and all(_is_number(field) for field in header):
+        rows, header = itertools.chain([(line, header)], rows), list(columns)
+    header = [name.strip() for name in header]
+    label_at = _label_column(path, header)
+    features = header[:label_at] + header[label_at + 1 :]
+    for line, row in rows:
+        where = f"{path}, line {line}"
+        if len(row) != len(header):
+            raise BlockSparseError.expected(where, f"{len(header)} columns", len(row))
+        label = _plain(row.pop(label_at))
+        if not label:
+            raise BlockSparseError.expected(f"{where}, column {header[label_at]}", "a label", "a hole")
+        numbers.extend(numbers_at(where, row, features))
+        found.append(names.setdefault(label, len(names)))
     if len(names) < 2:
         got = f"only {next(iter(names))} down to line {line}" if names else "no row"
         raise BlockSparseError.expected(str(path), "labels of two classes or more", got)
     _check_classes(f"{path}, column {header[label_at]}", names, len(found))
-    features = torch.from_numpy(np.frombuffer(numbers, np.float32).reshape(-1, len(header) - 1).copy())
-    classes = in_order(list(names))
+    classes = in_order(names)
     at = {name: number for number, name in enumerate(classes)}
     order = np.array([at[name] for name in names], dtype=np.int64)
-    return features, torch.from_numpy(order[np.frombuffer(found, np.int64)]), classes
-
-
-def rows(path: Path, texts: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """The rows of a csv file whose lines are given, each with the number of its last line.
-
-    Raises:
-        BlockSparseError: a row of more than 16 Mi characters, which quoted fields may spread over lines.
-        csv.Error: no csv.
-    """
-    taken = 0
-
-    def counted() -> Iterator[str]:
-        nonlocal taken
-        for text in texts:
-            taken += len(text)
-            if taken > files.MOST_IN_A_LINE:
-                wanted = f"rows of {files.MOST_IN_A_LINE:,} characters at most"
-                raise BlockSparseError.expected(f"{path}, line {reader.line_num + 1}", wanted, "more")
-            yield text
-
-    reader = csv.reader(counted(), strict=True)
-    for row in reader:
-        taken = 0
-        yield reader.line_num, row
+    values = np.frombuffer(numbers, np.float32).reshape(-1, len(features)).copy()
+    return torch.from_numpy(values), torch.from_numpy(order[np.frombuffer(found, np.int64)]), classes
 
 
 def number(text: str) -> float:
@@ -111,40 +123,23 @@ def number(text: str) -> float:
     return float(text)
 
 
-def number_at(where: str, text: str) -> float:
-    """The number in a field.
+def numbers_at(where: str, fields: Sequence[str], columns: Iterable[object]) -> list[float]:
+    """The numbers in the fields of a row.
 
     Raises:
-        BlockSparseError: there is none, or one that float32 does not have.
+        BlockSparseError: with the column, there is none, or one that float32 does not have.
     """
+    together = "".join(fields)
     try:
-        value = number(text)
+        values = list(map(float, fields)) if together.isascii() and "_" not in together else []
     except ValueError:
-        value = math.nan
-    if not abs(value) <= 3.4028235e38:
-        raise BlockSparseError.expected(where, "a finite number", repr(text[:40]) if text.strip() else "a hole")
-    return value
-
-
-def _append(path: Path, line: int, header: list[str], label_at: int, row: list[str], numbers: array[float]) -> str:
-    """Appends a row's features and returns its label."""
-    if len(row) != len(header):
-        raise BlockSparseError.expected(f"{path}, line {line}", f"{len(header)} columns", len(row))
-    label = _plain(row.pop(label_at))
-    if not label:
-        raise BlockSparseError.expected(f"{path}, line {line}, column {header[label_at]}", "a label", "a hole")
-    try:
-        values = list(map(float, row))
-        text = "".join(row)
-        plain = "_" not in text and text.isascii()
-        fine = plain and max(map(abs, values)) <= 3.4028235e38 and sum(values) == sum(values)
-    except ValueError:
-        fine = False
-    if not fine:  # which of them?
-        others = header[:label_at] + header[label_at + 1 :]
-        values = [number_at(f"{path}, line {line}, column {n}", t) for n, t in zip(others, row, strict=True)]
-    numbers.extend(values)
-    return label
+        values = []
+    if values and all(map(LARGEST.__ge__, map(abs, values))):
+        return values
+    wrong = (pair for pair in zip(columns, fields, strict=True) if not _is_number(pair[1], LARGEST))
+    column, text = next(wrong)
+    got = repr(text[:40]) if text.strip() else "a hole"
+    raise BlockSparseError.expected(f"{where}, column {column}", "a finite number", got)
 
 
 def _plain(label: str) -> str:
@@ -152,23 +147,23 @@ def _plain(label: str) -> str:
     label = label.strip()
     if label.isascii() and label.isdigit():
         return label.lstrip("0") or "0"  # as a float, large ones would become one class
-    try:
-        value = number(label)
-    except ValueError:
+    if not _is_number(label):
         return label
+    value = float(label)
     if math.isnan(value):
         return ""
     return str(int(value)) if value.is_integer() else label
 
 
-def _all_numbers(fields: list[str]) -> bool:
+def _is_number(text: str, most: float | None = None) -> bool:
     try:
-        return bool([number(field) for field in fields])
+        value = number(text)
     except ValueError:
         return False
+    return most is None or abs(value) <= most
 
 
-def _label_column(path: Path, header: list[str]) -> int:
+def _label_column(path: str | Path, header: list[str]) -> int:
     found = [at for at, name in enumerate(header) if name.lower() in LABEL_COLUMNS]
     if len(found) != 1 or len(header) < 2:
         shown = ", ".join(header[:8]) + (", ..." if len(header) > 8 else "")
@@ -179,10 +174,9 @@ def _label_column(path: Path, header: list[str]) -> int:
 
 def _check_classes(where: str, names: Iterable[str], rows: int) -> None:
     """Refuses what looks like the target of a regression: too many classes, all of them numbers."""
-    try:
-        numbers = [number(name) for name in names]
-    except ValueError:
+    if not all(map(_is_number, names)):
         return
+    numbers = list(map(float, names))
     count, whole = len(numbers), all(map(float.is_integer, numbers))
     if count > (max(1000, rows // 2) if whole else min(max(20, rows // 2), 1000)):
         wanted = "labels of classes (words, where there are that many)"
@@ -190,7 +184,7 @@ def _check_classes(where: str, names: Iterable[str], rows: int) -> None:
         raise BlockSparseError.expected(where, wanted, got)
 
 
-def in_order(labels: list[str]) -> tuple[str, ...]:
+def in_order(labels: Iterable[str]) -> tuple[str, ...]:
     """The names of classes in the order of the numbers that they are, or else of the alphabet."""
     try:
         return tuple(sorted(labels, key=number))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from blocksparse import files
@@ -61,6 +59,29 @@ def fetch(url: str, known_hash: str, name: str, progress: Progress | None = None
     return target
 
 
+def located(
+    name: str,
+    places: Sequence[str],
+    data_dir: str | Path | None,
+    url: str | None = None,
+    known_hash: str = "",
+    progress: Progress | None = None,
+) -> Path:
+    """The first of these places that there is in a folder, or without one in what is downloaded.
+
+    Raises:
+        BlockSparseError: there is none, there is no download, or as of `fetch`.
+    """
+    if data_dir is None and url is None:
+        wanted = f"--data-dir, a folder with {' or '.join(places)}: it has no download"
+        raise BlockSparseError.expected(name, wanted, "none")
+    if data_dir is None:
+        data_dir = fetch(str(url), known_hash, name, progress)
+        if not data_dir.is_dir():
+            return data_dir
+    return files.first(name, data_dir, *places)
+
+
 def _download(url: str, known_hash: str, path: Path, progress: Progress | None) -> None:
     import pooch
 
@@ -71,25 +92,22 @@ def _download(url: str, known_hash: str, path: Path, progress: Progress | None) 
 
 def _unpack(archive: Path, target: Path) -> None:
     # Renamed when complete: a folder half unpacked would be taken for the data set.
-    folder = Path(tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f"{target.name}-", dir=target.parent, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         files.unpack(archive, folder)
         folder.chmod(0o755)
-        folder.rename(target)
-    except OSError:
-        if not target.is_dir():  # else another process was faster
-            raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            folder.rename(target)
+        except OSError:
+            if not target.is_dir():  # else another process was faster
+                raise
 
 
 class _Bar:
     """Adapts `progress` to the progress bar that pooch expects."""
 
     def __init__(self, progress: Progress):
-        self.progress = progress
-        self.total = 0
-        self.done = 0
+        self.progress, self.total, self.done = progress, 0, 0
 
     def update(self, count: int) -> None:
         self.done += count
@@ -117,12 +135,9 @@ def _reason(error: Exception, url: str) -> str:
     if isinstance(error, OSError) and not isinstance(error, exceptions.RequestException):
         return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
     if type(error) is ValueError and "hash" in str(error):
-        return f"a file with another checksum ({_found_hash(error)}), so it is broken or a new edition"
+        # "SHA256 hash of downloaded file (NAME) does not match the known hash: expected X but got Y. Deleted ..."
+        found = str(error).partition(" but got ")[2].partition(".")[0]
+        return f"a file with another checksum ({found}), so it is broken or a new edition"
     if isinstance(error, BlockSparseError):
         return str(error)
     return f"a broken answer ({type(error).__name__}: {error})"
-
-
-def _found_hash(error: Any) -> str:
-    # "SHA256 hash of downloaded file (NAME) does not match the known hash: expected X but got Y. Deleted ..."
-    return str(error).partition(" but got ")[2].partition(".")[0]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,7 @@ MOST_DIMENSIONS = 8
 _AT_ONCE = 1 << 20
 
 
-@dataclass(frozen=True)
-class Images:
+class Images(NamedTuple):
     """Images with labels: uint8 `[n, height, width]` and int64 `[n]` each."""
 
     train: Tensor

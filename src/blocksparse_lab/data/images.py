@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,8 @@ from torch import Tensor
 from blocksparse import files
 from blocksparse.errors import BlockSparseError
 
-from . import cifar10, idx
-from .download import Progress, fetch
-from .labels import check_labels
+from . import cifar10, download, idx
+from .labels import check, digest
 
 NAMES = ("cifar10", "fashion_mnist")
 
@@ -55,10 +53,7 @@ class Images:
             ("train", self.train, self.train_labels),
             ("test", self.test, self.test_labels),
         ):
-            wanted = f"uint8 [n, {', '.join(map(str, self.shape))}]"
-            if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1:] != self.shape or not len(images):
-                raise BlockSparseError.expected(f"{self.name}, {part}", wanted, f"{images.dtype} {list(images.shape)}")
-            check_labels(f"{self.name}, {part}", labels, len(images), len(self.classes))
+            check(f"{self.name}, {part}", images, labels, torch.uint8, self.shape, len(self.classes))
 
     @property
     def shape(self) -> torch.Size:
@@ -67,19 +62,12 @@ class Images:
 
     def digest(self) -> dict[str, Any]:
         """Identifies the data, ready for JSON."""
-        sha = hashlib.sha256()
-        for part in (self.train, self.train_labels, self.test, self.test_labels):
-            sha.update(part.contiguous().numpy().data)
-        return {
-            "name": self.name,
-            "images": len(self.train),
-            "shape": list(self.shape),
-            "classes": len(self.classes),
-            "sha256": sha.hexdigest()[:16],
-        }
+        sizes = {"images": len(self.train), "shape": list(self.shape), "classes": len(self.classes)}
+        sha = digest(self.train, self.train_labels, self.test, self.test_labels)
+        return {"name": self.name, **sizes, "sha256": sha}
 
 
-def load(name: str, data_dir: str | Path | None = None, progress: Progress | None = None) -> Images:
+def load(name: str, data_dir: str | Path | None = None, progress: download.Progress | None = None) -> Images:
     """Images by the name of their set.
 
     Args:
@@ -98,10 +86,10 @@ def load(name: str, data_dir: str | Path | None = None, progress: Progress | Non
     raise BlockSparseError.expected("images", f"one of {', '.join(NAMES)}", repr(name))
 
 
-def _fashion_mnist_folder(data_dir: str | Path | None, progress: Progress | None) -> Path:
+def _fashion_mnist_folder(data_dir: str | Path | None, progress: download.Progress | None) -> Path:
     if data_dir is None:
         for file, known_hash in FASHION_MNIST_HASHES.items():
-            path = fetch(FASHION_MNIST_URL + file, known_hash, f"fashion_mnist/{file}", progress)
+            path = download.fetch(FASHION_MNIST_URL + file, known_hash, f"fashion_mnist/{file}", progress)
         return path.parent
     folder = files.path_of("data_dir", data_dir)
     inner = folder / "fashion_mnist"

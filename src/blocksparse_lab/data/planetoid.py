@@ -67,66 +67,47 @@ def load(name: str = "cora", data_dir: str | Path | None = None) -> Graph:
 def _graph(name: str, found: dict[str, Any], tested: np.ndarray) -> Graph:
     edges, count = _edges(found["graph"])
     known, others = ([_matrix(part, found[part]) for part in parts] for parts in (("allx", "ally"), ("tx", "ty")))
-    if known[0].rows != known[1].rows:
-        raise ValueError(f"{known[0].rows} rows of words, {known[1].rows} of classes")
+    if known[0].shape[0] != known[1].shape[0]:
+        raise ValueError(f"{known[0].shape[0]} rows of words, {known[1].shape[0]} of classes")
     features, labels = (_rows(name, *pair, tested, count) for pair in zip(known, others, strict=True))
     return Graph(name, torch.from_numpy(features), torch.from_numpy(labels.argmax(1)), torch.from_numpy(edges))
 
 
-def _rows(name: str, known: _Matrix, others: _Matrix, tested: np.ndarray, count: int) -> np.ndarray:
+def _rows(name: str, known: Any, others: Any, tested: np.ndarray, count: int) -> np.ndarray:
     """The rows of all nodes: those of allx or ally, and behind them those of tx or ty, where the index file says."""
-    wide = known.columns
-    if others.columns != wide or not wide:
-        raise ValueError(f"{wide} and {others.columns} columns")
+    first, wide = known.shape
+    if others.shape[1] != wide or not wide:
+        raise ValueError(f"{wide} and {others.shape[1]} columns")
     # Between the numbers of the index file there may be nodes of neither.
-    if len(tested) != others.rows or len(np.unique(tested)) != len(tested):
-        raise ValueError(f"{len(np.unique(tested))} numbers of nodes for {others.rows} rows")
-    if known.rows > count or (len(tested) and not known.rows <= tested.min() <= tested.max() < count):
-        raise ValueError(f"{known.rows} rows, and numbers from {tested.min()} to {tested.max()}, of {count} nodes")
+    if len(tested) != others.shape[0] or len(np.unique(tested)) != len(tested):
+        raise ValueError(f"{len(np.unique(tested))} numbers of nodes for {others.shape[0]} rows")
+    if first > count or (len(tested) and not first <= tested.min() <= tested.max() < count):
+        raise ValueError(f"{first} rows, and numbers from {tested.min()} to {tested.max()}, of {count} nodes")
     files.check_unpacked(name, 4 * count * wide, 0)
     rows = np.zeros((count, wide), np.float32)
-    known.into(rows, np.arange(known.rows))
-    others.into(rows, tested)
+    rows[:first], rows[tested] = known.toarray(), others.toarray()
     if not np.isfinite(rows).all():
         raise ValueError("numbers that are not finite")
     return rows
 
 
-@dataclass(frozen=True)
-class _Matrix:
-    """The entries of a matrix by their rows and columns."""
+def _matrix(part: str, found: Any) -> Any:
+    """A two-dimensional array, or scipy's sparse matrix, as a sparse matrix of float32."""
+    from scipy.sparse import csr_array
 
-    rows: int
-    columns: int
-    row: np.ndarray
-    column: np.ndarray
-    entry: np.ndarray
-
-    def into(self, whole: np.ndarray, at: np.ndarray) -> None:
-        """Adds its rows to those of a dense matrix."""
-        np.add.at(whole, (at[self.row], self.column), self.entry)
-
-
-def _matrix(part: str, found: Any) -> _Matrix:
-    """The entries of a two-dimensional array, or of scipy's sparse matrix."""
-    if isinstance(found, pickles.Array):
-        array = _array(part, found, 2)
-        row, column = np.nonzero(array)
-        return _Matrix(array.shape[0], array.shape[1], row, column, array[row, column])
-    parts = found.parts if isinstance(found, pickles.Csr) else {}
-    shape = parts.get("_shape", parts.get("shape"))
-    if not isinstance(shape, tuple) or len(shape) != 2 or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"{part} without a shape of two dimensions")
-    entry, column, ends = (_array(part, parts.get(key), 1) for key in ("data", "indices", "indptr"))
-    if any(index.dtype.kind not in "iu" for index in (column, ends)) or len(ends) != shape[0] + 1:
-        raise ValueError(f"{part} of {shape[0]} rows with {len(ends)} bounds")
-    inside = 0 <= ends.min() <= ends.max() <= len(column)  # before differences, which may wrap
-    counts = np.diff(ends.astype(np.int64) if inside else ends)
-    if not inside or counts.min(initial=0) < 0 or ends[0] != 0 or not ends[-1] == len(column) == len(entry):
-        raise ValueError(f"{part} with {len(column)} indices and {len(entry)} numbers in rows that do not hold them")
-    if len(column) and not 0 <= column.min() <= column.max() < shape[1]:
-        raise ValueError(f"{part} with indices {column.min()} to {column.max()} in {shape[1]} columns")
-    return _Matrix(shape[0], shape[1], np.repeat(np.arange(shape[0]), counts), column.astype(np.int64), entry)
+    with np.errstate(all="ignore"):  # what is not finite is refused with the rows
+        if isinstance(found, pickles.Array):
+            return csr_array(_array(part, found, 2).astype(np.float32))
+        parts = found.parts if isinstance(found, pickles.Csr) else {}
+        shape = parts.get("_shape", parts.get("shape"))
+        if not isinstance(shape, tuple) or len(shape) != 2 or not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"{part} without a shape of two dimensions")
+        entry, column, ends = (_array(part, parts.get(key), 1) for key in ("data", "indices", "indptr"))
+        if any(index.dtype.kind not in "iu" for index in (column, ends)):
+            raise ValueError(f"{part} with indices of {column.dtype} and {ends.dtype}")
+        made = csr_array((entry.astype(np.float32), column, ends), shape=shape)
+    made.check_format(full_check=True)
+    return made
 
 
 def _array(part: str, found: Any, dimensions: int) -> np.ndarray:

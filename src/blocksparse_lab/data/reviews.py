@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import html
-import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +14,8 @@ from blocksparse import files
 from blocksparse.errors import BlockSparseError
 
 from . import csv_table
-from .download import Progress, fetch
+from .download import Progress, fetch, located
+from .labels import drawn
 
 IMDB_URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
 IMDB_HASH = "md5:7c2ac02c03563afcf9b574c7e56c153a"
@@ -160,44 +159,29 @@ def read_csv(path: str | Path) -> tuple[Labelled, tuple[str, str]]:
     The first line names the columns: one of text, sentence and review, one of label and sentiment. Labels are any two
     different words or numbers; the smaller number, or the first in the alphabet, is 0.
     """
-    path = files.path_of("csv file", path)
-    data = files.read(path, "csv file")
-    try:
-        content = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise BlockSparseError.expected(f"{path}, line {line}", "UTF-8", f"byte {data[error.start]:#x}") from error
-
-    rows = csv_table.rows(path, io.StringIO(content, newline=""))
-    done = 0
-    try:
-        done, header = next(rows, (0, []))
-        header = [name.strip().lower() for name in header]
-        text_at, label_at = (_column(path, header, names) for names in (TEXT_COLUMNS, LABEL_COLUMNS))
-        texts: list[str] = []
-        labels: list[str] = []
-        classes: list[str] = []
-        for last, row in rows:
-            # A text may span lines: the line of a row is the first of them.
-            where, done = f"{path}, line {done + 1}", last
-            if not row:
-                continue
-            if len(row) != len(header):
-                raise BlockSparseError.expected(where, f"{len(header)} columns as in line 1", len(row))
-            text, label = row[text_at], row[label_at].strip()
-            if not text.strip() or not label:
-                hole = "label" if text.strip() else "text"
-                raise BlockSparseError.expected(where, "a text and a label", f"no {hole}")
-            if label not in classes:
-                if len(classes) == 2:
-                    raise BlockSparseError.expected(where, f"a label {classes[0]} or {classes[1]}", repr(label))
-                classes.append(label)
-            texts.append(text)
-            labels.append(label)
-    except csv.Error as error:
-        raise BlockSparseError.expected(f"{path}, line {done + 1}", "a row of a csv file", error) from error
+    rows = csv_table.records(path)
+    line, header = next(rows, (1, []))
+    header = [name.strip().lower() for name in header]
+    text_at, label_at = (_column(path, header, names) for names in (TEXT_COLUMNS, LABEL_COLUMNS))
+    texts: list[str] = []
+    labels: list[str] = []
+    classes: list[str] = []
+    for line, row in rows:
+        where = f"{path}, line {line}"
+        if len(row) != len(header):
+            raise BlockSparseError.expected(where, f"{len(header)} columns as in line 1", len(row))
+        text, label = row[text_at], row[label_at].strip()
+        if not text.strip() or not label:
+            hole = "label" if text.strip() else "text"
+            raise BlockSparseError.expected(where, "a text and a label", f"no {hole}")
+        if label not in classes:
+            if len(classes) == 2:
+                raise BlockSparseError.expected(where, f"a label {classes[0]} or {classes[1]}", repr(label))
+            classes.append(label)
+        texts.append(text)
+        labels.append(label)
     if len(classes) < 2:
-        got = f"only {classes[0]} down to line {done}" if classes else "no row below the header"
+        got = f"only {classes[0]} down to line {line}" if classes else "no row below the header"
         raise BlockSparseError.expected(str(path), "labels of two classes", got)
     negative, positive = csv_table.in_order(classes)
     return Labelled(texts, [int(label == positive) for label in labels]), (negative, positive)
@@ -215,17 +199,12 @@ def stratified(labels: Sequence[int], part: float, seed: int) -> tuple[list[int]
     >>> stratified([0, 0, 0, 0, 1, 1], 0.5, seed=0)
     ([0, 2, 5], [1, 3, 4])
     """
-    given = np.asarray(labels)
-    rng = np.random.default_rng(seed)
-    share = part if part < 1 else part / len(given)
-    drawn = np.zeros(len(given), dtype=bool)
-    for label in (0, 1):
-        rows = np.flatnonzero(given == label)
-        drawn[rng.permutation(rows)[: max(1, round(share * len(rows)))]] = True
-    return np.flatnonzero(drawn).tolist(), np.flatnonzero(~drawn).tolist()
+    share = part if part < 1 else part / len(labels)
+    chosen = drawn(np.asarray(labels), 2, share, seed)
+    return np.flatnonzero(chosen).tolist(), np.flatnonzero(~chosen).tolist()
 
 
-def _column(path: Path, header: list[str], names: tuple[str, ...]) -> int:
+def _column(path: str | Path, header: list[str], names: tuple[str, ...]) -> int:
     found = [at for at, name in enumerate(header) if name in names]
     if len(found) != 1:
         raise BlockSparseError.expected(f"{path}, line 1", f"one column named {' or '.join(names)}", header)
@@ -233,9 +212,7 @@ def _column(path: Path, header: list[str], names: tuple[str, ...]) -> int:
 
 
 def _imdb(data_dir: str | Path | None, progress: Progress | None) -> Path:
-    if data_dir is None:
-        return fetch(IMDB_URL, IMDB_HASH, "imdb", progress) / "aclImdb"
-    return files.first("imdb", data_dir, "aclImdb/train", "train").parent
+    return located("imdb", ("aclImdb/train", "train"), data_dir, IMDB_URL, IMDB_HASH, progress).parent
 
 
 def _reviews(folder: Path) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from blocksparse.errors import BlockSparseError
 
-from .labels import check_labels
+from .labels import check, digest, drawn
 
 TEST_PART = 0.2
 _ROWS_AT_ONCE = 4096
@@ -44,7 +43,10 @@ class Table:
         if len(self.classes) < 2:
             raise BlockSparseError.expected(self.name, "two classes or more", ", ".join(self.classes) or "none")
         for part, (rows, labels) in self._parts().items():
-            _check(f"{self.name}, {part}", rows, labels, self.features, len(self.classes))
+            name = f"{self.name}, {part}"
+            check(name, rows, labels, torch.float32, [self.features], len(self.classes))
+            if not all(bool(some.isfinite().all()) for some in rows.split(_ROWS_AT_ONCE)):
+                raise BlockSparseError.expected(name, "finite numbers", "others")
 
     def _parts(self) -> dict[str, tuple[Tensor, Tensor]]:
         parts = {"train": (self.train, self.train_labels), "test": (self.test, self.test_labels)}
@@ -81,17 +83,9 @@ class Table:
 
     def digest(self) -> dict[str, Any]:
         """Identifies the data, ready for JSON."""
-        sha = hashlib.sha256()
-        for rows, labels in self._parts().values():
-            sha.update(rows.contiguous().numpy().data)
-            sha.update(labels.contiguous().numpy().data)
-        return {
-            "name": self.name,
-            "rows": self.rows,
-            "features": self.features,
-            "classes": len(self.classes),
-            "sha256": sha.hexdigest()[:16],
-        }
+        sizes = {"rows": self.rows, "features": self.features, "classes": len(self.classes)}
+        tensors = [tensor for part in self._parts().values() for tensor in part]
+        return {"name": self.name, **sizes, "sha256": digest(*tensors)}
 
 
 def standardised(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
@@ -123,22 +117,9 @@ def standardised(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 
 def split(name: str, rows: Tensor, labels: Tensor, classes: tuple[str, ...], seed: int = 0) -> Table:
     """A standardised table; a fifth of each class, drawn with the seed, is to test on."""
-    rng = np.random.default_rng(seed)
-    testing = np.zeros(len(labels), dtype=bool)
-    counts = labels.bincount(minlength=len(classes))
-    by_class = labels.argsort(stable=True).numpy()
-    for label, of in zip(classes, np.split(by_class, counts.cumsum(0).numpy()[:-1]), strict=True):
-        if len(of) < 2:
-            raise BlockSparseError.expected(name, f"two rows or more of class {label}, to split them", len(of))
-        testing[rng.permutation(of)[: max(1, round(TEST_PART * len(of)))]] = True
-    test = torch.from_numpy(testing)
+    for label, count in zip(classes, labels.bincount(minlength=len(classes)).tolist(), strict=True):
+        if count < 2:
+            raise BlockSparseError.expected(name, f"two rows or more of class {label}, to split them", count)
+    test = torch.from_numpy(drawn(labels.numpy(), len(classes), TEST_PART, seed))
     train_rows, test_rows = standardised(rows[~test], rows[test])
     return Table(name, train_rows, labels[~test], test_rows, labels[test], classes)
-
-
-def _check(name: str, rows: Tensor, labels: Tensor, features: int, classes: int) -> None:
-    if rows.dim() != 2 or rows.dtype != torch.float32 or rows.shape[1] != features or not rows.numel():
-        raise BlockSparseError.expected(name, f"float32 [n, {features}]", f"{rows.dtype} {list(rows.shape)}")
-    check_labels(name, labels, len(rows), classes)
-    if not all(bool(some.isfinite().all()) for some in rows.split(_ROWS_AT_ONCE)):
-        raise BlockSparseError.expected(name, "finite numbers", "others")
