@@ -104,166 +104,135 @@ def changed(name, model):
 NAMES = [*SPARSE, *DENSE, *BEFORE]
 
 
-def callback_of(kind, name, model, **options):
-    return kind(BEFORE[name](model) if name in BEFORE else {**SPARSE, **DENSE}[name], **options)
+def method_of(name, model):
+    return BEFORE[name](model) if name in BEFORE else {**SPARSE, **DENSE}[name]
 
 
-# -- transformers --------------------------------------------------------------------------------------------------
+class Transformers:
+    """The Trainer; the checkpoint of step 3 is written on the way."""
+
+    def __init__(self, folder):
+        self.callback = pytest.importorskip("blocksparse.integrations.transformers").SparsityCallback
+        pytest.importorskip("accelerate")
+        self.folder, self.saved = folder, folder / "checkpoint-3"
+
+    def run(self, model, callback, steps=STEPS, accumulate=1, save=False, resume=False):
+        import transformers
+
+        class InOrder(transformers.Trainer):
+            def _get_train_sampler(self, *args):
+                return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        settings = transformers.TrainingArguments(
+            str(self.folder), max_steps=steps, per_device_train_batch_size=BATCH, report_to=[], disable_tqdm=True,
+            use_cpu=True, max_grad_norm=0, logging_strategy="no", lr_scheduler_type="constant", seed=2,
+            save_strategy="steps" if save or resume else "no", save_steps=3, gradient_accumulation_steps=accumulate,
+        )  # fmt: skip
+        optimizer = optimizer_of(model)
+        InOrder(
+            model, settings, train_dataset=data(), callbacks=[callback],
+            optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
+        ).train(resume_from_checkpoint=str(self.saved) if resume else None)  # fmt: skip
+
+    def save(self, name, model):
+        self.run(model, self.callback(method_of(name, model)), save=True)
 
 
-def trainer(model, folder, callback, steps=STEPS, **options):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-
-    class InOrder(transformers.Trainer):
-        def _get_train_sampler(self, *args):
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
-    options = {"save_strategy": "no", **options}
-    settings = transformers.TrainingArguments(
-        str(folder), max_steps=steps, per_device_train_batch_size=BATCH, report_to=[], disable_tqdm=True,
-        use_cpu=True, max_grad_norm=0, logging_strategy="no", lr_scheduler_type="constant", seed=2, **options,
-    )  # fmt: skip
-    optimizer = optimizer_of(model)
-    return InOrder(
-        model, settings, train_dataset=data(), callbacks=[callback],
-        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
-    )  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
-class TestTransformers:
-    @pytest.mark.parametrize("name", NAMES)
-    def test_as_by_hand(self, name, tmp_path):
-        callback = pytest.importorskip("blocksparse.integrations.transformers").SparsityCallback
-        model = Net(name in SPARSE)
-        trainer(model, tmp_path, callback_of(callback, name, model)).train()
-        same(model, by_hand(name))
-        assert changed(name, model)
-
-    @pytest.mark.parametrize("name", ["SET", "RigL", "GradualPruning"])
-    def test_resumed(self, name, tmp_path):
-        callback = pytest.importorskip("blocksparse.integrations.transformers").SparsityCallback
-        model = Net(name in SPARSE)
-        saving = {"save_strategy": "steps", "save_steps": 3}
-        first = trainer(model, tmp_path, callback_of(callback, name, model), **saving)
-        first.train()
-        again = Net(name in SPARSE)
-        second = trainer(again, tmp_path, callback_of(callback, name, again), **saving)
-        second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-        same(again, by_hand(name))
-
-    def test_a_checkpoint_without_the_methods_is_said(self, tmp_path):
-        callback = pytest.importorskip("blocksparse.integrations.transformers").SparsityCallback
-        saving = {"save_strategy": "steps", "save_steps": 3}
-        first = trainer(Net(True), tmp_path, callback(SPARSE["SET"]), **saving)
-        first.train()
-        (tmp_path / "checkpoint-3" / callback.FILE).unlink()
-        with pytest.raises(bs.BlockSparseError, match=r"blocksparse_methods\.safetensors"):
-            trainer(Net(True), tmp_path, callback(SPARSE["SET"]), **saving).train(
-                resume_from_checkpoint=str(tmp_path / "checkpoint-3")
-            )
-
-    def test_accumulated_gradients_are_one_step(self, tmp_path):
-        callback = pytest.importorskip("blocksparse.integrations.transformers").SparsityCallback
-        given = callback(SPARSE["SET"])
-        trainer(Net(True), tmp_path, given, steps=3, gradient_accumulation_steps=2).train()
-        assert given.methods[0].calls == 3
-
-
-# -- Lightning -----------------------------------------------------------------------------------------------------
-
-
-def lit(model, **options):
-    lightning = pytest.importorskip("lightning")
-
-    class Lit(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = model
-
-        def training_step(self, batch, index):
-            return self.net(**batch)["loss"]
-
-        def configure_optimizers(self):
-            return optimizer_of(self)
-
-    return Lit()
-
-
-def fit(module, callback, folder, steps=STEPS, resume=None, **options):
-    lightning = pytest.importorskip("lightning")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    loader = torch.utils.data.DataLoader(data(), batch_size=BATCH)
-    runner = lightning.Trainer(
-        max_steps=steps, max_epochs=9, callbacks=[callback], accelerator="cpu", logger=False, default_root_dir=folder,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
-    runner.fit(module, loader, ckpt_path=resume)
-    return runner
-
-
-@pytest.fixture
-def lightning_callback():
-    pytest.importorskip("lightning")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own
+class Lightning:
+    def __init__(self, folder):
+        pytest.importorskip("lightning")
         from blocksparse.integrations.lightning import SparsityCallback
 
-        yield SparsityCallback
+        self.callback, self.folder, self.saved = SparsityCallback, folder, folder / "3.ckpt"
+
+    def run(self, model, callback, steps=STEPS, accumulate=1, resume=False):
+        import lightning
+
+        class Lit(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.net = model
+
+            def training_step(self, batch, index):
+                return self.net(**batch)["loss"]
+
+            def configure_optimizers(self):
+                return optimizer_of(self)
+
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        trainer = lightning.Trainer(
+            max_steps=steps, max_epochs=9, callbacks=[callback], accelerator="cpu", logger=False,
+            default_root_dir=self.folder, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, accumulate_grad_batches=accumulate,
+        )  # fmt: skip
+        loader = torch.utils.data.DataLoader(data(), batch_size=BATCH)
+        trainer.fit(Lit(), loader, ckpt_path=self.saved if resume else None)
+        return trainer
+
+    def save(self, name, model):
+        trainer = self.run(model, self.callback(method_of(name, model), finish=False), steps=3)
+        trainer.save_checkpoint(self.saved)
 
 
-class TestLightning:
-    @pytest.mark.parametrize("name", NAMES)
-    def test_as_by_hand(self, name, lightning_callback, tmp_path):
-        model = Net(name in SPARSE)
-        fit(lit(model), callback_of(lightning_callback, name, model), tmp_path)
-        same(model, by_hand(name))
-        assert changed(name, model)
+@pytest.fixture(params=[Transformers, Lightning], ids=lambda kind: kind.__name__)
+def loop(request, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # their own
+        yield request.param(tmp_path)
 
-    @pytest.mark.parametrize("name", ["SET", "RigL", "GradualPruning"])
-    def test_resumed(self, name, lightning_callback, tmp_path):
-        model = Net(name in SPARSE)
-        first = fit(lit(model), callback_of(lightning_callback, name, model, finish=False), tmp_path, steps=3)
-        first.save_checkpoint(tmp_path / "3.ckpt")
-        again = Net(name in SPARSE)
-        fit(lit(again), callback_of(lightning_callback, name, again), tmp_path, resume=tmp_path / "3.ckpt")
-        same(again, by_hand(name))
 
-    def test_accumulated_gradients_are_one_step(self, lightning_callback, tmp_path):
-        given = lightning_callback(SPARSE["SET"])
-        fit(lit(Net(True)), given, tmp_path, steps=3, accumulate_grad_batches=2)
-        assert given.methods[0].calls == 3
+@pytest.mark.parametrize("name", NAMES)
+def test_as_by_hand(name, loop):
+    model = Net(name in SPARSE)
+    loop.run(model, loop.callback(method_of(name, model)))
+    same(model, by_hand(name))
+    assert changed(name, model)
 
-    def test_training_that_ends_early_leaves_the_model_dense_and_says_so(self, lightning_callback, tmp_path):
-        model = Net(False)
-        with pytest.warns(UserWarning, match="GradualPruning is at step 2 of 5: the model stays dense"):
-            fit(lit(model), lightning_callback(DENSE["GradualPruning"]), tmp_path, steps=2)
-        assert type(model.layers[0]) is nn.Linear
 
-    @pytest.mark.parametrize(
-        ("given", "message"),
-        [
-            ((), "methods: expected methods of blocksparse.sparsity"),
-            ((3,), "methods: expected methods of blocksparse.sparsity.*got int"),
-        ],
-        ids=["none", "int"],
-    )
-    def test_what_is_no_method(self, given, message, lightning_callback):
-        with pytest.raises(bs.BlockSparseError, match=message):
-            lightning_callback(*given)
+@pytest.mark.parametrize("name", ["SET", "RigL", "GradualPruning"])
+def test_resumed(name, loop):
+    loop.save(name, Net(name in SPARSE))
+    again = Net(name in SPARSE)
+    loop.run(again, loop.callback(method_of(name, again)), resume=True)
+    same(again, by_hand(name))
 
-    @pytest.mark.parametrize(
-        ("make", "message"),
-        [
-            (lambda model, optimizer: 3, "functions that return a method, got int"),
-            (lambda model, optimizer: bs.sparsity.L0Gates(model, optimizer, samples=9, block_size=8), "made before"),
-        ],
-        ids=["int", "gates"],
-    )
-    def test_what_makes_no_method_that_can_be_used(self, make, message, lightning_callback, tmp_path):
-        with pytest.raises(bs.BlockSparseError, match=message):
-            fit(lit(Net(False)), lightning_callback(make), tmp_path)
+
+def test_accumulated_gradients_are_one_step(loop):
+    given = loop.callback(SPARSE["SET"])
+    loop.run(Net(True), given, steps=3, accumulate=2)
+    assert given.methods[0].calls == 3
+
+
+@pytest.mark.parametrize("loop", [Transformers], indirect=True)
+def test_a_checkpoint_without_the_methods_is_said(loop):
+    loop.save("SET", Net(True))
+    (loop.saved / loop.callback.FILE).unlink()
+    with pytest.raises(bs.BlockSparseError, match=r"blocksparse_methods\.safetensors"):
+        loop.run(Net(True), loop.callback(SPARSE["SET"]), resume=True)
+
+
+@pytest.mark.parametrize("loop", [Lightning], indirect=True)
+def test_training_that_ends_early_leaves_the_model_dense_and_says_so(loop):
+    model = Net(False)
+    with pytest.warns(UserWarning, match="GradualPruning is at step 2 of 5: the model stays dense"):
+        loop.run(model, loop.callback(DENSE["GradualPruning"]), steps=2)
+    assert type(model.layers[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("loop", [Lightning], indirect=True)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((), "methods: expected methods of blocksparse.sparsity"),
+        ((3,), "methods: expected methods of blocksparse.sparsity.*got int"),
+        ((lambda model, optimizer: 3,), "functions that return a method, got int"),
+        ((lambda model, optimizer: bs.sparsity.L0Gates(model, optimizer, samples=9, block_size=8),), "made before"),
+    ],
+    ids=["none", "int", "makes an int", "makes gates"],
+)
+def test_what_is_no_method(given, message, loop):
+    with pytest.raises(bs.BlockSparseError, match=message):
+        loop.run(Net(False), loop.callback(*given))
 
 
 # -- accelerate ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,11 @@
-"""Engines of several processes x methods: as one process on the same global batch."""
+"""Engines of several processes x methods: as one process on the same global batch.
+
+`linear` has linear layers, `mixed` convolutions and an LSTM, of sizes that blocks pad, and parts without a block.
+"""
 
 import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,10 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import blocksparse as bs
 from blocksparse.distributed import ColwiseParallel, RowwiseParallel
-from blocksparse.surgery.fsdp import reshard
+from blocksparse.nn.module import BlockSparseModule
+from blocksparse.surgery.fsdp import is_dtensor, reshard
 from blocksparse.surgery.stored import Stored
-
-STEPS, BATCH = 50, 24
 
 
 def network():
@@ -36,26 +40,32 @@ def dense_network():
     return nn.Sequential(first, nn.Sequential(nn.ReLU(), nn.Linear(32, 18, bias=False)), nn.Linear(18, 10)).double()
 
 
-def ddp(model):
-    return DistributedDataParallel(model), dist.get_rank(), dist.get_world_size()
+class Mixed(nn.Module):
+    """Images, whose columns become a sequence."""
+
+    def __init__(self, of, conv, linear, lstm, hidden):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.Sequential(
+            of.Conv2d(3, 18, 3, padding=1, **conv),
+            nn.ReLU(),
+            of.ConvTranspose2d(18, 10, 2, **conv),
+        )
+        self.lstm = of.LSTM(10, hidden, batch_first=True, **lstm)
+        self.last = nn.Sequential(of.Linear(hidden, 9, **linear))
+
+    def forward(self, x):
+        return self.last(self.lstm(self.convs(x).mean(2).transpose(1, 2).contiguous())[0])
 
 
-def fsdp(model, mesh=None):
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model[:2]:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh), mesh.get_local_rank(), mesh.size()
+def mixed():
+    linear = {"density": 0.5, "block_size": (2, 4)}
+    conv, lstm = {"density": 0.5, "block_size": 4}, {"density": 0.4, "block_size": (2, 4)}
+    return Mixed(bs.nn, conv, linear, lstm, 22).double()
 
 
-def tp(model, mesh=None):
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel(output_layouts=Replicate())}
-    return parallelize_module(model, mesh, plan), 0, 1
-
-
-def tp_fsdp(model):
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
-    return fsdp(tp(model, mesh["tp"])[0], mesh["dp"])
+def dense_mixed():
+    return Mixed(nn, {}, {}, {}, 24).double()
 
 
 def q_of(model):
@@ -64,12 +74,6 @@ def q_of(model):
     return {f"{name}.weight": 0.4 * module.in_features**-0.5 for name, module in found.items()}
 
 
-# Each wraps a model, and says which of how many parts of the batch this process takes.
-ENGINES = {"ddp": ddp, "fsdp": fsdp, "tp": tp, "tp_fsdp": tp_fsdp}
-OPTIMIZERS = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-}
 METHODS = {
     "none": lambda model, optimizer: None,
     "set": lambda model, optimizer: bs.sparsity.SET(model, optimizer, zeta=0.3, every=7),
@@ -84,64 +88,177 @@ METHODS = {
     ),
     "rigl": lambda model, optimizer: bs.sparsity.RigL(model, optimizer, end=45, every=6),
 }
+METHODS_OF_MIXED = {
+    "set": lambda model, optimizer: bs.sparsity.SET(model, optimizer, every=3),
+    "rigl": lambda model, optimizer: bs.sparsity.RigL(model, optimizer, end=9, every=3, alpha=0.9, skip="lstm"),
+    "blocks": lambda model, optimizer: bs.sparsity.GradualBlockPruning(model, optimizer, 0.2, begin=2, end=6, every=2),
+    "gradual": lambda model, optimizer: bs.sparsity.GradualPruning(
+        model, optimizer, 0.3, begin=2, end=6, every=2, block_size=(8, 4)
+    ),
+}
+ROW, COL = RowwiseParallel(), ColwiseParallel()
 
 
+class Task(NamedTuple):
+    sparse: Callable[[], Any]
+    dense: Callable[[], Any]
+    x: torch.Tensor  # [steps + 1, batch, ...]
+    target: Callable[[torch.Tensor], Any]
+    methods: dict[str, Any]
+    finish: int  # the call after which dense weights become block-sparse
+    shards: Callable[[Any], list[Any]]  # what fully_shard is applied to besides the model
+    plan: dict[str, Any]
+
+
+def drawn(*shape):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+TASKS = {
+    "linear": Task(
+        network, dense_network, drawn(51, 24, 30), lambda x: x[:, :10].sin(), METHODS, 40, lambda model: model[:2],
+        {"0": COL, "1": ROW, "2": ColwiseParallel(output_layouts=Replicate())},
+    ),
+    "mixed": Task(
+        mixed, dense_mixed, drawn(10, 8, 3, 4, 5), lambda x: 1, METHODS_OF_MIXED, 6,
+        lambda model: [model.convs] + [model.lstm] * (not isinstance(model.lstm, nn.LSTM)),
+        {"convs.0": COL, "convs.2": ROW, "lstm": COL, "last.0": ROW},
+    ),
+}  # fmt: skip
+
+
+# Each wraps a model, and says which of how many parts of the batch this process takes.
+
+
+def alone(model, task):
+    return model, 0, 1
+
+
+def ddp(model, task):
+    return DistributedDataParallel(model), dist.get_rank(), dist.get_world_size()
+
+
+def fsdp(model, task, mesh=None):
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in task.shards(model):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh), mesh.get_local_rank(), mesh.size()
+
+
+def tp(model, task, mesh=None):
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    return parallelize_module(model, mesh, task.plan), 0, 1
+
+
+def tp_fsdp(model, task):
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    return fsdp(tp(model, task, mesh["tp"])[0], task, mesh["dp"])
+
+
+ENGINES = {"ddp": ddp, "fsdp": fsdp, "tp": tp, "tp_fsdp": tp_fsdp}
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
 DENSE = {"gradual", "threshold"}
 
 
-def layers(model):
-    return [module for module in model.modules() if isinstance(module, bs.nn.Linear)]
+def weights(model):
+    return [module for module in model.modules() if isinstance(module, BlockSparseModule)]
 
 
-def train(model, wrap, optimizer, method):
-    wrapped, rank, ranks = wrap(model)
+def train(model, task, wrap, optimizer, method):
+    wrapped, rank, ranks = wrap(model, task)
     optimizer = OPTIMIZERS[optimizer](wrapped.parameters())
-    method = METHODS[method](model, optimizer)
-    pruning = isinstance(method, bs.sparsity.GradualPruning | bs.sparsity.ThresholdPruning)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        x = torch.randn(BATCH, 30, generator=generator, dtype=torch.float64).chunk(ranks)[rank]
+    method = task.methods[method](model, optimizer)
+    for x in task.x[:-1].chunk(ranks, 1)[rank]:
         optimizer.zero_grad()
-        (wrapped(x) - x[:, :10].sin()).square().mean().backward()
+        (wrapped(x) - task.target(x)).square().mean().backward()
         optimizer.step()
-        if method and not (pruning and method.finished):
+        if method and not method.finished:
             method.step()
-            if pruning and method.calls == 40:
+            if hasattr(method, "finish") and method.calls == task.finish:
                 method.finish()
-                if isinstance(wrapped, DistributedDataParallel):
-                    wrapped = DistributedDataParallel(model)
-    return wrapped(torch.ones(1, 30, dtype=torch.float64))
+                wrapped = DistributedDataParallel(model) if wrap is ddp else wrapped
+    return wrapped(task.x[-1])
 
 
-def compare(engine, optimizer, method):
-    make = dense_network if method in DENSE else network
+def compare(name, engine, optimizer, method):
+    task = TASKS[name]
+    make = task.dense if method in DENSE else task.sparse
     one, several = make(), make()
-    before = [layer.layout for layer in layers(one)]
-    y = train(one, lambda model: (model, 0, 1), optimizer, method)
-    torch.testing.assert_close(train(several, ENGINES[engine], optimizer, method), y, rtol=1e-6, atol=1e-9)
+    before = [each.layout for each in weights(one)]
+    y = train(one, task, alone, optimizer, method)
+    torch.testing.assert_close(train(several, task, ENGINES[engine], optimizer, method), y, rtol=1e-6, atol=1e-9)
     reshard(several)
-    before = before or [bs.patterns.dense(layer.layout.shape, (8, 4)) for layer in layers(one)]
-    assert method == "none" or [layer.layout for layer in layers(one)] != before
-    for mine, theirs in zip(layers(one), layers(several), strict=True):
+    assert len(weights(one)) == {"linear": 3 + (method in DENSE), "mixed": 5}[name]
+    changed = sum(each.layout != old for each, old in zip(weights(one), before, strict=False))
+    least = {"none": 0, "rigl": 1}.get(method, 1 if name == "linear" else 5)
+    assert changed >= least or (before == [] and any(each.layout.density < 1 for each in weights(one)))
+    for mine, theirs in zip(weights(one), weights(several), strict=True):
         stored = Stored(theirs)
         assert stored.layout == mine.layout
+        if mine.used is None:
+            assert stored.used is None
+        else:
+            assert all(map(torch.equal, stored.used, mine.used))
         here = torch.from_numpy(stored.here)
         torch.testing.assert_close(stored.local, mine.values.detach()[here], rtol=1e-6, atol=1e-9)
         if engine == "fsdp":
             assert len(here) <= -(-stored.layout.nnz // dist.get_world_size())
 
 
+COUNTS = {"ddp": 2, "fsdp": 4, "tp": 4, "tp_fsdp": 4}
+
+
 def cases():
     """Every method by every engine, in each run with one optimizer and number of processes."""
-    for count, engine, method, optimizer in itertools.product((2, 4), ENGINES, METHODS, OPTIMIZERS):
-        if (engine == "tp_fsdp" and count == 2) or (engine.startswith("tp") and method in DENSE):
-            continue  # two dimensions; layers that are block-sparse
-        if engine == "ddp" and method == "blocks":
-            continue  # the model is to be wrapped again
-        often = optimizer == "adamw" and count == (4 if engine == "tp_fsdp" or method in ("set", "threshold") else 2)
-        yield pytest.param(count, engine, method, optimizer, marks=() if often else pytest.mark.full)
+    for name, task in TASKS.items():
+        for count, engine, method, optimizer in itertools.product((2, 4), ENGINES, task.methods, OPTIMIZERS):
+            if (engine == "tp_fsdp" and count == 2) or (engine.startswith("tp") and method in DENSE):
+                continue  # two dimensions; layers that are block-sparse
+            if engine == "ddp" and method == "blocks":
+                continue  # the model is to be wrapped again
+            if name == "mixed" and (count != COUNTS[engine] or optimizer == "sgd"):
+                continue
+            often = count == (4 if engine == "tp_fsdp" or method in ("set", "threshold") else 2)
+            often = name == "mixed" or (often and optimizer == "adamw")
+            yield pytest.param(name, count, engine, method, optimizer, marks=() if often else pytest.mark.full)
 
 
-@pytest.mark.parametrize(("count", "engine", "method", "optimizer"), list(cases()))
-def test_as_one_process(processes, count, engine, method, optimizer):
-    processes(count)(compare, engine, optimizer, method)
+@pytest.mark.parametrize(("name", "count", "engine", "method", "optimizer"), list(cases()))
+def test_as_one_process(processes, name, count, engine, method, optimizer):
+    processes(count)(compare, name, engine, optimizer, method)
+
+
+def near(got, wanted):
+    assert got.dtype == torch.float32
+    assert got.shape == wanted.shape
+    assert (got - wanted).double().norm() <= 1e-6 * wanted.double().norm()
+
+
+def one_step(engine):
+    task = TASKS["mixed"]
+    one, several = mixed().float(), mixed().float()
+    outputs = []
+    for model, wrap in ((one, alone), (several, ENGINES[engine])):
+        wrapped, rank, ranks = wrap(model, task)
+        y = wrapped(task.x[0].float().chunk(ranks)[rank])
+        (y - 1).square().mean().backward()
+        outputs.append(y.detach())
+    near(outputs[1], outputs[0].chunk(ranks)[rank])
+    for mine, theirs in zip(one.modules(), several.modules(), strict=True):
+        cut = getattr(theirs, "cut_parameters", {})
+        for name, parameter in mine.named_parameters(recurse=False):
+            wanted, got = parameter.grad, getattr(theirs, name).grad
+            if name == "values":
+                got = got.to_local() if is_dtensor(got) else got
+                near(got, wanted[torch.from_numpy(Stored(theirs).here)])
+            else:
+                got = got.full_tensor() if is_dtensor(got) else got
+                near(got, wanted[torch.from_numpy(cut[name].here)] if name in cut else wanted)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_step_in_float32(processes, engine):
+    processes(COUNTS[engine])(one_step, engine)

@@ -1,5 +1,6 @@
 """WASAP-SGD and WASSP-SGD: alone the sequential algorithm, with torchrun as good, and stopped by whoever dies."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -97,12 +98,7 @@ def full(*cases):
 SETTINGS = {"epochs": 10, "batch": 16, "learning_rate": 0.05, "weight_decay": 0.0, "zeta": 0.1}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def toy(seed, n):
@@ -466,16 +462,6 @@ X, Y = toy(0, 8)
         ({"skip": "layers.9"}, "skip: expected"),
         ({"resume": True}, "resume: expected a checkpoint to go on from"),
         ({"resume": True, "checkpoint": "nowhere.safetensors"}, "checkpoint: expected a file"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(bs.BlockSparseError, match=message):
-        train(**{"model": network(), "data": (X, Y), "settings": Settings(epochs=1)} | arguments)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
         ({"epochs": 0}, "epochs: expected an int, 1 or more"),
         ({"batch": 1.5}, "batch: expected an int"),
         ({"first_phase": 1.1}, "first_phase: expected a number from 0 to 1"),
@@ -485,9 +471,12 @@ def test_bad_arguments(arguments, message):
         ({"timeout": 0}, "timeout: expected a positive number"),
     ],
 )
-def test_bad_settings(settings, message):
+def test_bad_arguments(arguments, message):
+    names = {field.name for field in dataclasses.fields(Settings)}
+    settings = {"epochs": 1} | {name: value for name, value in arguments.items() if name in names}
+    given = {"model": network(), "data": (X, Y)} | {name: arguments[name] for name in arguments.keys() - names}
     with pytest.raises(bs.BlockSparseError, match=message):
-        Settings(**settings)
+        train(**given, settings=Settings(**settings))
 
 
 def test_a_checkpoint_of_another_run(tmp_path):

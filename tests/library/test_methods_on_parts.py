@@ -7,11 +7,7 @@ from torch import nn
 import blocksparse as bs
 from blocksparse.nn.module import BlockSparseModule
 
-
-@pytest.fixture(autouse=True)
-def backend():
-    with bs.use_backend("cpu" if bs.backends()["cpu"] else "reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("any_backend")
 
 
 class Net(nn.Module):

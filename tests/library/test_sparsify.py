@@ -15,11 +15,7 @@ from blocksparse.surgery.prunable import prunable
 from masked import elements, masked
 from sparsified import layouts_of, mlp
 
-
-@pytest.fixture(autouse=True)
-def backend():
-    with bs.use_backend("cpu" if bs.backends()["cpu"] else "reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("any_backend")
 
 
 def close(actual, expected):

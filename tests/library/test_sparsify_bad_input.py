@@ -13,11 +13,7 @@ from blocksparse.nn.module import BlockSparseModule
 from blocksparse.sparsity.calibration import fitting
 from sparsified import layouts_of, mlp
 
-
-@pytest.fixture(autouse=True)
-def backend():
-    with bs.use_backend("cpu" if bs.backends()["cpu"] else "reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("any_backend")
 
 
 @pytest.fixture

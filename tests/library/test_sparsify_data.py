@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
-from torch.utils.data import DataLoader, TensorDataset
 
 import blocksparse as bs
-from blocksparse.sparsity.calibration import calibrate, fitting, passes, progress
+from blocksparse.sparsity.calibration import calibrate, fitting, passes
 from blocksparse.sparsity.calibration.inputs import packed, products
 from blocksparse.surgery.prunable import prunable
 
@@ -20,12 +19,8 @@ SMALL = {"block_size": 4, "force": True}
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def seeded(one_thread):
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def correlated(*shape, rank=5):
@@ -345,58 +340,6 @@ def test_two_runs_give_the_same_bits():
     assert same(model, state)
 
 
-class Dies(nn.Module):
-    """Its second layer gets what is not finite."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(24, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return self.second(self.first(x) / 0)
-
-
-X = torch.ones(6, 24, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
-@pytest.mark.parametrize(
-    ("make", "data", "message"),
-    [
-        (mlp, [], "batches: expected one or more, got none"),
-        (mlp, X, "batches: expected an iterable of batches"),
-        (mlp, 3, "batches: expected an iterable of batches"),
-        (mlp, [X, X[:, :20]], r"a batch of \[6, 20\], on which 0 fails: .*(multiplied|size)"),
-        (mlp, [X * torch.nan], "the inputs of 0.weight: expected finite numbers"),
-        (mlp, [{"z": X}], "on which Sequential fails: .*unexpected keyword"),
-        (lambda: Dies().double(), [X], "the inputs of second.weight: expected finite numbers"),
-        (lambda: Last().double(), [(X.view(2, 6, 12), X[:, 0])], r"without labels, got a batch of \[2, 6, 12\], \[6\]"),
-    ],
-    ids=["none", "a tensor", "a number", "shape", "nan", "name", "inf later", "labels as a state"],
-)
-def test_data_of_no_use_are_told_and_leave_the_model(make, data, message, inplace):
-    model = make()
-    state, modules = state_of(model), [str(model), model.training]
-    with pytest.raises(bs.BlockSparseError, match=message):
-        bs.sparsify(model, 0.5, data=data, inplace=inplace, **SMALL)
-    assert same(model, state)
-    assert [str(model), model.training] == modules
-    assert torch.backends.mha.get_fastpath_enabled()
-
-
-@pytest.mark.parametrize("form", ["loader with labels", "lists", "a generator", "dicts"])
-def test_forms_of_data(form):
-    model, x = mlp(), correlated(60, 24)
-    forms = {
-        "loader with labels": DataLoader(TensorDataset(x, torch.zeros(60).long()), batch_size=20),
-        "lists": [[part, 0] for part in x.split(20)],
-        "a generator": (part for part in x.split(20)),
-        "dicts": [{"input": part} for part in x.split(20)],
-    }
-    expected = bs.sparsify(model, 0.5, data=x.split(20), **SMALL)
-    assert same(bs.sparsify(model, 0.5, data=forms[form], **SMALL), state_of(expected))
-
-
 def test_in_place_with_an_optimizer():
     model, x = mlp(), correlated(60, 24)
     expected = bs.sparsify(model, 0.5, data=[x], **SMALL)
@@ -462,7 +405,7 @@ def test_progress_is_shown_on_terminals_when_it_takes_long(monkeypatch, terminal
     stream = io.StringIO()
     stream.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress, "AFTER", after)
+    monkeypatch.setattr(calibrate, "AFTER", after)
     bs.sparsify(mlp(), 0.5, data=[correlated(60, 24)], **SMALL)
     shown = terminal and not after
     assert ("layers fitted to the data: 3/3" in stream.getvalue()) == shown

@@ -13,11 +13,7 @@ from blocksparse.conversion import speed
 from blocksparse.measure import Samples
 from sparsified import mlp
 
-
-@pytest.fixture(autouse=True)
-def backend():
-    with bs.use_backend("cpu" if bs.backends()["cpu"] else "reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("any_backend")
 
 
 # -- speed decides -----------------------------------------------------------------------------------------------

@@ -8,18 +8,11 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import blocksparse as bs
+from blocksparse.sparsity.calibration.fitting import best_columns, block_counts, least_squares
 from blocksparse.sparsity.calibration.inputs import products
-from blocksparse.sparsity.calibration.least_squares import best_columns, block_counts, least_squares
 from blocksparse.surgery.prunable import prunable
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small products on few busy cores: waiting for other threads takes longer than they do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def randn(*shape):
@@ -130,11 +123,12 @@ def forms(x, y):
         "tuples": [(x, 0 * x), (y,)],
         "lists": [[x, 0 * x, 1.0], [y]],
         "dicts": [{"x": x, "scale": 1.0}, {"x": y}],
+        "generator": (each for each in (x, y)),
         "loader": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.cat([x, y])), batch_size=6),
     }
 
 
-@pytest.mark.parametrize("form", ["tensors", "tuples", "lists", "dicts", "loader"])
+@pytest.mark.parametrize("form", ["tensors", "tuples", "lists", "dicts", "generator", "loader"])
 def test_batches_of_any_form(form):
     torch.manual_seed(0)
     model = Network().double()
@@ -168,46 +162,72 @@ def test_scores_are_a_criterion():
     assert scores["0.weight"][kept].min() >= scores["0.weight"][~kept].max()
 
 
+class Dies(nn.Module):
+    """Its second layer gets what is not finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.second(self.first(x) / 0)
+
+
+SPARSIFY = {"density": 0.5, "block_size": 4, "force": True}
 METHODS = {
     "activation_scores": lambda model, batches: bs.sparsity.activation_scores(model, batches, block_size=4),
     "reconstruct": lambda model, batches: bs.sparsity.reconstruct(model, batches, density=0.5, block_size=4),
+    "sparsify": lambda model, batches: bs.sparsify(model, data=batches, **SPARSIFY),
+    "inplace": lambda model, batches: bs.sparsify(model, data=batches, inplace=True, **SPARSIFY),
 }
 
 
+@pytest.mark.filterwarnings("ignore::blocksparse.SparsityWarning")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    ("batches", "error", "message"),
+    ("make", "batches", "message"),
     [
-        ([], bs.BlockSparseError, "batches: expected one or more, got none"),
-        (torch.zeros(3, 10), bs.BlockSparseError, "batches: expected an iterable of batches: tensors, .* got Tensor"),
-        ({"x": torch.zeros(3, 10)}, bs.BlockSparseError, "batches: expected an iterable of batches"),
-        (7, bs.BlockSparseError, "batches: expected an iterable of batches"),
-        ([torch.full((3, 10), torch.nan)], bs.BlockSparseError, "the inputs of first.weight: expected finite numbers"),
-        ([torch.full((3, 10), torch.inf)], bs.BlockSparseError, "the inputs of first.weight: expected finite numbers"),
+        (Network, [], "batches: expected one or more, got none"),
+        (Network, torch.zeros(3, 10), "batches: expected an iterable of batches: tensors, .* got Tensor"),
+        (Network, {"x": torch.zeros(3, 10)}, "batches: expected an iterable of batches"),
+        (Network, 7, "batches: expected an iterable of batches"),
+        (Network, [torch.full((3, 10), torch.nan)], "the inputs of first.weight: expected finite numbers"),
+        (Network, [torch.full((3, 10), torch.inf)], "the inputs of first.weight: expected finite numbers"),
+        (Dies, [torch.ones(3, 10)], "the inputs of second.weight: expected finite numbers"),
         (
+            Network,
             [torch.zeros(3, 10), torch.zeros(3, 11)],
-            bs.BlockSparseError,
             r"batches: expected the model's inputs, .* a batch of \[3, 11\], on which first fails: .*(multiplied|size)",
         ),
-        ([{"y": 1}], bs.BlockSparseError, "on which Network fails: .* unexpected keyword argument"),
+        (Network, [{"y": 1}], "on which Network fails: .* unexpected keyword argument"),
+        (
+            lambda: nn.LSTM(10, 8, batch_first=True),
+            [(torch.zeros(2, 6, 10), torch.zeros(6))],
+            r"without labels, got a batch of \[2, 6, 10\], \[6\]",
+        ),
     ],
-    ids=["none", "a tensor", "a dict", "a number", "nan", "inf", "shapes", "names"],
+    ids=["none", "a tensor", "a dict", "a number", "nan", "inf", "inf later", "shapes", "names", "labels as a state"],
 )
-def test_a_failure_leaves_the_model_as_it_was(method, batches, error, message):
-    model = Network()
-    model.drop.eval()
-    modes = [module.training for module in model.modules()]
+def test_a_failure_leaves_the_model_as_it_was(method, make, batches, message):
+    model = make()
+    next(model.children(), model).eval()
+    modes, text = [module.training for module in model.modules()], repr(model)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for given, raised in ((batches, (error, message)), ([torch.randn(5, 10)], None)):
-        if raised:
-            with pytest.raises(raised[0], match=raised[1]):
-                METHODS[method](model, given)
-        else:
-            METHODS[method](model, given)
+
+    def is_as_before():
         assert [module.training for module in model.modules()] == modes
+        assert repr(model) == text
         assert all(not module._forward_pre_hooks for module in model.modules())
         assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
         assert all(parameter.grad is None for parameter in model.parameters())
+        assert torch.backends.mha.get_fastpath_enabled()
+
+    with pytest.raises(bs.BlockSparseError, match=message):
+        METHODS[method](model, batches)
+    is_as_before()
+    if make is Network and method != "inplace":
+        METHODS[method](model, [torch.randn(5, 10)])
+        is_as_before()
 
 
 @pytest.mark.parametrize(

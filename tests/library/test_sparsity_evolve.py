@@ -13,14 +13,7 @@ from blocksparse.sparsity.sparse_training.set import nearest_zero
 from blocksparse.surgery.stored import Stored
 from blocksparse_lab.models.mlp import SparseMLP
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small products on few busy cores: waiting for other threads takes longer than they do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def layer_with(values):
@@ -203,37 +196,6 @@ def test_a_copy_evolves_alike():
     for layer, other in zip(model.layers, twin.layers, strict=True):
         assert layer.layout == other.layout
         assert torch.equal(layer.values, other.values)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"zeta": -0.1}, "zeta: expected a number from 0 to 1, got -0.1"),
-        ({"zeta": 1.1}, "zeta: expected a number from 0 to 1, got 1.1"),
-        ({"zeta": math.nan}, "zeta: expected"),
-        ({"zeta": True}, "zeta: expected"),
-        ({"every": 0}, "every: expected an int, 1 or more, got 0"),
-        ({"end": 0.5}, "end: expected an int"),
-        ({"seed": -1}, "seed: expected"),
-        ({"init": "ones"}, "init: expected one of zeros, he, xavier"),
-        ({"norm": "min"}, "norm: expected one of l2, mean, max"),
-        ({"skip": "layers.7"}, "skip: expected modules of the model, or their names, got 'layers.7'"),
-        ({"skip": nn.ReLU()}, "skip: expected modules of the model, or their names, got ReLU"),
-        ({"skip": ["layers.0", "layers.1"]}, "skip: expected something but it"),
-        ({"modules": nn.Linear(2, 2)}, "modules: expected one with block-sparse weights, got Linear"),
-        ({"modules": [bs.nn.Linear(2, 2), nn.Linear(2, 2)]}, "modules: expected one with block-sparse weights"),
-        ({"modules": SparseMLP([4, 4, 2], density=None)}, "modules: expected one with block-sparse weights"),
-        ({"modules": 3}, "modules: expected a model"),
-        (
-            {"modules": bs.nn.Linear(2, 2, layout=bs.BlockLayout([[0, 0], [0, 0]], 1))},
-            r"modules: expected a layer with connections, got BlockLayout\(.*nnz=0",
-        ),
-        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "expected one that has the parameter layers.0"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(bs.BlockSparseError, match=message):
-        bs.sparsity.SET(**{"modules": SparseMLP([8, 8, 2], density=0.5)} | arguments)
 
 
 def test_shared_parameters_are_refused():

@@ -8,14 +8,7 @@ import blocksparse as bs
 from blocksparse.sparsity import GradualPruning
 from blocksparse.sparsity.pruning.magnitude import dense_norms
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small products on few busy cores: waiting for other threads takes longer than they do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def train(model, optimizer, method, steps, each):
@@ -107,25 +100,3 @@ def test_sixteen_bits():
     method = GradualPruning(model, density=0.5, end=1, block_size=8)
     method.step()
     assert [layer.values.dtype for layer in method.finish()] == [torch.bfloat16] * 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"density": 0.01}, "density: expected 0.25 or more, that leaves each weight a block, got 0.01"),
-        (
-            {"density": 0.1, "scope": "layer"},
-            "density: expected 0.25 or more, that leaves 1.weight one of its 2 blocks",
-        ),
-        ({"density": -1}, "density: expected a number from 0 to 1, got -1"),
-        ({"scope": "erk"}, "scope: expected one of global, layer, got 'erk'"),
-        ({"norm": "l1"}, "norm: expected one of l2, mean, max, got 'l1'"),
-        ({"begin": 9, "end": 9}, "end: expected an int, 10 or more, got 9"),
-        ({"block_size": 0}, "block_size: expected a positive int"),
-        ({"skip": "7"}, "skip: expected "),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    model = nn.Sequential(nn.Linear(80, 64), nn.Linear(64, 32))
-    with pytest.raises(bs.BlockSparseError, match=message):
-        GradualPruning(model, **{"end": 10, "block_size": 32} | arguments)

@@ -7,14 +7,7 @@ from torch import nn
 import blocksparse as bs
 from blocksparse.sparsity import GroupLasso
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small products on few busy cores: waiting for other threads takes longer than they do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_penalty():
@@ -129,23 +122,3 @@ def test_nothing_is_left():
     with pytest.raises(bs.BlockSparseError, match=message):
         method.finish()
     assert type(model[1]) is nn.Linear
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"mode": "both"}, "mode: expected one of proximal, penalty, got 'both'"),
-        ({}, "optimizer: expected the one whose learning rate is used, got None"),
-        ({"strength": -1, "mode": "penalty"}, "strength: expected a finite number, 0 or more, got -1"),
-        ({"threshold": float("nan"), "mode": "penalty"}, "threshold: expected a finite number, 0 or more, got nan"),
-        ({"mode": "penalty", "density": 2}, "density: expected a number from 0 to 1, got 2"),
-        (
-            {"mode": "penalty", "density": 0.01},
-            "density: expected 1 or more, that leaves each weight",
-        ),
-        ({"mode": "penalty", "scope": "all"}, "scope: expected one of global, layer, got 'all'"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(bs.BlockSparseError, match=message):
-        GroupLasso(nn.Linear(8, 8), **arguments)

@@ -1,6 +1,7 @@
 """The protocol of all methods: a loop that calls each at the same place, one state, one name for the first step."""
 
 import inspect
+import math
 
 import pytest
 import torch
@@ -82,3 +83,117 @@ def test_one_loop_trains_and_resumes(name):
 def test_steps_have_one_name(name):
     given = inspect.signature(getattr(bs.sparsity, name)).parameters
     assert not given.keys() & {"start", "stop", "t_end", "first", "last", "from_"}
+
+
+def linears():
+    return nn.Sequential(nn.Linear(80, 64), nn.Linear(64, 32))
+
+
+def layers():
+    return nn.Sequential(bs.nn.Linear(8, 8, density=0.5, block_size=1), bs.nn.Linear(8, 2, density=0.5, block_size=1))
+
+
+OTHERS = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+LSTM = bs.nn.LSTM(8, 8, density=1.0, block_size=4)
+# By method, its model and what else a call needs; and what is wrong with others.
+BAD = {
+    "SET": (layers, {}, [
+        ({"zeta": -0.1}, "zeta: expected a number from 0 to 1, got -0.1"),
+        ({"zeta": 1.1}, "zeta: expected a number from 0 to 1, got 1.1"),
+        ({"zeta": math.nan}, "zeta: expected"),
+        ({"zeta": True}, "zeta: expected"),
+        ({"every": 0}, "every: expected an int, 1 or more, got 0"),
+        ({"end": 0.5}, "end: expected an int"),
+        ({"seed": -1}, "seed: expected"),
+        ({"init": "ones"}, "init: expected one of zeros, he, xavier"),
+        ({"norm": "min"}, "norm: expected one of l2, mean, max"),
+        ({"skip": "7"}, "skip: expected modules of the model, or names or patterns of modules or parameters, got '7'"),
+        ({"skip": nn.ReLU()}, "skip: expected modules of the model, or names or .*, got ReLU"),
+        ({"skip": ["0", "1"]}, "skip: expected something but it"),
+        ({"skip": ["0.values", "1.*"]}, "skip: expected something but it"),
+        ({"modules": nn.Linear(2, 2)}, "modules: expected one with block-sparse weights, got Linear"),
+        ({"modules": [bs.nn.Linear(2, 2), nn.Linear(2, 2)]}, "modules: expected one with block-sparse weights"),
+        ({"modules": 3}, "modules: expected a model"),
+        ({"modules": bs.nn.Linear(2, 2, layout=bs.BlockLayout([[0, 0], [0, 0]], 1))},
+         r"modules: expected a layer with connections, got BlockLayout\(.*nnz=0"),
+        ({"optimizer": OTHERS}, "expected one that has the parameter 0"),
+    ]),
+    "RigL": (layers, {"optimizer": None, "end": 100}, [
+        ({"end": 0}, "end: expected an int, 1 or more"),
+        ({"every": 0}, "every: expected an int, 1 or more"),
+        ({"alpha": 1.5}, "alpha: expected a number from 0 to 1"),
+        ({"norm": "min"}, "norm: expected one of"),
+        ({"modules": nn.Linear(4, 4)}, "modules: expected one with block-sparse weights, got Linear"),
+        ({"modules": LSTM}, "weight_ih_l0: expected a linear layer or a conv"),
+    ]),
+    "ImportancePruning": (layers, {}, [
+        ({"percentile": 101}, "percentile: expected a number from 0 to 100"),
+        ({"begin": -1}, "begin: expected an int, 0 or more"),
+        ({"every": 0}, "every: expected an int, 1 or more"),
+        ({"modules": LSTM}, "weight_ih_l0: expected a linear layer or a conv"),
+        ({"modules": nn.Linear(8, 8)}, "modules: expected one with block-sparse weights"),
+    ]),
+    "GradualPruning": (linears, {"end": 10, "block_size": 32}, [
+        ({"density": 0.01}, "density: expected 0.25 or more, that leaves each weight a block, got 0.01"),
+        ({"density": 0.1, "scope": "layer"},
+         "density: expected 0.25 or more, that leaves 1.weight one of its 2 blocks"),
+        ({"density": -1}, "density: expected a number from 0 to 1, got -1"),
+        ({"scope": "erk"}, "scope: expected one of global, layer, got 'erk'"),
+        ({"norm": "l1"}, "norm: expected one of l2, mean, max, got 'l1'"),
+        ({"begin": 9, "end": 9}, "end: expected an int, 10 or more, got 9"),
+        ({"block_size": 0}, "block_size: expected a positive int"),
+        ({"skip": "7"}, "skip: expected "),
+    ]),
+    "ThresholdPruning": (linears, {"optimizer": None, "q": 0.1, "begin": 1, "ramp": 2, "end": 3}, [
+        ({"q": -0.1}, "q of 0.weight: expected a finite number, 0 or more, got -0.1"),
+        ({"q": {"0.weight": 0.1}}, r"q: expected a number for 1.weight, got \['0.weight'\]"),
+        ({"ramp": 0}, "ramp: expected an int, 1 or more, got 0"),
+        ({"end": 2}, "end: expected an int, 3 or more, got 2"),
+        ({"every": 0.5}, "every: expected an int, 1 or more, got 0.5"),
+    ]),
+    "GroupLasso": (lambda: nn.Linear(8, 8), {"mode": "penalty"}, [
+        ({"mode": "both"}, "mode: expected one of proximal, penalty, got 'both'"),
+        ({"mode": "proximal"}, "optimizer: expected the one whose learning rate is used, got None"),
+        ({"strength": -1}, "strength: expected a finite number, 0 or more, got -1"),
+        ({"threshold": math.nan}, "threshold: expected a finite number, 0 or more, got nan"),
+        ({"density": 2}, "density: expected a number from 0 to 1, got 2"),
+        ({"density": 0.01}, "density: expected 1 or more, that leaves each weight"),
+        ({"scope": "all"}, "scope: expected one of global, layer, got 'all'"),
+    ]),
+    "L0Gates": (lambda: nn.Linear(8, 8), {"samples": 10}, [
+        ({"samples": 0}, "samples: expected an int, 1 or more, got 0"),
+        ({"strength": -1}, "strength: expected a finite number, 0 or more, got -1"),
+        ({"closed": 1}, "closed: expected a number from 0.01 to 0.99, got 1"),
+        ({"weight_decay": "no"}, "weight_decay: expected a finite number, 0 or more, got 'no'"),
+        ({"lr": -0.1}, "lr: expected a finite number, 0 or more, got -0.1"),
+        ({"density": 0.01}, "density: expected 1 or more, that leaves each weight a block, got 0.01"),
+    ]),
+    "MovementPruning": (lambda: nn.Linear(8, 8), {"end": 10, "block_size": 4}, [
+        ({"density": 0.01}, "density: expected 0.25 or more, that leaves each weight a block, got 0.01"),
+        ({"end": 0}, "end: expected an int, 1 or more, got 0"),
+        ({"scope": "all"}, "scope: expected one of global, layer, got 'all'"),
+        ({"lr": math.inf}, "lr: expected a finite number, 0 or more, got inf"),
+    ]),
+    "SRSTE": (lambda: nn.Linear(8, 8), {}, [
+        ({"n": 5}, "n and m: expected ints, 0 < n <= m"),
+        ({"decay": -1}, "decay: expected a finite number, 0 or more"),
+        ({"model": nn.Linear(6, 4)}, "model: expected a weight that can be 2:4 sparse, got .*6 inputs are no multiple"),
+        ({"model": nn.ReLU()}, "model: expected a weight that can be 2:4 sparse, got no weight"),
+        ({"model": 3}, "model: expected a torch.nn.Module, got int"),
+        ({"skip": "head"}, "skip: expected modules of the model"),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [(name, arguments, message) for name, (_, _, cases) in BAD.items() for arguments, message in cases],
+)
+def test_bad_arguments_leave_the_model_as_it_was(name, arguments, message):
+    make, others, _ = BAD[name]
+    kind, model = getattr(bs.sparsity, name), make()
+    first = next(iter(inspect.signature(kind).parameters))
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(bs.BlockSparseError, match=message):
+        kind(**{first: model, **others, **arguments})
+    assert [type(module) for module in model.modules()] == before

@@ -6,19 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-import blocksparse as bs
 from blocksparse.sparsity import MovementPruning
 from blocksparse.sparsity.pruning.movement import StraightThrough
 from blocksparse.surgery.prunable import prunable
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small products on few busy cores: waiting for other threads takes longer than they do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_gradient_by_hand():
@@ -114,19 +106,3 @@ def test_the_parameters_and_the_buffers_go_with_the_model():
     method.step()
     assert [layout.nnz for layout in method.layouts().values()] == [8, 8]
     assert not any("parametrizations" in name for name in method.finish().state_dict())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"density": 0.01}, "density: expected 0.25 or more, that leaves each weight a block, got 0.01"),
-        ({"end": 0}, "end: expected an int, 1 or more, got 0"),
-        ({"scope": "all"}, "scope: expected one of global, layer, got 'all'"),
-        ({"lr": float("inf")}, "lr: expected a finite number, 0 or more, got inf"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    layer = nn.Linear(8, 8)
-    with pytest.raises(bs.BlockSparseError, match=message):
-        MovementPruning(layer, **{"end": 10, "block_size": 4} | arguments)
-    assert type(layer) is nn.Linear

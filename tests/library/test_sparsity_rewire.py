@@ -8,16 +8,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import blocksparse as bs
 from blocksparse.sparsity.pruning.magnitude import smallest
-from blocksparse.sparsity.sparse_training.sampling import draw_unused
+from blocksparse.sparsity.sparse_training.growth import draw_unused
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small products on few busy cores: waiting for other threads takes longer than they do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 OPTIMIZERS = {

@@ -14,14 +14,7 @@ import blocksparse as bs
 from blocksparse.sparsity.sparse_training import rigl
 from blocksparse.sparsity.sparse_training.dense_gradient import LinearPass, Watch, gradient_norms, largest
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small products on few busy cores: waiting for other threads takes longer than they do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 ACTIVATIONS = [None, "relu", "gelu", "silu"]
@@ -162,41 +155,6 @@ def test_schedule():
     assert due == [10, 20]
 
 
-def test_training_and_resuming(tmp_path):
-    def start():
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            bs.nn.Linear(20, 64, density=0.2, block_size=4, activation="relu"), bs.nn.Linear(64, 2, density=None)
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return model, optimizer, bs.sparsity.RigL(model, optimizer, end=60, every=5, skip="1")
-
-    def train(model, optimizer, method, first, last):
-        losses = []
-        for t in range(first, last):
-            x = torch.randn(64, 20, generator=torch.Generator().manual_seed(t))
-            loss = nn.functional.cross_entropy(model(x), (x[:, :3].sum(1) > 0).long())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            method.step()
-            losses.append(loss.item())
-        return losses
-
-    whole, parts, again = start(), start(), start()
-    layout = whole[0][0].layout
-    losses = train(*whole, 0, 80)
-    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
-    assert whole[0][0].layout != layout
-    train(*parts, 0, 34)  # the next iteration is one of the topology
-    torch.save([part.state_dict() for part in parts], tmp_path / "saved")
-    for part, state in zip(again, torch.load(tmp_path / "saved", weights_only=True), strict=True):
-        part.load_state_dict(state)
-    train(*again, 34, 80)
-    for name, tensor in whole[0].state_dict().items():
-        assert torch.equal(again[0].state_dict()[name], tensor), name
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_under_autocast(activation):
     torch.manual_seed(0)
@@ -251,24 +209,6 @@ def test_a_whole_step_stays_within_a_tile(monkeypatch):
     with Largest() as seen:
         method.step()
     assert seen.most <= tile
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"end": 0}, "end: expected an int, 1 or more"),
-        ({"every": 0}, "every: expected an int, 1 or more"),
-        ({"alpha": 1.5}, "alpha: expected a number from 0 to 1"),
-        ({"norm": "min"}, "norm: expected one of"),
-        ({"modules": nn.Linear(4, 4)}, "modules: expected one with block-sparse weights, got Linear"),
-        ({"modules": bs.nn.LSTM(8, 8, density=1.0, block_size=4)}, "weight_ih_l0: expected a linear layer or a conv"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    modules = arguments.get("modules", bs.nn.Linear(8, 8, density=0.5, block_size=1))
-    optimizer = torch.optim.SGD(modules.parameters(), lr=0.1)
-    with pytest.raises(bs.BlockSparseError, match=message):
-        bs.sparsity.RigL(**{"modules": modules, "optimizer": optimizer, "end": 100} | arguments)
 
 
 def test_a_step_without_a_gradient():

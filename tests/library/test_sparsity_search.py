@@ -18,14 +18,7 @@ from blocksparse.sparsity.pruning.strongest import strongest
 from blocksparse.surgery.prunable import prunable
 from dense_models import METHODS, MODELS, mlp, start, train
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small products on few busy cores: waiting for other threads takes longer than they do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -121,21 +121,3 @@ def test_what_is_left_alone():
     assert method.left["lstm.weight_hh_l0"] == "LSTM has several weights in one call"
     method.finish()
     assert bs.sparsity.SRSTE(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), skip="0").left == {"0.weight": "skipped"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"n": 5}, "n and m: expected ints, 0 < n <= m"),
-        ({"decay": -1}, "decay: expected a finite number, 0 or more"),
-        ({"model": nn.Linear(6, 4)}, "model: expected a weight that can be 2:4 sparse, got .*6 inputs are no multiple"),
-        ({"model": nn.ReLU()}, "model: expected a weight that can be 2:4 sparse, got no weight"),
-        ({"model": 3}, "model: expected a torch.nn.Module, got int"),
-        ({"skip": "head"}, "skip: expected modules of the model"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    net = nn.Linear(8, 8)
-    with pytest.raises(bs.BlockSparseError, match=message):
-        bs.sparsity.SRSTE(**{"model": net} | arguments)
-    assert type(net) is nn.Linear

@@ -7,16 +7,9 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.sparsity import GroupLasso, ThresholdPruning, percentiles
-from blocksparse.sparsity.pruning.threshold import Ramp
+from blocksparse.sparsity.pruning.schedule import Ramp
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small products on few busy cores: waiting for other threads takes longer than they do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_threshold():
@@ -67,6 +60,8 @@ def test_percentiles(percent):
     weights = dict(model.named_parameters())
     for name, q in found.items():
         assert q == pytest.approx(np.percentile(weights[name].detach().abs().numpy(), percent))
+    with pytest.raises(bs.BlockSparseError, match="percent: expected a number from 0 to 100, got 101"):
+        percentiles(model, 101)
 
 
 def test_what_is_left_is_measured_by_q():
@@ -104,22 +99,3 @@ def test_with_the_penalty_of_group_lasso():
     model = method.finish()
     assert type(model) is bs.nn.LSTM
     torch.testing.assert_close(model(x)[0], before)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"q": -0.1}, "q of 0.weight: expected a finite number, 0 or more, got -0.1"),
-        ({"q": {"0.weight": 0.1}}, r"q: expected a number for 1.weight, got \['0.weight'\]"),
-        ({"ramp": 0}, "ramp: expected an int, 1 or more, got 0"),
-        ({"end": 2}, "end: expected an int, 3 or more, got 2"),
-        ({"every": 0.5}, "every: expected an int, 1 or more, got 0.5"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    given = {"q": 0.1, "begin": 1, "ramp": 2, "end": 3} | arguments
-    with pytest.raises(bs.BlockSparseError, match=message):
-        ThresholdPruning(model, None, given.pop("q"), **given)
-    with pytest.raises(bs.BlockSparseError, match="percent: expected a number from 0 to 100, got 101"):
-        percentiles(model, 101)

@@ -265,21 +265,12 @@ def test_a_llama_by_wildcards(processes, ranks):
     processes(ranks)(llama, llama_plan(16, 1), True)
 
 
-class Deep(nn.Module):
-    def __init__(self, features, m, seed):
-        super().__init__()
-        layouts = [bs.patterns.barabasi_albert(features, block_size=8, m=m, seed=seed + k) for k in (0, 1)]
-        self.fc1 = bs.nn.Linear(features, features, layout=layouts[0], activation="gelu", dtype=torch.float64)
-        self.fc2 = bs.nn.Linear(features, features, layout=layouts[1], dtype=torch.float64)
-
-    def forward(self, x):
-        return self.fc2(self.fc1(x))
-
-
 def balance(features, m, seed, multiple):
     plan = {"fc1": ColwiseParallel(multiple=multiple), "fc2": RowwiseParallel(multiple=multiple)}
     x = torch.randn(3, features, dtype=torch.float64)
-    whole = Deep(features, m, seed)
+    layouts = [bs.patterns.barabasi_albert(features, block_size=8, m=m, seed=seed + k) for k in (0, 1)]
+    whole = MLP(8, 8)
+    whole.fc1, whole.fc2 = (bs.nn.Linear(features, features, layout=each, dtype=torch.float64) for each in layouts)
     stored = sum(p.numel() for p in whole.parameters())
     model = compare(whole, plan, x, parallelize=bs.distributed.parallelize_module)
     return model.fc1.layout.nnz + model.fc2.layout.nnz, sum(p.numel() for p in model.parameters()) / stored

@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 
 import blocksparse as bs
 from blocksparse import BlockLayout, BlockSparseError
-from blocksparse.sparsity.sparse_training.sampling import draw_unused
+from blocksparse.sparsity.sparse_training.growth import draw_unused
 from blocksparse.topology import Trajectory, distances, embedding, linkage, nnstd, nnstd_matching
 from blocksparse_lab.models.mlp import SparseMLP
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +54,12 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
         if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or (tensor.is_meta and not on_meta)):
             raise BlockSparseError.expected(key, "a dense tensor with numbers", f"{tensor.layout} on {tensor.device}")
     try:
-        # Once without values, so that nothing is changed where some of it does not fit.
-        _load(_without_values(model), layouts, {key: _empty(key, tensor) for key, tensor in state.items()})
+        # Once without values, so that nothing is changed where some of it does not fit. Indices say their shape.
+        empty = {
+            key: tensor.to("meta") if isinstance(tensor, Tensor) and not key.endswith("_indices") else tensor
+            for key, tensor in state.items()
+        }
+        _load(_without_values(model), layouts, empty)
         model = _load(model, layouts, state)
     except RuntimeError as error:
         raise BlockSparseError.expected("state", f"that of a {type(model).__name__} like this one", error) from error
@@ -93,11 +96,6 @@ def _without_values(model: nn.Module) -> nn.Module:
             new = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
             empties[id(tensor)] = new
     return copied(model, empties)
-
-
-def _empty(key: str, tensor: Any) -> Any:
-    """The tensor on the meta device, but for indices, which say what shape the values have."""
-    return tensor.to("meta") if isinstance(tensor, Tensor) and not key.endswith("_indices") else tensor
 
 
 def _layouts(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, BlockLayout]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BlockSparseError
+from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule, Weight
 from ..nn.parts import Parts
 from ..nn.quantized import QuantizedLinear
@@ -201,59 +202,47 @@ def report(model: nn.Module, tokens: int = 64, example: Example | None = None) -
 
 def _sparse_row(name: str, module: BlockSparseModule, owner: nn.Module, speed: Speed) -> Row:
     layout, values = module.layout, module.values
-    kernel = tuple(values.shape[3:])
     kind, out, in_ = type(module).__name__, *layout.shape
     if isinstance(module, Weight):
         kind = type(owner).__name__
         if isinstance(owner, Parts):
             out, in_ = owner.shape_of(name.rpartition(".")[2])
-        shown = name
     else:
         out, in_ = module.weight_shape
-        shown = f"{name}.weight" if name else "weight"
-    dense = out * in_ * math.prod(kernel)
+        name = f"{name}.weight" if name else "weight"
+    shape = (out, in_, *values.shape[3:])
     size = _size(values) + _size(module.crow_indices) + _size(module.col_indices)
+    sizes = values.numel(), size, values.element_size()
     try:
-        ratio, note = speed.of_module(owner), ""
+        return _row(name, kind, shape, sizes, layout=layout, speed_up=speed.of_module(owner))
     except BlockSparseError as error:  # no backend runs it here
-        ratio, note = None, str(error)
-    return Row(
-        shown,
-        kind,
-        (out, in_, *kernel),
-        layout.block_shape,
-        layout.density,
-        layout.nnz,
-        values.numel(),
-        dense,
-        size,
-        dense * values.element_size(),
-        2 * values.numel(),
-        2 * dense,
-        ratio,
-        note,
-    )
+        return _row(name, kind, shape, sizes, layout=layout, note=str(error))
 
 
 def _dense_row(name: str, module: nn.Module, matrix: Tensor, note: str) -> Row:
-    count, size = matrix.numel(), _size(matrix)
-    flops = 0 if isinstance(module, nn.Embedding | nn.EmbeddingBag) else 2 * count
-    return Row(
-        name,
-        type(module).__name__,
-        tuple(matrix.shape),
-        None,
-        1.0,
-        None,
-        count,
-        count,
-        size,
-        size,
-        flops,
-        flops,
-        None,
-        note,
-    )
+    sizes = matrix.numel(), _size(matrix), matrix.element_size()
+    flops = 0 if isinstance(module, nn.Embedding | nn.EmbeddingBag) else 2
+    return _row(name, type(module).__name__, tuple(matrix.shape), sizes, flops, note=note)
+
+
+def _row(
+    name: str,
+    kind: str,
+    shape: tuple[int, ...],
+    sizes: tuple[int, int, int],
+    flops: int = 2,
+    *,
+    layout: BlockLayout | None = None,
+    speed_up: float | None = None,
+    note: str = "",
+) -> Row:
+    """A row from the numbers stored, their bytes with all indices, the bytes of one, and the work for one."""
+    (stored, size, itemsize), dense = sizes, math.prod(shape)
+    blocks: tuple[Any, Any, Any] = (None, 1.0, None)
+    if layout is not None:
+        blocks = layout.block_shape, layout.density, layout.nnz
+    numbers = stored, dense, size, dense * itemsize, flops * stored, flops * dense
+    return Row(name, kind, shape, *blocks, *numbers, speed_up, note)
 
 
 def _size(tensor: Tensor) -> int:

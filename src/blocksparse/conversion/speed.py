@@ -98,7 +98,6 @@ class Speed:
         return self._of(module, lambda: densify(module), lambda: module)
 
     def of_model(self, layouts: Mapping[str, BlockLayout]) -> float | None:
-        """That of the whole model on the example, once these weights have these layouts; None without an example."""
         if self._model is None:
             return None
         return self._whole(self._model, replace_with_sparse(twin(self._model), layouts))
@@ -149,7 +148,6 @@ def _arguments(example: Example | None) -> Arguments:
 
 
 def checked_tokens(tokens: Any) -> int:
-    """Returns a number of rows to make up inputs of, or raises a BlockSparseError."""
     return integer("tokens", tokens, 1, below=MOST_TOKENS + 1)
 
 
@@ -159,7 +157,6 @@ def twin(model: nn.Module) -> nn.Module:
 
 
 def made_up_inputs(module: Any, tokens: int) -> list[Arguments]:
-    """Random inputs of a block-sparse module."""
     values = next(each.values for each in module.modules() if isinstance(each, BlockSparseModule))
     like: dict[str, Any] = {"device": values.device, "dtype": values.dtype}
     if isinstance(module, Cell):

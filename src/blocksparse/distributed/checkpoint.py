@@ -305,7 +305,6 @@ class _Loading:
         return as_sharded(mine, tensor)
 
     def _state(self, name: str, parameter: nn.Parameter, rows: np.ndarray | None) -> None:
-        """Makes room for the optimizer's state of a parameter."""
         if f"{name}/group" not in self.sizes:
             raise self._wrong(f"the optimizer's state of {name}", "none: save it with optimizer=...")
         known = self._json(f"{name}/group")
@@ -355,19 +354,18 @@ class _Loading:
 
 
 def _grid(module: BlockSparseModule) -> tuple[int, int]:
-    """Blocks of the whole weight."""
     return module.layout.grid if module.part is None else module.part.grid
 
 
 def _hyperparameters(held: Held, parameter: nn.Parameter) -> dict[str, Any]:
-    group = next(group for group in held.optimizer.param_groups if any(p is parameter for p in group["params"]))
-    found = {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
+    group = held.group_of(parameter).items()
+    found = {key: value.item() if isinstance(value, Tensor) else value for key, value in group}
     return {key: value for key, value in found.items() if key != "params" and _is_json(value)}
 
 
 def _device_of(key: str, parameter: nn.Parameter, held: Held) -> torch.device:
     """Where PyTorch's optimizers have what is not as large as the parameter: their counts are on the CPU mostly."""
-    group = next(group for group in held.optimizer.param_groups if any(p is parameter for p in group["params"]))
+    group = held.group_of(parameter)
     on_device = key != "step" or group.get("capturable") or group.get("fused")
     return parameter.device if on_device else torch.device("cpu")
 

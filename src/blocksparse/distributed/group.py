@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import re
@@ -20,7 +19,7 @@ import torch.distributed.nn  # now: its defaults hold the group that there is, w
 from torch import Tensor
 
 from ..errors import BlockSparseError
-from ..surgery.agreement import missing
+from ..surgery.agreement import ROLL_CALL, digest, missing
 
 Made = TypeVar("Made")
 
@@ -31,8 +30,6 @@ MASTER = 0
 _joined = itertools.count()
 # The store of a group that was made here, by which the processes report when messages fail.
 _store: dist.Store | None = None
-# Seconds that running processes have to report after a failure.
-ROLL_CALL = 2.0
 
 
 @contextmanager
@@ -217,15 +214,12 @@ def send(tensor: Tensor, to: int) -> None:
 
 
 def receive(tensor: Tensor, source: int) -> Tensor:
-    """Fills the tensor with the next one that the process sent."""
     with reraise_comm_errors(f"process {source}"):
         dist.recv(tensor, source)
     return tensor
 
 
 class Pending:
-    """A message under way; `wait` ends with it."""
-
     def __init__(self, work: dist.Work | None, other: int):
         self.work, self.other = work, other
 
@@ -278,35 +272,16 @@ def gather(tensor: Tensor) -> list[Tensor]:
 
 def differing(facts: Mapping[str, object]) -> list[tuple[int, str]]:
     """A process that differs from the majority (in a tie, from the master's side) with the first such name, of each."""
-    mine = torch.tensor([_digest(fact) for fact in facts.values()])
-    if is_single_process():
-        return []
-    all_of = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    with reraise_comm_errors():
-        dist.all_gather(all_of, mine)
-    found = []
-    rows = [row.tolist() for row in all_of]
+    rows = all_gather([digest(fact) for fact in facts.values()])
     usual = [Counter(column).most_common(1)[0][0] for column in zip(*rows, strict=True)]
+    found = []
     for rank, row in enumerate(rows):
         if names := [name for name, one, most in zip(facts, row, usual, strict=True) if one != most]:
             found.append((rank, names[0]))
     return found
 
 
-def _digest(fact: object) -> int:
-    """Returns 63 bits that are equal for equal values: of a tensor's numbers, or of the `repr` of anything else."""
-    if isinstance(fact, Tensor):
-        about = f"{fact.dtype}, {list(fact.shape)}".encode()
-        content = fact.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        hashed = hashlib.sha256(about)
-        hashed.update(content)
-    else:
-        hashed = hashlib.sha256(repr(fact).encode())
-    return int.from_bytes(hashed.digest()[:8], "little") >> 1
-
-
 def all_max(*numbers: int) -> list[int]:
-    """The largest of each number over all processes."""
     if is_single_process():
         return list(numbers)
     found = torch.tensor(numbers)

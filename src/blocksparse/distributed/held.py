@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule
+from ..surgery.fsdp import sharded_like
 from ..surgery.optimizer import unwrapped
 
 # What torch.compile and checkpointing of activations put into the names of the modules that they wrap.
@@ -97,6 +98,9 @@ class Held:
             raise BlockSparseError.expected("optimizer", "parameters of the module only", f"{others} of others")
         return found
 
+    def group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        return next(group for group in self.optimizer.param_groups if any(p is parameter for p in group["params"]))
+
     def parts(self) -> dict[str, tuple[int, int]]:
         """Of each part the place of its first block in the checkpoint, and the blocks of all parts; all call it."""
         counts = {name: module.layout.nnz for name, module in self.layers.items() if module.part is not None}
@@ -164,12 +168,7 @@ def local_like(tensor: Tensor, length: int, dtype: torch.dtype) -> Rows:
 
 def as_sharded(rows: Rows, like: Tensor) -> Tensor:
     """The rows as a tensor that is sharded as another one is, if it is."""
-    if not isinstance(like, DTensor):
-        return rows.local
-    stride = torch.empty(rows.shape, device="meta").stride()
-    return DTensor.from_local(
-        rows.local, like.device_mesh, like.placements, run_check=False, shape=rows.shape, stride=stride
-    )
+    return sharded_like(like, rows.local, rows.total) if isinstance(like, DTensor) else rows.local
 
 
 def _without_wrappers(name: str) -> str:

@@ -236,7 +236,6 @@ class Folder:
         self.reader.read_data(plan, planner).wait()
 
     def whole(self, name: str) -> Tensor:
-        """A small tensor, all of it."""
         stored = self.tensors[name]
         found = torch.empty(stored.size, dtype=stored.properties.dtype)
         self.read({name: found})

@@ -58,7 +58,6 @@ class TrainingMethod:
         self.calls = int(state["calls"])
 
     def _step(self) -> bool:
-        """Works in the call that was just counted."""
         return False
 
     def _check_unfinished(self, what: str) -> None:

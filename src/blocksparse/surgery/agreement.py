@@ -6,7 +6,8 @@ import hashlib
 import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,21 +49,33 @@ def check_layouts(model: nn.Module | Mapping[str, nn.Module], group: Any = None)
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
     if not is_one_of_several(group):
         return
-    facts: dict[str, Fact] = {}
-    problem = None
     roots: Iterable[tuple[str, nn.Module]] = [("", model)] if isinstance(model, nn.Module) else model.items()
-    for root, module in roots:
-        for name, each in module.named_modules(prefix=root):
-            if isinstance(each, BlockSparseModule):
-                try:
-                    facts[name] = fact_of(each)
-                except BlockSparseError as error:
-                    problem = problem or f"{name}.{error}"
-    agree(facts, group, problem)
+    with agreed(group) as facts:
+        for root, module in roots:
+            for name, each in module.named_modules(prefix=root):
+                if isinstance(each, BlockSparseModule):
+                    try:
+                        facts[name] = fact_of(each)
+                    except BlockSparseError as error:
+                        raise BlockSparseError(f"{name}.{error}") from error
+
+
+@contextmanager
+def agreed(group: Any = None, what: str = "layouts") -> Iterator[dict[str, Fact]]:
+    """Facts for the block to fill in: all processes raise an error unless they have the same, and none has failed."""
+    facts: dict[str, Fact] = {}
+    failed = None
+    try:
+        yield facts
+    except BlockSparseError as error:
+        failed = error
+    if is_one_of_several(group):
+        agree(facts, group, None if failed is None else str(failed), what)
+    if failed is not None:
+        raise failed
 
 
 def is_one_of_several(group: Any = None) -> bool:
-    """Whether there are other processes."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
@@ -78,8 +91,6 @@ def fact_of(module: BlockSparseModule) -> Fact:
 
 
 def digest_of(layout: BlockLayout) -> int:
-    """63 bits that are equal for equal layouts."""
-
     def make() -> int:
         rows, cols = layout.row_of_block.astype("int64"), layout.col_of_block.astype("int64")
         return digest(layout.grid, layout.block_shape, rows.tobytes(), cols.tobytes())
@@ -88,10 +99,13 @@ def digest_of(layout: BlockLayout) -> int:
 
 
 def digest(*facts: object) -> int:
-    """63 bits that are equal for equal facts: bytes, or what has a `repr`."""
+    """63 bits that are equal for equal facts: numbers of tensors, bytes, or what has a `repr`."""
     hashed = hashlib.sha256()
     for fact in facts:
-        hashed.update(fact if isinstance(fact, bytes) else repr(fact).encode())
+        if isinstance(fact, Tensor):
+            hashed.update(f"{fact.dtype}, {list(fact.shape)}".encode())
+            fact = fact.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        hashed.update(fact if isinstance(fact, bytes | memoryview) else repr(fact).encode())
     return int.from_bytes(hashed.digest()[:8], "little") >> 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 import torch.nn.functional as F
@@ -34,29 +35,23 @@ class Blocks:
     ):
         self._stacked = stacked
         shape = (shape[0] * shape[1], *shape[2:]) if stacked else shape
-        self._rows, self._columns = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
-        self._axes, self._transposed = len(shape) - 2, transposed
+        self.size_of_matrix = out, in_ = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
+        """(out, in) of the weight, without padding."""
+        self._axes, self.transposed = len(shape) - 2, transposed
         self.block_shape, self.parts = block_shape, parts
         rows, columns = multiple or block_shape
-        self.shape = _up(self._rows // parts, rows) * parts, _up(self._columns, columns)
+        self.shape = _up(out // parts, rows) * parts, _up(in_, columns)
         """(out, in) of the layouts, whole blocks."""
         self.grid = self.shape[0] // block_shape[0], self.shape[1] // block_shape[1]
-        self.taps = 1
-        for size in shape[2:]:
-            self.taps *= size
+        self.taps = prod(shape[2:])
         self.size = block_shape[0] * block_shape[1] * self.taps
         """Numbers that each stored block has, padding included."""
         self.inside = (1, 3, *range(4, 4 + self._axes))
         """The axes of `fold` that are within a block."""
 
-    @property
-    def transposed(self) -> bool:
-        """Whether the parameter is `[in, out, *kernel]`."""
-        return self._transposed
-
     def place_of_line(self, axis: int) -> np.ndarray:
         """Where each row (axis 0) or column (1) of the weight is once it is padded, int64, rising."""
-        count, parts = (self._rows, self.parts) if axis == 0 else (self._columns, 1)
+        count, parts = self.size_of_matrix[axis], self.parts if axis == 0 else 1
         part, within = np.divmod(np.arange(count), count // parts)
         return part * (self.shape[axis] // parts) + within
 
@@ -66,19 +61,13 @@ class Blocks:
 
     @property
     def needs_padding(self) -> bool:
-        """Whether the weight is not of whole blocks."""
         return self.shape != self.size_of_matrix
-
-    @property
-    def size_of_matrix(self) -> Pair:
-        """(out, in) of the weight, without padding."""
-        return self._rows, self._columns
 
     def matrix(self, tensor: Tensor) -> Tensor:
         """A tensor of the parameter's shape as `[out, in, *kernel]`: a view, which can be written to."""
         if self._stacked and tensor.dim() == 3:  # not `[out, in]` already
             return tensor.flatten(0, 1)
-        return tensor.transpose(0, 1) if self._transposed else tensor
+        return tensor.transpose(0, 1) if self.transposed else tensor
 
     def padded(self, tensor: Tensor) -> Tensor:
         """The same with zeros up to whole blocks, behind each part; differentiable."""
@@ -99,8 +88,8 @@ class Blocks:
         (out, in_), (height, width) = self.grid, self.block_shape
         full = per_block[:, None, :, None].expand(out, height, in_, width)
         full = full.reshape(self.parts, out * height // self.parts, in_ * width)
-        full = full[:, : self._rows // self.parts, : self._columns].reshape(self._rows, self._columns)
-        full = full.unflatten(0, (self.parts, -1)) if self._stacked else full.T if self._transposed else full
+        full = full[:, : self.size_of_matrix[0] // self.parts, : self.size_of_matrix[1]].reshape(self.size_of_matrix)
+        full = full.unflatten(0, (self.parts, -1)) if self._stacked else full.T if self.transposed else full
         return full.reshape(*full.shape, *[1] * self._axes)
 
 

@@ -73,14 +73,10 @@ def _find(module: nn.Module, name: str) -> Any:
         # The only way from a module to the record: a hook after loading, which `fully_shard` gives each such module.
         for cell in getattr(hook, "__closure__", None) or ():
             record = cell.cell_contents
-            if type(record).__name__ == "FSDPParam" and _holds(record, module, name):
+            info = getattr(record, "_module_info", None) if type(record).__name__ == "FSDPParam" else None
+            if getattr(info, "module", None) is module and getattr(info, "param_name", None) == name:
                 return record
     return None
-
-
-def _holds(record: Any, module: nn.Module, name: str) -> bool:
-    info = getattr(record, "_module_info", None)
-    return getattr(info, "module", None) is module and getattr(info, "param_name", None) == name
 
 
 def _checked(record: Any, name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -85,7 +85,6 @@ class Prunable:
 
     @property
     def tensor(self) -> nn.Parameter:
-        """The parameter."""
         return getattr(self.module, self.parameter)
 
     @property
@@ -247,6 +246,15 @@ def survey(
                 reason = f"tied to {', '.join(others)}"
             found.append((weight, reason))
     return found
+
+
+def sort_out(
+    model: nn.Module, skip: Skip, refusal: Callable[[Prunable], str | None]
+) -> tuple[list[Prunable], dict[str, str]]:
+    """The weights that could be replaced and are not refused, and the reasons for the others by name."""
+    found = [(weight, reason or refusal(weight)) for weight, reason in survey(model, 1, skip)]
+    left = {weight.name: reason for weight, reason in found if reason is not None}
+    return [weight for weight, _ in found if weight.name not in left], left
 
 
 def weights_of(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> dict[str, Prunable]:

@@ -17,7 +17,6 @@ from ..nn.experts import Experts
 from ..nn.linear import Linear
 from ..nn.module import Weight
 from ..nn.multihead_attention import MultiheadAttention
-from ..nn.parts import Parts
 from .blocks import pad
 from .dense_shard import values_of
 from .fsdp import hand_over, is_dtensor
@@ -150,14 +149,21 @@ def sparse_module(chosen: Chosen) -> nn.Module:
 
 
 def _sparse_module(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Module:
+    layouts = {weight.parameter: layout for weight, layout in chosen}
     if is_dense_recurrent(module):
-        return _recurrent(module, chosen, changes)
+        return _filled_several(module, _unfilled_recurrent(module, chosen), chosen, changes)
     if type(module) is nn.MultiheadAttention:
-        return _attention(module, chosen, changes)
+        attention = MultiheadAttention(**settings_of(module, MultiheadAttention), layouts=layouts, device="meta")
+        attention.out_proj = module.out_proj
+        return _filled_several(module, attention, chosen, changes)
     if is_experts(module):
-        return _experts(module, chosen, changes)
-    if has_several_weights(module):
-        return _with_weights(module, chosen, changes)
+        count, hidden, intermediate = module.down_proj.shape
+        experts = Experts(count, hidden, intermediate, module.act_fn, layouts=layouts, device="meta")
+        return _filled_several(module, experts, chosen, changes)
+    if has_several_weights(module):  # ours, of which some more become block-sparse
+        return module.with_weights(
+            {weight.parameter: _filled(Weight(layout, "meta"), weight, layout, changes) for weight, layout in chosen}
+        )
     ((weight, layout),) = chosen
     rows, columns = weight.blocks.size_of_matrix
     options: dict[str, Any] = {"layout": layout, "bias": module.bias is not None, "device": "meta"}
@@ -172,10 +178,9 @@ def _sparse_module(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Mo
     return like(module, _filled(new, weight, layout, changes))
 
 
-def _recurrent(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Module:
+def _filled_several(module: Any, new: Any, chosen: Chosen, changes: list[_Change]) -> nn.Module:
+    """A counterpart with several weights, on the meta device, with the chosen ones' values and the other parameters."""
     weights = {weight.parameter: (weight, layout) for weight, layout in chosen}
-    kind = RECURRENT.get(type(module), type(module))
-    new = _unfilled_recurrent(module, chosen)
     for key, old in module.named_parameters(recurse=False):
         if key in weights:
             _filled(getattr(new, key), *weights[key], changes)
@@ -183,8 +188,8 @@ def _recurrent(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Module
         shape = tuple(getattr(new, key).shape)
         if shape == tuple(old.shape):
             setattr(new, key, old)
-        else:  # padded
-            take = partial(pad, shape=shape, parts=1 if key.startswith("weight_hr") else kind.gates)
+        else:  # padded, of a recurrent layer
+            take = partial(pad, shape=shape, parts=1 if key.startswith("weight_hr") else new.gates)
             setattr(new, key, nn.Parameter(take(old.detach()), requires_grad=old.requires_grad))
             changes.append(_Change(key, old, getattr(new, key), take))
     return like(module, new)
@@ -212,36 +217,6 @@ def check_padding(weights: Iterable[Prunable]) -> None:
             recurrent.setdefault(weight.module, []).append((weight, any_layout))
     for module, chosen in recurrent.items():
         _unfilled_recurrent(module, chosen)
-
-
-def _attention(module: nn.MultiheadAttention, chosen: Chosen, changes: list[_Change]) -> nn.Module:
-    layouts = {weight.parameter: layout for weight, layout in chosen}
-    new: Any = MultiheadAttention(**settings_of(module, MultiheadAttention), layouts=layouts, device="meta")
-    for key, old in module.named_parameters(recurse=False):
-        if key not in layouts:
-            setattr(new, key, old)
-    for weight, layout in chosen:
-        _filled(getattr(new, weight.parameter), weight, layout, changes)
-    new.out_proj = module.out_proj
-    return like(module, new)
-
-
-def _experts(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Module:
-    layouts = {weight.parameter: layout for weight, layout in chosen}
-    count, hidden, intermediate = module.down_proj.shape
-    new: Any = Experts(count, hidden, intermediate, module.act_fn, layouts=layouts, device="meta")
-    for key, old in module.named_parameters(recurse=False):
-        if key not in layouts:
-            setattr(new, key, old)
-    for weight, layout in chosen:
-        _filled(getattr(new, weight.parameter), weight, layout, changes)
-    return like(module, new)
-
-
-def _with_weights(module: Parts, chosen: Chosen, changes: list[_Change]) -> nn.Module:
-    """The module with some more of its weights block-sparse."""
-    new = {weight.parameter: _filled(Weight(layout, "meta"), weight, layout, changes) for weight, layout in chosen}
-    return module.with_weights(new)
 
 
 def settings_of(module: nn.Module, kind: Callable[..., nn.Module]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
 from blocksparse.nn import AllReLU, Dropout, Linear
 from blocksparse.sparsity.sparse_training.densities import erdos_renyi_density
-from blocksparse.sparsity.sparse_training.start import bound, first_values
+from blocksparse.sparsity.sparse_training.growth import bound, first_values
 from blocksparse.surgery.compact import compact
 from blocksparse.surgery.stored import Stored
 

@@ -83,12 +83,10 @@ class Spread:
 
     @property
     def rank(self) -> int:
-        """This process in the group."""
         return dist.get_rank(self.group)
 
     @property
     def sizes(self) -> list[int]:
-        """How much of the axis each process has."""
         return [len(part) for part in self.index]
 
     @property

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from types import NoneType
 
@@ -16,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...errors import BlockSparseError
-from ...surgery.agreement import Fact, agree, digest, is_one_of_several
+from ...surgery.agreement import agreed, digest
 from .cut import Cut
 from .slicing import Layer, Units, sliceable
-from .styles import DENSE, SAME, ColwiseParallel, RowwiseParallel, facts_of, group_of
+from .styles import DENSE, SAME, ColwiseParallel, RowwiseParallel, facts_of, group_of, naming
 
 
 def parallelize_module(
@@ -59,11 +58,7 @@ def parallelize_module(
 
 def _agreed_plan(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
     """The balanced plan, once all processes have found the same one, and that it can be applied."""
-    group = group_of(mesh)
-    facts: dict[str, Fact] = {}
-    new: dict[str, ParallelStyle] = {}
-    problem = None
-    try:
+    with agreed(group_of(mesh), SAME) as facts:
         new = balanced_plan(model, mesh.size(), plan)
         modules = dict(model.named_modules())
         ours: dict[str, ColwiseParallel | RowwiseParallel] = {
@@ -80,23 +75,9 @@ def _agreed_plan(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Parallel
             options = own and (own.input, own.output, own.use_local_output, own.multiple)
             facts[f"{label} (style)"] = 0, digest(type(style).__name__, options)
         for name, style in ours.items():
-            with _naming(name):
+            with naming(name):
                 style.planned(modules[name], mesh)
-    except BlockSparseError as error:
-        problem = str(error)
-    if is_one_of_several(group):
-        agree(facts, group, problem, SAME)
-    if problem is not None:
-        raise BlockSparseError(problem)
     return new
-
-
-@contextmanager
-def _naming(layers: str) -> Iterator[None]:
-    try:
-        yield
-    except BlockSparseError as error:
-        raise BlockSparseError(f"{layers}: {error}" if layers else str(error)) from error
 
 
 def _check_ties(model: nn.Module, cut: Iterable[str]) -> None:
@@ -158,5 +139,5 @@ def _shared_cut(model: nn.Module, ranks: int, group: Mapping[str, ColwiseParalle
         unit = math.lcm(unit, together // math.gcd(together, ratio))
     stored = [layer.stored(unit * (layer.features // features)) for layer in layers.values()]
     in_order = any(style.multiple is None for style in group.values())
-    with _naming(", ".join(layers)):
+    with naming(", ".join(layers)):
         return Cut.balanced(features, unit, ranks, np.concatenate(stored), in_order)

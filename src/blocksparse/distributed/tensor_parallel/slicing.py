@@ -18,9 +18,8 @@ from ...nn.lstm import LSTM
 from ...nn.module import BlockSparseModule, Weight, replace_data
 from ...nn.part import Part
 from .cut import Cut
-from .modules import Boundary, Colwise, Rowwise
+from .modules import Boundary, Colwise, ColwiseLSTM, Rowwise
 from .moves import Spread
-from .recurrent import ColwiseLSTM
 
 
 def sliceable(module: nn.Module, axis: int) -> Layer | Units:
@@ -109,7 +108,6 @@ class Units:
         return np.stack(rows)
 
     def replace(self, cut: Cut, mesh: Any, **options: Any) -> None:
-        """Leaves the part of this process, in place."""
         module, group = self.module, mesh.get_group()
         real = Spread(group, tuple(cut.features_of(rank, self.features) for rank in range(cut.ranks)))
         whole = Cut(self.padded, cut.unit * (self.features // cut.features), cut.parts)

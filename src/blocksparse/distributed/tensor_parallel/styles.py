@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +20,7 @@ from ...checked import is_int
 from ...errors import BlockSparseError, SparsityWarning
 from ...nn.module import BlockSparseModule
 from ...pages import Page
-from ...surgery.agreement import Fact, agree, digest, fact_of, is_one_of_several
+from ...surgery.agreement import Fact, agreed, digest, fact_of
 from .cut import Cut
 from .slicing import Layer, Units, sliceable
 
@@ -47,6 +49,14 @@ def facts_of(label: str, module: nn.Module) -> dict[str, Fact]:
             facts[f"{name} {list(each.layout.shape)}"] = fact_of(each)
     have = [(name, each.dtype, each.device.type) for name, each in module.named_parameters()]
     return facts | {f"{label} (dtype, bias, device)": (0, digest(have))}
+
+
+@contextmanager
+def naming(layers: str) -> Iterator[None]:
+    try:
+        yield
+    except BlockSparseError as error:
+        raise BlockSparseError(f"{layers}: {error}" if layers else str(error)) from error
 
 
 class _Style(ParallelStyle):
@@ -98,17 +108,9 @@ class _Style(ParallelStyle):
             style.src_data_rank = self.src_data_rank
             return style._apply(module, device_mesh)
         group = group_of(device_mesh)
-        facts: dict[str, Fact] = {}
-        problem = None
-        try:
-            facts = facts_of(type(module).__name__, module)
+        with agreed(group, SAME) as facts, naming(f"{type(module).__name__}({module.extra_repr()})"):
+            facts |= facts_of(type(module).__name__, module)
             found, cut = self.planned(module, device_mesh)
-        except BlockSparseError as error:
-            problem = f"{type(module).__name__}({module.extra_repr()}): {error}"
-        if is_one_of_several(group):
-            agree(facts, group, problem, SAME)
-        if problem is not None:
-            raise BlockSparseError(problem)
         if self.cut is None and self.shared:
             self._warn(found, cut)
         if self.src_data_rank is not None:

@@ -30,7 +30,6 @@ class Flat:
         return self._joined(self.parameters)
 
     def load_values(self, parts: Sequence[Tensor]) -> None:
-        """Writes the parameters, of which there is a tensor each."""
         for parameter, values in zip(self.parameters, parts, strict=True):
             parameter.data.copy_(values)
 
@@ -44,7 +43,6 @@ class Flat:
         return self._joined([state.get(p, {}).get("momentum_buffer", torch.zeros_like(p)) for p in self.parameters])
 
     def load_momentum(self, optimizer: torch.optim.Optimizer, flat: Tensor) -> None:
-        """Writes the momentum."""
         for parameter, momentum in zip(self.parameters, self.split(flat), strict=True):
             optimizer.state[parameter]["momentum_buffer"] = momentum.to(parameter).clone()
 
@@ -59,7 +57,6 @@ class Flat:
     # -- topology ----------------------------------------------------------------------------------------------
 
     def layouts(self) -> list[BlockLayout]:
-        """Of each block-sparse weight."""
         return [module.layout for module in self.modules]
 
     def load_layouts(self, layouts: Sequence[BlockLayout]) -> None:
@@ -71,6 +68,10 @@ class Flat:
     def topology(self) -> Tensor:
         """The crow and col indices of each block-sparse weight, on the CPU."""
         return topology_of(self.layouts())
+
+    def load(self, layouts: Sequence[BlockLayout], parts: Sequence[Tensor]) -> None:
+        self.load_layouts(layouts)
+        self.load_values(parts)
 
     def layouts_of(self, topology: Tensor) -> list[BlockLayout]:
         """The layouts that `topology` made such a tensor of."""

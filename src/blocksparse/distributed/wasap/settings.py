@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...checked import integer, number
 from ...errors import BlockSparseError
-from ...sparsity.sparse_training.start import INITS
+from ...sparsity.sparse_training.growth import INITS
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,9 @@ from ...sparsity.sparse_training.set import SET
 from ...sparsity.sparse_training.sgd import SGD
 from ...surgery.prunable import Skip
 from .. import group
+from .asynchronous import Finished, Master, ToMaster
 from .flat import Flat
 from .formulas import prune_to, union_average, warm_up
-from .master import Finished, Master
-from .messages import ToMaster
 from .settings import Epoch, Settings
 
 Data = tuple[Tensor, Tensor]
@@ -115,8 +114,6 @@ def train(
 
 
 class _Run:
-    """One process of a run."""
-
     path: Path | None
     report: Callable[[Epoch], None] | None
 
@@ -209,7 +206,7 @@ class _Run:
             done = master.finished.popleft()
             if model is not self.model:
                 flat = Flat(model)
-                load(flat, done.layouts, flat.split(done.values))
+                flat.load(done.layouts, flat.split(done.values))
             self.record(model, done, "asynchronous", master.serve)
             if model is self.model:
                 master.start = time.perf_counter()  # nobody trained meanwhile
@@ -263,7 +260,6 @@ class _Run:
             self.end(epoch, clock, loss, "alone")
 
     def average(self) -> None:
-        """The networks' mean on the union of their topologies, with the connections that each has."""
         values, topologies = group.gather(self.flat.values()), group.gather(self.flat.topology())
         if self.rank == group.MASTER:
             layouts = [self.flat.layouts_of(topology) for topology in topologies]
@@ -304,7 +300,7 @@ class _Run:
         values, momentum = group.broadcast(self.flat.values()), group.broadcast(self.flat.momentum(self.optimizer))
         self.method.calls = int(group.broadcast(torch.tensor(self.method.calls)))
         if self.rank != group.MASTER:
-            load(self.flat, self.flat.layouts_of(topology), self.flat.split(values))
+            self.flat.load(self.flat.layouts_of(topology), self.flat.split(values))
             self.flat.load_momentum(self.optimizer, momentum)
 
     def end(self, epoch: int, clock: float, loss: float, phase: str) -> None:
@@ -382,14 +378,7 @@ def batches(rows: Tensor, settings: Settings, epoch: int, rank: int = 0) -> Iter
 
 
 def number_of(seed: int, epoch: int, rank: int) -> int:
-    """A seed for one epoch of one worker."""
     return int(np.random.SeedSequence([seed, epoch, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-def load(flat: Flat, layouts: list[BlockLayout], parts: list[Tensor]) -> None:
-    """Topology and parameters."""
-    flat.load_layouts(layouts)
-    flat.load_values(parts)
 
 
 def average_into(flat: Flat, layouts: list[list[BlockLayout]], parts: list[list[Tensor]]) -> None:

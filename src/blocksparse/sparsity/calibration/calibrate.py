@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,11 @@ See = Callable[[nn.Module, tuple[Any, ...]], None]
 # What `keep` takes of an iterable: whole batches until there is this much.
 MOST_SAMPLES = 1024
 MOST_BYTES = 2**28
+
+
+# Seconds without a word of progress.
+AFTER = 2.0
+T = TypeVar("T")
 
 
 class Enough(Exception):
@@ -122,7 +129,6 @@ def _positional(model: nn.Module) -> int | None:
 
 
 def _failure(model: nn.Module, batch: Any, error: Exception) -> BlockSparseError:
-    """Says in which layer the model failed, and on what."""
     names = {module: name for name, module in model.named_modules()}
     inside = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -166,3 +172,18 @@ def check_finite(name: str, sums: Tensor) -> None:
     """Raises a BlockSparseError unless the sums over a layer's inputs are finite."""
     if not sums.isfinite().all():
         raise BlockSparseError.expected(f"the inputs of {name}", "finite numbers", "inf or nan among them")
+
+
+def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
+    """The items, with a line on stderr that counts them: on a terminal, if it takes more than two seconds."""
+    total = len(items) if total is None and isinstance(items, Sized) else total
+    begin, shown = time.monotonic(), False
+    try:
+        for done, item in enumerate(items):
+            if sys.stderr.isatty() and time.monotonic() - begin > AFTER:
+                print(f"\r{label} {done + 1}/{total}", end="", file=sys.stderr, flush=True)
+                shown = True
+            yield item
+    finally:
+        if shown:
+            print(file=sys.stderr)

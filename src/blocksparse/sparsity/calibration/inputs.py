@@ -47,7 +47,6 @@ class Product:
 
     @property
     def block(self) -> tuple[int, int]:
-        """(rows, columns) of the weights' blocks, the columns times the taps."""
         rows, columns = self.weights[0].block_shape
         return rows, columns * self.weights[0].blocks.taps
 

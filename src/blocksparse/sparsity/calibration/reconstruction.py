@@ -21,11 +21,10 @@ from ..pruning.magnitude import dense_norms
 from ..pruning.strongest import check_density, strongest
 from .activations import LEAST
 from .batch_norms import follow, has_statistics
-from .calibrate import Batches, keep
+from .calibrate import Batches, keep, progress
 from .fitting import Problem
 from .inputs import CELLS, LAYERS, Product, called, products, unseen
 from .passes import Passes
-from .progress import progress
 
 # A recurrent layer is fitted on the states that the dense weights lead to, then on those that the new ones do.
 ROUNDS = 3

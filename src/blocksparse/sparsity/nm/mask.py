@@ -95,12 +95,10 @@ def check_weight(weight: Any) -> None:
 
 
 def check_nm(n: Any, m: Any) -> None:
-    """Raises a BlockSparseError unless they are ints, 0 < n <= m."""
     if not is_int(n) or not is_int(m) or not 0 < n <= m:
         raise BlockSparseError.expected("n and m", "ints, 0 < n <= m", f"{n!r} and {m!r}")
 
 
 def check_inputs(inputs: int, m: int) -> None:
-    """Raises a BlockSparseError unless m divides the inputs."""
     if inputs % m:
         raise BlockSparseError.expected("weight", f"a multiple of {m} inputs", inputs)

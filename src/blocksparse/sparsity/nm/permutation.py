@@ -147,7 +147,6 @@ class _Search:
             self._refresh(torch.tensor(sorted(changed), device=self.order.device))
 
     def shake(self, generator: np.random.Generator, swaps: int = 3) -> None:
-        """Swaps random columns."""
         places = generator.choice(self.order.numel(), 2 * min(swaps, self.order.numel() // 2), replace=False)
         for a, b in places.reshape(-1, 2).tolist():
             self._swap(a, b)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ...errors import BlockSparseError
-from ...surgery.prunable import Skip, survey
+from ...surgery.prunable import Prunable, Skip, sort_out
 
 DTYPES = (torch.float16, torch.bfloat16)
 # Supported by both cuSPARSELt and CUTLASS.
@@ -40,21 +42,20 @@ def to_semi_structured(model: nn.Module, skip: Skip = ()) -> dict[str, str]:
 
     Source: Mishra et al., Accelerating sparse deep neural networks (2021).
     """
-    left: dict[str, str] = {}
-    chosen = []
-    for weight, reason in survey(model, 1, skip):
-        if reason is None and type(weight.module) is not nn.Linear:
-            reason = f"a {type(weight.module).__name__} is no linear layer"
-        reason = reason or semi_structured_refusal(weight.matrix())
-        if reason is None:
-            chosen.append(weight)
-        else:
-            left[weight.name] = reason
+
+    def refusal(weight: Prunable) -> str | None:
+        kind = type(weight.module)
+        return (
+            semi_structured_refusal(weight.matrix()) if kind is nn.Linear else f"a {kind.__name__} is no linear layer"
+        )
+
+    chosen, left = sort_out(model, skip, refusal)
     if not chosen:
         reasons = ", ".join(f"{name}: {reason}" for name, reason in left.items()) or "no weight"
         raise BlockSparseError.expected("model", "a linear layer whose weight can be converted", reasons)
+    compress: Any = torch.sparse.to_sparse_semi_structured
     try:
-        converted = [_compressed(weight.matrix().detach().contiguous()) for weight in chosen]
+        converted = [compress(weight.matrix().detach().contiguous()) for weight in chosen]
     except (RuntimeError, NotImplementedError) as error:
         raise BlockSparseError.expected("model", "a device with PyTorch's 2:4 kernels", error) from error
     for weight, sparse in zip(chosen, converted, strict=True):
@@ -79,7 +80,3 @@ def refusal_of_values(weight: Tensor) -> str | None:
     if (stored > 2).any():
         return "more than 2 of 4 consecutive weights are not 0"
     return None
-
-
-def _compressed(weight: Tensor) -> Tensor:
-    return torch.sparse.to_sparse_semi_structured(weight)

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from ...checked import number
 from ...errors import BlockSparseError
 from ...surgery.parametrized import take_off
-from ...surgery.prunable import Skip, survey
+from ...surgery.prunable import Prunable, Skip, sort_out
 from ..training_method import TrainingMethod
 from .mask import check_nm, nm_mask
 
@@ -21,8 +21,7 @@ class SRSTE(TrainingMethod):
 
     The forward pass takes mask * w with the mask of the moment, `nm_mask(w, n, m)`. Backward, the gradient g of that is
     passed to all of w, and the weights that are masked decay: g + decay (1 - mask) w. So weights can come back, and
-    masks settle. All of it is in these two passes: `step` only counts, so that training loops can call it as of any
-    method.
+    masks settle. `step` only counts, so that training loops can call it as of any method.
 
     Args:
         model: linear layers, convolutions and their transposes, and the Conv1D of transformers are parametrized in
@@ -32,9 +31,8 @@ class SRSTE(TrainingMethod):
         decay: lambda in the paper, 2e-4 there.
         skip: what is left as it is: modules, or names of modules or parameters.
 
-    `weights` are the names of the weights; `left` has those that stay dense, with the reason: inputs that m does not
-    divide, shared weights, other kinds of modules. In a state dict, a weight is
-    `parametrizations.weight.original` until `finish`.
+    `weights` are the names of the weights; `left` has those that stay dense, with the reason. In a state dict, a weight
+    is `parametrizations.weight.original` until `finish`.
 
     Raises:
         BlockSparseError: n or m out of range, a decay below 0, no weight that could be N:M sparse, something to skip
@@ -42,11 +40,10 @@ class SRSTE(TrainingMethod):
 
     Example:
         >>> import torch, blocksparse as bs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 10))
-        >>> method = bs.sparsity.SRSTE(model, n=2, m=4)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # then train as usual
+        >>> layer = torch.nn.Linear(8, 16)
+        >>> method = bs.sparsity.SRSTE(layer, n=2, m=4)     # then train as usual
         >>> method.finish()
-        >>> (model[0].weight.detach() != 0).view(16, 2, 4).sum(-1).unique()
+        >>> (layer.weight.detach() != 0).view(16, 2, 4).sum(-1).unique()
         tensor([2])
 
     Source: Zhou et al., Learning N:M fine-grained structured sparse neural networks from scratch (2021).
@@ -55,18 +52,14 @@ class SRSTE(TrainingMethod):
     def __init__(self, model: nn.Module, n: int = 2, m: int = 4, *, decay: float = 2e-4, skip: Skip = ()):
         check_nm(n, m)
         decay = number("decay", decay, 0)
-        found = survey(model, 1, skip)
-        self.left: dict[str, str] = {}
-        chosen = []
-        for weight, reason in found:
-            if reason is None and weight.parameter != "weight":
-                reason = f"{type(weight.module).__name__} has several weights in one call"
-            if reason is None and weight.matrix().shape[1] % m:
-                reason = f"{weight.matrix().shape[1]} inputs are no multiple of {m}"
-            if reason is None:
-                chosen.append(weight)
-            else:
-                self.left[weight.name] = reason
+
+        def refusal(weight: Prunable) -> str | None:
+            if weight.parameter != "weight":
+                return f"{type(weight.module).__name__} has several weights in one call"
+            inputs = weight.matrix().shape[1]
+            return f"{inputs} inputs are no multiple of {m}" if inputs % m else None
+
+        chosen, self.left = sort_out(model, skip, refusal)
         if not chosen:
             raise BlockSparseError.expected("model", f"a weight that can be {n}:{m} sparse", self.left or "no weight")
         self.weights = tuple(weight.name for weight in chosen)

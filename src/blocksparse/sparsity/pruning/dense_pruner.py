@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from ...surgery.optimizer import check_optimizer
 from ...surgery.prunable import ALONE, Skip, survey
 from ...surgery.replace import check_padding, replace_with_sparse
 from ..training_method import TrainingMethod
+from .schedule import CubicSchedule, Ramp
 
 
 class DensePruner(TrainingMethod):
@@ -132,7 +134,6 @@ class DensePruner(TrainingMethod):
         return self.model
 
     def _kept(self) -> Mapping[str, Tensor]:
-        """Which blocks of each weight are kept, bool `[out_blocks, in_blocks]`."""
         raise NotImplementedError
 
     def _settle(self) -> None:
@@ -143,16 +144,10 @@ class Masked(DensePruner):
     """Sets blocks to 0: after each `step` they are 0, whatever the optimizer did."""
 
     takes_shards = True
+    schedule: CubicSchedule | Ramp
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        block_size: int | tuple[int, int] = 32,
-        skip: Skip = (),
-    ):
-        super().__init__(model, optimizer, block_size=block_size, skip=skip)
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any):
+        super().__init__(model, optimizer, **options)
         self.keep = {
             name: torch.ones(blocks.grid, dtype=torch.bool, device=self.dense[name].device)
             for name, blocks in self.blocks.items()
@@ -167,18 +162,14 @@ class Masked(DensePruner):
 
     def _step(self) -> bool:
         reshard(self.model)
-        due = self._due(self.calls)
+        due = self.schedule.due(self.calls)
         if due:
             self._change()
         for name, keep in self.keep.items():
             mask_(self.blocks[name], self.dense[name], keep)
         return due
 
-    def _due(self, call: int) -> bool:
-        raise NotImplementedError
-
     def _change(self) -> None:
-        """Brings `keep` up to date."""
         raise NotImplementedError
 
     def _kept(self) -> Mapping[str, Tensor]:

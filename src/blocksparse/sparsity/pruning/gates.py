@@ -12,7 +12,6 @@ from torch.nn.utils import parametrize
 from ...checked import number
 from ...surgery.blocks import Blocks
 from ...surgery.parametrized import take_off
-from ...surgery.prunable import Skip
 from .dense_pruner import DensePruner
 
 
@@ -48,10 +47,9 @@ class Gated(DensePruner):
         optimizer: torch.optim.Optimizer | None = None,
         *,
         lr: float | None = None,
-        block_size: int | tuple[int, int] = 32,
-        skip: Skip = (),
+        **options: Any,
     ):
-        super().__init__(model, optimizer, block_size=block_size, skip=skip)
+        super().__init__(model, optimizer, **options)
         self.lr = None if lr is None else number("lr", lr, 0)
         self.gates: dict[str, Any] = {}
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from ...surgery.prunable import Skip
 from .dense_pruner import Masked
-from .magnitude import check_norm, dense_norms
+from .magnitude import check_norm, dense_norms, per_number
 from .schedule import CubicSchedule
 from .strongest import check_density, strongest
 
@@ -34,19 +34,17 @@ class GradualPruning(Masked):
     Example:
         >>> import torch, blocksparse as bs
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 32))
-        >>> optimizer = torch.optim.Adam(model.parameters())
-        >>> method = bs.sparsity.GradualPruning(model, optimizer, density=0.25, block_size=8, begin=0, end=10, every=2)
+        >>> method = bs.sparsity.GradualPruning(model, density=0.25, block_size=8, begin=0, end=10, every=2)
         >>> for _ in range(10):
-        ...     optimizer.zero_grad()
-        ...     model(torch.randn(16, 64)).square().mean().backward()
-        ...     optimizer.step()
-        ...     pruned = method.step()
+        ...     pruned = method.step()      # after the optimizer's
         >>> model = method.finish()
         >>> type(model[0]) is bs.nn.Linear, method.density
         (True, 0.25)
 
     Source: Zhu, Gupta, To prune, or not to prune: exploring the efficacy of pruning for model compression (2017).
     """
+
+    schedule: CubicSchedule
 
     def __init__(
         self,
@@ -68,16 +66,12 @@ class GradualPruning(Masked):
         check_density(density, self.blocks, scope)
         self.norm, self.scope, self.end = norm, scope, end
 
-    def _due(self, call: int) -> bool:
-        return self.schedule.due(call)
-
     def _change(self) -> None:
         scores = {}
         for name, keep in self.keep.items():
-            blocks, dense = self.blocks[name], self.dense[name]
-            norms = dense_norms(blocks, dense, self.norm)
-            # Per number in the block, as blocks of convolutions have more numbers but compete with others.
-            norms = norms / blocks.size**0.5 if self.norm == "l2" else norms
+            norms = per_number(
+                dense_norms(self.blocks[name], self.dense[name], self.norm), self.blocks[name], self.norm
+            )
             # A removed block has a lower score than any zero that is kept, so it never comes back.
-            scores[name] = norms.masked_fill(~keep.to(dense.device), -1)
+            scores[name] = norms.masked_fill(~keep.to(norms.device), -1)
         self.keep = strongest(scores, self.blocks, self.schedule(self.calls), self.scope)

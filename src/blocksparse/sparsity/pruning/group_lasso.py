@@ -11,7 +11,7 @@ from ...checked import number
 from ...errors import BlockSparseError
 from ...surgery.prunable import Skip
 from .dense_pruner import DensePruner
-from .magnitude import dense_norms
+from .magnitude import dense_norms, per_number
 from .strongest import Cap
 
 MODES = ("proximal", "penalty")
@@ -20,11 +20,11 @@ MODES = ("proximal", "penalty")
 class GroupLasso(DensePruner):
     """Group lasso: the loss plus strength * sum_g ||w_g||, over all blocks g, with l2 norms.
 
-    Mode "proximal": `step`, after each `optimizer.step()`, takes the proximal step of that term with the optimizer's
-    learning rate, w_g <- w_g max(0, 1 - lr strength / ||w_g||): a block with ||w_g|| <= lr strength becomes exactly 0.
-    It may come back as long as its gradient moves it. Mode "penalty": `penalty()` is added to the loss, and blocks
-    become small but hardly ever 0; a `threshold` then says what counts as 0. Or, for the paper's GLP, add the penalty
-    and prune by `ThresholdPruning` on the same model, and call the `finish` of that.
+    Mode "proximal": `step` takes the proximal step of that term with the optimizer's plain learning rate (with Adam
+    too), w_g <- w_g max(0, 1 - lr strength / ||w_g||): a block with ||w_g|| <= lr strength becomes exactly 0, until its
+    gradient moves it. Mode "penalty": `penalty()` is added to the loss, and blocks become small but hardly ever 0; a
+    `threshold` then says what counts as 0. For the paper's GLP, add the penalty, prune by `ThresholdPruning` on the
+    same model, and call the `finish` of that.
 
     Args:
         model, optimizer, block_size, skip: as for all methods that start from dense weights; see `DensePruner`. The
@@ -34,16 +34,13 @@ class GroupLasso(DensePruner):
         weighted: whether the norm of each block counts sqrt(n) times, n its number of weights, so that one strength
             suits blocks of all sizes.
         threshold: blocks whose largest |w| is at most this are not stored by `finish`.
-        density: the most that `finish` stores, whatever the strength left: the blocks of the largest norms (for each
-            number in them). None for no such bound.
+        density: the most that `finish` stores, of the largest norms (for each number in a block); None for any.
         scope: "global", where all blocks compete for that density, or "layer", where it is each weight's.
 
-    With Adam the proximal step is that of the plain learning rate, not of Adam's rate for each weight.
-
     Raises:
-        BlockSparseError: as `DensePruner`; a strength or threshold that is negative, an unknown mode or scope, a
-            density that leaves a weight without a block, the proximal mode without an optimizer; in `finish`, a weight
-            of which nothing is left.
+        BlockSparseError: as `DensePruner`; numbers out of range, an unknown mode or scope, a density that leaves a
+        weight
+            without a block, the proximal mode without an optimizer; in `finish`, a weight of which nothing is left.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -113,5 +110,5 @@ class GroupLasso(DensePruner):
         kept, norms = {}, {}
         for name, blocks in self.blocks.items():
             kept[name] = dense_norms(blocks, self.dense[name], "max") > self.threshold
-            norms[name] = dense_norms(blocks, self.dense[name]) / blocks.size**0.5
+            norms[name] = per_number(dense_norms(blocks, self.dense[name]), blocks, "l2")
         return self.cap(kept, norms)

@@ -60,9 +60,9 @@ class HardConcrete(Gate):
 class L0Gates(Gated):
     """L0 regularization: each block has a gate, a random number from 0 to 1 with a distribution that is learnt.
 
-    `penalty()` is added to the loss, and `step` called after each `optimizer.step()`, which keeps log_alpha within log
-    0.01 to log 100. In training mode gates are drawn with PyTorch's generator in each forward pass; in evaluation
-    they are fixed, and blocks whose gate is 0 are not stored by `finish`, which multiplies the others with theirs.
+    `penalty()` is added to the loss; `step` keeps log_alpha within log 0.01 to log 100. In training mode gates are
+    drawn with PyTorch's generator in each forward pass; in evaluation they are fixed, and blocks whose gate is 0 are
+    not stored by `finish`, which multiplies the others with theirs.
 
     Args:
         model, optimizer, lr, block_size, skip: as for all methods with parameters of their own; see `Gated`. With
@@ -71,8 +71,7 @@ class L0Gates(Gated):
         samples: N, the number of examples to train on, by which the penalty is divided.
         weight_decay: of the weights whose gates are not 0; the optimizer's own is better 0 then.
         closed: the probability p to be shut at the start: log_alpha is drawn from N(log((1 - p) / p), 0.01).
-        density: the most that `finish` stores, whatever the strength left: the blocks whose gates are most probably
-            open. None for no such bound.
+        density: the most that `finish` stores, of the gates that are most probably open; None for any.
         scope: "global", where all blocks compete for that density, or "layer", where it is each weight's.
 
     Raises:
@@ -81,17 +80,13 @@ class L0Gates(Gated):
 
     Example:
         >>> import torch, blocksparse as bs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+        >>> model = torch.nn.Linear(64, 32)
         >>> optimizer = torch.optim.Adam(model.parameters())
         >>> method = bs.sparsity.L0Gates(model, optimizer, strength=0.1, samples=1000, lr=0.01, block_size=8)
-        >>> for _ in range(5):
-        ...     optimizer.zero_grad()
-        ...     (model(torch.randn(16, 64)).square().mean() + method.penalty()).backward()
-        ...     optimizer.step()
-        ...     changed = method.step()
-        >>> model = method.finish()
-        >>> type(model[0]) is bs.nn.Linear
-        True
+        >>> (model(torch.randn(16, 64)).square().mean() + method.penalty()).backward()
+        >>> optimizer.step()
+        >>> method.step(), type(method.finish()) is bs.nn.Linear
+        (True, True)
 
     Source: Louizos, Welling, Kingma, Learning sparse neural networks through L0 regularization (2018).
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ NORMS = ("l2", "mean", "max")
 
 
 def check_norm(norm: object) -> None:
-    """Raises a BlockSparseError unless it is one of them."""
     if norm not in NORMS:
         raise BlockSparseError.expected("norm", f"one of {', '.join(NORMS)}", repr(norm))
 
@@ -46,6 +46,14 @@ def block_norms(values: Tensor, norm: str = "l2") -> Tensor:
         got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise BlockSparseError.expected("values", "blocks [nnz, block_out, block_in, ...]", got)
     return _norms(values, norm, tuple(range(1, values.dim())))
+
+
+Norms = TypeVar("Norms", Tensor, np.ndarray)
+
+
+def per_number(norms: Norms, blocks: Blocks, norm: str) -> Norms:
+    """Norms per number in the block, as blocks of convolutions have more numbers but compete with others."""
+    return norms / blocks.size**0.5 if norm == "l2" else norms
 
 
 def dense_norms(blocks: Blocks, dense: Tensor, norm: str = "l2") -> Tensor:

@@ -57,24 +57,20 @@ class Scored(Gate):
 class MovementPruning(Gated):
     """Movement pruning of blocks, for the fine-tuning of a model that is trained already.
 
-    `step` is called after each `optimizer.step()`. Each block has a score, which rises as its weights move away from
-    zero; those with the highest scores are kept, as many as the cubic schedule says (`CubicSchedule`). Others are 0 in
-    the forward pass, but keep their numbers and their scores, and may come back until `finish`.
+    Each block has a score, which rises as its weights move away from zero; those with the highest scores are kept, as
+    many as the cubic schedule says (`CubicSchedule`). Others are 0 in the forward pass, but keep their numbers and
+    their scores, and may come back until `finish`.
 
     Args:
         model, optimizer, lr, block_size, skip: as for all methods with parameters of their own; see `Gated`.
-        density: of all these weights together, at the end.
-        begin, end, every: calls of `step`, for the schedule.
-        scope: "global", where all blocks compete and each weight keeps one at least; or "layer", where each weight
-            has that density.
+        density, begin, end, every, scope: as for `GradualPruning`.
 
     Raises:
-        BlockSparseError: as `DensePruner`; a density that leaves a weight without a block; numbers out of range, an
-            unknown scope.
+        BlockSparseError: as `GradualPruning`.
 
     Example:
         >>> import torch, blocksparse as bs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 32))
+        >>> model = torch.nn.Linear(64, 32)
         >>> optimizer = torch.optim.Adam(model.parameters())
         >>> method = bs.sparsity.MovementPruning(model, optimizer, density=0.25, block_size=8, lr=0.01, end=10)
         >>> for _ in range(10):
@@ -82,8 +78,7 @@ class MovementPruning(Gated):
         ...     model(torch.randn(16, 64)).square().mean().backward()
         ...     optimizer.step()
         ...     changed = method.step()
-        >>> model = method.finish()
-        >>> type(model[0]) is bs.nn.Linear, method.density
+        >>> type(method.finish()) is bs.nn.Linear, method.density
         (True, 0.25)
 
     Source: Sanh, Wolf, Rush, Movement pruning: adaptive sparsity by fine-tuning (2020); Lagunas, Charlaix, Sanh, Rush,

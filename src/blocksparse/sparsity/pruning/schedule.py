@@ -1,4 +1,4 @@
-"""How dense the weights are while they become sparse: the cubic schedule."""
+"""When weights become sparse, and how far: the cubic schedule of densities, and the ramp of a threshold."""
 
 from __future__ import annotations
 
@@ -34,5 +34,38 @@ class CubicSchedule:
         return self.density + (1 - self.density) * left**3
 
     def due(self, t: int) -> bool:
-        """Whether the pattern changes at step t."""
         return self.begin <= t <= self.end and ((t - self.begin) % self.every == 0 or t == self.end)
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """The threshold at step t, of slope theta from `begin` on and phi = 1.5 theta from `ramp` on:
+
+        theta (t - begin + 1) / every                                        for t < ramp
+        (theta (ramp - begin + 1) + phi (t - ramp + 1)) / every              for t >= ramp
+
+    It is used at each step from `begin` to `end` that is a multiple of `every`.
+    """
+
+    begin: int
+    ramp: int
+    end: int
+    every: int = 100
+
+    def __post_init__(self) -> None:
+        integer("begin", self.begin, 0)
+        integer("ramp", self.ramp, self.begin)
+        integer("end", self.end, self.ramp + 1)
+        integer("every", self.every, 1)
+
+    def theta(self, q: float) -> float:
+        """The slope with which the threshold ends near q: 2 q every / (2 (ramp - begin) + 3 (end - ramp))."""
+        return 2 * q * self.every / (2 * (self.ramp - self.begin) + 3 * (self.end - self.ramp))
+
+    def threshold(self, t: int, theta: float) -> float:
+        if t < self.ramp:
+            return theta * (t - self.begin + 1) / self.every
+        return (theta * (self.ramp - self.begin + 1) + 1.5 * theta * (t - self.ramp + 1)) / self.every
+
+    def due(self, t: int) -> bool:
+        return self.begin <= t <= self.end and t % self.every == 0

@@ -3,53 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
-from ...checked import integer, number
+from ...checked import number
 from ...errors import BlockSparseError
 from ...surgery.prunable import Skip, prunable
 from .dense_pruner import Masked
 from .magnitude import dense_norms
-
-
-@dataclass(frozen=True)
-class Ramp:
-    """The threshold at step t, of slope theta from `begin` on and phi = 1.5 theta from `ramp` on:
-
-        theta (t - begin + 1) / every                                        for t < ramp
-        (theta (ramp - begin + 1) + phi (t - ramp + 1)) / every              for t >= ramp
-
-    It is used at each step from `begin` to `end` that is a multiple of `every`.
-    """
-
-    begin: int
-    ramp: int
-    end: int
-    every: int = 100
-
-    def __post_init__(self) -> None:
-        integer("begin", self.begin, 0)
-        integer("ramp", self.ramp, self.begin)
-        integer("end", self.end, self.ramp + 1)
-        integer("every", self.every, 1)
-
-    def theta(self, q: float) -> float:
-        """The slope with which the threshold ends near q: 2 q every / (2 (ramp - begin) + 3 (end - ramp))."""
-        return 2 * q * self.every / (2 * (self.ramp - self.begin) + 3 * (self.end - self.ramp))
-
-    def threshold(self, t: int, theta: float) -> float:
-        """The threshold at step t."""
-        if t < self.ramp:
-            return theta * (t - self.begin + 1) / self.every
-        return (theta * (self.ramp - self.begin + 1) + 1.5 * theta * (t - self.ramp + 1)) / self.every
-
-    def due(self, t: int) -> bool:
-        """Whether blocks are pruned at step t."""
-        return self.begin <= t <= self.end and t % self.every == 0
+from .schedule import Ramp
 
 
 def percentiles(model: nn.Module, percent: float = 90, skip: Skip = ()) -> dict[str, float]:
@@ -77,9 +41,8 @@ def percentiles(model: nn.Module, percent: float = 90, skip: Skip = ()) -> dict[
 class ThresholdPruning(Masked):
     """Block-sparse RNN: blocks whose largest |w| is below a rising threshold become 0, and stay so.
 
-    `step` is called after each `optimizer.step()`. The threshold is that of `Ramp`, times n^(1/4) for blocks of n
-    weights. The number of blocks that are left depends on the weights; `q` is its measure. With the penalty of
-    `GroupLasso` in the loss this is the paper's GLP.
+    The threshold is that of `Ramp`, times n^(1/4) for blocks of n weights. The number of blocks that are left depends
+    on the weights; `q` is its measure. With the penalty of `GroupLasso` in the loss this is the paper's GLP.
 
     Args:
         model, optimizer, block_size, skip: as for all methods that start from dense weights; see `DensePruner`. Any
@@ -97,21 +60,16 @@ class ThresholdPruning(Masked):
     Example:
         >>> import torch, blocksparse as bs
         >>> model = torch.nn.LSTM(16, 64)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         >>> q = bs.sparsity.percentiles(model)      # of a trained one, better
-        >>> method = bs.sparsity.ThresholdPruning(model, optimizer, q, begin=1, ramp=4, end=8, every=1, block_size=16)
-        >>> for _ in range(8):
-        ...     optimizer.zero_grad()
-        ...     model(torch.randn(5, 2, 16))[0].square().mean().backward()
-        ...     optimizer.step()
-        ...     pruned = method.step()
-        >>> pruned
+        >>> method = bs.sparsity.ThresholdPruning(model, None, q, begin=1, ramp=4, end=8, every=1, block_size=16)
+        >>> method.step()
         True
 
     Source: Narang, Undersander, Diamos, Block-sparse recurrent neural networks (2017).
     """
 
     remedy = "a lower q"
+    schedule: Ramp
 
     def __init__(
         self,
@@ -127,23 +85,20 @@ class ThresholdPruning(Masked):
         skip: Skip = (),
     ):
         super().__init__(model, optimizer, block_size=block_size, skip=skip)
-        self.ramp = Ramp(begin, ramp, end, every)
+        self.schedule = Ramp(begin, ramp, end, every)
         self.end = end
         given = q if isinstance(q, Mapping) else dict.fromkeys(self.weights, q)
         missing = [name for name in self.weights if name not in given]
         if missing:
             raise BlockSparseError.expected("q", f"a number for {missing[0]}", sorted(given))
         self.theta = {
-            name: self.ramp.theta(number(f"q of {name}", given[name], 0)) * blocks.size**0.25
+            name: self.schedule.theta(number(f"q of {name}", given[name], 0)) * blocks.size**0.25
             for name, blocks in self.blocks.items()
         }
 
     def threshold(self, name: str, t: int) -> float:
         """The threshold for a block of this weight at step t."""
-        return self.ramp.threshold(t, self.theta[name])
-
-    def _due(self, call: int) -> bool:
-        return self.ramp.due(call)
+        return self.schedule.threshold(t, self.theta[name])
 
     def _change(self) -> None:
         for name, keep in self.keep.items():

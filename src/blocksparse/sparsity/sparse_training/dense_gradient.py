@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +23,6 @@ from .dynamic_sparsity import check_beside_ddp
 TILE = 1 << 20  # weights in a tile, unless one row of blocks has more
 
 
-class Pass(Protocol):
-    """Computes the dense gradient from a layer's inputs and the gradients of its outputs."""
-
-    def rows(self, first: int, last: int) -> Tensor:
-        """Of these outputs, `[rows, in, *kernel]`."""
-        ...
-
-
 class LinearPass:
     """grad^T x of `[..., out]` before any activation and `[..., in]`, both padded to the layout's shape."""
 
@@ -39,6 +31,7 @@ class LinearPass:
         self.grad = _wide(grad.reshape(-1, grad.shape[-1]), shape[0])
 
     def rows(self, first: int, last: int) -> Tensor:
+        """The gradient of these outputs' weights, `[rows, in, *kernel]`."""
         return self.grad[:, first:last].T @ self.x
 
 
@@ -66,6 +59,9 @@ class ConvolutionPass:
         of_weight = (False, True, False)
         found = torch.ops.aten.convolution_backward(grad, self.x, weight, None, *self.steps, 1, of_weight)[1]
         return found.transpose(0, 1) if self.transposed else found
+
+
+Pass = LinearPass | ConvolutionPass
 
 
 class Watch:

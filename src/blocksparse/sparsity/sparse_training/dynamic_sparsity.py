@@ -17,7 +17,7 @@ from ...pages import Page
 from ...surgery.agreement import check_layouts
 from ...surgery.fsdp import reshard
 from ...surgery.optimizer import check_optimizer
-from ...surgery.prunable import Skip
+from ...surgery.prunable import Skip, skipped
 from ...surgery.rewire import OnLayoutChange
 from ...surgery.stored import Stored
 from ..training_method import TrainingMethod
@@ -28,22 +28,18 @@ Modules = nn.Module | Iterable[nn.Module]
 class DynamicSparsity(TrainingMethod):
     """Changes the layouts of block-sparse modules while they are trained; see `TrainingMethod` for when.
 
-    Args:
-        modules: a model, or some modules; the method applies to all block-sparse weights in them.
-        optimizer: the one that trains them; None without one, or if it keeps no state.
-        skip: what is left as it is: modules, or their names in the model, with all that is in them.
-        every: `step` works at every `every`-th call.
-        seed: of all that is drawn.
-        on_layout_change: as for `rewire`.
-
     What is drawn depends on the seed and the number of calls only, so these two are the state that a checkpoint needs
-    besides the model's and the optimizer's.
+    besides the model's and the optimizer's. Arguments are as for `SET`.
 
     Raises:
         BlockSparseError: a model without block-sparse weights, or with one that is empty; nothing left after `skip`; a
             name that the model does not have; an optimizer without the parameter of one of them; numbers out of range;
             DistributedDataParallel of a tensor-parallel model.
     """
+
+    begin = 0
+    end: int | None = None
+    """The call of `step` from which on the layouts stay."""
 
     def __init__(
         self,
@@ -99,7 +95,7 @@ class DynamicSparsity(TrainingMethod):
             reshard(root)
 
     def _due(self, call: int) -> bool:
-        return call % self.every == 0
+        return call % self.every == 0 and self.begin <= call and (self.end is None or call < self.end)
 
     def _change(self) -> None:
         raise NotImplementedError
@@ -125,26 +121,24 @@ def check_beside_ddp(modules: Iterable[BlockSparseModule]) -> None:
 
 def find_modules(modules: Modules, skip: Skip = ()) -> dict[str, BlockSparseModule]:
     """The block-sparse modules in a model, or in several, by name, without those to be skipped."""
-    several = not isinstance(modules, nn.Module)
-    roots = list(modules) if isinstance(modules, Iterable) and several else [modules]
-    named: dict[nn.Module, str] = {}
-    for i, root in enumerate(roots):
+    several = isinstance(modules, Iterable) and not isinstance(modules, nn.Module)
+    roots: list[Any] = [*modules] if several else [modules]  # type: ignore[misc]
+    for root in roots:
         if not isinstance(root, nn.Module):
             raise BlockSparseError.expected("modules", "a model, or some modules", type(root).__name__)
         if not any(isinstance(module, BlockSparseModule) for module in root.modules()):
             raise BlockSparseError.expected(
                 "modules", "one with block-sparse weights", type(root).__name__, Page.SPARSE_TRAINING
             )
-        for name, module in root.named_modules():
-            named.setdefault(module, f"{i}.{name}".rstrip(".") if several else name)
-    left_out: set[nn.Module] = set()
-    for item in [skip] if isinstance(skip, str | nn.Module) else skip:
-        found = [module for module, name in named.items() if module is item or name == item]
-        if not found:
-            got = type(item).__name__ if isinstance(item, nn.Module) else repr(item)
-            raise BlockSparseError.expected("skip", "modules of the model, or their names", got)
-        left_out.update(found[0].modules())
-    chosen = {name: m for m, name in named.items() if isinstance(m, BlockSparseModule) and m not in left_out}
+    whole = nn.ModuleList(roots) if several else roots[0]
+    left_out, parameters = skipped(whole, skip)
+    chosen = {
+        name: module
+        for name, module in whole.named_modules()
+        if isinstance(module, BlockSparseModule)
+        and module not in left_out
+        and f"{name}.values".lstrip(".") not in parameters
+    }
     if not chosen:
         raise BlockSparseError.expected("skip", "something but it with block-sparse weights", "nothing")
     return chosen

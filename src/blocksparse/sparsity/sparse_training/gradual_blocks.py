@@ -9,7 +9,7 @@ from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
 from ...surgery.stored import Stored
-from ..pruning.magnitude import check_norm, magnitudes
+from ..pruning.magnitude import check_norm, magnitudes, per_number
 from ..pruning.schedule import CubicSchedule
 from ..pruning.strongest import check_density, strongest
 from .dynamic_sparsity import DynamicSparsity, Modules
@@ -29,8 +29,7 @@ class GradualBlockPruning(DynamicSparsity):
         begin, end, every, norm, scope: as for `GradualPruning`.
 
     Raises:
-        BlockSparseError: as `SET`; a density that leaves a weight without a block; numbers out of range, an unknown
-            norm or scope.
+        BlockSparseError: as `DynamicSparsity` and `GradualPruning`.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -41,7 +40,7 @@ class GradualBlockPruning(DynamicSparsity):
         >>> layer.layout.nnz, layer.layout.density
         (16, 0.25)
 
-    Source: Zhu, Gupta, To prune, or not to prune: exploring the efficacy of pruning for model compression (2017).
+    Source: as of `GradualPruning`.
     """
 
     def __init__(
@@ -75,9 +74,7 @@ class GradualBlockPruning(DynamicSparsity):
         stored = {name: Stored(module) for name, module in self.modules.items()}
         scores = {}
         for name, weight in stored.items():
-            norms = magnitudes(weight, self.norm)
-            # Per number in the block, as blocks of convolutions have more numbers but compete with others.
-            norms = norms / self.blocks[name].size ** 0.5 if self.norm == "l2" else norms
+            norms = per_number(magnitudes(weight, self.norm), self.blocks[name], self.norm)
             # An absent block has a lower score than any zero that is stored.
             places = np.full(weight.layout.grid, -1, dtype=norms.dtype)
             places[weight.layout.row_of_block, weight.layout.col_of_block] = norms

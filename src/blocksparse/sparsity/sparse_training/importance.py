@@ -27,25 +27,20 @@ class ImportancePruning(DynamicSparsity):
 
     Args:
         modules: a model, or some modules: linear layers and convolutions.
-        optimizer: the one that trains them.
+        optimizer, skip, on_layout_change: as for `SET`. The output layer is to be skipped.
         percentile: 20 in the papers' sequential code, 10 in the parallel one.
         begin: the first call of `step` that may prune; the papers' codes leave out 200 epochs.
         every: calls from one pruning to the next: 10 in the sequential code, 20 in the parallel one.
-        skip: what is left as it is: modules, or their names. The output layer is to be.
-        on_layout_change: called as (module, source) after each change; see `rewire`.
 
     Raises:
-        BlockSparseError: a model without block-sparse weights, or with those of recurrent layers; an optimizer without
-            the parameter of one of them; a percentile outside of 0 to 100.
+        BlockSparseError: as `DynamicSparsity`; weights of recurrent layers; a percentile outside of 0 to 100.
 
     Example:
         >>> import torch, blocksparse as bs
         >>> layer = bs.nn.Linear(100, 50, density=0.1, block_size=1)
         >>> method = bs.sparsity.ImportancePruning(layer, percentile=20, begin=0, every=1)
-        >>> method.step()
-        True
-        >>> int((bs.sparsity.importance(layer) == 0).sum())
-        10
+        >>> method.step(), int((bs.sparsity.importance(layer) == 0).sum())
+        (True, 10)
 
     Source: Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021), and its code.
     """
@@ -67,9 +62,6 @@ class ImportancePruning(DynamicSparsity):
         for name, module in self.modules.items():
             if isinstance(module, Weight):
                 raise BlockSparseError.expected(name, "a linear layer or a convolution (or it in skip)", "a weight")
-
-    def _due(self, call: int) -> bool:
-        return super()._due(call) and call >= self.begin
 
     def _change(self) -> None:
         for module in self.modules.values():

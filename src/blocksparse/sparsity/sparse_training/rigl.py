@@ -27,50 +27,43 @@ from .dynamic_sparsity import DynamicSparsity, Modules
 class RigL(DynamicSparsity):
     """RigL: drops the smallest weights and grows those whose gradient is the largest.
 
-    `step` is called in each iteration, after `optimizer.step()`. In each `every`-th one, until end, the fraction
-    alpha / 2 (1 + cos(pi t / end)) of the blocks, those of the smallest magnitude, goes; as many grow where the
-    gradient of the dense weight has the largest norm, with zeros for values and for what the optimizer keeps. A block
-    that would go and grow at once stays as it is. No weight moves in that iteration: a hook of the optimizer clears
-    all gradients of its parameters before its step.
+    In each `every`-th call of `step`, until `end`, the fraction alpha / 2 (1 + cos(pi t / end)) of the blocks, those of
+    the smallest magnitude, goes; as many grow where the gradient of the dense weight has the largest norm, with zeros
+    for values and for what the optimizer keeps. A block that would go and grow at once stays as it is. No weight moves
+    in that iteration: a hook of the optimizer clears all gradients of its parameters before its step.
 
     The dense gradient exists as norms per block only, computed a few rows of blocks at a time from the layers' inputs
-    and the gradients of their outputs, which hooks of the layers keep in that one iteration; of several passes before
-    `step` the gradients add up, and under DistributedDataParallel and FSDP2 those of all processes, which make the same
-    choice then: there each of these rows goes once around the processes.
+    and the gradients of their outputs, which hooks keep in that one iteration; those of several passes add up, and
+    under DistributedDataParallel and FSDP2 those of all processes: each of these rows goes once around them.
 
     Args:
         modules: a model, or some modules, of linear layers and convolutions, transposed ones too; recurrent weights are
             to be skipped, or evolved by `SET`.
-        optimizer: the one that trains them.
+        optimizer, skip, on_layout_change: as for `SET`.
         end: iterations after which the layouts stay; in the paper 3/4 of the training.
         every: iterations from one change to the next.
         alpha: the fraction at the beginning, 0 to 1.
-        skip: what is left as it is: modules, or their names in the model.
         norm: of a block, for weights and gradients: "l2", "mean" or "max".
-        on_layout_change: called as (module, source) after each change; see `rewire`.
 
     Raises:
-        BlockSparseError: a model without block-sparse weights or with recurrent ones, an optimizer
-            without the parameter of one of them, numbers out of range; in `step`, a layer whose gradient was not
-            computed since the last call; in the optimizer's, no `step` since one that changed nothing.
+        BlockSparseError: as `SET`; recurrent weights; in `step`, a layer whose gradient was not computed since the last
+            call; in the optimizer's, no `step` since one that changed nothing.
 
     Example:
         >>> import torch, blocksparse as bs
         >>> layer = bs.nn.Linear(64, 64, density=0.25, block_size=8)
         >>> optimizer = torch.optim.Adam(layer.parameters())
-        >>> method = bs.sparsity.RigL(layer, optimizer, end=75, every=2)
-        >>> for iteration in range(4):
-        ...     optimizer.zero_grad()
-        ...     layer(torch.randn(16, 64)).square().mean().backward()
-        ...     optimizer.step()
-        ...     changed = method.step()
-        >>> changed, layer.layout.nnz
+        >>> method = bs.sparsity.RigL(layer, optimizer, end=75, every=1)
+        >>> layer(torch.randn(16, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> method.step(), layer.layout.nnz
         (True, 16)
 
     Source: Evci, Gale, Menick, Castro, Elsen, Rigging the lottery: making all tickets winners (2020).
     """
 
     modules: dict[str, Linear | Convolution]  # type: ignore[assignment]
+    end: int
 
     def __init__(
         self,
@@ -129,9 +122,6 @@ class RigL(DynamicSparsity):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
         self._prepare()
-
-    def _due(self, call: int) -> bool:
-        return super()._due(call) and call < self.end
 
     def _step(self) -> bool:
         changed = super()._step()

@@ -13,23 +13,23 @@ from ...surgery.rewire import OnLayoutChange, rewire
 from ...surgery.stored import Stored
 from ..pruning.magnitude import check_norm, magnitudes, smallest
 from .dynamic_sparsity import DynamicSparsity, Modules
-from .sampling import draw_unused
-from .start import Init, check_init, first_values
+from .growth import Init, check_init, draw_unused, first_values
 
 
 class SET(DynamicSparsity):
     """Sparse evolutionary training (SET). `step`, after each epoch, evolves the topology.
 
     Of each weight the fraction zeta of the positives and the fraction zeta of the negatives that are nearest zero go
-    (rounded to whole numbers), and those that are exactly 0; blocks of more than one weight have no sign, and the
-    fraction zeta of the smallest magnitude goes. As many grow at random places that are unused then. Their number
-    never changes, nothing dense is made, and the optimizer's state follows: momentum is kept for survivors only.
+    (rounded to whole numbers), and those that are exactly 0; of blocks of more than one weight the fraction zeta of the
+    smallest magnitude. As many grow at random places that are unused then. Their number never changes, nothing dense is
+    made, and the optimizer's state follows: momentum is kept for survivors only. A weight whose blocks are all stored
+    is left as it is.
 
     Args:
         modules: a model, or some modules; all block-sparse weights in them evolve, those of recurrent layers too.
         optimizer: the one that trains them.
         zeta: from 0 to 1.
-        skip: what is left as it is: modules, or their names in the model. In the papers, the output layer.
+        skip: what is left as it is: modules, or names of modules or parameters. In the papers, the output layer.
         every: calls of `step` per evolution.
         end: from this call on nothing evolves; with the number of epochs, the last one is left out, as in the papers.
         init: of new weights: "he", uniform within sqrt(6 / n_in), as in the papers; "xavier"; "zeros"; or a function
@@ -39,11 +39,8 @@ class SET(DynamicSparsity):
         seed: of all that is drawn.
         on_layout_change: called as (module, source) after each change; see `rewire`.
 
-    A weight whose blocks are all stored is left as it is.
-
     Raises:
-        BlockSparseError: a model without block-sparse weights, an optimizer without the parameter of one of them, a
-            zeta outside of 0 to 1, an unknown init, norm or name.
+        BlockSparseError: as `DynamicSparsity`; numbers out of range, an unknown init or norm.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -51,10 +48,8 @@ class SET(DynamicSparsity):
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         >>> method = bs.sparsity.SET(model, optimizer, zeta=0.3, skip="1")
         >>> before = model[0].layout
-        >>> method.step()       # after each epoch
-        True
-        >>> before.nnz == model[0].layout.nnz, before == model[0].layout
-        (True, False)
+        >>> method.step(), before.nnz == model[0].layout.nnz, before == model[0].layout
+        (True, True, False)
 
     Source: Mocanu et al., Scalable training of artificial neural networks with adaptive sparse connectivity (2018);
     Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021).
@@ -80,9 +75,6 @@ class SET(DynamicSparsity):
         check_norm(norm)
         self.end = None if end is None else integer("end", end, 0)
         self.init, self.norm = init, norm
-
-    def _due(self, call: int) -> bool:
-        return super()._due(call) and (self.end is None or call < self.end)
 
     def _change(self) -> None:
         for i, module in enumerate(self.modules.values()):

@@ -25,9 +25,8 @@ class SGD(torch.optim.Optimizer):
         params: parameters, or groups of them.
         lr, momentum, weight_decay: by default those of the papers; 0 or more.
 
-    A state dict holds a momentum of each parameter's shape. Where parameters change with their layout, as they do when
-    the state dict of a module with another pattern is loaded, the momentum has to change too: load the state dict that
-    the optimizer had then, before or after, or clear `optimizer.state`.
+    A state dict holds a momentum of each parameter's shape. Where parameters change with their layout, as by the state
+    dict of a module with another pattern, load the optimizer's of then too, or clear `optimizer.state`.
 
     Raises:
         BlockSparseError: numbers out of range; from `load_state_dict`, parameter groups without these; from `step`, a
