@@ -43,7 +43,7 @@ from blocksparse_lab.bench.gpu import GpuReach, Job
 from blocksparse_lab.bench.gpu_chart import write_chart
 from blocksparse_lab.bench.linear import LinearBench
 from blocksparse_lab.bench.rows import Row
-from blocksparse_lab.cli.bench import progress as shown
+from blocksparse_lab.cli.terminal import bar
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -175,7 +175,7 @@ def chosen(jobs: list[Job], only: str) -> list[Job]:
 def measured(reach: GpuReach, jobs: list[Job], seconds: float) -> Iterator[Row]:
     """The rows as they come; on a terminal with a bar, elsewhere with a line for each."""
     start = monotonic()
-    with shown() as progress:
+    with bar(Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(jobs))
         for job in jobs:
             progress.update(task, description=job.work)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from blocksparse.errors import BlockSparseError
+
+from ..option import option
+from .options import with_options
+from .terminal import bar, make_folder, say
 
 if TYPE_CHECKING:
     from ..bench.case import Bench
@@ -20,12 +24,23 @@ bench = typer.Typer(name="bench", help="Measure against the peers, correctness f
 BlockSize = Annotated[int, typer.Option(help="Rows and columns of a block.")]
 Densities = Annotated[str, typer.Option(help="Parts of the blocks that are stored, of random patterns.")]
 Dtype = Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")]
+
+
 Out = Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")]
-Rounds = Annotated[int, typer.Option(help="Rounds of A B A B ... at most.")]
-Budget = Annotated[float, typer.Option(help="Seconds of timing per case, about.")]
-Seed = Annotated[int, typer.Option(help="Of patterns and numbers.")]
-Device = Annotated[str, typer.Option(help="cpu, or cuda: CUDA graphs, copies of the weights in turn.")]
-OUT, ROUNDS, BUDGET, SEED, DEVICE = Path("bench-out"), 21, 4.0, 0, "cpu"
+OUT = Path("bench-out")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How cases are measured."""
+
+    rounds: int = option(21, "Rounds of A B A B ... at most.")
+    budget: float = option(4.0, "Seconds of timing per case, about.")
+    seed: int = option(0, "Of patterns and numbers.")
+    device: str = option("cpu", "cpu, or cuda: CUDA graphs, copies of the weights in turn.")
+
+    def by(self, kind: type[Bench], against: str) -> Bench:
+        return kind(parts(against), **asdict(self))
 
 
 @bench.callback()
@@ -35,7 +50,9 @@ def _bench() -> None:
 
 
 @bench.command("linear")
+@with_options
 def linear(
+    *,
     hidden: Annotated[int, typer.Option(help="Features in and out.")] = 4096,
     block_size: BlockSize = 32,
     batch: Annotated[int, typer.Option(help="Tokens.")] = 64,
@@ -44,10 +61,7 @@ def linear(
     pass_: Annotated[str, typer.Option("--pass", help="forward, dgrad, wgrad or train.")] = "forward",
     against: Annotated[str, typer.Option(help="Peers, of dense, torch-bsr, bsr-matmul, csr-matmul and stk.")] = "dense",
     out: Out = OUT,
-    rounds: Rounds = ROUNDS,
-    budget: Budget = BUDGET,
-    seed: Seed = SEED,
-    device: Device = DEVICE,
+    how: Measured,
 ) -> None:
     """y = x W^T and its gradients: speed-up against density, as a table, JSON and a chart.
 
@@ -60,13 +74,14 @@ def linear(
     of = numbers("densities", densities, float)
     specs = [LinearSpec(hidden, hidden, batch, block_size, density, dtype, pass_) for density in of]
     title = f"{pass_} {dtype}, hidden {hidden}, block {block_size}, {batch} tokens"
-    runner = LinearBench(parts(against), rounds=rounds, budget=budget, seed=seed, device=device)
     name = f"linear-{pass_}-{dtype}-h{hidden}-b{block_size}-t{batch}"
-    _measure(runner, {"": (title, specs)}, out, name, "block-sparse linear products")
+    _measure(how.by(LinearBench, against), {"": (title, specs)}, out, name, "block-sparse linear products")
 
 
 @bench.command("conv2d")
+@with_options
 def conv2d(
+    *,
     layer: Annotated[str, typer.Option(help="A named shape: reach, resnet50-conv4-3x3, pixelcnn-16, ...")] = "reach",
     images: Annotated[int | None, typer.Option(help="Images at once, where not those of the layer.")] = None,
     block_size: BlockSize = 32,
@@ -76,17 +91,12 @@ def conv2d(
     pass_: Annotated[str, typer.Option("--pass", help="Of forward, dgrad, wgrad and train.")] = "forward,dgrad,wgrad",
     against: Annotated[str | None, typer.Option(help="Peers, of dense and grouped.")] = None,
     out: Out = OUT,
-    rounds: Rounds = ROUNDS,
-    budget: Budget = BUDGET,
-    seed: Seed = SEED,
-    device: Device = DEVICE,
+    how: Measured,
 ) -> None:
     """A block-sparse 2-D convolution and its gradients: speed-up against density, as tables, JSON and charts.
 
     Every result is checked against float64 first; a wrong one ends the run. Then all take turns in one process.
     """
-    from dataclasses import replace
-
     from blocksparse.ops.conv.specs import LAYERS
 
     from ..bench.conv import ConvBench
@@ -105,14 +115,15 @@ def conv2d(
         )
         for name in parts(pass_)
     }
-    peers = parts(against) if against is not None else ["dense"] if random else ["dense", "grouped"]
-    runner = ConvBench(peers, rounds=rounds, budget=budget, seed=seed, device=device)
+    runner = how.by(ConvBench, against if against is not None else "dense" if random else "dense,grouped")
     file = f"conv2d-{layer}-{pattern}-{dtype}-b{block_size}-n{shape.images}"
     _measure(runner, groups, out, file, "block-sparse 2-D convolutions", chart=random, layer=layer)
 
 
 @bench.command("lstm")
+@with_options
 def lstm(
+    *,
     cell: Annotated[str, typer.Option(help="lstm, mlstm or smallworld.")] = "lstm",
     width: Annotated[int, typer.Option(help="Units.")] = 2048,
     pattern: Annotated[str, typer.Option(help="barabasi_albert, watts_strogatz, random or dense.")] = "barabasi_albert",
@@ -128,21 +139,18 @@ def lstm(
         str, typer.Option(help="Peers: dense and torch (torch.nn.LSTM) of equal parameters, dense-wide, torch-wide.")
     ] = "dense",
     out: Out = OUT,
-    rounds: Rounds = ROUNDS,
-    budget: Budget = BUDGET,
-    seed: Seed = SEED,
-    device: Device = DEVICE,
+    how: Measured,
 ) -> None:
     """Language models over bytes with recurrent layers: speed-up of steps and of inference, as tables, JSON and charts.
 
     Every model is checked in small against float64 first; a wrong one ends the run. Then all take turns in one process.
     """
-    from dataclasses import replace
-
     from ..bench.lstm import LstmBench, LstmSpec
     from ..models.char_lm import CharLMConfig
 
-    base = CharLMConfig(cell=cell, width=width, embedding=embedding, pattern=pattern, block_size=block_size, seed=seed)
+    base = CharLMConfig(
+        cell=cell, width=width, embedding=embedding, pattern=pattern, block_size=block_size, seed=how.seed
+    )
     variants: dict[str, list[dict[str, Any]]] = {
         "barabasi_albert": [{"m": ties} for ties in numbers("m", m, int)],
         "watts_strogatz": [{"neighbors": ties} for ties in numbers("m", m, int)],
@@ -157,7 +165,7 @@ def lstm(
         )
         for name in parts(pass_)
     }
-    runner = LstmBench(parts(against), rounds=rounds, budget=budget, seed=seed, device=device)
+    runner = how.by(LstmBench, against)
     file = f"lstm-{cell}-{pattern}-{dtype}-w{width}-b{block_size}-n{batch}x{seq}"
     wide = any(name.endswith("-wide") for name in runner.against)
     _measure(runner, groups, out, file, "block-sparse recurrent language models", bound=wide)
@@ -177,15 +185,12 @@ def _measure(
     from .. import machine
     from ..bench import report
 
-    try:  # before anything is measured
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BlockSparseError.expected("out", "a folder to write to", f"{out} ({error.strerror})") from error
+    make_folder(out)
     console, everything = Console(), []
     device = runner.device.torch.type
     if gpu := machine.machine(device)["gpu"]:
         name += f"-{machine.slug(gpu['name'])}"
-    with progress() as shown:
+    with bar(Console(stderr=True)) as shown:
         task = shown.add_task("checking and timing", total=sum(len(specs) for _, specs in groups.values()))
         for group, (title, specs) in groups.items():
             results = []
@@ -196,19 +201,12 @@ def _measure(
             everything += results
             console.print(report.results_table(results, title))
             for line in report.refusals(results):
-                console.print(f"refused: {line}", style="yellow", markup=False, highlight=False)
+                say(console, f"refused: {line}", "yellow")
             if chart:
                 report.write_chart(out / f"{name}{group and '-'}{group}.png", results, title, bound)
     settings = {"rounds": runner.rounds, "budget": runner.budget, "seed": runner.seed, "device": device} | settings
     report.write_results(out / f"{name}.json", everything, what, against=list(runner.against), **settings)
-    console.print(f"wrote {out / name}.json" + " and .png" * chart, highlight=False, soft_wrap=True)
-
-
-def progress() -> Progress:
-    """A bar on a terminal, nothing elsewhere."""
-    stderr = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)
+    say(console, f"wrote {out / name}.json" + " and .png" * chart)
 
 
 def numbers(name: str, text: str, kind: type) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +12,7 @@ from rich.table import Table
 
 from blocksparse.errors import BlockSparseError
 
-from .layout import write
-from .tables import say, table
+from .terminal import JsonFile, say, short, table, write
 
 if TYPE_CHECKING:
     from ..recipes.compare import Group, Run
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or not.")],
     out: Annotated[Path | None, typer.Option(help="A PNG: held-out figures against steps and seconds.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="A file for the numbers.")] = None,
+    json_file: JsonFile = None,
     topology: Annotated[
         bool, typer.Option("--topology", help="The runs' layouts instead: their measures, their NNSTD from each other.")
     ] = False,
@@ -50,8 +48,7 @@ def compare(
         console.print(_seeds(grouped))
     if json_file is not None:
         content = {"what": "training runs side by side", "runs": [run.as_dict() for run in found]}
-        write("json", json_file, json.dumps(content, indent=1) + "\n")
-        say(console, f"wrote {json_file}")
+        write(console, "json", json_file, content)
     if out is not None:
         recipe.picture(out, grouped)
         say(console, f"wrote {out}")
@@ -91,10 +88,8 @@ def _table(runs: list[Run], narrow: bool) -> Table:
 def _seeds(groups: list[Group]) -> Table:
     rows = []
     for group in groups:
-        spread = group.held_out
-        shown = "" if spread is None else f"{spread[0]:.4f}"
-        if spread is not None and len(group.runs) > 1:
-            shown += f" ± {spread[1]:.4f}"
+        mean, deviation = group.held_out or (None, None)
+        shown = "" if mean is None else f"{mean:.4f}" + (f" ± {deviation:.4f}" if len(group.runs) > 1 else "")
         rows.append((escape(group.label), str(len(group.runs)), shown))
     return table(("over seeds", "runs", f"{_word(groups[0].runs[0].unit)} ± deviation"), rows)
 
@@ -108,18 +103,9 @@ def _count(number: Any) -> str:
     return f"{number:,.0f}" if _shown(number) else ""
 
 
+def _short(number: Any) -> str:
+    return short(number, "kMG") if _shown(number) else ""
+
+
 def _shown(number: Any) -> bool:
     return isinstance(number, int | float) and abs(number) < 1e100
-
-
-def _short(number: Any) -> str:
-    """
-    >>> _short(86_319_360), _short(49_152), _short(512)
-    ('86.3M', '49.2k', '512')
-    """
-    if not _shown(number):
-        return ""
-    for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= scale:
-            return f"{number / scale:.3g}{letter}"
-    return f"{number:.3g}"

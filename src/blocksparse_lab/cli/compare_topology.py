@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +12,8 @@ from rich.table import Table
 
 from blocksparse.errors import BlockSparseError
 
-from .layout import measures, sources, write
-from .tables import say, table
+from .layout import measures, sources
+from .terminal import say, table, write
 
 if TYPE_CHECKING:
     from blocksparse.layout import BlockLayout
@@ -50,13 +49,11 @@ def compare_topology(runs: list[Path], out: Path | None, json_file: Path | None,
             "not_compared": reasons,
             "layers": {name: one.as_dict() for name, one in found.items()},
         }
-        write("json", json_file, json.dumps(content, indent=1) + "\n")
-        say(console, f"wrote {json_file}")
+        write(console, "json", json_file, content)
     if html is not None:
         shown = [Shown(name, layout, measures(layout)) for name, layout in layers.items()]
         apart = Distances(names, distances, "; ".join(reasons))
-        write("html", html, render("Layouts of training runs", ", ".join(names), shown, apart))
-        say(console, f"wrote {html}")
+        write(console, "html", html, render("Layouts of training runs", ", ".join(names), shown, apart))
     if out is not None:
         kept = _comparable(distances)
         matrix = np.array([[distances[i][j] for j in kept] for i in kept], dtype=float).reshape(len(kept), len(kept))
@@ -74,15 +71,20 @@ def _comparable(distances: list[list[float | None]]) -> list[int]:
 
 
 def _measures(layers: Mapping[str, BlockLayout], found: Mapping[str, Summary]) -> Table:
-    rows = []
+    made = table(("run, layer", "out x in", "density", "parts", "path", "mixes", "clustering", "hub load"))
     for name, layout in layers.items():
         one = found[name]
-        path = "-" if one.path_length is None else f"{one.path_length:.2f}"
-        mixes = "-" if one.steps_to_mix is None else str(one.steps_to_mix)
-        shape = f"{layout.shape[0]} x {layout.shape[1]}"
-        last = f"{one.clustering:.3g}", f"{one.hub_load:.3g}"
-        rows.append((name, shape, f"{layout.density:.3g}", str(one.components), path, mixes, *last))
-    return table(("run, layer", "out x in", "density", "parts", "path", "mixes", "clustering", "hub load"), rows)
+        numbers = (
+            f"{layout.shape[0]} x {layout.shape[1]}",
+            f"{layout.density:.3g}",
+            f"{one.components}",
+            "-" if one.path_length is None else f"{one.path_length:.2f}",
+            "-" if one.steps_to_mix is None else f"{one.steps_to_mix}",
+            f"{one.clustering:.3g}",
+            f"{one.hub_load:.3g}",
+        )
+        made.add_row(name, *numbers)
+    return made
 
 
 def _distances(names: list[str], distances: list[list[float | None]]) -> Table:

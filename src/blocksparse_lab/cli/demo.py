@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TextColumn
 from rich.text import Text
 
 from blocksparse.errors import BlockSparseError
 
-from .tables import table
+from .terminal import COUNT, bar, make_folder, say, table
 
 if TYPE_CHECKING:
     from ..recipes.next_byte import Race
@@ -75,20 +74,15 @@ def play(console: Console, sizes: Sizes, text: Path | None, seconds: float, out:
     data = texts.python_topics() if text is None else texts.read(text)
     name = "The help topics of Python" if text is None else text.name
     parts = texts.split(data, settings.context, name=name)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BlockSparseError.expected("out", "a folder to write to", f"{out} ({error.strerror})") from error
+    make_folder(out)
 
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
     facts = machine() | {"load before": round(load, 2)}
     story = page.Story(facts, seed)
     console.print("[bold]blocksparse demo[/]")
-    console.print(f"{facts['cpu']}, {facts['isa']}, {facts['threads']} threads", style="dim", highlight=False)
+    say(console, f"{facts['cpu']}, {facts['isa']}, {facts['threads']} threads", "dim")
     if load > 0.5:
-        console.print(
-            f"other programs are running (load {load:.1f}): times will be of a shared machine", style="yellow"
-        )
+        say(console, f"other programs are running (load {load:.1f}): times will be of a shared machine", "yellow")
     try:
         _example(console, story, sizes)
         _speedups(console, story, sizes)
@@ -112,7 +106,7 @@ def _example(console: Console, story: Story, sizes: Sizes) -> None:
     from ..recipes import example_2017
 
     _title(console, 1, "The 2017 example, checked against dense")
-    with _progress(console) as progress:
+    with bar(console) as progress:
         task = progress.add_task("checking and timing", total=1)
         story.example = example = example_2017.run(
             sizes.hidden, sizes.block, sizes.batch, seed=story.seed, budget=sizes.budget
@@ -138,7 +132,7 @@ def _speedups(console: Console, story: Story, sizes: Sizes) -> None:
 
     _title(console, 2, "Speed-up against density")
     runner = LinearBench(("dense",), rounds=15, budget=sizes.budget, seed=story.seed)
-    with _progress(console) as progress:
+    with bar(console) as progress:
         task = progress.add_task("checking and timing", total=len(sizes.densities))
         for density in sizes.densities:
             spec = LinearSpec(sizes.hidden, sizes.hidden, sizes.batch, sizes.block, density)
@@ -170,13 +164,10 @@ def _train(console: Console, story: Story, sizes: Sizes, parts: Any, settings: A
     race = next_byte.Race(models, next_byte.LEARNING_RATES, parts, settings)
     training = Training(parts.name, len(parts.train), len(parts.held_out), settings, layouts)
     story.training = training
-    console.print(
-        f"{parts.name}: {training.train_bytes:,} bytes to train on, {training.held_out_bytes:,} held out",
-        style="dim",
-        highlight=False,
-    )
+    said = f"{parts.name}: {training.train_bytes:,} bytes to train on, {training.held_out_bytes:,} held out"
+    console.print(said, style="dim", markup=False, highlight=False)
     try:
-        progress = Progress(*_COLUMNS, TextColumn("{task.fields[bits]}"), console=console)
+        progress = Progress(*COUNT, TextColumn("{task.fields[bits]}"), console=console)
         task = progress.add_task("training both", total=settings.steps, bits="")
         with Live(progress, console=console, refresh_per_second=4) as live:
             for step in race.run():
@@ -255,42 +246,26 @@ def _now(race: Race) -> str:
 
 # -- pieces --------------------------------------------------------------------------------------------------------
 
-_COLUMNS = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-
 
 def _title(console: Console, number: int, text: str) -> None:
     console.print(f"\n[bold {SPARSE}]{number}[/]  [bold]{text}[/]", highlight=False)
 
 
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    with Progress(*_COLUMNS, console=console, transient=True) as progress:
-        yield progress
-
-
 def _as_dict(story: Story) -> dict[str, Any]:
     """The numbers of a demo, ready for JSON."""
-    example, training = story.example, story.training
     found: dict[str, Any] = {"machine": story.machine, "seed": story.seed, "interrupted": story.interrupted}
-    if example is not None:
-        found["example_2017"] = {
-            "hidden": example.hidden,
-            "block": example.block,
-            "batch": example.batch,
+    if (example := story.example) is not None:
+        names = ("hidden", "block", "batch", "relative_error", "largest_error")
+        found["example_2017"] = {name: getattr(example, name) for name in names} | {
             "density": example.layout.density,
-            "relative_error": example.relative_error,
-            "largest_error": example.largest_error,
             "seconds": {name: vars(example.samples.time(name)) for name in example.samples.names},
             "speedup": vars(example.samples.ratio("dense", "block-sparse")),
         }
     found["speedups"] = [result.as_dict() for result in story.speedups]
-    if training is not None:
-        found["training"] = {
-            "text": training.text,
-            "train_bytes": training.train_bytes,
-            "held_out_bytes": training.held_out_bytes,
+    if (training := story.training) is not None:
+        facts = ("text", "train_bytes", "held_out_bytes", "steps")
+        found["training"] = {name: getattr(training, name) for name in facts} | {
             "settings": asdict(training.settings),
-            "steps": training.steps,
             "models": [asdict(outcome) for outcome in training.outcomes],
         }
     return found

@@ -13,9 +13,8 @@ from typer.core import TyperCommand
 
 from blocksparse.errors import BlockSparseError
 
-from .stages import stages
-from .tables import say
-from .train import show
+from .progress import show
+from .terminal import say, stages
 
 if TYPE_CHECKING:
     from ..experiments import Experiment

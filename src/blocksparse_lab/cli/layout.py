@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,9 @@ from rich.table import Table
 
 from blocksparse.errors import BlockSparseError
 
-from .tables import say
+from ..option import option
+from .options import Given, parse_count, with_options
+from .terminal import say, write
 
 if TYPE_CHECKING:
     from blocksparse.layout import BlockLayout
@@ -39,7 +42,30 @@ PICTURES = ("matrix", "dense", "degrees", "spreading", "replacement")
 EXACT, SAMPLED = 8_000, 500
 
 
+@dataclass(frozen=True)
+class Options:
+    """What patterns take, each some of them."""
+
+    density: float | None = option(None, "Part of the blocks that is stored.")
+    neighbors: int | None = option(None, "Of each node of a small world.")
+    rewire: float | None = option(None, "Part of the edges of a small world drawn again.")
+    m: int | None = option(None, "Edges that each new node of Barabasi-Albert brings.")
+    epsilon: float | None = option(None, "Erdos-Renyi's scale of density.")
+    bandwidth: int | None = option(None, "Of a banded pattern, in blocks.")
+    seed: int | None = option(None, "Of what is drawn at random.")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a design is for."""
+
+    params: str | None = option(None, f"Of {DESIGN}: the number of weights, as 800k or 2.5M.")
+    objective: str | None = option(None, f"Of {DESIGN}, what comes first: mixing, path, clustering, balance or time.")
+
+
+@with_options
 def layout(
+    *,
     pattern: Annotated[
         str,
         typer.Argument(
@@ -50,17 +76,8 @@ def layout(
     features: Annotated[int | None, typer.Option(help="Features in and out.")] = None,
     shape: Annotated[str | None, typer.Option(help="OUT,IN instead, for patterns that need not be square.")] = None,
     block_size: Annotated[int, typer.Option(help="Rows and columns of a block.")] = 32,
-    density: Annotated[float | None, typer.Option(help="Part of the blocks that is stored.")] = None,
-    neighbors: Annotated[int | None, typer.Option(help="Of each node of a small world.")] = None,
-    rewire: Annotated[float | None, typer.Option(help="Part of the edges of a small world drawn again.")] = None,
-    m: Annotated[int | None, typer.Option(help="Edges that each new node of Barabasi-Albert brings.")] = None,
-    epsilon: Annotated[float | None, typer.Option(help="Erdos-Renyi's scale of density.")] = None,
-    bandwidth: Annotated[int | None, typer.Option(help="Of a banded pattern, in blocks.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of what is drawn at random.")] = None,
-    params: Annotated[str | None, typer.Option(help=f"Of {DESIGN}: the number of weights, as 800k or 2.5M.")] = None,
-    objective: Annotated[
-        str | None, typer.Option(help=f"Of {DESIGN}, what comes first: mixing, path, clustering, balance or time.")
-    ] = None,
+    given: Annotated[dict[str, Any], Given(Options)],
+    budget: Annotated[dict[str, Any], Given(Budget)],
     out: Annotated[Path | None, typer.Option(help="The picture; without it only the numbers are printed.")] = None,
     picture: Annotated[
         str | None,
@@ -72,17 +89,6 @@ def layout(
     html: Annotated[Path | None, typer.Option(help="A page to look into it: one file, for any browser.")] = None,
 ) -> None:
     """Draw a pattern; print its shape, density, degrees and graph measures. Or design one for a budget."""
-    options = {
-        "density": density,
-        "neighbors": neighbors,
-        "rewire": rewire,
-        "m": m,
-        "epsilon": epsilon,
-        "bandwidth": bandwidth,
-        "seed": seed,
-    }
-    given = {k: v for k, v in options.items() if v is not None}
-    budget = {k: v for k, v in {"params": params, "objective": objective}.items() if v is not None}
     if picture is not None and picture not in PICTURES:
         raise BlockSparseError.expected("--picture", f"one of {', '.join(PICTURES)}", repr(picture))
     if picture is not None and out is None:
@@ -97,7 +103,7 @@ def layout(
         proposals = propose(features, block_size, given, **budget)
         say(console, proposals.table(console.width))
         named = [(one.name, one.layout) for one in proposals]
-        title = f"Layouts for {params} weights, {features} features"
+        title = f"Layouts for {budget['params']} weights, {features} features"
     else:
         if budget:
             raise BlockSparseError.expected(f"--{next(iter(budget))}", f"the pattern {DESIGN}", pattern)
@@ -105,17 +111,14 @@ def layout(
         named = [(title, build(pattern, features, shape, block_size, given))]
         console.print(_table(pattern, named[0][1]))
     if out is not None:
-        name, made = named[0]
-        if picture == "replacement":
-            if pattern == DESIGN:
-                raise BlockSparseError.expected("--picture replacement", "a pattern", DESIGN)
-            _replacement(pattern, made, given, out, name)
-        else:
-            _draw(picture or "matrix", made, out, name)
+        _draw(picture or "matrix", pattern, given, out, *named[0])
         say(console, f"wrote {out}")
     if html is not None:
-        _page(html, title, named)
-        say(console, f"wrote {html}")
+        from .layout_page import Shown, render
+
+        shown = [Shown(name, made, measures(made)) for name, made in named]
+        said = "A layout says which blocks of a weight are stored; it is a graph, too."
+        write(console, "html", html, render(title, said, shown))
 
 
 def evolution(console: Console, out: Path) -> None:
@@ -138,8 +141,6 @@ def propose(
 ) -> Proposals:
     """Calls `bs.topology.design` with the options of the command line."""
     from blocksparse import topology
-
-    from .train import parse_count
 
     for name in options:
         if name != "seed":
@@ -193,8 +194,8 @@ def _table(pattern: str, layout: BlockLayout) -> Table:
     table = Table(title=pattern, box=None, show_header=False, title_style="bold", title_justify="left", pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in measures(layout):
-        table.add_row(name, value)
+    for measure in measures(layout):
+        table.add_row(*measure)
     return table
 
 
@@ -250,9 +251,12 @@ def _degrees(counts: np.ndarray) -> str:
     return f"{counts.min()} to {counts.max()}, mean {counts.mean():.4g}{f', {empty} empty' if empty else ''}"
 
 
-def _draw(picture: str, layout: BlockLayout, path: Path, title: str) -> None:
+def _draw(picture: str, pattern: str, given: dict[str, Any], path: Path, title: str, layout: BlockLayout) -> None:
     from blocksparse.topology import drawings
 
+    if picture == "replacement":
+        _replacement(pattern, given, path, title, layout)
+        return
     draw: dict[str, Callable[[BlockLayout, Path, str], object]] = {
         "matrix": drawings.matrix,
         "dense": drawings.dense_against_sparse,
@@ -262,10 +266,12 @@ def _draw(picture: str, layout: BlockLayout, path: Path, title: str) -> None:
     draw[picture](layout, path, title)
 
 
-def _replacement(pattern: str, layout: BlockLayout, given: dict[str, Any], path: Path, title: str) -> None:
+def _replacement(pattern: str, given: dict[str, Any], path: Path, title: str, layout: BlockLayout) -> None:
     from blocksparse import patterns
     from blocksparse.topology.drawings import Replacement, replacement
 
+    if pattern == DESIGN:
+        raise BlockSparseError.expected("--picture replacement", "a pattern", DESIGN)
     if layout.shape[0] != layout.shape[1]:
         raise BlockSparseError.expected("--picture replacement", "a square layout", repr(layout))
     takes = inspect.signature(getattr(patterns, pattern)).parameters
@@ -275,18 +281,3 @@ def _replacement(pattern: str, layout: BlockLayout, given: dict[str, Any], path:
         return build(pattern, features, None, layout.block_shape[0], options)
 
     replacement(Replacement.of(again, layout.shape[0]), path, title)
-
-
-def _page(path: Path, title: str, named: list[tuple[str, BlockLayout]]) -> None:
-    from .layout_page import Shown, render
-
-    shown = [Shown(name, made, measures(made)) for name, made in named]
-    write("html", path, render(title, "A layout says which blocks of a weight are stored; it is a graph, too.", shown))
-
-
-def write(option: str, path: Path, text: str) -> None:
-    """Writes a file that an option asks for."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BlockSparseError.expected(option, "a file to write", f"{path} ({error.strerror})") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,9 +12,8 @@ from rich.table import Table
 
 from blocksparse.errors import BlockSparseError
 
-from .layout import write
 from .options import parse_count
-from .tables import say, table
+from .terminal import JsonFile, short, table, write
 
 if TYPE_CHECKING:
     from ..planner.hardware import Hardware
@@ -45,7 +44,7 @@ def plan(
     inside: Annotated[float | None, typer.Option(help="GB/s of a device inside its node, one direction.")] = None,
     between: Annotated[float | None, typer.Option(help="GB/s of a device between nodes, one direction.")] = None,
     measure: Annotated[int, typer.Option(help="Measure this machine with this many processes instead.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="A file for the numbers.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Predicts memory, communication and time of DDP, FSDP2 and TP x FSDP2 for a block-sparse Transformer."""
     from ..planner import hardware, net
@@ -63,20 +62,20 @@ def plan(
         if not 1 <= count <= MOST_TOKENS:
             raise BlockSparseError.expected(name, f"from 1 to {MOST_TOKENS}", count)
     if (stored := parse_count(params)) > MOST_PARAMS:
-        raise BlockSparseError.expected("params", f"{_short(MOST_PARAMS)} at most", params)
-    device = _changed(hardware.find(machine), memory, per_node, inside, between)
+        raise BlockSparseError.expected("params", f"{short(MOST_PARAMS)} at most", params)
+    device = _changed(hardware.find(machine), memory=memory, per_node=per_node, inside=inside, between=between)
     model = net.transformer(stored, density, block_size, layers, width)
     job = Job(gpus, batch * sequence, sequence, DTYPES[dtype], DTYPES[dtype] if pure else 4, optimizer, recompute)
     found = plans(model, device, job)
     chosen, why = recommend(found)
     console.print(
-        f"{_short(model.weights)} stored weights of {_short(model.weights / density)}: {len(model.layers)} layers of "
+        f"{short(model.weights)} stored weights of {short(model.weights / density)}: {len(model.layers)} layers of "
         f"width {model.width}, blocks of {block_size}; {dtype}, {optimizer}{', recompute' if recompute else ''}",
         highlight=False,
     )
     console.print(
         f"{gpus} x {device.name}, {device.devices} per node, {device.memory / 1e9:.0f} GB, of which {USABLE:.0%} is "
-        f"used; {job.tokens} tokens each ({_short(job.tokens * gpus)} per step)\n",
+        f"used; {job.tokens} tokens each ({short(job.tokens * gpus)} per step)\n",
         highlight=False,
     )
     console.print(_table(found, chosen))
@@ -86,28 +85,25 @@ def plan(
     console.print(f"[dim]{device.source}[/]", highlight=False)
     if json_file is not None:
         content = {"machine": hardware.as_json(device), "plans": [each.as_dict() for each in found], "why": why}
-        write("json", json_file, json.dumps(content, indent=1) + "\n")
-        say(console, f"wrote {json_file}")
+        write(console, "json", json_file, content)
 
 
-def _changed(
-    device: Hardware, memory: float | None, per_node: int | None, inside: float | None, between: float | None
-) -> Hardware:
-    from dataclasses import replace
-
+def _changed(device: Hardware, **given: float | None) -> Hardware:
+    """With memory and rates in GB, where they are given."""
     from ..planner.hardware import GB, Network
 
     changes: dict[str, Any] = {}
-    for name, given in (("memory", memory), ("per_node", per_node), ("inside", inside), ("between", between)):
-        if given is not None and not LEAST <= given <= MOST:
-            raise BlockSparseError.expected(name, f"from {LEAST:g} to {MOST:g}", given)
-    if memory is not None:
-        changes["memory"] = memory * GB
-    if per_node is not None:
-        changes["devices"] = per_node
-    for name, given in (("inside", inside), ("between", between)):
-        if given is not None:
-            changes[name] = Network.uniform(getattr(device, name).all_reduce.latency, given * GB)
+    for name, value in given.items():
+        if value is None:
+            continue
+        if not LEAST <= value <= MOST:
+            raise BlockSparseError.expected(name, f"from {LEAST:g} to {MOST:g}", value)
+        if name == "memory":
+            changes["memory"] = value * GB
+        elif name == "per_node":
+            changes["devices"] = value
+        else:
+            changes[name] = Network.uniform(getattr(device, name).all_reduce.latency, value * GB)
     return replace(device, **changes)
 
 
@@ -152,8 +148,8 @@ def _measure(console: Console, processes: int, json_file: Path | None) -> None:
     console.print(f"{processes} processes, gloo, a thread each", highlight=False)
     console.print(table(("", "rate", ""), rows))
     if json_file is not None:
-        write("json", json_file, json.dumps({"hardware": as_json(found)}, indent=1) + "\n")
-        say(console, f"wrote {json_file}: blocksparse plan --machine {json_file} --dtype fp32")
+        more = f": blocksparse plan --machine {json_file} --dtype fp32"
+        write(console, "json", json_file, {"hardware": as_json(found)}, more)
 
 
 def _gb(size: float) -> str:
@@ -169,10 +165,3 @@ def _gb(size: float) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms" if seconds else "-"
-
-
-def _short(number: float) -> str:
-    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= scale:
-            return f"{number / scale:.3g}{letter}"
-    return f"{number:.3g}"

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
 
 from ..recipes.parallel import here
 from ..recipes.trainer import Callback, Interrupted, Trainer
+from .terminal import LEFT, bar, plural, say
 
 # Without a terminal, a line of progress is printed this often at most.
 SECONDS_BETWEEN_LINES = 10
@@ -38,38 +30,22 @@ def show(console: Console, trainer: Trainer, *about: str) -> None:
     for nth, line in enumerate(about, 1):
         console.print(line, style="dim" if 1 < nth == len(about) else None, highlight=False)
     try:
-        with _bar(console, trainer) as bar:
-            result = trainer.train(bar)
+        counted = TaskProgressColumn() if trainer.facts.get("epochs") else MofNCompleteColumn()
+        columns = TextColumn("{task.fields[shown]}"), BarColumn(bar_width=16), counted, *LEFT
+        with bar(console, *columns, transient=False) as progress:
+            result = trainer.train(_Bar(progress, trainer))
     except Interrupted as stop:
-        console.print(
-            f"stopped after {_at(trainer, stop.step)}; {trainer.path} is saved. The same command goes on.",
-            style="yellow",
-            highlight=False,
-            soft_wrap=True,
-        )
+        at = _at(trainer, stop.step)
+        say(console, f"stopped after {at}; {trainer.path} is saved. The same command goes on.", "yellow")
         raise typer.Exit(128 + stop.number) from None
     epochs = trainer.facts.get("epochs")
-    done = f"{epochs:,} epoch{'s' * (epochs != 1)}" if epochs else f"{result['steps']:,} steps"
+    done = plural(epochs, "epoch") if epochs else f"{result['steps']:,} steps"
     console.print(
         f"held out [bold]{result['held_out']:.4f}[/] {result['unit']} after {done}, "
         f"{_duration(result['seconds'])}, {_speed(trainer, result)}",
         highlight=False,
     )
-    console.print(f"{trainer.path} and result.json are there", style="dim", highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _bar(console: Console, trainer: Trainer) -> Iterator[Callback]:
-    columns = (
-        TextColumn("{task.fields[shown]}"),
-        BarColumn(bar_width=16),
-        TaskProgressColumn() if trainer.facts.get("epochs") else MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        yield _Bar(progress, trainer)
+    say(console, f"{trainer.path} and result.json are there", "dim")
 
 
 class _Bar(Callback):
@@ -107,10 +83,10 @@ class _Bar(Callback):
         often = not self.console.is_terminal and now - self.last >= SECONDS_BETWEEN_LINES
         if "held_out" in record or often:
             self.last = now
-            self.console.print(f"{_at(trainer, record['step'])}: {line}", highlight=False, soft_wrap=True)
+            say(self.console, f"{_at(trainer, record['step'])}: {line}")
 
     def note(self, text: str) -> None:
-        self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        say(self.console, text, "yellow")
 
 
 def _at(trainer: Trainer, step: int) -> str:

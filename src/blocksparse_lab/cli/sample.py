@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TextColumn
 
-from .tables import say
+from .terminal import COUNT, LEFT, bar, say
 
 
 def sample(
@@ -46,9 +46,8 @@ def _draw(path: Path, count: int, out: Path, seed: int) -> None:
     model, (_, height, width) = pixelcnn.load(path)
     write = image_writer(out)
     console = Console()
-    columns = TextColumn("drawing"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("pixels of each, left")
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=height * width)
+    with bar(console, *COUNT[:3], TextColumn("pixels of each,"), *LEFT[1:], transient=False) as progress:
+        task = progress.add_task("drawing", total=height * width)
         images = pixelcnn.sample(
             model, count, height, width, seed=seed, progress=lambda done, _: progress.update(task, completed=done)
         )

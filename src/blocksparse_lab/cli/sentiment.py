@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from importlib import import_module
 from pathlib import Path
@@ -14,8 +13,7 @@ from rich.table import Table
 
 from blocksparse.errors import BlockSparseError
 
-from .stages import stages
-from .tables import say, table
+from .terminal import make_folder, say, stages, table, write
 
 if TYPE_CHECKING:
     from ..recipes.sentiment import Result
@@ -54,11 +52,7 @@ def sentiment(
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise BlockSparseError.expected("device", "cpu, or cuda where there is a GPU", device)
     report.figure_and_axes((1, 1))  # a missing package is reported now, not after the features
-    folder = path.parent if out is None else out
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BlockSparseError.expected("out", "a folder to write to", f"{folder} ({error.strerror})") from error
+    folder = make_folder(path.parent if out is None else out)
 
     def load() -> Any:
         charlm = import_module("blocksparse_lab.recipes.charlm")
@@ -76,17 +70,14 @@ def sentiment(
 
     sizes = [len(part) for part in (splits.train, splits.validation, splits.test)]
     console.print(f"[bold]{splits.name}[/]: {splits.classes[0]} or {splits.classes[1]}", highlight=False)
-    said = "{:,} texts to fit, {:,} to choose with, {:,} to test".format(*sizes)
-    console.print(said, style="dim", highlight=False)
+    say(console, "{:,} texts to fit, {:,} to choose with, {:,} to test".format(*sizes), "dim")
     if splits != whole:
         full = len(whole.train) + len(whole.validation) + len(whole.test)
         said = f"a quick look: {sum(sizes):,} of {full:,} texts, by --limit; not to be compared with published results"
         say(console, said, "yellow")
     console.print(_table(result))
-    for line in _remarks(result):
+    for line in [*_remarks(result), *filter(None, [cache.note])]:
         say(console, line, "yellow")
-    if cache.note:
-        say(console, cache.note, "yellow")
 
     facts = machine.machine(device)
     base = folder / f"sentiment-{Path(splits.name).stem}{'' if limit is None else f'-limit{limit}'}"
@@ -100,14 +91,14 @@ def sentiment(
         "settings": settings,
         "result": result.as_dict(),
     }
-    try:
-        base.with_name(f"{base.name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        if result.unit is not None:
+    if result.unit is not None:
+        try:
             recipe.picture(base.with_name(f"{base.name}.png"), result, machine.where(facts))
-    except OSError as error:
-        raise BlockSparseError.expected("out", "a folder with room to write to", f"{base}: {error.strerror}") from error
-    picture = " and .png" if result.unit is not None else ""
-    say(console, f"wrote {base}.json{picture}")
+        except OSError as error:
+            raise BlockSparseError.expected(
+                "out", "a folder with room to write to", f"{base}: {error.strerror}"
+            ) from error
+    write(console, "out", base.with_name(f"{base.name}.json"), content, " and .png" if result.unit is not None else "")
 
 
 def _table(result: Result) -> Table:

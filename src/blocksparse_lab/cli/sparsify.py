@@ -10,7 +10,7 @@ from rich.console import Console
 
 from blocksparse.errors import BlockSparseError
 
-from .tables import say
+from .terminal import say
 
 
 def sparsify(

@@ -22,7 +22,7 @@ from ..recipes.parallel import Parallel
 from ..recipes.settings import Settings
 from .options import DataDir, Device, Given, Run, parse_count, with_options
 from .progress import console, show
-from .stages import stages
+from .terminal import plural, stages
 
 train = typer.Typer(
     name="train", help="Train a model in a folder; the same command again goes on with it.", no_args_is_help=True
@@ -142,7 +142,7 @@ def mlp(
         f"{facts['neurons']:,} neurons, {facts['connections']:,} connections, density {facts['density']:.3g}, "
         f"{facts['stored_bytes'] / 1e6:,.1f} MB",
         f"{table.name}: {table.rows:,} rows to train on, {len(table.classes)} classes; "
-        f"{_epochs(recipe.epochs)} of {trainer.task.steps_per_epoch:,} steps of {recipe.batch:,} rows",
+        f"{plural(recipe.epochs, 'epoch')} of {trainer.task.steps_per_epoch:,} steps of {recipe.batch:,} rows",
     )
 
 
@@ -210,7 +210,7 @@ def resnet(
         trainer,
         f"[bold]resnet, {recipe.downsample}[/], {channels} channels{sparse}",
         f"{trainer.facts['parameters']:,} parameters; {data}: {len(loaded.train):,} images to train on, "
-        f"{len(loaded.test):,} to test on; {_epochs(recipe.epochs)}",
+        f"{len(loaded.test):,} to test on; {plural(recipe.epochs, 'epoch')}",
     )
     if not shifted or not parallel.first:
         return
@@ -218,7 +218,7 @@ def resnet(
         found = resnet_recipe.shifted(out, loaded, shifted, lambda done, of: tell("shifts", done, of))
     out_console.print(
         f"consistency [bold]{100 * found.agreement:.2f} %[/] over all pairs of {found.shifts:,} circular shifts, "
-        f"{found.images:,} test image{'s' * (found.images != 1)}; logits differ by up to {found.difference:.1e}",
+        f"{plural(found.images, 'test image')}; logits differ by up to {found.difference:.1e}",
         highlight=False,
         soft_wrap=True,
     )
@@ -233,10 +233,6 @@ def _paced(how: S, parallel: Parallel) -> S:
         if getattr(how, name) == getattr(usual, name) > max(1, how.steps // times)
     }
     return replace(how, shard=parallel.shard, **often)
-
-
-def _epochs(count: int) -> str:
-    return f"{count:,} epoch{'s' * (count != 1)}"
 
 
 def _named(config: CharLMConfig) -> str:

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from blocksparse.errors import BlockSparseError
 
-from .bench import SEED, Seed, numbers, parts, progress
+from .bench import numbers, parts
+from .terminal import bar, say
 
 
 def tune(
@@ -22,7 +23,7 @@ def tune(
     hidden: Annotated[int, typer.Option(help="Features in and out.")] = 8192,
     minutes: Annotated[float, typer.Option(help="About so long, for all of them together.")] = 5.0,
     out: Annotated[Path | None, typer.Option(help="Folder; else where every later run looks for it.")] = None,
-    seed: Seed = SEED,
+    seed: Annotated[int, typer.Option(help="Of patterns and numbers.")] = 0,
 ) -> None:
     """Find the fastest tiles of this GPU, and keep them for every later run.
 
@@ -40,7 +41,7 @@ def tune(
         raise BlockSparseError.expected("minutes", "a positive number", minutes)
     tuner = tuning.Tuner(folder=out, seed=seed)
     results: list[tuning.Result] = []
-    with progress() as shown:
+    with bar(Console(stderr=True)) as shown:
         task = shown.add_task(str(cases[0]), total=len(cases))
         try:
             for result in tuner.run(cases, 60 * minutes):
@@ -51,7 +52,7 @@ def tune(
             if results:
                 head = ("case", "tile", "rule", "tuned", "faster by", "tried")
                 Console().print(report.table(head, list(map(_row, results)), tuner.gpu.name, text=2))
-                Console().print(f"wrote {tuner.path}", highlight=False, soft_wrap=True)
+                say(Console(), f"wrote {tuner.path}")
 
 
 def _row(result: Any) -> list[str]:
