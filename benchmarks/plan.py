@@ -9,14 +9,11 @@ Writes benchmarks/results/plan-<machine>.json and .md.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 
@@ -37,36 +34,21 @@ NETS = {
 TOKENS = 256
 
 
-def work(rank: int, processes: int, store: str, pipe: Any) -> None:
+def work() -> list[Any]:
     """For every engine rates and real steps in turns, of one process."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     found = []
+    processes = dist.get_world_size()
     job = plan.Job(processes, TOKENS, optimizer="adam")
     for name, model in NETS.items():
         for degree in (None, *(d for d in (1, 2, 4) if d <= processes)):
             # In turns: what else runs on the machine changes, and slows down both.
             rounds = [(measure.rates(), reality.run(model, job, degree, STEPS)) for _ in range(ROUNDS)]
             found.append((name, degree, rounds))
-    if rank == 0:
-        pipe.send(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def compare(processes: int) -> Iterator[Row]:
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        ours, theirs = context.Pipe(duplex=False)
-        arguments = (processes, str(Path(folder) / "store"), theirs)
-        started = [context.Process(target=work, args=(rank, *arguments)) for rank in range(processes)]
-        for process in started:
-            process.start()
-        theirs.close()
-        found = ours.recv()
-        for process in started:
-            process.join()
-    for name, degree, rounds in found:
+    for name, degree, rounds in measure.in_processes(processes, work):
         yield judged(NETS[name], name, plan.Job(processes, TOKENS, optimizer="adam"), degree, rounds)
 
 

@@ -17,45 +17,23 @@ def shard(lines: int, ranks: int) -> int:
     return math.ceil(lines / ranks)
 
 
-def all_gather_bytes(size: float, ranks: int) -> float:
-    """Bytes that a rank sends for a ring to gather `size` bytes everywhere: each piece passes each rank but one.
+# How many times the pieces of a tensor go round: an all-reduce is a reduce-scatter, then an all-gather.
+ROUNDS = {"broadcast": 1, "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
-    Source: Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH (2005).
 
-    >>> all_gather_bytes(100, 4)
-    75.0
+def ring_bytes(collective: str, size: float, ranks: int) -> float:
+    """Bytes that a rank sends for a ring to move `size` bytes: in each round each piece passes each rank but one.
+
+    Of a broadcast it passes on all bytes, but for the last rank.
+    Source: Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH (2005); Patarasuk,
+    Yuan, Bandwidth optimal all-reduce algorithms (2009).
+
+    >>> ring_bytes("all_gather", 100, 4), ring_bytes("all_reduce", 100, 4)
+    (75.0, 150.0)
     """
-    return size * (ranks - 1) / ranks
-
-
-def reduce_scatter_bytes(size: float, ranks: int) -> float:
-    """Bytes that a rank sends for a ring to add up `size` bytes and leave each rank its piece: as for a gather."""
-    return all_gather_bytes(size, ranks)
-
-
-def all_reduce_bytes(size: float, ranks: int) -> float:
-    """Bytes that a rank sends for a ring to add up `size` bytes everywhere: a reduce-scatter, then an all-gather.
-
-    Source: Patarasuk, Yuan, Bandwidth optimal all-reduce algorithms (2009).
-
-    >>> all_reduce_bytes(100, 4)
-    150.0
-    """
-    return reduce_scatter_bytes(size, ranks) + all_gather_bytes(size, ranks)
-
-
-def broadcast_bytes(size: float, ranks: int) -> float:
-    """Bytes that a rank passes on when one sends `size` bytes to all: all of them, but for the last one."""
-    return size * (ranks > 1)
-
-
-RING_BYTES = {
-    "broadcast": broadcast_bytes,
-    "all_reduce": all_reduce_bytes,
-    "all_gather": all_gather_bytes,
-    "reduce_scatter": reduce_scatter_bytes,
-}
-RING_STEPS = {"broadcast": 1, "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+    if collective == "broadcast":
+        return size * (ranks > 1)
+    return ROUNDS[collective] * size * (ranks - 1) / ranks
 
 
 def ring_steps(collective: str, ranks: int) -> int:
@@ -64,7 +42,7 @@ def ring_steps(collective: str, ranks: int) -> int:
     >>> ring_steps("all_reduce", 4), ring_steps("all_gather", 4)
     (6, 3)
     """
-    return RING_STEPS[collective] * (ranks - 1)
+    return ROUNDS[collective] * (ranks - 1)
 
 
 def model_state_bytes(weights: float, stored: int, optimizer: str) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from blocksparse.errors import BlockSparseError
 from blocksparse.files import read_json
 
-from .formulas import RING_BYTES, ring_steps
+from .formulas import ring_bytes, ring_steps
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,19 @@ class Hardware:
         """
         if ranks == 1:
             return 0.0
-        here = getattr(self.inside, collective)
+        here, away = getattr(self.inside, collective), getattr(self.between, collective)
+        sent = ring_bytes(collective, size, ranks)
         nodes = -(-ranks * stride // self.devices)
         if nodes == 1:
-            return ring_steps(collective, ranks) * here.latency + RING_BYTES[collective](size, ranks) / here.bandwidth
+            return ring_steps(collective, ranks) * here.latency + sent / here.bandwidth
         # Between nodes sums go over trees (Sanders, Speck, Traeff, Two-tree algorithms, 2009), as NCCL's do; what is
         # gathered or scattered goes round, a message between nodes for each node.
-        away = getattr(self.between, collective)
         outside = min(nodes, ranks)
         messages = ring_steps(collective, outside)
         if collective in ("all_reduce", "broadcast"):
             messages = min(messages, 2 * math.ceil(math.log2(outside)))
         latency = messages * away.latency + ring_steps(collective, ranks // outside) * here.latency
-        return latency + RING_BYTES[collective](size, ranks) / min(here.bandwidth, away.bandwidth)
+        return latency + sent / min(here.bandwidth, away.bandwidth)
 
 
 GB, TFLOPS, US = 1e9, 1e12, 1e-6
@@ -125,15 +125,10 @@ _H100 = Hardware(
     dense=_DENSE,
     source="nominal links, assumed latencies, kernels measured on one H100 (docs/results/gpu.md)",
 )
+_H200_SOURCE = _H100.source.replace("links", "links and memory")
 PRESETS = {
     "h100": _H100,
-    "h200": replace(
-        _H100,
-        name="h200",
-        memory=141 * GB,
-        bandwidth=4.8e12,
-        source="nominal links and memory, assumed latencies, kernels measured on one H100 (docs/results/gpu.md)",
-    ),
+    "h200": replace(_H100, name="h200", memory=141 * GB, bandwidth=4.8e12, source=_H200_SOURCE),
 }
 
 

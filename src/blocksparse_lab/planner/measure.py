@@ -18,7 +18,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.errors import BlockSparseError
 
-from .formulas import RING_BYTES, flops, ring_steps
+from .formulas import ROUNDS, flops, ring_bytes, ring_steps
 from .hardware import Hardware, Link, Network
 
 # Seconds for each rate.
@@ -33,7 +33,7 @@ FEATURES, TOKENS, DENSITY = 2048, 256, 0.1
 def rates(blocks: tuple[int, ...] = (32,)) -> Hardware:
     """The rates of a group of processes, the default one, which call this together."""
     ranks, cores = dist.get_world_size(), available_cores()
-    links = {name: _link(name) for name in RING_BYTES}
+    links = {name: _link(name) for name in ROUNDS}
     network = Network(**links)
     alone = min(ranks, cores)  # a process on each core, the others wait
     bandwidth = 2 * COPIED / _together(_copy(), alone)
@@ -45,7 +45,7 @@ def rates(blocks: tuple[int, ...] = (32,)) -> Hardware:
     dense = 2 * 512**3 / _together(lambda: x @ x, alone)
     return Hardware(
         name="measured",
-        memory=_memory() / ranks,
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks,
         devices=ranks,
         inside=network,
         between=network,
@@ -63,17 +63,13 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _link(collective: str) -> Link:
     """From the times of a small and of a large tensor, which a ring's formulas relate."""
     ranks = dist.get_world_size()
     if ranks == 1:
         return Link(0.0, 1e12)
     small, large = (_together(_collective(collective, size), ranks) for size in (SMALL, LARGE))
-    sent = RING_BYTES[collective](LARGE, ranks) - RING_BYTES[collective](SMALL, ranks)
+    sent = ring_bytes(collective, LARGE, ranks) - ring_bytes(collective, SMALL, ranks)
     return Link(small / ring_steps(collective, ranks), sent / max(large - small, 1e-9))
 
 
@@ -143,7 +139,13 @@ def _together(call: Callable[[], Any], ranks: int) -> float:
 
 
 def measure(processes: int) -> Hardware:
-    """Starts several processes, of one thread each, and measures their rates.
+    """The rates of several processes, of one thread each."""
+    found: Hardware = in_processes(processes, rates)
+    return found
+
+
+def in_processes(processes: int, function: Callable[[], Any]) -> Any:
+    """What a function of a module returns in the first of several processes of a gloo group, of one thread each.
 
     Raises:
         BlockSparseError: one of them fails.
@@ -151,27 +153,27 @@ def measure(processes: int) -> Hardware:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = context.Pipe(duplex=False)
-        arguments = (processes, str(Path(folder) / "store"), theirs)
+        arguments = (processes, str(Path(folder) / "store"), theirs, function)
         started = [context.Process(target=_process, args=(rank, *arguments)) for rank in range(processes)]
         for process in started:
             process.start()
         theirs.close()
         try:
-            found: Hardware = ours.recv()
+            return ours.recv()
         except EOFError:
             raise BlockSparseError("measuring: a process ended before it had a result") from None
         finally:
             for process in started:
                 process.join(10)
                 process.kill()
-    return found
 
 
-def _process(rank: int, processes: int, store: str, pipe: Any) -> None:
+def _process(rank: int, processes: int, store: str, pipe: Any, function: Callable[[], Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
-    found = rates()
+    found = function()
     if rank == 0:
         pipe.send(found)
     pipe.close()
+    dist.barrier()
     dist.destroy_process_group()

@@ -80,20 +80,13 @@ class Plan:
     def sent(self) -> dict[str, float]:
         """Bytes that a rank sends per step, by collective, by the ring formulas."""
         return {
-            name: sum(formulas.RING_BYTES[name](size, ranks) for size, ranks in calls)
+            name: sum(formulas.ring_bytes(name, size, ranks) for size, ranks in calls)
             for name, calls in self.calls.items()
         }
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "engine": self.engine,
-            "memory": self.memory,
-            "bytes_on_rank": self.bytes_on_rank,
-            "sent": self.sent,
-            "seconds": self.seconds,
-            "step": self.step,
-            "fits": self.fits,
-        }
+        names = ("engine", "memory", "bytes_on_rank", "sent", "seconds", "step", "fits")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass

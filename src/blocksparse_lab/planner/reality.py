@@ -128,14 +128,9 @@ def run(net: Net, job: Job, tensor_parallel: int | None, steps: int = 0) -> dict
     parameters = {local_of(p).data_ptr() for p in model.parameters()}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if (
-            tensor.dim() == 2
-            and len(tensor) == len(x)
-            and tensor.is_floating_point()
-            and storage.data_ptr() not in parameters
-        ):
-            kept[storage.data_ptr()] = tensor.nbytes
+        at = tensor.untyped_storage().data_ptr()
+        if tensor.dim() == 2 and len(tensor) == len(x) and tensor.is_floating_point() and at not in parameters:
+            kept[at] = tensor.nbytes
         return tensor
 
     with Traffic() as traffic, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
