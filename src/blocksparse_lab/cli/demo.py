@@ -102,8 +102,8 @@ def play(console: Console, sizes: Sizes, text: Path | None, seconds: float, out:
 
 
 def _example(console: Console, story: Story, sizes: Sizes) -> None:
-    from ..bench.report import duration, ratio
     from ..recipes import example_2017
+    from .demo_page import example_rows
 
     _title(console, 1, "The 2017 example, checked against dense")
     with bar(console) as progress:
@@ -112,15 +112,10 @@ def _example(console: Console, story: Story, sizes: Sizes) -> None:
             sizes.hidden, sizes.block, sizes.batch, seed=story.seed, budget=sizes.budget
         )
         progress.advance(task)
-    samples = example.samples
+    what = f"y = bsmm(x, w): hidden {example.hidden}, blocks of {example.block}, batch {example.batch}"
+    say(console, what, "dim")
     console.print(
-        f"y = bsmm(x, w): hidden {example.hidden}, blocks of {example.block}, batch {example.batch}, "
-        f"density {example.layout.density:.2f}\n"
-        f"relative error  [bold]{example.relative_error:.1e}[/] against float64, largest {example.largest_error:.1e}\n"
-        f"time            [bold]{duration(samples.time('block-sparse').median)}[/], "
-        f"dense {duration(samples.time('dense').median)}: "
-        f"[bold]{ratio(samples.ratio('dense', 'block-sparse'))}[/] times as fast",
-        highlight=False,
+        table(("", ""), [(name, *cells) for name, cells in example_rows(example)], words=2, show_header=False)
     )
 
 
@@ -128,7 +123,7 @@ def _speedups(console: Console, story: Story, sizes: Sizes) -> None:
     from blocksparse.ops.linear.specs import LinearSpec
 
     from ..bench.linear import LinearBench
-    from ..bench.report import duration, ratio
+    from .demo_page import speedup_row
 
     _title(console, 2, "Speed-up against density")
     runner = LinearBench(("dense",), rounds=15, budget=sizes.budget, seed=story.seed)
@@ -138,20 +133,14 @@ def _speedups(console: Console, story: Story, sizes: Sizes) -> None:
             spec = LinearSpec(sizes.hidden, sizes.hidden, sizes.batch, sizes.block, density)
             story.speedups.append(runner.run(spec))
             progress.advance(task)
-    made = table(("density", "block-sparse", "dense", "speed-up", "1 / density"))
-    made.add_column("")
+    made = table(("density", "block-sparse", "dense", "speed-up", "1 / density", ""))
     longest = max(result.speedup("dense").median for result in story.speedups)
     room = max(4, min(32, console.width - 70))
     for result in story.speedups:
-        speedup = result.speedup("dense")
-        made.add_row(
-            f"{result.spec.density:g}",
-            duration(result.time().median),
-            duration(result.time("dense").median),
-            f"[bold]{ratio(speedup)}[/]",
-            f"{1 / result.density:.3g}",
-            Text("━" * max(1, round(room * speedup.median / longest)), style=SPARSE),
-        )
+        density, cells = speedup_row(result)
+        line = Text("━" * max(1, round(room * result.speedup("dense").median / longest)), style=SPARSE)
+        made.add_row(density, *cells, f"{1 / result.density:.3g}", line)
+    made.columns[-1].justify = "left"
     console.print(made)
 
 

@@ -50,7 +50,7 @@ def render(story: Story) -> str:
     """The whole page."""
     values: dict[str, Any] = {"story": story, "outcomes": [], "best": None, "example": story.example}
     if story.example is not None:
-        values["example_rows"] = _example(story.example)
+        values["example_rows"] = example_rows(story.example)
     if story.speedups:
         values |= _speedups(story.speedups)
     if story.training is not None and story.training.outcomes:
@@ -94,7 +94,7 @@ def bits_range(curves: Sequence[Curve]) -> tuple[float, float]:
     return min(seen) - room, max(seen) + room
 
 
-def _example(example: Example) -> list[tuple[str, list[str]]]:
+def example_rows(example: Example) -> list[tuple[str, list[str]]]:
     samples, layout = example.samples, example.layout
     return [
         ("stored", [f"{layout.nnz:,} of {layout.grid[0] * layout.grid[1]:,} blocks, density {layout.density:.2f}"]),
@@ -104,6 +104,11 @@ def _example(example: Example) -> list[tuple[str, list[str]]]:
         ("dense", [_milliseconds(samples.time("dense")) + " ms"]),
         ("speed-up", [ratio(samples.ratio("dense", "block-sparse"))]),
     ]
+
+
+def speedup_row(result: CaseResult) -> tuple[str, list[str]]:
+    times = [duration(spread.median) for spread in (result.time(), result.time("dense"))]
+    return f"{result.density:.3g}", [*times, ratio(result.speedup("dense"))]
 
 
 def _speedups(results: Sequence[CaseResult]) -> dict[str, Any]:
@@ -127,13 +132,7 @@ def _speedups(results: Sequence[CaseResult]) -> dict[str, Any]:
         "spec": results[0].spec,
         "error": max(error for result in results for error in result.errors.values()),
         "speedup_chart": image(figure, "times as fast as dense against density"),
-        "speedup_rows": [
-            (
-                f"{result.density:.3g}",
-                [duration(result.time().median), duration(result.time("dense").median), ratio(result.speedup("dense"))],
-            )
-            for result in results
-        ],
+        "speedup_rows": [speedup_row(result) for result in results],
     }
 
 
