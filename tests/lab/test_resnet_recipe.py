@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import blocksparse as bs
+from blocksparse import BlockSparseError
 from blocksparse_lab import experiments
 from blocksparse_lab.cli import app
 from blocksparse_lab.data.images import Images
@@ -227,3 +228,13 @@ def test_another_kind_of_run(tmp_path):
     Trainer(task, tmp_path, Settings(steps=1)).train()
     with pytest.raises(bs.BlockSparseError, match="expected a residual network, got classify"):
         resnet.load(tmp_path)
+
+
+def test_a_blurred_stride_keeps_the_first_pixel_of_four():
+    torch.manual_seed(0)
+    model = ResNet(width=8, blocks=(1, 1), blur=3).eval()
+    images = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(model(images.roll((2, 4), (2, 3))), model(images))  # the stride divides them
+    assert not torch.allclose(model(images.roll(1, 3)), model(images), atol=1e-3)
+    with pytest.raises(BlockSparseError, match="padding_mode: expected circular with stride, blur 3, got 'zeros'"):
+        ResNet(blur=3, padding_mode="zeros")

@@ -40,7 +40,7 @@ def find(name: str) -> Experiment:
         BlockSparseError: no such experiment.
 
     >>> from blocksparse_lab import experiments
-    >>> list(experiments.find("wikipedia-small").contenders)
+    >>> list(experiments.find("imdb-small").contenders)
     ['dense', 'small-world']
     """
     if name not in EXPERIMENTS:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
 from blocksparse import checkpoint
+from blocksparse.topology import average_path_length, connected_components
 
+from ..bench.report import spread
 from ..data import corpora, reviews
 from ..data import text as texts
 from ..models.char_lm import CharLMConfig
@@ -113,6 +116,11 @@ class LanguageExperiment(OnText):
         return [
             Column("hidden units", "task.model.width"),
             Column("pattern", lambda run, _: _pattern(run.task["model"])),
+            Column(
+                "steps from a block of units to another, mean",
+                lambda run, _: _path_length(run.task["model"]),
+                show=lambda found: "not connected" if inf in found else spread(found, 2),
+            ),
             Column("density of the recurrent weights", lambda run, _: f"{run.facts['density']:.3g}"),
             Column("parameters", "facts.parameters"),
             Column("multiply-adds per byte", "facts.multiply_adds_per_byte"),
@@ -140,6 +148,13 @@ def _probed(data: str, limit: int | None) -> Iterator[Column]:
         yield Column(f"{data}, {title}", of)
 
 
+def _path_length(model: Mapping[str, Any]) -> float:
+    layout = CharLMConfig(**model).layout
+    if layout is None:
+        return 1.0
+    return average_path_length(layout) if connected_components(layout) == 1 else inf
+
+
 def _pattern(model: Mapping[str, Any]) -> str:
     blocks = f", blocks of {model['block_size']}"
     return {
@@ -147,20 +162,27 @@ def _pattern(model: Mapping[str, Any]) -> str:
         "barabasi_albert": f"Barabasi-Albert, m {model['m']}{blocks}",
         "watts_strogatz": f"Watts-Strogatz, {model['neighbors']} neighbors{blocks}",
         "random": f"random{blocks}",
+        "block_diagonal": f"squares on the diagonal{blocks}",
     }[model["pattern"]]
 
 
-def _small(text: str, **other: Any) -> LanguageExperiment:
+def _small(text: str, *, patterns: bool = False, **other: Any) -> LanguageExperiment:
     """1.5 million parameters: ten minutes a run on one core of a CPU."""
     # The learning rates are near the best of 0.003, 0.006, 0.012, 0.024 and 0.048 in runs of 800 steps on Wikipedia;
     # longer runs want less.
     wide = CharLMConfig(width=1536, embedding=32, pattern="barabasi_albert", m=2)
+    others = {
+        "random": replace(wide, pattern="random", density=0.102),
+        "Watts-Strogatz": replace(wide, pattern="watts_strogatz", neighbors=4),
+        "block-diagonal": replace(wide, pattern="block_diagonal", density=0.1),
+    }
     return LanguageExperiment(
         about=f"An LSTM of 1.5 million parameters, dense or block-sparse and 2.7 times as wide, on {text}",
         text=text,
         contenders={
             "dense": Contender(CharLMConfig(width=576, embedding=32), 0.016),
             "small-world": Contender(wide, 0.012),
+            **({name: Contender(config, 0.012) for name, config in others.items()} if patterns else {}),
         },
         settings=Settings(steps=3500, warmup=100, eval_every=500, save_every=500),
         **other,
@@ -189,7 +211,7 @@ def _large(text: str, **other: Any) -> LanguageExperiment:
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    "wikipedia-small": _small("wikipedia"),
+    "wikipedia-small": _small("wikipedia", patterns=True),
     "imdb-small": _small("imdb", reviews={"sst": None, "imdb": 2000}),
     "wikipedia-large": _large("wikipedia"),
     "imdb-large": _large("imdb", reviews={"sst": None, "imdb": None}),

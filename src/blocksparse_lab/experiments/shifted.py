@@ -107,6 +107,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         data="cifar10",
         contenders={
             "stride": resnet.Recipe(padding_mode="circular"),
+            "stride, blurred": resnet.Recipe(padding_mode="circular", blur=3),
             "aps": resnet.Recipe(downsample="aps", padding_mode="circular"),
             "aps, blurred": resnet.Recipe(downsample="aps", padding_mode="circular", blur=3),
             # Its margins tell where an image ends.

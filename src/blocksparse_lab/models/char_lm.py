@@ -19,7 +19,7 @@ from blocksparse.ops.recurrent import linear_of
 from ..option import option
 
 CELLS = ("lstm", "mlstm", "smallworld")
-PATTERNS = ("dense", "barabasi_albert", "watts_strogatz", "random")
+PATTERNS = ("dense", "barabasi_albert", "watts_strogatz", "random", "block_diagonal")
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,14 @@ class CharLMConfig:
     embedding: int = option(64, "Features of a byte.")
     layers: int = option(1, "Recurrent layers.")
     depth: int = option(4, "Of smallworld: steps through the graph within a time step.")
-    pattern: str = option("dense", "Of the recurrent weights: dense, barabasi_albert, watts_strogatz or random.")
+    pattern: str = option(
+        "dense", "Of the recurrent weights: dense, barabasi_albert, watts_strogatz, random or block_diagonal."
+    )
     block_size: int = option(32, "Rows and columns of a block.")
     m: int = option(8, "Of barabasi_albert: edges of each new node.")
     neighbors: int = option(8, "Of watts_strogatz, of each node.")
     rewire: float = option(0.2, "Of watts_strogatz: part of the edges drawn at random.")
-    density: float = option(0.1, "Of random: part of the blocks.")
+    density: float = option(0.1, "Of random and block_diagonal: part of the blocks.")
     seed: int = option(0, "Of pattern, weights and whatever is drawn.")
 
     def __post_init__(self) -> None:
@@ -67,6 +69,11 @@ class CharLMConfig:
             )
         if self.pattern == "random":
             return patterns.random((self.width, self.width), self.block_size, density=self.density, seed=self.seed)
+        if self.pattern == "block_diagonal":  # 1 / density squares, which never hear of each other
+            blocks = self.width // self.block_size
+            groups = min(blocks, round(1 / max(self.density, 1 / blocks)))
+            group = torch.arange(blocks, device="cpu") * groups // blocks
+            return BlockLayout(group[:, None] == group, self.block_size)
         return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -29,7 +30,7 @@ class ResNet(nn.Module):
         block_size: of channels.
         downsample: between the stages: "stride", every second pixel; or "aps", `bs.nn.AdaptivePolyphaseDownsample`,
             with circular padding throughout: a circular shift of the image does not change the output.
-        blur: of "aps": the size of its low-pass filter, 1 for none.
+        blur: the size of a low-pass filter before pixels are left out, 1 for none.
         padding_mode: "zeros" or "circular"; None for the one that the way to down-sample needs.
 
     Shapes: `[n, channels, height, width]`, both divisible by 2 once for each stage but the first, to `[n, classes]`.
@@ -48,7 +49,7 @@ class ResNet(nn.Module):
         True
 
     Source: He et al., Deep residual learning for image recognition (2016); Chaman, Dokmanic, Truly shift-invariant
-    convolutional neural networks (2021).
+    convolutional neural networks (2021); Zhang, Making convolutional networks shift-invariant again (2019).
     """
 
     def __init__(
@@ -65,16 +66,17 @@ class ResNet(nn.Module):
         padding_mode: str | None = None,
     ):
         super().__init__()
-        for name, value in (("classes", classes), ("channels", channels), ("width", width)):
+        for name, value in (("classes", classes), ("channels", channels), ("width", width), ("blur", blur)):
             integer(name, value, 1)
         if downsample not in PADDING_MODES:
             raise BlockSparseError.expected("downsample", f"one of {', '.join(PADDING_MODES)}", repr(downsample))
         aps = downsample == "aps"
-        padding_mode = padding_mode or ("circular" if aps else "zeros")
-        modes = PADDING_MODES[downsample]
+        circular = aps or blur > 1  # the filter sees an image that is repeated all around
+        padding_mode = padding_mode or ("circular" if circular else "zeros")
+        modes = ("circular",) if circular else PADDING_MODES[downsample]
         if padding_mode not in modes:
             raise BlockSparseError.expected(
-                "padding_mode", f"{' or '.join(modes)} with {downsample}", repr(padding_mode)
+                "padding_mode", f"{' or '.join(modes)} with {downsample}, blur {blur}", repr(padding_mode)
             )
         about: dict[str, Any] = {
             "density": density, "block_size": block_size, "aps": aps, "blur": blur, "padding_mode": padding_mode,
@@ -119,7 +121,8 @@ class Residual(nn.Module):
         padding_mode: str,
     ):
         super().__init__()
-        stride = 2 if half and not aps else 1
+        sampled = half and (aps or blur > 1)  # by a module of its own, after a convolution of stride 1
+        stride = 2 if half and not sampled else 1
 
         def conv(before: int, kernel: int, stride: int = 1) -> nn.Module:
             if density is None:
@@ -132,7 +135,8 @@ class Residual(nn.Module):
 
         self.conv1, self.norm1 = conv(channels, 3, stride), nn.BatchNorm2d(out)
         self.conv2, self.norm2 = conv(out, 3), nn.BatchNorm2d(out)
-        self.down = bsnn.AdaptivePolyphaseDownsample(blur) if half and aps else None
+        self.down = bsnn.AdaptivePolyphaseDownsample(blur) if sampled else None
+        self.aps = aps
         self.around: nn.Module | None = None
         if half or channels != out:
             self.around = nn.Sequential(conv(channels, 1, stride), nn.BatchNorm2d(out))
@@ -140,7 +144,8 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.conv1(x)))
         if self.down is not None:
-            y, index = self.down(y)
+            first = None if self.aps else torch.zeros(len(y), dtype=torch.long, device=y.device)
+            y, index = self.down(y, first)
             x, _ = self.down(x, index)
         shortcut = x if self.around is None else self.around(x)
         return F.relu(self.norm2(self.conv2(y)) + shortcut)

@@ -48,7 +48,7 @@ class Recipe:
     blocks: tuple[int, ...] = option((1, 1, 1, 1), "Residual blocks of each stage.")
     density: float | None = option(None, "Of the convolutions' blocks; dense unless given.")
     block_size: int = option(8, "Of channels, where there is a density.")
-    blur: int = option(1, "Of aps: the size of its low-pass filter; 1 for none.")
+    blur: int = option(1, "The size of a low-pass filter before pixels are left out; 1 for none.")
     padding_mode: str | None = option(None, "zeros or circular; by default circular of aps, zeros of stride.")
     epochs: int = option(6, "Of the whole run.")
     batch: int = option(64, "Images of a step.")
