@@ -430,12 +430,7 @@ class BlockLayout:
 
     @classmethod
     def _with_sorted(
-        cls,
-        rows: np.ndarray,
-        cols: np.ndarray,
-        grid: tuple[int, int],
-        block: tuple[int, int],
-        values: torch.Tensor,
+        cls, rows: np.ndarray, cols: np.ndarray, grid: tuple[int, int], block: tuple[int, int], values: torch.Tensor
     ) -> tuple[BlockLayout, torch.Tensor]:
         cols = cols.astype(np.int64)
         layout = cls.from_indices(rows, cols, grid, block)

@@ -67,7 +67,7 @@ def case(cell, steps, sparse, indexed=False, hidden=HIDDEN):
     products, layouts = weights([(size, hidden) for size in sizes], sparse, generator)
     norms = [mean + randn(size) / 3 for mean in (1, 0) for size in sizes]
     tensors = [randn(rows, hidden), randn(rows, hidden), index, h, c, *products, *norms]
-    return recurrent.SmallWorldLSTM(steps, tuple(layouts)), tensors
+    return recurrent.SmallWorldLSTM(steps, *layouts), tensors
 
 
 def cast(tensors, cell, dtype):

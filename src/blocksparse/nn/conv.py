@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +12,25 @@ from torch import Tensor, nn
 from .. import ops
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
+from ..ops.checks import check_activation
 from ..ops.conv import ACTIVATIONS, per_axis
 from .circular import circular_pad
 from .module import BlockSparseModule, layout_for
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 Ints = int | Sequence[int]
+
+
+class WeightOptions(TypedDict, total=False):
+    """The options of convolutions that torch.nn's do not have, and those that say where the parameters are."""
+
+    layout: BlockLayout | None
+    density: float | None
+    block_size: int | tuple[int, int]
+    bias: bool
+    activation: str | None
+    device: Any
+    dtype: torch.dtype | None
 
 
 class Convolution(BlockSparseModule):
@@ -33,19 +46,19 @@ class Convolution(BlockSparseModule):
         kernel_size: Ints,
         stride: Ints,
         dilation: Ints,
-        layout: BlockLayout | None,
-        density: float | None,
-        block_size: int | tuple[int, int],
-        bias: bool,
-        activation: str | None,
-        device: Any,
-        dtype: torch.dtype | None,
+        *,
+        layout: BlockLayout | None = None,
+        density: float | None = None,
+        block_size: int | tuple[int, int] = 32,
+        bias: bool = True,
+        activation: str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ):
         kernel = tuple(per_axis("kernel_size", kernel_size, self.axes, least=1))
         found = layout_for((out_channels, in_channels), layout, density, block_size, "channels")
         super().__init__(found, kernel, device, dtype)
-        if not isinstance(activation, str | None) or activation not in ACTIVATIONS:
-            raise BlockSparseError.expected("activation", f"one of {list(ACTIVATIONS)}", repr(activation))
+        check_activation(activation, ACTIVATIONS)
         self.in_channels, self.out_channels = int(in_channels), int(out_channels)
         self.kernel_size = kernel
         self.stride = tuple(per_axis("stride", stride, self.axes, least=1))
@@ -86,15 +99,11 @@ class Convolution(BlockSparseModule):
         if x.shape[-self.axes - 1] != self.in_channels:
             raise BlockSparseError.expected("x", f"[n, {self.in_channels}, *{self.axes} sizes]", list(x.shape))
 
-    def _settings(self) -> dict[str, Any]:
-        """What is not as by default."""
-        usual = (1,) * self.axes
-        settings = {"stride": self.stride, "dilation": self.dilation}
-        return {name: value for name, value in settings.items() if value != usual}
-
     def extra_repr(self) -> str:
         layout = self._layout
-        settings = "".join(f", {name}={value!r}" for name, value in self._settings().items())
+        usual = {"stride": 1, "dilation": 1, "padding": 0, "padding_mode": "zeros", "output_padding": 0}
+        given = {name: getattr(self, name) for name in usual if hasattr(self, name)}
+        settings = "".join(f", {k}={v!r}" for k, v in given.items() if v not in (usual[k], (usual[k],) * self.axes))
         activation = f", activation={self.activation!r}" if self.activation else ""
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}{settings}, "
@@ -113,19 +122,10 @@ class _Conv(Convolution):
         padding: Ints | str = 0,
         dilation: Ints = 1,
         *,
-        layout: BlockLayout | None = None,
-        density: float | None = None,
-        block_size: int | tuple[int, int] = 32,
-        bias: bool = True,
-        activation: str | None = None,
         padding_mode: str = "zeros",
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[WeightOptions],
     ):
-        super().__init__(
-            in_channels, out_channels, kernel_size, stride, dilation, layout, density, block_size, bias, activation,
-            device, dtype,
-        )  # fmt: skip
+        super().__init__(in_channels, out_channels, kernel_size, stride, dilation, **options)
         if padding_mode not in PADDING_MODES:
             raise BlockSparseError.expected("padding_mode", f"one of {', '.join(PADDING_MODES)}", repr(padding_mode))
         if padding == "same" and any(step != 1 for step in self.stride):
@@ -151,14 +151,6 @@ class _Conv(Convolution):
         if self.padding_mode == "circular":
             return circular_pad(x, margins(self))
         return F.pad(x, margins(self), mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
-
-    def _settings(self) -> dict[str, Any]:
-        settings = super()._settings()
-        if self.padding != (0,) * self.axes:
-            settings["padding"] = self.padding
-        if self.padding_mode != "zeros":
-            settings["padding_mode"] = self.padding_mode
-        return settings
 
 
 class Conv2d(_Conv):
@@ -235,19 +227,9 @@ class _ConvTranspose(Convolution):
         padding: Ints = 0,
         output_padding: Ints = 0,
         dilation: Ints = 1,
-        *,
-        layout: BlockLayout | None = None,
-        density: float | None = None,
-        block_size: int | tuple[int, int] = 32,
-        bias: bool = True,
-        activation: str | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[WeightOptions],
     ):
-        super().__init__(
-            in_channels, out_channels, kernel_size, stride, dilation, layout, density, block_size, bias, activation,
-            device, dtype,
-        )  # fmt: skip
+        super().__init__(in_channels, out_channels, kernel_size, stride, dilation, **options)
         self.padding = tuple(per_axis("padding", padding, self.axes, least=0))
         self.output_padding = tuple(per_axis("output_padding", output_padding, self.axes, least=0))
 
@@ -276,13 +258,6 @@ class _ConvTranspose(Convolution):
         if len(expected) != self.axes or not all(a <= b <= c for a, b, c in zip(least, expected, most, strict=True)):
             raise BlockSparseError.expected("output_size", f"sizes from {least} to {most}", tuple(output_size))
         return tuple(b - a for a, b in zip(least, expected, strict=True))
-
-    def _settings(self) -> dict[str, Any]:
-        settings = super()._settings()
-        for name in ("padding", "output_padding"):
-            if getattr(self, name) != (0,) * self.axes:
-                settings[name] = getattr(self, name)
-        return settings
 
 
 class ConvTranspose2d(_ConvTranspose):

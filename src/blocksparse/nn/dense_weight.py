@@ -43,10 +43,7 @@ class DenseWeight(Tensor):
 
     @staticmethod
     def of(
-        make: Callable[[], Tensor],
-        shape: Sequence[int],
-        like: Tensor,
-        grad: Callable[[], Tensor | None],
+        make: Callable[[], Tensor], shape: Sequence[int], like: Tensor, grad: Callable[[], Tensor | None]
     ) -> DenseWeight:
         """The weight that `make` makes, of the dtype and on the device of `like`; `grad` makes its gradient."""
         self: DenseWeight = Tensor._make_wrapper_subclass(

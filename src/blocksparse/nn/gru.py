@@ -2,56 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import BlockSparseError
-from ..layout import BlockLayout
 from ..ops.recurrent import Steps, gather_rows, linear_of, unrolled
-from .parts import Size
-from .recurrent import Recurrent, cast, fitting, pad
+from .recurrent import Recurrent, SparseOptions, cast, pad
 
 
 class HiddenOnly(Recurrent):
     """Recurrent layers whose state is h alone."""
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        *,
-        layout: BlockLayout | None = None,
-        input_layout: BlockLayout | None = None,
-        layouts: Mapping[str, BlockLayout] | None = None,
-        density: float | None = None,
-        block_size: int | tuple[int, int] = 32,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        self.bias = bool(bias)
-        super().__init__(
-            input_size, hidden_size, num_layers, batch_first, dropout, bidirectional, 0, layout, input_layout,
-            density, block_size, device, dtype, layouts,
-        )  # fmt: skip
-
-    def _build(self, suffix: str, inputs: Size, layout: BlockLayout | None, input_layout: BlockLayout | None) -> None:
-        hidden = self._hidden
-        chosen = input_layout if suffix in ("", "_l0", "_l0_reverse") else None
-        chosen = chosen or fitting(layout, hidden, inputs, self.gates)
-        self._add_weight(f"weight_ih{suffix}", self.gates, hidden, inputs, chosen)
-        self._add_weight(f"weight_hh{suffix}", self.gates, hidden, hidden, layout)
-        if self.bias:
-            for name in (f"bias_ih{suffix}", f"bias_hh{suffix}"):
-                setattr(self, name, nn.Parameter(torch.empty(self.gates * hidden.padded, **self._options)))
 
     def forward(  # type: ignore[override]
         self, input: Tensor | PackedSequence, hx: Tensor | None = None, *, table: Tensor | None = None
@@ -155,7 +118,7 @@ class RNN(HiddenOnly):
         batch_first: bool = False,
         dropout: float = 0.0,
         bidirectional: bool = False,
-        **options: Any,
+        **options: Unpack[SparseOptions],
     ):
         if nonlinearity not in ("tanh", "relu"):
             raise BlockSparseError.expected("nonlinearity", "tanh or relu", repr(nonlinearity))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +12,53 @@ from torch import Tensor, nn
 from .. import ops
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
+from ..ops.checks import check_activation
 from ..ops.linear import ACTIVATIONS
+from .layout_module import LayoutModule
 from .module import BlockSparseModule, layout_for
 
 
-class Linear(BlockSparseModule):
+class LinearModule(LayoutModule):
+    """The call of a linear layer, padded to whole blocks; subclasses have the product."""
+
+    in_features: int
+    out_features: int
+    activation: str | None
+    bias: Tensor | None
+    _product: Callable[..., Tensor]
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """(out, in) of the weight, without padding."""
+        return self.out_features, self.in_features
+
+    def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
+        return self.compute(input, self.bias, self.activation, gate)
+
+    def compute(self, x: Tensor, bias: Tensor | None, activation: str | None, gate: Tensor | None = None) -> Tensor:
+        """activation(x W^T + bias), whatever the module's own bias and activation are."""
+        layout = self.layout
+        out_features, in_features = layout.shape
+        if in_features != self.in_features:
+            if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.in_features:
+                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise BlockSparseError.expected("x", f"a tensor [..., {self.in_features}]", got)
+            x = F.pad(x, (0, in_features - self.in_features))
+        if bias is not None and out_features != self.out_features:
+            bias = F.pad(bias, (0, out_features - self.out_features))
+        y = self._product(x, self.values, layout, bias, activation, gate)
+        return y if out_features == self.out_features else y[..., : self.out_features]
+
+    def extra_repr(self) -> str:
+        layout = self._layout
+        activation = f", activation={self.activation!r}" if self.activation else ""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, block_size={layout.block_shape}, "
+            f"nnz={layout.nnz}, density={layout.density:.4g}, bias={self.bias is not None}{activation}"
+        )
+
+
+class Linear(LinearModule, BlockSparseModule):
     """`torch.nn.Linear` with a block-sparse weight: y = activation(x W^T + b).
 
     Args:
@@ -47,6 +90,7 @@ class Linear(BlockSparseModule):
 
     dense_kind: Any = None
     """The class of another library that `sparsify` made it of, if that one's weight is `[in, out]`."""
+    _product = staticmethod(ops.linear)
 
     def __init__(
         self,
@@ -62,8 +106,7 @@ class Linear(BlockSparseModule):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(layout_for((out_features, in_features), layout, density, block_size), (), device, dtype)
-        if not isinstance(activation, str | None) or activation not in ACTIVATIONS:
-            raise BlockSparseError.expected("activation", f"one of {list(ACTIVATIONS)}", repr(activation))
+        check_activation(activation, ACTIVATIONS)
         self.in_features = int(in_features)
         self.out_features = int(out_features)
         self.activation = activation
@@ -73,32 +116,3 @@ class Linear(BlockSparseModule):
     def reset_parameters(self) -> None:
         """Draws weights and biases again."""
         self.draw_parameters(self.bias)
-
-    @property
-    def weight_shape(self) -> tuple[int, int]:
-        return self.out_features, self.in_features
-
-    def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
-        return self.compute(input, self.bias, self.activation, gate)
-
-    def compute(self, x: Tensor, bias: Tensor | None, activation: str | None, gate: Tensor | None = None) -> Tensor:
-        """activation(x W^T + bias), whatever the module's own bias and activation are."""
-        layout = self.layout
-        out_features, in_features = layout.shape
-        if in_features != self.in_features:
-            if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.in_features:
-                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                raise BlockSparseError.expected("x", f"a tensor [..., {self.in_features}]", got)
-            x = F.pad(x, (0, in_features - self.in_features))
-        if bias is not None and out_features != self.out_features:
-            bias = F.pad(bias, (0, out_features - self.out_features))
-        y = ops.linear(x, self.values, layout, bias, activation, gate)
-        return y if out_features == self.out_features else y[..., : self.out_features]
-
-    def extra_repr(self) -> str:
-        layout = self._layout
-        activation = f", activation={self.activation!r}" if self.activation else ""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, block_size={layout.block_shape}, "
-            f"nnz={layout.nnz}, density={layout.density:.4g}, bias={self.bias is not None}{activation}"
-        )

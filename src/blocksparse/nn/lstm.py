@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..layout import BlockLayout
@@ -14,8 +13,7 @@ from ..ops import recurrent
 from ..ops.recurrent import Steps, scan
 from ..ops.registry import needs_grad
 from .module import Weight
-from .parts import Size
-from .recurrent import Recurrent, State, cast, check_states, fitting, pad
+from .recurrent import Recurrent, SparseOptions, State, cast, check_states, pad
 
 
 class LSTM(Recurrent):
@@ -69,33 +67,12 @@ class LSTM(Recurrent):
         bidirectional: bool = False,
         proj_size: int = 0,
         *,
-        layout: BlockLayout | None = None,
-        input_layout: BlockLayout | None = None,
         proj_layout: BlockLayout | None = None,
-        layouts: Mapping[str, BlockLayout] | None = None,
-        density: float | None = None,
-        block_size: int | tuple[int, int] = 32,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[SparseOptions],
     ):
-        self.bias, self._proj_layout = bool(bias), proj_layout
-        super().__init__(
-            input_size, hidden_size, num_layers, batch_first, dropout, bidirectional, proj_size, layout,
-            input_layout, density, block_size, device, dtype, layouts,
-        )  # fmt: skip
+        self.proj_size, self._proj_layout = proj_size, proj_layout
+        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, **options)
         self.flatten_parameters()
-
-    def _build(self, suffix: str, inputs: Size, layout: BlockLayout | None, input_layout: BlockLayout | None) -> None:
-        hidden = self._hidden
-        chosen = input_layout if suffix.startswith("_l0") else None
-        chosen = chosen or fitting(layout, hidden, inputs)
-        self._add_weight(f"weight_ih{suffix}", 4, hidden, inputs, chosen)
-        self._add_weight(f"weight_hh{suffix}", 4, hidden, self._output, layout)
-        if self.bias:
-            for name in (f"bias_ih{suffix}", f"bias_hh{suffix}"):
-                setattr(self, name, nn.Parameter(torch.empty(4 * hidden.padded, **self._options)))
-        if self.proj_size:
-            self._add_weight(f"weight_hr{suffix}", 1, self._output, hidden, self._proj_layout)
 
     def forward(
         self, input: Tensor | PackedSequence, hx: State | None = None, *, table: Tensor | None = None
@@ -150,8 +127,7 @@ class LSTM(Recurrent):
         return [flat[i : i + per_cell] for i in range(0, len(flat), per_cell)]
 
     def _flat_weights(self) -> list[Tensor]:
-        names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else [])]
-        names += ["weight_hr"] if self.proj_size else []
+        names = self._cell(self._hidden)
         cells = [(layer, direction) for layer in range(self.num_layers) for direction in range(self.directions)]
         return [getattr(self, name + self._suffix(*cell)) for cell in cells for name in names]
 

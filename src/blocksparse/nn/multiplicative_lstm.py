@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..layout import BlockLayout
 from ..ops import recurrent
 from ..ops.recurrent import Steps, scan
 from .parts import Size
-from .recurrent import Recurrent, cast, fitting, pad
+from .recurrent import Recurrent, cast, pad
 from .weight_norm import l2_normalize, norms
 
 
@@ -47,43 +47,20 @@ class MultiplicativeLSTM(Recurrent):
     Sutskever, Learning to generate reviews and discovering sentiment (2017), with weight norm.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        *,
-        weight_norm: bool = True,
-        layout: BlockLayout | None = None,
-        input_layout: BlockLayout | None = None,
-        density: float | None = None,
-        block_size: int | tuple[int, int] = 32,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        self.bias, self.weight_norm = bool(bias), bool(weight_norm)
-        super().__init__(
-            input_size, hidden_size, num_layers, batch_first, dropout, bidirectional, 0, layout, input_layout,
-            density, block_size, device, dtype,
-        )  # fmt: skip
+    def __init__(self, input_size: int, hidden_size: int, *args: Any, weight_norm: bool = True, **options: Any):
+        self.weight_norm = bool(weight_norm)
+        super().__init__(input_size, hidden_size, *args, **options)
 
-    def _build(self, suffix: str, inputs: Size, layout: BlockLayout | None, input_layout: BlockLayout | None) -> None:
+    def _cell(self, inputs: Size) -> dict[str, tuple[int, Size, Size | None]]:
         hidden = self._hidden
-        chosen = input_layout if suffix.startswith("_l0") else None
-        chosen = chosen or fitting(layout, hidden, inputs)
-        self._add_weight(f"weight_ih{suffix}", 4, hidden, inputs, chosen)
-        self._add_weight(f"weight_im{suffix}", 1, hidden, inputs, chosen)
-        self._add_weight(f"weight_mh{suffix}", 4, hidden, hidden, layout)
-        self._add_weight(f"weight_hm{suffix}", 1, hidden, hidden, layout)
+        weights = {"ih": (4, inputs), "im": (1, inputs), "mh": (4, hidden), "hm": (1, hidden)}
+        cell: dict[str, tuple[int, Size, Size | None]]
+        cell = {f"weight_{name}": (gates, hidden, in_) for name, (gates, in_) in weights.items()}
         if self.bias:
-            setattr(self, f"bias{suffix}", nn.Parameter(torch.empty(4 * hidden.padded, **self._options)))
+            cell["bias"] = 4, hidden, None
         if self.weight_norm:
-            for name, gates in (("ih", 4), ("im", 1), ("mh", 4), ("hm", 1)):
-                setattr(self, f"gain_{name}{suffix}", nn.Parameter(torch.empty(gates * hidden.padded, **self._options)))
+            cell |= {f"gain_{name}": (gates, hidden, None) for name, (gates, _) in weights.items()}
+        return cell
 
     def reset_parameters(self) -> None:
         """Draws all weights again; the gains are the weights' norms, so that nothing is scaled at first."""

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, layout_of_indices
 from ..ops.int8_linear import DTYPES, int8_linear, quantized
-from .linear import Linear
-from .module import OTHERS, others_in_buffers
+from .linear import Linear, LinearModule
 
-BUFFERS = ("crow_indices", "col_indices", "values", "scales")
+# Axes of the stored blocks that each tensor has.
+SHAPES = {"values": 3, "scales": 2}
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(LinearModule):
     """A `Linear` whose weight is int8, with a float32 scale for each output of a block.
 
     Inputs are rounded in each call. Made by `blocksparse.quantize`, or by `of`; without gradients. Takes about a
@@ -45,13 +43,8 @@ class QuantizedLinear(nn.Module):
     (2018); the dynamic kind as in torch.ao.nn.quantized.dynamic.Linear.
     """
 
-    values: Tensor
+    _described = (*LinearModule._described, "scales")
     scales: Tensor
-    crow_indices: Tensor
-    col_indices: Tensor
-    bias: Tensor | None
-    _layout: BlockLayout
-    _seen: tuple[Tensor, int, Tensor, int] | None  # buffers that hold the layout, and how often these were written to
 
     def __init__(
         self,
@@ -63,11 +56,11 @@ class QuantizedLinear(nn.Module):
         bias: Tensor | None = None,
         activation: str | None = None,
     ):
-        super().__init__()
+        super().__init__(layout)
         self.in_features, self.out_features, self.activation = in_features, out_features, activation
         for name, tensor in (("values", values), ("scales", scales), ("bias", bias)):
             self.register_buffer(name, None if tensor is None else tensor.detach())
-        self._note_layout(layout)
+        self.reset_layout_buffers()
 
     @classmethod
     def of(cls, layer: Linear) -> Self:
@@ -89,28 +82,6 @@ class QuantizedLinear(nn.Module):
         bias = None if layer.bias is None else layer.bias.detach().clone()
         return cls(*sizes, layer.layout, values, scales, bias, layer.activation)
 
-    @property
-    def layout(self) -> BlockLayout:
-        """The blocks of the weight that `values` holds.
-
-        Raises:
-            BlockSparseError: other indices were written to the layer's buffers.
-        """
-        if torch.compiler.is_compiling():
-            return self._layout
-        crow, col = self.crow_indices, self.col_indices
-        counted = not (crow.is_inference() or col.is_inference())
-        seen = (crow, crow._version, col, col._version) if counted else None
-        if seen is None or self._seen is None or any(a is not b for a, b in zip(seen, self._seen, strict=True)):
-            if others := others_in_buffers(self):
-                raise BlockSparseError.expected(others, f"those of {self._layout!r}", OTHERS)
-            self._seen = seen
-        return self._layout
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._seen = None  # a copy has buffers of its own
-
     def dequantized(self) -> Linear:
         """The `Linear` of the rounded weight, of the bias's dtype."""
         options: dict[str, Any] = {"activation": self.activation, "bias": self.bias is not None, "device": "meta"}
@@ -121,71 +92,35 @@ class QuantizedLinear(nn.Module):
         layer.reset_layout_buffers(self.values.device)
         return layer.train(self.training)
 
-    def _note_layout(self, layout: BlockLayout) -> None:
-        self._layout, self._seen = layout, None
-        for name in ("crow_indices", "col_indices"):
-            self.register_buffer(name, getattr(layout, name)().to(self.values.device))
-
-    def forward(self, input: Tensor, gate: None = None) -> Tensor:
-        layout, x = self.layout, input
+    def _product(
+        self, x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None, gate: Any
+    ) -> Tensor:
         if gate is not None:
             raise BlockSparseError.expected("gate", "None: layers in 8 bits have no gates", type(gate).__name__)
-        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.in_features:
-            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise BlockSparseError.expected("x", f"a tensor [..., {self.in_features}]", got)
-        bias, (out_features, in_features) = self.bias, layout.shape
         if bias is not None and torch.is_autocast_enabled(x.device.type):  # as everywhere in it, x may be of 16 bits
             bias = bias.to(x.dtype)
-        if in_features != self.in_features:
-            x = F.pad(x, (0, in_features - self.in_features))
-        if bias is not None and out_features != self.out_features:
-            bias = F.pad(bias, (0, out_features - self.out_features))
-        y = int8_linear(x, self.values, self.scales, layout, bias, self.activation)
-        return y if out_features == self.out_features else y[..., : self.out_features]
+        return int8_linear(x, values, self.scales, layout, bias, activation)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         scales = self.scales
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if self.scales.dtype != scales.dtype:  # casts are for the bias
             self.scales = scales.to(self.scales.device)
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
-        crow, col, values, scales = (state_dict.get(prefix + name) for name in BUFFERS)
-        try:
-            layout = self._layout
-            if crow is not None and col is not None:
-                layout = layout_of_indices(crow, col, layout.grid, layout.block_shape)
-            for name, mine, given, shape in (
-                ("values", self.values, values, layout.values_shape),
-                ("scales", self.scales, scales, layout.values_shape[:2]),
-            ):
-                missed = given is None and (layout != self._layout or values is not None or scales is not None)
-                if missed or (given is not None and (given.shape != shape or given.dtype != mine.dtype)):
-                    got = None if given is None else f"{list(given.shape)}, {given.dtype}"
-                    raise BlockSparseError.expected(name, f"{list(shape)}, {mine.dtype}, of blocksparse.quantize", got)
-            if layout != self._layout:
-                self.values = self.values.new_empty(layout.values_shape)
-                self.scales = self.scales.new_empty(layout.values_shape[:2])
-                self._note_layout(layout)
-        except BlockSparseError as error:
-            errors.append(f"{prefix or type(self).__name__}: {error}")
-        else:
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-
-    def extra_repr(self) -> str:
-        layout = self._layout
-        activation = f", activation={self.activation!r}" if self.activation else ""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, block_size={layout.block_shape}, "
-            f"nnz={layout.nnz}, density={layout.density:.4g}, bias={self.bias is not None}{activation}"
-        )
+    def _adopt(self, given: dict[str, Any]) -> None:
+        layout, crow, col = self._layout, given.get("crow_indices"), given.get("col_indices")
+        if crow is not None and col is not None:
+            layout = layout_of_indices(crow, col, layout.grid, layout.block_shape)
+        tensors = [name for name in SHAPES if name in given]
+        for name, axes in SHAPES.items():
+            mine, tensor, shape = getattr(self, name), given.get(name), layout.values_shape[:axes]
+            missed = tensor is None and (layout != self._layout or tensors)
+            if missed or (tensor is not None and (tensor.shape != shape or tensor.dtype != mine.dtype)):
+                got = None if tensor is None else f"{list(tensor.shape)}, {tensor.dtype}"
+                raise BlockSparseError.expected(name, f"{list(shape)}, {mine.dtype}, of blocksparse.quantize", got)
+        if layout != self._layout:
+            self._layout = layout
+            for name, axes in SHAPES.items():
+                setattr(self, name, getattr(self, name).new_empty(layout.values_shape[:axes]))
+            self.reset_layout_buffers()

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..checked import is_int
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.checks import autocast
-from ..ops.recurrent import Steps, Times, linear_of
+from ..ops.recurrent import Steps, Times
 from .module import Weight
 from .parts import Parts, Size, padded_to
 
@@ -24,41 +24,56 @@ State = tuple[Tensor, Tensor]
 Restore = Callable[[Tensor, Tensor, Tensor], tuple[Any, State]]
 
 
+class SparseOptions(TypedDict, total=False):
+    """The options of recurrent layers that torch.nn's do not have, and where the parameters are."""
+
+    layout: BlockLayout | None
+    input_layout: BlockLayout | None
+    layouts: Mapping[str, BlockLayout] | None
+    density: float | None
+    block_size: int | tuple[int, int]
+    device: Any
+    dtype: torch.dtype | None
+
+
 class Recurrent(Parts):
     """Layers of cells over sequences, with the interface of `torch.nn.LSTM`; subclasses define the cell."""
 
     gates = 4
     """Parts of the weights."""
+    proj_size = 0
+    _proj_layout: BlockLayout | None = None
 
     def __init__(
         self,
         input_size: int,
         hidden_size: int,
         num_layers: int = 1,
+        bias: bool = True,
         batch_first: bool = False,
         dropout: float = 0.0,
         bidirectional: bool = False,
-        proj_size: int = 0,
+        *,
         layout: BlockLayout | None = None,
         input_layout: BlockLayout | None = None,
+        layouts: Mapping[str, BlockLayout] | None = None,
         density: float | None = None,
         block_size: int | tuple[int, int] = 32,
         device: Any = None,
         dtype: torch.dtype | None = None,
-        layouts: Mapping[str, BlockLayout] | None = None,
     ):
         super().__init__(layouts, density, block_size, device, dtype)
         for name, size in (("input_size", input_size), ("hidden_size", hidden_size), ("num_layers", num_layers)):
             if not is_int(size) or size <= 0:
                 raise BlockSparseError.expected(name, "a positive int", repr(size))
-        if not is_int(proj_size) or not 0 <= proj_size < hidden_size:
-            raise BlockSparseError.expected("proj_size", f"an int from 0 to {hidden_size - 1}", repr(proj_size))
+        if not is_int(self.proj_size) or not 0 <= self.proj_size < hidden_size:
+            raise BlockSparseError.expected("proj_size", f"an int from 0 to {hidden_size - 1}", repr(self.proj_size))
         if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
             raise BlockSparseError.expected("dropout", "a probability", repr(dropout))
         self._check_layouts(layout, input_layout)
         self.input_size, self.hidden_size, self.num_layers = int(input_size), int(hidden_size), int(num_layers)
-        self.batch_first, self.dropout, self.bidirectional = bool(batch_first), float(dropout), bool(bidirectional)
-        self.proj_size = int(proj_size)
+        self.bias, self.batch_first, self.bidirectional = bool(bias), bool(batch_first), bool(bidirectional)
+        self.dropout = float(dropout)
         # Block-sparse gates are padded to whole blocks, and with them all that has to do with the hidden units.
         block = None
         if layout is not None or self._layouts:
@@ -69,16 +84,23 @@ class Recurrent(Parts):
         self._output = Size(self.proj_size, padded_to(self.proj_size, block)) if self.proj_size else self._hidden
         for layer in range(self.num_layers):
             for direction in range(self.directions):
-                inputs = self._inputs_of(layer)
-                self._build(self._suffix(layer, direction), Size(inputs, inputs), layout, input_layout)
+                self._add_cell(layer, direction, layout, input_layout if layer == 0 else None)
         self._check_names()
         self.reset_parameters()
 
     # -- what subclasses say -------------------------------------------------------------------------------------
 
-    def _build(self, suffix: str, inputs: Size, layout: BlockLayout | None, input_layout: BlockLayout | None) -> None:
-        """Makes the parameters of one cell."""
-        raise NotImplementedError
+    def _cell(self, inputs: Size) -> dict[str, tuple[int, Size, Size | None]]:
+        """The parameters of a cell by their names: how many parts, outputs of a part, inputs (None for a vector)."""
+        cell: dict[str, tuple[int, Size, Size | None]] = {
+            "weight_ih": (self.gates, self._hidden, inputs),
+            "weight_hh": (self.gates, self._hidden, self._output),
+        }
+        if self.bias:
+            cell |= dict.fromkeys(("bias_ih", "bias_hh"), (self.gates, self._hidden, None))
+        if self.proj_size:
+            cell["weight_hr"] = 1, self._output, self._hidden
+        return cell
 
     def _run(
         self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
@@ -88,14 +110,22 @@ class Recurrent(Parts):
 
     # -- weights -------------------------------------------------------------------------------------------------
 
+    def _add_cell(
+        self, layer: int, direction: int, layout: BlockLayout | None, input_layout: BlockLayout | None
+    ) -> None:
+        size = self._output.real * self.directions if layer else self.input_size
+        inputs, suffix = Size(size, size), self._suffix(layer, direction)
+        of_inputs = input_layout or fitting(layout, self._hidden, inputs, self.gates)
+        for name, (parts, out, in_) in self._cell(inputs).items():
+            if in_ is None:
+                setattr(self, name + suffix, nn.Parameter(torch.empty(parts * out.padded, **self._options)))
+            else:
+                chosen = of_inputs if in_ is inputs else self._proj_layout if name == "weight_hr" else layout
+                self._add_weight(name + suffix, parts, out, in_, chosen)
+
     def _weights(self, suffix: str, *names: str) -> list[tuple[Tensor, BlockLayout | None]]:
         """Those of one cell."""
         return [self._weight(f"weight_{name}{suffix}") for name in names]
-
-    def _product(self, x: Tensor, name: str, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias for all steps at once."""
-        weight, layout = self._weight(name)
-        return linear_of(pad(x, layout), weight, layout, bias)
 
     def size_of(self, name: str) -> tuple[Size, Size | None]:
         return super().size_of(name) or (self._hidden, None)
@@ -133,9 +163,6 @@ class Recurrent(Parts):
 
     def _suffix(self, layer: int, direction: int) -> str:
         return f"_l{layer}" + ("_reverse" if direction else "")
-
-    def _inputs_of(self, layer: int) -> int:
-        return self._output.real * self.directions if layer else self.input_size
 
     def forward(
         self, input: Tensor | PackedSequence, hx: State | None = None, *, table: Tensor | None = None
@@ -231,17 +258,9 @@ class Recurrent(Parts):
         return states[0], states[1]
 
     def extra_repr(self) -> str:
-        shown = [f"{self.input_size}, {self.hidden_size}"]
-        for name, default in (
-            ("num_layers", 1),
-            ("batch_first", False),
-            ("dropout", 0.0),
-            ("bidirectional", False),
-            ("proj_size", 0),
-        ):
-            if getattr(self, name) != default:
-                shown.append(f"{name}={getattr(self, name)}")
-        return ", ".join(shown)
+        usual = {"num_layers": 1, "batch_first": False, "dropout": 0.0, "bidirectional": False, "proj_size": 0}
+        given = {name: getattr(self, name) for name, default in usual.items() if getattr(self, name) != default}
+        return ", ".join([f"{self.input_size}, {self.hidden_size}", *(f"{k}={v}" for k, v in given.items())])
 
 
 def check_states(hx: Any) -> None:

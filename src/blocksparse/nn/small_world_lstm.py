@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checked import is_int
 from ..errors import BlockSparseError
-from ..layout import BlockLayout
 from ..ops import recurrent
-from ..ops.recurrent import Steps, scan
+from ..ops.recurrent import Steps, linear_of, scan
 from ..ops.recurrent.small_world_lstm import EPSILON
 from .parts import Size
-from .recurrent import Recurrent, cast, fitting
+from .recurrent import Recurrent, SparseOptions, cast, pad
 
 
 class SmallWorldLSTM(Recurrent):
@@ -62,36 +60,25 @@ class SmallWorldLSTM(Recurrent):
         bidirectional: bool = False,
         *,
         depth: int = 4,
-        layout: BlockLayout | None = None,
-        input_layout: BlockLayout | None = None,
-        density: float | None = None,
-        block_size: int | tuple[int, int] = 32,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[SparseOptions],
     ):
         if not is_int(depth) or depth < 1:
             raise BlockSparseError.expected("depth", "a positive int", repr(depth))
         self.depth = int(depth)
-        super().__init__(
-            input_size, hidden_size, num_layers, batch_first, dropout, bidirectional, 0, layout, input_layout,
-            density, block_size, device, dtype,
-        )  # fmt: skip
+        super().__init__(input_size, hidden_size, num_layers, True, batch_first, dropout, bidirectional, **options)
 
-    def _build(self, suffix: str, inputs: Size, layout: BlockLayout | None, input_layout: BlockLayout | None) -> None:
+    def _cell(self, inputs: Size) -> dict[str, tuple[int, Size, Size | None]]:
         hidden = self._hidden
         if hidden.padded != hidden.real:
             raise BlockSparseError.expected("hidden_size", "a multiple of the block", self.hidden_size)
-        chosen = input_layout if suffix.startswith("_l0") else None
-        chosen = chosen or fitting(layout, hidden, inputs)
-        for name in self._input_names:
-            self._add_weight(f"weight_{name}{suffix}", 1, hidden, inputs, chosen)
-        for name in self._step_names:
-            self._add_weight(f"weight_{name}{suffix}", 1, hidden, hidden, layout)
-        self._add_weight(f"weight_gates{suffix}", 4, hidden, hidden, layout)
-        for name in (*self._input_names, *self._step_names, "gates"):
-            size = 4 * hidden.real if name == "gates" else hidden.real
-            for kind in ("gain", "bias"):
-                setattr(self, f"{kind}_{name}{suffix}", nn.Parameter(torch.empty(size, **self._options)))
+        weights = {
+            **dict.fromkeys(self._input_names, (1, hidden, inputs)),
+            **dict.fromkeys(self._step_names, (1, hidden, hidden)),
+            "gates": (4, hidden, hidden),
+        }
+        cell: dict[str, tuple[int, Size, Size | None]] = {f"weight_{name}": sizes for name, sizes in weights.items()}
+        norms = [(f"{kind}_{name}", gates) for name, (gates, *_) in weights.items() for kind in ("gain", "bias")]
+        return cell | {name: (gates, hidden, None) for name, gates in norms}
 
     @property
     def _input_names(self) -> list[str]:
@@ -117,14 +104,15 @@ class SmallWorldLSTM(Recurrent):
         inputs = []
         for name in self._input_names:
             gain, bias = getattr(self, f"gain_{name}{suffix}"), getattr(self, f"bias_{name}{suffix}")
-            y = self._product(x, f"weight_{name}{suffix}")
+            weight, layout = self._weight(f"weight_{name}{suffix}")
+            y = linear_of(pad(x, layout), weight, layout)
             inputs.append(F.layer_norm(y, (self.hidden_size,), gain.to(y.dtype), bias.to(y.dtype), EPSILON).to(y.dtype))
         factors, terms = inputs[0], inputs[-1]
         names = [*self._step_names, "gates"]
         weights, layouts = zip(*(self._weight(f"weight_{name}{suffix}") for name in names), strict=True)
         norms = [getattr(self, f"{kind}_{name}{suffix}") for kind in ("gain", "bias") for name in names]
         _, h, *parameters = cast(factors, h, *weights, *norms)
-        return scan(recurrent.SmallWorldLSTM(steps, layouts), factors, terms, index, h, c, *parameters)
+        return scan(recurrent.SmallWorldLSTM(steps, *layouts), factors, terms, index, h, c, *parameters)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, depth={self.depth}"

@@ -28,12 +28,7 @@ class _Dtypes(dict[torch.dtype, str]):
 ISA_VARIABLE = "BLOCKSPARSE_CPU_ISA"
 # The core's names of the dtypes that it serves.
 DTYPES = _Dtypes(
-    {
-        torch.float32: "float32",
-        torch.float64: "float64",
-        torch.bfloat16: "bfloat16",
-        torch.float16: "float16",
-    }
+    {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 )
 _CPU = torch.device("cpu")
 _OMP_PAUSE_HARD = 2

@@ -200,6 +200,20 @@ class Pattern(NamedTuple):
     in_blocks: int
 
 
+class Geometry(NamedTuple):
+    """The block of an operation's layout, and the shapes of its operands and of its result."""
+
+    block: tuple[int, int]
+    operands: list[tuple[int, ...]]
+    result: tuple[int, ...]
+
+
+def features_of(grid: tuple[int, int], block: tuple[int, int], transpose: bool = False) -> tuple[int, int]:
+    """(out, in) of a product with a weight of this grid and block, or with the transposed one."""
+    out, in_ = grid[0] * block[0], grid[1] * block[1]
+    return (in_, out) if transpose else (out, in_)
+
+
 class LayoutOp(Op):
     """An operation on tensors and a layout, as PyTorch's op too: schema, meta kernel, autograd, vmap of one definition.
 
@@ -229,18 +243,8 @@ class LayoutOp(Op):
 
     # What subclasses define; `tensors` are the operands, `options` the rest of the schema.
 
-    def block(self, tensors: Any, grid: tuple[int, int], options: Sequence[Any]) -> tuple[int, int]:
-        """The layout's block, after a check that the operands have the axes they should have."""
-        raise NotImplementedError
-
-    def shapes(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> list[tuple[int, ...]]:
-        """The shape of each operand."""
-        raise NotImplementedError
-
-    def output(
-        self, nnz: int, grid: tuple[int, int], block: tuple[int, int], tensors: Any, options: Sequence[Any]
-    ) -> tuple[int, ...]:
-        """The shape of the result."""
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
+        """Of a layout and the result, after a check that the operands have the axes they should have."""
         raise NotImplementedError
 
     def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
@@ -285,20 +289,19 @@ class LayoutOp(Op):
 
     def _run(self, *arguments: Any) -> Tensor:
         tensors, (indices, in_blocks), options = self._split(arguments)
-        grid = _grid_of(indices, in_blocks)
-        layout = _layout_of(indices, grid, self.block(tensors, grid, options))
-        x, shapes = tensors[0], self.shapes(layout, tensors, options)
+        grid, x = _grid_of(indices, in_blocks), tensors[0]
+        block, shapes, _ = self.geometry(tensors, indices[1].shape[0], grid, options)
+        layout = _layout_of(indices, grid, block)
         named = zip(self.operands, zip(tensors, shapes, strict=True), strict=True)
         check_operands(x.dtype, x.device, **dict(named))
         return self.compute(tensors, layout, options)
 
     def _meta(self, *arguments: Any) -> Tensor:
         tensors, (indices, in_blocks), options = self._split(arguments)
-        grid = _grid_of(indices, in_blocks)
-        block = self.block(tensors, grid, options)
+        *_, shape = self.geometry(tensors, indices[1].shape[0], _grid_of(indices, in_blocks), options)
         named = dict(zip(self.operands, tensors, strict=True))
         check_devices(indices, **{"x": named.pop("x"), **named})
-        result: Tensor = tensors[0].new_empty(*self.output(indices[1].shape[0], grid, block, tensors, options))
+        result: Tensor = tensors[0].new_empty(*shape)
         return result
 
     def _autograd(self, keys: Any, *arguments: Any) -> Tensor:

@@ -10,9 +10,13 @@ from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, check_layout
-from .op import ATTENTION
+from ..registry import Op
+from . import cpu, reference, triton
 
 __all__ = ["attention"]
+
+# Gathered rows serve every device.
+ATTENTION = Op("attention", triton, cpu, reference, elsewhere=cpu)
 
 
 def attention(

@@ -95,13 +95,7 @@ def _block_mask(layouts: Sequence[BlockLayout], causal: bool, device: torch.devi
         counts += [tiles.sum(-1, dtype=torch.int32), tiles.int().argsort(dim=-1, descending=True, stable=True).int()]
     some_counts, some_cols, whole_counts, whole_cols = (tensor[None].to(device) for tensor in counts)
     return BlockMask.from_kv_blocks(
-        some_counts,
-        some_cols,
-        whole_counts,
-        whole_cols,
-        BLOCK_SIZE=tile,
-        mask_mod=seen,
-        seq_lengths=(queries, keys),
+        some_counts, some_cols, whole_counts, whole_cols, BLOCK_SIZE=tile, mask_mod=seen, seq_lengths=(queries, keys)
     )
 
 

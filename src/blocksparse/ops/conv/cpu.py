@@ -16,15 +16,9 @@ refusal = cpu_core.refusal
 
 
 def conv(
-    x: torch.Tensor,
-    values: torch.Tensor,
-    bias: torch.Tensor | None,
-    layout: BlockLayout,
-    transpose: bool,
-    transposed: bool,
-    axes: Sequence[Axis],
-    activation: str | None,
-) -> torch.Tensor:
+    x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, layout: BlockLayout, transpose: bool,
+    transposed: bool, axes: Sequence[Axis], activation: str | None,
+) -> torch.Tensor:  # fmt: skip
     x, values = x.contiguous(), values.data.contiguous()  # as in `linear`
     dtype, images = x.dtype, cpu_core.length(x)
     out_channels, in_channels = layout.shape[::-1] if transpose else layout.shape

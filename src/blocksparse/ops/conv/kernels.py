@@ -43,56 +43,26 @@ def conv_kernel(
     tasks,
     tokens,  # groups of `TOGETHER` positions of the phase in all images
     groups,  # along the last axis
-    in_blocks,
-    out_blocks,
+    in_blocks, out_blocks,
     all_taps,  # of the weights
     first_tap,  # of the phase, as are those below
-    in_size0,
-    in_size1,
-    in_size2,
-    out_size0,
-    out_size1,
-    out_size2,
-    first0,  # outputs first + out_step * n, n < count
-    first1,
-    first2,
-    count0,
-    count1,
-    count2,
-    out_step0,
-    out_step1,
-    out_step2,
-    taps0,  # taps first_tap + i * tap_step, i < taps
-    taps1,
-    taps2,
-    tap_step0,
-    tap_step1,
-    tap_step2,
-    in_step0,  # which meet inputs n * in_step + shift + i * shift_step
-    in_step1,
-    in_step2,
-    shift0,
-    shift1,
-    shift2,
-    shift_step0,
-    shift_step1,
-    shift_step2,
-    block_out: tl.constexpr,
-    block_in: tl.constexpr,
-    AXES: tl.constexpr,
+    in_size0, in_size1, in_size2,
+    out_size0, out_size1, out_size2,
+    first0, first1, first2,  # outputs first + out_step * n, n < count
+    count0, count1, count2,
+    out_step0, out_step1, out_step2,
+    taps0, taps1, taps2,  # taps first_tap + i * tap_step, i < taps
+    tap_step0, tap_step1, tap_step2,
+    in_step0, in_step1, in_step2,  # which meet inputs n * in_step + shift + i * shift_step
+    shift0, shift1, shift2,
+    shift_step0, shift_step1, shift_step2,
+    block_out: tl.constexpr, block_in: tl.constexpr, AXES: tl.constexpr,
     TOGETHER: tl.constexpr,  # positions side by side, which share the inputs of
     TAPS: tl.constexpr,  # the last axis's taps in one step: all of them, or one
     IN_STEP: tl.constexpr,  # in_step2 and shift_step2 where these share
-    SHIFT_STEP: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SUM: tl.constexpr,
-    WIDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    SHIFT_STEP: tl.constexpr, TRANSPOSE: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    SUM: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """One tile of positions of one phase, and all taps and entries of one task."""
     height: tl.constexpr = block_in if TRANSPOSE else block_out
     width: tl.constexpr = block_out if TRANSPOSE else block_in
@@ -256,41 +226,19 @@ def conv_wgrad_kernel(
     tokens_per_split,
     groups,  # along the last axis
     numbers,  # in all values
-    a_blocks,
-    b_blocks,
-    input_size0,
-    input_size1,
-    input_size2,
-    output_size0,
-    output_size1,
-    stride0,
-    stride1,
-    stride2,
-    padding0,
-    padding1,
-    padding2,
-    dilation0,
-    dilation1,
-    dilation2,
-    kernel0: tl.constexpr,
-    kernel1: tl.constexpr,
-    kernel2: tl.constexpr,
-    a_width: tl.constexpr,
-    b_width: tl.constexpr,
+    a_blocks, b_blocks,
+    input_size0, input_size1, input_size2,
+    output_size0, output_size1,
+    stride0, stride1, stride2,
+    padding0, padding1, padding2,
+    dilation0, dilation1, dilation2,
+    kernel0: tl.constexpr, kernel1: tl.constexpr, kernel2: tl.constexpr, a_width: tl.constexpr, b_width: tl.constexpr,
     a_place: tl.constexpr,  # numbers of a block from one of its lanes to the next
-    b_place: tl.constexpr,
-    AXES: tl.constexpr,
+    b_place: tl.constexpr, AXES: tl.constexpr,
     TOGETHER: tl.constexpr,  # as in conv_kernel
-    TAPS: tl.constexpr,
-    IN_STEP: tl.constexpr,
-    SHIFT_STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SUM: tl.constexpr,
-    WIDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    TAPS: tl.constexpr, IN_STEP: tl.constexpr, SHIFT_STEP: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr,
+    WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """BLOCK_K lanes of one row's entries, summed over a part of the output positions.
 
     An entry has its lanes once for each tap, or where these are summed side by side, for those of the other axes. The

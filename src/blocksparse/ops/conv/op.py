@@ -18,7 +18,7 @@ from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS, grad_before
 from ..linear import LINEAR, LINEAR_WGRAD
-from ..registry import LayoutOp, Pattern, Tensors
+from ..registry import Geometry, LayoutOp, Pattern, Tensors, features_of
 from . import cpu, reference, triton
 from .plan import axes_of, is_linear
 
@@ -26,25 +26,17 @@ from .plan import axes_of, is_linear
 class Conv(LayoutOp):
     """activation(W * x + bias): x, values, bias; transpose, transposed, size, stride, padding, dilation, activation."""
 
-    def block(self, tensors: Any, grid: tuple[int, int], options: Sequence[Any]) -> tuple[int, int]:
-        (x, values, _), (_, _, size, *_, activation) = tensors, options
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
+        (x, values, _), (transpose, _, size, *_, activation) = tensors, options
         axes = len(size)
         if axes < 1 or x.dim() != axes + 2 or values.dim() != axes + 3 or activation not in ACTIVATIONS:
             shapes = f"{list(x.shape)}, {list(values.shape)}, {list(size)}, {activation!r}"
             expected = "[n, *space, channels], [nnz, block_out, block_in, *kernel], a size of each axis, one of "
             raise BlockSparseError.expected("x, values, size, activation", f"{expected}{list(ACTIVATIONS)}", shapes)
-        return values.shape[1], values.shape[2]
-
-    def shapes(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> list[tuple[int, ...]]:
-        x, values, _ = tensors
-        out_channels, in_channels = layout.shape[::-1] if options[0] else layout.shape
-        return [(*x.shape[:-1], in_channels), (*layout.values_shape, *values.shape[3:]), (out_channels,)]
-
-    def output(
-        self, nnz: int, grid: tuple[int, int], block: tuple[int, int], tensors: Any, options: Sequence[Any]
-    ) -> tuple[int, ...]:
-        axis = 1 if options[0] else 0
-        return tensors[0].shape[0], *options[2], grid[axis] * block[axis]
+        block = values.shape[1], values.shape[2]
+        out, in_ = features_of(grid, block, transpose)
+        operands = [(*x.shape[:-1], in_), (nnz, *block, *values.shape[3:]), (out,)]
+        return Geometry(block, operands, (x.shape[0], *size, out))
 
     def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
         (x, values, bias), (transpose, transposed, size, *steps, activation) = tensors, options
@@ -77,22 +69,15 @@ class Conv(LayoutOp):
 class ConvWgrad(LayoutOp):
     """The stored blocks' gradient: grad, x; transposed, kernel, stride, padding, dilation."""
 
-    def block(self, tensors: Any, grid: tuple[int, int], options: Sequence[Any]) -> tuple[int, int]:
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
         (grad, x), kernel = tensors, options[1]
         if not 1 <= len(kernel) == x.dim() - 2 == grad.dim() - 2:
             shapes = f"{list(grad.shape)}, {list(x.shape)}, {list(kernel)}"
             raise BlockSparseError.expected("grad, x, kernel", "two [n, *space, channels], a size of each axis", shapes)
-        return grad.shape[-1] // grid[0], x.shape[-1] // grid[1]
-
-    def shapes(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> list[tuple[int, ...]]:
-        grad, x = tensors
-        out_channels, in_channels = layout.shape
-        return [(x.shape[0], *grad.shape[1:-1], out_channels), (*x.shape[:-1], in_channels)]
-
-    def output(
-        self, nnz: int, grid: tuple[int, int], block: tuple[int, int], tensors: Any, options: Sequence[Any]
-    ) -> tuple[int, ...]:
-        return nnz, *block, *options[1]
+        block = grad.shape[-1] // grid[0], x.shape[-1] // grid[1]
+        out, in_ = features_of(grid, block)
+        operands = [(x.shape[0], *grad.shape[1:-1], out), (*x.shape[:-1], in_)]
+        return Geometry(block, operands, (nnz, *block, *kernel))
 
     def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
         (grad, x), (transposed, kernel, *steps) = tensors, options

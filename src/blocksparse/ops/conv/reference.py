@@ -19,15 +19,9 @@ Slices = tuple[slice, ...]
 
 
 def conv(
-    x: torch.Tensor,
-    values: torch.Tensor,
-    bias: torch.Tensor | None,
-    layout: BlockLayout,
-    transpose: bool,
-    transposed: bool,
-    axes: Sequence[Axis],
-    activation: str | None,
-) -> torch.Tensor:
+    x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, layout: BlockLayout, transpose: bool,
+    transposed: bool, axes: Sequence[Axis], activation: str | None,
+) -> torch.Tensor:  # fmt: skip
     """`[n, *space, in] -> [n, *space, out]`: activation(W * x + bias), or with `transposed` the transposed convolution.
 
     With `transpose`, W is used with its inputs and outputs exchanged, as in the gradients.

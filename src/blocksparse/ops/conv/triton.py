@@ -38,15 +38,9 @@ def as_linear(dtype: torch.dtype) -> bool:
 
 
 def conv(
-    x: Tensor,
-    values: Tensor,
-    bias: Tensor | None,
-    layout: BlockLayout,
-    transpose: bool,
-    transposed: bool,
-    axes: Sequence[Axis],
-    activation: str | None,
-) -> Tensor:
+    x: Tensor, values: Tensor, bias: Tensor | None, layout: BlockLayout, transpose: bool, transposed: bool,
+    axes: Sequence[Axis], activation: str | None,
+) -> Tensor:  # fmt: skip
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     out_space = [axis.input if transposed else axis.output for axis in axes]
     y = torch.empty(x.shape[0], *out_space, layout.shape[transpose], dtype=x.dtype, device=x.device)
@@ -85,12 +79,7 @@ def conv_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, transposed: bool, a
 
 
 def _conv_launches(
-    x: Tensor,
-    layout: BlockLayout,
-    transpose: bool,
-    transposed: bool,
-    axes: Sequence[Axis],
-    activation: str | None,
+    x: Tensor, layout: BlockLayout, transpose: bool, transposed: bool, axes: Sequence[Axis], activation: str | None
 ) -> list[Launch]:
     """One launch for each phase, those with the most work first, or one for many."""
     _check_fits(layout, axes)

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from ...checked import integer
 from ...errors import BlockSparseError
-from .op import DROPOUT
+from ..registry import Op
+from . import cpu, reference
 
 __all__ = ["LEVELS", "Factors", "backward", "factors_of", "forward", "least_of"]
+
+DROPOUT = Op("dropout", cpu, reference, elsewhere=reference)
 
 LEVELS = 2**16
 

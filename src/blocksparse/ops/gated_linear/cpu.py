@@ -12,13 +12,7 @@ refusal = cpu_core.refusal
 
 
 def gated_linear(
-    x: Tensor,
-    gate: Tensor,
-    gate_layout: BlockLayout,
-    up: Tensor,
-    up_layout: BlockLayout,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    activation: str | None,
-) -> Tensor:
+    x: Tensor, gate: Tensor, gate_layout: BlockLayout, up: Tensor, up_layout: BlockLayout, gate_bias: Tensor | None,
+    up_bias: Tensor | None, activation: str | None,
+) -> Tensor:  # fmt: skip
     return linear(x, gate, gate_layout, gate_bias, activation).mul_(linear(x, up, up_layout, up_bias))

@@ -20,19 +20,10 @@ def gated_linear_kernel(
     col_ptr,  # int32 [entries]
     gate_block_ptr,  # int32 [entries]: the block of the gate's values
     up_block_ptr,
-    tokens,
-    x_stride,
-    y_stride,
-    block_out: tl.constexpr,
-    block_in: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SUM: tl.constexpr,
-    WIDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    tokens, x_stride, y_stride,
+    block_out: tl.constexpr, block_in: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    SUM: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """One tile of tokens and outputs, of both products: inputs that both need are loaded once."""
     WIDTH: tl.constexpr = triton.next_power_of_2(block_in)
     slices: tl.constexpr = triton.cdiv(block_out, BLOCK_N)

@@ -16,15 +16,9 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def gated_linear(
-    x: Tensor,
-    gate: Tensor,
-    gate_layout: BlockLayout,
-    up: Tensor,
-    up_layout: BlockLayout,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    activation: str | None,
-) -> Tensor:
+    x: Tensor, gate: Tensor, gate_layout: BlockLayout, up: Tensor, up_layout: BlockLayout, gate_bias: Tensor | None,
+    up_bias: Tensor | None, activation: str | None,
+) -> Tensor:  # fmt: skip
     """activation(x G^T + gate_bias) * (x U^T + up_bias): `[tokens, in] -> [tokens, out]`."""
     wide = accumulator(x.dtype)
     products = [

@@ -22,15 +22,9 @@ MOST_SUMS = 128
 
 
 def gated_linear(
-    x: Tensor,
-    gate: Tensor,
-    gate_layout: BlockLayout,
-    up: Tensor,
-    up_layout: BlockLayout,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    activation: str | None,
-) -> Tensor:
+    x: Tensor, gate: Tensor, gate_layout: BlockLayout, up: Tensor, up_layout: BlockLayout, gate_bias: Tensor | None,
+    up_bias: Tensor | None, activation: str | None,
+) -> Tensor:  # fmt: skip
     tokens = x.shape[0]
     y = torch.empty(tokens, gate_layout.shape[0], dtype=x.dtype, device=x.device)
     if tokens == 0:

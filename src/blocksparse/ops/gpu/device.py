@@ -38,16 +38,10 @@ def load_inputs(rows, valid, col_ptr, entry, k, there, width: tl.constexpr):
 
 @triton.jit
 def load_weights(
-    values_ptr,
-    block_ptr,
-    entry,
-    k,
-    there,
-    output,
-    block_out: tl.constexpr,
-    block_in: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
-):
+    values_ptr, block_ptr,
+    entry, k, there, output,
+    block_out: tl.constexpr, block_in: tl.constexpr, TRANSPOSE: tl.constexpr,
+):  # fmt: skip
     """[BLOCK_K, BLOCK_N]: the lanes' part of their blocks, or of the transposed blocks."""
     block = entry if block_ptr is None else tl.load(block_ptr + entry, mask=there, other=0)
     block_start = block.to(tl.int64) * (block_out * block_in)

@@ -130,12 +130,7 @@ def _product(
 
 
 def check_shapes(
-    x: Tensor,
-    values: Tensor,
-    layout: BlockLayout,
-    bias: Tensor | None,
-    out_features: int,
-    in_features: int,
+    x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, out_features: int, in_features: int
 ) -> None:
     """Raises a BlockSparseError for sizes that do not fit the layout, mixed dtypes or devices."""
     if x.dim() == 0 or x.shape[-1] != in_features:

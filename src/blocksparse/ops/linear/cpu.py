@@ -18,14 +18,9 @@ _CPU = torch.device("cpu")
 
 
 def linear(
-    x: Tensor,
-    values: Tensor,
-    bias: Tensor | None,
-    layout: BlockLayout,
-    transpose: bool,
-    activation: str | None,
+    x: Tensor, values: Tensor, bias: Tensor | None, layout: BlockLayout, transpose: bool, activation: str | None,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     if out is not None and not out.is_contiguous():
         y = linear(x, values, bias, layout, transpose, activation)
         check_operands(y.dtype, y.device, out=(out, tuple(y.shape)))
@@ -183,7 +178,4 @@ def _working(size: int) -> Tensor:
 
 def _handed(working: Tensor) -> dict[str, int]:
     """Working memory as the core takes it, which knows how much of it is needed."""
-    return {
-        "working": address("working", working, tuple(working.shape), torch.uint8),
-        "working_bytes": working.nbytes,
-    }
+    return {"working": address("working", working, tuple(working.shape), torch.uint8), "working_bytes": working.nbytes}

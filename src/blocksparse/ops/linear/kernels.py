@@ -22,24 +22,17 @@ def linear_kernel(
     task_ptr,  # int32 [tasks, 3 + ROWS]: row, first entry, last entry, slot (or -1: whole row), second row (or -1)
     col_ptr,  # int32 [entries]: the block of inputs
     block_ptr,  # int32 [entries, ROWS]: each row's block in values (or -1: none); or None where that is the entry
-    tokens,
-    tasks,
-    x_stride,
-    y_stride,
-    block_out: tl.constexpr,
-    block_in: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    tokens, tasks, x_stride, y_stride,
+    block_out: tl.constexpr, block_in: tl.constexpr, TRANSPOSE: tl.constexpr, ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     SUM: tl.constexpr,  # the dtype of sums
     WIDEN: tl.constexpr,  # operands to it beforehand: see gpu/device.py
     SPLIT: tl.constexpr,  # some tasks are parts of rows
     ROWS: tl.constexpr,  # rows of a task: one or two
     BLOCK_M: tl.constexpr,  # the tile: tokens, outputs of each row, lanes
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,  # token tiles that come to one task side by side
-):
+):  # fmt: skip
     """y = x W^T (x W with TRANSPOSE): one tile of tokens and outputs, all entries of one task.
 
     The outputs of two rows are one tile: inputs that both need are loaded once, and where a row lacks a block, its
@@ -107,33 +100,12 @@ def linear_kernel(
 
 @triton.jit
 def _row_by_row(
-    x_ptr,
-    values_ptr,
-    bias_ptr,
-    y_ptr,
-    col_ptr,
-    block_ptr,
-    tokens,
-    x_stride,
-    y_stride,
-    first,
-    last,
-    tile,
-    seat,
-    output,
-    column,
-    real,
-    block_out: tl.constexpr,
-    block_in: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SUM: tl.constexpr,
-    WIDEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    x_ptr, values_ptr, bias_ptr, y_ptr, col_ptr, block_ptr,
+    tokens, x_stride, y_stride, first, last, tile, seat, output, column, real,
+    block_out: tl.constexpr, block_in: tl.constexpr, TRANSPOSE: tl.constexpr, ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr, SUM: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     """The tile once more, for inputs that are not finite: times the zeros of a row that lacks the block they give NaN.
 
     By small tiles, which leave the registers to the usual way.
@@ -155,25 +127,14 @@ def _row_by_row(
 
 @triton.jit
 def _step(
-    sums,
-    step,
-    first,
+    sums, step, first,
     nth,  # the row whose inputs alone are taken, or None
     x_rows,
-    values_ptr,
-    col_ptr,
-    block_ptr,
-    seat,
-    output,
-    block_out: tl.constexpr,
-    block_in: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS_FIRST: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    values_ptr, col_ptr, block_ptr,
+    seat, output,
+    block_out: tl.constexpr, block_in: tl.constexpr, TRANSPOSE: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS_FIRST: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Adds one entry, or a part of a large one."""
     height: tl.constexpr = block_in if TRANSPOSE else block_out
     width: tl.constexpr = block_out if TRANSPOSE else block_in
@@ -204,18 +165,11 @@ def _step(
 
 @triton.jit(do_not_specialize=["tokens"])
 def linear_reduce_kernel(
-    partial_ptr,
-    bias_ptr,
-    y_ptr,
+    partial_ptr, bias_ptr, y_ptr,
     slot_ptr,  # int32 [slots, 2]: row, and behind the row's last slot (or -1: not the row's first)
-    tokens,
-    y_stride,
-    height: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SUM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    tokens, y_stride,
+    height: tl.constexpr, ACTIVATION: tl.constexpr, SUM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The rows that came in parts: their sums in the order of the slots, whichever program wrote them first."""
     slices: tl.constexpr = triton.cdiv(height, BLOCK_N)
     tiles = tl.cdiv(tokens, BLOCK_M)
@@ -242,20 +196,10 @@ def linear_wgrad_kernel(
     values_ptr,  # [splits, nnz, block_out, block_in]
     task_ptr,  # int32 [tasks, 4]: row, first entry, last entry of the row, first lane of the task
     col_ptr,
-    nnz,
-    tokens,
-    tokens_per_split,
-    grad_stride,
-    x_stride,
-    block_out: tl.constexpr,
-    block_in: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SUM: tl.constexpr,
-    WIDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    nnz, tokens, tokens_per_split, grad_stride, x_stride,
+    block_out: tl.constexpr, block_in: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """The blocks of grad^T x that the layout stores: BLOCK_K lanes of one row's entries, a part of the tokens."""
     task = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)

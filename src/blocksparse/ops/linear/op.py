@@ -18,7 +18,17 @@ from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS, grad_before
 from ..operands import OperandLayout
-from ..registry import LIBRARY, LayoutOp, Pattern, Tensors, indices_of, needs_grad, only_autograd_active
+from ..registry import (
+    LIBRARY,
+    Geometry,
+    LayoutOp,
+    Pattern,
+    Tensors,
+    features_of,
+    indices_of,
+    needs_grad,
+    only_autograd_active,
+)
 from . import cpu, reference, triton
 
 # Graphs compiled for devices of this type hold the launches of kernels in place of the ops.
@@ -37,23 +47,15 @@ class _Product(LayoutOp):
 class Linear(_Product):
     """activation(x W^T + bias), or activation(x W + bias): x, values, bias; transpose, activation."""
 
-    def block(self, tensors: Any, grid: tuple[int, int], options: Sequence[Any]) -> tuple[int, int]:
-        (x, values, _), (_, activation) = tensors, options
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
+        (x, values, _), (transpose, activation) = tensors, options
         if x.dim() != 2 or values.dim() != 3 or activation not in ACTIVATIONS:
             expected = f"2-D, 3-D, one of {list(ACTIVATIONS)}"
             got = f"{x.dim()}-D, {values.dim()}-D, {activation!r}"
             raise BlockSparseError.expected("x, values, activation", expected, got)
-        return values.shape[1], values.shape[2]
-
-    def shapes(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> list[tuple[int, ...]]:
-        out_features, in_features = layout.shape[::-1] if options[0] else layout.shape
-        return [(tensors[0].shape[0], in_features), layout.values_shape, (out_features,)]
-
-    def output(
-        self, nnz: int, grid: tuple[int, int], block: tuple[int, int], tensors: Any, options: Sequence[Any]
-    ) -> tuple[int, ...]:
-        axis = 1 if options[0] else 0
-        return tensors[0].shape[0], grid[axis] * block[axis]
+        tokens, block = x.shape[0], (values.shape[1], values.shape[2])
+        out, in_ = features_of(grid, block, transpose)
+        return Geometry(block, [(tokens, in_), (nnz, *block), (out,)], (tokens, out))
 
     def backward(
         self, grad: Tensor, kept: Any, layout: BlockLayout | Pattern, options: Sequence[Any], needed: Sequence[bool]
@@ -81,22 +83,14 @@ class Linear(_Product):
 class LinearWgrad(_Product):
     """The blocks of grad^T x that the layout stores: grad, x."""
 
-    def block(self, tensors: Any, grid: tuple[int, int], options: Sequence[Any]) -> tuple[int, int]:
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
         grad, x = tensors
         if grad.dim() != 2 or x.dim() != 2:
             raise BlockSparseError.expected(
                 "grad, x", "[tokens, out], [tokens, in]", f"{list(grad.shape)}, {list(x.shape)}"
             )
-        return grad.shape[1] // grid[0], x.shape[1] // grid[1]
-
-    def shapes(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> list[tuple[int, ...]]:
-        tokens = tensors[1].shape[0]
-        return [(tokens, layout.shape[0]), (tokens, layout.shape[1])]
-
-    def output(
-        self, nnz: int, grid: tuple[int, int], block: tuple[int, int], tensors: Any, options: Sequence[Any]
-    ) -> tuple[int, ...]:
-        return nnz, *block
+        block = grad.shape[1] // grid[0], x.shape[1] // grid[1]
+        return Geometry(block, [(x.shape[0], size) for size in features_of(grid, block)], (nnz, *block))
 
     def backward(
         self, grad: Tensor, kept: Any, layout: BlockLayout | Pattern, options: Sequence[Any], needed: Sequence[bool]
@@ -116,14 +110,9 @@ linear_op, linear_wgrad_op = LINEAR.torch_op, LINEAR_WGRAD.torch_op
 
 
 def _linear_traced(
-    x: Tensor,
-    values: Tensor,
-    bias: Tensor | None,
-    indices: Sequence[Tensor],
-    in_blocks: int,
-    transpose: bool,
+    x: Tensor, values: Tensor, bias: Tensor | None, indices: Sequence[Tensor], in_blocks: int, transpose: bool,
     activation: str | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     layout = _traced_layout(indices, in_blocks, values.shape[1:])
     return triton.linear(x, values, bias, layout, transpose, activation)
 

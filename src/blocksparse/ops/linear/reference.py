@@ -15,14 +15,9 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def linear(
-    x: torch.Tensor,
-    values: torch.Tensor,
-    bias: torch.Tensor | None,
-    layout: BlockLayout,
-    transpose: bool,
-    activation: str | None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, layout: BlockLayout, transpose: bool,
+    activation: str | None, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`[tokens, in] -> [tokens, out]`: activation(x W^T + bias), or x W with `transpose`; into `out`, if given."""
     rows, cols = block_coordinates(layout, x.device)
     grid, block = layout.grid, layout.block_shape

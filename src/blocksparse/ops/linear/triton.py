@@ -128,14 +128,9 @@ def _work(pass_: str, dtype: torch.dtype, layout: BlockLayout | TracedLayout, to
 
 
 def linear(
-    x: Tensor,
-    values: Tensor,
-    bias: Tensor | None,
-    layout: BlockLayout | TracedLayout,
-    transpose: bool,
-    activation: str | None,
-    out: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, values: Tensor, bias: Tensor | None, layout: BlockLayout | TracedLayout, transpose: bool,
+    activation: str | None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     tokens, out_blocks, height = x.shape[0], layout.grid[transpose], layout.block_shape[transpose]
     check_fits("x", "tokens", tokens)
     if out is not None and out.stride(1) != 1:

@@ -17,9 +17,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .op import LSTM_GATES
+from ..registry import Op
+from . import cpu, reference, triton
 
 __all__ = ["LSTM_GATES", "backward", "forward"]
+
+LSTM_GATES = Op("lstm_gates", triton, cpu, reference)
 
 
 def forward(

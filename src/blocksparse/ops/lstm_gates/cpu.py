@@ -14,15 +14,9 @@ refusal = cpu_core.refusal
 
 
 def forward(
-    z: Tensor,
-    add: Tensor | None,
-    gain: Tensor | None,
-    c: Tensor,
-    *,
-    h_out: Tensor,
-    c_out: Tensor,
-    gates_out: Tensor | None = None,
-) -> None:
+    z: Tensor, add: Tensor | None, gain: Tensor | None, c: Tensor,
+    *, h_out: Tensor, c_out: Tensor, gates_out: Tensor | None = None,
+) -> None:  # fmt: skip
     dtype, name, (n, hidden) = z.dtype, DTYPES[z.dtype], _sizes(c)
     state, one, all_four = SUM_DTYPES[dtype], (n, hidden), (n, 4 * hidden)
     core, isa, (z_, add_, (gain_, _), *rest) = cpu_core.operands(
@@ -38,16 +32,9 @@ def forward(
 
 
 def backward(
-    gates: Tensor,
-    c_before: Tensor,
-    c: Tensor,
-    grad_h: Tensor | None,
-    grad_y: Tensor | None,
-    grad_c: Tensor | None,
-    *,
-    grad_pre_out: Tensor,
-    grad_c_out: Tensor,
-) -> None:
+    gates: Tensor, c_before: Tensor, c: Tensor, grad_h: Tensor | None, grad_y: Tensor | None, grad_c: Tensor | None,
+    *, grad_pre_out: Tensor, grad_c_out: Tensor,
+) -> None:  # fmt: skip
     dtype, name, (n, hidden) = gates.dtype, DTYPES[gates.dtype], _sizes(c)
     state, one, all_four = SUM_DTYPES[dtype], (n, hidden), (n, 4 * hidden)
     core, isa, addresses = cpu_core.operands(

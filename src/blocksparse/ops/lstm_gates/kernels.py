@@ -77,18 +77,9 @@ def lstm_gates_forward_kernel(
     h_ptr,  # [n, hidden]
     c_out_ptr,  # [n, hidden]
     gates_ptr,  # [n, 4 hidden] or None
-    n,
-    hidden,
-    z_stride,
-    add_stride,
-    c_stride,
-    h_stride,
-    c_out_stride,
-    gates_stride,
-    SUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    FEATURES: tl.constexpr,
-):
+    n, hidden, z_stride, add_stride, c_stride, h_stride, c_out_stride, gates_stride,
+    SUM: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
     row, j, here = _tile(n, hidden, ROWS, FEATURES)
     z = z_ptr + row * z_stride
     add = None if add_ptr is None else add_ptr + row * add_stride
@@ -111,20 +102,10 @@ def lstm_gates_backward_kernel(
     grad_c_ptr,  # or None
     grad_pre_ptr,  # [n, 4 hidden]
     grad_c_before_ptr,
-    n,
-    hidden,
-    gates_stride,
-    c_before_stride,
-    c_stride,
-    grad_h_stride,
-    grad_y_stride,
-    grad_c_stride,
-    grad_pre_stride,
+    n, hidden, gates_stride, c_before_stride, c_stride, grad_h_stride, grad_y_stride, grad_c_stride, grad_pre_stride,
     grad_c_before_stride,
-    SUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    FEATURES: tl.constexpr,
-):
+    SUM: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
     row, j, here = _tile(n, hidden, ROWS, FEATURES)
     gates = gates_ptr + row * gates_stride + j
     i = tl.load(gates, mask=here, other=0).to(SUM)

@@ -25,15 +25,9 @@ refusal = runtime.refusal
 
 
 def forward(
-    z: Tensor,
-    add: Tensor | None,
-    gain: Tensor | None,
-    c: Tensor,
-    *,
-    h_out: Tensor,
-    c_out: Tensor,
-    gates_out: Tensor | None = None,
-) -> None:
+    z: Tensor, add: Tensor | None, gain: Tensor | None, c: Tensor,
+    *, h_out: Tensor, c_out: Tensor, gates_out: Tensor | None = None,
+) -> None:  # fmt: skip
     dtype, device, (n, hidden) = z.dtype, z.device, c.shape
     state, one, all_four = SUM_DTYPES[dtype], (n, hidden), (n, 4 * hidden)
     strides = (
@@ -49,16 +43,9 @@ def forward(
 
 
 def backward(
-    gates: Tensor,
-    c_before: Tensor,
-    c: Tensor,
-    grad_h: Tensor | None,
-    grad_y: Tensor | None,
-    grad_c: Tensor | None,
-    *,
-    grad_pre_out: Tensor,
-    grad_c_out: Tensor,
-) -> None:
+    gates: Tensor, c_before: Tensor, c: Tensor, grad_h: Tensor | None, grad_y: Tensor | None, grad_c: Tensor | None,
+    *, grad_pre_out: Tensor, grad_c_out: Tensor,
+) -> None:  # fmt: skip
     dtype, device, (n, hidden) = gates.dtype, gates.device, c.shape
     state, one, all_four = SUM_DTYPES[dtype], (n, hidden), (n, 4 * hidden)
     strides = (
@@ -78,13 +65,9 @@ def backward(
 
 
 def _run(
-    pass_: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    shape: tuple[int, int],
-    strides: tuple[int, ...],
+    pass_: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, int], strides: tuple[int, ...],
     *tensors: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     if shape[0] == 0:
         return
     # What Triton compiles depends on which tensors there are, and which of them begin at a multiple of 16 bytes.
@@ -94,13 +77,9 @@ def _run(
 
 @lru_cache(maxsize=MOST_LAUNCHES)
 def _launch(
-    pass_: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    shape: tuple[int, int],
-    strides: tuple[int, ...],
+    pass_: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, int], strides: tuple[int, ...],
     kinds: tuple[bool | None, ...],
-) -> Launch:
+) -> Launch:  # fmt: skip
     from ..gpu.device import DTYPES
     from . import kernels
 

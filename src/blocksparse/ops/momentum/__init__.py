@@ -5,20 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...errors import BlockSparseError
+from ..registry import Op
 from . import cpu, reference
-from .op import MOMENTUM
 
 __all__ = ["step"]
 
+MOMENTUM = Op("momentum", cpu, reference, elsewhere=reference)
+
 
 def step(
-    weights: list[Tensor],
-    velocities: list[Tensor],
-    grads: list[Tensor],
-    *,
-    momentum: float,
-    rate: float,
-    keep: float,
+    weights: list[Tensor], velocities: list[Tensor], grads: list[Tensor], *, momentum: float, rate: float, keep: float
 ) -> None:
     """v <- momentum v - rate g;  w <- keep w + v, for each of the weights, which are one at least.
 

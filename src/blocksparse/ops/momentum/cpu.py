@@ -28,13 +28,7 @@ def serves(tensors: Sequence[Tensor]) -> bool:
 
 
 def step(
-    weights: list[Tensor],
-    velocities: list[Tensor],
-    grads: list[Tensor],
-    *,
-    momentum: float,
-    rate: float,
-    keep: float,
+    weights: list[Tensor], velocities: list[Tensor], grads: list[Tensor], *, momentum: float, rate: float, keep: float
 ) -> None:
     dtype, shapes = weights[0].dtype, [w.shape for w in weights]
 

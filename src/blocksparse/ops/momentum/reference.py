@@ -14,13 +14,7 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @torch.no_grad()
 def step(
-    weights: list[Tensor],
-    velocities: list[Tensor],
-    grads: list[Tensor],
-    *,
-    momentum: float,
-    rate: float,
-    keep: float,
+    weights: list[Tensor], velocities: list[Tensor], grads: list[Tensor], *, momentum: float, rate: float, keep: float
 ) -> None:
     for name, tensors in (("velocities", velocities), ("grads", grads)):
         check_count(name, tensors, weights)

@@ -56,7 +56,7 @@ def _recurrence(
     for i in range(0, len(sizes_of_layouts), 3):
         in_blocks, block = sizes_of_layouts[i], (sizes_of_layouts[i + 1], sizes_of_layouts[i + 2])
         layouts.append(layout_of((next(left), next(left)), in_blocks, block) if in_blocks else None)
-    return KINDS[kind].made(Times(number, batch, tuple(sizes) or None, reverse).spelled(), layouts)  # type: ignore[no-any-return]
+    return KINDS[kind](Times(number, batch, tuple(sizes) or None, reverse).spelled(), *layouts)
 
 
 def _with_none(tensors: Sequence[Tensor], given: Sequence[bool]) -> list[Tensor | None]:

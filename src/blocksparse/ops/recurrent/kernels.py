@@ -27,26 +27,12 @@ def step_forward_kernel(
     counter_ptr,  # int32 [parts, programs of a task], zeros before and after
     task_ptr,  # int32 [tasks, 6]: block row, first entry, last entry, part (-1: all), first and last part of the row
     col_ptr,
-    n,
-    tasks,
-    nnz,
-    hidden,
-    x_stride,
-    pre_stride,
-    c_stride,
-    h_stride,
-    c_out_stride,
-    gates_stride,
-    block_out: tl.constexpr,
-    block_in: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SUM: tl.constexpr,
-    WIDEN: tl.constexpr,
+    n, tasks, nnz, hidden, x_stride, pre_stride, c_stride, h_stride, c_out_stride, gates_stride,
+    block_out: tl.constexpr, block_in: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr, WIDEN: tl.constexpr,
     PARTS: tl.constexpr,  # some rows come in parts
     BLOCK_M: tl.constexpr,  # the tile: rows, features of each gate, lanes
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """The product of a step, its four gates, and the states after it."""
     task, piece, tile, program, programs = _program(tasks, block_out, BLOCK_N)
     first = tl.load(task_ptr + 6 * task + 1)
@@ -96,20 +82,11 @@ def step_wgrad_kernel(
     values_ptr,  # [4 nnz, block_out, block_in], written
     task_ptr,  # int32 [tasks, 4], those of `linear_wgrad_kernel` for one gate
     col_ptr,
-    n,
-    nnz,
-    hidden,
-    grad_stride,
-    x_stride,
-    block_out: tl.constexpr,
-    block_in: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SUM: tl.constexpr,
-    WIDEN: tl.constexpr,
+    n, nnz, hidden, grad_stride, x_stride,
+    block_out: tl.constexpr, block_in: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr,  # rows of a step; features of each gate and lanes of the sums
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """The weight's gradient over all steps: BLOCK_K lanes of one block row's entries, of all four gates."""
     task = tl.program_id(0).to(tl.int64)
     row = tl.load(task_ptr + 4 * task)
@@ -151,15 +128,10 @@ def _program(tasks, height: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit
 def _gathered(
     sums,
-    partial_ptr,
-    counter_ptr,
-    task_ptr,
-    task,
-    program,
-    programs,
-    BLOCK_M: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    partial_ptr, counter_ptr, task_ptr,
+    task, program, programs,
+    BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """The sums of a whole row, and whether this program has them: the last to come of those with a part of it.
 
     That one adds the parts in their order, whichever came first, and leaves the counter as it was.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,59 +14,33 @@ from ...layout import BlockLayout
 from .. import workspace
 from ..linear import LINEAR
 from ..lstm_gates import LSTM_GATES
-from .op import (
-    Product,
-    Rows,
-    StateGradient,
-    Trajectory,
-    empty,
-    forward_step,
-    gather_rows,
-    linear_of,
-    scatter_add_rows,
-)
-from .recurrence import Steps, Tensors, Times
+from .op import Product, Rows, StateGradient, Trajectory, empty, forward_step, gather_rows, linear_of, scatter_add_rows
+from .recurrence import Recurrence, Steps, Tensors, Times
 
 
-@dataclass(frozen=True)
-class LSTM:
+class LSTM(Recurrence):
     """i, f, g, o = x V^T + b + h W^T;  c = sig(f) c + sig(i) tanh(g);  h = sig(o) tanh(c), or its projection.
 
     Args:
-        steps: of the sequences.
-        input_layout: of V `[4 hidden, input]`; None if it is dense, and so the others.
-        layout: of W `[4 hidden, output]`.
-        projection: of the weight `[output, hidden]` that h is projected with.
+        layouts: of V `[4 hidden, input]`, of W `[4 hidden, output]`, and of the weight `[output, hidden]` that h is
+            projected with, if there is one.
 
     The tensors: x `[rows, input]`, index None, or a table x `[n, input]` and the index `[rows]` of each row in it, so
     that the inputs' product is that of the table only; h `[batch, output]`, c `[batch, hidden]`; V; b `[4 hidden]` or
     None; W; the projection's weight, if there is one. The outputs: y `[rows, output]`; the final h and c.
     """
 
-    steps: Steps
-    input_layout: BlockLayout | None = None
-    layout: BlockLayout | None = None
-    projection: BlockLayout | None = None
-
-    states = 2, 3
-
-    @property
-    def layouts(self) -> tuple[BlockLayout | None, ...]:
-        return self.input_layout, self.layout, self.projection
-
-    @classmethod
-    def made(cls, steps: Any, layouts: Sequence[BlockLayout | None]) -> LSTM:
-        return cls(steps, *layouts)
-
     def definition(
         self, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, input_weight: Tensor, bias: Tensor | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        def step(z: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-            h, c = gates(z + linear_of(h, weights[0], self.layout), c)
-            return (linear_of(h, weights[1], self.projection) if len(weights) == 2 else h), c
+        input_layout, *layouts = self.layouts
 
-        inputs = linear_of(x, input_weight, self.input_layout, bias)
+        def step(z: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+            h, c = gates(z + linear_of(h, weights[0], layouts[0]), c)
+            return (linear_of(h, weights[1], layouts[1]) if len(weights) == 2 else h), c
+
+        inputs = linear_of(x, input_weight, input_layout, bias)
         return unrolled(self.steps, step, (gather_rows(inputs, index),), h, c)
 
     def forward(
@@ -75,10 +48,10 @@ class LSTM:
         *weights: Tensor, keep: bool,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
         steps = self.steps
-        recurrent, *projection = self._products(weights)
+        recurrent, *projection = products(weights, self.layouts[1:], steps)
         hs, cs = Trajectory(steps, h), Trajectory(steps, c)
         pre = empty(len(x), 4 * c.shape[1], x)
-        Product(input_weight, self.input_layout, len(x)).forward(x, bias, out=pre)
+        Product(input_weight, self.layouts[0], len(x)).forward(x, bias, out=pre)
         inputs = Rows(steps, pre, index)
         # The activated gates take the place of the inputs' product where there is one of each row.
         gates = pre if index is None else empty(steps.rows, pre.shape[1], x)
@@ -93,55 +66,32 @@ class LSTM:
             if not steps.aligned:
                 hs.advance(t)
                 cs.advance(t)
-        kept = (gates, hs.all_before, cs.all_before, cs.all_after, *([raw] if projection else ()))
+        kept = (gates, cs.all_before, cs.all_after, hs.all_before, *([raw] if projection else ()))
         return outputs(hs, cs), kept if keep else ()
 
     def backward(
         self, tensors: Any, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
     ) -> Tensors:
         steps, (x, index, _, _, input_weight, _, *weights) = self.steps, tensors
-        gates, h_before, c_before, c_after, *raw = kept
-        grad_y, grad_h, grad_c = grads
-        recurrent, *projection = self._products(weights)
-        grad_pre = workspace.empty_like(gates)
-        dh, dc = StateGradient(steps, grad_h), grad_c.clone()
-        views = [each.split(steps.sizes) for each in (gates, c_before, c_after, grad_y.contiguous(), grad_pre)]
-        if projection:
-            grad_projected = torch.empty_like(grad_y)
-            projected = grad_projected.split(steps.sizes)
-        run = LSTM_GATES.on(gates.device, gates.dtype).backward
-        for t in reversed(steps.order):
-            activated, before, after, from_y, grad_z = (view[t] for view in views)
-            from_h, grad_state = dh.at(t), dc[: steps.sizes[t]]
-            if projection:
-                torch.add(from_h, from_y, out=projected[t])
-                from_h = projection[0].dgrad(projected[t])
-            run(
-                activated,
-                before,
-                after,
-                from_h,
-                None if projection else from_y,
-                grad_state,
-                grad_pre_out=grad_z,
-                grad_c_out=grad_state,
-            )
-            dh.set(t, recurrent.dgrad(grad_z))
-        of_inputs = Product(input_weight, self.input_layout, len(x)).backward(
+        *states, h_before = kept[:4]
+        recurrent, *projection = products(weights, self.layouts[1:], steps)
+        projected = [torch.empty_like(grads[0]) for _ in projection]
+
+        def at_gates(t: int, grad_h: Tensor, grad_y: Tensor) -> Tensor:
+            into = projected[0][steps.start[t] : steps.start[t + 1]]
+            return projection[0].dgrad(torch.add(grad_h, grad_y, out=into))
+
+        grad_pre, grad_h, grad_c = back_in_time(
+            steps, states, grads, lambda t, grad: recurrent.dgrad(grad), at_gates if projection else None
+        )
+        grad_x, grad_input_weight, grad_bias = Product(input_weight, self.layouts[0], len(x)).backward(
             scatter_add_rows(grad_pre, x, index), x, needed[0], needed[5]
         )
-        grad_x, grad_input_weight, grad_bias = of_inputs
         grad_weights = [recurrent.wgrad(grad_pre, h_before)]
-        if projection:
-            grad_weights.append(projection[0].wgrad(grad_projected, raw[0]))
-        return grad_x, None, dh.initial, dc, grad_input_weight, grad_bias, *grad_weights
-
-    def _products(self, weights: Sequence[Tensor]) -> list[Product]:
-        layouts = (self.layout, self.projection)[: len(weights)]
-        return [Product(weight, layout, self.steps.batch) for weight, layout in zip(weights, layouts, strict=True)]
+        grad_weights += [product.wgrad(grad, kept[4]) for product, grad in zip(projection, projected, strict=True)]
+        return grad_x, None, grad_h, grad_c, grad_input_weight, grad_bias, *grad_weights
 
 
-@dataclass(frozen=True)
 class JoinedLSTM(LSTM):
     """An LSTM without projection whose weights are both block-sparse: i, f, g, o = [x, h] [V, W]^T + b.
 
@@ -155,7 +105,7 @@ class JoinedLSTM(LSTM):
         *weights: Tensor, keep: bool,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
         steps = self.steps
-        layout, order = _join(self.input_layout, self.layout, x.device)
+        layout, order = _join(*self.layouts, x.device)
         values = torch.cat([input_weight, weights[0]])[order]
         hs, cs = Trajectory(steps, h, x), Trajectory(steps, c)
         gates = empty(steps.rows if keep else 0, layout.shape[0], x)
@@ -169,36 +119,31 @@ class JoinedLSTM(LSTM):
             if not steps.aligned:
                 hs.advance(t)
                 cs.advance(t)
-        kept = gates, values, hs.rows_before, cs.all_before, cs.all_after
+        kept = gates, cs.all_before, cs.all_after, values, hs.rows_before
         return outputs(hs, cs), kept if keep else ()
 
     def backward(
         self, tensors: Any, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
     ) -> Tensors:
         steps, (x, _, _, _, input_weight, *_) = self.steps, tensors
-        gates, values, rows, c_before, c_after = kept
-        grad_y, grad_h, grad_c = grads
-        layout, order = _join(self.input_layout, self.layout, values.device)
-        joined, inputs = Product(values, layout, steps.batch), x.shape[1]
-        grad_pre, grad_x = workspace.empty_like(gates), workspace.empty_like(x)
-        grad_bias = c_after.new_zeros(gates.shape[1]) if needed[5] else None
-        dh, dc = StateGradient(steps, grad_h), grad_c.clone()
-        views = [each.split(steps.sizes) for each in (gates, c_before, c_after, grad_y.contiguous(), grad_pre, grad_x)]
-        run = LSTM_GATES.on(gates.device, gates.dtype).backward
-        for t in reversed(steps.order):
-            activated, before, after, from_y, grad_z, into = (view[t] for view in views)
-            grad_state = dc[: steps.sizes[t]]
-            run(activated, before, after, dh.at(t), from_y, grad_state, grad_pre_out=grad_z, grad_c_out=grad_state)
+        *states, values, rows = kept
+        layout, order = _join(*self.layouts, values.device)
+        joined, inputs, grad_x = Product(values, layout, steps.batch), x.shape[1], workspace.empty_like(x)
+        grad_bias = states[1].new_zeros(layout.shape[0]) if needed[5] else None
+
+        def at_state(t: int, grad_z: Tensor) -> Tensor:
             grad = joined.dgrad(grad_z)
-            into.copy_(grad[:, :inputs])
-            dh.set(t, grad[:, inputs:])
+            grad_x[steps.start[t] : steps.start[t + 1]] = grad[:, :inputs]
             if grad_bias is not None:  # while it is in the cache
-                grad_bias += grad_z.sum(0)
+                grad_bias.add_(grad_z.sum(0))
+            return grad[:, inputs:]
+
+        grad_pre, grad_h, grad_c = back_in_time(steps, states, grads, at_state)
         grad_values = torch.empty_like(values)
         grad_values[order] = joined.wgrad(grad_pre, rows)
         grad_weights = grad_values.split([len(input_weight), len(values) - len(input_weight)])
-        grad_bias = None if grad_bias is None else grad_bias.to(x.dtype)
-        return grad_x, None, dh.initial, dc, grad_weights[0], grad_bias, grad_weights[1]
+        of_bias = None if grad_bias is None else grad_bias.to(x.dtype)
+        return grad_x, None, grad_h, grad_c, grad_weights[0], of_bias, grad_weights[1]
 
 
 # Of the last pairs of layouts: both, joined, and the order. By identity, as hashing layouts takes as long as a step.
@@ -221,6 +166,42 @@ def _join(left: Any, right: Any, device: torch.device) -> tuple[BlockLayout, Ten
             _joined.clear()
         found = _joined[key] = left, right, layout, torch.from_numpy(order).to(device)
     return found[2:]
+
+
+def products(weights: Sequence[Tensor], layouts: Sequence[BlockLayout | None], steps: Steps) -> list[Product]:
+    """The products of each step."""
+    return [Product(weight, layout, steps.batch) for weight, layout in zip(weights, layouts, strict=True)]
+
+
+def back_in_time(
+    steps: Steps,
+    kept: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    at_state: Callable[[int, Tensor], Tensor],
+    at_gates: Callable[[int, Tensor, Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients before the gates of all steps, and at the initial h and c.
+
+    Args:
+        steps: of the sequences.
+        kept: the activated gates of all steps, c before and after each.
+        grads: at y and at the final h and c.
+        at_state: the gradient at the h that step t took, from that before its gates.
+        at_gates: the gradient at the h that the gates of step t gave, from those at the state and at y; None where
+            that is their sum.
+    """
+    grad_y, grad_h, grad_c = grads
+    grad_pre = workspace.empty_like(kept[0])
+    dh, dc = StateGradient(steps, grad_h), grad_c.clone()
+    views = [each.split(steps.sizes) for each in (*kept, grad_y.contiguous(), grad_pre)]
+    run = LSTM_GATES.on(kept[0].device, kept[0].dtype).backward
+    for t in reversed(steps.order):
+        activated, before, after, from_y, into = (view[t] for view in views)
+        from_h, grad_state = dh.at(t), dc[: steps.sizes[t]]
+        pair = (from_h, from_y) if at_gates is None else (at_gates(t, from_h, from_y), None)
+        run(activated, before, after, *pair, grad_state, grad_pre_out=into, grad_c_out=grad_state)
+        dh.set(t, at_state(t, into))
+    return grad_pre, dh.initial, dc
 
 
 def gates(pre: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:

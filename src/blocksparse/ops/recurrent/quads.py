@@ -43,16 +43,9 @@ class Quads:
         self._counter = torch.empty(0, dtype=torch.int32, device=values.device)
 
     def forward(
-        self,
-        x: Tensor,
-        pre: Tensor,
-        index: Tensor | None,
-        c: Tensor,
-        *,
-        h_out: Tensor,
-        c_out: Tensor,
-        gates_out: Tensor | None,
-    ) -> None:
+        self, x: Tensor, pre: Tensor, index: Tensor | None, c: Tensor,
+        *, h_out: Tensor, c_out: Tensor, gates_out: Tensor | None,
+    ) -> None:  # fmt: skip
         """The states after a step, and its gates: those of x W^T and of pre, or of the rows of pre in the index."""
         if len(x) == 0:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from ...layout import BlockLayout
 Tensors = tuple[Tensor | None, ...]
 
 
-class Recurrence(Protocol):
+class Recurrence:
     """A recurrence over a whole sequence, written twice: as a definition, and by hand.
 
     `tensors` are its inputs, initial states and weights in an order of its own, some may be None; so are the gradients.
@@ -25,29 +25,28 @@ class Recurrence(Protocol):
                                                 kept
         backward(tensors, kept, grads, needed)  the gradients of the tensors from those of the outputs; None at will
                                                 for what is not needed
-        steps, layouts                          of which, in this order, `made` makes such a recurrence
-        states                                  the positions of the initial states among the tensors, that of the
-                                                outputs first; the outputs are those of all steps and the final states
+
+    Args:
+        steps: of the sequences.
+        layouts: of the weights; None where one is dense.
     """
 
-    states: Any
+    states = 2, 3
+    """The positions of the initial h and c among the tensors; the outputs are h of all steps, the final h and c."""
 
-    @property
-    def steps(self) -> Any: ...
+    def __init__(self, steps: Any, *layouts: BlockLayout | None) -> None:
+        self.steps, self.layouts = steps, layouts
 
-    @property
-    def layouts(self) -> tuple[BlockLayout | None, ...]: ...
+    def definition(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        raise NotImplementedError
 
-    @classmethod
-    def made(cls, steps: Any, layouts: Sequence[BlockLayout | None]) -> Any: ...
-
-    def definition(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]: ...
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]: ...
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        raise NotImplementedError
 
     def backward(
-        self, tensors: Tensors, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: tuple[bool, ...]
-    ) -> Tensors: ...
+        self, tensors: Any, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
+    ) -> Tensors:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...layout import BlockLayout
 from .. import workspace
 from ..lstm_gates import LSTM_GATES
-from .lstm import gates, outputs, unrolled
-from .op import (
-    Product,
-    Rows,
-    StateGradient,
-    Trajectory,
-    empty,
-    gather_rows,
-    linear_of,
-    scatter_add_rows,
-)
-from .recurrence import Steps, Tensors
+from .lstm import back_in_time, gates, outputs, products, unrolled
+from .op import Rows, Trajectory, empty, gather_rows, linear_of, scatter_add_rows
+from .recurrence import Recurrence, Tensors
 
 EPSILON = 1e-5
 
 
-@dataclass(frozen=True)
-class SmallWorldLSTM:
+class SmallWorldLSTM(Recurrence):
     """A few steps through the graph within each time step, then the gates; a layer norm after each product.
 
         s = factors * norm(h W1^T)
@@ -39,9 +27,7 @@ class SmallWorldLSTM:
         i, f, g, o = norm of each (s W^T);  c = sig(f) c + sig(i) tanh(g);  h = sig(o) tanh(c)
 
     Args:
-        steps: of the sequences.
-        layouts: of the weights W1 to Wdepth `[hidden, hidden]`, then of W `[4 hidden, hidden]`; None where one is
-            dense.
+        layouts: of the weights W1 to Wdepth `[hidden, hidden]`, then of W `[4 hidden, hidden]`.
 
     The tensors: factors and terms `[rows, hidden]`, those of the inputs, index None, or tables of them `[n, hidden]`
     and the index `[rows]` of each row in them; h and c `[batch, hidden]`; the weights as the layouts; the norms' gains
@@ -51,14 +37,7 @@ class SmallWorldLSTM:
     Source: Gray, Radford, Kingma, GPU Kernels for Block-Sparse Weights (2017).
     """
 
-    steps: Steps
-    layouts: tuple[BlockLayout | None, ...]
-
     states = 3, 4
-
-    @classmethod
-    def made(cls, steps: Any, layouts: Sequence[BlockLayout | None]) -> SmallWorldLSTM:
-        return cls(steps, tuple(layouts))
 
     @property
     def depth(self) -> int:
@@ -93,9 +72,7 @@ class SmallWorldLSTM:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
         steps, depth, hidden = self.steps, self.depth, c.shape[1]
         weights, gains, biases = self._split(parameters)
-        products = [
-            Product(weight, layout, self.steps.batch) for weight, layout in zip(weights, self.layouts, strict=True)
-        ]
+        of_steps = products(weights, self.layouts, steps)
         hs, cs = Trajectory(steps, h), Trajectory(steps, c)
         # Of each norm but the last: what it takes, and mean and 1 / deviation; what the following product takes.
         rows_kept = steps.rows if keep else 0
@@ -112,7 +89,7 @@ class SmallWorldLSTM:
             rows = slice(steps.start[t], steps.start[t + 1])
             s = hs.before[t]
             for k in range(depth):
-                y = products[k].forward(s)
+                y = of_steps[k].forward(s)
                 s, mean, scale = torch.native_layer_norm(y.to(wide), (hidden,), *wide_norms[k], EPSILON)
                 if keep:
                     taken[k][rows] = y
@@ -121,7 +98,7 @@ class SmallWorldLSTM:
                 s = s.to(y.dtype)
                 if keep:
                     given[k][rows] = s
-            z = products[depth].forward(s)
+            z = of_steps[depth].forward(s)
             normed, _, scale = torch.native_layer_norm(z.view(-1, 4, hidden).to(wide), (hidden,), None, None, EPSILON)
             normed = normed.view(-1, 4 * hidden).to(z.dtype)
             if keep:
@@ -138,7 +115,7 @@ class SmallWorldLSTM:
             if not steps.aligned:
                 hs.advance(t)
                 cs.advance(t)
-        kept = (activated, z_normed, z_scale, hs.all_before, cs.all_before, cs.all_after, *taken, *given, *moments)
+        kept = (activated, cs.all_before, cs.all_after, hs.all_before, z_normed, z_scale, *taken, *given, *moments)
         return outputs(hs, cs), kept if keep else ()
 
     def backward(
@@ -148,42 +125,27 @@ class SmallWorldLSTM:
         factors, terms, index, _, c, *parameters = tensors
         hidden = c.shape[1]
         weights, gains, biases = self._split(tuple(parameters))
-        activated, z_normed, z_scale, h_before, c_before, c_after, *rest = kept
+        *states, h_before, z_normed, z_scale = kept[:6]
+        rest = kept[6:]
         taken, given, moments = rest[:depth], rest[depth : 2 * depth], rest[2 * depth :]
-        products = [
-            Product(weight, layout, self.steps.batch) for weight, layout in zip(weights, self.layouts, strict=True)
-        ]
-        grad_y, grad_h, grad_c = grads
-        grad_y = grad_y.contiguous()
-        grad_pre, grad_z = (workspace.empty_like(activated) for _ in range(2))
+        of_steps = products(weights, self.layouts, steps)
+        grad_z = workspace.empty_like(z_normed)
         grad_taken = [workspace.empty_like(each) for each in given]
         grad_factors, grad_terms = (workspace.empty_like(given[0]) for _ in range(2))
         grad_normed = factors.new_empty(steps.batch, hidden)
         grad_gains, grad_biases = ([torch.zeros_like(each, dtype=c.dtype) for each in of] for of in (gains, biases))
         factor = Rows(steps, factors, index)
-        dh, dc = StateGradient(steps, grad_h), grad_c.clone()
         wide = c.dtype
         wide_norms = [(gains[k].to(wide), biases[k].to(wide)) for k in range(depth)]
-        run = LSTM_GATES.on(factors.device, factors.dtype).backward
-        for t in reversed(steps.order):
+
+        def at_state(t: int, grad_pre: Tensor) -> Tensor:
             rows = slice(steps.start[t], steps.start[t + 1])
-            grad_state = dc[: steps.sizes[t]]
-            run(
-                activated[rows],
-                c_before[rows],
-                c_after[rows],
-                dh.at(t),
-                grad_y[rows],
-                grad_state,
-                grad_pre_out=grad_pre[rows],
-                grad_c_out=grad_state,
-            )
             # Summed while the terms are in the cache.
-            grad_gains[-1] += (grad_pre[rows] * z_normed[rows]).sum(0)
-            grad_biases[-1] += grad_pre[rows].sum(0)
-            scaled = grad_pre[rows] * gains[-1]
+            grad_gains[-1] += (grad_pre * z_normed[rows]).sum(0)
+            grad_biases[-1] += grad_pre.sum(0)
+            scaled = grad_pre * gains[-1]
             grad_z[rows] = _norm_backward(scaled, z_normed[rows], z_scale[rows], hidden)
-            grad = products[depth].dgrad(grad_z[rows])
+            grad = of_steps[depth].dgrad(grad_z[rows])
             for k in reversed(range(depth)):
                 y, mean, scale = taken[k][rows], moments[k][0, rows], moments[k][1, rows]
                 normed = (y - mean) * scale
@@ -200,17 +162,19 @@ class SmallWorldLSTM:
                 grad_taken[k][rows] = torch.ops.aten.native_layer_norm_backward(
                     into.to(wide), y.to(wide), (hidden,), mean, scale, *wide_norms[k], (True, False, False)
                 )[0]
-                grad = products[k].dgrad(grad_taken[k][rows])
-            dh.set(t, grad)
+                grad = of_steps[k].dgrad(grad_taken[k][rows])
+            return grad
+
+        _, grad_h, grad_c = back_in_time(steps, states, grads, at_state)
         inputs = [h_before, *given]
         grad_outputs = [*grad_taken, grad_z]
-        grad_weights = [p.wgrad(grad, x) for p, grad, x in zip(products, grad_outputs, inputs, strict=True)]
+        grad_weights = [p.wgrad(grad, x) for p, grad, x in zip(of_steps, grad_outputs, inputs, strict=True)]
         return (
             scatter_add_rows(grad_factors, factors, index),
             scatter_add_rows(grad_terms, terms, index) if depth > 1 else None,
             None,
-            dh.initial,
-            dc,
+            grad_h,
+            grad_c,
             *grad_weights,
             *(grad.to(factors.dtype) for grad in (*grad_gains, *grad_biases)),
         )
