@@ -127,7 +127,7 @@ int64_t blocks_in(int64_t features, int64_t block) {
   return features / block;
 }
 
-const void* pointer(uintptr_t address) { return reinterpret_cast<const void*>(address); }
+void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
 
 void py_linear(const std::string& isa, const std::string& dtype, const std::string& activation, bool transpose,
                std::pair<int64_t, int64_t> block, int64_t tokens, uintptr_t x, int64_t x_stride, int64_t in_features,
@@ -142,12 +142,9 @@ void py_linear(const std::string& isa, const std::string& dtype, const std::stri
   require(position.size() == col.size(), "a position for each block");
   require(begin.size() == row.size() && end.size() == row.size(), "row, begin and end of one length");
   require_tasks(task_start, row.size());
-  const InstructionSet& set = isa_named(isa);
-  const Activation act = activation_named(activation);
-  const DType type = dtype_named(dtype);
   nb::gil_scoped_release release;
-  linear(set, type, act, transpose, block.first, block.second, tokens, {pointer(x), x_stride, in_features},
-         pointer(values), pointer(bias), reinterpret_cast<void*>(y), out_features, tasks);
+  linear(isa_named(isa), dtype_named(dtype), activation_named(activation), transpose, block.first, block.second, tokens,
+         {pointer(x), x_stride, in_features}, pointer(values), pointer(bias), pointer(y), out_features, tasks);
   trim_scratch();
 }
 
@@ -159,11 +156,9 @@ void py_linear_wgrad(const std::string& isa, const std::string& dtype, std::pair
   blocks_in(out_features, block.first), blocks_in(in_features, block.second);
   require(row.size() == col.size(), "row and col of one length");
   require_tasks(task_start, row.size());
-  const InstructionSet& set = isa_named(isa);
-  const DType type = dtype_named(dtype);
   nb::gil_scoped_release release;
-  linear_wgrad(set, type, block.first, block.second, tokens, {pointer(grad), grad_stride, out_features},
-               {pointer(x), x_stride, in_features}, reinterpret_cast<void*>(values), tasks);
+  linear_wgrad(isa_named(isa), dtype_named(dtype), block.first, block.second, tokens,
+               {pointer(grad), grad_stride, out_features}, {pointer(x), x_stride, in_features}, pointer(values), tasks);
   trim_scratch();
 }
 
@@ -214,12 +209,11 @@ void py_csr_linear(const std::string& isa, const std::string& dtype, const std::
   const Csr matrix = given(start, col, position, out_features);
   const bool wide = is_wide(start);
   const InstructionSet& set = isa_named(isa);
-  const Activation act = activation_named(activation);
   const DType type = dtype_named(dtype);
   require(working_bytes >= csr_working_bytes(set, type, tokens, in_features), kWorking);
   nb::gil_scoped_release release;
-  csr_linear(set, type, act, tokens, {pointer(x), x_stride, in_features}, pointer(values), pointer(bias),
-             reinterpret_cast<void*>(y), reinterpret_cast<void*>(working), matrix, wide);
+  csr_linear(set, type, activation_named(activation), tokens, {pointer(x), x_stride, in_features}, pointer(values),
+             pointer(bias), pointer(y), pointer(working), matrix, wide);
 }
 
 void py_csr_wgrad(const std::string& isa, const std::string& dtype, int64_t tokens, uintptr_t grad, int64_t grad_stride,
@@ -232,7 +226,7 @@ void py_csr_wgrad(const std::string& isa, const std::string& dtype, int64_t toke
   require(working_bytes >= csr_wgrad_working_bytes(set, type, tokens, out_features, in_features), kWorking);
   nb::gil_scoped_release release;
   csr_wgrad(set, type, tokens, {pointer(grad), grad_stride, out_features}, {pointer(x), x_stride, in_features},
-            reinterpret_cast<void*>(values), reinterpret_cast<void*>(working), matrix, wide);
+            pointer(values), pointer(working), matrix, wide);
 }
 
 int64_t py_csr_gradients_working_bytes(const std::string& isa, const std::string& dtype, int64_t tokens,
@@ -251,11 +245,10 @@ void py_csr_gradients(const std::string& isa, const std::string& dtype, int64_t 
   const DType type = dtype_named(dtype);
   const int64_t needed = csr_gradients_working_bytes(set, type, tokens, out_features, in_features);
   require(needed > 0 && working_bytes >= needed, kWorking);
-  const auto writable = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
   nb::gil_scoped_release release;
   csr_gradients(set, type, tokens, {pointer(grad), grad_stride, out_features}, {pointer(x), x_stride, in_features},
-                pointer(values), writable(grad_x), writable(grad_values), writable(grad_bias), writable(working),
-                matrix, wide);
+                pointer(values), pointer(grad_x), pointer(grad_values), pointer(grad_bias), pointer(working), matrix,
+                wide);
 }
 
 using NewIndex = nb::ndarray<nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -316,12 +309,10 @@ void py_conv(const std::string& isa, const std::string& dtype, const std::string
   require_starts(start, blocks_in(out_channels, block.first), col.size(), "start for each block row, up to all blocks");
   require(position.size() == col.size(), "a position for each block");
   require(order.size() + 1 == start.size(), "each block row once in order");
-  const InstructionSet& set = isa_named(isa);
-  const Activation act = activation_named(activation);
-  const DType type = dtype_named(dtype);
   nb::gil_scoped_release release;
-  conv(set, type, act, transpose, block.first, block.second, kernel.data(), images, image(x, x_size, in_channels),
-       pointer(values), pointer(bias), image(y, y_size, out_channels), along.data(), along.data() + 3, rows);
+  conv(isa_named(isa), dtype_named(dtype), activation_named(activation), transpose, block.first, block.second,
+       kernel.data(), images, image(x, x_size, in_channels), pointer(values), pointer(bias),
+       image(y, y_size, out_channels), along.data(), along.data() + 3, rows);
   trim_scratch();
 }
 
@@ -332,12 +323,10 @@ void py_conv_wgrad(const std::string& isa, const std::string& dtype, std::pair<i
   const auto along = axes_of(axes, 3, taps);
   blocks_in(out_channels, block.first), blocks_in(in_channels, block.second);
   require(row.size() == col.size(), "row and col of one length");
-  const InstructionSet& set = isa_named(isa);
-  const DType type = dtype_named(dtype);
   nb::gil_scoped_release release;
-  conv_wgrad(set, type, block.first, block.second, images, image(grad, grad_size, out_channels),
-             image(x, x_size, in_channels), big_grad, reinterpret_cast<void*>(values), along.data(), row.data(),
-             col.data(), int64_t(row.size()));
+  conv_wgrad(isa_named(isa), dtype_named(dtype), block.first, block.second, images,
+             image(grad, grad_size, out_channels), image(x, x_size, in_channels), big_grad, pointer(values),
+             along.data(), row.data(), col.data(), int64_t(row.size()));
   trim_scratch();
 }
 
@@ -352,29 +341,24 @@ void py_int8_linear(const std::string& isa, const std::string& dtype, const std:
   require_starts(start, blocks_in(out_features, block.first), col.size(), "start for each block row, up to all blocks");
   require(begin.size() == row.size() && end.size() == row.size(), "row, begin and end of one length");
   require_tasks(task_start, row.size());
-  const InstructionSet& set = isa_named(isa);
-  const Activation act = activation_named(activation);
-  const DType type = dtype_named(dtype);
   const Int8Weights weights = {static_cast<const int8_t*>(pointer(values)), static_cast<const float*>(pointer(scale)),
                                static_cast<const int32_t*>(pointer(sum)), padded_out};
   nb::gil_scoped_release release;
-  int8_linear(set, type, act, block.first, block.second, tokens, {pointer(x), x_stride, in_features}, weights,
-              pointer(bias), reinterpret_cast<void*>(y), out_features, tasks);
+  int8_linear(isa_named(isa), dtype_named(dtype), activation_named(activation), block.first, block.second, tokens,
+              {pointer(x), x_stride, in_features}, weights, pointer(bias), pointer(y), out_features, tasks);
   trim_scratch();
 }
 
 // The address of row 0, or 0, and the distance between rows.
 using PyRows = std::pair<uintptr_t, int64_t>;
 InputRows input(const PyRows& rows) { return {pointer(rows.first), rows.second}; }
-OutputRows output(const PyRows& rows) { return {reinterpret_cast<void*>(rows.first), rows.second}; }
+OutputRows output(const PyRows& rows) { return {pointer(rows.first), rows.second}; }
 
 void py_gates_forward(const std::string& isa, const std::string& dtype, int64_t rows, int64_t hidden, const PyRows& z,
                       const PyRows& add, uintptr_t gain, const PyRows& c, const PyRows& h, const PyRows& c_out,
                       const PyRows& gates) {
-  const InstructionSet& set = isa_named(isa);
-  const DType type = dtype_named(dtype);
   nb::gil_scoped_release release;
-  gates_forward(set, type, rows,
+  gates_forward(isa_named(isa), dtype_named(dtype), rows,
                 {hidden, input(z), input(add), pointer(gain), input(c), output(h), output(c_out), output(gates)});
 }
 
@@ -382,53 +366,38 @@ void py_gates_backward(const std::string& isa, const std::string& dtype, int64_t
                        const PyRows& gates, const PyRows& c_before, const PyRows& c, const PyRows& grad_h,
                        const PyRows& grad_y, const PyRows& grad_c, const PyRows& grad_pre,
                        const PyRows& grad_c_before) {
-  const InstructionSet& set = isa_named(isa);
-  const DType type = dtype_named(dtype);
   nb::gil_scoped_release release;
-  gates_backward(set, type, rows,
+  gates_backward(isa_named(isa), dtype_named(dtype), rows,
                  {hidden, input(gates), input(c_before), input(c), input(grad_h), input(grad_y), input(grad_c),
                   output(grad_pre), output(grad_c_before)});
 }
 
 void py_dropout_forward(const std::string& isa, const std::string& dtype, int64_t count, uintptr_t x, uintptr_t y,
                         uintptr_t code, const std::array<double, 3>& factors, uint64_t seed, uint16_t least) {
-  const InstructionSet& set = isa_named(isa);
-  const DType type = dtype_named(dtype);
   nb::gil_scoped_release release;
-  dropout_forward(set, type, count,
-                  {pointer(x),
-                   reinterpret_cast<void*>(y),
-                   reinterpret_cast<uint8_t*>(code),
-                   {factors[0], factors[1], factors[2]},
-                   seed,
-                   least});
+  dropout_forward(
+      isa_named(isa), dtype_named(dtype), count,
+      {pointer(x), pointer(y), reinterpret_cast<uint8_t*>(code), {factors[0], factors[1], factors[2]}, seed, least});
 }
 
 void py_dropout_backward(const std::string& isa, const std::string& dtype, int64_t count, uintptr_t grad,
                          uintptr_t code, uintptr_t grad_x, const std::array<double, 3>& factors) {
-  const InstructionSet& set = isa_named(isa);
-  const DType type = dtype_named(dtype);
   nb::gil_scoped_release release;
-  dropout_backward(set, type, count,
-                   {pointer(grad),
-                    reinterpret_cast<const uint8_t*>(code),
-                    reinterpret_cast<void*>(grad_x),
-                    {factors[0], factors[1], factors[2]}});
+  dropout_backward(
+      isa_named(isa), dtype_named(dtype), count,
+      {pointer(grad), reinterpret_cast<const uint8_t*>(code), pointer(grad_x), {factors[0], factors[1], factors[2]}});
 }
 
 void py_momentum_steps(const std::string& isa, const std::string& dtype, const std::vector<int64_t>& counts,
                        const std::vector<uintptr_t>& weights, const std::vector<uintptr_t>& velocities,
                        const std::vector<uintptr_t>& grads, double momentum, double rate, double keep) {
-  const InstructionSet& set = isa_named(isa);
-  const DType type = dtype_named(dtype);
   const size_t count = counts.size();
   require(weights.size() == count && velocities.size() == count && grads.size() == count, "lists of one length");
   std::vector<MomentumStep> steps;
   for (size_t i = 0; i < counts.size(); ++i)
-    steps.push_back({reinterpret_cast<void*>(weights[i]), reinterpret_cast<void*>(velocities[i]), pointer(grads[i]),
-                     momentum, rate, keep});
+    steps.push_back({pointer(weights[i]), pointer(velocities[i]), pointer(grads[i]), momentum, rate, keep});
   nb::gil_scoped_release release;
-  momentum_steps(set, type, counts, steps);
+  momentum_steps(isa_named(isa), dtype_named(dtype), counts, steps);
 }
 
 }  // namespace

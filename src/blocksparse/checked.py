@@ -138,13 +138,18 @@ def check_kept(state: Mapping[str, Any], parameter: torch.Tensor, name: str, *, 
     for key, kept in state.items():
         size = kept.numel() if isinstance(kept, torch.Tensor) else len(kept) if isinstance(kept, list | tuple) else 1
         if (size != 1 or not scalars) and not (isinstance(kept, torch.Tensor) and kept.shape == parameter.shape):
-            got = list(kept.shape) if isinstance(kept, torch.Tensor) else type(kept).__name__
+            got = shape_of(kept)
             raise BlockSparseError.expected(
                 f"{key} in the optimizer's state",
                 f"the shape of {name}, {list(parameter.shape)}" + (", or one number" if scalars else ""),
                 f"{got}; after a change of the layout load the optimizer's state of the same time, or begin again with "
                 "optimizer.state.clear()",
             )
+
+
+def shape_of(given: Any) -> object:
+    """The shape of a tensor as errors show it; of anything else the name of its type."""
+    return list(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
 
 
 def checked_array(name: str, expected: str, given: Any) -> np.ndarray:

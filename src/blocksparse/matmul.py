@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checked import is_int
+from .checked import is_int, shape_of
 from .convert import block_coordinates
 from .errors import BlockSparseError
 from .layout import BlockLayout
@@ -94,8 +94,7 @@ class BlocksparseMatMul:
         if self.feature_axis == 1:
             return linear_transposed(x, w, self.layout, gate)
         if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[0] != self.layout.shape[0]:
-            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise BlockSparseError.expected("x", f"[{self.layout.shape[0]}, batch] for feature_axis=0", got)
+            raise BlockSparseError.expected("x", f"[{self.layout.shape[0]}, batch] for feature_axis=0", shape_of(x))
         return linear_transposed(x.T, w, self.layout, gate).T
 
     def identity_init(self, scale: float = 1.0, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:

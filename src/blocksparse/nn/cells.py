@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..checked import shape_of
 from ..errors import BlockSparseError
 from .gru import GRU, RNN
 from .lstm import LSTM
@@ -20,13 +21,15 @@ class Cell(Recurrent):
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:  # type: ignore[override]
         if not isinstance(input, Tensor) or input.dim() not in (1, 2):
-            shape = list(input.shape) if isinstance(input, Tensor) else type(input).__name__
-            raise BlockSparseError.expected("input", f"[batch, {self.input_size}] or [{self.input_size}]", shape)
+            raise BlockSparseError.expected(
+                "input", f"[batch, {self.input_size}] or [{self.input_size}]", shape_of(input)
+            )
         states = hx if isinstance(hx, tuple | list) else () if hx is None else (hx,)
         for state in states:
             if not isinstance(state, Tensor) or state.dim() != input.dim():
-                got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
-                raise BlockSparseError.expected("hx", f"states of {input.dim()} axes, as the input has", got)
+                raise BlockSparseError.expected(
+                    "hx", f"states of {input.dim()} axes, as the input has", shape_of(state)
+                )
         steps = tuple(state.unsqueeze(0) for state in states)
         _, new = super().forward(input.unsqueeze(0), steps[0] if isinstance(hx, Tensor) else steps or None)
         return new.squeeze(0) if isinstance(new, Tensor) else tuple(state.squeeze(0) for state in new)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
+from ..checked import shape_of
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.checks import check_activation
@@ -94,8 +95,7 @@ class Convolution(BlockSparseModule):
 
     def _check(self, x: Any) -> None:
         if not isinstance(x, Tensor) or x.dim() not in (self.axes + 1, self.axes + 2):
-            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise BlockSparseError.expected("x", f"a tensor [n, {self.in_channels}, *{self.axes} sizes]", got)
+            raise BlockSparseError.expected("x", f"a tensor [n, {self.in_channels}, *{self.axes} sizes]", shape_of(x))
         if x.shape[-self.axes - 1] != self.in_channels:
             raise BlockSparseError.expected("x", f"[n, {self.in_channels}, *{self.axes} sizes]", list(x.shape))
 

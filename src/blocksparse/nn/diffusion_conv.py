@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..checked import integer, number
+from ..checked import integer, number, shape_of
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, import_scipy_sparse
 
@@ -85,8 +85,7 @@ class Diffusion(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         x = input
         if not isinstance(x, Tensor) or x.dim() != 2 or len(x) != self.nodes:
-            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise BlockSparseError.expected("x", f"a tensor [{self.nodes}, features]", got)
+            raise BlockSparseError.expected("x", f"a tensor [{self.nodes}, features]", shape_of(x))
         seen = [x]
         for layout, values in zip(self.layouts, self.buffers(), strict=True):
             seen.append(ops.linear(x.T, values, layout).T)
@@ -131,8 +130,9 @@ class DiffusionConv(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         z = input
         if not isinstance(z, Tensor) or z.shape[-2:] != self.weight.shape:
-            got = list(z.shape) if isinstance(z, Tensor) else type(z).__name__
-            raise BlockSparseError.expected("z", f"a tensor [..., {', '.join(map(str, self.weight.shape))}]", got)
+            raise BlockSparseError.expected(
+                "z", f"a tensor [..., {', '.join(map(str, self.weight.shape))}]", shape_of(z)
+            )
         return torch.tanh(self.weight * z)
 
     def extra_repr(self) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..checked import shape_of
 from ..errors import BlockSparseError
 from ..ops.conv import per_axis
 from ..ops.conv.plan import Axis, runs
@@ -80,8 +81,7 @@ class EdgeBias(nn.Module):
         y, expected = input, (self.channels, *self.pattern.shape)
         axes = len(expected)
         if not isinstance(y, Tensor) or y.dim() not in (axes, axes + 1) or tuple(y.shape[-axes:]) != expected:
-            got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
-            raise BlockSparseError.expected("y", f"[n, {', '.join(map(str, expected))}]", got)
+            raise BlockSparseError.expected("y", f"[n, {', '.join(map(str, expected))}]", shape_of(y))
         gain = torch.cat([self.gain.new_ones(1, self.channels), self.gain])[self.pattern].movedim(-1, 0)
         bias = torch.cat([self.bias.new_zeros(1, self.channels), self.bias])[self.pattern].movedim(-1, 0)
         return y * gain.to(y.dtype) + bias.to(y.dtype)

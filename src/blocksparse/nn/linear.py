@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
+from ..checked import shape_of
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.checks import check_activation
@@ -41,8 +42,7 @@ class LinearModule(LayoutModule):
         out_features, in_features = layout.shape
         if in_features != self.in_features:
             if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.in_features:
-                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                raise BlockSparseError.expected("x", f"a tensor [..., {self.in_features}]", got)
+                raise BlockSparseError.expected("x", f"a tensor [..., {self.in_features}]", shape_of(x))
             x = F.pad(x, (0, in_features - self.in_features))
         if bias is not None and out_features != self.out_features:
             bias = F.pad(bias, (0, out_features - self.out_features))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checked import integer
+from ..checked import integer, shape_of
 from ..errors import BlockSparseError
 from .circular import circular_pad
 
@@ -171,8 +171,7 @@ def _blurred(x: Tensor, size: int) -> Tensor:
 
 def _check_images(x: Tensor) -> None:
     if not isinstance(x, Tensor) or x.dim() != 4:
-        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise BlockSparseError.expected("x", "a tensor [n, channels, height, width]", got)
+        raise BlockSparseError.expected("x", "a tensor [n, channels, height, width]", shape_of(x))
 
 
 def _check_index(index: Tensor, x: Tensor) -> None:

@@ -67,10 +67,6 @@ def row_stride(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.d
     """Returns the stride between rows; of a vector `[features]`, the features of its one row.
 
     A tensor that is written to has a name that ends in `_out`.
-
-    Raises:
-        BlockSparseError: another shape, dtype or device, features apart from each other, rows of an output within
-            each other, or a lazy change of sign.
     """
     if tensor.shape == shape and tensor.dtype is dtype and tensor.device == device and tensor.layout is torch.strided:
         *rows, step = tensor.stride()

@@ -147,11 +147,7 @@ def _checked(name: str, subject: str) -> str:
 
 
 def address(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The address of a contiguous tensor of this shape and dtype on the CPU, or 0 for None.
-
-    Raises:
-        BlockSparseError: any other tensor.
-    """
+    """The address of a contiguous tensor of this shape and dtype on the CPU, or 0 for None."""
     if tensor is None:
         return 0
     if (

@@ -54,11 +54,7 @@ def make_operands(layout: BlockLayout, crow: Tensor, col: Tensor) -> None:
 
 
 def layout_of_operands(crow: Tensor, col: Tensor) -> BlockLayout | None:
-    """The layout of these index tensors, if they were made operands.
-
-    Raises:
-        BlockSparseError: another layout was written to them.
-    """
+    """The layout of these index tensors, if they were made operands."""
     known: _Known | None = _known.get(col)
     if known is None:
         return None

@@ -116,11 +116,7 @@ class Op:
         self._elsewhere = elsewhere
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Any:
-        """The backend for tensors of this device and dtype.
-
-        Raises:
-            BlockSparseError: there is none, with the reason.
-        """
+        """The backend for tensors of this device and dtype."""
         # A copy of the values, as other threads change them.
         name = [*_forced.values()][-1] if _forced else _BACKEND_OF_DEVICE.get(device.type)
         backend: Any = self.backends.get(name or "")
@@ -454,20 +450,12 @@ _indices_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defin
 
 
 def layout_of(indices: Sequence[Tensor], in_blocks: int, block: tuple[int, int]) -> BlockLayout:
-    """The layout that an operation of a graph got as index tensors, a number of columns, and its block.
-
-    Raises:
-        BlockSparseError: index tensors that are not those of such a layout.
-    """
+    """The layout that an operation of a graph got as index tensors, a number of columns, and its block."""
     return _layout_of(indices, _grid_of(indices, in_blocks), block)
 
 
 def _layout_of(indices: Sequence[Tensor], grid: tuple[int, int], block: tuple[int, int]) -> BlockLayout:
-    """Returns the layout of these index tensors, or makes one of them (as in a graph loaded from a file).
-
-    Raises:
-        BlockSparseError: index tensors that are not those of a layout of this grid.
-    """
+    """Returns the layout of these index tensors, or makes one of them (as in a graph loaded from a file)."""
     crow, col = indices[:2]
     known = getattr(col, "_blocksparse_layout", None)
     layout: BlockLayout | None = known() if known is not None else None

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...checked import shape_of
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, check_layout
 from ..registry import Op
@@ -73,8 +74,7 @@ def attention(
 def _check(q: Any, k: Any, v: Any, layout: Any) -> list[BlockLayout]:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
-            got = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise BlockSparseError.expected(name, "a tensor [batch, heads, tokens, d]", got)
+            raise BlockSparseError.expected(name, "a tensor [batch, heads, tokens, d]", shape_of(tensor))
         if tensor.dtype != q.dtype or tensor.device != q.device or not tensor.is_floating_point():
             wanted = f"floating point, the dtype and the device of q, {q.dtype} and {q.device}"
             raise BlockSparseError.expected(name, wanted, f"{tensor.dtype} and {tensor.device}")

@@ -45,11 +45,6 @@ def _heads_by_layout(layouts: Sequence[BlockLayout]) -> list[list[int]]:
 class _Rows:
     """Rows of blocks that are computed together.
 
-    Args:
-        layout: whose rows.
-        rows: int `[n]`, rows of blocks.
-        causal: as for `attention`.
-
     rows: int64 `[n]`. cols: int64 `[n * most]`, the columns of their blocks, a row's last one repeated to fill it up.
     mask: bool `[n, block_q or 1, most * block_k]`, the keys that are seen; all where a query sees none, for softmax
         has to be of something. None where every row sees all of its keys.

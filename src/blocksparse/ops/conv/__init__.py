@@ -88,16 +88,9 @@ def conv2d(
 
 
 def conv1d(
-    x: Tensor,
-    values: Tensor,
-    layout: BlockLayout,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints | str = 0,
-    dilation: Ints = 1,
-    activation: str | None = None,
-    gate: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None = None, stride: Ints = 1,
+    padding: Ints | str = 0, dilation: Ints = 1, activation: str | None = None, gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`conv2d` over one axis: x is `[n, in_channels, length]`, values `[nnz, block_out, block_in, kernel]`.
 
     Arguments and errors are those of `conv2d`.
@@ -111,16 +104,9 @@ def conv1d(
 
 
 def conv3d(
-    x: Tensor,
-    values: Tensor,
-    layout: BlockLayout,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints | str = 0,
-    dilation: Ints = 1,
-    activation: str | None = None,
-    gate: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None = None, stride: Ints = 1,
+    padding: Ints | str = 0, dilation: Ints = 1, activation: str | None = None, gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`conv2d` over three axes: x is `[n, in_channels, depth, height, width]`.
 
     Arguments and errors are those of `conv2d`.
@@ -175,17 +161,10 @@ def conv_transpose2d(
 
 
 def conv_transpose1d(
-    x: Tensor,
-    values: Tensor,
-    layout: BlockLayout,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints = 0,
-    output_padding: Ints = 0,
-    dilation: Ints = 1,
-    activation: str | None = None,
+    x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None = None, stride: Ints = 1,
+    padding: Ints = 0, output_padding: Ints = 0, dilation: Ints = 1, activation: str | None = None,
     gate: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`conv_transpose2d` over one axis: x is `[n, in_channels, length]`.
 
     Arguments and errors are those of `conv_transpose2d`.
@@ -199,17 +178,10 @@ def conv_transpose1d(
 
 
 def conv_transpose3d(
-    x: Tensor,
-    values: Tensor,
-    layout: BlockLayout,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints = 0,
-    output_padding: Ints = 0,
-    dilation: Ints = 1,
-    activation: str | None = None,
+    x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None = None, stride: Ints = 1,
+    padding: Ints = 0, output_padding: Ints = 0, dilation: Ints = 1, activation: str | None = None,
     gate: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`conv_transpose2d` over three axes: x is `[n, in_channels, depth, height, width]`.
 
     Arguments and errors are those of `conv_transpose2d`.
@@ -223,18 +195,10 @@ def conv_transpose3d(
 
 
 def _conv(
-    dims: int,
-    x: Tensor,
-    values: Tensor,
-    layout: BlockLayout,
-    bias: Tensor | None,
-    stride: Ints,
-    padding: Ints | str,
-    dilation: Ints,
-    activation: str | None,
-    gate: Tensor | None,
+    dims: int, x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, stride: Ints, padding: Ints | str,
+    dilation: Ints, activation: str | None, gate: Tensor | None,
     output_padding: Ints | None = None,  # of a transposed convolution only
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     check_kinds(x, values, layout, bias, gate)
     if gate is not None:
         values, layout = gated(values, layout, gate)

@@ -32,27 +32,15 @@ def conv(
     input, output, kernel = _sizes(axes)
     plan = channel_plan(layout, transpose)
     cpu_core.core().conv(
-        isa=cpu_core.isa(),
-        dtype=DTYPES[dtype],
-        activation=activation or "none",
-        transpose=transpose,
-        block=layout.block_shape,
-        kernel=kernel,
-        images=images,
-        x=x_address,
-        x_size=output if transposed else input,
-        in_channels=in_channels,
-        values=values_address,
+        isa=cpu_core.isa(), dtype=DTYPES[dtype], activation=activation or "none", transpose=transpose,
+        block=layout.block_shape, kernel=kernel, images=images,
+        x=x_address, x_size=output if transposed else input, in_channels=in_channels, values=values_address,
         bias=address("bias", bias, (out_channels,), dtype),
-        y=address("y", y, (images, *to_size, out_channels), dtype),
-        y_size=input if transposed else output,
+        y=address("y", y, (images, *to_size, out_channels), dtype), y_size=input if transposed else output,
         out_channels=out_channels,
         axes=[runs(axis, transposed, cut).packed for cut in (True, False) for axis in axes],
-        start=plan.start,
-        col=plan.col,
-        position=plan.block,
-        order=plan.order,
-    )
+        start=plan.start, col=plan.col, position=plan.block, order=plan.order,
+    )  # fmt: skip
     return y
 
 
@@ -72,22 +60,12 @@ def conv_wgrad(
     input, output, kernel = _sizes(axes)
     plan = block_plan(layout)
     cpu_core.core().conv_wgrad(
-        isa=cpu_core.isa(),
-        dtype=DTYPES[dtype],
-        block=layout.block_shape,
-        images=images,
-        grad=grad_address,
-        grad_size=input if transposed else output,
-        out_channels=out_channels,
-        x=x_address,
-        x_size=output if transposed else input,
-        in_channels=in_channels,
-        big_grad=transposed,
-        values=address("values", values, shape, dtype),
-        axes=[packed_taps(axis) for axis in axes],
-        row=plan.row,
-        col=plan.col,
-    )
+        isa=cpu_core.isa(), dtype=DTYPES[dtype], block=layout.block_shape, images=images,
+        grad=grad_address, grad_size=input if transposed else output, out_channels=out_channels, x=x_address,
+        x_size=output if transposed else input, in_channels=in_channels, big_grad=transposed,
+        values=address("values", values, shape, dtype), axes=[packed_taps(axis) for axis in axes],
+        row=plan.row, col=plan.col,
+    )  # fmt: skip
     return values
 
 

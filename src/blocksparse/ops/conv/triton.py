@@ -105,29 +105,20 @@ def _conv_launches(
         numbers = [_phase_numbers(three_phases, x.shape[0], taps_past, shared) for three_phases in some]
         table = torch.tensor([list(each.values()) for each in numbers], dtype=torch.int32)
         arguments = {
-            "task_ptr": tasks,
-            "col_ptr": col,
-            "block_ptr": block,
+            "task_ptr": tasks, "col_ptr": col, "block_ptr": block,
             "phase_ptr": None if len(some) == 1 else table.to(x.device),
-            "tasks": tasks.shape[0],
-            **numbers[0],
-            "in_blocks": layout.grid[not transpose],
-            "out_blocks": layout.grid[transpose],
-            "all_taps": math.prod(kernel),
+            "tasks": tasks.shape[0], **numbers[0], "in_blocks": layout.grid[not transpose],
+            "out_blocks": layout.grid[transpose], "all_taps": math.prod(kernel),
             **_each("in_size", output if transposed else input),
             **_each("out_size", input if transposed else output),
             **_each("out_step", stride if transposed else (1, 1, 1)),
             **_each("in_step", (1, 1, 1) if transposed else stride),
             **_each("tap_step", [phase.tap_step * past for phase, past in zip(some[0], taps_past, strict=True)]),
-            **_numbers(some[0], "shift_step"),
-            "block_out": layout.block_shape[0],
+            **_numbers(some[0], "shift_step"), "block_out": layout.block_shape[0],
             "block_in": layout.block_shape[1],
-            "AXES": len(axes),
-            **shared.constants,
-            "TRANSPOSE": transpose,
-            "ACTIVATION": activation or "",
+            "AXES": len(axes), **shared.constants, "TRANSPOSE": transpose, "ACTIVATION": activation or "",
             **_common(x.dtype, tile),
-        }
+        }  # fmt: skip
         tiles_of_tokens = cdiv(max(each["tokens"] for each in numbers), tile.block_m)
         programs = tiles_of_tokens * tasks.shape[0] * cdiv(layout.block_shape[transpose], tile.block_n)
         launches.append(Launch(_kernels().conv_kernel, (programs, len(some), 1), 4, arguments, tile))
@@ -141,11 +132,10 @@ def _phase_numbers(
     last = three_phases[2]
     groups = cdiv(last.count, shared.together)
     numbers = {
-        "tokens": images * three_phases[0].count * three_phases[1].count * groups,
-        "groups": groups,
+        "tokens": images * three_phases[0].count * three_phases[1].count * groups, "groups": groups,
         "first_tap": sum(phase.tap * past for phase, past in zip(three_phases, taps_past, strict=True)),
         **_numbers(three_phases, "first", "count", "taps", "shift"),
-    }
+    }  # fmt: skip
     return numbers | {"taps2": last.taps // shared.taps}
 
 
@@ -172,26 +162,16 @@ def _wgrad_launches(a: Tensor, b: Tensor, layout: BlockLayout, transposed: bool,
     numbers = layout.nnz * block_out * block_in * taps
     three = three_axes(axes)
     arguments = {
-        "task_ptr": tasks,
-        "col_ptr": col,
-        "block_ptr": block,
-        "tokens": tokens,
-        "tokens_per_split": cdiv(cdiv(tokens, splits), tile.block_m) * tile.block_m,
-        "groups": last.output // shared.together,
-        "numbers": numbers,
-        "a_blocks": rows.grid[1],
-        "b_blocks": rows.grid[0],
-        **_numbers(three, "kernel", "stride", "padding", "dilation"),
+        "task_ptr": tasks, "col_ptr": col, "block_ptr": block,
+        "tokens": tokens, "tokens_per_split": cdiv(cdiv(tokens, splits), tile.block_m) * tile.block_m,
+        "groups": last.output // shared.together, "numbers": numbers, "a_blocks": rows.grid[1],
+        "b_blocks": rows.grid[0], **_numbers(three, "kernel", "stride", "padding", "dilation"),
         **_each("input_size", [axis.input for axis in three]),
-        **_each("output_size", [axis.output for axis in three]),
-        "a_width": rows.block_shape[1],
-        "b_width": rows.block_shape[0],
-        "a_place": block_in if transposed else 1,
+        **_each("output_size", [axis.output for axis in three]), "a_width": rows.block_shape[1],
+        "b_width": rows.block_shape[0], "a_place": block_in if transposed else 1,
         "b_place": 1 if transposed else block_in,
-        "AXES": len(axes),
-        **shared.constants,
-        **_common(a.dtype, tile),
-    }
+        "AXES": len(axes), **shared.constants, **_common(a.dtype, tile),
+    }  # fmt: skip
     product = Launch(_kernels().conv_wgrad_kernel, (programs, splits, 1), 3, arguments, tile, splits=splits)
     if splits == 1:
         return [product]

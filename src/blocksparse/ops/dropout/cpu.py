@@ -15,16 +15,10 @@ def forward(x: Tensor, factors: tuple[float, float, float], seed: int, least: in
     shape, dtype = x.shape, x.dtype
     y, code = workspace.empty_like(x), torch.empty(shape, dtype=torch.uint8, device=x.device)
     cpu_core.core().dropout_forward(
-        isa=cpu_core.isa(),
-        dtype=DTYPES[dtype],
-        count=x.numel(),
-        x=address("x", x, shape, dtype),
-        y=address("y", y, shape, dtype),
-        code=address("code", code, shape, torch.uint8),
-        factors=factors,
-        seed=seed,
-        least=least,
-    )
+        isa=cpu_core.isa(), dtype=DTYPES[dtype], count=x.numel(),
+        x=address("x", x, shape, dtype), y=address("y", y, shape, dtype),
+        code=address("code", code, shape, torch.uint8), factors=factors, seed=seed, least=least,
+    )  # fmt: skip
     return y, code
 
 
@@ -32,12 +26,8 @@ def backward(grad: Tensor, code: Tensor, factors: tuple[float, float, float]) ->
     shape, dtype = grad.shape, grad.dtype
     grad_x = workspace.empty_like(grad)
     cpu_core.core().dropout_backward(
-        isa=cpu_core.isa(),
-        dtype=DTYPES[dtype],
-        count=grad.numel(),
-        grad=address("grad", grad, shape, dtype),
-        code=address("code", code, shape, torch.uint8),
-        grad_x=address("grad_x", grad_x, shape, dtype),
-        factors=factors,
-    )
+        isa=cpu_core.isa(), dtype=DTYPES[dtype], count=grad.numel(),
+        grad=address("grad", grad, shape, dtype), code=address("code", code, shape, torch.uint8),
+        grad_x=address("grad_x", grad_x, shape, dtype), factors=factors,
+    )  # fmt: skip
     return grad_x

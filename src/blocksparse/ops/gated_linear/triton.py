@@ -55,18 +55,10 @@ def _launch(x: Tensor, y: Tensor, gate: BlockLayout, up: BlockLayout, activation
     density = (gate.density + up.density) / 2
     tile = _tile(Work("forward", x.dtype, gate.block_shape, bucket(tokens), density), gpu_of(x.device))
     arguments = {
-        "task_ptr": tasks,
-        "col_ptr": col,
-        "gate_block_ptr": block[0],
-        "up_block_ptr": block[1],
-        "tokens": tokens,
-        "x_stride": x.stride(0),
-        "y_stride": y.stride(0),
-        "block_out": height,
-        "block_in": width,
-        "ACTIVATION": activation or "",
-        **common(x.dtype, tile),
-    }
+        "task_ptr": tasks, "col_ptr": col, "gate_block_ptr": block[0], "up_block_ptr": block[1],
+        "tokens": tokens, "x_stride": x.stride(0), "y_stride": y.stride(0), "block_out": height, "block_in": width,
+        "ACTIVATION": activation or "", **common(x.dtype, tile),
+    }  # fmt: skip
     programs = cdiv(tokens, tile.block_m) * len(tasks) * cdiv(height, tile.block_n)
     return Launch(kernels.gated_linear_kernel, (programs, 1, 1), 6, arguments, tile)
 

@@ -250,11 +250,7 @@ def _reads_shared_memory(gpu: Gpu) -> bool:
 
 
 def fit(tile: Tile, work: Work, gpu: Gpu) -> Tile:
-    """The tile made to fit the shared memory of a program: fewer stages, then smaller steps.
-
-    Raises:
-        BlockSparseError: not even the smallest fits.
-    """
+    """The tile made to fit the shared memory of a program: fewer stages, then smaller steps."""
     while shared_memory(tile, work) > gpu.shared_memory:
         if tile.stages > 2:
             tile = replace(tile, stages=max(tile.stages - 2, 2))
@@ -340,11 +336,7 @@ _state: tuple[Any, ...] = (0,)
 
 
 def read(path: Path) -> dict[Work, Tile]:
-    """The tuned tiles in a file.
-
-    Raises:
-        BlockSparseError: no such file, or not one that `write` wrote.
-    """
+    """The tuned tiles in a file."""
     try:
         entries = files.read_json(path, "tuned tiles")["tiles"]
         return {_work(entry): Tile(**entry["tile"]) for entry in entries}
@@ -355,11 +347,7 @@ def read(path: Path) -> dict[Work, Tile]:
 
 
 def write(path: Path, gpu: Gpu, tiles: Mapping[Work, Tile], facts: Mapping[str, Any]) -> None:
-    """Tuned tiles as JSON, with the facts of the run that found them.
-
-    Raises:
-        BlockSparseError: the file cannot be written.
-    """
+    """Tuned tiles as JSON, with the facts of the run that found them."""
     entries = [
         {
             "pass": work.pass_,

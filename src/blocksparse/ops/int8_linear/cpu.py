@@ -61,26 +61,12 @@ def int8_linear(
     core, isa, ((x_address, x_stride),) = cpu_core.operands(("x", x, (tokens, in_features), x.dtype))
     _, steps, padded_out, _ = weights.values.shape
     core.int8_linear(
-        isa=isa,
-        dtype=DTYPES[x.dtype],
-        activation=activation or "none",
-        block=layout.block_shape,
-        tokens=tokens,
-        x=x_address,
-        x_stride=x_stride,
-        in_features=in_features,
+        isa=isa, dtype=DTYPES[x.dtype], activation=activation or "none", block=layout.block_shape, tokens=tokens,
+        x=x_address, x_stride=x_stride, in_features=in_features,
         values=address("values", weights.values, (layout.nnz, steps, padded_out, 4), torch.int8),
         scale=address("scales", weights.scales, (layout.nnz, padded_out), torch.float32),
-        sum=address("sums", weights.sums, (layout.nnz, padded_out), torch.int32),
-        padded_out=padded_out,
-        bias=address("bias", bias, (out_features,), x.dtype),
-        y=y_address,
-        out_features=out_features,
-        start=plan.start,
-        col=plan.col,
-        row=plan.row,
-        begin=plan.begin,
-        end=plan.end,
-        task_start=plan.task_start,
-    )
+        sum=address("sums", weights.sums, (layout.nnz, padded_out), torch.int32), padded_out=padded_out,
+        bias=address("bias", bias, (out_features,), x.dtype), y=y_address, out_features=out_features,
+        start=plan.start, col=plan.col, row=plan.row, begin=plan.begin, end=plan.end, task_start=plan.task_start,
+    )  # fmt: skip
     return y

@@ -49,46 +49,21 @@ def linear(
         start, col, position = column_plan(layout) if transpose else (layout.row_start, layout.col_of_block, None)
         working = _working(core.csr_working_bytes(isa, DTYPES[dtype], tokens, in_features))
         core.csr_linear(
-            isa=isa,
-            dtype=DTYPES[dtype],
-            activation=activation or "none",
-            tokens=tokens,
-            x=x_address,
-            x_stride=x_stride,
-            in_features=in_features,
-            values=values_address,
-            bias=bias_address,
-            y=y_address,
-            out_features=out_features,
-            **_handed(working),
-            start=start,
-            col=col,
-            position=position,
-        )
+            isa=isa, dtype=DTYPES[dtype], activation=activation or "none", tokens=tokens,
+            x=x_address, x_stride=x_stride, in_features=in_features, values=values_address, bias=bias_address,
+            y=y_address, out_features=out_features, **_handed(working),
+            start=start, col=col, position=position,
+        )  # fmt: skip
         return y
     plan = layout._derived.get(("linear rows", transpose)) or row_plan(layout, transpose)
     core.linear(
-        isa=isa,
-        dtype=DTYPES[dtype],
-        activation=activation or "none",
-        transpose=transpose,
-        block=layout.block_shape,
-        tokens=tokens,
-        x=x_address,
-        x_stride=x_stride,
-        in_features=in_features,
-        values=values_address,
-        bias=bias_address,
-        y=y_address,
-        out_features=out_features,
-        start=plan.start,
-        col=plan.col,
-        position=plan.block,
-        row=plan.row,
-        begin=plan.begin,
-        end=plan.end,
+        isa=isa, dtype=DTYPES[dtype], activation=activation or "none", transpose=transpose,
+        block=layout.block_shape, tokens=tokens,
+        x=x_address, x_stride=x_stride, in_features=in_features, values=values_address, bias=bias_address,
+        y=y_address, out_features=out_features,
+        start=plan.start, col=plan.col, position=plan.block, row=plan.row, begin=plan.begin, end=plan.end,
         task_start=plan.task_start,
-    )
+    )  # fmt: skip
     return y
 
 
@@ -126,16 +101,11 @@ def gradients(
     grad_bias = torch.empty(layout.shape[:1], dtype=dtype, device=_CPU) if needs_bias else None
     start, col, position = column_plan(layout) if needs_x else (layout.row_start, layout.col_of_block, None)
     core.csr_gradients(
-        **operands,
-        values=address("values", values, layout.values_shape, dtype),
-        grad_x=grad_x_address,
+        **operands, values=address("values", values, layout.values_shape, dtype), grad_x=grad_x_address,
         grad_values=address("grad_values", grad_values, layout.values_shape, dtype),
-        grad_bias=address("grad_bias", grad_bias, layout.shape[:1], dtype),
-        **_handed(working),
-        start=start,
-        col=col,
-        position=position,
-    )
+        grad_bias=address("grad_bias", grad_bias, layout.shape[:1], dtype), **_handed(working),
+        start=start, col=col, position=position,
+    )  # fmt: skip
     return grad_x, grad_values, grad_bias
 
 

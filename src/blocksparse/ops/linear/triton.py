@@ -213,24 +213,12 @@ def _linear_launches(
     tile = (tile_of_pairs(work, gpu) if rows == 2 else None) or tile_for(work, gpu)
     token_tiles, slices = cdiv(tokens, tile.block_m), cdiv(height, tile.block_n)
     arguments = {
-        "task_ptr": tasks,
-        "col_ptr": col,
-        "block_ptr": block if transpose or rows > 1 else None,
-        "slot_ptr": slots,
-        "tokens": tokens,
-        "tasks": count,
-        "x_stride": x.stride(0),
-        "y_stride": y.stride(0),
-        "block_out": layout.block_shape[0],
-        "block_in": layout.block_shape[1],
-        "height": height,
-        "TRANSPOSE": transpose,
-        "ACTIVATION": activation or "",
-        "SPLIT": parts > 0,
-        "ROWS": rows,
-        "GROUP_M": tile.group_m,
-        **common(x.dtype, tile),
-    }
+        "task_ptr": tasks, "col_ptr": col, "block_ptr": block if transpose or rows > 1 else None, "slot_ptr": slots,
+        "tokens": tokens, "tasks": count, "x_stride": x.stride(0), "y_stride": y.stride(0),
+        "block_out": layout.block_shape[0], "block_in": layout.block_shape[1], "height": height,
+        "TRANSPOSE": transpose, "ACTIVATION": activation or "", "SPLIT": parts > 0, "ROWS": rows,
+        "GROUP_M": tile.group_m, **common(x.dtype, tile),
+    }  # fmt: skip
     product = Launch(kernels.linear_kernel, (token_tiles * count * slices, 1, 1), 5, arguments, tile, slots=parts)
     if parts == 0:
         return [product]
@@ -248,17 +236,12 @@ def _wgrad_launch(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) -
     count = int(tasks.shape[0])
     splits = splits_of(count * slices, tokens, tile, gpu)
     arguments = {
-        "task_ptr": tasks,
-        "col_ptr": col,
-        "nnz": layout.nnz,
-        "tokens": tokens,
-        "tokens_per_split": cdiv(cdiv(tokens, splits), tile.block_m) * tile.block_m,
-        "grad_stride": grad.stride(0),
-        "x_stride": x.stride(0),
-        "block_out": layout.block_shape[0],
-        "block_in": layout.block_shape[1],
+        "task_ptr": tasks, "col_ptr": col,
+        "nnz": layout.nnz, "tokens": tokens,
+        "tokens_per_split": cdiv(cdiv(tokens, splits), tile.block_m) * tile.block_m, "grad_stride": grad.stride(0),
+        "x_stride": x.stride(0), "block_out": layout.block_shape[0], "block_in": layout.block_shape[1],
         **common(x.dtype, tile),
-    }
+    }  # fmt: skip
     return Launch(kernels.linear_wgrad_kernel, (count, slices, splits), 3, arguments, tile, splits=splits)
 
 

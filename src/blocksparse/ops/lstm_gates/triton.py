@@ -89,13 +89,9 @@ def _launch(
     features = min(power_of_two(hidden), NUMBERS)
     rows = min(NUMBERS // features, power_of_two(n))
     arguments = {
-        "n": n,
-        "hidden": hidden,
-        **{f"{name}_stride": stride for name, stride in zip(names, strides, strict=True)},
-        "SUM": DTYPES[SUM_DTYPES[dtype]],
-        "ROWS": rows,
-        "FEATURES": features,
-    }
+        "n": n, "hidden": hidden, **{f"{name}_stride": stride for name, stride in zip(names, strides, strict=True)},
+        "SUM": DTYPES[SUM_DTYPES[dtype]], "ROWS": rows, "FEATURES": features,
+    }  # fmt: skip
     kernel = kernels.lstm_gates_forward_kernel if pass_ == "forward" else kernels.lstm_gates_backward_kernel
     grid = cdiv(n, rows) * cdiv(hidden, features), 1, 1
     return Launch(kernel, grid, len(names), arguments, Tile(rows, features, 1, WARPS, 1))

@@ -37,14 +37,9 @@ def step(
         return [address(f"{name}[{i}]", tensor, shapes[i], dtype) for i, tensor in enumerate(tensors)]
 
     cpu_core.core().momentum_steps(
-        isa=cpu_core.isa(),
-        dtype=DTYPES[dtype],
-        counts=[w.numel() for w in weights],
-        weights=addresses("weights", weights),
-        velocities=addresses("velocities", velocities),
-        grads=addresses("grads", grads),
-        momentum=momentum,
-        rate=rate,
-        keep=keep,
-    )
+        isa=cpu_core.isa(), dtype=DTYPES[dtype],
+        counts=[w.numel() for w in weights], weights=addresses("weights", weights),
+        velocities=addresses("velocities", velocities), grads=addresses("grads", grads), momentum=momentum,
+        rate=rate, keep=keep,
+    )  # fmt: skip
     increment_version([*weights, *velocities])

@@ -180,15 +180,11 @@ def back_in_time(
     at_state: Callable[[int, Tensor], Tensor],
     at_gates: Callable[[int, Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients before the gates of all steps, and at the initial h and c.
+    """The gradients before the gates of all steps, and at the initial h and c, from those at y and the final h and c.
 
-    Args:
-        steps: of the sequences.
-        kept: the activated gates of all steps, c before and after each.
-        grads: at y and at the final h and c.
-        at_state: the gradient at the h that step t took, from that before its gates.
-        at_gates: the gradient at the h that the gates of step t gave, from those at the state and at y; None where
-            that is their sum.
+    `kept` are the activated gates and c before and after each step. `at_state` gives the gradient at the h that step t
+    took, from that before its gates; `at_gates` that at the h of the gates from those at the state and at y, where it
+    is not their sum.
     """
     grad_y, grad_h, grad_c = grads
     grad_pre = workspace.empty_like(kept[0])

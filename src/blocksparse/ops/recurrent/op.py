@@ -89,16 +89,9 @@ def _differentiable(
 class Trajectory:
     """A state on its way through the steps: what each step takes (`before`) and what it leaves (`after`).
 
-    The step itself writes `after[t]`, and then calls `advance(t)`, unless the steps are aligned: what one step leaves
-    then is what the next one takes, in the same memory.
-
-    Args:
-        steps: which.
-        initial: `[batch, features]`, what the first step of each sequence takes.
-        x: `[rows, input]`, or None. With it `rows_before` are the rows [x, what the step takes], one after the other in
-            memory.
-
-    final: `[batch, features]`, what the last step of each sequence left.
+    It is `initial` before each sequence and `final` behind it, `[batch, features]`. The step itself writes `after[t]`,
+    and then calls `advance(t)`, unless the steps are aligned: what one step leaves then is what the next one takes, in
+    the same memory. With x `[rows, input]`, `rows_before` are the rows [x, what the step takes].
     """
 
     def __init__(self, steps: Steps, initial: Tensor, x: Tensor | None = None) -> None:
@@ -132,12 +125,7 @@ class Trajectory:
 
 
 class StateGradient:
-    """The gradient at a state on its way back through the steps.
-
-    Args:
-        steps: which.
-        final: `[batch, features]`, the gradient at the final state.
-    """
+    """The gradient at a state `[batch, features]` on its way back through the steps, `final` at the end of all."""
 
     def __init__(self, steps: Steps, final: Tensor) -> None:
         self._aligned = steps.aligned
@@ -162,13 +150,7 @@ class StateGradient:
 
 
 class Rows:
-    """What each step takes of `data`.
-
-    Args:
-        steps: which.
-        data: `[rows, features]`, or with an index `[n, features]`.
-        index: `[rows]`, the row of data that each row is.
-    """
+    """What each step takes of data `[rows, features]`, or of data `[n, features]` whose rows are those of an index."""
 
     def __init__(self, steps: Steps, data: Tensor, index: Tensor | None) -> None:
         self._data = data
@@ -215,10 +197,7 @@ WIDE, TOKENS_OF_A_COPY = 1024, 128
 class Product:
     """The products with one weight, without autograd: x W^T and grad W at each step, the weight's gradient at the end.
 
-    Args:
-        weight: `[nnz, block_out, block_in]` with a layout, `[out, in]` without.
-        layout: the stored blocks, or None for a dense weight.
-        tokens: rows of each x.
+    The weight is `[nnz, block_out, block_in]` with a layout, `[out, in]` without; each x has about `tokens` rows.
     """
 
     def __init__(self, weight: Tensor, layout: BlockLayout | None, tokens: int) -> None:
@@ -275,13 +254,7 @@ class Product:
 
 
 def forward_step(product: Product, inputs: Rows, c: Tensor) -> Callable[..., None]:
-    """A step of an LSTM as `step(t, x, c, *, h_out, c_out, gates_out)`: x W^T + inputs, and the gates.
-
-    Args:
-        product: with W `[4 hidden, in]`.
-        inputs: what each step adds.
-        c: `[batch, hidden]`, the first state.
-    """
+    """A step of an LSTM as `step(t, x, c, *, h_out, c_out, gates_out)`: the gates of x W^T + inputs; c is the first."""
     quads, weight = product.quads, product.weight
     if quads is not None:
         return lambda t, x, c, **out: quads.forward(x, *inputs.at(t), c, **out)

@@ -92,16 +92,10 @@ class Quads:
         arguments = {
             **{f"{name}_stride": 0 if t is None else t.stride(0) for name, t in zip(names, tensors, strict=False)},
             **tables,
-            "n": n,
-            "tasks": tasks,
-            "nnz": gate.nnz,
-            "hidden": gate.shape[0],
-            "block_out": gate.block_shape[0],
-            "block_in": gate.block_shape[1],
-            **common(self._values.dtype, tile),
-            "BLOCK_N": block_n,
-            "PARTS": parts > 0,
-        }
+            "n": n, "tasks": tasks, "nnz": gate.nnz, "hidden": gate.shape[0], "block_out": gate.block_shape[0],
+            "block_in": gate.block_shape[1], **common(self._values.dtype, tile),
+            "BLOCK_N": block_n, "PARTS": parts > 0,
+        }  # fmt: skip
         kernel = kernels.step_wgrad_kernel if pass_ == "wgrad" else kernels.step_forward_kernel
         grid = (tasks, slices, 1) if pass_ == "wgrad" else (tasks * slices * tiles, 1, 1)
         launch = Launch(kernel, grid, len(names), arguments, tile, slots=parts * slices * tiles)
