@@ -105,7 +105,7 @@ class JoinedLSTM(LSTM):
         *weights: Tensor, keep: bool,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
         steps = self.steps
-        layout, order = _join(*self.layouts, x.device)
+        layout, order = _join(x.device, *self.layouts)
         values = torch.cat([input_weight, weights[0]])[order]
         hs, cs = Trajectory(steps, h, x), Trajectory(steps, c)
         gates = empty(steps.rows if keep else 0, layout.shape[0], x)
@@ -127,7 +127,7 @@ class JoinedLSTM(LSTM):
     ) -> Tensors:
         steps, (x, _, _, _, input_weight, *_) = self.steps, tensors
         *states, values, rows = kept
-        layout, order = _join(*self.layouts, values.device)
+        layout, order = _join(values.device, *self.layouts)
         joined, inputs, grad_x = Product(values, layout, steps.batch), x.shape[1], workspace.empty_like(x)
         grad_bias = states[1].new_zeros(layout.shape[0]) if needed[5] else None
 
@@ -150,7 +150,7 @@ class JoinedLSTM(LSTM):
 _joined: dict[tuple[int, int, torch.device], tuple[BlockLayout, BlockLayout, BlockLayout, Tensor]] = {}
 
 
-def _join(left: Any, right: Any, device: torch.device) -> tuple[BlockLayout, Tensor]:
+def _join(device: torch.device, left: Any, right: Any) -> tuple[BlockLayout, Tensor]:
     """The layout of [left, right], and the place of each of its blocks among those of left and then right."""
     key = id(left), id(right), device
     found = _joined.get(key)
