@@ -96,6 +96,15 @@ def checked_indices(name: str, index: Any, bound: int) -> np.ndarray:
     return array.astype(np.int64)
 
 
+def checked_pairs(rows: Any, cols: Any, grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows and the columns of as many blocks of a grid."""
+    rows, cols = checked_indices("rows", rows, grid[0]), checked_indices("cols", cols, grid[1])
+    if rows.shape != cols.shape:
+        got = f"{rows.size} rows and {cols.size} columns"
+        raise BlockSparseError.expected("rows and cols", "vectors of equal length", got)
+    return rows, cols
+
+
 def checked_ints(name: str, index: Any) -> np.ndarray:
     """Returns a vector of ints, of any length and int dtype."""
     array = checked_array(name, "a vector of ints", index)

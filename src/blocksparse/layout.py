@@ -10,7 +10,15 @@ import numpy as np
 import torch
 
 from .cached import cached_property
-from .checked import checked_array, checked_block, checked_grid, checked_indices, checked_ints, checked_mask
+from .checked import (
+    checked_array,
+    checked_block,
+    checked_grid,
+    checked_indices,
+    checked_ints,
+    checked_mask,
+    checked_pairs,
+)
 from .errors import BlockSparseError
 from .indices import LARGE, compressed, few, index_type, read_only, refuse_twice, rows_of, tensor_of
 
@@ -83,11 +91,7 @@ class BlockLayout:
         BlockLayout(shape=(250000, 250000), block_size=(1, 1), nnz=2, density=3.2e-11)
         """
         grid = checked_grid(grid)
-        rows, cols = checked_indices("rows", rows, grid[0]), checked_indices("cols", cols, grid[1])
-        if rows.shape != cols.shape:
-            raise BlockSparseError.expected(
-                "rows and cols", "vectors of equal length", f"{rows.size} rows and {cols.size} columns"
-            )
+        rows, cols = checked_pairs(rows, cols, grid)
         keys = rows * grid[1]
         keys += cols
         if np.any(keys[1:] <= keys[:-1]):
@@ -277,11 +281,7 @@ class BlockLayout:
         (BlockLayout(shape=(2, 2), block_size=(1, 1), nnz=3, density=0.75), tensor([ 0, -1,  2]))
         """
         drop = checked_indices("drop", drop, self.nnz)
-        rows, cols = checked_indices("rows", rows, self.grid[0]), checked_indices("cols", cols, self.grid[1])
-        if rows.shape != cols.shape:
-            raise BlockSparseError.expected(
-                "rows and cols", "vectors of equal length", f"{rows.size} rows and {cols.size} columns"
-            )
+        rows, cols = checked_pairs(rows, cols, self.grid)
         stays = np.ones(self.nnz, dtype=bool)
         stays[drop] = False
         source = np.flatnonzero(stays)
@@ -381,12 +381,9 @@ class BlockLayout:
         Raises:
             BlockSparseError: any other kind of tensor.
         """
-        if not isinstance(tensor, torch.Tensor):
-            raise BlockSparseError.expected("tensor", "a 2-D torch.sparse_bsr tensor", type(tensor).__name__)
-        if tensor.layout != torch.sparse_bsr or tensor.dim() != 2:
-            raise BlockSparseError.expected(
-                "tensor", "a 2-D torch.sparse_bsr tensor", f"{tensor.dim()}-D {tensor.layout}"
-            )
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_bsr or tensor.dim() != 2:
+            got = f"{tensor.dim()}-D {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise BlockSparseError.expected("tensor", "a 2-D torch.sparse_bsr tensor", got)
         values = tensor.values()
         block = (values.shape[-2], values.shape[-1])
         grid = (tensor.shape[0] // block[0], tensor.shape[1] // block[1])

@@ -22,7 +22,6 @@ from ..layout import BlockLayout, check_layout, layout_of_indices
 from ..pages import Page
 from .dense_weight import DenseWeight, not_assigned
 from .layout_module import LayoutModule, others_in_buffers, was_traced
-from .parametrized import Parametrizations
 from .part import Part
 
 
@@ -217,6 +216,20 @@ class BlockSparseModule(LayoutModule):
             self.set_layout(layout, self.values.new_empty(shape))
         elif others_in_buffers(self):
             self.reset_layout_buffers(self.values.device)
+
+
+class Parametrizations(nn.ModuleDict):
+    """A module's parametrizations by name, in which `values` is such a name and not the method of dictionaries."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "values":
+            mine = self.__dict__["_modules"].get(name)
+            if mine is not None:
+                return mine
+        return super().__getattribute__(name)
+
+    def __setitem__(self, key: str, module: nn.Module) -> None:
+        self._modules[key] = module
 
 
 class Weight(BlockSparseModule):

@@ -13,11 +13,14 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 
 
-def check_kinds(x: Any, values: Any, layout: Any, bias: Any, gate: Any = None) -> None:
-    """Raises a BlockSparseError unless these are a layout and plain tensors without forward-mode tangents."""
+def check_kinds(layout: Any, **tensors: Any) -> None:
+    """Raises a BlockSparseError unless these are a layout and plain tensors without forward-mode tangents.
+
+    A bias and a gate may be None.
+    """
     if not isinstance(layout, BlockLayout):
         raise BlockSparseError.expected("layout", "a BlockLayout", type(layout).__name__)
-    for name, tensor in (("x", x), ("values", values), ("bias", bias), ("gate", gate)):
+    for name, tensor in tensors.items():
         if tensor is None and name in ("bias", "gate"):
             continue
         if not isinstance(tensor, Tensor):
@@ -25,7 +28,7 @@ def check_kinds(x: Any, values: Any, layout: Any, bias: Any, gate: Any = None) -
         if tensor.layout != torch.strided or tensor.is_nested:
             raise BlockSparseError.expected(name, "a plain dense tensor", f"layout {tensor.layout}")
     if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None:
-        check_tangents(x=x, values=values, bias=bias, gate=gate)
+        check_tangents(**tensors)
 
 
 def check_tangents(**tensors: Tensor | None) -> None:

@@ -199,7 +199,7 @@ def _conv(
     dilation: Ints, activation: str | None, gate: Tensor | None,
     output_padding: Ints | None = None,  # of a transposed convolution only
 ) -> Tensor:  # fmt: skip
-    check_kinds(x, values, layout, bias, gate)
+    check_kinds(layout, x=x, values=values, bias=bias, gate=gate)
     if gate is not None:
         values, layout = gated(values, layout, gate)
     x, values, bias = autocast(x, values, bias)

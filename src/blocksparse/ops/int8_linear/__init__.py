@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
-from ...layout import BlockLayout, check_layout
+from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
-from ..checks import check_activation, check_tangents
+from ..checks import check_activation, check_kinds, check_tangents
 from ..registry import LIBRARY, Op, each_entry, is_eager, layout_of
 from . import cpu, reference
 
@@ -83,14 +83,9 @@ def int8_linear(
         >>> ((y - rounded).norm() / y.norm()).item() < 0.02
         True
     """
-    check_layout(layout)
+    check_kinds(layout, x=x, values=values, scales=scales, bias=bias)
+    check_tangents(x=x, bias=bias)  # in transforms too
     check_activation(activation, ACTIVATIONS)
-    for name, tensor in (("x", x), ("values", values), ("scales", scales), ("bias", bias)):
-        if not isinstance(tensor, Tensor) and (tensor is not None or name != "bias"):
-            raise BlockSparseError.expected(name, "a torch.Tensor", type(tensor).__name__)
-        if tensor is not None and (tensor.layout != torch.strided or tensor.is_nested):
-            raise BlockSparseError.expected(name, "a plain dense tensor", f"layout {tensor.layout}")
-    check_tangents(x=x, bias=bias)
     out_features, in_features = layout.shape
     if x.dim() == 0 or x.shape[-1] != in_features:
         raise BlockSparseError.expected("x", f"[..., {in_features}] for {layout!r}", list(x.shape))

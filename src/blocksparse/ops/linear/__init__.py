@@ -111,7 +111,7 @@ def _product(
 ) -> Tensor:
     plain = gate is None and isinstance(layout, BlockLayout) and is_plain(x, values, bias)
     if not plain:
-        check_kinds(x, values, layout, bias, gate)
+        check_kinds(layout, x=x, values=values, bias=bias, gate=gate)
         if gate is not None:
             values, layout = gated(values, layout, gate)
         x, values, bias = autocast(x, values, bias)
