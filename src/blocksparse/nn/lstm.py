@@ -77,7 +77,6 @@ class LSTM(Recurrent):
     def forward(
         self, input: Tensor | PackedSequence, hx: State | None = None, *, table: Tensor | None = None
     ) -> tuple[Any, State]:
-        check_states(hx)
         x = input.data if isinstance(input, PackedSequence) else input
         if table is not None or not isinstance(x, Tensor) or not self._is_torchs(x, hx):
             return super().forward(input, hx, table=table)
@@ -97,6 +96,7 @@ class LSTM(Recurrent):
         """Whether PyTorch's own kernels are faster: cuDNN's on a GPU, oneDNN's where nothing is trained."""
         if any(isinstance(weight, Weight) for weight in self.children()):
             return False
+        check_states(hx)
         return x.device.type == "cuda" or not needs_grad(x, *(hx or ()), *self.parameters())
 
     def _apply(self, *args: Any, **kwargs: Any) -> LSTM:
