@@ -54,13 +54,8 @@ class GRU(HiddenOnly):
         layout: the blocks of each recurrent weight: `[hidden, hidden]` for each of the three gates, or
             `[3 hidden, hidden]`. Input weights of the same shape have it too.
         input_layout: the blocks of the first layer's input weight, `[hidden, input]` or `[3 hidden, input]`.
-        layouts: those of single weights by their names, `{"weight_hh_l0": layout}`, in place of the ones above.
-        density: instead of layouts, the part of the blocks that random patterns store in every weight.
-        block_size: of these patterns.
-        device, dtype: of the parameters.
-
-    What no layout fits is dense. Without a layout and a density the parameters and their names are torch.nn.GRU's,
-    and so are the results. Of a block-sparse weight, `weight_hh_l0` say, the parameter is `weight_hh_l0.values`.
+        layouts, density, block_size, device, dtype: as `blocksparse.nn.LSTM`, as is what is dense, and what the
+            parameters are called.
 
     Shapes: as torch.nn.GRU's: `[steps, batch, input_size]` (or batch first, or without a batch, or packed) to
     `[steps, batch, hidden_size]` and the final h `[layers * directions, batch, hidden_size]`.

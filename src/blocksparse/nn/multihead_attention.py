@@ -114,17 +114,12 @@ class MultiheadAttention(Parts):
                 setattr(self, name, None)
 
     def _output(self, bias: bool, layout: BlockLayout | None) -> nn.Module:
-        layout = self._layouts.pop("out_proj.weight", None) or self._of_one(layout)
+        of_one = layout is not None and layout.shape[0] == padded_to(self.embed_dim, layout.block_shape[0])
+        layout = self._layouts.pop("out_proj.weight", layout if of_one else None)
         if layout is None and self._density is None:
             return nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **self._options)
         sparse = {"layout": layout} if layout is not None else {"density": self._density}
         return Linear(self.embed_dim, self.embed_dim, bias=bias, block_size=self._block_size, **sparse, **self._options)
-
-    def _of_one(self, layout: BlockLayout | None) -> BlockLayout | None:
-        """The layout, if it is that of one projection."""
-        if layout is None or layout.shape[0] != padded_to(self.embed_dim, layout.block_shape[0]):
-            return None
-        return layout
 
     def reset_parameters(self) -> None:
         """Draws all parameters again: dense weights as torch.nn.MultiheadAttention does, biases are 0."""

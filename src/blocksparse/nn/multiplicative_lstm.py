@@ -27,9 +27,7 @@ class MultiplicativeLSTM(Recurrent):
         layout: the blocks of W_hm and of each gate in W_mh, `[hidden, hidden]`, and of input weights of the same
             shape.
         input_layout: the blocks of the first layer's W_im and of each gate in W_ih, `[hidden, input]`.
-        density: instead of layouts, the part of the blocks that random patterns store in every weight.
-        block_size: of these patterns.
-        device, dtype: of the parameters.
+        layouts, density, block_size, device, dtype: as `blocksparse.nn.LSTM`.
 
     What no layout fits is dense. Shapes are those of `nn.LSTM`.
 

@@ -29,9 +29,7 @@ class SmallWorldLSTM(Recurrent):
         depth: steps within a time step: so far an input reaches in the graph at once.
         layout: the blocks of the W1 to Wdepth and of each gate in W, `[hidden, hidden]`.
         input_layout: the blocks of the first layer's U1 and U2, `[hidden, input]`.
-        density: instead of layouts, the part of the blocks that random patterns store in every weight.
-        block_size: of these patterns.
-        device, dtype: of the parameters.
+        layouts, density, block_size, device, dtype: as `blocksparse.nn.LSTM`.
 
     What no layout fits is dense. Shapes are those of `nn.LSTM`. The hidden size is a multiple of the block, since the
     norms would count a padding. Norms have gains of 1 and biases of 0 at first; the forget gate's bias is 1.
