@@ -294,7 +294,8 @@ class LayoutOp(Op):
 
     def _meta(self, *arguments: Any) -> Tensor:
         tensors, (indices, in_blocks), options = self._split(arguments)
-        *_, shape = self.geometry(tensors, indices[1].shape[0], _grid_of(indices, in_blocks), options)
+        grid = _grid_of(indices, in_blocks)
+        *_, shape = self.geometry(tensors, indices[1].shape[0], grid, options)
         named = dict(zip(self.operands, tensors, strict=True))
         check_devices(indices, **{"x": named.pop("x"), **named})
         result: Tensor = tensors[0].new_empty(*shape)
