@@ -20,8 +20,10 @@ from blocksparse.distributed.wasap.train import batches
 from blocksparse_lab.models.mlp import SparseMLP
 from processes import rendezvous
 
+# Options of a rank go before those of all. With `ranks` it is started once and forks, as PyTorch takes long to import,
+# and what `train` raises is printed; else torchrun starts it, and it saves what came out.
 SCRIPT = """
-import datetime, os, signal, sys
+import datetime, os, signal, sys, threading
 import torch
 from torch import nn
 from blocksparse import BlockSparseError
@@ -29,14 +31,27 @@ from blocksparse.distributed import Settings, train
 from blocksparse_lab.models.mlp import SparseMLP
 
 torch.set_num_threads(1)
-where, settings, options = sys.argv[1], Settings(**eval(sys.argv[2])), eval(sys.argv[3])
+where, options = sys.argv[1], eval(sys.argv[2])
+for rank, variables in options.get("ranks", {}).items():
+    if os.fork() == 0:
+        os.environ |= variables
+        sys.stdout = open(f"{where}/{rank}", "w")
+        break
+else:
+    for _ in options.get("ranks", ()):
+        os.wait()
+    if "ranks" in options:
+        sys.exit()
 rank = int(os.environ["RANK"])
-if "file" in options:  # without torchrun, which would end the others
-    given = "timeout" in eval(sys.argv[2])
-    timeout = {"timeout": datetime.timedelta(seconds=settings.timeout)} if given else {}
+settings = Settings(**options["settings"] | options.get(rank, {}).pop("settings", {}))
+options |= options.get(rank, {})
+if "group" in options:
     torch.distributed.init_process_group(
-        "gloo", init_method=options["file"], rank=rank, world_size=int(os.environ["WORLD_SIZE"]), **timeout
+        "gloo", init_method=options["group"], rank=rank, world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=datetime.timedelta(seconds=settings.timeout),
     )
+if "interrupt" in options:
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
 def toy(seed, n):
@@ -50,20 +65,19 @@ steps = 0
 def loss(y, target):
     global steps
     steps += 1
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if rank == options.get("killed") and steps == options["at"] and attempt == 0:
+    if steps == options.get("stop") and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         os.kill(os.getpid(), options.get("signal", signal.SIGKILL))
     return nn.functional.cross_entropy(y, target)
 
 
-
 def run():
     # Each has drawn another: the master's counts.
-    model = SparseMLP([20, 64, 64, 2], density=0.3, activation="relu", dropout=0.1, init="fan_in", seed=rank)
+    sizes = [20, options.get("hidden", 64), 64, 2]
+    model = SparseMLP(sizes, density=0.3, activation="relu", dropout=0.1, init="fan_in", seed=rank)
     nnz = [layer.layout.nnz for layer in model.layers]
     epochs = train(
-        model, toy(1, 512), settings, test=toy(2, 500), skip=model.output, loss=loss,
-        checkpoint=f"{where}/last.safetensors", resume=options.get("resume", False),
+        model, toy(options.get("data", 1), options.get("rows", 512)), settings, test=toy(2, 500), skip=model.output,
+        loss=loss, checkpoint=f"{where}/last.safetensors", resume=options.get("resume", False),
     )
     assert [layer.layout.nnz for layer in model.layers] == nnz
     assert bool(epochs) == (rank == 0)
@@ -71,6 +85,16 @@ def run():
     return model.state_dict(), [(e.epoch, e.phase, e.accuracy) for e in epochs]
 
 
+if "ranks" in options:
+    try:
+        run()
+        said = "done"
+    except BlockSparseError as error:
+        said = str(error)
+    except KeyboardInterrupt:
+        said = "interrupted"
+    print(said, end=".\\n", flush=True)
+    os._exit(0)
 if "again" in options:  # three runs of one group, the first refused
     torch.distributed.init_process_group("gloo")
     try:
@@ -95,6 +119,8 @@ def full(*cases):
     return [cases[0], *(pytest.param(*case, marks=pytest.mark.full) for case in cases[1:])]
 
 
+# In the third epoch: each has 16 steps, of both together.
+KILLED = {1: {"stop": 40}}
 SETTINGS = {"epochs": 10, "batch": 16, "learning_rate": 0.05, "weight_decay": 0.0, "zeta": 0.1}
 
 
@@ -114,16 +140,14 @@ def environment():
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def torchrun(tmp_path, workers, settings=None, restarts=0, **options):
+def torchrun(tmp_path, workers, settings=None, restarts=0, given=None, **options):
     """The process of `torchrun` as it ended."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
     command += ["--max-restarts", str(restarts), str(script)]
-    arguments = [str(tmp_path), repr(SETTINGS | (settings or {})), repr(options)]
-    return subprocess.run(
-        [sys.executable, *command, *arguments], env=environment(), capture_output=True, text=True, timeout=100
-    )
+    command += [str(tmp_path), repr({"settings": SETTINGS | (settings or {}), **(given or {}), **options})]
+    return subprocess.run([sys.executable, *command], env=environment(), capture_output=True, text=True, timeout=100)
 
 
 def results(tmp_path, workers):
@@ -229,8 +253,7 @@ def test_several_workers_are_as_good(workers, synchronous, tmp_path, sequential_
 @pytest.mark.full
 def test_one_that_is_killed_stops_the_run_and_it_goes_on_from_its_checkpoint(tmp_path):
     begin = time.monotonic()
-    # 16 steps an epoch, of both together.
-    done = torchrun(tmp_path, 2, {"epochs": 5, "synchronous": True}, killed=1, at=40)
+    done = torchrun(tmp_path, 2, {"epochs": 5, "synchronous": True}, given=KILLED)
     assert done.returncode != 0
     assert "SIGKILL" in done.stderr
     assert time.monotonic() - begin < 60, "and not after the time-out of minutes"
@@ -243,116 +266,23 @@ def test_one_that_is_killed_stops_the_run_and_it_goes_on_from_its_checkpoint(tmp
 
 
 def test_restarted_by_torchrun_it_goes_on_from_its_checkpoint(tmp_path):
-    done = torchrun(tmp_path, 2, {"epochs": 5, "synchronous": True}, restarts=1, killed=1, at=40)
+    done = torchrun(tmp_path, 2, {"epochs": 5, "synchronous": True}, restarts=1, given=KILLED)
     assert done.returncode == 0, done.stderr
     phases = [epoch[:2] for epoch in results(tmp_path, 2)[0][1]]
     assert phases == [(3, "synchronous"), (4, "synchronous"), (5, "alone"), (5, "average")]
 
 
-def without_torchrun(tmp_path, workers, settings, **options):
-    """The processes of a run: torchrun would end the others itself when one dies."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    options |= {"file": (tmp_path / "group").as_uri()}
-    arguments = [str(tmp_path / "script.py"), str(tmp_path), repr(SETTINGS | settings), repr(options)]
-    return [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            env=environment() | {"RANK": str(rank), "WORLD_SIZE": str(workers)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(workers)
-    ]
-
-
-@pytest.mark.parametrize("stuck", [1, pytest.param(0, marks=pytest.mark.full)])
-def test_one_that_is_stuck_counts_as_dead_after_the_timeout(stuck, tmp_path):
-    options = {"killed": stuck, "at": 5, "signal": int(signal.SIGSTOP)}
-    processes = without_torchrun(tmp_path, 2, {"timeout": 3.0}, **options)
-    try:
-        errors = processes[1 - stuck].communicate(timeout=90)[1]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    assert processes[1 - stuck].returncode == 1
-    wanted = f"BlockSparseError: process {stuck}: expected an answer in time, got none: dead, or out of reach"
-    assert wanted in errors, errors
-
-
-@pytest.mark.parametrize(("workers", "killed", "synchronous"), full((3, 1, False), (2, 0, True)))
-def test_the_others_say_who_is_gone(workers, killed, synchronous, tmp_path):
-    processes = without_torchrun(tmp_path, workers, {"synchronous": synchronous}, killed=killed, at=5)
-    try:
-        errors = [process.communicate(timeout=60)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert processes[killed].returncode == -9
-    for rank in set(range(workers)) - {killed}:
-        assert processes[rank].returncode != 0
-        gone = "rank 0" if synchronous else f"process {1 - min(rank, 1)}"
-        wanted = f"BlockSparseError: {gone}: expected an answer in time, got none: dead, or out of reach"
-        assert wanted in errors[rank], errors[rank]
-
-
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="its processes are forked")
 
-START = """
-import os, signal, sys, threading
-import torch
-from blocksparse import BlockSparseError
-from blocksparse.distributed import Settings, train
-from blocksparse_lab.models.mlp import SparseMLP
 
-torch.set_num_threads(1)
-options, where = eval(sys.argv[1]), sys.argv[2]
-# Forked, as PyTorch takes long to import.
-for rank, variables in options["ranks"].items():
-    if os.fork() == 0:
-        os.environ |= variables
-        sys.stdout = open(f"{where}/{rank}", "w")
-        break
-else:
-    for _ in options["ranks"]:
-        os.wait()
-    sys.exit()
-mine = options.get(rank, {})
-x = torch.randn(mine.get("rows", 64), 20, generator=torch.Generator().manual_seed(mine.get("data", 0)))
-model = SparseMLP([20, mine.get("hidden", 16), 2], density=0.5, activation="relu", dropout=0, seed=rank)
-told = {"epochs": 2, "batch": 16, "timeout": options["timeout"]} | mine.get("settings", {})
-steps = 0
-
-
-def loss(y, target):
-    global steps
-    steps += 1
-    if "stop" in mine and steps == mine["stop"]:
-        os.kill(os.getpid(), mine["signal"])
-    return torch.nn.functional.cross_entropy(y, target)
-
-
-if "interrupt" in mine:
-    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
-try:
-    train(model, (x, (x[:, 0] > 0).long()), Settings(**told), skip=model.output, loss=loss)
-    said = "done"
-except BlockSparseError as error:
-    said = str(error)
-except KeyboardInterrupt:
-    said = "interrupted"
-print(said, end=".\\n", flush=True)
-os._exit(0)
-"""
-
-
-def said_by_ranks(tmp_path, ranks, given=None, variables=None, timeout=20.0, of=None):
-    """The output of each process `of` a group without torchrun."""
+def said_by_ranks(tmp_path, ranks, given=None, variables=None, timeout=20.0, of=None, **options):
+    """The output of each process `of` a group without torchrun, which would end all when one dies."""
     shared = rendezvous(max(ranks) + 1)
     own = {rank: shared | {"RANK": str(rank)} | (variables or {}).get(rank, {}) for rank in ranks}
-    options = repr((given or {}) | {"ranks": own, "timeout": timeout})
+    settings = SETTINGS | {"epochs": 4, "timeout": timeout} | options.pop("settings", {})
+    options = repr({**(given or {}), "ranks": own, "settings": settings, "rows": 128, **options})
     launcher = subprocess.Popen(
-        [sys.executable, "-c", START, options, str(tmp_path)], env=environment(), start_new_session=True
+        [sys.executable, "-c", SCRIPT, str(tmp_path), options], env=environment(), start_new_session=True
     )
     try:
         deadline = time.monotonic() + 100
@@ -433,12 +363,27 @@ def test_wrong_variables(variables, message, monkeypatch):
 
 
 @needs_fork
-@pytest.mark.parametrize(("which", "number"), full((1, "SIGSTOP"), (2, "SIGKILL"), (0, "SIGSTOP")))
-def test_who_is_stuck_or_gone_in_a_step_of_all_is_named(which, number, tmp_path):
-    given = {rank: {"settings": {"synchronous": True, "epochs": 4}} for rank in range(3)}
-    given[which]["stop"], given[which]["signal"] = 3, int(getattr(signal, number))
-    for said in said_by_ranks(tmp_path, [0, 1, 2], given, timeout=8.0, of=sorted({0, 1, 2} - {which})):
-        assert said.startswith(f"process {which}: expected an answer in time, got none: dead, or out of reach"), said
+@pytest.mark.parametrize(
+    ("workers", "which", "number", "synchronous", "own"),
+    [
+        (3, 1, "SIGKILL", False, True),
+        *full(
+            (3, 1, "SIGSTOP", True, False), (2, 1, "SIGSTOP", False, True), (2, 0, "SIGSTOP", False, True),
+            (2, 0, "SIGKILL", True, True), (3, 2, "SIGKILL", True, False), (3, 0, "SIGSTOP", True, False),
+        ),
+    ],
+)  # fmt: skip
+def test_who_is_stuck_or_gone_is_named(workers, which, number, synchronous, own, tmp_path):
+    """In the group of `train`, or in one of the user's own; asynchronously others wait for the master only."""
+    given = {which: {"stop": 5, "signal": int(getattr(signal, number))}}
+    group = {"group": (tmp_path / "group").as_uri()} if own else {}
+    others = sorted(set(range(workers)) - {which})
+    settings = {"synchronous": synchronous}
+    said = said_by_ranks(tmp_path, [*range(workers)], given, timeout=8.0, of=others, settings=settings, **group)
+    for rank, text in zip(others, said, strict=True):
+        gone = which if synchronous else 1 - min(rank, 1)
+        whose = "rank" if own and synchronous else "process"
+        assert text.startswith(f"{whose} {gone}: expected an answer in time, got none: dead, or out of reach"), text
 
 
 @needs_fork

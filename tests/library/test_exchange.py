@@ -276,13 +276,6 @@ def test_a_refusal_changes_nothing(root):
         torch.testing.assert_close(model.state_dict(), before)
 
 
-def test_a_model_on_the_meta_device_is_refused():
-    with pytest.raises(bs.BlockSparseError, match=r"parameters with values, got 0.weight on the meta device"):
-        prunable(nn.Sequential(nn.Linear(4, 4, device="meta")), 2)
-    with pytest.raises(bs.BlockSparseError, match=r"model: expected a torch.nn.Module, got str"):
-        prunable("model")
-
-
 def test_lstms_take_layouts_by_name():
     layout = bs.patterns.dense((4 * 48, 48), 16)
     lstm = bs.nn.LSTM(20, 40, 2, layouts={"weight_hh_l1": layout})

@@ -22,7 +22,7 @@ class Net(nn.Module):
         return y[0] if isinstance(y, tuple) else y
 
 
-KINDS = {kind.__name__: kind for kind in (nn.GRU, nn.RNN, nn.GRUCell, nn.LSTMCell, nn.MultiheadAttention)}
+KINDS = {kind.__name__: kind for kind in (nn.LSTM, nn.GRU, nn.RNN, nn.GRUCell, nn.LSTMCell, nn.MultiheadAttention)}
 
 
 @pytest.fixture(params=KINDS)

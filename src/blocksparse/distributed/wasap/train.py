@@ -153,7 +153,7 @@ class _Run:
         if start < together:
             (self.synchronous if self.settings.synchronous else self.asynchronous)(start)
         if start < self.settings.epochs:
-            self.is_single_process(max(start, together))
+            self.alone(max(start, together))
             self.average()
 
     # -- data --------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class _Run:
 
     # -- second phase ------------------------------------------------------------------------------------------
 
-    def is_single_process(self, start: int) -> None:
+    def alone(self, start: int) -> None:
         if self.rank != group.MASTER:
             self.method.seed = number_of(self.settings.seed, 0, self.rank)
         for epoch in range(start, self.settings.epochs):
