@@ -95,19 +95,6 @@ def test_data_lower_the_error(make, shape, density):
                                                for weight in prunable(model, 4)), abs=144)  # fmt: skip
 
 
-def test_weights_of_an_lstm_are_nearer_than_their_largest_blocks():
-    model, x = Last().double(), correlated(40, 10, 12)
-    made = bs.sparsity.reconstruct(model, [x], 0.4, 4)
-    with torch.no_grad():
-        (both,) = products(model.lstm, prunable(model.lstm, 4))
-        rows = both.inputs((x,), torch.arange(400))
-        y = rows @ both.matrix().T
-        magnitude = bs.densify(bs.sparsify(model.lstm, 0.4, 4, scope="layer", force=True))
-        cut = torch.cat([magnitude.weight_ih_l0, magnitude.weight_hh_l0], 1)
-        error = ((rows @ cut.T - y).square().sum() / y.square().sum()).item()
-    assert made.errors["lstm.weight_ih_l0"] == made.errors["lstm.weight_hh_l0"] < 0.5 * error
-
-
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("size", [0, 3], ids=["plain", "projected"])
 @pytest.mark.parametrize("form", ["batch", "batch first", "one", "packed", "packed unsorted"])

@@ -23,8 +23,8 @@ def load_sparsified(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     Args:
         model: of the kind that was sparsified, with any values. One on the meta device takes the tensors themselves,
             of any dtype.
-        state: what `state_dict` of the sparsified one gave, from a safetensors file say. A model of transformers that
-            was saved by `save_pretrained` is loaded by `from_pretrained`, without this function.
+        state: what `state_dict` of the sparsified one gave, from a safetensors file say. (What transformers saved by
+            `save_pretrained`, `from_pretrained` loads.)
 
     Returns:
         The model; another object only where the model itself is a layer that became block-sparse.

@@ -56,10 +56,9 @@ def sparsify(
 ) -> nn.Module:
     """Makes a model's weights block-sparse: keeps the blocks with the highest scores and drops the others.
 
-    Linear layers (those of the transformers library that are called Conv1D too), convolutions without groups, recurrent
-    layers and cells, multi-head attention and the experts of mixtures, as Mixtral has them, become modules of
-    `blocksparse.nn`; their biases and all else stay. Speed decides: a module that would not be faster
-    than dense on its device, as measured for `tokens` rows or on the `example`, stays dense and unpruned, unless it is
+    Linear layers (and what the transformers library calls Conv1D), convolutions without groups, recurrent layers and
+    cells, multi-head attention and the experts of mixtures, as Mixtral has them, become modules of `blocksparse.nn`;
+    their biases and all else stay. A module that is not measured to be faster stays dense and unpruned, unless it is
     forced; with an example the model as a whole is never slower than before. A `SparsityWarning` says when the density
     is missed, and why; `report` says it of each weight.
 
@@ -69,29 +68,26 @@ def sparsify(
             or one for each weight by its name, and those without a name stay dense.
         block_size: an int or (rows, columns) of the weights `[out, in]`; what is no multiple of it is padded.
         criterion: the score of a block: "l2" (its l2 norm for each number in it), "magnitude" (its mean |w|), "max"
-            (its largest |w|) or "lamp" (sum w^2 over that of all blocks of the weight that have no less);
-            scores `[out_blocks, in_blocks]` by the name of the weight; or a function of the name and the weight, padded
-            to whole blocks, that gives them. "lamp" where there is none, and no data.
+            (its largest |w|), "lamp" (sum w^2 over that of all blocks of the weight that have no less; by default,
+            where there are no data); scores `[out_blocks, in_blocks]` by the name of the weight; or a function of the
+            name and the weight, padded to whole blocks, that gives them.
         scope: "careful": one threshold over all weights, but each has half of the density for certain, and the best
-            block of each row of blocks where that is enough for them. Unless it is forced, a trained weight keeps as
-            many more blocks as it takes for no row to lose more than 5 % of its sum of squares: beyond that one shot
-            without data costs accuracy. "global": one threshold, and the density is met to the nearest block of them
-            all; a weight whose numbers are small as a whole loses most, at low densities all but a block, unless the
-            criterion is "lamp", which knows no scale. "layer": each weight has it, to its nearest block;
-            "erk": densities by `sparsity.erk`. Each weight keeps a block at least.
+            block of each row of blocks where that is enough for them; unless forced, a trained weight keeps as many
+            more as it takes for no row to lose more than 5 % of its sum of squares. "global": one threshold, which
+            weights of small numbers do not reach, unless the criterion is "lamp", which knows no scale. "layer": each
+            weight has the density. "erk": densities by `sparsity.erk`. Each weight keeps a block at least.
         skip: what stays dense: modules, or names of modules or weights, or patterns of names as in a shell,
             "encoder.layers.*" say.
         layouts: the blocks to keep by the name of the weight, in place of densities and scores.
         force: whether also what is not faster, or loses much, becomes block-sparse. Nothing is measured then.
-        tokens: rows of the inputs to be fast for; positions of the output of a convolution; steps of a recurrent
-            layer.
+        tokens: rows of the inputs to be fast for; positions of the output of a convolution; steps of a recurrent layer.
         example: instead of that, what the model is called with: a tensor, a tuple or list of its arguments, or a dict
             of arguments by name. Each module is then timed on what it gets from it, and the whole model too.
-        data: some hundred samples of what the model is called with, in batches: a DataLoader say. Its weights, biases
-            and the statistics of batch norms are then fitted to what the dense model makes of them, without training:
-            see `sparsity.reconstruct`, also for the forms of batches and how much of them is taken. The criterion, or
-            the part in a layer's outputs where there is none, then says how many blocks each weight keeps, and
-            `reconstruct` which. With `layouts` only the values are fitted.
+        data: some hundred samples of what the model is called with, in batches: a DataLoader say. Weights, biases and
+        the
+            statistics of batch norms are then fitted to what the dense model makes of them, as by
+            `sparsity.reconstruct`: the criterion, or the part in a layer's outputs by default, says how many blocks
+            each weight keeps, and `reconstruct` which. With `layouts` only the values are fitted.
         inplace: whether the model itself is changed, and not a copy of it.
         optimizer: in place, the one that trains the model: it goes on with the new parameters, with what it has kept.
 
@@ -100,19 +96,14 @@ def sparsify(
 
     Raises:
         BlockSparseError: a density out of range or not possible, a model on the meta device or without a weight that
-            can become block-sparse, names that it does not have, weights that are not finite, scores or layouts that do
-            not fit, an example or data that the model does not take, data that are not finite or none, an optimizer
-            without `inplace` or without the weights. Nothing is changed then.
+            can become block-sparse, unknown names, weights or data that are not finite, scores or layouts that do not
+            fit, an example or data that the model does not take, an optimizer without `inplace` or without the weights.
+            Nothing is changed then.
 
     Example:
         >>> import torch, blocksparse as bs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
-        >>> bs.sparsify(model, density=0.25, skip="2", force=True)
-        Sequential(
-          (0): Linear(in_features=256, out_features=512, block_size=(32, 32), nnz=32, density=0.25, bias=True)
-          (1): ReLU()
-          (2): Linear(in_features=512, out_features=10, bias=True)
-        )
+        >>> bs.sparsify(torch.nn.Linear(256, 512), density=0.25, force=True)
+        Linear(in_features=256, out_features=512, block_size=(32, 32), nnz=32, density=0.25, bias=True)
 
     Source of "lamp": Lee, Park, Mo, Ahn, Shin, Layer-adaptive sparsity for the magnitude-based pruning (2021).
     """

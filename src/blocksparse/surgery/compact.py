@@ -28,10 +28,10 @@ def compact(
 ) -> Tensor:
     """Removes the outputs of a layer that have no incoming connections from it and from the next one, in place.
 
-    Such a neuron is a constant, activation(bias); what it adds to the next layer goes into the bias of that one. So
-    nothing that the network computes changes, but for rounding (and dropout between the two, which no longer drops
-    that constant). Where the next layer has no bias, neurons with connections to it stay unless their constant is 0.
-    With blocks of several rows a row of blocks goes as a whole. The optimizer's state follows.
+    Such a neuron is a constant, activation(bias); what it adds to the next layer goes into the bias of that one, so
+    that the network computes the same but for rounding (and dropout between the two, which no longer drops that
+    constant). Where the next layer has no bias, neurons with connections to it stay unless their constant is 0. With
+    blocks of several rows a row of blocks goes as a whole. The optimizer's state follows.
 
     Args:
         first, second: linear layers; the outputs of the first are the inputs of the second.
@@ -48,12 +48,10 @@ def compact(
     >>> import torch, blocksparse as bs
     >>> first = bs.nn.Linear(8, 3, layout=bs.BlockLayout([[1] * 8, [0] * 8, [1] * 8], block_size=1))
     >>> second = bs.nn.Linear(3, 2, block_size=1)
-    >>> x = torch.randn(5, 8)
-    >>> before = second(first(x).relu())
     >>> bs.sparsity.compact(first, second, torch.relu)
     tensor([0, 2])
-    >>> first.out_features, second.in_features, torch.allclose(second(first(x).relu()), before, atol=1e-6)
-    (2, 2, True)
+    >>> first.out_features, second.in_features
+    (2, 2)
     """
     _check(first, second, optimizer)
     height, out = first.layout.block_shape[0], first.out_features

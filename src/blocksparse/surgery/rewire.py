@@ -47,17 +47,15 @@ def rewire(
         int64 `[new nnz]` on the values' device: where each block was before, -1 for the new ones.
 
     Raises:
-        BlockSparseError: a module that is not block-sparse, an optimizer that does not have its parameter or keeps
-            what cannot follow, positions or places that are out of range, given twice, or taken. Nothing is changed
-            then.
+        BlockSparseError: no block-sparse module, an optimizer that does not have its parameter or keeps what cannot
+            follow, positions or places out of range, given twice, or taken. Nothing is changed then.
 
     >>> import torch, blocksparse as bs
     >>> layer = bs.nn.Linear(3, 2, layout=bs.BlockLayout([[1, 1, 0], [0, 0, 1]], block_size=1))
     >>> bs.sparsity.rewire(layer, drop=[1], rows=[1], cols=[0])
     tensor([ 0, -1,  2])
-    >>> layer.layout.mask().int(), layer.values[1].item()
-    (tensor([[1, 0, 0],
-            [1, 0, 1]], dtype=torch.int32), 0.0)
+    >>> layer.layout.mask().int().tolist(), layer.values[1].item()
+    ([[1, 0, 0], [1, 0, 1]], 0.0)
     """
     stored = module if isinstance(module, Stored) else Stored(module)
     values = stored.parameter

@@ -31,10 +31,10 @@ def parallelize_module(
     """`torch.distributed.tensor.parallel.parallelize_module` with cuts that balance the stored blocks.
 
     Layers that share hidden features are to be cut at the same places. PyTorch applies a plan layer by layer, and so
-    block-sparse ones fall back to ranges of as many features each. This function first walks through the model: the
-    layers with ColwiseParallel since the last one with RowwiseParallel write the features that the next one with
-    RowwiseParallel reads, in the order in which the model has its modules. They get one `Cut`, of the stored blocks of
-    all of them, and PyTorch's function applies the plan.
+    block-sparse ones fall back to ranges of as many features each. Here, in the order in which the model has its
+    modules, the layers with ColwiseParallel since the last one with RowwiseParallel, and the next one with
+    RowwiseParallel, which reads what they write, get one `Cut`, of the stored blocks of all of them, before PyTorch's
+    function applies the plan.
 
     The parts are ranges of features, unless all layers of a group have a `multiple`: how many features stay together,
     1 where only elementwise functions lie between, `head_dim` for attention. Then any units make a part, which balances

@@ -49,26 +49,25 @@ def train(
 
     Call it in each process of `torchrun --nproc-per-node K script.py`; without torchrun the one process is all workers.
 
-    In the first phase (WASAP-SGD) each worker computes gradients on its own part of the data, as fast as it can, and
-    gives them to the master, which drops those of connections that are gone, takes a step with each, evolves the
-    topology after as many as an epoch has, and answers with the newest network. With `synchronous` (WASSP-SGD) all
-    workers take each step together, with the mean gradient over their samples and a learning rate that rises to K
-    times its value within five epochs. In the second phase each worker trains and evolves alone, on its own part. At
-    the end the networks are averaged on the union of their topologies, and pruned by magnitude to the connections that
-    there were before.
+    In the first phase (WASAP-SGD) each worker computes gradients on its own part of the data, as fast as it can, for
+    the master, which drops those of connections that are gone, takes a step with each, evolves the topology after as
+    many as an epoch has, and answers with the newest network. With `synchronous` (WASSP-SGD) all workers take each step
+    together, with the mean gradient and a learning rate that rises to K times its value within five epochs. In the
+    second phase each worker trains and evolves alone. At the end the networks are averaged on the union of their
+    topologies, and pruned by magnitude to as many connections as before.
 
     Process 0 is the master and a worker too. With one process this is sequential sparse evolutionary training, bit
     for bit; with `synchronous` any number of processes gives the same bits each time, and the asynchronous phase does
-    not. Messages of the asynchronous phase are CPU tensors (gloo), wherever the model is; all others are where it is.
+    not. Its messages are CPU tensors (gloo), wherever the model is; all others are where it is.
 
     A process that dies stops the run: the others get a BlockSparseError as soon as the connection breaks or the timeout
-    is over, and torchrun ends them. The last checkpoint is whole; the same call with `resume` goes on from there, with
-    as many processes as there are then. The master writes it after each epoch of the first phase and at the end, so
-    that a second phase starts over; with one process, after each epoch.
+    is over. The last checkpoint is whole; the same call with `resume` goes on from there, with any number of processes.
+    The master writes it after each epoch of the first phase and at the end; with one process, after each epoch.
 
     Args:
         model: of the same structure in all processes; training starts from the master's, and all end with the result.
         data: inputs `[n, ...]` and targets `[n, ...]`, the same in all processes; worker k takes rows k, k + K, ...
+        settings: `Settings()` by default.
         test: inputs and class numbers `[m]`, on which the master measures the accuracy.
         skip: as for `bs.sparsity.SET`: what does not evolve.
         loss: of outputs and targets, a mean over samples.
@@ -80,17 +79,17 @@ def train(
         What came out of each epoch, and of the average, on the master; nothing elsewhere.
 
     Raises:
-        BlockSparseError: more workers than data, inputs and targets that differ in number, a model without
-            block-sparse weights or with running statistics (batch norm), models that differ between the processes,
-            a checkpoint of other settings, a process that does not answer.
+        BlockSparseError: more workers than data, data that do not fit each other, a model without block-sparse weights
+        or
+            with running statistics (batch norm), models that differ between the processes, a checkpoint of other
+            settings, a process that does not answer.
 
     Example:
         >>> import torch, blocksparse as bs
         >>> from blocksparse.distributed import Settings, train
-        >>> from blocksparse_lab.models.mlp import SparseMLP
         >>> x = torch.randn(256, 20, generator=torch.Generator().manual_seed(0))
-        >>> model = SparseMLP([20, 64, 2], epsilon=5, activation="relu", dropout=0)
-        >>> epochs = train(model, (x, (x[:, 0] > 0).long()), Settings(epochs=3, batch=32), skip=model.output)
+        >>> model = bs.nn.Linear(20, 2, density=0.5, block_size=1)
+        >>> epochs = train(model, (x, (x[:, 0] > 0).long()), Settings(epochs=3, batch=32))
         >>> [(epoch.epoch, epoch.phase) for epoch in epochs]
         [(1, 'asynchronous'), (2, 'asynchronous'), (3, 'alone'), (3, 'average')]
 

@@ -46,8 +46,7 @@ def activation_scores(
         of weights that no batch reaches are sums of |w|; `by_magnitude` lists them.
 
     Raises:
-        BlockSparseError: no batch, batches that reach no weight, inputs of a layer that are not finite, no weight that
-            can become block-sparse, an invalid block size, something to skip that the model does not have.
+        BlockSparseError: as `reconstruct`; batches that reach no weight.
 
     >>> import torch, blocksparse as bs
     >>> layer = torch.nn.Linear(4, 2, bias=False)

@@ -60,8 +60,8 @@ def reconstruct(
 ) -> Reconstruction:
     """Makes a block-sparse copy of a trained model whose layers reproduce the outputs of the dense ones.
 
-    Layer by layer, in the order in which they run, with the inputs X that the layers before, pruned already, give them,
-    and the outputs Y that it has in the dense model: a layer makes up for what those before it lost. A weight V in the
+    Layer by layer, in the order in which they run, with the inputs X that the pruned layers before give them, and the
+    outputs Y that they have in the dense model: a layer makes up for what those before it lost. A weight V in the
     place of W has the error |X V^T - Y|^2 + damping * mean(diag(X^T X)) |V - W|^2. Each row of blocks gets as many
     blocks as it has among the best by the score of the optimal brain surgeon, sum w_ij^2 / (H^-1)_jj with
     H = X^T X + damping. It chooses them one after the other, always the one that lowers the error most, and their
@@ -69,20 +69,19 @@ def reconstruct(
     statistics of batch norms change as those of their inputs do.
 
     Fitted are linear layers (also the Conv1D of transformers), convolutions, transposed ones, torch.nn's recurrent
-    layers and cells, with the weights of inputs and states together, and again on the states that the new weights lead
-    to, and MultiheadAttention with one weight for query, key and value. What no batch reaches keeps its largest blocks.
+    layers and cells (twice more on the states that the new weights lead to), and MultiheadAttention with one weight for
+    query, key and value. What no batch reaches keeps its largest blocks.
 
-    Of a layer 10,000 rows at most are looked at (tokens, positions or steps), at random places, the same in each run,
-    and 256 MiB of them. Up to 4,608 inputs (times taps) the score costs one inversion of H, the choice
-    (in) (kept in)^2 multiplications for a row of blocks, in float64. With more inputs H is not formed: blocks are
-    dropped in four stages, those first that add least to the outputs, and values found by conjugate gradients.
+    Of a layer 10,000 rows at most are looked at (tokens, positions or steps), at the same random places in each run,
+    and 256 MiB of them. Up to 4,608 inputs (times taps) the score costs one inversion of H, the choice (in) (kept in)^2
+    multiplications for a row of blocks, in float64. With more, blocks are dropped in four stages, those first that add
+    least to the outputs, and values found by conjugate gradients.
 
     Args:
         model: any module; it stays as it is.
         batches: the model's inputs, some hundred samples: an iterable, a DataLoader say, of tensors, of tuples or lists
             of arguments, or of dicts of arguments by name. Of a tuple longer than the list of the model's arguments the
-            first ones are taken: labels are not. The first batches are kept, until there are 1,024 samples (by the
-            first axis) or 256 MiB.
+            first ones are taken: labels are not. Batches are kept up to 1,024 samples (by the first axis) or 256 MiB.
         density: the part of the blocks that each weight keeps, to the nearest block and at least one.
         block_size: an int or (rows, columns).
         skip: what stays dense, the output layer say: modules, or names of modules or weights.
@@ -90,18 +89,14 @@ def reconstruct(
 
     Raises:
         BlockSparseError: no batch, or one that the model fails on, inputs of a layer that are not finite, a density
-            that leaves a weight without a block, no weight that can become block-sparse, something to skip that the
-            model does not have.
+        that
+            leaves a weight without a block, no weight that can become block-sparse, an unknown name to skip.
 
     >>> import torch, blocksparse as bs
-    >>> _ = torch.manual_seed(0)
     >>> x = torch.randn(200, 4) @ torch.randn(4, 64)        # 64 inputs, but only 4 that are independent
-    >>> layer = torch.nn.Linear(64, 16)
-    >>> made = bs.sparsity.reconstruct(layer, [x], density=0.25, block_size=8)
-    >>> made.model
-    Linear(in_features=64, out_features=16, block_size=(8, 8), nnz=4, density=0.25, bias=True)
-    >>> made.errors["weight"] < 1e-3
-    True
+    >>> made = bs.sparsity.reconstruct(torch.nn.Linear(64, 16), [x], density=0.25, block_size=8)
+    >>> made.model, made.errors["weight"] < 1e-3
+    (Linear(in_features=64, out_features=16, block_size=(8, 8), nnz=4, density=0.25, bias=True), True)
 
     Source: Frantar, Alistarh, SparseGPT (2023); Hassibi, Stork, Optimal brain surgeon (1993), for the score.
     """

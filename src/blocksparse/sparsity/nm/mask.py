@@ -50,11 +50,8 @@ def nm_layout(
 
     This is the form of N:M that saves time on any device: every row of blocks has equally many, and the kernels skip
     the others, so that products, memory and gradients cost n / m of all blocks. Masks of single weights save nothing
-    worth having outside of GPUs with sparse tensor cores: a dense product does not skip zeros, and where only the
-    other half is stored (block size 1), each index and each input that is loaded serves a single multiplication.
-
-    An input that is loaded serves all rows of its block. So tall blocks, `(16, 1)` say, N:M of vectors, are nearly as
-    fast as square ones, and keep more of the magnitude; flat ones, `(1, 16)`, are not.
+    outside of GPUs with sparse tensor cores. Tall blocks, `(16, 1)` say, N:M of vectors, are nearly as fast as square
+    ones, and keep more of the magnitude: an input that is loaded serves all rows of its block.
 
     Args:
         weight: `[out_features, in_features]`, or `[out_channels, in_channels, *kernel]`; padded with zeros to whole
@@ -68,9 +65,8 @@ def nm_layout(
 
     >>> import torch, blocksparse as bs
     >>> weight = torch.tensor([[1.0, 0.0, 2.0, 2.0, 3.0, 0.0, 0.0, 4.0]])
-    >>> layout = bs.sparsity.nm_layout(weight, 1, 2, block_size=(1, 2))
-    >>> layout, layout.mask().int()
-    (BlockLayout(shape=(1, 8), block_size=(1, 2), nnz=2, density=0.5), tensor([[0, 1, 0, 1]], dtype=torch.int32))
+    >>> bs.sparsity.nm_layout(weight, 1, 2, block_size=(1, 2)).mask().int()
+    tensor([[0, 1, 0, 1]], dtype=torch.int32)
 
     Source: Mishra et al. (2021) for N:M.
     """

@@ -20,8 +20,8 @@ def nm_permutation(weight: Tensor, n: int = 2, m: int = 4, *, escapes: int = 100
     Columns of different groups are swapped, the best swaps first, until none helps. Then a few random columns are
     swapped and the search goes on from there; what comes of it is taken where it is better.
 
-    The layer computes the same when its inputs come in that order. These are the outputs of the layer before, so that
-    nothing moves at run time: `before.weight[order]`, `before.bias[order]` and `layer.weight[:, order]`.
+    The layer computes the same when the outputs of the layer before come in that order, so that nothing moves at run
+    time: `before.weight[order]`, `before.bias[order]` and `layer.weight[:, order]`.
 
     Args:
         weight: `[out_features, in_features]`, or `[out_channels, in_channels, *kernel]`.
@@ -38,8 +38,7 @@ def nm_permutation(weight: Tensor, n: int = 2, m: int = 4, *, escapes: int = 100
     >>> import torch, blocksparse as bs
     >>> weight = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
     >>> order = bs.sparsity.nm_permutation(weight, 1, 2)
-    >>> kept = weight[:, order][bs.sparsity.nm_mask(weight[:, order], 1, 2)]
-    >>> kept.sum()
+    >>> weight[:, order][bs.sparsity.nm_mask(weight[:, order], 1, 2)].sum()
     tensor(7.)
 
     Source: Pool, Yu, Channel permutations for N:M sparsity (2021).

@@ -22,9 +22,9 @@ def prune_gated_blocks(
 ) -> Tensor:
     """Removes the blocks whose gate is 0 from a module, and from the gate, in place.
 
-    The module with its gate computes what it did before, and training goes on as it would have with these gates held
-    at 0: values, gate, and what the optimizer keeps for both follow. `module.values.mul_(gate[:, None, None])` makes
-    the gate part of the values then, if it is to be trained no more.
+    The module with its gate computes what it did before, and training goes on as with these gates held at 0: values,
+    gate, and what the optimizer keeps for both follow. `module.values.mul_(gate[:, None, None])` makes a gate that is
+    to be trained no more part of the values then.
 
     Args:
         module: any block-sparse module.
@@ -42,12 +42,10 @@ def prune_gated_blocks(
     >>> import torch, blocksparse as bs
     >>> layer = bs.nn.Linear(4, 4, block_size=2)
     >>> gate = torch.nn.Parameter(torch.tensor([1.0, 0.0, 0.0, 0.5]))
-    >>> x = torch.randn(3, 4)
-    >>> before = layer(x, gate=gate)
     >>> bs.sparsity.prune_gated_blocks(layer, gate)
     tensor([0, 3])
-    >>> layer.layout.nnz, gate.data, torch.allclose(layer(x, gate=gate), before)
-    (2, tensor([1.0000, 0.5000]), True)
+    >>> layer.layout.nnz, gate.data
+    (2, tensor([1.0000, 0.5000]))
 
     Source: `prune(param, gate)` of openai/blocksparse (2017).
     """
