@@ -292,8 +292,7 @@ def watts_strogatz_2d(
     offsets = _quadrant(_even_neighbors(neighbors, n) // 2)
     probability = number("rewire", rewire, 0, 1)
     rng = _generator(seed)
-    height = next(h for h in range(math.isqrt(n), 0, -1) if n % h == 0)
-    width = n // height
+    height, width = torus(n)
     y, x = np.divmod(np.arange(n), width)
     ends = [(y + down) % height * width + (x + right) % width for down, right in offsets]
     ties = np.unique(np.concatenate([np.arange(n) * n + end for end in ends]))
@@ -387,6 +386,16 @@ def _cover(rng: np.random.Generator, grid: tuple[int, int]) -> np.ndarray:
     long = max(grid)
     rows, cols = (rng.permutation(size)[np.arange(long) * size // long] for size in grid)
     return np.sort(rows * grid[1] + cols)
+
+
+def torus(nodes: int) -> tuple[int, int]:
+    """The rows and columns of the most square torus of this many blocks.
+
+    >>> torus(10_000), torus(12)
+    ((100, 100), (3, 4))
+    """
+    height = next(h for h in range(math.isqrt(nodes), 0, -1) if nodes % h == 0)
+    return height, nodes // height
 
 
 def _quadrant(count: int) -> list[tuple[int, int]]:

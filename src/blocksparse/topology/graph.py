@@ -51,12 +51,15 @@ class Graph:
         around = np.where(self.loops, 1, np.where(np.diff(self.adjacency.indptr) > 0, 2, 0))
         return np.where(self.weights > 1, around, 0)
 
+    @property
+    def with_loops(self) -> Any:
+        """The adjacency with a 1 on the diagonal of each node that has a loop, a scipy CSR matrix."""
+        return (self.adjacency + import_scipy_sparse().diags_array(self.loops.astype(float))).tocsr()
+
     def expanded(self) -> Any:
         """The adjacency of all neurons, a scipy CSR matrix."""
-        sparse = import_scipy_sparse()
-        with_loops = (self.adjacency + sparse.diags_array(self.loops.astype(float))).tocsr()
         node = np.repeat(np.arange(self.weights.size), self.weights)
-        whole = with_loops[node][:, node]
+        whole = self.with_loops[node][:, node]
         whole.setdiag(0)
         whole.eliminate_zeros()
         return whole
@@ -118,15 +121,20 @@ def refined(layout: BlockLayout, block: tuple[int, int]) -> BlockLayout:
     return BlockLayout.from_indices(rows.reshape(-1), cols.reshape(-1), grid, block)
 
 
+def matrix_of(layout: BlockLayout) -> Any:
+    """Which blocks of inputs each block of outputs has: a scipy CSR matrix of ones, float32."""
+    ones = np.ones(layout.nnz, dtype=np.float32)
+    return import_scipy_sparse().csr_matrix((ones, layout.col_of_block, layout.row_start), shape=layout.grid)
+
+
 def _graph(layout: BlockLayout, level: str) -> Graph:
     rows, cols = layout.row_of_block, layout.col_of_block.astype(np.int64)
-    if _square(layout, level):
-        both = np.concatenate([rows, cols]), np.concatenate([cols, rows])
-        return Graph(_adjacency(*both, layout.grid[0]), _weights(layout, level, 0), _loops(layout))
-    cols = cols + layout.grid[0]
-    both = np.concatenate([rows, cols]), np.concatenate([cols, rows])
-    weights = np.concatenate([_weights(layout, level, 0), _weights(layout, level, 1)])
-    return Graph(_adjacency(*both, sum(layout.grid)), weights, np.zeros(sum(layout.grid), dtype=bool))
+    weights, loops = _weights(layout, level, 0), _loops(layout)
+    if not _square(layout, level):
+        cols = cols + layout.grid[0]
+        weights = np.concatenate([weights, _weights(layout, level, 1)])
+        loops = np.zeros(weights.size, dtype=bool)
+    return Graph(_adjacency(np.r_[rows, cols], np.r_[cols, rows], weights.size), weights, loops)
 
 
 def _square(layout: BlockLayout, level: str) -> bool:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from ..checked import is_int
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, import_scipy_sparse
+from ..layout import BlockLayout
 from .graph import Graph, arrows_of
 from .paths import chosen_sources, search
 
@@ -104,7 +102,7 @@ def _longest(arrows: Graph, sources: np.ndarray) -> int:
 
 def _exponent(arrows: Graph) -> int:
     """The least power of a primitive pattern that has no gap."""
-    pattern = _with_loops(arrows).T.tocsr().astype(np.float32)
+    pattern = arrows.with_loops.T.tocsr().astype(np.float32)
     nodes = arrows.weights.size
     most = 0
     for first in range(0, nodes, CHUNK):
@@ -133,10 +131,5 @@ def _period(arrows: Graph) -> int:
     reached, lengths = search(arrows.adjacency, 0)
     depth = np.empty_like(lengths)
     depth[reached] = lengths
-    edges = _with_loops(arrows).tocoo()
+    edges = arrows.with_loops.tocoo()
     return int(np.gcd.reduce(depth[edges.row] + 1 - depth[edges.col]))
-
-
-def _with_loops(arrows: Graph) -> Any:
-    sparse = import_scipy_sparse()
-    return arrows.adjacency + sparse.diags_array(arrows.loops.astype(float))

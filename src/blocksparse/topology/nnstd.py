@@ -23,7 +23,7 @@ from torch import nn
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, import_scipy_sparse
 from ..nn.module import BlockSparseModule
-from .graph import check_level, refined
+from .graph import check_level, matrix_of, refined
 
 # Above this density dense products count the inputs in common faster than sparse ones.
 DENSE = 0.1
@@ -200,12 +200,7 @@ def _unit(layer: Layer, axis: int, level: str) -> int:
 
 def _inputs(layer: Layer, units: tuple[int, int], level: str) -> Any:
     """Which units are inputs of which: a scipy CSR matrix of ones, float32, without the padding."""
-    layout = layer.layout
-    if level == "neuron":
-        layout = refined(layout, units)
-    matrix = import_scipy_sparse().csr_matrix(
-        (np.ones(layout.nnz, dtype=np.float32), layout.col_of_block, layout.row_start), shape=layout.grid
-    )
+    matrix = matrix_of(refined(layer.layout, units) if level == "neuron" else layer.layout)
     if level == "neuron" and layer.used is not None:
         out, in_ = (np.flatnonzero(used[::unit]) for used, unit in zip(layer.used, units, strict=True))
         matrix = matrix[out][:, in_]

@@ -37,16 +37,14 @@ class SmallWorld:
     @property
     def sigma(self) -> float | None:
         """(C / C_random) / (L / L_random); None where the random references have no triangle."""
-        if not self.random_clustering:
-            return None
-        return self.clustering / self.random_clustering / (self.path_length / self.random_path_length)
+        shorter = self.path_length / self.random_path_length
+        return self.clustering / self.random_clustering / shorter if self.random_clustering else None
 
     @property
     def omega(self) -> float | None:
         """L_random / L - C / C_lattice; None where the lattice has no triangle."""
-        if not self.lattice_clustering:
-            return None
-        return self.random_path_length / self.path_length - self.clustering / self.lattice_clustering
+        longer = self.random_path_length / self.path_length
+        return longer - self.clustering / self.lattice_clustering if self.lattice_clustering else None
 
     def as_dict(self) -> dict[str, float | None]:
         """All of it, sigma and omega too, ready for JSON."""

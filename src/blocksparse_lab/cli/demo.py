@@ -137,9 +137,9 @@ def _speedups(console: Console, story: Story, sizes: Sizes) -> None:
     longest = max(result.speedup("dense").median for result in story.speedups)
     room = max(4, min(32, console.width - 70))
     for result in story.speedups:
-        density, cells = speedup_row(result)
+        at, cells = speedup_row(result)
         line = Text("━" * max(1, round(room * result.speedup("dense").median / longest)), style=SPARSE)
-        made.add_row(density, *cells, f"{1 / result.density:.3g}", line)
+        made.add_row(at, *cells, f"{1 / result.density:.3g}", line)
     made.columns[-1].justify = "left"
     console.print(made)
 

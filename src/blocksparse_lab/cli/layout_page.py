@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from blocksparse.layout import BlockLayout
+from blocksparse.patterns.weights import torus
 from blocksparse.topology.degrees import degrees
 from blocksparse.topology.drawings.degrees import bins
 from blocksparse.topology.drawings.matrix import coarse
-from blocksparse.topology.drawings.spreading import torus
 
 from . import page
 

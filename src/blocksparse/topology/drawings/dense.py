@@ -33,6 +33,8 @@ def dense_against_sparse(layout: BlockLayout, path: str | Path, title: str) -> N
     tallest = max(rows, side)
     height = min(max(8.4 * tallest / sum(ratios), 2.0), 7.0)
     figure, axes = figure_and_axes((9.0, height + 0.9), columns=2, width_ratios=ratios)
+    from matplotlib.patches import Rectangle
+
     for one, of, shape in (
         (axes[0], patterns.dense((1, 1), 1), (side, side)),
         (axes[1], layout, (rows, cols)),
@@ -42,20 +44,9 @@ def dense_against_sparse(layout: BlockLayout, path: str | Path, title: str) -> N
         one.set_anchor("NW")
         one.spines[["top", "right", "bottom", "left"]].set_visible(False)
         one.set(xticks=[], yticks=[])
-    axes[1].add_patch(_frame(cols, rows))
+    axes[1].add_patch(Rectangle((0, 0), cols, rows, fill=False, edgecolor="0.6", lw=0.8, clip_on=False))
     axes[0].set_title(f"dense\n{side:,} x {side:,}", loc="left", size=10)
     axes[1].set_title(f"{title}, density {layout.density:.3g}\n{rows:,} x {cols:,}", loc="left", size=10)
-    figure.supxlabel(
-        f"To scale, in features. Weights, and multiply-adds per product: {side * side:,} and {weights:,}.",
-        size=9,
-        color="0.35",
-        x=0.01,
-        ha="left",
-    )
+    said = f"To scale, in features. Weights, and multiply-adds per product: {side * side:,} and {weights:,}."
+    figure.supxlabel(said, size=9, color="0.35", x=0.01, ha="left")
     save(figure, path)
-
-
-def _frame(width: float, height: float) -> object:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((0, 0), width, height, fill=False, edgecolor="0.6", lw=0.8, clip_on=False)

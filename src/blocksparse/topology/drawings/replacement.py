@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ...errors import BlockSparseError
-from ...layout import BlockLayout, import_scipy_sparse
+from ...layout import BlockLayout
+from ..graph import matrix_of
 from ..summary import summary
 from .matrix import show
 from .style import COLORS, figure_and_axes, save
@@ -99,24 +98,19 @@ def replacement(of: Replacement, path: str | Path, title: str) -> None:
     axes.set(xlim=(0, width), ylim=(tallest + BELOW, -ABOVE), aspect="equal")
     axes.axis("off")
     left = 0.0
-    for nth, (name, lines) in enumerate(words):
+    for (name, lines), room in zip(words, widths, strict=True):
         axes.text(left, -0.12, name, size=11, weight="bold", va="bottom", color="0.1")
         axes.text(left, tallest + 0.12, "\n".join(lines), size=9.5, va="top", color="0.25", linespacing=1.45)
-        if nth == 0:
-            _weight(axes, None, left, 0, side)
-        elif nth == 1:
-            _weight(axes, of.wide, left, 0, wide)
-        else:
-            for i, layout in enumerate(deep):
-                down, right = divmod(i, columns)
-                _weight(axes, layout, left + right * step, down * step, side)
-                if right:
-                    middle = down * step + side / 2
-                    style = {"arrowstyle": "->", "color": "0.3", "lw": 1.3, "shrinkA": 2, "shrinkB": 2}
-                    axes.annotate(
-                        "", (left + right * step, middle), (left + right * step - 0.3, middle), arrowprops=style
-                    )
-        left += widths[nth] + APART
+        left += room + APART
+    _weight(axes, None, 0, 0, side)
+    _weight(axes, of.wide, widths[0] + APART, 0, wide)
+    for i, layout in enumerate(deep):
+        down, right = divmod(i, columns)
+        x, y = left - widths[2] - APART + right * step, down * step
+        _weight(axes, layout, x, y, side)
+        if right:
+            style = {"arrowstyle": "->", "color": "0.3", "lw": 1.3, "shrinkA": 2, "shrinkB": 2}
+            axes.annotate("", (x, y + side / 2), (x - 0.3, y + side / 2), arrowprops=style)
     figure.suptitle(f"A dense layer, and two of {title} at equal multiply-adds", x=0.02, ha="left", size=12)
     save(figure, path)
 
@@ -178,11 +172,8 @@ def reach(layouts: Sequence[BlockLayout]) -> float:
     >>> round(reach([shift]), 3), reach([shift, shift])
     (0.667, 1.0)
     """
-    sparse = import_scipy_sparse()
     reached = None
     for layout in layouts:
-        ones = np.ones(layout.nnz, dtype=np.float32)
-        step = sparse.csr_matrix((ones, layout.col_of_block, layout.row_start), shape=layout.grid)
-        reached = step if reached is None else step @ reached
+        reached = matrix_of(layout) if reached is None else matrix_of(layout) @ reached
         reached.data[:] = 1  # whether, not in how many ways
     return 0.0 if reached is None else reached.nnz / math.prod(reached.shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
+from ...patterns.weights import torus
 from ..mixing import steps_from
 from .style import COLORS, figure_and_axes
 
@@ -58,16 +58,6 @@ def spreading(layout: BlockLayout, path: str | Path, title: str, block: int | No
     except OSError as error:
         raise BlockSparseError.expected("out", "a GIF file to write", f"{path} ({error.strerror})") from error
     return last
-
-
-def torus(nodes: int) -> tuple[int, int]:
-    """Returns rows and columns of the most square torus of this many blocks, as in `patterns.watts_strogatz_2d`.
-
-    >>> torus(10_000), torus(12)
-    ((100, 100), (3, 4))
-    """
-    height = next(h for h in range(math.isqrt(nodes), 0, -1) if nodes % h == 0)
-    return height, nodes // height
 
 
 def _frame(axes: Any, steps: np.ndarray, now: int, last: int) -> None:
