@@ -5,31 +5,7 @@ import torch
 
 from blocksparse import BlockSparseError
 from blocksparse_lab.data import cifar10, images
-from test_data_idx import write as write_mnist
 from test_data_tables import write_cifar10
-
-
-@pytest.mark.parametrize("inner", [False, True])
-def test_cifar10(tmp_path, inner):
-    made = write_cifar10(tmp_path)
-    data = images.load("cifar10", tmp_path / cifar10.FOLDER if inner else tmp_path)
-    assert data.shape == (3, 32, 32)
-    assert torch.equal(data.train.flatten(1), torch.cat([pixels for pixels, _ in made[:5]]))
-    # Red first, then row by row.
-    assert data.test[4, 2, 3, 5] == made[5][0][4, 2 * 1024 + 3 * 32 + 5]
-    assert torch.equal(data.test_labels, made[5][1])
-    assert data.classes[6] == "frog"
-
-
-@pytest.mark.parametrize("inner", ["", "fashion_mnist"])
-def test_fashion_mnist(tmp_path, inner):
-    folder = tmp_path / inner
-    folder.mkdir(exist_ok=True)
-    made = write_mnist(folder)
-    data = images.load("fashion_mnist", tmp_path)
-    assert data.shape == (1, 28, 28)
-    assert torch.equal(data.train[:, 0], made["train"][0])
-    assert torch.equal(data.test_labels, made["t10k"][1].long())
 
 
 def test_a_digest_tells_data_apart(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blocksparse import BlockSparseError
-from blocksparse_lab.data import cifar10, csv_table, download, tables
+from blocksparse_lab.data import cifar10, csv_table, download, images, tables
 from blocksparse_lab.data.synthetic import Synthetic
 from blocksparse_lab.data.table import Table, standardised
 from test_data_idx import write as write_mnist
@@ -63,6 +63,13 @@ def test_cifar10(tmp_path, protocol, inner):
     for part, own in ((data.train, pixels), (data.test, made[5][0])):
         torch.testing.assert_close(part.double(), (own - mean) / deviation, rtol=1e-5, atol=1e-5)
     assert torch.equal(cifar10.read_batch(tmp_path / cifar10.FOLDER / "data_batch_2")[0], made[1][0])
+    whole = images.load("cifar10", tmp_path / cifar10.FOLDER if inner else tmp_path)
+    assert whole.shape == (3, 32, 32)
+    assert torch.equal(whole.train.flatten(1).double(), pixels)
+    # Red first, then row by row.
+    assert whole.test[4, 2, 3, 5] == made[5][0][4, 2 * 1024 + 3 * 32 + 5]
+    assert torch.equal(whole.test_labels, made[5][1])
+    assert whole.classes[6] == "frog"
 
 
 class Evil:
@@ -115,6 +122,9 @@ def test_fashion_mnist(tmp_path, inner):
     assert data.features == 784
     assert torch.equal(data.test_labels, made["t10k"][1].long())
     assert data.classes[9] == "Ankle boot"
+    whole = images.load("fashion_mnist", tmp_path)
+    assert whole.shape == (1, 28, 28)
+    assert torch.equal(whole.train[:, 0], made["train"][0])
     assert data.train.mean(0).abs().max() < 1e-5
 
 

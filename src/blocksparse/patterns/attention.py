@@ -70,12 +70,10 @@ def fixed_attention(
     by all where j % stride >= stride - summary; and each query sees its own block, as else the first would see none.
 
     Args:
-        tokens: queries, and as many keys; a multiple of the block.
-        block_size: tokens of a block.
+        tokens, block_size: as for `strided_attention`.
         stride: of a stretch, in blocks; by default the root of their number.
         summary: at the end of each stretch, in blocks, 1 to stride.
-        part: "near", "far", or "all", both of them; a list of the two is a layout for each of two heads.
-        causal: no key behind the query.
+        part, causal: as for `strided_attention`.
 
     Raises:
         BlockSparseError: tokens that are no multiple of the block, numbers out of range, an unknown part.
@@ -111,8 +109,7 @@ def small_world_attention(
     So a few layers carry information over any distance, at the cost of a band.
 
     Args:
-        tokens: queries, and as many keys; a multiple of the block.
-        block_size: tokens of a block.
+        tokens, block_size: as for `strided_attention`.
         neighbors: blocks besides its own, fewer than there are; the first rows of a causal layout have fewer.
         rewire: the probability; 0 for a band.
         seed: an int from 0 on.

@@ -47,8 +47,7 @@ def block_diagonal(shape: Shape, block_size: Block = 32) -> BlockLayout:
     Every row and every column of blocks is used; those of the longer side once.
 
     Args:
-        shape: (out_features, in_features), multiples of the block.
-        block_size: an int or (rows, columns), in features.
+        shape, block_size: as for `dense`.
 
     Raises:
         BlockSparseError: a shape that is no multiple of the block.
@@ -68,8 +67,7 @@ def shuffled_block_diagonal(shape: Shape, block_size: Block = 32, groups: int | 
     each other connect every output to every input, which plain groups never do; no channel moves in memory.
 
     Args:
-        shape: (out_features, in_features), multiples of the block.
-        block_size: an int or (rows, columns), in features.
+        shape, block_size: as for `dense`.
         groups: how many squares, by which the blocks on either side divide; by default the smallest divisor of both
             whose square is at least the blocks of the shorter side, so that two layers connect all.
 
@@ -103,8 +101,7 @@ def banded(shape: Shape, block_size: Block = 32, bandwidth: int = 1) -> BlockLay
     On a rectangular grid this is the band of the square grid of its shorter side, stretched along the longer one.
 
     Args:
-        shape: (out_features, in_features), multiples of the block.
-        block_size: an int or (rows, columns), in features.
+        shape, block_size: as for `dense`.
         bandwidth: the diagonals on either side of the main one, in blocks (of the shorter side).
 
     Raises:
@@ -168,8 +165,7 @@ def random(shape: Shape, block_size: Block = 32, density: float = 0.1, seed: int
     than the longer side has, some rows or columns stay empty.
 
     Args:
-        shape: (out_features, in_features), multiples of the block.
-        block_size: an int or (rows, columns), in features.
+        shape, block_size: as for `dense`.
         density: stored / all blocks, 0 to 1.
         seed: an int from 0 on.
 
@@ -200,8 +196,7 @@ def erdos_renyi(shape: Shape, block_size: Block = 32, epsilon: float = 4.0, seed
     stay empty. With blocks of 1 this is the start of sparse evolutionary training (SET).
 
     Args:
-        shape: (out_features, in_features), multiples of the block.
-        block_size: an int or (rows, columns), in features.
+        shape, block_size: as for `dense`.
         epsilon: from 0 on; a square layout has about 2 epsilon blocks per row.
         seed: an int from 0 on.
 
@@ -271,12 +266,10 @@ def watts_strogatz_2d(
     ties are made symmetric.
 
     Args:
-        features: the size of the square weight, a multiple of the block.
-        block_size: in features; blocks are square.
+        features, block_size: as for `watts_strogatz`.
         neighbors: about how many ties a block has (ties at equal distances are kept together, see above); even,
             2 or more, fewer than the blocks.
-        rewire: the probability that a tie's far end moves.
-        seed: an int from 0 on.
+        rewire, seed: as for `watts_strogatz`.
 
     Raises:
         BlockSparseError: sizes that do not fit, an odd or too large number of neighbors, a probability outside of
@@ -317,8 +310,7 @@ def barabasi_albert(features: int, block_size: Block = 32, m: int = 8, seed: int
     2 m (blocks - m) + blocks + m (m - 1) stored.
 
     Args:
-        features: the size of the square weight, a multiple of the block.
-        block_size: in features; blocks are square.
+        features, block_size: as for `watts_strogatz`.
         m: ties that each new block brings, 1 or more, fewer than the blocks.
         seed: an int from 0 on.
 
