@@ -16,6 +16,9 @@ __all__ = ["Samples", "Spread", "alternate", "cuda_clock", "geometric_mean", "ho
 Call = Callable[[], object]
 Clock = Callable[[Call, int], float]
 
+# Of the timing of a few calls: rounds at most, and seconds for all of them together.
+ROUNDS, BUDGET = 21, 4.0
+
 # A shorter call is repeated up to this, so that neither the clock nor a wake-up of threads is what we measure.
 SHORTEST_SAMPLE = 1e-3
 
@@ -99,7 +102,7 @@ def geometric_mean(ratios: Sequence[float]) -> float:
 
 
 def alternate(
-    calls: Mapping[str, Call], *, rounds: int = 21, budget: float = 4.0, clock: Clock = host_clock
+    calls: Mapping[str, Call], *, rounds: int = ROUNDS, budget: float = BUDGET, clock: Clock = host_clock
 ) -> Samples:
     """Times several calls in turn, A B C A B C ...
 

@@ -36,5 +36,5 @@ def test_what_differs_is_refused(monkeypatch):
     problem = AttentionProblem(SPEC, {"half": bs.patterns.random((64, 64), 8, 0.5)}, causal=True)
     assert 0 < problem.check()["half"] < 1e-5
     monkeypatch.setattr(attention, "attention", lambda *of, **how: 1.01 * bs.nn.attention(*of, **how))
-    with pytest.raises(bs.BlockSparseError, match="attention, half: expected an error of at most 1e-05, got"):
+    with pytest.raises(bs.BlockSparseError, match="half of 'attention': expected a relative L2 error of at most 1e-05"):
         problem.check()

@@ -56,7 +56,9 @@ def test_dropout_of_scipy_keeps_the_mean():
 def test_what_differs_is_refused(monkeypatch):
     problem = MlpProblem(SPEC)
     problem.scipy.layers[1].bias += 1
-    with pytest.raises(bs.BlockSparseError, match=r"of scipy: expected a difference of at most 1e-05, got"):
+    with pytest.raises(
+        bs.BlockSparseError, match=r"of scipy of .*: expected a relative L2 error of at most 1e-05 against ours, got"
+    ):
         problem.check()
 
 

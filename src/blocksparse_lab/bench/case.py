@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
-from blocksparse.measure import Call, Samples, Spread, alternate
+from blocksparse.measure import BUDGET, ROUNDS, Call, Samples, Spread, alternate
 from blocksparse.ops.gpu.tiles import FEW_TOKENS
 
 from .device import LEAST_CALLS, Device, device_of, same_bits
@@ -30,16 +31,37 @@ def bound_of(dtype: str, device: torch.device) -> float:
     return BOUNDS[dtype]
 
 
-def within(bound: float, errors: Mapping[str, float], of: object, against: str = "float64") -> None:
-    """Compares relative L2 errors with their bound.
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """||found - expected|| / ||expected||; where nothing but zeros is expected, 0 for just that and else infinity."""
+    norm = expected.norm().item()
+    error = (found.double() - expected).norm().item()
+    if norm == 0:
+        return 0.0 if error == 0 else float("inf")
+    return error / norm
 
-    Raises:
-        BlockSparseError: one is beyond it, or not a number.
-    """
+
+def within(bound: float, errors: Mapping[str, float], of: object, against: str = "float64") -> None:
+    """Compares relative L2 errors with their bound; raises where one is beyond it, or not a number."""
     for name, error in errors.items():
         if not error <= bound:
             said = f"a relative L2 error of at most {bound:g} against {against}"
             raise BlockSparseError.expected(f"{name} of {of!r}", said, f"{error:g}")
+
+
+def forward(function: Callable[..., Any], *inputs: Any) -> Call:
+    """The function of these inputs as a call without gradients."""
+
+    def call() -> Any:
+        with torch.no_grad():
+            return function(*inputs)
+
+    return call
+
+
+def backward(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor, wanted: int = 9) -> Call:
+    """Forward and backward as a call: the gradients of the first `wanted` inputs."""
+    inputs = [x.detach().requires_grad_(nth < wanted) for nth, x in enumerate(inputs)]
+    return lambda: torch.autograd.grad(function(*inputs), inputs[:wanted], grad)
 
 
 class Case(ABC):
@@ -47,19 +69,20 @@ class Case(ABC):
 
     Args:
         spec: its sizes: `as_dict()`, `tokens`, `products`, `block`.
-        layout: of our weight; None where it is dense.
-        bound: relative L2 error of our results, at most.
+        seed: of all that is drawn.
+        device: the CPU by default.
+
+    A subclass says its `layout`, that of our weight, or None where it is dense.
     """
 
     peers: ClassVar[tuple[str, ...]]
-    """The names of all peers."""
-
     rotates: ClassVar[bool] = False
     """Whether calls come in copies, each with a weight of its own."""
-
-    spec: Any
     layout: BlockLayout | None
-    bound: float
+
+    def __init__(self, spec: Any, seed: int = 0, device: torch.device | None = None):
+        self.spec, self.seed, self.device = spec, seed, device or torch.device("cpu")
+        self.bound = bound_of(spec.dtype, self.device)
 
     @property
     def stored(self) -> tuple[int, float]:
@@ -170,8 +193,8 @@ class CaseResult:
         }
 
 
-class Bench(ABC):
-    """Measures cases one after the other.
+class Bench:
+    """Measures cases of one kind, one after the other.
 
     Args:
         against: the peers, out of those of the cases.
@@ -187,8 +210,8 @@ class Bench(ABC):
         self,
         against: Sequence[str] = ("dense",),
         *,
-        rounds: int = 21,
-        budget: float = 4.0,
+        rounds: int = ROUNDS,
+        budget: float = BUDGET,
         seed: int = 0,
         device: str | Device = "cpu",
         tuning: float = 20.0,
@@ -209,9 +232,9 @@ class Bench(ABC):
                 raise BlockSparseError.expected("against", f"some of {', '.join(self.kind.peers)}", repr(name))
         return tuple(dict.fromkeys(names))
 
-    @abstractmethod
-    def case(self, spec: Any) -> Case:
+    def case(self, spec: Any) -> Any:
         """The tensors of `spec`, and the calls on them."""
+        return self.kind(spec, self.seed, self.device.torch)
 
     def run(self, spec: Any, against: Sequence[str] | None = None) -> CaseResult:
         """Checks our work on `spec` against float64, then times it and its peers (other ones, if given here).
@@ -256,17 +279,8 @@ class Bench(ABC):
         counts[name] = copies * laps
         return call
 
-    def alternate(self, calls: dict[str, Call], counts: dict[str, int]) -> Samples:
-        """Times what `ready` made, per call."""
+    def alternate(self, calls: dict[str, Call], counts: Mapping[str, int] | None = None) -> Samples:
+        """Times calls in turn; of those that `ready` made, per call."""
         self.device.settle()
         samples = alternate(calls, rounds=self.rounds, budget=self.budget, clock=self.device.clock)
-        return samples.per(counts)
-
-
-def compared(
-    calls: Mapping[str, Call], over: str, base: str, rounds: int, budget: float
-) -> tuple[Spread, dict[str, Any]]:
-    """Times calls on the CPU in turn; the ratio of two, and the record of all."""
-    samples = alternate(calls, rounds=rounds, budget=budget)
-    ratio = samples.ratio(over, base)
-    return ratio, {"seconds": {name: vars(samples.time(name)) for name in calls}, "ratio": vars(ratio)}
+        return samples if counts is None else samples.per(counts)

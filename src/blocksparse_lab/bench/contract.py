@@ -28,23 +28,22 @@ BLOCKS = (8, 32, 64, 128)
 
 def checks(device: Device) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     """(what, how): each call gives the relative errors of the results, and raises a BlockSparseError beyond a bound."""
-    linear = LinearBench(device=device)
+    for kind, spec in _specs():
+        yield f"{spec}", partial(_errors, kind(device=device), spec)
+
+
+def _specs() -> Iterator[tuple[type[Bench], object]]:
     for pass_, dtype in itertools.product(("forward", "dgrad", "wgrad"), DTYPES):
         for block, tokens in zip(BLOCKS, itertools.cycle(TOKENS)):
-            yield _check(linear, LinearSpec(512, 384, tokens, block, 0.5, dtype, pass_))
-    yield _check(linear, LinearSpec(1024, 1024, 40, 32, 0.1, "bfloat16", "train", "barabasi-albert"))
+            yield LinearBench, LinearSpec(512, 384, tokens, block, 0.5, dtype, pass_)
+    yield LinearBench, LinearSpec(1024, 1024, 40, 32, 0.1, "bfloat16", "train", "barabasi-albert")
     for pass_, dtype in itertools.product(("forward", "dgrad", "wgrad"), ("float32", "bfloat16")):
-        spec = ConvSpec(64, 96, size=9, images=3, block=32, density=0.5, dtype=dtype, pass_=pass_)
-        yield _check(ConvBench(device=device), spec)
+        yield ConvBench, ConvSpec(64, 96, size=9, images=3, block=32, density=0.5, dtype=dtype, pass_=pass_)
     for cell, dtype in itertools.product(("lstm", "mlstm", "smallworld"), ("float32", "bfloat16")):
         config = CharLMConfig(cell=cell, width=288, embedding=32, pattern="barabasi_albert", m=3)
-        yield _check(LstmBench(device=device), LstmSpec(config, 5, 4, dtype))
-    yield _check(MlpBench(device=device), MlpSpec(40, 0.25, 32, 256, hidden=384))
-    yield _check(AttentionBench(device=device), AttentionSpec(256, 0.4, 32, 32, heads=2))
-
-
-def _check(bench: Bench, spec: object) -> tuple[str, Callable[[], dict[str, float]]]:
-    return f"{spec}", partial(_errors, bench, spec)
+        yield LstmBench, LstmSpec(config, 5, 4, dtype)
+    yield MlpBench, MlpSpec(40, 0.25, 32, 256, hidden=384)
+    yield AttentionBench, AttentionSpec(256, 0.4, 32, 32, heads=2)
 
 
 def _errors(bench: Bench, spec: object) -> dict[str, float]:

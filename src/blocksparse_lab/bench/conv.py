@@ -8,6 +8,7 @@ The peers:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,8 +25,8 @@ from blocksparse.ops.conv.op import CONV, conv_op, conv_wgrad_op
 from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.gpu.tiles import tf32
 
-from .case import OURS, Bench, Case, bound_of, within
-from .linear import named_results, relative_error
+from .case import OURS, Bench, Case, backward, forward, relative_error, within
+from .linear import named_results
 
 PEERS = ("dense", "grouped")
 
@@ -36,9 +37,8 @@ class ConvCase(Case):
     peers = PEERS
     layout: BlockLayout
 
-    def __init__(self, spec: ConvSpec, seed: int, device: torch.device | None = None):
-        self.spec, self.device = spec, device or torch.device("cpu")
-        self.bound = bound_of(spec.dtype, self.device)
+    def __init__(self, spec: ConvSpec, seed: int = 0, device: torch.device | None = None):
+        super().__init__(spec, seed, device)
         shape = (spec.out_channels, spec.in_channels)
         if spec.pattern == "block-diagonal":
             self.layout = patterns.block_diagonal(shape, spec.block)
@@ -77,7 +77,7 @@ class ConvCase(Case):
             left, right, kernel = grad.movedim(1, -1), x.movedim(1, -1), self.kernel
             return lambda: conv_wgrad_op(left, right, indices, in_blocks, False, kernel, *steps)
         stride, padding, _ = steps
-        return self._through(lambda x, values: conv2d(x, values, layout, None, stride, padding), values)
+        return self._pass(lambda x, values: conv2d(x, values, layout, None, stride, padding), values)
 
     def _peer(self, name: str) -> Call:
         spec = self.spec
@@ -96,18 +96,12 @@ class ConvCase(Case):
         if self.spec.pass_ in ("dgrad", "wgrad"):
             mask = (self.spec.pass_ == "dgrad", self.spec.pass_ == "wgrad", False)
             return lambda: _backward(self.grad, self.x, weight, stride, padding, groups, mask)
-        return self._through(lambda x, weight: F.conv2d(x, weight, None, stride, padding, groups=groups), weight)
+        return self._pass(lambda x, weight: F.conv2d(x, weight, None, stride, padding, groups=groups), weight)
 
-    def _through(self, product, weight: Tensor) -> Call:
+    def _pass(self, product: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> Call:
         if self.spec.pass_ == "forward":
-
-            def forward() -> Tensor:
-                with torch.no_grad():
-                    return product(self.x, weight)
-
-            return forward
-        x, weight = self.x.detach().requires_grad_(), weight.detach().requires_grad_()
-        return lambda: torch.autograd.grad(product(x, weight), (x, weight), self.grad)
+            return forward(product, self.x, weight)
+        return backward(product, (self.x, weight), self.grad)
 
     # -- the check -------------------------------------------------------------------------------------------------
 
@@ -140,9 +134,6 @@ class ConvBench(Bench):
     """
 
     kind = ConvCase
-
-    def case(self, spec: ConvSpec) -> ConvCase:
-        return ConvCase(spec, self.seed, self.device.torch)
 
 
 def _backward(grad, x, weight, stride, padding, groups, mask) -> tuple[Tensor | None, ...]:

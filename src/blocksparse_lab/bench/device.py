@@ -62,11 +62,7 @@ class Rotation:
 
 
 class Cuda(Device):
-    """A GPU: CUDA graphs, timed by its own events.
-
-    Raises:
-        BlockSparseError: PyTorch sees no GPU, or one that our kernels do not serve.
-    """
+    """A GPU: CUDA graphs, timed by its own events; refused where PyTorch sees none, or one that we do not serve."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -120,11 +116,7 @@ DEVICES: dict[str, Callable[[], Device]] = {"cpu": Host, "cuda": Cuda}
 
 
 def device_of(name: str | Device) -> Device:
-    """The device of this name.
-
-    Raises:
-        BlockSparseError: not the name of one that can be timed, or it is not there.
-    """
+    """The device of this name; raises where it cannot be timed, or is not there."""
     if not isinstance(name, str):
         return name
     if name not in DEVICES:

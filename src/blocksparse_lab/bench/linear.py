@@ -36,7 +36,7 @@ from blocksparse.ops.linear.op import LINEAR, linear_op, linear_wgrad_op
 from blocksparse.ops.linear.specs import LinearSpec
 
 from . import peers as elsewhere
-from .case import OURS, Bench, Case, CaseResult, bound_of, within
+from .case import OURS, Bench, Case, CaseResult, backward, forward, relative_error, within
 
 __all__ = ["OURS", "PEERS", "CaseResult", "LinearBench", "LinearCase"]
 
@@ -77,9 +77,9 @@ class LinearCase(Case):
     rotates = True
     layout: BlockLayout
 
-    def __init__(self, spec: LinearSpec, inputs: _Inputs, seed: int, tuning: float = 20.0):
-        self.spec, self.inputs, self.tuning = spec, inputs, tuning
-        self.bound = bound_of(spec.dtype, inputs.x.device)
+    def __init__(self, spec: LinearSpec, inputs: _Inputs, seed: int, tuning: float):
+        super().__init__(spec, seed, inputs.x.device)
+        self.inputs, self.tuning = inputs, tuning
         self.layout = spec.layout(seed)
         self.x, self.grad = inputs.x, inputs.grad
         self._values = [inputs.randn(*self.layout.values_shape)]
@@ -127,7 +127,7 @@ class LinearCase(Case):
             return lambda: linear_op(grad, values, None, indices, in_blocks, True, None)
         if self.spec.pass_ == "wgrad":
             return lambda: linear_wgrad_op(grad, x, indices, in_blocks)
-        return self._autograd(lambda x, values: linear(x, values, layout), x, values)
+        return self._pass(lambda x, values: linear(x, values, layout), x, values)
 
     def _peer(self, name: str, copy: int) -> Call:
         if name == "dense":
@@ -139,7 +139,7 @@ class LinearCase(Case):
             if not values.is_cuda:
                 raise NotImplementedError("STK needs a GPU")
             product = elsewhere.stk(self.layout, values)
-            return self._autograd(lambda x, _: product(x), self.x, values)
+            return self._pass(lambda x, _: product(x), self.x, values)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sparse ", UserWarning)
             weight = elsewhere.csr(self.layout, values) if name == "csr-matmul" else self.layout.to_torch_bsr(values)
@@ -147,10 +147,10 @@ class LinearCase(Case):
             if self._tuned is None:
                 self._tuned = elsewhere.tuned(weight, self.x, self.tuning)
             product = elsewhere.torch_bsr(weight, self._tuned)
-            return self._autograd(lambda x, _: product(x), self.x, weight)
+            return self._pass(lambda x, _: product(x), self.x, weight)
         if name == "torch-bsr":
-            return self._autograd(F.linear, self.x, weight)
-        return self._autograd(lambda x, weight: (weight @ x.t()).t(), self.x, weight)
+            return self._pass(F.linear, self.x, weight)
+        return self._pass(lambda x, weight: (weight @ x.t()).t(), self.x, weight)
 
     def _dense(self, copy: int) -> Call:
         x, grad, weight = self.x, self.grad, self.inputs.weight(copy)
@@ -160,21 +160,13 @@ class LinearCase(Case):
             # Into existing memory: a new result of this size costs its page faults every time.
             result = torch.empty_like(weight)
             return lambda: torch.mm(grad.t(), x, out=result)
-        return self._autograd(F.linear, x, weight)
+        return self._pass(F.linear, x, weight)
 
-    def _autograd(self, product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Call:
+    def _pass(self, product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Call:
         """Forward without autograd; dgrad and train through it (dgrad only of peers that have no other way)."""
         if self.spec.pass_ == "forward":
-
-            def forward() -> Tensor:
-                with torch.no_grad():
-                    return product(x, weight)
-
-            return forward
-        x = x.detach().requires_grad_()
-        weight = weight.detach().requires_grad_(self.spec.pass_ == "train")
-        sources = [tensor for tensor in (x, weight) if tensor.requires_grad]
-        return lambda: torch.autograd.grad(product(x, weight), sources, self.grad)
+            return forward(product, x, weight)
+        return backward(product, (x, weight), self.grad, wanted=1 + (self.spec.pass_ == "train"))
 
     # -- the check -------------------------------------------------------------------------------------------------
 
@@ -265,12 +257,3 @@ def _dense_rows(layout: BlockLayout, values: Tensor, rows: Tensor) -> Tensor:
     weight = torch.zeros(len(rows), height, layout.grid[1], width, dtype=torch.float64, device=rows.device)
     weight[nth, :, cols[blocks]] = values[blocks].double()
     return weight.reshape(len(rows) * height, -1)
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """||found - expected|| / ||expected||; where nothing but zeros is expected, 0 for just that and else infinity."""
-    norm = expected.norm().item()
-    error = (found.double() - expected).norm().item()
-    if norm == 0:
-        return 0.0 if error == 0 else float("inf")
-    return error / norm

@@ -14,8 +14,7 @@ On a GPU a step is one CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -31,7 +30,7 @@ from blocksparse.measure import Call
 from blocksparse.ops.registry import use_backend
 
 from ..models.char_lm import CharLM, CharLMConfig, parameter_count, width_for
-from .case import OURS, Bench, Case, within
+from .case import OURS, Bench, Case, forward, within
 
 PEERS = ("dense", "dense-wide", "torch", "torch-wide")
 PASSES = ("train", "inference")
@@ -49,12 +48,7 @@ CHECKED_BLOCKS, CHECKED_STEPS = 9, 4
 class LstmSpec:
     """One piece of work: a language model and its input.
 
-    Args:
-        config: of the model.
-        batch, seq: texts at once, and bytes of each.
-        dtype: "float32", or "bfloat16" by autocast.
-        pass_: "train" or "inference".
-        narrow: the width of the peers "dense" and "torch"; None for as many parameters.
+    `dtype` bfloat16 is by autocast; the peers "dense" and "torch" are `narrow`, or have as many parameters.
 
     >>> LstmSpec(CharLMConfig(width=2048, pattern="barabasi_albert"))
     LstmSpec(lstm 2048, barabasi_albert m 8, block 32, batch 64, seq 64, float32 train)
@@ -125,8 +119,8 @@ class LstmCase(Case):
 
     peers = PEERS
 
-    def __init__(self, spec: LstmSpec, seed: int, device: torch.device | None = None):
-        self.spec, self.seed, self.device = spec, seed, device or torch.device("cpu")
+    def __init__(self, spec: LstmSpec, seed: int = 0, device: torch.device | None = None):
+        super().__init__(spec, seed, device)
         self.layout, self.bound = spec.config.layout, BOUNDS[spec.dtype]
 
     @cached_property
@@ -173,27 +167,19 @@ class LstmCase(Case):
     def call(self, name: str, copy: int = 0) -> Call:
         model, spec = self.model(name), self.spec
         if spec.pass_ == "inference":
-
-            def scores() -> Tensor:
-                with torch.no_grad(), self.autocast():
-                    return model(self.text[:-1])[0]
-
-            return scores
+            return forward(self.scores, model)
         return train_step(model, lambda: self.backward(model))
 
-    def loss(self, model: CharLM) -> Tensor:
-        with self.autocast():
-            scores, _ = model(self.text[:-1])
-            return F.cross_entropy(scores.flatten(0, 1), self.text[1:].flatten())
+    def scores(self, model: CharLM) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.spec.dtype == "bfloat16"):
+            return model(self.text[:-1])[0]
 
     def backward(self, model: CharLM) -> Tensor:
         """The loss, after its backward pass."""
-        loss = self.loss(model)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.spec.dtype == "bfloat16"):
+            loss = F.cross_entropy(self.scores(model).flatten(0, 1), self.text[1:].flatten())
         loss.backward()
         return loss.detach()
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.spec.dtype == "bfloat16")
 
     def check(self, seed: int = 0) -> dict[str, float]:
         """Scores and gradients of a small model, against the reference in float64."""
@@ -201,32 +187,23 @@ class LstmCase(Case):
         model = small.model(OURS)
         exact = deepcopy(model).double()
         found = small._results(model)
-        with use_backend("reference"), _exact(small):
+        small.spec = replace(small.spec, dtype="float32")  # without autocast
+        with use_backend("reference"):
             expected = small._results(exact)
         each = {name: ((found[name] - expected[name]).norm() / expected[name].norm()).item() for name in found}
         scores, (worst, gradient) = each.pop("scores"), max(each.items(), key=lambda item: item[1])
         kinks = KINKS if self.spec.config.cell == "smallworld" else 1
-        within(self.bound, {"scores": scores}, small.spec)
-        within(kinks * self.bound, {f"gradient of {worst}": gradient}, small.spec)
+        within(self.bound, {"scores": scores}, self.spec.small())
+        within(kinks * self.bound, {f"gradient of {worst}": gradient}, self.spec.small())
         return {"scores": scores, "gradients": gradient}
 
     def _results(self, model: CharLM) -> dict[str, Tensor]:
         """Scores and gradients in float64."""
-        with torch.no_grad(), self.autocast():
-            scores = model(self.text[:-1])[0]
+        with torch.no_grad():
+            scores = self.scores(model)
         self.backward(model)
         gradients = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
         return {"scores": scores.double(), **gradients}
-
-
-@contextmanager
-def _exact(problem: LstmCase) -> Iterator[None]:
-    spec = problem.spec
-    problem.spec = replace(spec, dtype="float32")  # without autocast
-    try:
-        yield
-    finally:
-        problem.spec = spec
 
 
 class LstmBench(Bench):
@@ -238,9 +215,6 @@ class LstmBench(Bench):
     """
 
     kind = LstmCase
-
-    def case(self, spec: LstmSpec) -> LstmCase:
-        return LstmCase(spec, self.seed, self.device.torch)
 
 
 class _TorchCharLM(CharLM):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -19,11 +18,10 @@ from blocksparse.measure import Call, Spread
 from blocksparse.nn import LSTM
 
 from ..models.char_lm import CharLM, CharLMConfig, parameter_count
-from .case import OURS, compared, within
-from .linear import relative_error
+from .case import OURS, forward, relative_error, within
 from .lstm import BOUNDS, LstmBench, LstmCase, LstmSpec, train_step
 from .memory import apart, status
-from .rows import Row, judged, not_measured
+from .rows import Race, Row, Rows, judged, not_measured, race, timing
 
 # A step at equal parameters takes at most this many times as long as that of the narrower dense net.
 EQUAL = LstmSpec(CharLMConfig(width=2048, pattern="barabasi_albert", m=8))
@@ -52,20 +50,20 @@ _gpu = replace(WIDEST, batch=128, seq=64, dtype="bfloat16", narrow=3168)
 GPU_REACH = (LstmTarget(_gpu, "torch", 0.8), LstmTarget(_gpu, "torch-wide", 10.0))
 
 
-def rows(budget: float = 8.0, quick: bool = False) -> Iterator[Row]:
+def rows(budget: float = 8.0, quick: bool = False) -> Rows:
     """Measures all targets, one after the other; `quick` uses small sizes, to see that it runs."""
-    bench = LstmBench(budget=0.02, rounds=1) if quick else LstmBench(budget=budget)
+    # A dense step of these widths takes seconds.
+    bench, longer = LstmBench(**timing(budget, quick)), LstmBench(**timing(4 * budget, quick))
     equal = sized(EQUAL, 4 if quick else 1)
     yield equal_row(bench, equal, EQUAL_TIME)
     for changes in ({"m": 4}, {"m": 2}, {"cell": "mlstm"}, {"cell": "smallworld"}):
         yield equal_row(bench, replace(equal, config=replace(equal.config, **changes)), None)
-    longer = LstmBench(budget=4 * bench.budget, rounds=bench.rounds)  # a dense step of this width takes seconds
-    widths = [width // (8 if quick else 1) for width in (*WIDTHS, DENSE_WIDTH)]
-    for width in widths[:-1]:
+    *widths, dense = (width // (8 if quick else 1) for width in (*WIDTHS, DENSE_WIDTH))
+    for width in widths:
         yield wide_row(longer, equal, width, width, WIDE_SPEEDUP)
     yield wide_row(bench, equal, 64, widths[0], None)
-    yield dense_row(bench, equal, widths[-1])
-    yield dense_row(bench, replace(equal, pass_="inference"), widths[-1])
+    yield dense_row(bench, equal, dense)
+    yield dense_row(bench, replace(equal, pass_="inference"), dense)
     yield memory_row(sized(WIDEST, 16 if quick else 1))
 
 
@@ -106,38 +104,35 @@ def wide_row(bench: LstmBench, spec: LstmSpec, inputs: int, width: int, target: 
     ours = LSTM(inputs, width, density=WIDE_DENSITY)
     if inputs != width:
         ours = LSTM(inputs, width, layout=ours.weight_hh_l0.layout)  # type: ignore[arg-type]
-    speedup, details = _layers(bench, spec, ours, "torch", OURS)
+    found, details = _layers(bench, spec, ours)
     kind = "all weights" if inputs == width else "recurrent weights"
     work = f"a step, one LSTM layer, {inputs} inputs, width {width}, {kind} of density {WIDE_DENSITY:g}"
     goal = f">= {target:g}x torch.nn.LSTM of the same width" if target else None
-    return judged(work, speedup, "torch.nn.LSTM", least=target, target=goal, details=details)
+    return found.row(work, "torch", OURS, "torch.nn.LSTM", least=target, target=goal, details=details)
 
 
 def dense_row(bench: LstmBench, spec: LstmSpec, width: int) -> Row:
     """A dense layer against torch.nn.LSTM, both with as many inputs as units."""
     torch.manual_seed(bench.seed)
-    slower, details = _layers(bench, spec, LSTM(width, width), OURS, "torch")
+    found, details = _layers(bench, spec, LSTM(width, width))
     what = "a step" if spec.pass_ == "train" else "inference"
     work = f"{what}, one dense LSTM layer, {width} inputs, width {width}"
     goal = f"<= 1x torch.nn.LSTM, give or take {DENSE_TIME - 1:.0%}"
-    return judged(work, slower, "torch.nn.LSTM", most=DENSE_TIME, target=goal, details=details)
+    return found.row(work, OURS, "torch", "torch.nn.LSTM", most=DENSE_TIME, target=goal, details=details)
 
 
-def _layers(bench: LstmBench, spec: LstmSpec, ours: LSTM, over: str, base: str) -> tuple[Spread, dict[str, Any]]:
-    """Times a layer and torch.nn.LSTM with the same weights, whose results must be the same: the ratio, and facts."""
+def _layers(bench: LstmBench, spec: LstmSpec, ours: LSTM) -> tuple[Race, dict[str, Any]]:
+    """Times a layer and torch.nn.LSTM with the same weights, whose results must be the same; further facts."""
     generator = torch.Generator().manual_seed(bench.seed)
     x, grad = (torch.randn(spec.seq, spec.batch, n, generator=generator) for n in (ours.input_size, ours.hidden_size))
     theirs = torchs(ours)
-    names = ("y", "grad_x")
-    errors = {
-        name: relative_error(found, expected)
-        for name, found, expected in zip(names, _results(ours, x, grad), _results(theirs, x, grad), strict=True)
-    }
-    within(BOUNDS["float32"], errors, ours, "torch.nn.LSTM")
-    calls = {OURS: _call(ours, x, grad, spec.pass_), "torch": _call(theirs, x, grad, spec.pass_)}
-    ratio, timed = compared(calls, over, base, bench.rounds, bench.budget)
+    errors = [relative_error(*pair) for pair in zip(_results(ours, x, grad), _results(theirs, x, grad), strict=True)]
+    differences = {"y": errors[0], "grad_x": errors[1]}
+    within(BOUNDS["float32"], differences, ours, "torch.nn.LSTM")
+    calls = {name: _call(of, x, grad, spec.pass_) for name, of in ((OURS, ours), ("torch", theirs))}
     sizes = {"inputs": ours.input_size, "width": ours.hidden_size, "batch": spec.batch, "seq": spec.seq}
-    return ratio, {**sizes, "dtype": "float32", "pass": spec.pass_, "differences": errors, **timed}
+    facts = {**sizes, "dtype": "float32", "pass": spec.pass_, "differences": differences}
+    return race(calls, bench.rounds, bench.budget), facts
 
 
 def torchs(ours: LSTM) -> nn.LSTM:
@@ -158,12 +153,7 @@ def _results(lstm: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 def _call(lstm: nn.Module, x: Tensor, grad: Tensor, pass_: str) -> Call:
     if pass_ == "inference":
-
-        def run() -> Tensor:
-            with torch.no_grad():
-                return lstm(x)[0]
-
-        return run
+        return forward(lstm, x)
     x = x.clone().requires_grad_()  # as the second layer of a net
 
     def backward() -> Tensor:

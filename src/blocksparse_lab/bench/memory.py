@@ -53,20 +53,37 @@ def train_step(layout: BlockLayout, x: Tensor, values: Tensor, grad: Tensor) -> 
     torch.autograd.grad(linear(x, values, layout), (x, values), grad)
 
 
-def linear_peak(hidden: int, tokens: int, density: float) -> dict[str, int]:
-    """The peak memory that one forward and backward adds to the resident one; in a process of its own."""
-    train_step(
-        BlockLayout([[True]], 32), torch.randn(4, 32), torch.randn(1, 32, 32), torch.randn(4, 32)
-    )  # loads libraries
-    layout = patterns.random((hidden, hidden), 32, density=density, seed=0)
-    x, values, grad = torch.randn(tokens, hidden), torch.randn(layout.values_shape), torch.randn(tokens, hidden)
-    # The transposed index lists and the plans are made by the first call, thus counted.
-    forget_peak()
-    before = status("VmRSS")
+def measured_step(
+    layout: BlockLayout, tokens: int, before: Callable[[], int], after: Callable[[], int], **kind: Any
+) -> dict[str, int]:
+    """What the peak of a forward and backward adds to what is there before; its plans and indices are counted.
+
+    Args:
+        before: gives the bytes that are there, and resets the peak.
+        after: gives the peak.
+        kind: of the tensors.
+    """
+    block = layout.block_shape[0]
+    sides = (4, block), (1, block, block), (4, block)
+    train_step(BlockLayout([[True]], block), *(torch.randn(side, **kind) for side in sides))  # loads libraries
+    x = torch.randn(tokens, layout.shape[1], **kind)
+    values, grad = torch.randn(layout.values_shape, **kind), torch.randn(tokens, layout.shape[0], **kind)
+    there = before()
     train_step(layout, x, values, grad)
     return {
         "nnz": layout.nnz,
-        "peak": status("VmHWM") - before,
-        "gradient": 4 * values.numel(),
-        "activations": 4 * (x.numel() + grad.numel()),
+        "peak": after() - there,
+        "gradient": values.numel() * values.itemsize,
+        "activations": (x.numel() + grad.numel()) * x.itemsize,
     }
+
+
+def linear_peak(hidden: int, tokens: int, density: float) -> dict[str, int]:
+    """The memory of a forward and backward on the CPU; in a process of its own."""
+
+    def before() -> int:
+        forget_peak()
+        return status("VmRSS")
+
+    layout = patterns.random((hidden, hidden), 32, density=density, seed=0)
+    return measured_step(layout, tokens, before, lambda: status("VmHWM"))

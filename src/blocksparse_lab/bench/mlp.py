@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from blocksparse.convert import from_dense, to_dense
 from blocksparse.errors import BlockSparseError
 from blocksparse.layout import import_scipy_sparse
-from blocksparse.measure import Call, Samples, alternate
+from blocksparse.measure import Call, Samples
 from blocksparse.sparsity import SET, SGD
 
 from ..models.mlp import SparseMLP
-from .case import OURS
+from .case import OURS, within
 from .report import duration
-from .rows import Row, judged
+from .rows import Race, Row, Rows, race, timing
 
 PEERS = ("dense", "scipy", "blas")
 # Relative L2 difference of loss and gradients between any two of them, at most.
@@ -51,13 +51,8 @@ Results = dict[str, np.ndarray]
 class MlpSpec:
     """One net and how it is trained; by default as published for Fashion-MNIST.
 
-    Args:
-        sizes: features of the input, of each hidden layer, of the output.
-        epsilon: of the Erdos-Renyi layouts.
-        batch, rows: of a step and of an epoch; rows that do not fill a batch are left out.
-        alpha, dropout: of the net.
-        zeta: the part of the connections that is replaced after an epoch.
-        lr, momentum, weight_decay: of SGD.
+    `sizes` are the features of the input, of each hidden layer, of the output; rows that do not fill a batch are left
+    out of an epoch.
 
     >>> MlpSpec().steps
     468
@@ -80,7 +75,7 @@ class MlpSpec:
         return self.rows // self.batch
 
 
-def rows(budget: float = 8.0, quick: bool = False) -> Iterator[Row]:
+def rows(budget: float = 8.0, quick: bool = False) -> Rows:
     """Times an epoch against dense and scipy, with PyTorch's number of threads and with one; `quick` uses small sizes.
 
     Raises:
@@ -94,7 +89,7 @@ def rows(budget: float = 8.0, quick: bool = False) -> Iterator[Row]:
         torch.set_num_threads(threads)
         try:
             with _one_blas_thread():
-                samples, details = measured(problem, budget, 3 if quick else 21)
+                samples, details = measured(problem, **timing(budget, quick))
         finally:
             torch.set_num_threads(before)
         details |= {"threads": threads, "differences": differences}
@@ -102,13 +97,14 @@ def rows(budget: float = 8.0, quick: bool = False) -> Iterator[Row]:
             yield epoch_row(spec, peer, samples, details, has_target=threads == before)
 
 
-def measured(problem: MlpProblem, budget: float, rounds: int) -> tuple[Samples, dict[str, Any]]:
+def measured(problem: MlpProblem, rounds: int, budget: float) -> tuple[Samples, dict[str, Any]]:
     """Seconds of an epoch of each contender, by round, and further facts."""
-    kinds = {kind: problem.dense_step(kind) for kind in ("fused", "foreach")}
-    kind = _fastest(kinds)
-    calls = {OURS: problem.our_step(), "dense": kinds[kind], "scipy": problem.scipy.step, "blas": problem.blas.step}
-    calls = {name: partial(_repeated, call) for name, call in calls.items()} | {"evolution": problem.evolution()}
-    steps = alternate(calls, rounds=rounds, budget=budget).per(dict.fromkeys(calls, STEPS) | {"evolution": 1})
+    dense = {kind: problem.dense_step(kind) for kind in ("fused", "foreach")}
+    kind = _fastest(dense)
+    step, evolve = problem.our_step(), problem.evolution()
+    calls = {OURS: step, "dense": dense[kind], "scipy": problem.scipy.step, "blas": problem.blas.step}
+    calls = {name: partial(_repeated, call) for name, call in calls.items()} | {"evolution": evolve}
+    steps = race(calls, rounds, budget).samples.per(dict.fromkeys(calls, STEPS) | {"evolution": 1})
     evolution = steps.time("evolution").median
     # Scipy's would take longer: it had to rebuild its matrices. The dense net has no topology.
     extra = {OURS: evolution, "dense": 0.0, "scipy": evolution, "blas": evolution}
@@ -119,17 +115,14 @@ def measured(problem: MlpProblem, budget: float, rounds: int) -> tuple[Samples, 
         "step": {name: vars(steps.time(name)) for name in (OURS, *PEERS)},
         "evolution": evolution,
         "dense_sgd": kind,
-        "scipy_ways": problem.scipy.ways,
-        "blas_ways": problem.blas.ways,
+        "scipy_ways": [layer.ways for layer in problem.scipy.layers],
+        "blas_ways": [layer.ways for layer in problem.blas.layers],
     }
     return Samples(epochs, steps.repeat), details
 
 
 def _one_blas_thread() -> Any:
-    """Limits numpy's BLAS to one thread: its other threads would go on spinning while another contender runs.
-
-    On two cores they made a step of ours take 2.4 times as long.
-    """
+    # Its other threads would go on spinning: on two cores they made a step of ours take 2.4 times as long.
     try:
         return import_module("threadpoolctl").threadpool_limits(1, user_api="blas")
     except ImportError:
@@ -146,18 +139,17 @@ def epoch_row(spec: MlpSpec, peer: str, epochs: Samples, details: dict[str, Any]
     """The speed-up of our epoch over a peer's."""
     threads = details["threads"]
     work = f"an epoch, {described(spec)}, {threads} thread{'s' * (threads != 1)}"
+    wgrads = ", ".join(sorted({ways["wgrad"] for ways in details["blas_ways"]}))
     said = {
         "dense": f"dense torch.nn, SGD {details['dense_sgd']}",
         "scipy": "scipy CSR, whose sparse products have one thread, nothing dense",
-        "blas": f"the same with gradients of the values from dense products where faster ({_wgrads(details)})",
+        "blas": f"the same with gradients of the values from dense products where faster ({wgrads})",
     }[peer]
     ours, theirs = (duration(epochs.time(name).median) for name in (OURS, peer))
-    speedup = epochs.ratio(peer, OURS)
-    seconds = {name: vars(epochs.time(name)) for name in (OURS, peer)}
     least, target = TARGETS.get(peer, (None, None)) if has_target else (None, None)
     more = f"; {ours} against {theirs}, of it an evolution {duration(details['evolution'])}"
-    details = {**details, "seconds": seconds, "ratio": vars(speedup)}
-    return judged(work, speedup, said, least=least, target=target or "-", more=more, details=details)
+    details = {**details, "seconds": {name: vars(epochs.time(name)) for name in (OURS, peer)}}
+    return Race(epochs).row(work, peer, OURS, said, least=least, target=target or "-", more=more, details=details)
 
 
 def described(spec: MlpSpec) -> str:
@@ -167,10 +159,6 @@ def described(spec: MlpSpec) -> str:
     """
     sizes = "-".join(map(str, spec.sizes))
     return f"MLP {sizes}, epsilon {spec.epsilon:g}, {spec.rows:,} rows, batch {spec.batch}, SET"
-
-
-def _wgrads(details: dict[str, Any]) -> str:
-    return ", ".join(sorted({ways["wgrad"] for ways in details["blas_ways"]}))
 
 
 class MlpProblem:
@@ -199,12 +187,10 @@ class MlpProblem:
 
     @cached_property
     def scipy(self) -> ScipyNet:
-        """The net in scipy, truly sparse."""
         return ScipyNet(self.spec, self.ours(), self.x, self.labels).tuned()
 
     @cached_property
     def blas(self) -> ScipyNet:
-        """The net in scipy, in its fastest variant."""
         return ScipyNet(self.spec, self.ours(), self.x, self.labels).tuned(dense=True)
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Call:
@@ -240,14 +226,15 @@ class MlpProblem:
         return SET(model, optimizer, s.zeta, skip=model.output).step
 
     def check(self) -> dict[str, float]:
-        """The largest relative L2 difference from ours in loss or any gradient, by peer.
-
-        Raises:
-            BlockSparseError: more than `BOUND`.
-        """
+        """The largest relative L2 difference from ours in loss or any gradient, by peer."""
         expected = self._results(self.ours())
         found = {"dense": self._results(self.dense()), "scipy": self.scipy.results(), "blas": self.blas.results()}
-        return {peer: max(_differences(peer, results, expected)) for peer, results in found.items()}
+        worst = {}
+        for peer, results in found.items():
+            off = {f"{name} of {peer}": _difference(results[name], reference) for name, reference in expected.items()}
+            within(BOUND, off, self.spec, "ours")
+            worst[peer] = max(off.values())
+        return worst
 
     def _results(self, model: SparseMLP) -> Results:
         """Loss and gradients without dropout, those of a dense net where ours has connections."""
@@ -268,12 +255,8 @@ def _pairs(model: SparseMLP, other: SparseMLP) -> Iterator[tuple[Any, Any]]:
     return zip(model.layers, other.layers, strict=True)
 
 
-def _differences(peer: str, found: Results, expected: Results) -> Iterator[float]:
-    for name, reference in expected.items():
-        difference = float(np.linalg.norm(found[name] - reference) / np.linalg.norm(reference))
-        if not difference <= BOUND:
-            raise BlockSparseError.expected(f"{name} of {peer}", f"a difference of at most {BOUND:g}", difference)
-        yield difference
+def _difference(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 # -- in scipy --------------------------------------------------------------------------------------------------------
@@ -282,15 +265,8 @@ def _differences(peer: str, found: Results, expected: Results) -> Iterator[float
 class ScipyNet:
     """The net in numpy and scipy.sparse; float32, int32 indices, activations `[features, batch]` as CSR products need.
 
-    What can be done in several ways is timed in all of them, and the fastest is taken: `tuned`.
-
-    Args:
-        spec: of the net.
-        model: whose weights it copies.
-        x, labels: of the step.
-
-    Raises:
-        BlockSparseError: scipy is missing.
+    What can be done in several ways is timed in all of them, and the fastest is taken: `tuned`. The weights are copies
+    of the model's; scipy has to be there.
     """
 
     def __init__(self, spec: MlpSpec, model: SparseMLP, x: Tensor, labels: Tensor):
@@ -304,13 +280,11 @@ class ScipyNet:
         """Itself, with the faster way chosen for each kind of product; `dense` allows what makes a dense gradient."""
         inputs, _, _ = self._forward(0.0)
         for layer, a in zip(self.layers, inputs, strict=True):
-            layer.tune(self.random.standard_normal((layer.shape[0], a.shape[1]), dtype=np.float32), a, dense)
+            delta = self.random.standard_normal((layer.shape[0], a.shape[1]), dtype=np.float32)
+            layer.ways["dgrad"] = _fastest({name: partial(way, layer, delta) for name, way in _DGRADS.items()})
+            if dense:
+                layer.ways["wgrad"] = _fastest({name: partial(way, layer, delta, a) for name, way in _WGRADS.items()})
         return self
-
-    @property
-    def ways(self) -> list[dict[str, str]]:
-        """The chosen ways, by layer."""
-        return [layer.ways for layer in self.layers]
 
     def results(self) -> Results:
         """Loss and gradients without dropout."""
@@ -363,9 +337,9 @@ class ScipyNet:
         gradients = []
         for i in range(len(self.layers) - 1, -1, -1):
             layer = self.layers[i]
-            gradients.append((layer.wgrad(delta, inputs[i]), delta.sum(1)))
+            gradients.append((_WGRADS[layer.ways["wgrad"]](layer, delta, inputs[i]), delta.sum(1)))
             if i:
-                delta = layer.dgrad(delta)
+                delta = _DGRADS[layer.ways["dgrad"]](layer, delta)
                 delta *= factors[i - 1]
         return loss, gradients[::-1]
 
@@ -395,18 +369,6 @@ class _ScipyLayer:
         z += self.bias[:, None]
         return z
 
-    def dgrad(self, delta: np.ndarray) -> np.ndarray:
-        return _DGRADS[self.ways["dgrad"]](self, delta)
-
-    def wgrad(self, delta: np.ndarray, a: np.ndarray) -> np.ndarray:
-        return _WGRADS[self.ways["wgrad"]](self, delta, a)
-
-    def tune(self, delta: np.ndarray, a: np.ndarray, dense: bool) -> None:
-        """Chooses the faster ways."""
-        self.ways["dgrad"] = _fastest({name: partial(way, self, delta) for name, way in _DGRADS.items()})
-        if dense:
-            self.ways["wgrad"] = _fastest({name: partial(way, self, delta, a) for name, way in _WGRADS.items()})
-
 
 def _dgrad_turned(layer: _ScipyLayer, delta: np.ndarray) -> np.ndarray:
     np.take(layer.weight.data, layer.order, out=layer.turned.data, mode="clip")
@@ -432,5 +394,5 @@ _WGRADS: dict[str, Callable[..., np.ndarray]] = {
 
 
 def _fastest(ways: dict[str, Callable[[], object]]) -> str:
-    samples = alternate(ways, rounds=9, budget=0.5)
+    samples = race(ways, rounds=9, budget=0.5).samples
     return min(ways, key=lambda name: samples.time(name).median)

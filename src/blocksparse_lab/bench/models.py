@@ -6,8 +6,9 @@ Weights are random: a speed does not depend on them. Each model is checked again
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,25 +18,25 @@ from torch import Tensor, nn
 import blocksparse as bs
 from blocksparse.nn.module import BlockSparseModule
 
-from .case import OURS, compared, within
-from .linear import relative_error
-from .rows import Row, judged, not_measured
+from .case import OURS, relative_error, within
+from .rows import Rows, at_least, not_measured, race, timing
 
 # Relative L2 error against the dense model of the same weights; 16-bit layers round after each product.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
+Made = tuple[nn.Module, tuple[Tensor, ...]]
+
+
 @dataclass(frozen=True)
 class ModelTarget:
-    """A model, its inputs and a density; the least speed-up over the dense model, None where it has no target.
+    """A model, made with so many layers, and a density; the least speed-up over the dense model, if there is one.
 
-    Args:
-        make: of (layers, dtype), the model and the arguments that it is called with.
-        force: whether every layer becomes block-sparse; otherwise `sparsify` may leave what would be slower.
+    With `force` every layer becomes block-sparse; otherwise `sparsify` may leave what would be slower.
     """
 
     work: str
-    make: Callable[[int, torch.dtype], tuple[nn.Module, tuple[Tensor, ...]]]
+    make: Callable[[int, torch.dtype], Made]
     layers: int
     density: float
     least: float | None
@@ -44,7 +45,7 @@ class ModelTarget:
     needs: str | None = "transformers"
 
 
-def bert(layers: int, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def bert(layers: int, dtype: torch.dtype) -> Made:
     """An encoder as wide as BERT-base, 8 texts of 128 tokens."""
     from transformers import BertConfig, BertModel
 
@@ -52,7 +53,7 @@ def bert(layers: int, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]
     return model.to(dtype), (torch.randint(1000, (8, 128)),)
 
 
-def llama(layers: int, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def llama(layers: int, dtype: torch.dtype) -> Made:
     """A decoder of 1,024 features, one token."""
     from transformers import LlamaConfig, LlamaModel
 
@@ -62,10 +63,10 @@ def llama(layers: int, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...
     return model.to(dtype), (torch.randint(1000, (1, 1)),)
 
 
-def lstm(batch: int) -> Callable[[int, torch.dtype], tuple[nn.Module, tuple[Tensor, ...]]]:
+def lstm(batch: int) -> Callable[[int, torch.dtype], Made]:
     """An LSTM of 256 units with 40 inputs, 160 steps."""
 
-    def make(layers: int, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    def make(layers: int, dtype: torch.dtype) -> Made:
         return nn.LSTM(40, 256, layers, batch_first=True).to(dtype), (torch.randn(batch, 160, 40, dtype=dtype),)
 
     return make
@@ -86,37 +87,34 @@ REACH = (
 )
 
 
-def rows(budget: float, quick: bool = False) -> Iterator[Row]:
+def rows(budget: float, quick: bool = False) -> Rows:
     """Measures all targets; `quick` builds one layer and times little, to see that it runs."""
     for target in REACH:
         dtype = str(target.dtype).removeprefix("torch.")
         work = f"{dtype} inference, {target.work}, density {target.density:g}" + (", forced" if target.force else "")
-        said = "-" if target.least is None else f">= {target.least:g}x dense"
         if target.needs and find_spec(target.needs) is None:
-            yield not_measured(work, said, f"{target.needs} is not installed")
+            yield not_measured(work, at_least(target.least, "dense"), f"{target.needs} is not installed")
             continue
         torch.manual_seed(0)
         model, inputs = target.make(1 if quick else target.layers, target.dtype)
         with torch.no_grad():
-            yield _row(target, work, model.eval(), inputs, (1, 0.02) if quick else (21, budget))
+            model = model.eval()
+            sparse = _sparsified(target, model, inputs)
+            error = relative_error(_output(sparse(*inputs)), _output(bs.densify(sparse)(*inputs)).double())
+            within(BOUNDS[target.dtype], {"output": error}, work, against="the densified model")
+            calls = {"dense": partial(model, *inputs), OURS: partial(sparse, *inputs)}
+            found = race(calls, **timing(budget, quick))
+        count = sum(isinstance(module, BlockSparseModule) for module in sparse.modules())
+        more = f", {count} weights block-sparse"
+        yield found.row(work, "dense", OURS, "dense", least=target.least, more=more, details={"error": error})
 
 
-def _row(
-    target: ModelTarget, work: str, model: nn.Module, inputs: tuple[Tensor, ...], timing: tuple[int, float]
-) -> Row:
+def _sparsified(target: ModelTarget, model: nn.Module, inputs: tuple[Tensor, ...]) -> nn.Module:
     if target.force:
-        sparse = bs.sparsify(model, target.density, scope="layer", force=True)
-    else:
-        with warnings.catch_warnings():  # the row says how many weights are left dense
-            warnings.simplefilter("ignore")
-            sparse = bs.sparsify(model, target.density, example=inputs)
-    error = relative_error(_output(sparse(*inputs)), _output(bs.densify(sparse)(*inputs)).double())
-    within(BOUNDS[target.dtype], {"output": error}, work, against="the densified model")
-    calls = {"dense": lambda: model(*inputs), OURS: lambda: sparse(*inputs)}
-    ratio, record = compared(calls, "dense", OURS, *timing)
-    count = sum(isinstance(module, BlockSparseModule) for module in sparse.modules())
-    more = f", {count} weights block-sparse"
-    return judged(work, ratio, "dense", least=target.least, more=more, details={**record, "error": error})
+        return bs.sparsify(model, target.density, scope="layer", force=True)
+    with warnings.catch_warnings():  # the row says how many weights are left dense
+        warnings.simplefilter("ignore")
+        return bs.sparsify(model, target.density, example=inputs)
 
 
 def _output(result: Any) -> Tensor:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from blocksparse.errors import BlockSparseError
 from blocksparse.measure import Spread
+from blocksparse.topology.drawings import style
 from blocksparse.topology.drawings.style import figure_and_axes
 
 from ..machine import machine, where
@@ -110,19 +111,19 @@ def short(value: float) -> str:
 
 def write_results(path: Path, results: Sequence[CaseResult], what: str, **settings: Any) -> None:
     """The results with the machine they were measured on."""
-    facts = machine(_device(results))
-    write_json(
-        path,
-        {"what": what, "machine": facts, "settings": settings, "results": [result.as_dict() for result in results]},
-    )
+    every = [result.as_dict() for result in results]
+    write_json(path, {"what": what, "machine": machine(_device(results)), "settings": settings, "results": every})
+
+
+def write(path: Path, content: Mapping[str, Any], *parts: str | Sequence[str]) -> None:
+    """Results as JSON and, next to it, in Markdown: paragraphs, or the lines of a table."""
+    write_json(path, content)
+    text = "\n\n".join(part if isinstance(part, str) else "\n".join(part) for part in parts)
+    write_text(path.with_suffix(".md"), text + "\n")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Results as JSON: numbers to seven digits, and what has no further parts in one line.
-
-    Raises:
-        BlockSparseError: the file cannot be written.
-    """
+    """Results as JSON: numbers to seven digits, and what has no further parts in one line."""
     text = json.dumps(_rounded(content), indent=1, separators=(",", ":"))
     # Within strings there is neither a line break nor, behind a bracket, one to begin with.
     flat = re.sub(r"(?<=[\[{])\n[^\[\]{}]*(?=[\]}])", lambda found: re.sub(r"\n *", "", found[0]), text)
@@ -130,11 +131,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A file of results, in a folder that is made where it is missing.
-
-    Raises:
-        BlockSparseError: it cannot be written.
-    """
+    """A file of results, in a folder that is made where it is missing; raises where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -186,35 +183,30 @@ def spread(values: Sequence[float], digits: int | None = None, sign: str = "") -
     return f"{statistics.fmean(values):{sign},.{digits}f}{deviation}"
 
 
+# -- charts ----------------------------------------------------------------------------------------------------------
+
+
 def write_chart(path: Path, results: Sequence[CaseResult], title: str, bound: bool = True) -> None:
     """A PNG of the speed-up over each peer against density, with what the arithmetic alone would give if `bound`.
 
     The bands are the quartiles; a line has its numbers where it would not be read otherwise.
-
-    Raises:
-        BlockSparseError: matplotlib is not installed.
     """
     figure, axes = figure_and_axes((7.5, 5.2))
     some = sorted((result for result in results if result.density > 0), key=lambda result: result.density)
     densities = list(dict.fromkeys(result.density for result in some))
     if bound:
         axes.plot(densities, [1 / density for density in densities], "--", color="0.45", lw=1.2, label="1 / density")
-    axes.axhline(1, color="0.2", lw=1)
     for peer, (color, marker) in STYLES.items():
         points = [(result.density, result.speedup(peer)) for result in some if peer in result.peers]
         if points:
             line(axes, points, f"over {peer}", color, marker, _NUMBERS.get(peer))
-    axes.set(xscale="log", yscale="log", xlabel="density (stored blocks / all blocks)", ylabel="speed-up")
-    axes.set_title(title, loc="left", size=10)
-    figure.supxlabel(where(machine(_device(results))), size=7.5, color="0.4", x=0.01, ha="left")
-    plain_ticks(axes)
+    speedup_axes(axes, title)
     if not densities:
         axes.set_xlim(0.01, 1)  # without a single block there is no point to draw, and a logarithmic axis needs a range
-    axes.grid(which="major", color="0.9", lw=0.8)
     axes.margins(x=0.08, y=0.12)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
-    figure.savefig(path, format="png", dpi=150)
+    save(figure, path, where(machine(_device(results))))
 
 
 # Where the numbers of a peer's points are, in points above its line; peers of one width are close to each other.
@@ -238,8 +230,17 @@ def line(
         axes.annotate(short(spread.median), (at, spread.median), color=color, size=8.5, **place)
 
 
-def _device(results: Sequence[CaseResult]) -> str:
-    return next((result.facts["device"] for result in results), "cpu")
+def speedup_axes(axes: Any, title: str) -> None:
+    """Speed-ups against densities."""
+    axes.axhline(1, color="0.2", lw=1)
+    log_axes(axes, title, "density (stored blocks / all blocks)", "speed-up")
+
+
+def log_axes(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
+    axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
+    axes.set_title(title, loc="left", size=10)
+    axes.grid(which="major", color="0.9", lw=0.8)
+    plain_ticks(axes)
 
 
 def plain_ticks(axes: Any, which: str = "xy") -> None:
@@ -250,3 +251,13 @@ def plain_ticks(axes: Any, which: str = "xy") -> None:
         axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
+
+
+def save(figure: Any, path: Path, caption: str, dpi: int = 150) -> None:
+    """A PNG with a caption below, of the machine."""
+    figure.supxlabel(caption, size=7.5, color="0.4", x=0.01, ha="left")
+    style.save(figure, path, dpi)
+
+
+def _device(results: Sequence[CaseResult]) -> str:
+    return next((result.facts["device"] for result in results), "cpu")

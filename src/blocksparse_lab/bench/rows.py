@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from rich.table import Table
 
 from blocksparse.errors import BlockSparseError
 from blocksparse.files import read_json
-from blocksparse.measure import Spread
+from blocksparse.measure import BUDGET, ROUNDS, Call, Samples, Spread, alternate, host_clock
 
 from ..machine import where
 from . import report
+from .case import CaseResult
 from .report import ratio, short
 
 # What a row says that was not begun.
@@ -41,6 +42,9 @@ class Row:
         return "-" if self.met is None else "yes" if self.met else "NO"
 
 
+Rows = Iterator[Row]
+
+
 def judged(
     work: str,
     ratio: Spread,
@@ -65,12 +69,16 @@ def judged(
     """
     met: bool | None = None
     if least is not None:
-        met, said = bool(ratio.median >= least), f">= {least:.3g}x {over}"
+        met, said = bool(ratio.median >= least), at_least(least, over)
     elif most is not None:
         met, said = bool(ratio.median <= most), f"<= {most:.3g}x {over}"
     else:
         said = "-"
     return Row(work, target or said, f"{times(ratio)} {over}{more}", met, dict(details or {}))
+
+
+def at_least(least: float | None, over: str) -> str:
+    return "-" if least is None else f">= {least:.3g}x {over}"
 
 
 def not_measured(work: str, target: str, reason: object) -> Row:
@@ -80,6 +88,54 @@ def not_measured(work: str, target: str, reason: object) -> Row:
     'not measured: STK is not installed'
     """
     return Row(work, target, f"not measured: {' '.join(str(reason).split())}", None)
+
+
+def against(
+    work: str,
+    result: CaseResult,
+    peer: str,
+    least: float | None = None,
+    more: Callable[[], str] = str,
+    details: Mapping[str, Any] | None = None,
+) -> Row:
+    """The row of a speed-up over a peer, which may have refused; its details are the result's unless given."""
+    if peer in result.refused:
+        return not_measured(work, at_least(least, peer), result.refused[peer])
+    found = result.as_dict() if details is None else details
+    return judged(work, result.speedup(peer), peer, least=least, more=more(), details=found)
+
+
+@dataclass(frozen=True)
+class Race:
+    """Calls that were timed in turn."""
+
+    samples: Samples
+
+    @property
+    def details(self) -> dict[str, Any]:
+        return {"seconds": {name: vars(self.samples.time(name)) for name in self.samples.names}}
+
+    def row(
+        self, work: str, over: str, base: str, said: str, *, details: Mapping[str, Any] | None = None, **goal: Any
+    ) -> Row:
+        """The row of the time of `over` as a multiple of that of `base`; `said` is what the text calls the peer."""
+        ratio = self.samples.ratio(over, base)
+        return judged(work, ratio, said, details={**self.details, "ratio": vars(ratio), **(details or {})}, **goal)
+
+
+def race(
+    calls: Mapping[str, Call], rounds: int = ROUNDS, budget: float = BUDGET, clock: Callable[..., float] = host_clock
+) -> Race:
+    """Times calls on the CPU in turn."""
+    return Race(alternate(calls, rounds=rounds, budget=budget, clock=clock))
+
+
+def timing(budget: float, quick: bool) -> dict[str, Any]:
+    """The rounds and seconds of a row; of `quick` ones, which only show that they run."""
+    return {"rounds": 3, "budget": min(budget, 0.02)} if quick else {"rounds": ROUNDS, "budget": budget}
+
+
+MEMORY = "gradient + activations + O(nnz) indices"
 
 
 def memory_row(work: str, facts: Mapping[str, int], dense: int) -> Row:
@@ -100,20 +156,15 @@ def memory_row(work: str, facts: Mapping[str, int], dense: int) -> Row:
     """
     rest = facts["peak"] - facts["gradient"] - facts["activations"]
     limit = facts["activations"] + 128 * facts["nnz"] + 2**24
-    measured = (
-        f"{mib(facts['gradient'])} + {mib(facts['activations'])} + {mib(rest)} MiB; a dense weight is {mib(dense)} MiB"
-    )
+    parts = " + ".join(map(mib, (facts["gradient"], facts["activations"], rest)))
     details = {**facts, "rest": rest, "dense": dense}
-    return Row(work, "gradient + activations + O(nnz) indices", measured, rest <= limit, details)
+    return Row(work, MEMORY, f"{parts} MiB; a dense weight is {mib(dense)} MiB", rest <= limit, details)
 
 
 def measured_before(path: Path, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Row]:
     """The rows in a file of this commit, machine and settings, without those that failed or came too late.
 
-    None where the commit is not known, or files differ from it.
-
-    Raises:
-        BlockSparseError: the file is not one that `write` wrote.
+    None where the commit is not known, or files differ from it; raises where `write` did not write the file.
     """
     if not path.exists() or facts["commit"] is None or facts["dirty"] is not False:
         return []
@@ -127,11 +178,7 @@ def measured_before(path: Path, facts: Mapping[str, Any], settings: Mapping[str,
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """What is in a file that `write` wrote, and its rows.
-
-    Raises:
-        BlockSparseError: it is no such file.
-    """
+    """What is in a file that `write` wrote, and its rows; raises where it is no such file."""
     found = read_json(path, "rows")
     try:
         if not isinstance(found["machine"], dict):
@@ -151,10 +198,10 @@ def table(rows: Sequence[Row], title: str) -> Table:
 def write(path: Path, rows: Sequence[Row], what: str, facts: Mapping[str, Any], **settings: Any) -> None:
     """The rows as JSON, and a table of them in Markdown next to it; `facts` are those of the machine."""
     every = [asdict(row) for row in rows]
-    report.write_json(path, {"what": what, "machine": facts, "settings": settings, "rows": every})
     lines = report.markdown(HEAD, [(row.work, row.target, row.measured, row.verdict) for row in rows], text=4)
     caption = f"{where(facts)}, {facts['date'][:10]}. Ratios: median of the rounds of one run (quartiles)."
-    report.write_text(path.with_suffix(".md"), "\n".join([*lines, "", caption]) + "\n")
+    content = {"what": what, "machine": facts, "settings": settings, "rows": every}
+    report.write(path, content, lines, caption)
 
 
 def times(speedup: Spread) -> str:

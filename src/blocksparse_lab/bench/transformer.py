@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,7 @@ from blocksparse.measure import Call
 from blocksparse.nn import GatedMLP, attention
 from blocksparse.ops.linear import linear
 
-from .case import OURS, Bench, Case, bound_of, within
-from .linear import relative_error
+from .case import OURS, Bench, Case, forward, relative_error, within
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,18 @@ class PartSpec:
     products = 0  # not counted: a part is more than its products
     dtype = "bfloat16"
     torch_dtype = torch.bfloat16
+    small: ClassVar[dict[str, int]] = {"tokens": 128, "features": 256}
 
     def shrunk(self) -> Any:
         """A small one, to see that it runs."""
-        return replace(self, tokens=min(self.tokens, 128), features=256)
+        return replace(self, **self.small | {"tokens": min(self.tokens, self.small["tokens"])})
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         return {**asdict(self), "dtype": self.dtype, "pass": "forward"}
+
+    def _said(self, what: str) -> str:
+        return f"{what}, {self.tokens} tokens, block {self.block}, density {self.density:g}"
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,10 @@ class MlpSpec(PartSpec):
 
     hidden: int
 
-    def shrunk(self) -> MlpSpec:
-        return replace(super().shrunk(), hidden=512)
+    small: ClassVar = {**PartSpec.small, "hidden": 512}
 
     def __str__(self) -> str:
-        sizes = f"{self.features}-{self.hidden}-{self.features}"
-        return f"gated MLP {sizes}, {self.tokens} tokens, block {self.block}, density {self.density:g}"
+        return self._said(f"gated MLP {self.features}-{self.hidden}-{self.features}")
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,10 @@ class AttentionSpec(PartSpec):
 
     heads: int
 
-    def shrunk(self) -> AttentionSpec:
-        return replace(self, tokens=256, features=16, heads=2)
+    small: ClassVar = {"tokens": 256, "features": 16, "heads": 2}
 
     def __str__(self) -> str:
-        what = f"attention of {self.heads} heads of {self.features}"
-        return f"{what}, {self.tokens} tokens, block {self.block}, density {self.density:g}"
+        return self._said(f"attention of {self.heads} heads of {self.features}")
 
 
 @dataclass(frozen=True)
@@ -100,21 +99,14 @@ class SemiStructuredSpec(PartSpec):
 class PartCase(Case):
     """The tensors of a part; the next copy of a contender has the next weights."""
 
-    def __init__(self, spec: Any, seed: int, device: torch.device):
-        self.spec, self.seed, self.device = spec, seed, device
-        self.bound = 2 * bound_of(spec.dtype, device)
-        self.generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, spec: Any, seed: int = 0, device: torch.device | None = None):
+        super().__init__(spec, seed, device)
+        self.bound *= 2
+        self.generator = torch.Generator(self.device).manual_seed(seed)
 
     def randn(self, *shape: int, gain: float = 1.0) -> Tensor:
         kind: dict[str, Any] = {"device": self.device, "generator": self.generator}
         return (gain * torch.randn(shape, **kind)).to(self.spec.torch_dtype)
-
-    def silent(self, function: Callable[..., Tensor], *inputs: Tensor) -> Call:
-        def call() -> Tensor:
-            with torch.no_grad():
-                return function(*inputs)
-
-        return call
 
     def exact(self) -> Tensor:
         """The right result, in float64."""
@@ -136,7 +128,7 @@ class MlpCase(PartCase):
     peers = ("dense", "three")
     rotates = True
 
-    def __init__(self, spec: MlpSpec, seed: int, device: torch.device):
+    def __init__(self, spec: MlpSpec, seed: int = 0, device: torch.device | None = None):
         super().__init__(spec, seed, device)
         self.x = self.randn(spec.tokens, spec.features)
         self.copies: list[GatedMLP] = []
@@ -161,12 +153,12 @@ class MlpCase(PartCase):
         if name == "dense":
             sizes = (self.spec.hidden, self.spec.features)
             weights = [self.randn(*size, gain=0.02) for size in (sizes, sizes, sizes[::-1])]
-            return self.silent(lambda x: _gated(F.linear, x, weights), self.x)
+            return forward(lambda x: _gated(F.linear, x, weights), self.x)
         mlp = self.mlp(copy)
         if name == OURS:
-            return self.silent(mlp, self.x)
+            return forward(mlp, self.x)
         layers = [(layer.values, layer.layout) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-        return self.silent(lambda x: _gated(lambda x, weight: linear(x, *weight), x, layers), self.x)
+        return forward(lambda x: _gated(lambda x, weight: linear(x, *weight), x, layers), self.x)
 
     def exact(self) -> Tensor:
         mlp = self.mlp(0)
@@ -184,17 +176,17 @@ class AttentionCase(PartCase):
     peers = ("dense", "flex")
     layout: BlockLayout
 
-    def __init__(self, spec: AttentionSpec, seed: int, device: torch.device):
+    def __init__(self, spec: AttentionSpec, seed: int = 0, device: torch.device | None = None):
         super().__init__(spec, seed, device)
         self.layout = patterns.random((spec.tokens, spec.tokens), spec.block, density=spec.density, seed=seed)
         self.qkv = [self.randn(1, spec.heads, spec.tokens, spec.features) for _ in range(3)]
 
     def call(self, name: str, copy: int = 0) -> Call:
         if name == "dense":
-            return self.silent(F.scaled_dot_product_attention, *self.qkv)
+            return forward(F.scaled_dot_product_attention, *self.qkv)
         if name == OURS:
-            return self.silent(lambda q, k, v: attention(q, k, v, self.layout), *self.qkv)
-        return self.silent(_flex(self.layout, self.device), *self.qkv)
+            return forward(lambda q, k, v: attention(q, k, v, self.layout), *self.qkv)
+        return forward(_flex(self.layout, self.device), *self.qkv)
 
     def exact(self) -> Tensor:
         mask = self.layout.mask().repeat_interleave(self.spec.block, 0).repeat_interleave(self.spec.block, 1)
@@ -221,10 +213,10 @@ class SemiStructuredCase(PartCase):
     peers = ("dense",)
     layout = None
 
-    def __init__(self, spec: SemiStructuredSpec, seed: int, device: torch.device):
-        if device.type != "cuda":
-            raise NotImplementedError("only CUDA has kernels for 2:4 weights")
+    def __init__(self, spec: SemiStructuredSpec, seed: int = 0, device: torch.device | None = None):
         super().__init__(spec, seed, device)
+        if self.device.type != "cuda":
+            raise NotImplementedError("only CUDA has kernels for 2:4 weights")
         self.x = self.randn(spec.tokens, spec.features)
         weight = self.randn(spec.features, spec.features)
         self.weight = weight * sparsity.nm_mask(weight)
@@ -238,7 +230,7 @@ class SemiStructuredCase(PartCase):
         model.weight = nn.Parameter(self.weight.clone(), requires_grad=False)
         if name == OURS:
             sparsity.to_semi_structured(model)
-        return self.silent(model, self.x)
+        return forward(model, self.x)
 
     def exact(self) -> Tensor:
         return self.x.double() @ self.weight.double().T
@@ -247,22 +239,13 @@ class SemiStructuredCase(PartCase):
 class MlpBench(Bench):
     kind = MlpCase
 
-    def case(self, spec: MlpSpec) -> MlpCase:
-        return MlpCase(spec, self.seed, self.device.torch)
-
 
 class AttentionBench(Bench):
     kind = AttentionCase
 
-    def case(self, spec: AttentionSpec) -> AttentionCase:
-        return AttentionCase(spec, self.seed, self.device.torch)
-
 
 class SemiStructuredBench(Bench):
     kind = SemiStructuredCase
-
-    def case(self, spec: SemiStructuredSpec) -> SemiStructuredCase:
-        return SemiStructuredCase(spec, self.seed, self.device.torch)
 
 
 _attention = AttentionSpec(4096, 0.1, 128, 64, heads=16)

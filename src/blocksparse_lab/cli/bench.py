@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from blocksparse.errors import BlockSparseError
+from blocksparse.measure import BUDGET, ROUNDS
 
 from ..option import option
 from .options import with_options
@@ -34,8 +35,8 @@ OUT = Path("bench-out")
 class Measured:
     """How cases are measured."""
 
-    rounds: int = option(21, "Rounds of A B A B ... at most.")
-    budget: float = option(4.0, "Seconds of timing per case, about.")
+    rounds: int = option(ROUNDS, "Rounds of A B A B ... at most.")
+    budget: float = option(BUDGET, "Seconds of timing per case, about.")
     seed: int = option(0, "Of patterns and numbers.")
     device: str = option("cpu", "cpu, or cuda: CUDA graphs, copies of the weights in turn.")
 

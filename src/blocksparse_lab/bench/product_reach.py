@@ -1,0 +1,179 @@
+"""The targets of linear products and convolutions on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from blocksparse.errors import BlockSparseError
+from blocksparse.ops import cpu_core
+from blocksparse.ops.conv import specs as conv_specs
+from blocksparse.ops.conv.specs import ConvSpec
+from blocksparse.ops.linear import linear
+from blocksparse.ops.linear.specs import LINE_DENSITIES, LINE_INTERCEPT, REACH, SMALL_BLOCKS, TRAINING, LinearSpec
+
+from .case import OURS, Bench
+from .conv import ConvBench
+from .linear import LinearBench
+from .memory import apart, linear_peak
+from .rows import MEMORY, Race, Row, Rows, against, at_least, memory_row, not_measured, race, times, timing
+
+PASSES = ("forward", "dgrad", "wgrad")
+
+
+def linear_rows(budget: float, quick: bool = False) -> Rows:
+    """All targets of the linear op; `quick` takes small shapes, to see that it runs."""
+    bench, shrink = LinearBench(**timing(budget, quick)), 16 if quick else 1
+    yield from _targets(bench, shrink)
+    yield from _small_blocks(bench, TRAINING.shrunk(shrink))
+    yield line_row(bench, [replace(TRAINING.shrunk(shrink), density=d) for d in LINE_DENSITIES], LINE_INTERCEPT)
+    yield from gate_rows(bench, shrink)
+    yield _memory(12288 // shrink, 64, 0.1)
+    yield _memory(131072 // shrink, 64, 0.001)
+
+
+def conv_rows(budget: float, quick: bool = False) -> Rows:
+    """All targets of the convolutions."""
+    bench, shrink = ConvBench(**timing(budget, quick)), 16 if quick else 1
+    for target in conv_specs.REACH:
+        for pass_ in PASSES:
+            spec = replace(target.spec.shrunk(shrink), pass_=pass_)
+            pattern = spec.pattern if spec.pattern != "random" else f"density {spec.density:g}"
+            shape = f"{spec.in_channels} -> {spec.out_channels}, {spec.kernel}x{spec.kernel}, {spec.size}x{spec.size}"
+            title = f"fp32 {pass_}, {shape}, {spec.images} images, {pattern}"
+            yield from _speedups(bench, title, spec, {target.peer: target.ratio})
+    for pass_ in PASSES:
+        layer = replace(conv_specs.LAYER.shrunk(shrink), pass_=pass_)
+        specs = [replace(layer, density=density) for density in conv_specs.LINE_DENSITIES]
+        yield line_row(bench, specs, conv_specs.LINE_INTERCEPT)
+
+
+def _speedups(bench: Bench, work: str, spec: LinearSpec | ConvSpec, targets: dict[str, float | None]) -> Rows:
+    """A row for each peer."""
+    result = bench.run(spec, list(targets))
+    for peer, least in targets.items():
+        if peer in result.refused:
+            refused = f"{peer} refused: {result.refused[peer]}"
+            yield Row(work, at_least(least, peer), refused, None, result.as_dict())
+        else:
+            yield against(work, result, peer, least, lambda: f", {result.gflops:.0f} GFLOP/s")
+
+
+def _targets(bench: Bench, shrink: int) -> Rows:
+    """The rows of speed-ups over peers. Where the CPU lacks what a target presumes, it is measured without one."""
+    amx = cpu_core.isa() == "amx"
+    lacking = "another instruction set was asked for" if cpu_core.isas()["amx"] else "no AMX here"
+    for name, target in REACH.items():
+        spec = target.spec.shrunk(shrink)
+        ratios: dict[str, float | None] = dict(target.ratios)
+        title = f"{name}, hidden {spec.out_features}, {spec.tokens} tokens"
+        if not name.startswith("break-even"):
+            title += f", density {spec.density:g}"
+        if target.needs == "amx" and not amx:
+            for peer, least in ratios.items():
+                yield not_measured(f"{title}, AMX", at_least(least, peer), lacking)
+            title, ratios = f"{title}, {cpu_core.isa()}", {"dense": None}
+        yield from _speedups(bench, title, spec, ratios)
+
+
+def _small_blocks(bench: Bench, shape: LinearSpec) -> Rows:
+    """Small blocks against blocks of 32 at the same shape and density: how much of their speed is left."""
+    for pass_ in PASSES:
+        specs = {f"{block}": replace(shape, block=block, pass_=pass_) for block in (32, *SMALL_BLOCKS)}
+        samples = bench.alternate({name: _checked(bench.case(spec)).call(OURS) for name, spec in specs.items()})
+        for block, least in SMALL_BLOCKS.items():
+            part = samples.ratio("32", f"{block}")
+            yield Row(
+                f"fp32 {pass_}, blocks of {block} against 32",
+                f">= {least:.0%} of the speed",
+                f"{part.median:.0%} ({part.low:.0%}-{part.high:.0%})",
+                part.median >= least,
+                {"part": vars(part), **Race(samples).details},
+            )
+
+
+def line_row(bench: Bench, specs: Sequence[LinearSpec] | Sequence[ConvSpec], most: float) -> Row:
+    """Fits a line to time against nnz of specs that differ in density; its intercept as a part of the dense time."""
+    cases = [_checked(bench.case(spec)) for spec in specs]
+    calls = {"dense": cases[0].call("dense")} | {f"{case.layout.nnz}": case.call(OURS) for case in cases}
+    samples = race(calls, bench.rounds, 2 * bench.budget).samples
+    nnz = np.array([case.layout.nnz for case in cases])
+    seconds = np.array([samples.time(f"{count}").median for count in nnz])
+    # Relative residuals: else the few dense points alone would say where the line meets zero.
+    slope, intercept = np.polyfit(nnz, seconds, 1, w=1 / seconds)
+    dense = samples.time("dense")
+    part = intercept / dense.median
+    off = np.abs((slope * nnz + intercept) / seconds - 1).max()
+    return Row(
+        f"fp32 {specs[0].pass_}, time against nnz, density {specs[0].density:g} to {specs[-1].density:g}",
+        f"a line, intercept < {most:.0%} of dense",
+        f"intercept {part:+.1%} of dense, points within {off:.0%} of the line",
+        bool(abs(part) < most),
+        {"nnz": nnz.tolist(), "seconds": seconds.tolist(), "dense": vars(dense)},
+    )
+
+
+def _checked(case: Any) -> Any:
+    case.check(seed=0)
+    return case
+
+
+# Gates that are 0, in inference: the gated product against that of the compacted layout.
+GATED_HIDDEN = (1024, 4096)
+CLOSED = (0.5, 0.9)  # part of the gates
+GATED_MOST = 1.1  # times the compacted layout with its gates
+
+COMPACTED, GATED_COMPACTED, GATED, FULL = "compacted", "compacted, gated", "gated", "full"
+
+
+def gate_rows(bench: LinearBench, shrink: int = 1) -> Rows:
+    """A row for each shape and each part of gates that is 0.
+
+    >>> next(gate_rows(LinearBench(rounds=3, budget=0.1), shrink=16)).work
+    'fp32 forward, hidden 64, 64 tokens, density 0.2, 50% of the gates 0'
+    """
+    for hidden in GATED_HIDDEN:
+        spec = LinearSpec(hidden // shrink, hidden // shrink, tokens=64, block=max(32 // shrink, 4), density=0.2)
+        case = bench.case(spec)
+        x, values, layout = case.x, case.values, case.layout
+        draw = torch.Generator().manual_seed(bench.seed)
+        order = torch.rand(layout.nnz, generator=draw).argsort()
+        for closed in CLOSED:
+            gate = 0.5 + torch.rand(layout.nnz, generator=draw)
+            gate[order[: round(closed * layout.nnz)]] = 0
+            keep = gate != 0
+            smaller, kept, scale = layout.select(keep), values[keep], gate[keep]
+            calls = {
+                COMPACTED: partial(linear, x, kept * scale[:, None, None], smaller),
+                GATED_COMPACTED: partial(linear, x, kept, smaller, gate=scale),
+                GATED: partial(linear, x, values, layout, gate=gate),
+                FULL: partial(linear, x, values, layout),
+            }
+            if not torch.equal(calls[GATED](), calls[COMPACTED]()):
+                raise BlockSparseError.expected(f"{spec!r} with gates", "the bits of the compacted layout", "others")
+            found = race(calls, bench.rounds, bench.budget)
+            compacted, full, gated = (
+                found.samples.ratio(*pair) for pair in ((GATED, COMPACTED), (FULL, COMPACTED), (GATED, GATED_COMPACTED))
+            )
+            yield found.row(
+                f"fp32 forward, hidden {spec.out_features}, 64 tokens, density 0.2, {closed:.0%} of the gates 0",
+                GATED,
+                GATED_COMPACTED,
+                "the compacted layout with its gates",
+                most=GATED_MOST,
+                more=f"; {times(compacted)} without gates; all blocks without gates {times(full)}",
+                details={"ratio": {GATED_COMPACTED: vars(gated), COMPACTED: vars(compacted)}},
+            )
+
+
+def _memory(hidden: int, tokens: int, density: float) -> Row:
+    work = f"fp32 memory of forward + backward, hidden {hidden}, {tokens} tokens, density {density:g}"
+    try:
+        return memory_row(work, apart(linear_peak, hidden, tokens, density), dense=4 * hidden**2)
+    except BlockSparseError as error:
+        return not_measured(work, MEMORY, error)
