@@ -43,6 +43,7 @@ from blocksparse_lab.bench.gpu import GpuReach, Job
 from blocksparse_lab.bench.gpu_chart import write_chart
 from blocksparse_lab.bench.linear import LinearBench
 from blocksparse_lab.bench.rows import Row
+from blocksparse_lab.cli.bench import parts
 from blocksparse_lab.cli.terminal import bar
 
 RESULTS = Path(__file__).parent / "results"
@@ -67,17 +68,17 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.cache:
         os.environ["TRITON_CACHE_DIR"] = str(arguments.cache.resolve())
+    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
     try:
-        failed = run(arguments)
+        failed = run(arguments, console)
     except BlockSparseError as error:
         Console(stderr=True).print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         failed = True
     sys.exit(int(failed))
 
 
-def run(arguments: argparse.Namespace) -> bool:
+def run(arguments: argparse.Namespace, console: Console) -> bool:
     """Whether a row failed, which is more than a target that is not met."""
-    console = Console(width=None if sys.stdout.isatty() else 150)
     if arguments.list:
         jobs = chosen(GpuReach(None).jobs(), arguments.only)
         console.print(rows.table([Row(job.work, job.target, "", None) for job in jobs], "targets on a GPU"))
@@ -91,20 +92,14 @@ def run(arguments: argparse.Namespace) -> bool:
     device: Device = Cuda() if arguments.device == "cuda" else Host(copies=4)
     if arguments.check:
         return False in list(right(device))
-    bench = LinearBench(
-        rounds=1 if quick else 51,
-        budget=0.01 if quick else arguments.budget,
-        tuning=2.0 if quick else arguments.tuning,
-        device=device,
-    )
+    timing = {"rounds": 1 if quick else 51, "budget": 0.01 if quick else arguments.budget}
+    bench = LinearBench(tuning=2.0 if quick else arguments.tuning, device=device, **timing)
+    settings = {**timing, "seed": bench.seed, "tuning": bench.tuning, "shrink": 16 if quick else 1}
     facts = machine.machine(arguments.device)
-    shrink = 16 if quick else 1
-    settings = {"rounds": bench.rounds, "budget": bench.budget, "seed": bench.seed, "tuning": bench.tuning}
-    settings["shrink"] = shrink
     chip = facts["gpu"]["name"] if facts["gpu"] else facts["cpu"]
     folder = arguments.out or (None if quick else RESULTS)
     path = folder and folder / f"linear-{machine.slug(chip)}.json"
-    reach = GpuReach(bench, shrink, rows.measured_before(path, facts, settings) if path else ())
+    reach = GpuReach(bench, settings["shrink"], rows.measured_before(path, facts, settings) if path else ())
     every = reach.jobs()
     jobs = chosen(every, arguments.only)
 
@@ -117,10 +112,10 @@ def run(arguments: argparse.Namespace) -> bool:
                 ordered = [row for job in every for row in found.values() if job.gives(row.work)]
                 rows.write(path, ordered, "targets on a GPU", facts, **settings)
     finally:
-        console.print(rows.table(list(found.values()), machine.where(facts)))
+        console.print(rows.table(list(found.values()), machine.where(facts)), highlight=True)
         if path:
             drawn = draw(path.with_suffix(".png"), reach, machine.where(facts))
-            console.print(f"wrote {path}, .md{drawn}", highlight=False, soft_wrap=True)
+            console.print(f"wrote {path}, .md{drawn}", soft_wrap=True)
     return any(row.measured.startswith("FAILED") for row in found.values())
 
 
@@ -132,17 +127,15 @@ def predict(arguments: argparse.Namespace, console: Console) -> None:
     lines = prediction.table(found, chip, [row for _, of_run in results for row in of_run])
     lines = [line for line in lines if is_asked_for(line[0], arguments.only)]
     commits = ", ".join(str(facts["machine"].get("commit", "")) for facts, _ in results)
-    title = f"predicted for {chip.name}" + (
-        f"; measured at {commits}, whose kernels may have been others" * bool(commits)
-    )
+    title = f"predicted for {chip.name}"
+    if commits:
+        title += f"; measured at {commits}, whose kernels may have been others"
     console.print(report.table(prediction.HEAD, lines, title, text=3))
     if arguments.out:
         path = arguments.out / f"predicted-{arguments.gpu}.md"
-        where = machine.where(machine.machine())
-        report.write_text(
-            path, "\n".join([*report.markdown(prediction.HEAD, lines, text=3), "", f"{title}; {where}", ""])
-        )
-        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+        made = "\n".join(report.markdown(prediction.HEAD, lines, text=3))
+        report.write_text(path, f"{made}\n\n{title}; {machine.where(machine.machine())}\n")
+        console.print(f"wrote {path}", soft_wrap=True)
 
 
 def right(device: Device) -> Iterator[bool]:
@@ -150,18 +143,15 @@ def right(device: Device) -> Iterator[bool]:
     start = monotonic()
     for what, check in checks(device):
         try:
-            errors = check()
+            said, holds = ", ".join(f"{name} {error:.1e}" for name, error in check().items()), True
         except Exception as error:  # the others are still checked
-            print(f"[{monotonic() - start:4.0f} s] WRONG {what}: {type(error).__name__}: {error}", flush=True)
-            yield False
-        else:
-            said = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-            print(f"[{monotonic() - start:4.0f} s] right {what}: {said}", flush=True)
-            yield True
+            said, holds = f"{type(error).__name__}: {error}", False
+        print(f"[{monotonic() - start:4.0f} s] {'right' if holds else 'WRONG'} {what}: {said}", flush=True)
+        yield holds
 
 
 def is_asked_for(work: str, only: str) -> bool:
-    words = [word.strip().lower() for word in only.split(",") if word.strip()]
+    words = [word.lower() for word in parts(only)]
     return not words or any(word in work.lower() for word in words)
 
 
@@ -180,8 +170,7 @@ def measured(reach: GpuReach, jobs: list[Job], seconds: float) -> Iterator[Row]:
         for job in jobs:
             progress.update(task, description=job.work)
             late = monotonic() - start > seconds
-            some = [Row(job.work, job.target, rows.LATE, None)] if late else reach.run(job)
-            for row in some:
+            for row in [Row(job.work, job.target, rows.LATE, None)] if late else reach.run(job):
                 if progress.disable:
                     print(f"[{monotonic() - start:4.0f} s] {row.work}: {row.measured}", file=sys.stderr, flush=True)
                 yield row

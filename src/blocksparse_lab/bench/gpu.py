@@ -6,7 +6,7 @@ CPU to see that it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from blocksparse.errors import BlockSparseError
-from blocksparse.layout import BlockLayout
 from blocksparse.measure import Call, Spread, alternate, geometric_mean
 from blocksparse.ops.conv.specs import GPU_REACH as CONV_REACH
 from blocksparse.ops.conv.specs import ConvSpec
@@ -44,9 +42,9 @@ from .linear import LinearBench
 from .lstm import LstmBench
 from .lstm_reach import GPU_REACH as LSTM_REACH
 from .lstm_reach import LstmTarget, described, sized
-from .memory import train_step
+from .memory import measured_step
 from .report import short
-from .rows import Row, judged, memory_row, not_measured, times
+from .rows import MEMORY, Race, Row, against, at_least, judged, memory_row, not_measured, times
 from .transformer import TRANSFORMER
 
 
@@ -62,11 +60,10 @@ class Ceilings:
     def of(cls, device: Device, copied: int = 2**30, side: int = 8192) -> Ceilings:
         """Measures them on random data: one copy of `copied` bytes, products of square matrices of `side`."""
         source = torch.randint(256, (copied,), dtype=torch.uint8, device=device.torch)
-        target = torch.empty_like(source)
-        calls: dict[str, Call] = {"copy": lambda: target.copy_(source)}
+        calls: dict[str, Call] = {"copy": partial(torch.empty_like(source).copy_, source)}
         for dtype in ("bfloat16", "float32"):
-            a, b = (torch.randn(side, side, device=device.torch, dtype=getattr(torch, dtype)) for _ in range(2))
-            calls[dtype] = _product(a, b)
+            a, b, out = (torch.randn(side, side, device=device.torch, dtype=getattr(torch, dtype)) for _ in range(3))
+            calls[dtype] = partial(torch.mm, a, b, out=out)
         device.settle()
         samples = alternate(calls, rounds=11, budget=3.0, clock=device.clock)
         operations = {name: 2 * side**3 / samples.time(name).median for name in calls if name != "copy"}
@@ -76,11 +73,6 @@ class Ceilings:
         """The seconds that bytes and operations of this case take at these rates, whichever take longer."""
         operations = result.operations / self.dense[result.spec.dtype]
         return max(result.spec.products * result.moved / self.copy, operations)
-
-
-def _product(a: Tensor, b: Tensor) -> Call:
-    out = torch.empty_like(a)
-    return lambda: torch.mm(a, b, out=out)
 
 
 @dataclass(frozen=True)
@@ -135,50 +127,47 @@ class GpuReach:
 
     def jobs(self) -> list[Job]:
         """The jobs, the most important first."""
-        out = [Job(_CEILINGS, "-", self._ceiling_rows)]
+        return [Job(work, target, partial(measure, work)) for work, target, measure in self._jobs()]
+
+    def _jobs(self) -> Iterator[tuple[str, str, Callable[[str], list[Row]]]]:
+        """Work, target, and what measures the rows of that work."""
+        yield _CEILINGS, "-", self._ceiling_rows
         for name, target in sorted(GPU_REACH.items(), key=lambda item: not item[0].startswith("few")):
-            out.append(self._target_job(name, target))
+            yield self._title(name, target.spec), target_text(target), partial(self._target, target)
         for block in GPU_BLOCKS:
-            work = f"training step, many tokens, block {block}"
-            out.append(Job(work, _PART, partial(self._training, block, work)))
+            yield f"training step, many tokens, block {block}", _PART, partial(self._training, block)
         for name, spec in GPU_HUBS.items():
-            work = self._title(f"layout with hubs, {name}", spec)
-            out.append(Job(work, f"<= {GPU_HUB_TIME:g}x random", partial(self._hubs, spec, work)))
-        out.append(Job(_HOST, f"< {1e6 * GPU_HOST_TIME:g} us eager", self._host))
+            title = self._title(f"layout with hubs, {name}", spec)
+            yield title, f"<= {GPU_HUB_TIME:g}x random", partial(self._hubs, spec)
+        yield _HOST, f"< {1e6 * GPU_HOST_TIME:g} us eager", self._host
         for spec in map(self._sized, GPU_MEMORY):
-            work = f"training memory, hidden {spec.out_features}, {spec.tokens} tokens, density {spec.density:g}"
-            out.append(Job(work, "gradient + activations + O(nnz) indices", partial(self._memory, spec, work)))
-        for conv_target in CONV_REACH:
+            sizes = f"hidden {spec.out_features}, {spec.tokens} tokens, density {spec.density:g}"
+            yield f"training memory, {sizes}", MEMORY, partial(self._memory, spec)
+        for conv in CONV_REACH:
             for pass_ in ("forward", "dgrad", "wgrad"):
-                image = self._sized_conv(replace(conv_target.spec, pass_=pass_))
-                wants = f">= {conv_target.ratio:g}x {conv_target.peer}"
-                out.append(Job(f"{image!r}", wants, partial(self._conv, image, conv_target.peer, conv_target.ratio)))
-        for lstm_target in LSTM_REACH:
-            step = sized(lstm_target.spec, self.shrink)
-            work = f"a step, {described(step)}, {lstm_target.peer}"
-            wants = f">= {lstm_target.ratio:g}x {lstm_target.peer}"
-            out.append(Job(work, wants, partial(self._lstm, replace(lstm_target, spec=step), work)))
+                image = self._sized_conv(replace(conv.spec, pass_=pass_))
+                yield f"{image!r}", at_least(conv.ratio, conv.peer), partial(self._conv, image, conv.peer, conv.ratio)
+        for lstm in LSTM_REACH:
+            step = replace(lstm, spec=sized(lstm.spec, self.shrink))
+            work = f"a step, {described(step.spec)}, {step.peer}"
+            yield work, at_least(step.ratio, step.peer), partial(self._lstm, step)
         for kind, full, least in TRANSFORMER:
             part = full if self.shrink == 1 else full.shrunk()
-            wants = "-" if least is None else f">= {least:g}x dense"
-            out.append(Job(f"{part}", wants, partial(self._part, kind, part, least)))
+            yield f"{part}", at_least(least, "dense"), partial(self._part, kind, part, least)
         for peer, ratio in GPU_MEAN.items():
-            work = f"geometric mean over {peer}"
-            out.append(Job(work, f">= {ratio:g}x {peer}", partial(self._mean, peer, ratio, work)))
-        return out
+            yield f"geometric mean over {peer}", at_least(ratio, peer), partial(self._mean, peer, ratio)
 
     def details(self, name: str) -> dict[str, Any]:
         """The details of the first row of GPU_REACH of this name, measured at the first call."""
-        return self.run(self._target_job(name, GPU_REACH[name]))[0].details
-
-    @property
-    def ceilings(self) -> Ceilings:
-        """Measured at the first call."""
-        return Ceilings(**self.ceiling_details())
+        title = self._title(name, GPU_REACH[name].spec)
+        return self._first(next(job for job in self.jobs() if job.work == title))
 
     def ceiling_details(self) -> dict[str, Any]:
-        """The details of their row."""
-        return self.run(self.jobs()[0])[0].details
+        """The details of their row, measured at the first call."""
+        return self._first(self.jobs()[0])
+
+    def _first(self, job: Job) -> dict[str, Any]:
+        return self.run(job)[0].details
 
     @property
     def cases(self) -> dict[str, dict[str, Any]]:
@@ -186,22 +175,19 @@ class GpuReach:
         titles = {name: self._title(name, target.spec) for name, target in GPU_REACH.items()}
         return {name: self.rows[title].details for name, title in titles.items() if title in self.rows}
 
-    # -- the jobs --------------------------------------------------------------------------------------------------
+    # -- what measures the rows ------------------------------------------------------------------------------------
 
-    def _ceiling_rows(self) -> list[Row]:
+    def _ceiling_rows(self, work: str) -> list[Row]:
         small = {} if self.shrink == 1 else {"copied": 2**22, "side": 256}
         found = Ceilings.of(self.bench.device, **small)
         rates = ", ".join(f"{dtype} {rate / 1e12:.3g} TFLOP/s" for dtype, rate in found.dense.items())
         details = {"copy": found.copy, "dense": dict(found.dense)}
-        return [Row(_CEILINGS, "-", f"{found.copy / 1e12:.3g} TB/s; {rates}", None, details)]
+        return [Row(work, "-", f"{found.copy / 1e12:.3g} TB/s; {rates}", None, details)]
 
-    def _target_job(self, name: str, target: Target) -> Job:
-        return Job(self._title(name, target.spec), target_text(target), partial(self._target_rows, name, target))
-
-    def _target_rows(self, name: str, target: Target) -> list[Row]:
+    def _target(self, target: Target, work: str) -> list[Row]:
         peers = [*(peer for peer, _ in target.ratios), *target.others]
         result = self.bench.run(self._sized(target.spec), peers)
-        return case_rows(self._title(name, target.spec), target, result, self.ceilings)
+        return case_rows(work, target, result, Ceilings(**self.ceiling_details()))
 
     def _training(self, block: int, work: str) -> list[Row]:
         name = f"many tokens, block {block}"
@@ -216,33 +202,30 @@ class GpuReach:
         even = self.bench.case(replace(hubs.spec, pattern="random", density=hubs.layout.density))
         if hubs.layout.nnz != even.layout.nnz:
             raise BlockSparseError.expected("random layout", f"{hubs.layout.nnz} blocks", even.layout.nnz)
-        calls, counts = {}, {}
-        errors = {}
-        for name, problem in (("random", even), ("hubs", hubs)):
-            errors[name] = problem.check(self.bench.seed)
+        cases = {"random": even, "hubs": hubs}
+        calls, counts, errors = {}, {}, {}
+        for name, case in cases.items():
+            errors[name] = case.check(self.bench.seed)
             own: dict[str, int] = {}
-            calls[name] = self.bench.ready(problem, OURS, own)
+            calls[name] = self.bench.ready(case, OURS, own)
             counts[name] = own[OURS]
-        samples = self.bench.alternate(calls, counts)
-        slower = samples.ratio("hubs", "random")
+        found = Race(self.bench.alternate(calls, counts))
         details = {
             **hubs.spec.as_dict(),
             "nnz": hubs.layout.nnz,
             "errors": errors,
-            "seconds": {name: vars(samples.time(name)) for name in calls},
-            "ratio": vars(slower),
             "calls_per_sample": counts,
-            **{name: problem.facts() for name, problem in (("random", even), ("hubs", hubs))},
+            **{name: case.facts() for name, case in cases.items()},
         }
         more = f", {hubs.layout.nnz} blocks each"
-        return [judged(work, slower, "random", most=GPU_HUB_TIME, more=more, details=details)]
+        return [found.row(work, "hubs", "random", "random", most=GPU_HUB_TIME, more=more, details=details)]
 
-    def _conv(self, spec: ConvSpec, peer: str, ratio: float) -> list[Row]:
-        result = self._sized_bench(ConvBench).run(spec, [peer])
-        return [against(f"{spec!r}", result, peer, ratio, lambda: f", {result.gflops / 1e3:.3g} TFLOP/s")]
+    def _conv(self, spec: ConvSpec, peer: str, ratio: float, work: str) -> list[Row]:
+        result = self._bench_of(ConvBench).run(spec, [peer])
+        return [against(work, result, peer, ratio, lambda: f", {result.gflops / 1e3:.3g} TFLOP/s")]
 
     def _lstm(self, target: LstmTarget, work: str) -> list[Row]:
-        result, peer = self._sized_bench(LstmBench).run(target.spec, [target.peer]), target.peer
+        result, peer = self._bench_of(LstmBench).run(target.spec, [target.peer]), target.peer
 
         def more() -> str:
             ours, theirs = (result.tokens_per_second(name) / 1e3 for name in (OURS, peer))
@@ -250,28 +233,36 @@ class GpuReach:
 
         return [against(work, result, peer, target.ratio, more)]
 
-    def _part(self, kind: type[Bench], spec: Any, least: float | None) -> list[Row]:
-        bench = self._sized_bench(kind)
-        result = bench.run(spec, bench.kind.peers)
-        if "dense" in result.refused:
-            return [not_measured(f"{spec}", "-", result.refused["dense"])]
-        others = "".join(f", {_against(result, peer)}" for peer in bench.kind.peers[1:])
-        speedup, details = result.speedup("dense"), result.as_dict()
+    def _part(self, kind: type[Bench], spec: Any, least: float | None, work: str) -> list[Row]:
+        _, *others = kind.kind.peers
+        result = self._bench_of(kind).run(spec, kind.kind.peers)
+        details = result.as_dict()
         del details["bytes_per_second"]  # of language models
-        return [judged(f"{spec}", speedup, "dense", least=least, more=others, details=details)]
+        more = "".join(f", {_in_short(result, peer)}" for peer in others)
+        return [against(work, result, "dense", least, lambda: more, details)]
 
-    def _sized_bench(self, kind: type[Bench]) -> Bench:
+    def _bench_of(self, kind: type[Bench]) -> Bench:
         return kind(rounds=self.bench.rounds, budget=self.bench.budget, device=self.bench.device)
 
-    def _host(self) -> list[Row]:
-        device = self.bench.device
-        return [host_row(host_times(device, GPU_TINY, self.bench.budget))]
+    def _host(self, work: str) -> list[Row]:
+        return [host_row(host_times(self.bench.device, GPU_TINY, self.bench.budget))]
 
     def _memory(self, spec: LinearSpec, work: str) -> list[Row]:
-        if self.bench.device.torch.type != "cuda":
+        device = self.bench.device
+        if device.torch.type != "cuda":
             raise NotImplementedError("only a GPU counts its memory; of the CPU's, see reach.py")
-        dense = spec.out_features * spec.in_features * spec.torch_dtype.itemsize
-        return [memory_row(work, training_memory(spec, self.bench.device), dense)]
+
+        def before() -> int:
+            device.wait()
+            torch.cuda.reset_peak_memory_stats(device.torch)
+            return torch.cuda.memory_allocated(device.torch)
+
+        def after() -> int:
+            device.wait()
+            return torch.cuda.max_memory_allocated(device.torch)
+
+        facts = measured_step(spec.layout(), spec.tokens, before, after, dtype=spec.torch_dtype, device=device.torch)
+        return [memory_row(work, facts, spec.out_features * spec.in_features * spec.torch_dtype.itemsize)]
 
     def _mean(self, peer: str, ratio: float, work: str) -> list[Row]:
         cases = [self.details(name) for name, target in GPU_REACH.items() if _has(target, peer)]
@@ -283,9 +274,8 @@ class GpuReach:
         return spec if self.shrink == 1 else replace(spec.shrunk(self.shrink), tokens=min(spec.tokens, 256))
 
     def _sized_conv(self, spec: ConvSpec) -> ConvSpec:
-        if self.shrink == 1:
-            return spec
-        return replace(spec, out_channels=64, in_channels=64, size=8, images=2)
+        small = {"out_channels": 64, "in_channels": 64, "size": 8, "images": 2}
+        return spec if self.shrink == 1 else replace(spec, **small)
 
     def _title(self, name: str, spec: LinearSpec) -> str:
         spec = self._sized(spec)
@@ -311,7 +301,7 @@ def target_text(target: Target) -> str:
     >>> target_text(GPU_REACH["few tokens, bf16, density 0.1"])
     '>= 8x dense, >= 75% of a copy'
     """
-    parts = [f">= {ratio:g}x {peer}" for peer, ratio in target.ratios]
+    parts = [at_least(ratio, peer) for peer, ratio in target.ratios]
     if target.bandwidth is not None:
         parts.append(f">= {target.bandwidth:.0%} of a copy")
     return ", ".join(parts)
@@ -320,31 +310,22 @@ def target_text(target: Target) -> str:
 def case_rows(work: str, target: Target, result: CaseResult, ceilings: Ceilings) -> list[Row]:
     """The row of a case, with its bandwidth; one more for each further peer that there is a target for."""
     (first, ratio), *more = target.ratios
-    details = {**result.as_dict(), "moved": result.moved, "bandwidth": result.bandwidth}
-    details |= {"part_of_copy": result.bandwidth / ceilings.copy, "least_time": ceilings.least_time(result)}
-    others = [_against(result, peer) for peer in target.others]
     if first in result.refused:
         return [not_measured(work, target_text(target), result.refused[first])]
-    speedup, part = result.speedup(first), result.bandwidth / ceilings.copy
-    met = speedup.median >= ratio and (target.bandwidth is None or part >= target.bandwidth)
+    part = result.bandwidth / ceilings.copy
+    details = {**result.as_dict(), "moved": result.moved, "bandwidth": result.bandwidth}
+    details |= {"part_of_copy": part, "least_time": ceilings.least_time(result)}
     rate = f"{result.bandwidth / 1e12:.2f} TB/s = {part:.0%} of a copy" if target.spec.tokens <= FEW_TOKENS else ""
     rate = rate or f"{result.gflops / 1e3:.3g} TFLOP/s"
-    measured = ", ".join([f"{times(speedup)} {first}", rate, *others])
-    rows = [Row(work, target_text(replace(target, ratios=((first, ratio),))), measured, met, details)]
-    return [*rows, *(against(f"{work}, {peer}", result, peer, least, details=False) for peer, least in more)]
+    said = "".join(f", {text}" for text in (rate, *(_in_short(result, peer) for peer in target.others)))
+    goal = target_text(replace(target, ratios=((first, ratio),)))
+    row = judged(work, result.speedup(first), first, least=ratio, target=goal, more=said, details=details)
+    if target.bandwidth is not None and part < target.bandwidth:
+        row = replace(row, met=False)
+    return [row, *(against(f"{work}, {peer}", result, peer, least, details={}) for peer, least in more)]
 
 
-def against(
-    work: str, result: CaseResult, peer: str, least: float, more: Callable[[], str] = str, details: bool = True
-) -> Row:
-    """The row of a speed-up over a peer, which may have refused."""
-    if peer in result.refused:
-        return not_measured(work, f">= {least:g}x {peer}", result.refused[peer])
-    found = result.as_dict() if details else {}
-    return judged(work, result.speedup(peer), peer, least=least, more=more(), details=found)
-
-
-def _against(result: CaseResult, peer: str) -> str:
+def _in_short(result: CaseResult, peer: str) -> str:
     return f"{peer} refused" if peer in result.refused else f"{short(result.speedup(peer).median)}x {peer}"
 
 
@@ -360,7 +341,7 @@ def training_row(work: str, forward: Spread, step: CaseResult) -> Row:
 
 def mean_row(work: str, peer: str, ratio: float, cases: Iterable[Mapping[str, Any]]) -> Row:
     """The geometric mean of the speed-ups over a peer, over the cases that it could run, by their rows' details."""
-    cases, text = list(cases), f">= {ratio:g}x {peer}"
+    cases, text = list(cases), at_least(ratio, peer)
     found = [case["speedup"][peer]["median"] for case in cases if peer in case.get("speedup", ())]
     if not found:
         reasons = dict.fromkeys(case["refused"][peer] for case in cases if peer in case.get("refused", ()))
@@ -377,9 +358,6 @@ def host_row(seconds: Mapping[str, Any]) -> Row:
     details = {name: vars(spread) if isinstance(spread, Spread) else spread for name, spread in seconds.items()}
     met = seconds["eager"].median < GPU_HOST_TIME
     return Row(_HOST, f"< {1e6 * GPU_HOST_TIME:g} us eager", ", ".join(parts), met, details)
-
-
-# -- measurements --------------------------------------------------------------------------------------------------
 
 
 def host_times(device: Device, spec: LinearSpec, budget: float) -> dict[str, Spread | str]:
@@ -411,32 +389,8 @@ def host_times(device: Device, spec: LinearSpec, budget: float) -> dict[str, Spr
             calls["compiled"] = lambda: compiled(x, values)
         except Exception as error:  # of the compiler: the others are still measured
             refused["compiled"] = f"{type(error).__name__}: {error}"
-    samples = alternate(calls, rounds=21, budget=budget, clock=issue)
+    samples = alternate(calls, budget=budget, clock=issue)
     graph = device.ready([calls["eager"]], laps=100)
-    replayed = alternate({"graph": graph}, rounds=21, budget=budget, clock=device.clock).per({"graph": 100})
+    replayed = alternate({"graph": graph}, budget=budget, clock=device.clock).per({"graph": 100})
     found = {name: samples.time(name) for name in calls}
     return {**found, "in a graph" if device.torch.type == "cuda" else "in turn": replayed.time("graph"), **refused}
-
-
-def training_memory(spec: LinearSpec, device: Device) -> dict[str, int]:
-    """The peak of GPU memory that one forward and backward allocates, its plans included."""
-    kind: dict[str, Any] = {"dtype": spec.torch_dtype, "device": device.torch}
-
-    small = BlockLayout([[True]], spec.block)
-    sides = (4, spec.block), (1, spec.block, spec.block), (4, spec.block)
-    train_step(small, *(torch.randn(side, **kind) for side in sides))  # loads libraries
-    layout = spec.layout()
-    x = torch.randn(spec.tokens, spec.in_features, **kind)
-    values = torch.randn(layout.values_shape, **kind)
-    grad = torch.randn(spec.tokens, spec.out_features, **kind)
-    device.wait()
-    torch.cuda.reset_peak_memory_stats(device.torch)
-    before = torch.cuda.memory_allocated(device.torch)
-    train_step(layout, x, values, grad)
-    device.wait()
-    return {
-        "nnz": layout.nnz,
-        "peak": torch.cuda.max_memory_allocated(device.torch) - before,
-        "gradient": values.numel() * values.itemsize,
-        "activations": (x.numel() + grad.numel()) * x.itemsize,
-    }

@@ -29,6 +29,7 @@ from ..machine import machine
 from .case import OURS
 from .device import Device
 from .linear import LinearBench, LinearCase
+from .report import duration, short
 
 # Tuned by default: a layer in training and in generation. "tf32" is float32 with that switch on.
 DTYPES = ("bfloat16", "float32")
@@ -149,13 +150,9 @@ def search(
     race: Callable[[Tile, Tile], float],
     in_time: Callable[[], bool],
 ) -> Tile:
-    """The best of the starts, of the neighbours of the best so far, and so on.
+    """The best of the starts, the first of which has the lead, of the neighbours of the best so far, and so on.
 
-    Args:
-        starts: the first of them has the lead.
-        around: the neighbours of a tile.
-        race: `race(tile, best)` is the tile's time over that of the best so far.
-        in_time: False ends the search.
+    `race(tile, best)` is the tile's time over that of the best so far.
     """
     best, *others = starts
     todo, seen = deque([*others, *around(best)]), {best}
@@ -168,6 +165,9 @@ def search(
             best = tile
             todo.extendleft(reversed(around(best)))
     return best
+
+
+HEAD = ("case", "tile", "rule", "tuned", "faster by", "tried")
 
 
 @dataclass(frozen=True)
@@ -183,14 +183,18 @@ class Result:
     tried: int
     refused: Mapping[Tile, str]
 
+    @property
+    def cells(self) -> list[str]:
+        """Its row of a table with the columns HEAD."""
+        tile, times = self.tile, (self.rule_time.median, self.time.median)
+        size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}, {tile.warps} warps, {tile.stages} stages"
+        size += f", group {tile.group_m}" * (tile.group_m > 1) + ", pairs" * tile.pairs
+        refused = f" ({len(self.refused)} refused)" if self.refused else ""
+        return [f"{self.case}", size, *map(duration, times), short(times[0] / times[1]), f"{self.tried}{refused}"]
+
 
 class Tuner:
-    """Tunes cases on one device.
-
-    Args:
-        device: "cuda", or a `bench.device.Device`.
-        folder: for the file of this GPU model; None: the one where it is looked for.
-        seed: of patterns and numbers.
+    """Tunes cases on one device, for the file of this GPU model in a folder: by default where it is looked for.
 
     Raises:
         BlockSparseError: no such device; the file exists and is not one of ours.
@@ -206,8 +210,7 @@ class Tuner:
     def run(self, cases: Sequence[Case], seconds: float) -> Iterator[Result]:
         """Yields the results one by one, each already in the file. Time that a case leaves goes to the others.
 
-        Raises:
-            BlockSparseError: the tile of the rule cannot run, or gives wrong results.
+        Raises where the tile of the rule cannot run, or gives wrong results.
         """
         end = perf_counter() + seconds
         for done, case in enumerate(cases):

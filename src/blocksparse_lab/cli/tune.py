@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -50,21 +50,6 @@ def tune(
         finally:  # results so far are still printed and kept
             shown.stop()
             if results:
-                head = ("case", "tile", "rule", "tuned", "faster by", "tried")
-                Console().print(report.table(head, list(map(_row, results)), tuner.gpu.name, text=2))
+                cells = [result.cells for result in results]
+                Console().print(report.table(tuning.HEAD, cells, tuner.gpu.name, text=2))
                 say(Console(), f"wrote {tuner.path}")
-
-
-def _row(result: Any) -> list[str]:
-    from ..bench import report
-
-    gain = result.rule_time.median / result.time.median
-    refused = f" ({len(result.refused)} refused)" if result.refused else ""
-    times = [report.duration(spread.median) for spread in (result.rule_time, result.time)]
-    return [str(result.case), _short(result.tile), *times, report.short(gain), f"{result.tried}{refused}"]
-
-
-def _short(tile: Any) -> str:
-    extras = [f"group {tile.group_m}"] * (tile.group_m > 1) + ["pairs"] * tile.pairs
-    size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}, {tile.warps} warps, {tile.stages} stages"
-    return ", ".join([size, *extras])
