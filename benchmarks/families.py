@@ -18,7 +18,7 @@ from pathlib import Path
 from blocksparse.checkpoint import read_json
 from blocksparse_lab.bench import report
 from blocksparse_lab.bench.families import FAMILIES
-from blocksparse_lab.bench.family_trial import Row, table, tried
+from blocksparse_lab.bench.family_trial import Row, texts, tried
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
@@ -41,8 +41,7 @@ def main() -> int:
         row = rows[name] = tried(name)
         print(f"{name:24} {row.taken:4} weights, error {row.error:.1e}  {row.failed or row.refused or row.passed}")
         ordered = [rows[each] for each in FAMILIES if each in rows]
-        report.write_json(path, {"families": [each.as_dict() for each in ordered]})
-        report.write_text(path.with_suffix(".md"), table(ordered))
+        report.write(path, {"families": [each.as_dict() for each in ordered]}, *texts(ordered))
     return int(not all(row.passed for row in rows.values()))
 
 

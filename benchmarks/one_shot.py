@@ -36,7 +36,7 @@ def main() -> None:
     found = one_shot.read(arguments.out)
     for net in nets(arguments.data, arguments.kept, only):
         found = one_shot.merged(found, one_shot.outcomes(net, ways=ways))
-        console.print(one_shot.table([each for each in found if each.net == net.name]))
+        console.print("\n".join(one_shot.table([each for each in found if each.net == net.name])))
         one_shot.write(arguments.out, found)
 
 

@@ -61,6 +61,14 @@ CAPTION = (
 )
 # Of the phases, as `distributed.Epoch` calls them.
 FIRST, SECOND = ("asynchronous", "synchronous"), ("alone",)
+# Titles of a run's facts.
+FACTS = {
+    "threads of a process": "threads",
+    "rows to train on": "rows",
+    "rows to test on": "tested",
+    "rows of a batch, in each process": "batch",
+    "connections": "connections",
+}
 # Seconds. It waits 30 for its processes to end.
 PATIENCE_WITH_TORCHRUN = 60
 
@@ -118,30 +126,18 @@ def work(seed: int, synchronous: bool, options: Options) -> None:
     recipe, table = mlp.recipe_for("fashion_mnist"), tables.fashion_mnist(options.data_dir)
     some = slice(options.rows)
     model = mlp.network(recipe, table, "set", seed)
-    facts = mlp.facts(model)
+    net = mlp.facts(model)
+    same = ("batch", "learning_rate", "momentum", "weight_decay", "zeta", "regrow")
     settings = Settings(
         epochs=options.epochs,
-        batch=recipe.batch,
-        learning_rate=recipe.learning_rate,
-        momentum=recipe.momentum,
-        weight_decay=recipe.weight_decay,
-        zeta=recipe.zeta,
-        regrow=recipe.regrow,
         synchronous=synchronous,
         seed=seed,
         timeout=options.patience,
+        **{name: getattr(recipe, name) for name in same},
     )
-    tell(
-        facts={
-            "threads": torch.get_num_threads(),
-            "cores": cores(),
-            "rows": len(table.train[some]),
-            "tested": table.tested,
-            "batch": recipe.batch,
-            "connections": facts.connections,
-            "density": facts.density,
-        }
-    )
+    facts = {"threads": torch.get_num_threads(), "cores": cores(), "rows": len(table.train[some])}
+    facts |= {"tested": table.tested, "batch": recipe.batch, "connections": net.connections, "density": net.density}
+    tell(facts=facts)
     begun = time.perf_counter()
 
     def show(epoch: Epoch) -> None:
@@ -255,23 +251,28 @@ def draw(path: Path) -> None:
     """Writes the Markdown and the picture of a JSON file."""
     content = read_json(path)
     runs = [Run(**run | {"epochs": report.rows(run["epochs"])}) for run in content["runs"]]
-    report.write_text(path.with_suffix(".md"), markdown(runs, content["machine"]))
-    picture(path.with_suffix(".png"), runs, content["machine"])
+    of = contenders(runs)
+    parts = [f"# {NAME}", f"{ABOUT}.", CAPTION]
+    if of:
+        parts.append("\n".join(report.markdown(["", *of], list(_rows(of)))))
+    if failures := [(run.name, run.failure) for run in runs if run.failure is not None]:
+        parts.append("\n".join(report.markdown(("failed", "reason"), failures)))
+    report.write_text(path.with_suffix(".md"), "\n\n".join([*parts, where(content["machine"])]) + "\n")
+    picture(path.with_suffix(".png"), of, content["machine"])
 
 
-def picture(path: Path, runs: Sequence[Run], machine: dict[str, Any]) -> None:
+def picture(path: Path, of: dict[str, list[Run]], machine: dict[str, Any]) -> None:
     """Draws the test error against the seconds of training: means over the seeds, their deviation as a band."""
     figure, axes = figure_and_axes((7.5, 4.6))
-    of = contenders(runs)
     for (name, some), color in zip(of.items(), COLORS, strict=False):
         epochs = min(len(run.epochs) for run in some)
         seconds = [statistics.fmean(run.epochs[i]["seconds"] for run in some) for i in range(epochs)]
         errors = [[100 - 100 * run.epochs[i]["accuracy"] for run in some] for i in range(epochs)]
         mean = list(map(statistics.fmean, errors))
-        spread_ = [statistics.stdev(one) if len(one) > 1 else 0.0 for one in errors]
+        off = [statistics.stdev(one) if len(one) > 1 else 0.0 for one in errors]
         seeds = f", {len(some)} seeds" if len(some) > 1 else ""
         axes.plot(seconds, mean, color=color, lw=1.8, marker="o", ms=3, label=f"{name}{seeds}: {mean[-1]:.2f} %")
-        low, high = ([m + sign * d for m, d in zip(mean, spread_, strict=True)] for sign in (-1, 1))
+        low, high = ([m + sign * d for m, d in zip(mean, off, strict=True)] for sign in (-1, 1))
         axes.fill_between(seconds, low, high, color=color, alpha=0.18, lw=0)
     axes.set(xlabel="seconds, evaluations and all", ylabel="test error, %", yscale="log")
     axes.set_xlim(left=0)
@@ -279,8 +280,7 @@ def picture(path: Path, runs: Sequence[Run], machine: dict[str, Any]) -> None:
         report.plain_ticks(axes, "y")
         axes.legend(frameon=False)
     axes.grid(which="major", color="0.9", lw=0.8)
-    figure.supxlabel(where(machine), size=7.5, color="0.4", x=0.01, ha="left")
-    figure.savefig(path, format="png", dpi=110)
+    report.save(figure, path, where(machine), dpi=110)
 
 
 def contenders(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -290,17 +290,6 @@ def contenders(runs: Sequence[Run]) -> dict[str, list[Run]]:
         if run.failure is None:
             of.setdefault(run.contender, []).append(run)
     return of
-
-
-def markdown(runs: Sequence[Run], machine: dict[str, Any]) -> str:
-    """The table, with its caption."""
-    of = contenders(runs)
-    parts = [f"# {NAME}", f"{ABOUT}.", CAPTION]
-    if of:
-        parts += ["\n".join(report.markdown(["", *of], list(_rows(of))))]
-    failures = [(run.name, run.failure) for run in runs if run.failure is not None]
-    parts += ["\n".join(report.markdown(("failed", "reason"), failures))] if failures else []
-    return "\n\n".join([*parts, where(machine)]) + "\n"
 
 
 def _rows(of: dict[str, list[Run]]) -> Iterator[list[str]]:
@@ -313,47 +302,34 @@ def _rows(of: dict[str, list[Run]]) -> Iterator[list[str]]:
 
         return [title, *map(cell, of.values())]
 
-    def given(title: str, name: str) -> list[str]:
-        return row(title, lambda run: f"{run.facts[name]:,}")
-
     def compared(value: Callable[[Run], Any], how: Callable[[Any, Any], float]) -> Callable[[Run], float | None]:
         """Of a run and that of one process with the same seed."""
         base = {run.seed: value(run) for run in of.get(_processes(1), ())}
         return lambda run: how(value(run), base[run.seed]) if value(run) and base.get(run.seed) else None
 
-    phases = {FIRST: "first phase", SECOND: "second phase"}
-    yield row("cores of a process", lambda run: _share(run.facts["cores"], run.processes))
-    yield given("threads of a process", "threads")
-    yield given("rows to train on", "rows")
-    yield given("rows to test on", "tested")
-    yield given("rows of a batch, in each process", "batch")
-    yield given("connections", "connections")
+    speeds = {
+        title: partial(Run.rows_per_second, phases=phases)
+        for title, phases in (("first phase", FIRST), ("second phase", SECOND))
+    }
+    # The processes share the cores, and each has one thread.
+    yield row("cores of a process", lambda run: f"{min(1, run.facts['cores'] / run.processes):.2g}")
+    for title, name in FACTS.items():
+        yield row(title, lambda run, name=name: f"{run.facts[name]:,}")
     yield row("density", lambda run: f"{100 * run.facts['density']:.3g} %")
     yield row("epochs", lambda run: str(run.epochs[-1]["epoch"]))
     yield row("of them in the first phase", lambda run: str(sum(epoch["phase"] in FIRST for epoch in run.epochs)))
     yield ["seeds", *(str(len(runs)) for runs in of.values())]
     yield row("test accuracy, %", lambda run: run.accuracy, 2)
     yield row("test accuracy, against 1 process", compared(lambda run: run.accuracy, sub), 2)
-    for phase, title in phases.items():
-        yield row(f"rows per second of all, {title}", partial(Run.rows_per_second, phases=phase))
-    for phase, title in phases.items():
-        yield row(
-            f"times those of 1 process, {title}", compared(partial(Run.rows_per_second, phases=phase), truediv), 2
-        )
+    yield from (row(f"rows per second of all, {phase}", speed) for phase, speed in speeds.items())
+    yield from (
+        row(f"times those of 1 process, {phase}", compared(speed, truediv), 2) for phase, speed in speeds.items()
+    )
     yield row("seconds, evaluations and all", lambda run: run.epochs[-1]["seconds"])
 
 
 def _processes(count: int) -> str:
     return "1 process" if count == 1 else f"{count} processes"
-
-
-def _share(cores_: int, processes: int) -> str:
-    """A process's share of the cores; it has one thread.
-
-    >>> _share(2, 1), _share(2, 2), _share(2, 4)
-    ('1', '1', '0.5')
-    """
-    return f"{min(1, cores_ / processes):.2g}"
 
 
 # -- the program -------------------------------------------------------------------------------------------------------
@@ -365,12 +341,10 @@ def numbers(name: str, text: str, least: int) -> list[int]:
     >>> numbers("processes", "1,2,4", 1)
     [1, 2, 4]
     """
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) >= least for part in parts) or len({*map(int, parts)}) < len(
-        parts
-    ):
+    found = [int(part) for part in text.split(",") if part.strip().isdecimal()]
+    if len(set(found)) < len(text.split(",")) or min(found) < least:
         raise BlockSparseError.expected(name, f"different ints of {least} or more, with commas between", repr(text))
-    return [int(part) for part in parts]
+    return found
 
 
 def checked(arguments: argparse.Namespace) -> tuple[list[Run], Options]:

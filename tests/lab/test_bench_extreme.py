@@ -37,10 +37,8 @@ def test_a_run_tells_all(small):
 def test_a_phase_within_another_has_its_own_mark():
     phases = Phases()
 
-    def outer():
-        phases("inner", lambda: len(b"x" * (200 << 20)))
-
-    phases("outer", outer)
+    with phases.phase("outer"), phases.phase("inner"):
+        len(b"x" * (200 << 20))
     assert phases.peak["inner"] - phases.peak["outer"] > 100 << 20
 
 

@@ -45,7 +45,7 @@ def test_the_table_has_a_row_for_each_density_and_says_what_was_told():
     by_way = {each.way: each for each in found}
     assert (by_way["default"].sparse, by_way["default"].accuracy, by_way["default"].told) == (0, 90.0, True)
     assert (by_way["default, forced"].sparse, by_way["default, forced"].accuracy) == (2, 12.5)
-    lines = one_shot.table(found).splitlines()
+    lines = one_shot.table(found)
     assert len(lines) == 3
     assert lines[2].startswith("| two | 90.0 | 0.5 | 90.0 (0, told) | 12.5 (2) | 12.5 (2) |")
 

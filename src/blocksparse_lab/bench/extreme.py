@@ -14,9 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,15 @@ import numpy as np
 
 from blocksparse.checkpoint import read_json
 from blocksparse.errors import BlockSparseError
+from blocksparse.sparsity import erdos_renyi_density
+from blocksparse.topology.drawings.style import COLORS
 
 from ..machine import available_memory, machine, where
+from ..recipes import mlp
+from ..recipes.trainer import Callback, Trainer
+from . import report
 from .memory import forget_peak, status
-from .report import duration, figure_and_axes, markdown, plain_ticks, write_json, write_text
+from .report import duration
 
 NEURONS = (1_000_000, 5_000_000, 10_000_000, 20_000_000, 50_000_000, 100_000_000)
 PHASES = ("build", "save", "train", "evaluate", "evolve")
@@ -44,15 +49,10 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Extreme:
-    """One run.
+    """One run: about so many inputs, hidden neurons and outputs, rows to train and to test on.
 
-    Args:
-        neurons: inputs, hidden ones and outputs, about.
-        rows: to train on.
-        epochs: of the run; between two of them the topology evolves.
-        batch: rows of a step.
-        seed: of all that is drawn.
-        tested: rows to test on.
+    >>> Extreme(50_000_000).sizes, Extreme(50_000_000).connections
+    ((65536, 12483616, 12483616, 12483616, 12483616, 2), 99934466)
     """
 
     neurons: int
@@ -64,24 +64,12 @@ class Extreme:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of the layers.
-
-        >>> Extreme(50_000_000).sizes
-        (65536, 12483616, 12483616, 12483616, 12483616, 2)
-        """
-        from ..recipes import mlp
-
+        """The sizes of the layers."""
         return mlp.EXTREME_FEATURES, *mlp.extreme_hidden(self.neurons), 2
 
     @property
     def connections(self) -> int:
-        """The expected number of connections.
-
-        >>> Extreme(50_000_000).connections
-        99934466
-        """
-        from blocksparse.sparsity import erdos_renyi_density
-
+        """The expected number of connections."""
         pairs = zip(self.sizes, self.sizes[1:], strict=False)
         return round(sum(erdos_renyi_density((n_out, n_in), 1) * n_in * n_out for n_in, n_out in pairs))
 
@@ -121,16 +109,20 @@ class Found:
         """Bytes at the highest of all phases."""
         return max(self.peak.values())
 
+    @property
+    def which(self) -> tuple[int, int]:
+        return self.run["neurons"], self.run["seed"]
+
 
 # -- one run, in a process of its own --------------------------------------------------------------------------------
 
 
-class Phases:
-    """Memory and seconds of named phases.
+class Phases(Callback):
+    """Memory and seconds of the phases of a training; within another phase, that one's marks are without it.
 
     >>> phases = Phases()
-    >>> phases("build", lambda: 3)
-    3
+    >>> with phases.phase("build"):
+    ...     net = [0] * 1000
     >>> list(phases.seconds), phases.peak["build"] >= phases.resident["build"] > 0
     (['build'], True)
     """
@@ -141,13 +133,13 @@ class Phases:
         self.seconds: dict[str, list[float]] = {}
         self._open: list[str] = []
 
-    def __call__(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Does the work; within another phase, that one's time and marks are without it."""
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         self._mark()
         self._open.append(name)
         start = time.perf_counter()
         try:
-            return work(*arguments)
+            yield
         finally:
             self.seconds.setdefault(name, []).append(time.perf_counter() - start)
             self._mark()
@@ -164,41 +156,27 @@ class Phases:
 
 def train(spec: Extreme, run: str | Path, say: Say = lambda text: None) -> Found:
     """Trains in a folder, and measures this process while it does."""
-    from ..recipes import mlp
-    from ..recipes.trainer import Trainer
-
     phases = Phases()
     recipe = replace(mlp.extreme(spec.neurons), epochs=spec.epochs, batch=spec.batch)
     data = mlp.extreme_data(spec.rows, spec.tested, spec.seed)
-    model = phases("build", mlp.network, recipe, data, "set", spec.seed)
+    with phases.phase("build"):
+        model = mlp.network(recipe, data, "set", spec.seed)
     connections = mlp.facts(model).connections
     say(f"built in {duration(phases.seconds['build'][0])}: {connections:,} connections")
     task = mlp.task(recipe, model, data, seed=spec.seed)
     trainer = Trainer(task, run, replace(mlp.settings(recipe, task, spec.seed), save_minutes=0.0))
-    losses: list[float] = []
-    held_out: list[float] = []
-    step, evaluate, save, evolve = trainer._step, trainer._evaluate, trainer._save, task.methods["set"].step
-    said = time.monotonic()
-
-    def stepped() -> None:
-        nonlocal said
-        phases("train", step)
-        losses.append(float(trainer._loss))
+    task.methods["set"].step = phases.phase("evolve")(task.methods["set"].step)  # type: ignore[method-assign]
+    losses, held_out, said = [], [], time.monotonic()
+    for step in trainer.steps(phases):
+        losses.append(trainer.loss)
+        at = f"step {step:,} of {task.steps:,}"
+        if len(phases.seconds.get("evaluate", ())) > len(held_out):
+            held_out.append(float(trainer.held_out))  # type: ignore[arg-type]
+            say(f"{at}: {held_out[-1]:.1f} % of the held-out rows wrong")
         if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
             said = time.monotonic()
             last = f"{duration(phases.seconds['train'][-1])} a step, {status('VmRSS') / 2**30:.2f} GiB"
-            say(f"step {trainer.step:,} of {task.steps:,}: loss {losses[-1]:.3f}, {last}")
-
-    def evaluated(*arguments: Any) -> None:
-        phases("evaluate", evaluate, *arguments)
-        held_out.append(float(trainer.held_out))  # type: ignore[arg-type]
-        say(f"step {trainer.step:,} of {task.steps:,}: {held_out[-1]:.1f} % of the held-out rows wrong")
-
-    trainer._step = stepped  # type: ignore[method-assign]
-    trainer._evaluate = evaluated  # type: ignore[method-assign,assignment]
-    trainer._save = partial(phases, "save", save)  # type: ignore[method-assign]
-    task.methods["set"].step = partial(phases, "evolve", evolve)  # type: ignore[method-assign]
-    trainer.train()
+            say(f"{at}: loss {losses[-1]:.3f}, {last}")
     quarter = max(1, len(losses) // 4)
     # In the median, one of many steps may have an evolution before it.
     seconds = {name: float(np.median(phases.seconds.get(name, [0.0]))) for name in PHASES}
@@ -229,25 +207,22 @@ def main(spec: str, out: str) -> None:
 
 
 def measure(spec: Extreme, folder: Path, say: Say = lambda text: None, force: bool = False) -> Found:
-    """One run in a process of its own.
+    """One run in a process of its own, which may write for the while into a folder of its own in this one.
 
     Args:
-        spec: of the run.
-        folder: where it may write for the while: a folder of its own is made in it and removed.
         say: is given a line now and then.
         force: try even where memory or disk do not seem to suffice.
 
     Raises:
         BlockSparseError: too little memory or disk for what it is expected to take; it died.
     """
-    if not force:
-        for what, needed, there in (
-            ("memory", spec.predicted, available_memory()),
-            ("disk", DISK_PER_CONNECTION * spec.connections, _free_disk(folder)),
-        ):
-            if needed > there:
-                size = f"{needed / 2**30:.1f} GiB free for {spec.connections:,} connections"
-                raise BlockSparseError.expected(what, f"{size}, or --force", f"{there / 2**30:.1f} GiB")
+    for what, needed, there in (
+        ("memory", spec.predicted, available_memory()),
+        ("disk", DISK_PER_CONNECTION * spec.connections, _free_disk(folder)),
+    ):
+        if needed > there and not force:
+            size = f"{needed / 2**30:.1f} GiB free for {spec.connections:,} connections"
+            raise BlockSparseError.expected(what, f"{size}, or --force", f"{there / 2**30:.1f} GiB")
     with tempfile.TemporaryDirectory(dir=folder) as place:
         out = f"{place}/found.json"
         program = f"import sys; from {__name__} import main; main(*sys.argv[1:])"
@@ -292,16 +267,13 @@ def lines(found: Sequence[Found]) -> dict[str, Line]:
     if _sizes(found) < 3:
         return {}
     x = [one.connections for one in found]
-    return {
-        "memory": Line.of(x, [one.most for one in found]),
-        "step": Line.of(x, [one.seconds["train"] for one in found]),
-    }
+    memory, seconds = [one.most for one in found], [one.seconds["train"] for one in found]
+    return {"memory": Line.of(x, memory), "step": Line.of(x, seconds)}
 
 
 def merged(path: Path, new: Found) -> list[Found]:
     """The runs of a file with this one among them, in place of one of the same size and seed; by size."""
-    kept = [one for one in read(path) if _which(one) != _which(new)]
-    return sorted([*kept, new], key=_which)
+    return sorted([*(one for one in read(path) if one.which != new.which), new], key=lambda one: one.which)
 
 
 def read(path: Path) -> list[Found]:
@@ -313,10 +285,6 @@ def _sizes(found: Sequence[Found]) -> int:
     return len({one.run["neurons"] for one in found})
 
 
-def _which(one: Found) -> tuple[int, int]:
-    return one.run["neurons"], one.run["seed"]
-
-
 def write(path: Path, found: Sequence[Found]) -> None:
     """The runs as JSON, as tables in Markdown and, where there are several, as a picture next to it."""
     fits = lines(found)
@@ -325,8 +293,17 @@ def write(path: Path, found: Sequence[Found]) -> None:
         "lines": {name: asdict(line) for name, line in fits.items()},
         "runs": [asdict(one) for one in found],
     }
-    write_json(path, content)
-    write_text(path.with_suffix(".md"), tables(found, fits, path.stem))
+    parts = ["# Extreme networks", CAPTION, report.markdown(list(COLUMNS), _cells(found), text=0)]
+    if fits:
+        memory, step = fits["memory"], fits["step"]
+        rows = [
+            ("peak memory", f"{memory.slope:.1f} bytes", f"{gib(memory.intercept)} GiB", f"{memory.off:.0%}"),
+            ("a step", f"{step.slope * 1e9:.1f} ns", f"{step.intercept:.2f} s", f"{step.off:.0%}"),
+        ]
+        parts.append(report.markdown(("line", "for each connection", "and", "the runs are within"), rows))
+    if _sizes(found) > 1:
+        parts.append(f"![Memory and time against connections]({path.stem}.png)")
+    report.write(path, content, *parts, where(found[-1].machine))
     if _sizes(found) > 1:
         _draw(path.with_suffix(".png"), found, fits)
 
@@ -368,42 +345,25 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f}"
 
 
-def tables(found: Sequence[Found], fits: Mapping[str, Line], name: str) -> str:
-    """The runs, and the lines through them, in Markdown."""
-    runs = [[cell(one) for cell in COLUMNS.values()] for one in found]
-    parts = ["# Extreme networks", CAPTION, "\n".join(markdown(list(COLUMNS), runs, text=0))]
-    if fits:
-        memory, step = fits["memory"], fits["step"]
-        rows = [
-            ("peak memory", f"{memory.slope:.1f} bytes", f"{gib(memory.intercept)} GiB", f"{memory.off:.0%}"),
-            ("a step", f"{step.slope * 1e9:.1f} ns", f"{step.intercept:.2f} s", f"{step.off:.0%}"),
-        ]
-        head = ("line", "for each connection", "and", "the runs are within")
-        parts.append("\n".join(markdown(head, rows)))
-    if _sizes(found) > 1:
-        parts.append(f"![Memory and time against connections]({name}.png)")
-    return "\n\n".join([*parts, where(found[-1].machine)]) + "\n"
+def _cells(found: Sequence[Found]) -> list[list[str]]:
+    return [[cell(one) for cell in COLUMNS.values()] for one in found]
 
 
 def _draw(path: Path, found: Sequence[Found], fits: Mapping[str, Line]) -> None:
     """Memory and the time of a step against connections, with their lines."""
-    figure, axes = figure_and_axes((9.0, 4.0), columns=2)
+    figure, axes = report.figure_and_axes((9.0, 4.0), columns=2)
     x = [one.connections / 1e6 for one in found]
     panels = (
         ("memory", "GiB", "peak of the process", [one.most / 2**30 for one in found], 2**30),
         ("step", "seconds", "a step of 4 rows", [one.seconds["train"] for one in found], 1),
     )
     for ax, (key, unit, title, y, scale) in zip(axes, panels, strict=True):
-        ax.plot(x, y, "o", color="#0072b2", ms=5)
+        ax.plot(x, y, "o", color=COLORS[0], ms=5)
         if key in fits:
             line = fits[key]
             label = f"within {line.off:.0%} of a line"
             points = np.geomspace(x[0], x[-1], 100)
-            ax.plot(points, (line.slope * points * 1e6 + line.intercept) / scale, color="#d55e00", lw=1.2, label=label)
+            ax.plot(points, (line.slope * points * 1e6 + line.intercept) / scale, color=COLORS[1], lw=1.2, label=label)
             ax.legend(frameon=False)
-        ax.set(xscale="log", yscale="log", xlabel="million connections", ylabel=unit)
-        ax.set_title(title, loc="left", size=11)
-        ax.grid(which="major", color="0.9", lw=0.8)
-        plain_ticks(ax)
-    figure.supxlabel(where(found[-1].machine), size=7.5, color="0.4", x=0.01, ha="left")
-    figure.savefig(path, format="png", dpi=150)
+        report.log_axes(ax, title, "million connections", unit)
+    report.save(figure, path, where(found[-1].machine))

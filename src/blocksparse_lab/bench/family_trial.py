@@ -18,7 +18,9 @@ import blocksparse as bs
 from blocksparse.nn.module import BlockSparseModule, Weight
 from blocksparse.surgery.prunable import survey
 
+from .case import relative_error
 from .families import FAMILIES
+from .report import markdown
 
 BOUND = 1e-4  # of the relative error, float32 through whole models
 GRADIENT_BOUND = 1e-3
@@ -28,18 +30,9 @@ LIBRARIES = ("torch", "transformers", "timm", "peft")
 
 @dataclass(frozen=True)
 class Row:
-    """What was found for a family.
-
-    Args:
-        name: of the family.
-        model: the class.
-        taken: weights that became block-sparse.
-        left: those that did not, how many for each reason.
-        error: relative, of the largest of the outputs.
-        gradients: weights whose gradient is there where that of the dense weight is, and agrees.
-        failed: what went wrong, or "".
-        refused: why there is nothing to be tried, or "".
-    """
+    """What was found for a family: weights that became block-sparse and, by reason, how many did not; the relative
+    error of the largest of the outputs; the weights whose gradient is there where that of the dense weight is, and
+    agrees; what went wrong, or why there is nothing to be tried."""
 
     name: str
     model: str = ""
@@ -72,7 +65,8 @@ def tried(name: str) -> Row:
     except ModuleNotFoundError as error:
         return Row(name, made, refused=f"{error}")
     except Exception as error:  # of any kind, of any library: the table has it
-        return Row(name, made, failed=f"{type(error).__name__}: {first_line(error)}")
+        line = next(iter(str(error).splitlines()), "")[:200]
+        return Row(name, made, failed=f"{type(error).__name__}: {line}")
     return Row(name, made, **found)
 
 
@@ -138,10 +132,9 @@ def floats(value: Any) -> Iterable[Tensor]:
 
 def relative(found: Tensor, expected: Tensor) -> float:
     """The relative l2 error; infinite where shapes differ or numbers are not finite."""
-    size = float(expected.double().norm())
-    if found.shape != expected.shape or not found.isfinite().all() or not math.isfinite(size):
+    if found.shape != expected.shape or not found.isfinite().all() or not expected.isfinite().all():
         return math.inf
-    return float((found.double() - expected.double()).norm()) / (size or 1.0)
+    return relative_error(found, expected.double())
 
 
 def gradients(sparse: nn.Module, dense: nn.Module) -> int:
@@ -172,31 +165,27 @@ def product(parameter: Tensor) -> tuple[float, float] | None:
     return float((grad * value).sum()), float(grad.norm() * value.norm())
 
 
-def first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")[:200]
+HEAD = ("family", "model", "taken", "left dense, with the reason", "error", "gradients", "")
+CAPTION = """# Families of models, made block-sparse
+
+`python benchmarks/families.py` with {versions}:
+{tried} families, small models with random weights, of which {passed} pass. Of each weight half of the
+blocks of {block} x {block} stay; then the outputs are those of the densified model to a relative error of
+{bound:g} at most, and each block-sparse weight gets the
+gradient that the dense one gets. Weights that are left dense have a reason; `bs.report` gives it by name.
+RWKV has `rescale_every=0`: else it divides its weights in place for inference, which raises an error here."""
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Markdown: a row for each family."""
+def texts(rows: Sequence[Row]) -> tuple[str, list[str]]:
+    """A caption, and a table with a row for each family."""
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES if find_spec(name))
-    passed = sum(row.passed for row in rows)
-    tried = [row for row in rows if not row.refused]
-    lines = [
-        "# Families of models, made block-sparse",
-        "",
-        f"`python benchmarks/families.py` with {versions}:",
-        f"{len(tried)} families, small models with random weights, of which {passed} pass. Of each weight half of the",
-        f"blocks of {BLOCK} x {BLOCK} stay; then the outputs are those of the densified model to a relative error of",
-        f"{BOUND:g} at most, and each block-sparse weight gets the",
-        "gradient that the dense one gets. Weights that are left dense have a reason; `bs.report` gives it by name.",
-        "RWKV has `rescale_every=0`: else it divides its weights in place for inference, which raises an error here.",
-        "",
-        "| family | model | taken | left dense, with the reason | error | gradients | |",
-        "| --- | --- | ---: | --- | ---: | ---: | --- |",
-    ]
-    for row in rows:
-        left = "; ".join(f"{count}: {reason}" for reason, count in (row.left or {}).items())
-        verdict = row.failed or row.refused or ("passes" if row.passed else "FAILS")
-        numbers = f"{row.error:.1e} | {row.gradients} of {row.taken}" if row.taken else " | "
-        lines.append(f"| {row.name} | {row.model} | {row.taken} | {left} | {numbers} | {verdict} |")
-    return "\n".join(lines) + "\n"
+    tried, passed = sum(not row.refused for row in rows), sum(row.passed for row in rows)
+    caption = CAPTION.format(versions=versions, tried=tried, passed=passed, block=BLOCK, bound=BOUND)
+    return caption, markdown(HEAD, [_cells(row) for row in rows], text=len(HEAD))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    left = "; ".join(f"{count}: {reason}" for reason, count in (row.left or {}).items())
+    verdict = row.failed or row.refused or ("passes" if row.passed else "FAILS")
+    error, gradients = (f"{row.error:.1e}", f"{row.gradients} of {row.taken}") if row.taken else ("", "")
+    return row.name, row.model, f"{row.taken}", left, error, gradients, verdict

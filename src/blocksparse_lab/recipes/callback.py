@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,10 @@ class Callback:
 
     def after_step(self, step: int) -> None:
         """A step is done: `step` in all."""
+
+    def phase(self, name: str) -> AbstractContextManager[Any]:
+        """What surrounds a part of the loop: "train", a step; "evaluate"; "save"."""
+        return nullcontext()
 
     def logged(self, record: Mapping[str, Any]) -> None:
         """A line was logged: with "loss", of the steps since the last such line, or with "held_out"."""

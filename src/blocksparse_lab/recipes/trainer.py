@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -152,19 +152,20 @@ class Trainer:
             self._graph = self._graphed()
             saved = self._resume_clock()
             while self.step < s.steps:
-                with parallel.comm_errors():
+                with self._phase("train"), parallel.comm_errors():
                     self._step()
                 self._call("after_step", self.step)
                 if self._due(s.log_every):
                     self._log(log)
                 if self._due(s.eval_every):
-                    with parallel.comm_errors():
+                    with self._phase("evaluate"), parallel.comm_errors():
                         self._evaluate(log)
                 late = 0 < s.save_minutes * 60 < time.perf_counter() - saved
                 # Clocks differ, and signals come at other steps.
                 old, signal = all_max(late, max(caught, default=0))
                 if self._due(s.save_every) or old or signal:
-                    self._save(log)
+                    with self._phase("save"):
+                        self._save(log)
                     saved = self._resume_clock()
                 if signal and self.step < s.steps:
                     raise Interrupted(signal, self.step)
@@ -176,6 +177,13 @@ class Trainer:
     def _call(self, method: str, *arguments: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, method)(*arguments)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for callback in self._callbacks:
+                stack.enter_context(callback.phase(name))
+            yield
 
     def _due(self, every: int) -> bool:
         return self.step == self.settings.steps or (every > 0 and self.step % every == 0)
@@ -191,7 +199,8 @@ class Trainer:
         else:
             parallel.seed_process(self.settings.seed, 0, self.rank)
             # Better to find a full disk now than after an hour.
-            self._save(log)
+            with self._phase("save"):
+                self._save(log)
         config = {
             "unit": self.task.unit,
             "bytes_per_step": self.task.bytes_per_step,
