@@ -199,12 +199,12 @@ FAMILIES |= {
 }
 
 
-def with_adapters(kind: str, targets: list[str]) -> Callable[[], Made]:
+def with_adapters(kind: str, inputs: Callable[[], Inputs], targets: list[str]) -> Callable[[], Made]:
     """A model whose layers have adapters of the library peft: they stay dense, the layers below become sparse."""
 
     def make() -> Made:
         peft = import_module("peft")
-        model, given = FAMILIES[kind]()
+        model, given = Transformers(kind, inputs)()
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
         for parameter in model.parameters():
             parameter.requires_grad_(True)
@@ -214,7 +214,7 @@ def with_adapters(kind: str, targets: list[str]) -> Callable[[], Made]:
 
 
 FAMILIES |= {
-    "peft lora bert": with_adapters("bert", ["query", "value"]),
-    "peft lora llama": with_adapters("llama", ["q_proj", "down_proj"]),
-    "peft lora gpt2": with_adapters("gpt2", ["c_attn"]),
+    "peft lora bert": with_adapters("bert", text, ["query", "value"]),
+    "peft lora llama": with_adapters("llama", causal, ["q_proj", "down_proj"]),
+    "peft lora gpt2": with_adapters("gpt2", causal, ["c_attn"]),
 }
