@@ -1,50 +1,42 @@
 """The GPU benchmark, as far as it goes without a GPU: targets, verdicts, copies in turn, peers, the whole program."""
 
-import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import bench_parts
 import blocksparse as bs
 from blocksparse.measure import Samples, Spread
 from blocksparse.ops.gpu.tiles import INTERPRETED
 from blocksparse.ops.linear.specs import GPU_HUBS, GPU_MEAN, GPU_REACH, LinearSpec, Target
 from blocksparse_lab import machine
 from blocksparse_lab.bench import contract, gpu, peers, rows
-from blocksparse_lab.bench.case import OURS, CaseResult
+from blocksparse_lab.bench.case import OURS
 from blocksparse_lab.bench.device import Host, Rotation, device_of
 from blocksparse_lab.bench.gpu_chart import write_chart
 from blocksparse_lab.bench.linear import PEERS, LinearBench, LinearCase
 from blocksparse_lab.cli import app
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 SPEC = LinearSpec(64, 96, tokens=10, block=8, density=0.25)
 CEILINGS = gpu.Ceilings(copy=1e9, dense={"bfloat16": 1e12, "float32": 1e11})
 
 
 def case(spec=SPEC, refused=(), **seconds):
-    """A case whose contenders took these seconds."""
-    seconds = {name.replace("_", "-"): value for name, value in seconds.items()}
-    samples = Samples({name: [value] * 3 for name, value in seconds.items()}, dict.fromkeys(seconds, 1))
-    layout = spec.layout()
-    return CaseResult(spec, layout.nnz, layout.density, {"y": 1e-7}, samples, dict(refused), 1e-5)
+    return bench_parts.timed(spec, spec.layout(), refused, **seconds)
 
 
 @pytest.fixture
 def script(monkeypatch, capsys):
     """The program, within this process: `script(arguments)` gives its status and what it printed."""
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = bench_parts.load("gpu")
     monkeypatch.setattr(module.signal, "signal", lambda *of: None)
     monkeypatch.setenv("COLUMNS", "250")
 
@@ -55,12 +47,6 @@ def script(monkeypatch, capsys):
         return end.value.code, *capsys.readouterr()
 
     return run
-
-
-def program(*arguments, **environment):
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    environment = {**os.environ, "COLUMNS": "250", **environment}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 @pytest.fixture(autouse=True)
@@ -267,8 +253,9 @@ def test_the_rows_are_listed_with_their_targets(script):
 def test_the_program_runs_from_end_to_end(tmp_path, backend):
     if backend != "cpu":
         pytest.skip("slow without the compiled core")
-    one = {"OMP_NUM_THREADS": "1", "BLOCKSPARSE_COMMIT": "0123456789abcdef+"}
-    done = program("--quick", "--device", "cpu", "--out", tmp_path, **one)
+    command = [sys.executable, bench_parts.PROGRAMS / "gpu.py", "--quick", "--device", "cpu", "--out", tmp_path]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "BLOCKSPARSE_COMMIT": "0123456789abcdef+"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("linear-*.json")
     content = json.loads(path.read_text())

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 
+import bench_parts
 import blocksparse as bs
 import command
-from blocksparse.measure import Samples
 from blocksparse_lab.bench import lstm_reach, memory, report
-from blocksparse_lab.bench.case import OURS, CaseResult
+from blocksparse_lab.bench.case import OURS
 from blocksparse_lab.bench.gpu import GpuReach
 from blocksparse_lab.bench.linear import LinearBench
 from blocksparse_lab.bench.lstm import PASSES, PEERS, LstmBench, LstmCase, LstmSpec
@@ -24,11 +24,8 @@ QUICK = LstmBench(rounds=1, budget=0.01)
 
 def result(spec=SPEC, refused=(), **seconds):
     """A result whose contenders took these seconds."""
-    seconds = {name.replace("_", "-"): value for name, value in seconds.items()}
-    samples = Samples({name: [value] * 3 for name, value in seconds.items()}, dict.fromkeys(seconds, 1))
     facts = {"device": "cpu", "widths": dict.fromkeys(seconds, 48), "parameters": dict.fromkeys(seconds, 10**6)}
-    layout = spec.config.layout
-    return CaseResult(spec, layout.nnz, layout.density, {"scores": 1e-7}, samples, dict(refused), 1e-5, facts)
+    return bench_parts.timed(spec, spec.config.layout, refused, facts, **seconds)
 
 
 def torch_runs(dtype):

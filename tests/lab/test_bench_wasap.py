@@ -1,32 +1,24 @@
 """The WASAP benchmark: runs by torchrun and what it makes of their lines, of failures, and of nonsense."""
 
 import argparse
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+import bench_parts
 from blocksparse import BlockSparseError
 from blocksparse_lab.machine import machine
 from test_data_idx import write
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "wasap.py"
-
 
 @pytest.fixture(scope="module")
 def wasap():
-    spec = importlib.util.spec_from_file_location("wasap_benchmark", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return bench_parts.load("wasap")
 
 
 FACTS = {"threads": 1, "cores": 2, "rows": 60, "tested": 10, "batch": 16, "connections": 1000, "density": 0.045}
@@ -52,7 +44,12 @@ def test_two_processes(tmp_path):
     """From the command to the report."""
     write(tmp_path, n=96)
     arguments = ["--data-dir", tmp_path, "--epochs", 1, "--processes", 2, "--rows", 64, "--out", tmp_path / "out"]
-    done = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=250)
+    done = subprocess.run(
+        [sys.executable, bench_parts.PROGRAMS / "wasap.py", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
         len(re.findall(r"2 processes, seed 0: epoch 1 of 1, asynchronous: loss \d.*, test accuracy", done.stdout)) == 1
@@ -206,15 +203,8 @@ def test_nothing_but_failures_is_a_report_too(wasap, tmp_path):
 )
 def test_mistakes(wasap, tmp_path, given, message):
     write(tmp_path)
-    usual = {
-        "epochs": 1,
-        "patience": 60.0,
-        "processes": "1,2,4",
-        "seeds": "0",
-        "wassp": False,
-        "rows": None,
-        "data_dir": str(tmp_path),
-    }
+    usual = {"epochs": 1, "patience": 60.0, "processes": "1,2,4", "seeds": "0", "wassp": False, "rows": None}
+    usual["data_dir"] = str(tmp_path)
     runs, options = wasap.checked(argparse.Namespace(**usual))
     assert [(run.processes, run.seed) for run in runs] == [(1, 0), (2, 0), (4, 0)]
     assert options.epochs == 1

@@ -1,28 +1,23 @@
 """The table of families: some of them in full, how failures are told, and that a run goes on where it was."""
 
-import importlib.util
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import bench_parts
 import blocksparse as bs
 from blocksparse.surgery.prunable import survey
 
 pytest.importorskip("transformers")
 PREFIX = "base_model.model.layers.0.mlp.down_proj"
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "families.py"
 
 
 @pytest.fixture(scope="module")
 def families():
-    spec = importlib.util.spec_from_file_location("families", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return bench_parts.load("families")
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "vit", "dinov2", "clip", "mamba", "mixtral", "falcon", "xlnet"])
