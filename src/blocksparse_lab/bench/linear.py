@@ -134,7 +134,7 @@ class LinearCase(Case):
             return self._dense(copy)
         if self.spec.pass_ == "wgrad":
             raise NotImplementedError(f"{name} has no sampled product: its gradient is the whole dense one, if any")
-        values, forward = self.copy_of_values(copy), self.spec.pass_ == "forward"
+        values, infers = self.copy_of_values(copy), self.spec.pass_ == "forward"
         if name == "stk":
             if not values.is_cuda:
                 raise NotImplementedError("STK needs a GPU")
@@ -143,7 +143,7 @@ class LinearCase(Case):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sparse ", UserWarning)
             weight = elsewhere.csr(self.layout, values) if name == "csr-matmul" else self.layout.to_torch_bsr(values)
-        if name == "torch-bsr" and values.is_cuda and forward:
+        if name == "torch-bsr" and values.is_cuda and infers:
             if self._tuned is None:
                 self._tuned = elsewhere.tuned(weight, self.x, self.tuning)
             product = elsewhere.torch_bsr(weight, self._tuned)
