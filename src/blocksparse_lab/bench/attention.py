@@ -127,12 +127,12 @@ class AttentionProblem:
         functions = {"dense": dense} | {name: self._ours(layout) for name, layout in self.layouts.items()}
         if pass_ == "forward":
             return {name: forward(function, *self.qkv) for name, function in functions.items()}
-        return {name: backward(function, self.qkv, self.upstream) for name, function in functions.items()}
+        return {name: backward(function, self.qkv, self.upstream, 3) for name, function in functions.items()}
 
     def _ours(self, layout: BlockLayout) -> Attention:
         return partial(attention, layout=layout, causal=self.causal)
 
     def _results(self, function: Attention, dtype: torch.dtype) -> list[Tensor]:
         qkv = [tensor.to(dtype) for tensor in self.qkv]
-        gradients: Any = backward(function, qkv, self.upstream.to(dtype))()
+        gradients: Any = backward(function, qkv, self.upstream.to(dtype), 3)()
         return [t.double() for t in (function(*qkv), *gradients)]

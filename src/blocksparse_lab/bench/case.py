@@ -58,7 +58,7 @@ def forward(function: Callable[..., Any], *inputs: Any) -> Call:
     return call
 
 
-def backward(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor, wanted: int = 9) -> Call:
+def backward(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor, wanted: int) -> Call:
     """Forward and backward as a call: the gradients of the first `wanted` inputs."""
     inputs = [x.detach().requires_grad_(nth < wanted) for nth, x in enumerate(inputs)]
     return lambda: torch.autograd.grad(function(*inputs), inputs[:wanted], grad)
@@ -79,6 +79,8 @@ class Case(ABC):
     rotates: ClassVar[bool] = False
     """Whether calls come in copies, each with a weight of its own."""
     layout: BlockLayout | None
+    grad: Tensor
+    """Of the output, where a pass goes through autograd."""
 
     def __init__(self, spec: Any, seed: int = 0, device: torch.device | None = None):
         self.spec, self.seed, self.device = spec, seed, device or torch.device("cpu")
@@ -114,6 +116,12 @@ class Case(ABC):
     def facts(self, names: Sequence[str]) -> dict[str, Any]:
         """How the contenders were measured, for the record."""
         return {}
+
+    def through(self, product: Callable[..., Tensor], *inputs: Tensor) -> Call:
+        """A product of the spec's pass: forward without autograd, dgrad (of the first input) and train through it."""
+        if self.spec.pass_ == "forward":
+            return forward(product, *inputs)
+        return backward(product, inputs, self.grad, wanted=1 if self.spec.pass_ == "dgrad" else len(inputs))
 
     def switches(self) -> AbstractContextManager[Any]:
         """PyTorch's switches during check and timing."""

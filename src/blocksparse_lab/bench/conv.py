@@ -8,7 +8,6 @@ The peers:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,7 +24,7 @@ from blocksparse.ops.conv.op import CONV, conv_op, conv_wgrad_op
 from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.gpu.tiles import tf32
 
-from .case import OURS, Bench, Case, backward, forward, relative_error, within
+from .case import OURS, Bench, Case, relative_error, within
 from .linear import named_results
 
 PEERS = ("dense", "grouped")
@@ -77,7 +76,7 @@ class ConvCase(Case):
             left, right, kernel = grad.movedim(1, -1), x.movedim(1, -1), self.kernel
             return lambda: conv_wgrad_op(left, right, indices, in_blocks, False, kernel, *steps)
         stride, padding, _ = steps
-        return self._pass(lambda x, values: conv2d(x, values, layout, None, stride, padding), values)
+        return self.through(lambda x, values: conv2d(x, values, layout, None, stride, padding), self.x, values)
 
     def _peer(self, name: str) -> Call:
         spec = self.spec
@@ -96,12 +95,7 @@ class ConvCase(Case):
         if self.spec.pass_ in ("dgrad", "wgrad"):
             mask = (self.spec.pass_ == "dgrad", self.spec.pass_ == "wgrad", False)
             return lambda: _backward(self.grad, self.x, weight, stride, padding, groups, mask)
-        return self._pass(lambda x, weight: F.conv2d(x, weight, None, stride, padding, groups=groups), weight)
-
-    def _pass(self, product: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> Call:
-        if self.spec.pass_ == "forward":
-            return forward(product, self.x, weight)
-        return backward(product, (self.x, weight), self.grad)
+        return self.through(lambda x, weight: F.conv2d(x, weight, None, stride, padding, groups=groups), self.x, weight)
 
     # -- the check -------------------------------------------------------------------------------------------------
 

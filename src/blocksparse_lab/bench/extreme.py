@@ -33,6 +33,7 @@ from ..recipes.trainer import Callback, Trainer
 from . import report
 from .memory import forget_peak, status
 from .report import duration
+from .rows import Line
 
 NEURONS = (1_000_000, 5_000_000, 10_000_000, 20_000_000, 50_000_000, 100_000_000)
 PHASES = ("build", "save", "train", "evaluate", "evolve")
@@ -239,27 +240,6 @@ def measure(spec: Extreme, folder: Path, say: Say = lambda text: None, force: bo
 def _free_disk(folder: Path) -> int:
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
-
-
-@dataclass(frozen=True)
-class Line:
-    """The line through points, and how far they are from it at most, as a part of their own height."""
-
-    slope: float
-    intercept: float
-    off: float
-
-    @classmethod
-    def of(cls, x: Sequence[float], y: Sequence[float]) -> Line:
-        """Fits a line by relative residuals: else the largest run alone would determine it.
-
-        >>> line = Line.of([1.0, 2.0, 4.0], [3.0, 5.0, 9.0])
-        >>> round(line.slope, 6), round(line.intercept, 6), line.off < 1e-9
-        (2.0, 1.0, True)
-        """
-        xs, ys = np.asarray(x, float), np.asarray(y, float)
-        slope, intercept = np.polyfit(xs, ys, 1, w=1 / ys)
-        return cls(float(slope), float(intercept), float(np.abs((slope * xs + intercept) / ys - 1).max()))
 
 
 def lines(found: Sequence[Found]) -> dict[str, Line]:

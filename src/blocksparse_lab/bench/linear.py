@@ -18,7 +18,7 @@ graph per contender.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -36,7 +36,7 @@ from blocksparse.ops.linear.op import LINEAR, linear_op, linear_wgrad_op
 from blocksparse.ops.linear.specs import LinearSpec
 
 from . import peers as elsewhere
-from .case import OURS, Bench, Case, CaseResult, backward, forward, relative_error, within
+from .case import OURS, Bench, Case, CaseResult, relative_error, within
 
 __all__ = ["OURS", "PEERS", "CaseResult", "LinearBench", "LinearCase"]
 
@@ -127,7 +127,7 @@ class LinearCase(Case):
             return lambda: linear_op(grad, values, None, indices, in_blocks, True, None)
         if self.spec.pass_ == "wgrad":
             return lambda: linear_wgrad_op(grad, x, indices, in_blocks)
-        return self._pass(lambda x, values: linear(x, values, layout), x, values)
+        return self.through(lambda x, values: linear(x, values, layout), x, values)
 
     def _peer(self, name: str, copy: int) -> Call:
         if name == "dense":
@@ -139,7 +139,7 @@ class LinearCase(Case):
             if not values.is_cuda:
                 raise NotImplementedError("STK needs a GPU")
             product = elsewhere.stk(self.layout, values)
-            return self._pass(lambda x, _: product(x), self.x, values)
+            return self.through(lambda x, _: product(x), self.x, values)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sparse ", UserWarning)
             weight = elsewhere.csr(self.layout, values) if name == "csr-matmul" else self.layout.to_torch_bsr(values)
@@ -147,10 +147,10 @@ class LinearCase(Case):
             if self._tuned is None:
                 self._tuned = elsewhere.tuned(weight, self.x, self.tuning)
             product = elsewhere.torch_bsr(weight, self._tuned)
-            return self._pass(lambda x, _: product(x), self.x, weight)
+            return self.through(lambda x, _: product(x), self.x, weight)
         if name == "torch-bsr":
-            return self._pass(F.linear, self.x, weight)
-        return self._pass(lambda x, weight: (weight @ x.t()).t(), self.x, weight)
+            return self.through(F.linear, self.x, weight)
+        return self.through(lambda x, weight: (weight @ x.t()).t(), self.x, weight)
 
     def _dense(self, copy: int) -> Call:
         x, grad, weight = self.x, self.grad, self.inputs.weight(copy)
@@ -160,13 +160,7 @@ class LinearCase(Case):
             # Into existing memory: a new result of this size costs its page faults every time.
             result = torch.empty_like(weight)
             return lambda: torch.mm(grad.t(), x, out=result)
-        return self._pass(F.linear, x, weight)
-
-    def _pass(self, product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Call:
-        """Forward without autograd; dgrad and train through it (dgrad only of peers that have no other way)."""
-        if self.spec.pass_ == "forward":
-            return forward(product, x, weight)
-        return backward(product, (x, weight), self.grad, wanted=1 + (self.spec.pass_ == "train"))
+        return self.through(F.linear, x, weight)
 
     # -- the check -------------------------------------------------------------------------------------------------
 

@@ -31,24 +31,15 @@ def csr(layout: BlockLayout, values: Tensor) -> Tensor:
             [ 6,  7, 10, 11]], dtype=torch.int32)
     """
     height, width = layout.block_shape
-    device = values.device
-    crow = layout.crow_indices(device).long()
-    rows, cols = block_coordinates(layout, device)
-    # Element (i, j) of the nth block in a row of `count` blocks comes after i rows of them and n blocks.
-    start, count = crow[rows], crow.diff()[rows]
-    nth = torch.arange(layout.nnz, device=device) - start
-    i, j = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
-
-    def each(of_block: Tensor) -> Tensor:
-        return of_block[:, None, None]
-
-    place = (each(start) * height * width + i * each(count) * width + each(nth) * width + j).reshape(-1)
-    column = (each(cols) * width + j).expand(-1, height, -1).reshape(-1)
-    ordered, indices = torch.empty_like(values).reshape(-1), torch.empty_like(place, dtype=torch.int32)
-    ordered[place], indices[place] = values.reshape(-1), column.int()
-    per_row = (crow.diff() * width).repeat_interleave(height)
-    starts = torch.cat([per_row.new_zeros(1), per_row.cumsum(0)]).int()
-    return torch.sparse_csr_tensor(starts, indices, ordered, layout.shape, check_invariants=False)
+    rows, cols = (places[:, None, None] for places in block_coordinates(layout, values.device))
+    i, j = torch.arange(height, device=values.device)[:, None], torch.arange(width, device=values.device)
+    row = (rows * height + i).expand_as(values).reshape(-1)
+    col = (cols * width + j).expand_as(values).reshape(-1)
+    order = row.argsort(stable=True)  # the blocks of a row, and their columns, are in order
+    starts = torch.zeros(layout.shape[0] + 1, dtype=torch.int32, device=values.device)
+    starts[1:] = row.bincount(minlength=layout.shape[0]).cumsum(0)
+    ordered = values.reshape(-1)[order]
+    return torch.sparse_csr_tensor(starts, col[order].int(), ordered, layout.shape, check_invariants=False)
 
 
 def torch_bsr(weight: Tensor, meta: dict[str, int]) -> Product:

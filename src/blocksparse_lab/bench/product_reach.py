@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from blocksparse.errors import BlockSparseError
@@ -21,7 +20,7 @@ from .case import OURS, Bench
 from .conv import ConvBench
 from .linear import LinearBench
 from .memory import apart, linear_peak
-from .rows import MEMORY, Race, Row, Rows, against, at_least, memory_row, not_measured, race, times, timing
+from .rows import MEMORY, Line, Race, Row, Rows, against, at_least, memory_row, not_measured, race, times, timing
 
 PASSES = ("forward", "dgrad", "wgrad")
 
@@ -102,19 +101,16 @@ def line_row(bench: Bench, specs: Sequence[LinearSpec] | Sequence[ConvSpec], mos
     cases = [_checked(bench.case(spec)) for spec in specs]
     calls = {"dense": cases[0].call("dense")} | {f"{case.layout.nnz}": case.call(OURS) for case in cases}
     samples = race(calls, bench.rounds, 2 * bench.budget).samples
-    nnz = np.array([case.layout.nnz for case in cases])
-    seconds = np.array([samples.time(f"{count}").median for count in nnz])
-    # Relative residuals: else the few dense points alone would say where the line meets zero.
-    slope, intercept = np.polyfit(nnz, seconds, 1, w=1 / seconds)
-    dense = samples.time("dense")
-    part = intercept / dense.median
-    off = np.abs((slope * nnz + intercept) / seconds - 1).max()
+    nnz = [case.layout.nnz for case in cases]
+    seconds = [samples.time(f"{count}").median for count in nnz]
+    line, dense = Line.of(nnz, seconds), samples.time("dense")
+    part = line.intercept / dense.median
     return Row(
         f"fp32 {specs[0].pass_}, time against nnz, density {specs[0].density:g} to {specs[-1].density:g}",
         f"a line, intercept < {most:.0%} of dense",
-        f"intercept {part:+.1%} of dense, points within {off:.0%} of the line",
-        bool(abs(part) < most),
-        {"nnz": nnz.tolist(), "seconds": seconds.tolist(), "dense": vars(dense)},
+        f"intercept {part:+.1%} of dense, points within {line.off:.0%} of the line",
+        abs(part) < most,
+        {"nnz": nnz, "seconds": seconds, "dense": vars(dense)},
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from blocksparse.errors import BlockSparseError
@@ -133,6 +134,27 @@ def race(
 def timing(budget: float, quick: bool) -> dict[str, Any]:
     """The rounds and seconds of a row; of `quick` ones, which only show that they run."""
     return {"rounds": 3, "budget": min(budget, 0.02)} if quick else {"rounds": ROUNDS, "budget": budget}
+
+
+@dataclass(frozen=True)
+class Line:
+    """The line through points, and how far they are from it at most, as a part of their own height."""
+
+    slope: float
+    intercept: float
+    off: float
+
+    @classmethod
+    def of(cls, x: Sequence[float], y: Sequence[float]) -> Line:
+        """Fits a line by relative residuals: else the largest run alone would determine it.
+
+        >>> line = Line.of([1.0, 2.0, 4.0], [3.0, 5.0, 9.0])
+        >>> round(line.slope, 6), round(line.intercept, 6), line.off < 1e-9
+        (2.0, 1.0, True)
+        """
+        xs, ys = np.asarray(x, float), np.asarray(y, float)
+        slope, intercept = np.polyfit(xs, ys, 1, w=1 / ys)
+        return cls(float(slope), float(intercept), float(np.abs((slope * xs + intercept) / ys - 1).max()))
 
 
 MEMORY = "gradient + activations + O(nnz) indices"
