@@ -167,7 +167,9 @@ def train(spec: Extreme, run: str | Path, say: Say = lambda text: None) -> Found
     task = mlp.task(recipe, model, data, seed=spec.seed)
     trainer = Trainer(task, run, replace(mlp.settings(recipe, task, spec.seed), save_minutes=0.0))
     task.methods["set"].step = phases.phase("evolve")(task.methods["set"].step)  # type: ignore[method-assign]
-    losses, held_out, said = [], [], time.monotonic()
+    losses: list[float] = []
+    held_out: list[float] = []
+    said = time.monotonic()
     for step in trainer.steps(phases):
         losses.append(trainer.loss)
         at = f"step {step:,} of {task.steps:,}"

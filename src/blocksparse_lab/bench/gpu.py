@@ -274,8 +274,7 @@ class GpuReach:
         return spec if self.shrink == 1 else replace(spec.shrunk(self.shrink), tokens=min(spec.tokens, 256))
 
     def _sized_conv(self, spec: ConvSpec) -> ConvSpec:
-        small = {"out_channels": 64, "in_channels": 64, "size": 8, "images": 2}
-        return spec if self.shrink == 1 else replace(spec, **small)
+        return spec if self.shrink == 1 else replace(spec, out_channels=64, in_channels=64, size=8, images=2)
 
     def _title(self, name: str, spec: LinearSpec) -> str:
         spec = self._sized(spec)

@@ -7,6 +7,7 @@ forward, the negative logarithm of the probability, backward, Adam; on the same 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,10 +50,9 @@ SPECS = (
 def rows(budget: float = 16.0, quick: bool = False) -> Rows:
     """Times a step of each spec as a multiple of a dense one; `quick` uses small sizes."""
     for spec in (PixelSpec(8, groups=2, depth=2, batch=2, size=8),) if quick else SPECS:
-        sparse = {"sparse": spec.groups, "block_size": spec.block_size, "depth": spec.depth}
-        models = {
-            name: PixelCNN(spec.filters, spec.resnets, **how) for name, how in (("dense", {}), ("sparse", sparse))
-        }
+        how: dict[str, Any] = {"sparse": spec.groups, "block_size": spec.block_size, "depth": spec.depth}
+        sizes = spec.filters, spec.resnets
+        models = {"dense": PixelCNN(*sizes), "sparse": PixelCNN(*sizes, **how)}
         images = _images(spec)
         found = race({name: _step(model, images) for name, model in models.items()}, **timing(budget, quick))
         parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
