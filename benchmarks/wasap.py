@@ -123,7 +123,7 @@ def work(seed: int, synchronous: bool, options: Options) -> None:
         if int(os.environ["RANK"]) == 0:
             print(json.dumps(said), flush=True)
 
-    recipe, table = mlp.recipe_for("fashion_mnist"), tables.fashion_mnist(options.data_dir)
+    recipe, table = mlp.recipe_for("fashion_mnist"), tables.load("fashion_mnist", options.data_dir)
     some = slice(options.rows)
     model = mlp.network(recipe, table, "set", seed)
     net = mlp.facts(model)
@@ -354,7 +354,7 @@ def checked(arguments: argparse.Namespace) -> tuple[list[Run], Options]:
     if not 0 < arguments.patience < float("inf"):
         raise BlockSparseError.expected("patience", "a positive number of seconds", arguments.patience)
     processes, seeds = numbers("processes", arguments.processes, 1), numbers("seeds", arguments.seeds, 0)
-    there = tables.fashion_mnist(arguments.data_dir).rows
+    there = tables.load("fashion_mnist", arguments.data_dir).rows
     rows = there if arguments.rows is None else arguments.rows
     if not max(processes) <= rows <= there:
         raise BlockSparseError.expected("rows", f"{max(processes)}, one for each process, to {there:,}", rows)
