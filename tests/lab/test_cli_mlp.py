@@ -4,20 +4,18 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 
 from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab.cli.options import parse_sizes
 from blocksparse_lab.data.synthetic import Synthetic
 from blocksparse_lab.models.mlp import SparseMLP
-from blocksparse_lab.recipes import compare, mlp, run_log
-from test_cli_train import COMMAND, error, run, wait_for_step
+from blocksparse_lab.recipes import compare, mlp
+from test_cli_train import error, killed_and_whole, run
 from test_data_tables import write_madelon
 
 SMALL = ["--hidden", "40,30", "--epsilon", "6", "--epochs", "4", "--batch", "16"]
@@ -154,30 +152,13 @@ def test_a_setting_that_there_was_not_yet_sets_no_runs_apart(points, tmp_path):
     assert [len(group.runs) for group in compare.groups([now, before])] == [2]
 
 
-def start(points, out):
-    """The command in a process of its own."""
-    arguments = ["train", "mlp", "--data", points, "--out", out, *SMALL, "--epochs", "100"]
-    arguments += ["--importance-from", "60", "--importance-every", "15"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", COMMAND, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
-
-
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
 def test_a_run_killed_with_9_and_resumed_ends_with_the_same_bits(points, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    uninterrupted, process = start(points, whole), start(points, killed)
-    wait_for_step(killed, 550, process)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert 500 <= checkpoint.load(killed / "last.safetensors")[1]["step"] < 700
-    assert start(points, killed).wait() == 0
-    assert uninterrupted.wait() == 0
-    ours, theirs = (checkpoint.load(run / "last.safetensors")[0] for run in (killed, whole))
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-    figures = [[line["held_out"] for line in run_log.read(run) if "held_out" in line] for run in (killed, whole)]
+    arguments = ["train", "mlp", "--data", points, *SMALL, "--epochs", "100"]
+    arguments += ["--importance-from", "60", "--importance-every", "15"]
+    logs = killed_and_whole(tmp_path, arguments, 550, (500, 700))
+    figures = [[line["held_out"] for line in log if "held_out" in line] for log in logs]
     assert figures[0] == figures[1]
     assert len(figures[0]) == 100
 

@@ -85,41 +85,40 @@ with nullcontext() if bs.backends()["cpu"] else bs.use_backend("reference"):
 """
 
 
-def start(book, out):
-    """The command in a process of its own."""
-    more = ["--steps", "80", "--save-every", "15", "--eval-every", "35", "--cell", "mlstm"]
-    arguments = ["train", "charlm", "--text", book, "--out", out, *TINY, *more]
+def start(*arguments):
+    """A command in a process of its own."""
     # Two of them at once: with a thread each they do not wait for each other.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", COMMAND, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *map(str, arguments)], stdout=subprocess.DEVNULL, env=environment
+    )
 
 
-def wait_for_step(run, step, process):
-    while not any(line["step"] >= step for line in run_log.read(run)):
+def killed_and_whole(folder, arguments, step, bounds):
+    """The logs of a run that is killed with 9 after a step and resumed, and of a whole one; their tensors are equal."""
+    killed, whole = folder / "killed", folder / "whole"
+    uninterrupted, process = (start(*arguments, "--out", out) for out in (whole, killed))
+    while not any(line["step"] >= step for line in run_log.read(killed)):
         assert process.poll() is None
         time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert bounds[0] <= checkpoint.load(killed / "last.safetensors")[1]["step"] < bounds[1]
+    assert start(*arguments, "--out", killed).wait() == 0
+    assert uninterrupted.wait() == 0
+    ours, theirs = (checkpoint.load(run / "last.safetensors")[0] for run in (killed, whole))
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    return [run_log.read(run) for run in (killed, whole)]
 
 
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
 def test_a_run_killed_with_9_and_resumed_ends_with_the_same_bits(book, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    uninterrupted, process = start(book, whole), start(book, killed)
-    wait_for_step(killed, 40, process)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert 30 <= checkpoint.load(killed / "last.safetensors")[1]["step"] < 80
-    assert start(book, killed).wait() == 0
-    assert uninterrupted.wait() == 0
-
-    ours, theirs = (checkpoint.load(run / "last.safetensors")[0] for run in (killed, whole))
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-    logs = [
-        [{k: v for k, v in line.items() if k not in ("seconds", "bytes_per_second")} for line in run_log.read(run)]
-        for run in (killed, whole)
-    ]
+    more = ["--steps", "80", "--save-every", "15", "--eval-every", "35", "--cell", "mlstm"]
+    found = killed_and_whole(tmp_path, ["train", "charlm", "--text", book, *TINY, *more], 40, (30, 80))
+    aside = ("seconds", "bytes_per_second")
+    logs = [[{k: v for k, v in line.items() if k not in aside} for line in log] for log in found]
     assert logs[0] == logs[1]
     assert logs[0][-1]["held_out"] < logs[0][0]["loss"]
 
