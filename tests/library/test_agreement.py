@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import blocksparse as bs
 from blocksparse.distributed import ColwiseParallel, check_layouts
+from blocksparse.surgery.agreement import agreed
 
 
 def net(*seeds):
@@ -107,3 +108,5 @@ def test_alone_there_is_nothing_to_compare():
     check_layouts(net(0, 1))
     with pytest.raises(bs.BlockSparseError, match="model"):
         check_layouts(3)
+    with pytest.raises(bs.BlockSparseError, match="wrong"), agreed():
+        raise bs.BlockSparseError("wrong")
