@@ -319,7 +319,8 @@ def _file(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
     except (OSError, ValueError) as error:  # a name that is too long, or has a zero byte
         raise BlockSparseError.expected("checkpoint", "a file", f"{str(path)[:80]!r} ({error})") from error
     if not present:
-        raise BlockSparseError.expected("checkpoint", "a file", f"{path}, which is {_kind(path)}")
+        kind = "a folder" if path.is_dir() else "not there"
+        raise BlockSparseError.expected("checkpoint", "a file", f"{path}, which is {kind}")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -351,7 +352,3 @@ def _check(path: Path, metadata: Mapping[str, str]) -> None:
         raise BlockSparseError.expected(str(path), f"a file with format {FORMAT!r}", got)
     if metadata.get("version") != str(VERSION):
         raise BlockSparseError.expected(str(path), f"version {VERSION} of the format", metadata.get("version"))
-
-
-def _kind(path: Path) -> str:
-    return "a folder" if path.is_dir() else "not there"

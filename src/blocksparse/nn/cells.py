@@ -16,6 +16,9 @@ from .recurrent import Recurrent
 class Cell(Recurrent):
     """The call of a cell, before the class of its layer."""
 
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, **options: Any):
+        super().__init__(input_size, hidden_size, bias=bias, **options)
+
     def _suffix(self, layer: int, direction: int) -> str:
         return ""
 
@@ -58,9 +61,6 @@ class LSTMCell(Cell, LSTM):  # type: ignore[misc]
     (torch.Size([3, 256]), torch.Size([3, 256]))
     """
 
-    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, **options: Any):
-        super().__init__(input_size, hidden_size, 1, bias, **options)
-
 
 class GRUCell(Cell, GRU):  # type: ignore[misc]
     """`torch.nn.GRUCell` with weights that are dense or block-sparse: one step of `blocksparse.nn.GRU`.
@@ -78,9 +78,6 @@ class GRUCell(Cell, GRU):  # type: ignore[misc]
     >>> bs.nn.GRUCell(64, 256, density=0.25)(torch.randn(3, 64)).shape
     torch.Size([3, 256])
     """
-
-    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, **options: Any):
-        super().__init__(input_size, hidden_size, 1, bias, **options)
 
 
 class RNNCell(Cell, RNN):  # type: ignore[misc]
@@ -100,4 +97,4 @@ class RNNCell(Cell, RNN):  # type: ignore[misc]
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool = True, nonlinearity: str = "tanh", **options: Any
     ):
-        super().__init__(input_size, hidden_size, 1, nonlinearity, bias, **options)
+        super().__init__(input_size, hidden_size, bias, nonlinearity=nonlinearity, **options)

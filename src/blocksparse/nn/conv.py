@@ -100,15 +100,13 @@ class Convolution(BlockSparseModule):
             raise BlockSparseError.expected("x", f"[n, {self.in_channels}, *{self.axes} sizes]", list(x.shape))
 
     def extra_repr(self) -> str:
-        layout = self._layout
         usual = {"stride": 1, "dilation": 1, "padding": 0, "padding_mode": "zeros", "output_padding": 0}
         given = {name: getattr(self, name) for name in usual if hasattr(self, name)}
         settings = "".join(f", {k}={v!r}" for k, v in given.items() if v not in (usual[k], (usual[k],) * self.axes))
         activation = f", activation={self.activation!r}" if self.activation else ""
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}{settings}, "
-            f"block_size={layout.block_shape}, nnz={layout.nnz}, density={layout.density:.4g}, "
-            f"bias={self.bias is not None}{activation}"
+            f"{self._stored}, bias={self.bias is not None}{activation}"
         )
 
 

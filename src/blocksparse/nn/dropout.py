@@ -48,7 +48,7 @@ class Dropout(nn.Module):
         if drops and x.device.type == "cpu" and is_eager(x):
             least = dropout.least_of(self.p)
             seed = int(torch.randint(-(2**63), 2**63 - 1, (), device="cpu")) % 2**64
-            dropped: Tensor = _Dropped.apply(x, dropout.factors_of(least, slope), seed, least)  # type: ignore[no-untyped-call]
+            dropped: Tensor = _Dropped.apply(x, dropout.factors_of(least, slope), seed, least, None)  # type: ignore[no-untyped-call]
             return dropped
         x = x if slope == 1 else F.leaky_relu(x, slope)
         return F.dropout(x, self.p) if drops else x
@@ -58,31 +58,21 @@ class Dropout(nn.Module):
 
 
 class _Dropped(torch.autograd.Function):
-    """The outputs of `ops.dropout`, whose codes are kept."""
+    """The outputs of `ops.dropout`, whose codes are drawn, or given: linear then, and so its own derivative."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factors: dropout.Factors, seed: int, least: int) -> Tensor:
-        y, code = dropout.forward(x, factors, seed, least)
+    def forward(
+        ctx: Any, x: Tensor, factors: dropout.Factors, seed: int, least: int, code: Tensor | None = None
+    ) -> Tensor:
+        if code is None:
+            y, code = dropout.forward(x, factors, seed, least)
+        else:
+            y = dropout.backward(x, code, factors)
         ctx.save_for_backward(code)
-        ctx.factors = factors
+        ctx.drawn = factors, seed, least
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (code,) = ctx.saved_tensors
-        return _Scaled.apply(grad, code, ctx.factors), None, None, None  # type: ignore[no-untyped-call]
-
-
-class _Scaled(torch.autograd.Function):
-    """Linear, and so its own derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, code: Tensor, factors: dropout.Factors) -> Tensor:
-        ctx.save_for_backward(code)
-        ctx.factors = factors
-        return dropout.backward(grad, code, factors)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (code,) = ctx.saved_tensors
-        return _Scaled.apply(grad, code, ctx.factors), None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        grad_x: Tensor = _Dropped.apply(grad, *ctx.drawn, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return grad_x, None, None, None, None

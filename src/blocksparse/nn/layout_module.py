@@ -68,6 +68,12 @@ class LayoutModule(nn.Module):
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
     @property
+    def _stored(self) -> str:
+        """For the repr."""
+        layout = self._layout
+        return f"block_size={layout.block_shape}, nnz={layout.nnz}, density={layout.density:.4g}"
+
+    @property
     def layout(self) -> BlockLayout:
         """The blocks of the weight that `values` holds.
 

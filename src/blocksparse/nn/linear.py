@@ -50,11 +50,10 @@ class LinearModule(LayoutModule):
         return y if out_features == self.out_features else y[..., : self.out_features]
 
     def extra_repr(self) -> str:
-        layout = self._layout
         activation = f", activation={self.activation!r}" if self.activation else ""
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, block_size={layout.block_shape}, "
-            f"nnz={layout.nnz}, density={layout.density:.4g}, bias={self.bias is not None}{activation}"
+            f"in_features={self.in_features}, out_features={self.out_features}, {self._stored}, "
+            f"bias={self.bias is not None}{activation}"
         )
 
 

@@ -268,8 +268,7 @@ class Weight(BlockSparseModule):
         return weight[out][:, in_]
 
     def extra_repr(self) -> str:
-        layout = self._layout
-        return f"{layout.shape}, block_size={layout.block_shape}, nnz={layout.nnz}, density={layout.density:.4g}"
+        return f"{self._layout.shape}, {self._stored}"
 
 
 def replace_data(parameter: Tensor, data: Tensor) -> None:

@@ -27,19 +27,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], c
     if len(layouts) == 1:
         return _gathered(q, k, v, layouts[0], causal, scale)
     per_head: list[Tensor] = [q] * len(layouts)
-    for same in _heads_by_layout(layouts):
+    heads: dict[BlockLayout, list[int]] = {}
+    for head, layout in enumerate(layouts):
+        heads.setdefault(layout, []).append(head)
+    for same in heads.values():
         found = _gathered(q[:, same], k[:, same], v[:, same], layouts[same[0]], causal, scale)
         for head, y in zip(same, found.unbind(1), strict=True):
             per_head[head] = y
     return torch.stack(per_head, 1)
-
-
-def _heads_by_layout(layouts: Sequence[BlockLayout]) -> list[list[int]]:
-    """The heads that have the same layout, together."""
-    heads: dict[BlockLayout, list[int]] = {}
-    for head, layout in enumerate(layouts):
-        heads.setdefault(layout, []).append(head)
-    return list(heads.values())
 
 
 class _Rows:
