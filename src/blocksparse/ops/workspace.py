@@ -56,9 +56,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         return torch.empty(shape, dtype=dtype, device=device)
     try:
         # The tensor refers to the storage before another thread can look.
-        return torch.empty(0, dtype=dtype, device=device).set_(_take(size), 0, tuple(shape))
+        return torch.empty(0, dtype=dtype, device=device).set_(_take(size), 0, tuple(shape), _strides(shape))
     finally:
         lock.release()
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def empty_like(tensor: Tensor) -> Tensor:
