@@ -137,15 +137,9 @@ class LayoutModule(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
         try:
             given = {name: state_dict.get(prefix + name) for name in self._described}
             self._adopt({name: tensor for name, tensor in given.items() if tensor is not None})

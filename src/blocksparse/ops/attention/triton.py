@@ -36,14 +36,9 @@ def _compiled() -> Callable[..., Any]:
 
 
 def flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layouts: Sequence[BlockLayout],
-    causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float,
     kernel: Callable[..., Tensor],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`attention` by a given form of FlexAttention: compiled, or as it is written."""
     tile = TILE if needs_grad(q, k, v) or q.shape[2] < TILE else tile_of(layouts)
     key = ("flex attention", tuple(layouts), causal, q.device, tile)

@@ -256,13 +256,9 @@ def _size(
 
 
 def _transposed_size(
-    space: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    padding: Sequence[int],
-    more: Sequence[int],
-) -> list[int]:
+    space: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
+    padding: Sequence[int], more: Sequence[int],
+) -> list[int]:  # fmt: skip
     size = []
     for n, k, s, d, p, m in zip(space, kernel, stride, dilation, padding, more, strict=True):
         if m >= max(s, d):

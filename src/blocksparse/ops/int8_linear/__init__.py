@@ -113,15 +113,9 @@ def int8_linear(
 
 
 def _run(
-    x: Tensor,
-    values: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    crow: Tensor,
-    col: Tensor,
-    in_blocks: int,
+    x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, crow: Tensor, col: Tensor, in_blocks: int,
     activation: str | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     layout = layout_of((crow, col), in_blocks, (values.shape[1], values.shape[2]))
     y: Tensor = INT8_LINEAR.on(x.device, x.dtype).int8_linear(x, values, scales, layout, bias, activation)
     return y

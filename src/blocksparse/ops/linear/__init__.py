@@ -101,14 +101,9 @@ def linear_transposed(x: Tensor, values: Tensor, layout: BlockLayout, gate: Tens
 
 
 def _product(
-    x: Tensor,
-    values: Tensor,
-    layout: BlockLayout,
-    bias: Tensor | None,
-    activation: str | None,
-    gate: Tensor | None,
-    transpose: bool,
-) -> Tensor:
+    x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None,
+    gate: Tensor | None, transpose: bool,
+) -> Tensor:  # fmt: skip
     plain = gate is None and isinstance(layout, BlockLayout) and is_plain(x, values, bias)
     if not plain:
         check_kinds(layout, x=x, values=values, bias=bias, gate=gate)

@@ -44,14 +44,9 @@ def in_graph(recurrence: Recurrence, tensors: Sequence[Tensor | None]) -> tuple[
 
 
 def _recurrence(
-    indices: Sequence[Tensor],
-    sizes_of_layouts: Sequence[int],
-    kind: str,
-    number: int,
-    batch: int,
-    sizes: Sequence[int],
-    reverse: bool,
-) -> Recurrence:
+    indices: Sequence[Tensor], sizes_of_layouts: Sequence[int], kind: str, number: int, batch: int,
+    sizes: Sequence[int], reverse: bool,
+) -> Recurrence:  # fmt: skip
     left, layouts = iter(indices), []
     for i in range(0, len(sizes_of_layouts), 3):
         in_blocks, block = sizes_of_layouts[i], (sizes_of_layouts[i + 1], sizes_of_layouts[i + 2])
