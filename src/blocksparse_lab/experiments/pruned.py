@@ -21,7 +21,8 @@ from ..models.mlp import SparseMLP
 from ..recipes import charlm
 from ..recipes.classify import ClassifyTask
 from ..recipes.prune import Pruning
-from ..recipes.trainer import Settings, Task
+from ..recipes.settings import Settings, by_epochs
+from ..recipes.trainer import Task
 from .experiment import DataDir, Experiment
 from .language import OnText
 from .pruning import BATCH, DENSE, MODEL, Dense, PruningExperiment
@@ -50,16 +51,8 @@ class ClassifierPruning(PruningExperiment):
     def dense(self, seed: int, data: Table) -> tuple[Task, Settings, dict[str, Any]]:
         sizes = [data.features, *self.hidden, len(data.classes)]
         task = ClassifyTask(_mlp(sizes, seed), data, self.epochs, self.batch, seed=seed, about={"sizes": sizes})
-        settings = Settings(
-            steps=task.steps,
-            learning_rate=self.learning_rate,
-            warmup=min(100, task.steps // 10),
-            clip=0.0,
-            eval_every=task.steps_per_epoch,
-            save_every=0,
-            save_minutes=2.0,
-            seed=seed,
-        )
+        warmup = min(100, task.steps // 10)
+        settings = by_epochs(task, self, warmup=warmup, clip=0.0, save_every=0, save_minutes=2.0, seed=seed)
         return task, settings, {"data": self.data, "tested": data.tested, "epochs": self.epochs}
 
     def opened(self, run: Path) -> nn.Module:

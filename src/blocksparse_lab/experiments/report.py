@@ -22,12 +22,7 @@ POINTS = 100  # of a curve that is kept, at most
 def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = False) -> list[Path]:
     """Writes the results as `NAME.json`, and from it `NAME.md` and `NAME.png`.
 
-    Args:
-        name: of the files.
-        experiment: whose runs they are.
-        runs: the folder with them.
-        out: the folder for the files.
-        add: of contenders without a finished run here, those of the report that is there stay in it.
+    With `add`, contenders without a finished run here stay as they are in the report that is there.
 
     Raises:
         BlockSparseError: no run is finished, or the files cannot be written.
@@ -54,11 +49,7 @@ def _with(run: Run, found: Mapping[str, Any]) -> Run:
 
 
 def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
-    """Writes `NAME.md` and `NAME.png` from `NAME.json` in the same folder.
-
-    Raises:
-        BlockSparseError: no such file, or one that is no report's.
-    """
+    """Writes `NAME.md` and `NAME.png` from `NAME.json` in the same folder."""
     of = load(out / f"{name}.json")
     text, picture = out / f"{name}.md", out / f"{name}.png"
     machines = [(run.result or {})["machine"] for runs in of.runs.values() for run in runs]
@@ -88,11 +79,7 @@ def save(path: Path, experiment: Experiment, of: Results) -> None:
 
 
 def load(path: Path) -> Results:
-    """The results from JSON.
-
-    Raises:
-        BlockSparseError: no such file, or one that is no report's.
-    """
+    """The results from JSON."""
     content = read_json(path)
     try:
         runs = {
@@ -133,11 +120,7 @@ def thinned(points: Sequence[Any], limit: int = POINTS) -> list[Any]:
 
 
 def shared(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The part that is the same in all records, dicts within them part by part.
-
-    >>> shared([{"a": 1, "b": {"c": 2, "d": 3}}, {"a": 0, "b": {"c": 2}}])
-    {'b': {'c': 2}}
-    """
+    """The part that is the same in all records, dicts within them part by part."""
     first, *others = records
     found = {}
     for key, value in first.items():
@@ -152,11 +135,7 @@ def shared(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def without(record: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
-    """A record without what it shares with others; the opposite of `merged`.
-
-    >>> without({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"c": 2}})
-    {'a': 1, 'b': {'d': 3}}
-    """
+    """A record without what it shares with others; the opposite of `merged`."""
     found = {}
     for key, value in record.items():
         if key not in common:
@@ -167,10 +146,6 @@ def without(record: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, A
 
 
 def merged(common: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with what it shares with others.
-
-    >>> merged({"b": {"c": 2}}, {"a": 1, "b": {"d": 3}})
-    {'b': {'c': 2, 'd': 3}, 'a': 1}
-    """
+    """A record with what it shares with others."""
     both = {key: merged(common[key], value) for key, value in record.items() if isinstance(common.get(key), dict)}
     return {**common, **record, **both}

@@ -37,23 +37,7 @@ class ByteMLP(nn.Module):
     Each layer adds W2 relu(W1 norm(h)) to the state h. There are no biases and no gains in the norms, so that all
     parameters but the embedding are weights of products: equal parameters are equal multiply-adds.
 
-    Args:
-        context: bytes in a window.
-        width: features of the hidden state.
-        depth: residual layers.
-        embedding: features of a byte.
-        layouts: the blocks of each weight; None for the dense model.
-
     Shapes: int64 `[n, context] -> [n, 256]`, the logits.
-
-    Example:
-        >>> import torch
-        >>> from blocksparse_lab.models.bytes import ByteMLP, multiply_adds
-        >>> model = ByteMLP(context=8, width=64, depth=1, embedding=4)
-        >>> model(torch.randint(256, (5, 8))).shape
-        torch.Size([5, 256])
-        >>> multiply_adds(model) == 8 * 4 * 64 + 2 * 64 * 64 + 64 * 256
-        True
     """
 
     def __init__(
@@ -103,18 +87,8 @@ def small_world_layouts(
 ) -> ByteLayouts:
     """Layouts for a wide ByteMLP: Watts-Strogatz graphs inside, each with its own seed, random ones at both ends.
 
-    Args:
-        context, width, depth, embedding: as for ByteMLP.
-        block_size: of all layouts.
-        neighbors, rewire: of the Watts-Strogatz graphs. With so few neighbors it takes many shortcuts to reach all
-            of the state within the layers there are: fewer of them make a worse model.
-        ends: the density of the inlet and the outlet.
-        seed: of all of it.
-
-    >>> from blocksparse_lab.models.bytes import dense_width, small_world_layouts
-    >>> layouts = small_world_layouts(context=32, width=720, depth=6)
-    >>> layouts.hidden[0].shape, dense_width(layouts, context=32)
-    ((720, 720), 240)
+    With so few neighbors it takes many shortcuts to reach all of the state within the layers there are: less rewiring
+    makes a worse model.
     """
     hidden = tuple(
         patterns.watts_strogatz(width, block_size, neighbors=neighbors, rewire=rewire, seed=seed + i)

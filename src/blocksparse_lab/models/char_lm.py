@@ -24,12 +24,7 @@ PATTERNS = ("dense", "barabasi_albert", "watts_strogatz", "random", "block_diago
 
 @dataclass(frozen=True)
 class CharLMConfig:
-    """The configuration of a CharLM.
-
-    Raises:
-        BlockSparseError: a cell or a pattern that is unknown, a width that is no multiple of the block, sizes and
-            parts out of range.
-    """
+    """The configuration of a CharLM."""
 
     cell: str = option("lstm", "lstm, mlstm (the multiplicative one) or smallworld (the deep-transition one).")
     width: int = 1024  # hidden units of a layer
@@ -80,8 +75,7 @@ class CharLMConfig:
 class CharLM(nn.Module):
     """Scores the next byte after each byte of a text: embedding, recurrent layers, a dense linear layer.
 
-    Args:
-        config: what it is made of. Its seed draws the weights; the global generator is left as it was.
+    The configuration's seed draws the weights; the global generator is left as it was.
 
     Shapes: integer bytes `[steps, batch]` to logits `[steps, batch, 256]` and the final state, h and c, each
     `[layers, batch, width]`.
@@ -141,9 +135,7 @@ class CharLM(nn.Module):
 
 
 def parameter_count(config: CharLMConfig) -> int:
-    """How many numbers the CharLM of this configuration learns.
-
-    The published sentiment neuron:
+    """How many numbers the CharLM of this configuration learns; of the published sentiment neuron:
 
     >>> from blocksparse_lab.models.char_lm import CharLMConfig, parameter_count
     >>> parameter_count(CharLMConfig(cell="mlstm", width=4096))
@@ -154,13 +146,7 @@ def parameter_count(config: CharLMConfig) -> int:
 
 
 def least_parameters(config: CharLMConfig) -> float:
-    """A lower bound on the parameters of this configuration's CharLM, computed without building it.
-
-    >>> from blocksparse_lab.models.char_lm import CharLMConfig, least_parameters, parameter_count
-    >>> config = CharLMConfig(cell="mlstm", width=4096)
-    >>> 0.9 < least_parameters(config) / parameter_count(config) <= 1
-    True
-    """
+    """A lower bound on the parameters of this configuration's CharLM, computed without building it."""
     nodes = max(1, config.width // config.block_size)
     # Each node of a graph adds this many edges, some of which may exist already.
     kept = {
@@ -185,9 +171,6 @@ def width_for(config: CharLMConfig, params: int) -> CharLMConfig:
     """The configuration at the width whose parameter_count is nearest to `params`.
 
     Widths are multiples of the block; for dense weights of 8.
-
-    Raises:
-        BlockSparseError: fewer parameters than the narrowest such model has.
 
     >>> from blocksparse_lab.models.char_lm import CharLMConfig, width_for
     >>> width_for(CharLMConfig(cell="mlstm"), 86_319_360).width

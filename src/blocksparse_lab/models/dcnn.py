@@ -10,11 +10,6 @@ from blocksparse.nn import DiffusionConv
 class DCNN(nn.Module):
     """A diffusion-convolution and a linear layer on all that it gives for a node.
 
-    Args:
-        features: of a node.
-        classes: of nodes.
-        hops: of the diffusion.
-
     Shapes: `[nodes, hops + 1, features]`, some rows of what a `bs.nn.Diffusion` gives, or the same flattened to
     `[nodes, (hops + 1) * features]`; to `[nodes, classes]`.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,13 +17,7 @@ EDGE = 0.999
 
 
 def scaled(images: Tensor) -> Tensor:
-    """Levels, uint8, as numbers from -1 to 1.
-
-    >>> import torch
-    >>> from blocksparse_lab.models.logistic_mixture import scaled
-    >>> scaled(torch.tensor([0, 255], dtype=torch.uint8))
-    tensor([-1.,  1.])
-    """
+    """Levels, uint8, as numbers from -1 to 1."""
     return images.float() * (2 * HALF) - 1
 
 
@@ -35,14 +27,11 @@ def levels(x: Tensor) -> Tensor:
 
 
 def outputs(channels: int, mixtures: int = 10) -> int:
-    """Numbers that a network gives for each pixel.
+    """Numbers that a network gives for each pixel, of 1 or 3 channels.
 
     >>> from blocksparse_lab.models.logistic_mixture import outputs
     >>> outputs(channels=3), outputs(channels=1)
     (100, 30)
-
-    Raises:
-        BlockSparseError: other than 1 or 3 channels, no mixture.
     """
     if channels not in (1, 3):
         raise BlockSparseError.expected("channels", "1 or 3", repr(channels))
@@ -68,20 +57,10 @@ def log_prob(x: Tensor, parameters: Tensor) -> Tensor:
     Returns:
         `[n, height, width]` in float32, or in float64 where x is.
 
-    Raises:
-        BlockSparseError: parameters of another size.
-
     The difference of the distribution function at the ends of an interval is computed as
     sigma(a) sigma(-b) (1 - exp(b - a)), which loses no digits. The original takes the difference itself, and where it
     is 1e-5 or less the density at the level; with that the probabilities of all levels add up to 1 within 1.5e-5 only
     (worst at log-scales about -6.9), while these do within rounding.
-
-    >>> import torch
-    >>> from blocksparse_lab.models import logistic_mixture
-    >>> x = logistic_mixture.scaled(torch.arange(256, dtype=torch.uint8)).view(256, 1, 1, 1)
-    >>> chances = logistic_mixture.log_prob(x, torch.randn(1, 30, 1, 1).expand(256, -1, -1, -1)).exp()
-    >>> bool(abs(chances.sum() - 1) < 1e-5)
-    True
 
     Source: Salimans, Karpathy, Chen, Kingma, PixelCNN++ (2017).
     """
@@ -101,24 +80,8 @@ def log_prob(x: Tensor, parameters: Tensor) -> Tensor:
 
 
 def sample(parameters: Tensor, channels: int, generator: torch.Generator | None = None) -> Tensor:
-    """Levels drawn from the mixture, from -1 to 1.
-
-    Args:
-        parameters: `[n, outputs(channels, mixtures), height, width]`, as for `log_prob`.
-        channels: 1 or 3.
-        generator: of the draws; on the device of the parameters.
-
-    Returns:
-        `[n, channels, height, width]`.
-
-    Raises:
-        BlockSparseError: parameters of another size.
-
-    >>> import torch
-    >>> from blocksparse_lab.models import logistic_mixture
-    >>> logistic_mixture.sample(torch.randn(2, 100, 4, 4), channels=3).shape
-    torch.Size([2, 3, 4, 4])
-    """
+    """Levels from -1 to 1, `[n, channels, height, width]`, drawn from the mixture of these parameters (as for
+    `log_prob`)."""
     n, _, height, width = parameters.shape
     logits, *others = _parts(parameters.float(), (n, channels, height, width))
 
@@ -157,13 +120,3 @@ def _mean(means: Tensor, coefficients: Tensor, x: Tensor, colour: int) -> Tensor
     """The means of a colour `[n, mixtures, h, w]`, given the colours before it in x, `[n, 3, 1, h, w]`."""
     before = {0: (), 1: ((0, 0),), 2: ((1, 0), (2, 1))}[colour]  # (coefficient, colour)
     return sum((coefficients[:, c] * x[:, of] for c, of in before), start=means[:, colour])
-
-
-def bits_per_dimension(nats: float, images: tuple[int, ...]) -> float:
-    """The mean over all colours of all pixels, of the negative logarithm of a batch's probability in nats.
-
-    >>> from blocksparse_lab.models.logistic_mixture import bits_per_dimension
-    >>> bits_per_dimension(2 * 3 * 32 * 32 * 0.6931, images=(2, 3, 32, 32)).__round__(3)
-    1.0
-    """
-    return nats / math.prod(images) / math.log(2)

@@ -50,22 +50,13 @@ class SparseMLP(nn.Module):
 
     Shapes: `[..., sizes[0]] -> [..., sizes[-1]]`.
 
-    Raises:
-        BlockSparseError: sizes that are not two positive ints or more, a layer without a connection, an unknown
-            activation or init, numbers out of range.
-
     Example:
         >>> import torch
         >>> from blocksparse_lab.models.mlp import SparseMLP
         >>> fashion_mnist = SparseMLP([784, 1000, 1000, 1000, 10], epsilon=20, alpha=0.6)
-        >>> cifar10 = SparseMLP([3072, 4000, 1000, 4000, 10], epsilon=20, alpha=0.75)
-        >>> madelon = SparseMLP([500, 400, 100, 400, 2], epsilon=10, alpha=0.5)
-        >>> higgs = SparseMLP([28, 1000, 1000, 1000, 2], epsilon=10, alpha=0.05)
         >>> dense = SparseMLP([784, 1000, 1000, 1000, 10], density=None, alpha=0.6)
         >>> sum(p.numel() for p in fashion_mnist.parameters()) < 0.05 * sum(p.numel() for p in dense.parameters())
         True
-        >>> fashion_mnist(torch.randn(5, 784)).shape
-        torch.Size([5, 10])
 
     Source: Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021).
     """
@@ -127,14 +118,6 @@ class SparseMLP(nn.Module):
 
         In evaluation nothing that it computes changes, but for rounding; see `bs.sparsity.compact`. The state dict then
         fits a model of the new sizes.
-
-        >>> import blocksparse as bs
-        >>> from blocksparse_lab.models.mlp import SparseMLP
-        >>> model = SparseMLP([100, 200, 200, 10], epsilon=5)
-        >>> bs.sparsity.ImportancePruning(model, percentile=20, begin=0, every=1, skip=model.output).step()
-        True
-        >>> model.compact()
-        [100, 160, 160, 10]
         """
         for i, activation in enumerate(self.activations):
             first, second = self.layers[i], self.layers[i + 1]

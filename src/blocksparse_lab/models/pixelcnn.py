@@ -33,7 +33,8 @@ class PixelCNN(nn.Module):
     """PixelCNN++: for each pixel the parameters of a mixture of logistics, from the pixels above and to the left of it.
 
     Two streams of gated residual layers, one that sees the rows above and one that sees the row itself too, go down to
-    a quarter of the size and back, with a short-cut from each layer down to its partner on the way up.
+    a quarter of the size and back, with a short-cut from each layer down to its partner on the way up. Weights begin as
+    drawn: `initialise` by a batch before the training, as the paper does.
 
     Args:
         filters: channels of all layers.
@@ -51,12 +52,6 @@ class PixelCNN(nn.Module):
 
     Shapes: images `[n, channels, height, width]` from -1 to 1 (`logistic_mixture.scaled`), height and width divisible
     by 4, to `[n, logistic_mixture.outputs(channels, mixtures), height, width]`. Channels-last memory is the fast path.
-
-    Weights begin as drawn. `initialise` by a batch before the training, as the paper does.
-
-    Raises:
-        BlockSparseError: sizes out of range, groups or blocks that do not divide the channels; in the call, images of
-            another size.
 
     Example:
         >>> import torch
@@ -157,13 +152,7 @@ class _State(NamedTuple):
 
 
 class _Layer(nn.Module):
-    """A gated residual layer of either stream; that of the row takes in what the one above has given.
-
-    Args:
-        conv: makes a convolution.
-        filters, dropout: of both.
-        others: states that it takes in besides, 0 or 1.
-    """
+    """A gated residual layer of either stream; that of the row takes in what the one above has given."""
 
     def __init__(self, conv: Conv, filters: int, dropout: float, others: int):
         super().__init__()
@@ -190,15 +179,7 @@ class _Resize(nn.Module):
 
 
 class GatedResnet(nn.Module):
-    """x + a sigmoid(b), where a and b are convolutions of convolutions of x.
-
-    Args:
-        conv: makes a convolution of (in, out, kernel, shift, scale=).
-        shift: of both convolutions.
-        filters: of x.
-        dropout: before the second convolution.
-        others: states of as many filters that are taken in by a 1x1 convolution.
-    """
+    """x + a sigmoid(b), of convolutions of convolutions of x; a 1x1 one takes in `others`, states of its size."""
 
     def __init__(self, conv: Conv, shift: str, filters: int, dropout: float, others: int):
         super().__init__()
@@ -251,9 +232,7 @@ def _transposed(
 
 
 def parameter_count(*args: Any, **options: Any) -> int:
-    """How many numbers the PixelCNN of these arguments learns.
-
-    The published one:
+    """How many numbers the PixelCNN of these arguments learns; of the published one:
 
     >>> from blocksparse_lab.models.pixelcnn import parameter_count
     >>> parameter_count(filters=160, resnets=5)

@@ -35,17 +35,12 @@ class ResNet(nn.Module):
 
     Shapes: `[n, channels, height, width]`, both divisible by 2 once for each stage but the first, to `[n, classes]`.
 
-    Raises:
-        BlockSparseError: an unknown way to down-sample or to pad, "aps" with zeros, sizes out of range; in `forward`,
-            "aps" of an odd size.
-
     Example:
         >>> import torch
         >>> from blocksparse_lab.models.resnet import ResNet
         >>> model = ResNet(width=16, blocks=(1, 1, 1), downsample="aps").eval()
         >>> x = torch.randn(2, 3, 32, 32)
-        >>> y = model(x)
-        >>> torch.allclose(model(x.roll((5, 3), dims=(2, 3))), y, atol=1e-5)
+        >>> torch.allclose(model(x.roll((5, 3), dims=(2, 3))), model(x), atol=1e-5)
         True
 
     Source: He et al., Deep residual learning for image recognition (2016); Chaman, Dokmanic, Truly shift-invariant
@@ -99,14 +94,7 @@ class ResNet(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions and a way around them.
-
-    Args:
-        channels, out: of input and output.
-        half: half the height and width.
-        density, block_size, blur, padding_mode: as for `ResNet`.
-        aps: whether halving is adaptive; the way around takes the same pixels.
-    """
+    """Two 3x3 convolutions and a way around them, which takes the same pixels where halving is adaptive."""
 
     def __init__(
         self,

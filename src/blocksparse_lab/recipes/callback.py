@@ -19,8 +19,7 @@ class Callback:
     def attach(self, optimizer: torch.optim.Optimizer, ema: dict[str, Tensor]) -> None:
         """Once, before all else: the optimizer, and the running means by the parameters' names.
 
-        It may give the model and the optimizer new parameters, in groups with rates of their own, and keeps both up to
-        date where it changes parameters.
+        It may give model and optimizer new parameters, and keeps both up to date where it changes parameters.
         """
 
     def began(self, step: int) -> None:
@@ -49,9 +48,8 @@ class Callback:
 class Task(Callback):
     """A model, its data and its loss, for the trainer, which puts the model on the settings' device.
 
-    `unit` is that of the held-out figure, such as "bits per character"; a loss in nats times `per_nat` is in
-    `loss_unit`, which is the same unless said otherwise. A step reads `bytes_per_step` bytes of the training data, or
-    `samples_per_step` of `samples`; a task that goes through its data in epochs has `steps_per_epoch`.
+    `unit` is that of the held-out figure; a loss in nats times `per_nat` is in `loss_unit`, by default the same unit. A
+    step reads `bytes_per_step` bytes of the training data, or `samples_per_step` of `samples`.
     """
 
     model: nn.Module
@@ -66,11 +64,7 @@ class Task(Callback):
     replaces_model: bool = False  # while it is trained
 
     def split(self, rank: int, processes: int) -> None:
-        """Has the task take a part of each batch, that of one of several processes; before all else.
-
-        Raises:
-            BlockSparseError: it cannot, or a batch has fewer samples than there are processes.
-        """
+        """Has the task take a part of each batch, that of one of several processes; before all else."""
         raise BlockSparseError.expected(type(self).__name__, "one process", f"{processes}")
 
     def inputs(self, step: int) -> tuple[Tensor, ...] | None:
@@ -105,17 +99,9 @@ class Task(Callback):
 
 
 class EpochTask(Task):
-    """A task on rows, or images, in another order in each epoch.
+    """A task on rows, or images, in another order in each epoch, which seed and step determine.
 
-    The order, and so each batch, is determined by the seed and the step; rows that do not fill a batch are left out of
-    their epoch.
-
-    Args:
-        model, device: the network, and where it is put.
-        rows: to train on.
-        batch: rows of a step.
-        samples: what a row is, in the plural.
-        row_bytes: of a row.
+    Rows that do not fill a batch are left out of their epoch. `samples` is what a row is, in the plural.
     """
 
     def __init__(
@@ -150,9 +136,6 @@ class EpochTask(Task):
 
 def part_of_batch(batch: int, rank: int, processes: int) -> tuple[slice, float]:
     """The samples of a batch that a process takes, about as many as each other one, and their share.
-
-    Raises:
-        BlockSparseError: fewer samples than processes.
 
     >>> part_of_batch(10, 1, 4)
     (slice(2, 5, None), 0.3)

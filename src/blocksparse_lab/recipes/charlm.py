@@ -62,19 +62,8 @@ class CharLMTask(Task):
     Args:
         model: a `CharLM`; or any module with its `forward(text, state)` and `initial_state(batch)`.
         text: what to train and to evaluate on.
-        batch: streams.
-        seq: bytes of a chunk.
+        batch, seq: streams, and bytes of a chunk.
         evaluated: held-out bytes that an evaluation reads, from the first; 0 for all.
-    >>> from blocksparse_lab.data import text
-    >>> from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
-    >>> from blocksparse_lab.recipes.charlm import CharLMTask
-    >>> parts = text.split(b"a rose is a rose is a rose. " * 20, context=16)
-    >>> task = CharLMTask(CharLM(CharLMConfig(width=16)), parts, batch=4, seq=16)
-    >>> chunk, begins = task.inputs(0)
-    >>> chunk.shape, begins.tolist()
-    (torch.Size([17, 4]), [True, True, True, True])
-    >>> 7 < task.loss(0).item() / 0.6931 < 9  # bits; a model that knows nothing has 8
-    True
     """
 
     unit = "bits per character"
@@ -186,7 +175,7 @@ def network(config: CharLMConfig) -> CharLM:
 
 
 def facts(config: CharLMConfig, text: str) -> dict[str, Any]:
-    """Reads the configuration of the model and the name of the text from a run's folder."""
+    """Facts on a model and its text, for the run's folder."""
     return {
         "text": text,
         "parameters": parameter_count(config),
@@ -198,25 +187,14 @@ def facts(config: CharLMConfig, text: str) -> dict[str, Any]:
 def trainer(
     config: CharLMConfig, text: Text, run: str | Path, how: Settings, batches: Batches | None = None
 ) -> Trainer:
-    """A language model, ready to be trained in a folder.
-
-    Args:
-        config: what it is.
-        text: to train and to evaluate on.
-        how: it is trained.
-        batches: what a step and an evaluation read.
-    """
+    """A language model, ready to be trained in a folder."""
     of = batches or Batches()
     task = CharLMTask(network(config), text, of.batch, of.seq, of.evaluated, device_of(how.device))
     return Trainer(task, run, how, facts(config, text.name))
 
 
 def load(path: str | Path) -> CharLM:
-    """The language model of a checkpoint, or of a run's folder, on the CPU; with the mean parameters if there are any.
-
-    Raises:
-        BlockSparseError: no such checkpoint, a broken one, one of something else.
-    """
+    """The language model of a checkpoint, or of a run's folder, on the CPU; of mean parameters if there are any."""
     path, tensors, task = stored.read(path, KIND, "a byte-level language model")
     given = stored.config_of(path, task, {field.name for field in fields(CharLMConfig)}, "a CharLM")
     usual = asdict(CharLMConfig()) | given
@@ -241,18 +219,13 @@ def sample(
     top_k: int | None = None,
     seed: int = 0,
 ) -> Iterator[bytes]:
-    """Generates text after a prompt, byte by byte.
+    """Generates `length` bytes after a prompt, one by one.
 
     Args:
         model: a `CharLM`.
         prompt: what comes before; a newline where it is empty.
-        length: bytes.
         temperature: below 1 the likely is preferred; at 0 the likeliest is taken.
         top_k: only the k likeliest bytes are drawn.
-    >>> from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
-    >>> from blocksparse_lab.recipes.charlm import sample
-    >>> len(b"".join(sample(CharLM(CharLMConfig(width=16)), b"The ", 20)))
-    20
     """
     if not 0 <= temperature < math.inf:
         raise BlockSparseError.expected("temperature", "a number, not negative", temperature)

@@ -66,13 +66,10 @@ class Topology:
     Args:
         method: "set", `bs.sparsity.SET` between epochs; "rigl", `bs.sparsity.RigL` every `every` steps, until three
             quarters of the steps; or "none".
-        zeta: of "set".
-        evolve_every, regrow: of "set": epochs from one evolution to the next, and the first values of new connections,
-            as `bs.sparsity.SET` names them.
+        zeta, evolve_every, regrow: of "set"; epochs from one evolution to the next, first values of new connections.
         fraction, every: of "rigl", its alpha, and the steps from one change to the next.
         importance_from: epochs after which `bs.sparsity.ImportancePruning` begins; None for none of it.
-        importance_every: epochs from one such pruning to the next.
-        importance_percentile: of each.
+        importance_every, importance_percentile: epochs from one such pruning to the next, and the part pruned.
     """
 
     method: str = "none"
@@ -104,26 +101,16 @@ class Topology:
 class ClassifyTask(EpochTask):
     """Cross entropy on batches of rows, in another order in each epoch; the held-out figure is the error in %.
 
-    Between two epochs, and so after the evaluation at the end of one, the topology is pruned, then
-    evolved; after the last one nothing changes, as in the papers.
+    Between two epochs, and so after the evaluation at the end of one, the topology is pruned, then evolved; after the
+    last one nothing changes, as in the papers.
 
     Args:
-        model: with `output`, the layer that is left as it is, where its topology changes; `[n, features] -> [n,
-            classes]`.
+        model: `[n, features] -> [n, classes]`; `output` is the layer whose topology is left as it is.
         data: to train and to evaluate on.
         epochs: of the run, whose settings have `steps` of this task.
         batch: rows of a step.
         topology: how it changes.
         about: what the model is, ready for JSON.
-
-    >>> import torch
-    >>> from blocksparse_lab.data.synthetic import Synthetic
-    >>> from blocksparse_lab.models.mlp import SparseMLP
-    >>> from blocksparse_lab.recipes.classify import ClassifyTask, Topology
-    >>> data = Synthetic(features=100, rows=64, tested=20)
-    >>> task = ClassifyTask(SparseMLP([100, 50, 2], epsilon=5), data, epochs=3, batch=16, topology=Topology("set"))
-    >>> task.steps, task.loss(0).dim()
-    (12, 0)
     """
 
     unit = "% test error"

@@ -45,14 +45,8 @@ _ONLY_OF = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run as recorded in its folder, finished or not.
-
-    Args:
-        path: the folder.
-        config: `config.json`.
-        log: the lines of `log.jsonl`.
-        result: `result.json`; None of a run that is not finished.
-    """
+    """A run as its folder records it: `config.json`, the lines of `log.jsonl`, and `result.json`, None of a run that is
+    not finished."""
 
     path: Path
     config: dict[str, Any]
@@ -120,12 +114,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seed alone.
-
-    Args:
-        label: how it differs from the other groups.
-        runs: one or more.
-    """
+    """Runs that differ in their seed alone, one or more; the label says how from the other groups."""
 
     label: str
     runs: tuple[Run, ...]
@@ -177,11 +166,7 @@ def _is_number(value: Any) -> bool:
 
 
 def groups(runs: Sequence[Run]) -> list[Group]:
-    """The runs by all but their seed, in the order of the first of each.
-
-    Raises:
-        BlockSparseError: runs of different units.
-    """
+    """The runs by all but their seed, in the order of the first of each; all of one unit."""
     units = list(dict.fromkeys(run.unit for run in runs))
     if len(units) > 1:
         raise BlockSparseError.expected("runs", "figures of one unit", " and ".join(units))
@@ -204,9 +189,6 @@ def picture(path: str | Path, of: Sequence[Group]) -> None:
     """A PNG of the held-out figures against steps, or epochs where all runs have such, and against seconds.
 
     The lines are the means of the seeds, the bands their deviation.
-
-    Raises:
-        BlockSparseError: matplotlib is not installed, nothing was evaluated, or the file cannot be written.
     """
     from ..machine import where
 

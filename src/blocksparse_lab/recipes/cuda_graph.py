@@ -36,11 +36,9 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
 class GraphedStep:
     """Calls `work(*inputs)`: the first few times directly, then as a graph captured from it.
 
-    Args:
-        work: reads its inputs, always of the same shapes, and tensors that stay; changes only such tensors. It does
-            not wait for the GPU. The first calls are steps like all others: they fill what is made only once.
-        note: called if the capture fails; the calls then go on without.
-        warmup: calls before the capture.
+    `work` reads inputs of fixed shapes and tensors that stay, changes only such tensors, and does not wait for the GPU.
+    The first calls are steps like all others: they fill what is made only once. If the capture fails, `note` is called
+    with the reason, and the calls go on without.
     """
 
     def __init__(self, work: Callable[..., None], note: Callable[[str], None], warmup: int = 3):

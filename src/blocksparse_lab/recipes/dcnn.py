@@ -14,7 +14,7 @@ from ..data.planetoid import Graph
 from ..data.table import Table
 from ..models.dcnn import DCNN
 from .classify import ClassifyTask
-from .settings import Settings
+from .settings import by_epochs
 from .trainer import Trainer
 
 HOPS = 2
@@ -25,12 +25,7 @@ EPOCHS = 15
 
 
 def table(graph: Graph, diffusion: Diffusion, seed: int = 0) -> Table:
-    """The nodes of a graph in random thirds: to train on, to choose with, to test on; each row is all that a node sees.
-
-    Args:
-        graph: whose nodes.
-        diffusion: over its edges.
-    """
+    """The nodes of a graph in random thirds, to train on, to choose with, to test on; a row is all that a node sees."""
     rows = diffusion(graph.features).flatten(1)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(rows)))
     train, validation, test = (part.sort().values for part in order.tensor_split(3))
@@ -42,13 +37,7 @@ def table(graph: Graph, diffusion: Diffusion, seed: int = 0) -> Table:
 
 
 def trainer(graph: Graph, run: str | Path, threshold: float = 0.0, seed: int = 0, epochs: int = EPOCHS) -> Trainer:
-    """A run on a third of a graph's nodes, evaluated on another.
-
-    Args:
-        graph: to train on.
-        threshold: of the transitions that are left out.
-        epochs: over the third that is trained on.
-    """
+    """A run on a third of a graph's nodes, evaluated on another; transitions up to a threshold are left out."""
     diffusion = Diffusion(graph.edges, len(graph.labels), HOPS, threshold)
     data = table(graph, diffusion, seed)
     with torch.random.fork_rng([]):
@@ -56,18 +45,8 @@ def trainer(graph: Graph, run: str | Path, threshold: float = 0.0, seed: int = 0
         model = DCNN(graph.features.shape[1], graph.classes, HOPS)
     about = {"kind": "dcnn", "hops": HOPS, "threshold": threshold}
     task = ClassifyTask(model, data, epochs, min(BATCH, data.rows), seed=seed, about=about)
-    settings = Settings(
-        steps=task.steps,
-        learning_rate=LEARNING_RATE,
-        warmup=0,
-        decay="none",
-        clip=0.0,
-        log_every=task.steps_per_epoch,
-        eval_every=task.steps_per_epoch,
-        save_every=0,
-        seed=seed,
-        optimizer="adagrad",
-    )
+    constant = {"learning_rate": LEARNING_RATE, "warmup": 0, "decay": "none", "clip": 0.0}
+    settings = by_epochs(task, **constant, save_every=0, seed=seed, optimizer="adagrad")
     facts = {
         "nodes": len(graph.labels),
         "nnz": list(diffusion.nnz),
@@ -83,10 +62,6 @@ def growth(
 ) -> list[tuple[int, int, int]]:
     """(nodes, entries of P and P^2, bytes of them) for Barabasi-Albert graphs, which have ever larger hubs.
 
-    Args:
-        nodes: of the graphs.
-        m: edges that each new node comes with.
-        threshold: of the transitions.
     >>> from blocksparse_lab.recipes import dcnn
     >>> per_node = [entries / n for n, entries, _ in dcnn.growth((500, 2000))]
     >>> 0.8 < per_node[1] / per_node[0] < 1.25

@@ -14,7 +14,8 @@ from blocksparse.topology import Trajectory
 from ..data.table import Table
 from ..models.mlp import SparseMLP
 from .classify import ClassifyTask, Topology
-from .trainer import Callback, Settings, Trainer
+from .settings import by_epochs
+from .trainer import Callback, Trainer
 
 SIZES = (64, 96, 96, 10)
 BATCH = 64
@@ -22,7 +23,7 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class Evolution:
-    """The record of `evolve`."""
+    """What `evolve` recorded: of each moment its epoch and its run, and the errors of each run in percent."""
 
     trajectory: Trajectory
     """Its labels are the epochs, those of one run after those of another."""
@@ -35,12 +36,9 @@ class Evolution:
 def evolve(epochs: int = 12, runs: int = 3, zeta: float = 0.3, seed: int = 0) -> Evolution:
     """Trains sparse MLPs by sparse evolutionary training (SET) on scikit-learn's 1,797 digits of 8 x 8 pixels.
 
-    The first two begin with the same connections, and draw different ones later; the others begin with their own.
+    After each epoch a part zeta of the connections, the weakest, move. The first two runs begin with the same
+    connections, and draw different ones later; the others begin with their own.
 
-    Args:
-        epochs: after each the weakest connections move.
-        runs: how many nets.
-        zeta: of the connections that move.
     Source: Liu, van der Lee, Yaman, Atashgahi, Ferraro, Sokar, Pechenizkiy, Mocanu, Topological insights into sparse
     neural networks (2020).
     """
@@ -58,10 +56,8 @@ def evolve(epochs: int = 12, runs: int = 3, zeta: float = 0.3, seed: int = 0) ->
         model = SparseMLP(SIZES, epsilon=8, dropout=0, seed=seed + max(run - 1, 0))  # the same for the first two
         # The connections move before the first step of an epoch, and so for the last time in that of one more.
         task = ClassifyTask(model, data, epochs + 1, BATCH, Topology("set", zeta=zeta), seed + 1000 + run)
-        settings = Settings(
-            steps=task.steps, learning_rate=0.05, warmup=0, decay="none", clip=0.0, log_every=0, save_every=0,
-            eval_every=task.steps_per_epoch, optimizer="sgd", seed=seed,
-        )  # fmt: skip
+        constant = {"learning_rate": 0.05, "warmup": 0, "decay": "none", "clip": 0.0}
+        settings = by_epochs(task, **constant, log_every=0, save_every=0, optimizer="sgd", seed=seed)
         with tempfile.TemporaryDirectory() as folder:
             trainer = Trainer(task, folder, settings)
             with closing(trainer.steps(_Recorder(task, trajectory))) as steps:

@@ -31,13 +31,8 @@ def run(
 ) -> Example:
     """`y = bsmm(x, w)` for a random 0/1 pattern, about half of the blocks, in float32.
 
-    Args:
-        hidden, block, batch: the sizes; the pattern is square.
-        rounds, budget: of the timing (see `blocksparse.measure.alternate`).
-
     >>> from blocksparse_lab.recipes import example_2017
-    >>> example = example_2017.run(hidden=64, block=16, batch=8, rounds=2, budget=0.1)
-    >>> example.relative_error < 2e-6
+    >>> example_2017.run(hidden=64, block=16, batch=8, rounds=2, budget=0.1).relative_error < 2e-6
     True
     """
     pattern = np.random.default_rng(seed).integers(2, size=(hidden // block, hidden // block))

@@ -25,13 +25,8 @@ LARGEST = 5_000  # blocks of a layer's outputs: to match more takes minutes and 
 
 @dataclass(frozen=True)
 class RunLayouts:
-    """The block-sparse weights of a run.
-
-    Args:
-        name: of the run's folder.
-        layers: by name, in the order of the model.
-        fed: whether each feeds the next one, so that the nets are compared as wholes; others layer by layer.
-    """
+    """The block-sparse weights of a run, by name; where each layer feeds the next one (`fed`), nets are compared as
+    wholes."""
 
     name: str
     layers: dict[str, Layer]
@@ -62,10 +57,7 @@ def read(run: str | Path) -> RunLayouts:
 
 
 def distances(nets: Sequence[RunLayouts]) -> tuple[list[list[float | None]], list[str]]:
-    """The sparse topology distances of runs, None where two cannot be compared, and why, each reason once.
-
-    Nets whose layers feed each other are compared as wholes, others by the mean over layers that are matched alone.
-    """
+    """The sparse topology distances of runs, None where two cannot be compared, and why, each reason once."""
     found: list[list[float | None]] = [[None] * len(nets) for _ in nets]
     refused = {net.name: reason for net in nets if (reason := _refusal(net))}
     reasons = [f"{name}: {reason}" for name, reason in refused.items()]

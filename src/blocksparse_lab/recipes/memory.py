@@ -11,14 +11,7 @@ BYTES = 12
 
 
 def check_room(what: str, parameters: float) -> None:
-    """Refuses a model that could not be trained in the available memory.
-
-    Args:
-        what: the model, or the option that gives its size.
-        parameters: a lower bound on their number.
-
-    Raises:
-        BlockSparseError: it takes more than is available.
+    """Refuses a model, or the option that gives its size, that could not be trained in the available memory.
 
     >>> from blocksparse_lab.recipes.memory import check_room
     >>> check_room("width 100,000,000", 4e16)

@@ -15,7 +15,7 @@ from ..models.mlp import SparseMLP
 from ..option import option
 from .classify import ClassifyTask, Data, Topology
 from .memory import check_room
-from .settings import Settings
+from .settings import Settings, by_epochs
 from .trainer import Trainer, device_of
 
 METHODS = ("set", "fixed", "rigl", "dense")
@@ -86,10 +86,8 @@ def recipe_for(name: str, rows: int | None = None) -> Recipe:
     clipped: a dense net on thousands of features diverges otherwise.
 
     >>> from blocksparse_lab.recipes.mlp import recipe_for
-    >>> recipe_for("cifar10").hidden
-    (4000, 1000, 4000)
-    >>> recipe_for("genes.csv", rows=58).batch
-    14
+    >>> recipe_for("cifar10").hidden, recipe_for("genes.csv", rows=58).batch
+    ((4000, 1000, 4000), 14)
     """
     if name in RECIPES or rows is None:
         return RECIPES.get(name, Recipe())
@@ -110,12 +108,7 @@ def extreme_hidden(neurons: int, classes: int = 2) -> tuple[int, ...]:
 
 
 def extreme(neurons: int) -> Recipe:
-    """The recipe of a net of about `neurons`.
-
-    >>> from blocksparse_lab.recipes.mlp import extreme
-    >>> extreme(1_065_538).learning_rate
-    8e-05
-    """
+    """The recipe of a net of about `neurons`."""
     hidden = extreme_hidden(neurons)
     rate = EXTREME_RATE / hidden[-1]
     return replace(EXTREME, hidden=hidden, learning_rate=rate, weight_decay=rate * EXTREME.weight_decay)
@@ -127,13 +120,7 @@ def extreme_data(rows: int, tested: int, seed: int = 0) -> Synthetic:
 
 
 def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> SparseMLP:
-    """The network of a recipe for some data, of which sizes, slope and dropout are the same for each method.
-
-    Args:
-        recipe: of the net.
-        data: whose features and classes it has.
-        method: "dense" for one of torch.nn.Linear; for the others it is sparse in the same places.
-    """
+    """The network of a recipe for some data: dense, or of any other method sparse in the same places."""
     if method not in METHODS:
         raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(method))
     sparse: dict[str, Any] = {"density": None} if method == "dense" else {"epsilon": recipe.epsilon}
@@ -148,15 +135,8 @@ def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> S
 
 @dataclass(frozen=True)
 class Facts:
-    """The size of a network.
-
-    Args:
-        neurons: inputs, hidden ones and outputs.
-        connections: stored weights, without biases.
-        density: connections by those of the dense net.
-        parameters: connections and biases.
-        stored_bytes: of parameters and layouts.
-    """
+    """The size of a network: connections are stored weights, density is that of all its layers, and the bytes are
+    those of parameters and layouts."""
 
     neurons: int
     connections: int
@@ -189,15 +169,8 @@ def task(
     device: str = "cpu",
     importance: Importance | None = None,
 ) -> ClassifyTask:
-    """The task for the trainer.
-
-    Args:
-        recipe: of the net and its training.
-        model: its `network`, made with the same method.
-        data: to train and to test on.
-        method: "set", "rigl", "fixed" (as sparse, and never changed), or "dense".
-        importance: which neurons are pruned besides.
-    """
+    """The task for the trainer, of a `network` that was made with the same method: "set", "rigl", "fixed" (sparse, and
+    never changed) or "dense"."""
     importance = importance or Importance()
     if method == "dense" and importance.importance_from is not None:
         raise BlockSparseError.expected("importance pruning", "a sparse net", "method dense")
@@ -218,27 +191,10 @@ def task(
 
 
 def settings(recipe: Recipe, of: ClassifyTask, seed: int = 0, device: str = "cpu", shard: bool = False) -> Settings:
-    """How it is trained: momentum SGD, evaluated after each epoch.
-
-    Args:
-        recipe: of the training.
-        of: the task.
-    """
-    return Settings(
-        steps=of.steps,
-        learning_rate=recipe.learning_rate,
-        warmup=0,
-        decay=recipe.decay,
-        weight_decay=recipe.weight_decay,
-        clip=recipe.clip,
-        log_every=min(of.steps_per_epoch, 100),
-        eval_every=of.steps_per_epoch,
-        save_every=max(of.steps_per_epoch, SAVE_EVERY),
-        seed=seed,
-        device=device,
-        shard=shard,
-        optimizer="sgd",
-        momentum=recipe.momentum,
+    """How it is trained: momentum SGD, evaluated after each epoch."""
+    save_every = max(of.steps_per_epoch, SAVE_EVERY)
+    return by_epochs(
+        of, recipe, warmup=0, optimizer="sgd", save_every=save_every, seed=seed, device=device, shard=shard
     )
 
 
@@ -252,13 +208,7 @@ def trainer(
     importance: Importance | None = None,
     shard: bool = False,
 ) -> Trainer:
-    """A recipe's network, ready to be trained in a folder.
-
-    Args:
-        recipe: of the net and its training.
-        data: to train and to test on.
-        method, seed, device, importance, shard: of `network`, `task` and `settings`.
-    """
+    """A recipe's network, ready to be trained in a folder."""
     integer("seed", seed, 0, below=2**32)  # as in Settings, and before anything is drawn
     model = network(recipe, data, method, seed)
     told = {"data": data.name, "tested": data.tested, "epochs": recipe.epochs, **asdict(facts(model))}

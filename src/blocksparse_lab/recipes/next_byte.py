@@ -29,14 +29,8 @@ LEARNING_RATES = {"dense": 0.002, "block-sparse": 0.008}
 
 @dataclass(frozen=True)
 class RaceSettings(Settings):
-    """How to train each model.
-
-    Args:
-        context: bytes a model sees.
-        batch: windows per step.
-        probe: windows per evaluation.
-        seconds: the training stops after this, finished or not.
-    """
+    """How to train each model, which sees `context` bytes: `batch` windows per step, `probe` per evaluation, and no
+    longer than these seconds."""
 
     steps: int = 1600
     warmup: int = 50
@@ -107,19 +101,6 @@ class Race:
         settings: how.
 
     The curves are up to date after each step of `run`, which can be left at any time.
-
-    >>> import torch
-    >>> from blocksparse_lab.data import text
-    >>> from blocksparse_lab.models.bytes import ByteMLP
-    >>> from blocksparse_lab.recipes.next_byte import Race, RaceSettings
-    >>> parts = text.split(b"a rose is a rose is a rose. " * 40, context=4)
-    >>> _ = torch.manual_seed(0)
-    >>> settings = RaceSettings(context=4, steps=30, batch=16, warmup=5)
-    >>> race = Race({"dense": ByteMLP(4, width=32, depth=1)}, {"dense": 0.01}, parts, settings)
-    >>> for step in race.run():
-    ...     pass
-    >>> step, race.curves["dense"].bits[-1] < race.curves["dense"].bits[0]
-    (30, True)
     """
 
     def __init__(
@@ -178,9 +159,7 @@ class Outcome:
 def outcomes(race: Race, at_most: int | None = None) -> list[Outcome]:
     """Evaluates the models of a race, over or not, that has made a step at least.
 
-    Args:
-        race: what to evaluate.
-        at_most: held-out positions; None for all of them. Of the training text it is 20,000 at most in any case.
+    Of the held-out positions `at_most` are taken, or all; of the training text 20,000 in any case.
     """
     context = race.settings.context
     found = []
@@ -206,16 +185,10 @@ def contenders(
     neighbors: int = 4,
     seed: int = 0,
 ) -> tuple[dict[str, ByteMLP], ByteLayouts]:
-    """A wide block-sparse model with small-world layouts, and the dense one of as many parameters.
+    """A wide block-sparse model with small-world layouts, the dense one of as many parameters, and the layouts.
 
     With the default sizes a block row stores 5 of 45 blocks, and the dense model, at a third of the width, has just
     the same number of parameters.
-
-    Args:
-        context, width, depth, embedding: of the block-sparse model; the dense one's width is solved for.
-        block_size, neighbors: of its layouts.
-    Returns:
-        The models by name, "dense" and "block-sparse", and the layouts.
 
     >>> from blocksparse_lab.models.bytes import parameters
     >>> from blocksparse_lab.recipes.next_byte import contenders
@@ -236,14 +209,7 @@ def contenders(
 
 
 def bits_per_byte(model: nn.Module, data: Tensor, context: int, at_most: int | None = None) -> float:
-    """The mean of -log2 p(next byte) over the positions of `data`, or over `at_most` evenly spaced ones of them.
-
-    Args:
-        model: int64 `[n, context]` to logits `[n, 256]`.
-        data: uint8 `[bytes]`, longer than a context.
-        context: bytes the model sees.
-        at_most: how many positions; None for all.
-    """
+    """The mean of -log2 p(next byte) over the positions of `data`, or over `at_most` evenly spaced ones of them."""
     positions = torch.arange(context, len(data))
     if at_most is not None and len(positions) > at_most:
         positions = positions[torch.linspace(0, len(positions) - 1, at_most).long()]

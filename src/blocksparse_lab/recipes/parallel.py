@@ -58,12 +58,7 @@ class Loss(nn.Module):
 
 
 class Averaged:
-    """The loss on this process's part of a batch, for gradients of the mean over all of it.
-
-    Args:
-        task: what is trained; its model may change between steps.
-        processes: how many there are.
-    """
+    """The loss on this process's part of a batch, for gradients of the mean over all of it; the model may change."""
 
     def __init__(self, task: Task, processes: int):
         self.task, self.processes = task, processes

@@ -76,12 +76,7 @@ class SmallNetwork(Network):
 
 @dataclass(frozen=True)
 class PixelSettings(Settings):
-    """Adam with the betas of the paper, a rate that falls by a factor per step, Polyak's means.
-
-    >>> from blocksparse_lab.recipes import pixelcnn
-    >>> pixelcnn.settings(1000).ema
-    0.9995
-    """
+    """Adam with the betas of the paper, a rate that falls by a factor per step, Polyak's means."""
 
     learning_rate: float = option(1e-3, "The learning rate at first.", "lr")
     warmup: int = option(0, "Steps over which it rises.")
@@ -116,15 +111,6 @@ class PixelCNNTask(EpochTask):
         batch: images of a step.
         evaluated: test images that an evaluation takes, the first ones; 0 for all.
         about: what the model is, ready for JSON.
-
-    >>> import torch
-    >>> from blocksparse_lab.data.images import Images
-    >>> from blocksparse_lab.recipes.pixelcnn import Network, PixelCNNTask
-    >>> pixels, labels = torch.randint(256, (20, 1, 8, 8)).to(torch.uint8), torch.zeros(20, dtype=torch.int64)
-    >>> noise = Images("noise", pixels, labels, pixels, labels, ("a", "b"))
-    >>> task = PixelCNNTask(Network(8, 1).made(channels=1), noise, batch=4)
-    >>> task.loss(0).item() > 4  # nats; log(256) = 5.5 at best, for noise
-    True
     """
 
     unit = "bits per dimension"
@@ -186,14 +172,8 @@ class PixelCNNTask(EpochTask):
 def trainer(
     network: Network, images: Images, run: str | Path, how: Settings, batch: int = 16, evaluated: int = 0
 ) -> Trainer:
-    """A network, begun by some of the images, ready to be trained in a folder.
-
-    Args:
-        network: what it is.
-        images: to train and to test on.
-        how: it is trained. Its seed is that of the images' order and of the dropout.
-        batch, evaluated: of `PixelCNNTask`.
-    """
+    """A network, begun by some of the images, ready to be trained in a folder; the seed of `how` is that of the images'
+    order and of the dropout."""
     model = network.made(images.shape[0])
     about = asdict(network)
     task = PixelCNNTask(model, images, batch, evaluated, how.seed, device_of(how.device), about)
@@ -211,11 +191,7 @@ def trainer(
 
 def load(path: str | Path) -> tuple[PixelCNN, tuple[int, int, int]]:
     """The network of a checkpoint, or of a run's folder, and the shape of its images, on the CPU; with the mean
-    parameters if there are any.
-
-    Raises:
-        BlockSparseError: no such checkpoint, a broken one, one of something else.
-    """
+    parameters if there are any."""
     path, tensors, task = stored.read(path, KIND, "a PixelCNN")
     config, data = (
         stored.config_of(path, task, {field.name for field in fields(Network)}, "a PixelCNN"),
@@ -251,22 +227,10 @@ def sample(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """Images drawn pixel by pixel, in the order of reading.
+    """Images drawn pixel by pixel, in the order of reading: uint8 `[count, channels, height, width]`.
 
     For each pixel only the four rows are computed that it lies in: each layer keeps its results for those above
     (`bs.nn.bands`), those below are not there yet. So of 32 rows 28 are not computed again.
-
-    Args:
-        model: what draws.
-        count: images.
-        height, width: of them, divisible by 4.
-    Returns:
-        uint8 `[count, channels, height, width]`.
-
-    >>> from blocksparse_lab.models.pixelcnn import PixelCNN
-    >>> from blocksparse_lab.recipes.pixelcnn import sample
-    >>> sample(PixelCNN(8, 1).eval(), count=2, height=4, width=4).shape
-    torch.Size([2, 3, 4, 4])
     """
     if count < 1:
         raise BlockSparseError.expected("count", "a positive int", count)
@@ -292,16 +256,9 @@ def sample(
 
 
 def grid(images: Tensor, gap: int = 1) -> np.ndarray:
-    """Images side by side in rows, about as many as columns, as one: uint8 `[height, width, 3]`.
+    """Images side by side in rows, about as many as columns, with white pixels between them, as one.
 
-    Args:
-        images: uint8 `[n, 1 or 3, height, width]`.
-        gap: white pixels between them.
-
-    >>> import torch
-    >>> from blocksparse_lab.recipes.pixelcnn import grid
-    >>> grid(torch.zeros(6, 1, 8, 8, dtype=torch.uint8)).shape
-    (17, 26, 3)
+    Shapes: uint8 `[n, 1 or 3, height, width] -> [height, width, 3]`.
     """
     n, _, height, width = images.shape
     columns = math.ceil(math.sqrt(n))

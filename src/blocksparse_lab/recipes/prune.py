@@ -82,24 +82,6 @@ class PruneTask(Task):
         pruning: how it becomes sparse.
         steps: of the whole run.
         q: of "threshold", these percentiles, from `sparsity.percentiles`.
-
-    >>> import torch
-    >>> from blocksparse_lab.data.synthetic import Synthetic
-    >>> from blocksparse_lab.recipes.classify import ClassifyTask
-    >>> from blocksparse_lab.recipes.prune import PruneTask, Pruning
-    >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
-    >>> inner = ClassifyTask(net, Synthetic(features=64, rows=64, tested=20), epochs=3, batch=16)
-    >>> task = PruneTask(inner, Pruning("gradual", density=0.25, block_size=16, skip=("2",)), inner.steps)
-    >>> optimizer = torch.optim.Adam(net.parameters())
-    >>> task.attach(optimizer, {})
-    >>> for step in range(inner.steps):
-    ...     task.before_step(step)
-    ...     optimizer.zero_grad()
-    ...     task.loss(step).backward()
-    ...     optimizer.step()
-    ...     task.after_update()
-    >>> task.model[0]
-    Linear(in_features=64, out_features=64, block_size=(16, 16), nnz=4, density=0.25, bias=True)
     """
 
     method: DensePruner
@@ -213,11 +195,7 @@ class PruneTask(Task):
 
 
 def finished(trainer: Trainer) -> nn.Module:
-    """The model of a run, in evaluation mode: of a `PruneTask` truly sparse, of another task as it is.
-
-    Args:
-        trainer: of a run that was trained, newly made; it cannot go on after this.
-    """
+    """The model of a finished run, in evaluation mode, by its trainer newly made; of a `PruneTask` truly sparse."""
     devices = [trainer.device] if trainer.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         trainer.load()

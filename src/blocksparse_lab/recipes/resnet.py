@@ -25,7 +25,7 @@ from ..option import option
 from . import stored
 from .classify import KIND, ClassifyTask
 from .memory import check_room
-from .settings import Settings
+from .settings import by_epochs
 from .shifts import Consistency, consistency
 from .trainer import Trainer, device_of
 
@@ -122,11 +122,7 @@ def augmented(
 ) -> Tensor:
     """Each image moved by up to `margin` pixels along each axis, 0 coming in, and mirrored or not.
 
-    Args:
-        images: `[n, channels, height, width]`.
-        rng: of what is drawn.
-        part: which images of a batch these are, and how many it has, for which all is drawn.
-        margin: 0 for the same place.
+    `part` says which images of a batch these are, and how many it has, for which all is drawn.
     """
     n, _, height, width = images.shape
     mine, batch = part or (slice(0, n), n)
@@ -154,12 +150,7 @@ def options(recipe: Recipe, images: Images) -> dict[str, Any]:
 def trainer(
     recipe: Recipe, images: Images, run: str | Path, seed: int = 0, device: str = "cpu", shard: bool = False
 ) -> Trainer:
-    """A recipe's network, ready to be trained in a folder.
-
-    Args:
-        recipe: of the net and its training.
-        images: to train and to test on.
-    """
+    """A recipe's network, ready to be trained in a folder."""
     about = options(recipe, images)
     integer("width", recipe.width, 1)
     stages = [(recipe.width << stage, count) for stage, count in enumerate(recipe.blocks)]
@@ -172,19 +163,8 @@ def trainer(
         model, Rows(images), recipe.epochs, recipe.batch, seed=seed, device=device_of(device),
         about={"network": NETWORK, **about},
     )  # fmt: skip
-    settings = Settings(
-        steps=task.steps,
-        learning_rate=recipe.learning_rate,
-        warmup=task.steps // 10,
-        weight_decay=recipe.weight_decay,
-        log_every=min(task.steps_per_epoch, 100),
-        eval_every=task.steps_per_epoch,
-        save_every=task.steps_per_epoch,
-        save_minutes=2.0,
-        seed=seed,
-        device=device,
-        shard=shard,
-    )
+    warmup = task.steps // 10
+    settings = by_epochs(task, recipe, warmup=warmup, save_minutes=2.0, seed=seed, device=device, shard=shard)
     facts = {
         "data": images.name,
         "tested": len(images.test),
@@ -195,11 +175,7 @@ def trainer(
 
 
 def load(run: str | Path) -> ResNet:
-    """The network of a run, as it was at its newest checkpoint.
-
-    Raises:
-        BlockSparseError: no such run, a broken one, one of something else.
-    """
+    """The network of a run, as it was at its newest checkpoint."""
     path, tensors, task = stored.read(Path(run) / "last.safetensors", KIND, "a residual network")
     config = task.get("model")
     if not isinstance(config, dict) or config.get("network") != NETWORK:
@@ -222,12 +198,8 @@ def load(run: str | Path) -> ResNet:
 def shifted(
     run: str | Path, images: Images, count: int = 64, progress: Callable[[int, int], None] | None = None
 ) -> Consistency:
-    """The consistency of a run's network on the first images to test on; kept in the run as `consistency.json`.
-
-    Args:
-        images: what it was trained on.
-        count: of the images; each is seen at all of its shifts.
-    """
+    """The consistency of a run's network on the first `count` test images, each at all of its shifts; kept in the run
+    as `consistency.json`."""
     if not 1 <= count <= len(images.test):
         wanted = f"an int from 1 to the images to test on, {len(images.test):,}"
         raise BlockSparseError.expected("shifted", wanted, count)

@@ -19,14 +19,7 @@ from blocksparse.errors import BlockSparseError
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run.
-
-    Args:
-        step: the number of steps done.
-        seconds: that they took.
-        logged: step and seconds of the newest line of the log.
-        held_out: the newest figure; None before the first.
-    """
+    """The progress of a run; `logged` is step and seconds of the newest line of the log."""
 
     step: int
     seconds: float

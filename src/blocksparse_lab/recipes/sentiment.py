@@ -37,16 +37,8 @@ SEED = 42
 
 @dataclass(frozen=True)
 class Probe:
-    """A logistic regression with an L1 penalty.
-
-    Args:
-        strength: C, the inverse of the penalty, chosen on the validation part.
-        tried: validation accuracy of every C.
-        coefficients, intercept: float64 `[width]`, and a number.
-        used: how many coefficients are not zero.
-        train, validation, test: accuracies.
-        converged: whether the solver came to its end.
-    """
+    """A logistic regression with an L1 penalty: its C, chosen on the validation part, the accuracy there of each C;
+    coefficients `[width]`, and how many are not zero; accuracies; whether the solver came to its end."""
 
     strength: float
     tried: dict[float, float]
@@ -73,12 +65,6 @@ def probe(
         parts: features of train, validation and test, `[n, width]` each.
         labels: theirs, 0 or 1.
         strengths: values of C to choose from; of equal ones the first.
-    >>> import numpy as np
-    >>> from blocksparse_lab.recipes.sentiment import probe
-    >>> x = np.random.default_rng(0).standard_normal((300, 5))
-    >>> found = probe([x[:100], x[100:200], x[200:]], [x[:100, 2] > 0, x[100:200, 2] > 0, x[200:, 2] > 0])
-    >>> found.strength, found.used, found.test
-    (0.03125, 1, 1.0)
     """
     fits = []
     for strength in strengths:
@@ -103,15 +89,7 @@ def probe(
 
 @dataclass(frozen=True)
 class Unit:
-    """One unit alone, with a threshold.
-
-    Args:
-        index: which one.
-        coefficient: of the probe.
-        threshold: between both classes, fitted on train.
-        above: the class of what is above it.
-        train, validation, test: accuracies.
-    """
+    """One unit alone, as a classifier: `above` is the class of what is above its threshold, fitted on train."""
 
     index: int
     coefficient: float
@@ -123,15 +101,7 @@ class Unit:
 
 
 def single_unit(parts: Sequence[np.ndarray], labels: Sequence[Sequence[int]], coefficients: np.ndarray) -> Unit | None:
-    """The unit with the largest coefficient, as a classifier of its own; None where all coefficients are zero.
-
-    >>> import numpy as np
-    >>> from blocksparse_lab.recipes.sentiment import single_unit
-    >>> part, label = np.array([[0.0, 1], [0, 2], [0, 3], [0, 4]]), [1, 1, 0, 0]
-    >>> unit = single_unit([part] * 3, [label] * 3, np.array([0.0, -1]))
-    >>> unit.index, unit.threshold, unit.above, unit.test
-    (1, 2.5, 0, 1.0)
-    """
+    """The unit with the largest coefficient, as a classifier of its own; None where all coefficients are zero."""
     index = int(np.argmax(np.abs(coefficients)))
     if coefficients[index] == 0:
         return None
@@ -317,12 +287,7 @@ _COLORS = ("#d55e00", "#0072b2")
 
 
 def picture(path: Path, result: Result, where: str) -> None:
-    """A PNG with a histogram of the single unit for each class, and its threshold.
-
-    Args:
-        result: one that has a unit.
-        where: the machine in a line.
-    """
+    """A PNG with a histogram of the single unit for each class, and its threshold; `where` is the machine in a line."""
     from blocksparse.topology.drawings.style import figure_and_axes
 
     unit, values, splits = result.unit, result.values, result.splits

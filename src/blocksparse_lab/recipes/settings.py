@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from blocksparse.errors import BlockSparseError
 
@@ -62,3 +63,11 @@ class Settings:
             raise BlockSparseError.expected("decay_per_step", "a number above 0, to 1", self.decay_per_step)
         if not 0 <= self.seed < 2**32:
             raise BlockSparseError.expected("seed", "an int from 0 to 2^32 - 1", self.seed)
+
+
+def by_epochs(task: Any, recipe: Any = None, **how: Any) -> Settings:
+    """Settings of an `EpochTask`, evaluated after each epoch; a recipe's fields of the same names are used."""
+    epoch = task.steps_per_epoch
+    usual = {"steps": task.steps, "log_every": min(epoch, 100), "eval_every": epoch, "save_every": epoch}
+    own = {one.name: getattr(recipe, one.name) for one in fields(Settings) if hasattr(recipe, one.name)}
+    return Settings(**usual | own | how)

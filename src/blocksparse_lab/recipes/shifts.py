@@ -15,14 +15,8 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Consistency:
-    """A classifier's consistency under shifts.
-
-    Args:
-        agreement: the probability that two circular shifts of an image, drawn each on its own of all, are put in the
-            same class; the mean over the images.
-        difference: by how much a shift changes a logit at most.
-        images, shifts: how many, of each image.
-    """
+    """A classifier's consistency under shifts: the mean over images of the probability that two circular shifts are put
+    in the same class (`agreement`), and by how much a shift changes a logit at most."""
 
     agreement: float
     difference: float
@@ -40,13 +34,6 @@ def consistency(model: nn.Module, images: Tensor, progress: Callable[[int, int],
     Args:
         model: `[n, channels, height, width]` to logits `[n, classes]`; put in evaluation mode.
         images: `[n, channels, height, width]`, one or more, as the model takes them.
-    >>> import torch
-    >>> from blocksparse_lab.recipes.shifts import consistency
-    >>> class Corner(torch.nn.Module):  # the class is where the top left pixel is positive
-    ...     def forward(self, x): return torch.stack([x[:, 0, 0, 0], -x[:, 0, 0, 0]], 1)
-    >>> image = torch.tensor([[1.0, -1.0], [-1.0, -1.0]]).view(1, 1, 2, 2)
-    >>> consistency(Corner(), image)  # (1/4)^2 + (3/4)^2
-    Consistency(agreement=0.625, difference=2.0, images=1, shifts=4)
 
     Source: Zhang, Making convolutional networks shift-invariant again (2019), and Chaman, Dokmanic, Truly
     shift-invariant convolutional neural networks (2021), who draw the shifts, and not of all.

@@ -9,12 +9,7 @@ from contextlib import contextmanager
 
 
 class Interrupted(Exception):
-    """A training that a signal stopped, after saving.
-
-    Args:
-        number: the signal.
-        step: the steps done.
-    """
+    """A training that a signal stopped, after saving."""
 
     def __init__(self, number: int, step: int):
         super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")

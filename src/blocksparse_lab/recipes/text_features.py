@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]
 def features(
     model: Any, texts: Sequence[str], *, batch: int = 128, chunk: int = 64, progress: Progress | None = None
 ) -> np.ndarray:
-    """The last cell state of a model after each text, which is read as `encode` gives it.
+    """The last cell state of a model after each text, which is read as `encode` gives it: float32 `[texts, width]`.
 
     There is no padding: texts of nearly equal length go side by side, and a text leaves its batch where it ends. So a
     text's features do not depend on the others, but for the rounding of products with more or fewer rows.
@@ -37,20 +37,6 @@ def features(
         texts: what to read; an empty one is three bytes too.
         batch: texts side by side.
         chunk: bytes per call at most; more cost memory, fewer cost time.
-    Returns:
-        float32 `[texts, width]`, of the cell state's last layer.
-
-    >>> import torch
-    >>> from blocksparse_lab.recipes.text_features import features
-    >>> class Count(torch.nn.Module):  # how often a and b came
-    ...     def initial_state(self, batch):
-    ...         return (torch.zeros(1, batch, 2),)
-    ...     def run(self, text, state):
-    ...         return (state[0] + torch.stack([(text == ord(c)).sum(0) for c in "ab"], dim=-1),)
-    >>> features(Count(), ["abba", "banana", ""])
-    array([[2., 2.],
-           [3., 1.],
-           [0., 0.]], dtype=float32)
     """
     data = [np.frombuffer(encode(text), dtype=np.uint8) for text in texts]
     lengths = np.array([len(one) for one in data], dtype=np.int64)
@@ -126,10 +112,7 @@ def digest(*parts: bytes | str | Path) -> str:
 class CachedFeatures:
     """`features` of a checkpoint, kept in a folder `features` next to it: a second call reads them.
 
-    Args:
-        checkpoint: the file that the model comes from. Features of what it was before, of the same name, are removed.
-
-    `note` says why nothing could be kept, where that is so: a full disk, a folder that cannot be written.
+    Those of what the checkpoint was before, of the same name, are removed. `note` says why nothing could be kept.
     """
 
     def __init__(self, checkpoint: Path):

@@ -35,32 +35,19 @@ class Trainer:
 
     Args:
         task: what to train.
-        run: the folder, made where there is none. It has, or gets, `config.json`, `log.jsonl` (a line for each logged
-            step and each evaluation), TensorBoard's events, `last.safetensors`, the newest checkpoint, and at the end
+        run: the folder, made where there is none. It gets `config.json`, `log.jsonl` (a line for each logged step and
+            each evaluation), TensorBoard's events, `last.safetensors`, the newest checkpoint, and at the end
             `result.json`.
         settings: how.
         facts: further entries of `config.json` and `result.json`, ready for JSON.
 
     A checkpoint has all that later steps depend on. So a run that was killed at any moment, and is trained again, ends
-    with the same bits as one that was not. Of more steps than it was begun with, it is extended: a learning rate that
-    falls to the end then falls to the new one.
+    with the same bits as one that was not. Of more steps than it was begun with, it is extended.
 
-    Where there is a process group, all its processes train together: each takes its part of every batch, gradients are
-    averaged by DistributedDataParallel, and the first process writes. With as many processes a run that was killed ends
-    with the same bits too; with another number, with the same up to rounding, and to what dropout draws. With
-    `settings.shard` each stores a piece of every parameter instead, by FSDP2; the checkpoint is the same file.
-
-    >>> import tempfile, torch
-    >>> from blocksparse_lab.recipes.trainer import Settings, Task, Trainer
-    >>> class Mean(Task):
-    ...     unit, bytes_per_step, model = "nats", 4, torch.nn.Linear(1, 1)
-    ...     def loss(self, step): return (self.model(torch.ones(8, 1)) - 3).square().mean()
-    ...     def evaluate(self, model): return (model(torch.ones(1, 1)) - 3).abs().item()
-    ...     def about(self): return {"kind": "mean"}
-    >>> with tempfile.TemporaryDirectory() as run:
-    ...     result = Trainer(Mean(), run, Settings(steps=200, learning_rate=0.1, warmup=10)).train()
-    >>> result["held_out"] < 0.1
-    True
+    Where there is a process group, each process takes its part of every batch, gradients are averaged by
+    DistributedDataParallel, and the first process writes. With as many processes a killed run ends with the same bits
+    too; with another number, with the same up to rounding, and to what dropout draws. With `settings.shard` each stores
+    a piece of every parameter instead, by FSDP2; the checkpoint is the same file.
     """
 
     def __init__(self, task: Task, run: str | Path, settings: Settings, facts: Mapping[str, Any] | None = None):
@@ -188,7 +175,7 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return self.step == self.settings.steps or (every > 0 and self.step % every == 0)
 
-    def _begin(self, log: RunLog) -> None:
+    def _begin(self, log: RunLog | NoLog) -> None:
         if parallel.agreed(self.path.exists()):
             self.load()
             log.cut(self.step)
@@ -320,7 +307,7 @@ class Trainer:
         self.seconds += now - self._started
         self._started = now
 
-    def _log(self, log: RunLog) -> None:
+    def _log(self, log: RunLog | NoLog) -> None:
         self._check_finite()  # on a GPU this waits for the steps, so that the time is theirs
         self._stop_clock()
         steps, seconds = self.step - self._logged[0], self.seconds - self._logged[1]
@@ -337,7 +324,7 @@ class Trainer:
         log.write(record)
         self._call("logged", record)
 
-    def _evaluate(self, log: RunLog) -> None:
+    def _evaluate(self, log: RunLog | NoLog) -> None:
         self._check_finite()
         self._stop_clock()
         devices = [self.device] if self.device.type == "cuda" else []
@@ -370,7 +357,7 @@ class Trainer:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _save(self, log: RunLog) -> None:
+    def _save(self, log: RunLog | NoLog) -> None:
         if self.step:
             self._check_finite()
             self._stop_clock()
