@@ -8,41 +8,17 @@ from . import classifiers, graphs, language, pixels, pruned, shifted
 from .experiment import Experiment
 from .report import draw, load, write
 
-__all__ = [
-    "EXPERIMENTS",
-    "Experiment",
-    "classifiers",
-    "draw",
-    "find",
-    "graphs",
-    "language",
-    "load",
-    "pixels",
-    "pruned",
-    "shifted",
-    "write",
-]
+__all__ = ["EXPERIMENTS", "Experiment", "draw", "find", "load", "write"]
 
 EXPERIMENTS: dict[str, Experiment] = {
-    **language.EXPERIMENTS,
-    **classifiers.EXPERIMENTS,
-    **graphs.EXPERIMENTS,
-    **pruned.EXPERIMENTS,
-    **shifted.EXPERIMENTS,
-    **pixels.EXPERIMENTS,
+    name: experiment
+    for module in (language, classifiers, graphs, pruned, shifted, pixels)
+    for name, experiment in module.EXPERIMENTS.items()
 }
 
 
 def find(name: str) -> Experiment:
-    """An experiment by its name.
-
-    Raises:
-        BlockSparseError: no such experiment.
-
-    >>> from blocksparse_lab import experiments
-    >>> list(experiments.find("imdb-small").contenders)
-    ['dense', 'small-world']
-    """
+    """An experiment by its name."""
     if name not in EXPERIMENTS:
         raise BlockSparseError.expected("experiment", f"one of {', '.join(EXPERIMENTS)}", repr(name))
     return EXPERIMENTS[name]

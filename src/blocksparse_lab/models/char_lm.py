@@ -56,19 +56,18 @@ class CharLMConfig:
     @property
     def layout(self) -> BlockLayout | None:
         """The blocks of each `[width, width]` weight; None for dense ones."""
+        width, block, seed = self.width, self.block_size, self.seed
         if self.pattern == "barabasi_albert":
-            return patterns.barabasi_albert(self.width, self.block_size, m=self.m, seed=self.seed)
+            return patterns.barabasi_albert(width, block, m=self.m, seed=seed)
         if self.pattern == "watts_strogatz":
-            return patterns.watts_strogatz(
-                self.width, self.block_size, neighbors=self.neighbors, rewire=self.rewire, seed=self.seed
-            )
+            return patterns.watts_strogatz(width, block, neighbors=self.neighbors, rewire=self.rewire, seed=seed)
         if self.pattern == "random":
-            return patterns.random((self.width, self.width), self.block_size, density=self.density, seed=self.seed)
+            return patterns.random((width, width), block, density=self.density, seed=seed)
         if self.pattern == "block_diagonal":  # 1 / density squares, which never hear of each other
-            blocks = self.width // self.block_size
+            blocks = width // block
             groups = min(blocks, round(1 / max(self.density, 1 / blocks)))
             group = torch.arange(blocks, device="cpu") * groups // blocks
-            return BlockLayout(group[:, None] == group, self.block_size)
+            return BlockLayout(group[:, None] == group, block)
         return None
 
 

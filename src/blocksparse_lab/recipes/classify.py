@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blocksparse.checked import integer, number
 from blocksparse.checkpoint import part
 from blocksparse.errors import BlockSparseError
 from blocksparse.nn.module import BlockSparseModule
@@ -18,6 +19,7 @@ from blocksparse.sparsity import SET, ImportancePruning, RigL
 from blocksparse.sparsity.sparse_training.dynamic_sparsity import DynamicSparsity
 from blocksparse.surgery.stored import Stored
 
+from ..option import option
 from .callback import EpochTask
 
 KIND = "classify"
@@ -28,20 +30,14 @@ _EVALUATED_AT_ONCE = 4
 
 
 class Data(Protocol):
-    """Rows with a class each: a `data.table.Table`, or a `data.synthetic.Synthetic`."""
+    """Rows with a class each: a `data.table.Table`, say; `rows` of them to train on, and `tested` others."""
 
     @property
     def name(self) -> str: ...
     @property
-    def rows(self) -> int:
-        """The number of rows to train on."""
-        ...
-
+    def rows(self) -> int: ...
     @property
-    def tested(self) -> int:
-        """The number of the other rows."""
-        ...
-
+    def tested(self) -> int: ...
     @property
     def features(self) -> int: ...
     @property
@@ -59,8 +55,23 @@ class Data(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Importance:
+    """When, and how many, neurons are pruned by importance."""
+
+    importance_from: int | None = option(None, "Prune the least important neurons after this number of epochs.")
+    importance_every: int = option(10, "Epochs from one such pruning to the next.")
+    importance_percentile: float = option(20.0, "Of the neurons of a layer, each time.")
+
+    def __post_init__(self) -> None:
+        if self.importance_from is not None:
+            integer("importance_from", self.importance_from, 0)
+        integer("importance_every", self.importance_every, 1)
+        number("importance_percentile", self.importance_percentile, 0, 100)
+
+
 @dataclass(frozen=True)
-class Topology:
+class Topology(Importance):
     """How the topology changes while the model is trained; nothing of it changes the output layer.
 
     Args:
@@ -68,8 +79,6 @@ class Topology:
             quarters of the steps; or "none".
         zeta, evolve_every, regrow: of "set"; epochs from one evolution to the next, first values of new connections.
         fraction, every: of "rigl", its alpha, and the steps from one change to the next.
-        importance_from: epochs after which `bs.sparsity.ImportancePruning` begins; None for none of it.
-        importance_every, importance_percentile: epochs from one such pruning to the next, and the part pruned.
     """
 
     method: str = "none"
@@ -78,11 +87,9 @@ class Topology:
     regrow: str = "he"
     fraction: float = 0.3
     every: int = 100
-    importance_from: int | None = None
-    importance_every: int = 10
-    importance_percentile: float = 20.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.method not in METHODS:
             raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(self.method))
 

@@ -7,13 +7,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from blocksparse.checked import integer, number
+from blocksparse.checked import integer
 from blocksparse.errors import BlockSparseError
 
 from ..data.synthetic import Synthetic
 from ..models.mlp import SparseMLP
 from ..option import option
-from .classify import ClassifyTask, Data, Topology
+from .classify import ClassifyTask, Data, Importance, Topology
 from .memory import check_room
 from .settings import Settings, by_epochs
 from .trainer import Trainer, device_of
@@ -44,21 +44,6 @@ class Recipe:
     clip: float = option(0.0, "The gradient's largest norm; 0 for any.")
     init: str = "he"  # of the weights, as `SparseMLP` names it
     decay: str = "none"  # of the learning rate, as `Settings` names it
-
-
-@dataclass(frozen=True)
-class Importance:
-    """When, and how many, neurons are pruned by importance."""
-
-    importance_from: int | None = option(None, "Prune the least important neurons after this number of epochs.")
-    importance_every: int = option(10, "Epochs from one such pruning to the next.")
-    importance_percentile: float = option(20.0, "Of the neurons of a layer, each time.")
-
-    def __post_init__(self) -> None:
-        if self.importance_from is not None:
-            integer("importance_from", self.importance_from, 0)
-        integer("importance_every", self.importance_every, 1)
-        number("importance_percentile", self.importance_percentile, 0, 100)
 
 
 # Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021), and its code; but new connections begin

@@ -56,31 +56,12 @@ class Recipe:
     weight_decay: float = option(0.01, "Of the weights, decoupled.")
 
 
-@dataclass(frozen=True)
 class Rows:
     """Images as `ClassifyTask` takes them: float32, each channel standardised over those to train on."""
 
-    images: Images
-
-    @property
-    def name(self) -> str:
-        return self.images.name
-
-    @property
-    def rows(self) -> int:
-        return len(self.images.train)
-
-    @property
-    def tested(self) -> int:
-        return len(self.images.test)
-
-    @property
-    def features(self) -> int:
-        return self.images.shape.numel()
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.images.classes
+    def __init__(self, images: Images):
+        self.images, self.name, self.classes, self.digest = images, images.name, images.classes, images.digest
+        self.rows, self.tested, self.features = len(images.train), len(images.test), images.shape.numel()
 
     def take(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         index = torch.from_numpy(rows)
@@ -89,9 +70,6 @@ class Rows:
     def held_out(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         for pixels, labels in zip(self.images.test.split(batch), self.images.test_labels.split(batch), strict=True):
             yield self.standardised(pixels), labels
-
-    def digest(self) -> dict[str, Any]:
-        return self.images.digest()
 
     def standardised(self, pixels: Tensor) -> Tensor:
         """uint8 `[n, channels, height, width]` to float32, channels last."""

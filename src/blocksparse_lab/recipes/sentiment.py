@@ -66,25 +66,12 @@ def probe(
         labels: theirs, 0 or 1.
         strengths: values of C to choose from; of equal ones the first.
     """
-    fits = []
-    for strength in strengths:
-        fitted, converged = _fit(parts[0], labels[0], strength, "l1", seed)
-        fits.append((float(fitted.score(parts[1], labels[1])), strength, fitted, converged))
-        if progress is not None:
-            progress(len(fits), len(strengths))
-    # max takes the first of equal ones.
-    validation, strength, best, converged = max(fits, key=lambda fit: fit[0])
-    return Probe(
-        strength=strength,
-        tried={fit[1]: fit[0] for fit in fits},
-        coefficients=best.coef_[0],
-        intercept=float(best.intercept_[0]),
-        used=int(np.count_nonzero(best.coef_)),
-        train=float(best.score(parts[0], labels[0])),
-        validation=validation,
-        test=float(best.score(parts[2], labels[2])),
-        converged=converged,
-    )
+    strength, best, tried = _best_fit(parts, labels, strengths, "l1", seed, progress)
+    train, validation, test = (float(best.score(part, label)) for part, label in zip(parts, labels, strict=True))
+    used = int(np.count_nonzero(best.coef_))
+    converged = bool(best.n_iter_.max() < best.max_iter)
+    intercept = float(best.intercept_[0])
+    return Probe(strength, tried, best.coef_[0], intercept, used, train, validation, test, converged)
 
 
 @dataclass(frozen=True)
@@ -153,14 +140,21 @@ def baseline(splits: Splits, *, seed: int = SEED) -> Baseline:
     except ValueError as error:
         raise BlockSparseError.expected(splits.name, "texts with words", error) from error
     terms = [train, vectorizer.transform(parts[1].texts), vectorizer.transform(parts[2].texts)]
-    fits = [(strength, _fit(terms[0], parts[0].labels, strength, "l2", seed)[0]) for strength in BASELINE_STRENGTHS]
-    # max takes the first of equal ones.
-    strength, best = max(fits, key=lambda fit: fit[1].score(terms[1], parts[1].labels))
-    scores = [float(best.score(x, part.labels)) for x, part in zip(terms, parts, strict=True)]
+    labels = [part.labels for part in parts]
+    strength, best, _ = _best_fit(terms, labels, BASELINE_STRENGTHS, "l2", seed)
+    scores = [float(best.score(x, label)) for x, label in zip(terms, labels, strict=True)]
     return Baseline(strength, len(vectorizer.vocabulary_), *scores)
 
 
-def _fit(x: Any, y: Sequence[int], strength: float, penalty: str, seed: int) -> tuple[Any, bool]:
+def _best_fit(
+    x: Sequence[Any],
+    y: Sequence[Sequence[int]],
+    strengths: Sequence[float],
+    penalty: str,
+    seed: int,
+    progress: Progress | None = None,
+) -> tuple[float, Any, dict[float, float]]:
+    """The strength that is best on the validation part, its model fitted on train, and the accuracy of each."""
     sklearn = _sklearn()
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
@@ -168,11 +162,18 @@ def _fit(x: Any, y: Sequence[int], strength: float, penalty: str, seed: int) -> 
     # scikit-learn 1.8 says the penalty by a ratio and warns of its name.
     named = tuple(map(int, sklearn.__version__.split(".")[:2])) < (1, 8)
     kind: dict[str, Any] = {"penalty": penalty} if named else {"l1_ratio": float(penalty == "l1")}
-    model = LogisticRegression(C=strength, solver="liblinear", random_state=seed, **kind)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # `converged` records it
-        model.fit(x, y)
-    return model, bool(model.n_iter_.max() < model.max_iter)
+    models = {}
+    tried: dict[float, float] = {}
+    for strength in strengths:
+        models[strength] = LogisticRegression(C=strength, solver="liblinear", random_state=seed, **kind)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # `converged` records it
+            models[strength].fit(x[0], y[0])
+        tried[strength] = float(models[strength].score(x[1], y[1]))
+        if progress is not None:
+            progress(len(tried), len(strengths))
+    best = max(tried, key=lambda strength: tried[strength])  # the first of equal ones
+    return best, models[best], tried
 
 
 def sklearn_version() -> str:
