@@ -43,6 +43,16 @@ def write_madelon(folder, train=12, valid=6):
         (folder / f"madelon_{name}.labels").write_text("".join(f"{-1 if i % 2 else 1}\n" for i in range(n)))
 
 
+def write_points(path):
+    """Writes rows around a point of each of two classes as csv."""
+    rng = np.random.default_rng()
+    middle = rng.normal(size=(2, 8))
+    rows = [[*(middle[i % 2] + rng.normal(size=8)), i % 2] for i in range(100)]
+    header = ",".join([*(f"x{i}" for i in range(8)), "label"])
+    path.write_text("\n".join([header, *(",".join(map(str, row)) for row in rows)]) + "\n")
+    return str(path)
+
+
 def refused(message):
     return pytest.raises(BlockSparseError, match=message)
 

@@ -22,7 +22,7 @@ from blocksparse_lab.experiments.language import Contender, LanguageExperiment
 from blocksparse_lab.models.char_lm import CharLMConfig, multiply_adds, parameter_count
 from blocksparse_lab.recipes import mlp
 from blocksparse_lab.recipes.trainer import Settings
-from test_data_tables import write_madelon
+from test_data_tables import write_madelon, write_points
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -191,16 +191,10 @@ def test_what_runs_share_is_written_once():
 @pytest.fixture
 def table(tmp_path, monkeypatch):
     """Three nets on rows around a point of each of two classes."""
-    rng = np.random.default_rng()
-    middle = rng.normal(size=(2, 8))
-    rows = [[*(middle[i % 2] + rng.normal(size=8)), i % 2] for i in range(100)]
-    path = tmp_path / "points.csv"
-    header = ",".join([*(f"x{i}" for i in range(8)), "label"])
-    path.write_text("\n".join([header, *(",".join(map(str, row)) for row in rows)]) + "\n")
     recipe = mlp.Recipe(hidden=(20, 20), epsilon=3, batch=16)
     experiment = ClassifierExperiment(
         about="Three tiny nets",
-        data=str(path),
+        data=write_points(tmp_path / "points.csv"),
         contenders={
             name: classifiers.Contender(name, replace(recipe, epochs=epochs))
             for name, epochs in (("dense", 2), ("fixed", 3), ("set", 3))

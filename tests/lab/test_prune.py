@@ -20,6 +20,7 @@ from blocksparse_lab.recipes import charlm, run_log
 from blocksparse_lab.recipes.classify import ClassifyTask
 from blocksparse_lab.recipes.prune import METHODS, PruneTask, Pruning, finished
 from blocksparse_lab.recipes.trainer import Settings, Trainer
+from test_data_tables import write_points
 
 STRENGTHS = {"threshold": 0.54, "group lasso": 7.0, "l0": 1e-4}
 CASES = [*METHODS, "glp"]
@@ -201,14 +202,7 @@ def test_bad_input(tmp_path):
 
 @pytest.fixture
 def points(tmp_path):
-    """A csv file with rows around a point of each of two classes."""
-    rng = np.random.default_rng()
-    middle = rng.normal(size=(2, 8))
-    rows = [[*(middle[i % 2] + rng.normal(size=8)), i % 2] for i in range(100)]
-    path = tmp_path / "points.csv"
-    header = ",".join([*(f"x{i}" for i in range(8)), "label"])
-    path.write_text("\n".join([header, *(",".join(map(str, row)) for row in rows)]) + "\n")
-    return str(path)
+    return write_points(tmp_path / "points.csv")
 
 
 @pytest.fixture

@@ -75,6 +75,14 @@ def fail(error):
     return raises
 
 
+def killed(run, step, settings=SETTINGS):
+    """Trains a run until it is killed in a step."""
+    task = Walk()
+    task.at[step] = fail(Killed())
+    with pytest.raises(Killed):
+        Trainer(task, run, settings).train()
+
+
 def tensors(run):
     return checkpoint.load(run / "last.safetensors")[0]
 
@@ -176,10 +184,7 @@ def test_without_tensorboard_a_note_says_so(tmp_path, monkeypatch):
 @pytest.mark.parametrize("step", [3, 7, 8, 17, 23])
 def test_killed_in_a_step_it_ends_with_the_same_bits(step, dtype, whole, tmp_path):
     settings = replace(SETTINGS, dtype=dtype)
-    task = Walk()
-    task.at[step] = fail(Killed())
-    with pytest.raises(Killed):
-        Trainer(task, tmp_path, settings).train()
+    killed(tmp_path, step, settings)
     assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == step // 7 * 7
     Trainer(Walk(), tmp_path, settings).train()
     if dtype == "bfloat16":
@@ -189,10 +194,7 @@ def test_killed_in_a_step_it_ends_with_the_same_bits(step, dtype, whole, tmp_pat
 
 
 def test_a_checkpoint_by_the_clock(tmp_path):
-    task = Walk()
-    task.at[5] = fail(Killed())
-    with pytest.raises(Killed):
-        Trainer(task, tmp_path, replace(SETTINGS, save_every=0, save_minutes=1e-9)).train()
+    killed(tmp_path, 5, replace(SETTINGS, save_every=0, save_minutes=1e-9))
     assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == 5
 
 
@@ -200,10 +202,7 @@ def test_tensorboard_forgets_what_was_trained_twice(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    task = Walk()
-    task.at[12] = fail(Killed())
-    with pytest.raises(Killed):
-        Trainer(task, tmp_path, SETTINGS).train()
+    killed(tmp_path, 12)
     Trainer(Walk(), tmp_path, SETTINGS).train()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -308,20 +307,14 @@ def test_momentum_sgd_by_its_rule(tmp_path):
 @pytest.mark.parametrize("step", [3, 17])
 def test_killed_with_momentum_sgd_it_ends_with_the_same_bits(step, tmp_path):
     Trainer(Walk(), tmp_path / "whole", SGD).train()
-    task = Walk()
-    task.at[step] = fail(Killed())
-    with pytest.raises(Killed):
-        Trainer(task, tmp_path / "killed", SGD).train()
+    killed(tmp_path / "killed", step, SGD)
     Trainer(Walk(), tmp_path / "killed", SGD).train()
     assert "optimizer.0.values.momentum_buffer" in tensors(tmp_path / "killed")
     assert_same(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_a_run_from_before_there_were_optimizers_to_choose_from_goes_on(whole, tmp_path):
-    task = Walk()
-    task.at[16] = fail(Killed())
-    with pytest.raises(Killed):
-        Trainer(task, tmp_path, SETTINGS).train()
+    killed(tmp_path, 16)
     path = tmp_path / "last.safetensors"
     content, about = checkpoint.load(path)
     del about["settings"]["optimizer"], about["settings"]["momentum"]
@@ -381,12 +374,6 @@ def test_a_broken_checkpoint_and_a_log_without_one_are_refused(tmp_path):
     with pytest.raises(BlockSparseError, match=r"expected last\.safetensors beside log\.jsonl"):
         Trainer(Walk(), tmp_path, replace(SETTINGS, steps=2)).train()
     assert lines(tmp_path)
-
-
-@pytest.mark.skipif(run_log.fcntl is None, reason="has no locks")
-def test_a_run_that_trains_already_is_refused(tmp_path):
-    with run_log.RunLog(tmp_path), pytest.raises(BlockSparseError, match="expected a run to itself"):
-        Trainer(Walk(), tmp_path, SETTINGS).train()
 
 
 # -- stopping ------------------------------------------------------------------------------------------------------
@@ -454,17 +441,6 @@ def test_a_disk_that_is_full_before_it_begins(tmp_path, monkeypatch):
         Trainer(task, tmp_path, SETTINGS).train()
     monkeypatch.undo()
     Trainer(Walk(), tmp_path, SETTINGS).train()
-
-
-def test_a_disk_that_is_full_later(whole, tmp_path, monkeypatch):
-    task = Walk()
-    task.at[10] = lambda: monkeypatch.setattr(checkpoint.os, "replace", fail(OSError(28, "No space left on device")))
-    with pytest.raises(BlockSparseError, match="the checkpoint before it is whole"):
-        Trainer(task, tmp_path, SETTINGS).train()
-    monkeypatch.undo()
-    assert checkpoint.load(tmp_path / "last.safetensors")[1]["step"] == 7
-    Trainer(Walk(), tmp_path, SETTINGS).train()
-    assert_same(tmp_path, whole)
 
 
 # -- the pieces ----------------------------------------------------------------------------------------------------
