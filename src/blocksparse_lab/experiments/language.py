@@ -195,10 +195,7 @@ def _large(text: str, **other: Any) -> LanguageExperiment:
     return LanguageExperiment(
         about=f"LSTMs of 3,168 dense and of 18,432 block-sparse units, as in the paper of 2017, on {text}",
         text=text,
-        contenders={
-            "dense": Contender(CharLMConfig(width=3168), 0.0005),
-            "small-world": Contender(wide, 0.001),
-        },
+        contenders={"dense": Contender(CharLMConfig(width=3168), 0.0005), "small-world": Contender(wide, 0.001)},
         settings=Settings(
             steps=20_000, warmup=500, eval_every=1000, save_every=1000, dtype="bfloat16", device="cuda", cuda_graph=True
         ),

@@ -211,13 +211,7 @@ def load(path: str | Path) -> CharLM:
 
 
 def sample(
-    model: nn.Module,
-    prompt: bytes,
-    length: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    seed: int = 0,
+    model: nn.Module, prompt: bytes, length: int, *, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
 ) -> Iterator[bytes]:
     """Generates `length` bytes after a prompt, one by one.
 
