@@ -11,9 +11,9 @@ from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab.data.synthetic import Synthetic
 from blocksparse_lab.data.table import Table
 from blocksparse_lab.models.mlp import SparseMLP
-from blocksparse_lab.recipes import run_log
 from blocksparse_lab.recipes.classify import ClassifyTask, Topology
 from blocksparse_lab.recipes.trainer import Settings, Trainer
+from test_trainer import Killed, assert_same
 
 SGD = Settings(
     learning_rate=0.02, warmup=0, decay="none", weight_decay=2e-4, clip=0, log_every=3, eval_every=4, save_every=5,
@@ -28,10 +28,6 @@ TOPOLOGIES = {
 }
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
-
-
-class Killed(BaseException):
-    """Ends a training as SIGKILL would."""
 
 
 def table(n=70, classes=3):
@@ -52,14 +48,6 @@ def task(topology="set", epochs=6, dense=False, **arguments):
 def train(run, made, settings):
     trainer = Trainer(made, run, replace(settings, steps=made.steps))
     return trainer, trainer.train()
-
-
-def assert_same(run, other):
-    ours, theirs = (checkpoint.load(path / "last.safetensors")[0] for path in (run, other))
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-    logs = [[{k: v for k, v in line.items() if "second" not in k} for line in run_log.read(r)] for r in (run, other)]
-    assert logs[0] == logs[1]
 
 
 # -- batches and figures -----------------------------------------------------------------------------------------------
@@ -92,18 +80,14 @@ def test_the_figure_is_the_error_in_percent():
     assert made.evaluate(Constant()) == 0
 
 
-@pytest.mark.parametrize("topology", ["set", "fixed", "rigl"])
-def test_it_learns(topology, tmp_path):
-    made = task(topology, epochs=12)
+@pytest.mark.parametrize(("topology", "dense"), [("set", False), ("fixed", False), ("rigl", False), ("fixed", True)])
+def test_it_learns(topology, dense, tmp_path):
+    made = task(topology, epochs=12, dense=dense)
     before = made.evaluate(made.model)
     _, result = train(tmp_path, made, SGD)
     assert result["held_out"] < 15 < before
     assert result["unit"] == "% test error"
     assert result["task"]["topology"].get("method", "none") == TOPOLOGIES[topology].method
-
-
-def test_a_dense_model_learns_too(tmp_path):
-    assert train(tmp_path, task("fixed", epochs=12, dense=True), SGD)[1]["held_out"] < 15
 
 
 def test_rows_made_when_they_are_asked_for(tmp_path):

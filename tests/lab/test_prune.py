@@ -16,11 +16,12 @@ from blocksparse_lab.data import text
 from blocksparse_lab.data.synthetic import Synthetic
 from blocksparse_lab.experiments import pruned, pruning
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
-from blocksparse_lab.recipes import charlm, run_log
+from blocksparse_lab.recipes import charlm
 from blocksparse_lab.recipes.classify import ClassifyTask
 from blocksparse_lab.recipes.prune import METHODS, PruneTask, Pruning, finished
 from blocksparse_lab.recipes.trainer import Settings, Trainer
 from test_data_tables import write_points
+from test_trainer import Killed, assert_same
 
 STRENGTHS = {"threshold": 0.54, "group lasso": 7.0, "l0": 1e-4}
 CASES = [*METHODS, "glp"]
@@ -95,9 +96,6 @@ def test_a_run_ends_truly_sparse(kind, case, search, tmp_path):
 @pytest.mark.parametrize("at", [5, 12, 15])
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_when_it_was_stopped(case, at, tmp_path):
-    class Killed(BaseException):
-        pass
-
     kind = "lstm" if case in ("l0", "gradual") else "mlp"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     trainer(kind, case, whole, save_every=at).train()
@@ -114,12 +112,7 @@ def test_the_same_bits_when_it_was_stopped(case, at, tmp_path):
         stopped.train()
     assert checkpoint.load(parts / "last.safetensors")[1]["step"] == at
     trainer(kind, case, parts, save_every=at).train()
-    ours, theirs = (checkpoint.load(run / "last.safetensors")[0] for run in (whole, parts))
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-    assert [line["held_out"] for line in run_log.read(whole) if "held_out" in line] == [
-        line["held_out"] for line in run_log.read(parts) if "held_out" in line
-    ]
+    assert_same(whole, parts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
