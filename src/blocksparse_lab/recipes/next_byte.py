@@ -176,14 +176,7 @@ def outcomes(race: Race, at_most: int | None = None) -> list[Outcome]:
 
 
 def contenders(
-    context: int = 32,
-    *,
-    width: int = 720,
-    depth: int = 6,
-    embedding: int = 16,
-    block_size: int = 16,
-    neighbors: int = 4,
-    seed: int = 0,
+    context: int = 32, *, width: int = 720, depth: int = 6, embedding: int = 16, seed: int = 0, **graph: Any
 ) -> tuple[dict[str, ByteMLP], ByteLayouts]:
     """A wide block-sparse model with small-world layouts, the dense one of as many parameters, and the layouts.
 
@@ -196,9 +189,7 @@ def contenders(
     >>> [(name, model.width, parameters(model)) for name, model in models.items()]
     [('dense', 240, 879616), ('block-sparse', 720, 879616)]
     """
-    layouts = small_world_layouts(
-        context, width, depth, embedding=embedding, block_size=block_size, neighbors=neighbors, seed=seed
-    )
+    layouts = small_world_layouts(context, width, depth, embedding=embedding, seed=seed, **graph)
     narrow = dense_width(layouts, context, embedding=embedding)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,7 @@ from blocksparse.checkpoint import part
 from blocksparse.errors import BlockSparseError
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """The progress of a run; `logged` is step and seconds of the newest line of the log."""
 
     step: int
@@ -35,12 +33,9 @@ def progress(path: Path, about: Mapping[str, Any], steps: int) -> Progress:
     if held_out is not None and not isinstance(held_out, float | int):
         raise BlockSparseError.expected(f"{path}, held_out", "a number or null", f"{held_out!r:.99}")
     step = integer(f"{path}, step", about.get("step"), 0, steps + 1, "the steps")
-    return Progress(
-        step,
-        number(f"{path}, seconds", about.get("seconds"), 0),
-        (integer(f"{path}, logged step", logged[0], 0, step + 1), number(f"{path}, logged seconds", logged[1], 0)),
-        held_out,
-    )
+    seconds = number(f"{path}, seconds", about.get("seconds"), 0)
+    at = integer(f"{path}, logged step", logged[0], 0, step + 1), number(f"{path}, logged seconds", logged[1], 0)
+    return Progress(step, seconds, at, held_out)
 
 
 def check_tensors(path: Path, tensors: Mapping[str, Tensor], model: nn.Module, means: Collection[str]) -> None:

@@ -417,7 +417,7 @@ class Trainer:
                 self.task.load_state_dict(state)
                 self._total.copy_(tensors["trainer.total"])
                 parallel.take_rng_states(tensors, self.device, self.settings.seed, at.step, self.rank)
-            self.step, self.seconds, self._logged, self.held_out = at.step, at.seconds, at.logged, at.held_out
+            self.step, self.seconds, self._logged, self.held_out = at
             if (before := about.get("processes", 1)) != self.processes:
                 now = f"{self.processes} process{'es' * (self.processes > 1)}"
                 self._call(
