@@ -58,9 +58,9 @@ def experiment(
     console = Console()
     chosen = experiments.EXPERIMENTS if "all" in name else {one: experiments.find(one) for one in name}
     if redraw:
-        for one, of in chosen.items():
-            if len(chosen) == 1 or (out / f"{one}.json").exists():
-                _wrote(console, experiments.draw(one, of, out))
+        there = {one: of for one, of in chosen.items() if (out / f"{one}.json").exists()}
+        for one, of in (there or chosen).items():  # where there is none, the first one says so
+            _wrote(console, experiments.draw(one, of, out))
     elif len(chosen) > 1 or cores is not None or hours is not None:
         _side_by_side(console, chosen, runs, out, data_dir, only or (), seed or (), cores, hours)
     else:
