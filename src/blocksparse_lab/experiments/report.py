@@ -27,25 +27,23 @@ def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = 
     Raises:
         BlockSparseError: no run is finished, or the files cannot be written.
     """
-    found = {
-        contender: [compare.read(path) for path in paths] for contender, paths in experiment.finished(runs).items()
+    of = {
+        contender: [compare.read(path) for path in paths]
+        for contender, paths in experiment.finished(runs).items()
+        if paths
     }
-    of = {contender: some for contender, some in found.items() if some}
     if not of:
         raise BlockSparseError.expected("runs", "finished runs of the experiment", f"none in {runs}")
     experiment.race(of)
     known: dict[str, Sequence[Run]] = {
-        contender: [_with(run, experiment.found(run)) for run in some] for contender, some in of.items()
+        contender: [replace(run, config=run.config | {"facts": run.facts | experiment.found(run)}) for run in some]
+        for contender, some in of.items()
     }
     if add:
         old = load(out / f"{name}.json").runs
         known = {one: known.get(one) or old[one] for one in experiment.contenders if one in known or one in old}
     save(out / f"{name}.json", experiment, Results(known, experiment.left_out(runs), experiment.more()))
     return [out / f"{name}.json", *draw(name, experiment, out)]
-
-
-def _with(run: Run, found: Mapping[str, Any]) -> Run:
-    return replace(run, config=run.config | {"facts": run.config["facts"] | found})
 
 
 def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
