@@ -56,11 +56,13 @@ def plan(
         return
     if dtype not in DTYPES:
         raise BlockSparseError.expected("dtype", f"one of {list(DTYPES)}", repr(dtype))
-    if not 1 <= gpus <= MOST_GPUS:
-        raise BlockSparseError.expected("gpus", f"from 1 to {MOST_GPUS}", gpus)
-    for name, count in (("batch", batch), ("sequence", sequence)):
-        if not 1 <= count <= MOST_TOKENS:
-            raise BlockSparseError.expected(name, f"from 1 to {MOST_TOKENS}", count)
+    for name, count, most in (
+        ("gpus", gpus, MOST_GPUS),
+        ("batch", batch, MOST_TOKENS),
+        ("sequence", sequence, MOST_TOKENS),
+    ):
+        if not 1 <= count <= most:
+            raise BlockSparseError.expected(name, f"from 1 to {most}", count)
     if (stored := parse_count(params)) > MOST_PARAMS:
         raise BlockSparseError.expected("params", f"{short(MOST_PARAMS)} at most", params)
     device = _changed(hardware.find(machine), memory=memory, per_node=per_node, inside=inside, between=between)
@@ -137,10 +139,10 @@ def _measure(console: Console, processes: int, json_file: Path | None) -> None:
     if processes < 1:
         raise BlockSparseError.expected("measure", "at least 1 process", processes)
     found = measure(processes)
-    rows = []
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
-        link = getattr(found.inside, name)
-        rows.append((name, f"{link.bandwidth / 1e9:.3g} GB/s", f"{link.latency * 1e6:.3g} us a message"))
+    rows = [
+        (name, f"{link.bandwidth / 1e9:.3g} GB/s", f"{link.latency * 1e6:.3g} us a message")
+        for name, link in vars(found.inside).items()
+    ]
     for (_, block), rate in found.rates.items():
         rows.append((f"block-sparse layer, fp32, blocks of {block}", f"{rate / 1e9:.3g} GFLOP/s", "forward, backward"))
     rows.append(("dense product, fp32", f"{found.dense[4] / 1e9:.3g} GFLOP/s", ""))

@@ -129,6 +129,27 @@ class _Step:
     def backward(self) -> float:
         return (3 if self.job.recompute else 2) * self.forward()
 
+    def optimizer(self, parameters: int) -> float:
+        return self.moving(formulas.optimizer_traffic(parameters, self.job.stored, self.job.optimizer))
+
+    def side_by_side(self, computing: float, sending: float, chunks: int) -> float:
+        overlap = self.hardware.overlap
+        return formulas.overlapped(computing, sending, chunks) if overlap else computing + sending
+
+    def memory(self, parameters: int) -> dict[str, float]:
+        job = self.job
+        return {
+            "values": parameters * job.stored,
+            "gradients": parameters * job.stored,
+            "optimizer": parameters * job.stored * formulas.STATES[job.optimizer],
+            "layouts": sum(product.index_bytes(self.tensor_parallel) for product in self.net.products),
+            "activations": activation_bytes(self.net, job, self.tensor_parallel),
+        }
+
+    def plan(self, engine: str, memory: dict[str, float], seconds: dict[str, float], total: float) -> Plan:
+        fits = sum(memory.values()) <= USABLE * self.hardware.memory
+        return Plan(engine, memory, self.calls, seconds, total, fits)
+
 
 def plans(net: Net, hardware: Hardware, job: Job) -> list[Plan]:
     """DDP, FSDP2, and TP x FSDP2 with each power of two of a node's devices that divides the ranks; simplest first.
@@ -155,21 +176,19 @@ def ddp(net: Net, hardware: Hardware, job: Job) -> Plan:
     gradients = parameters * job.stored
     buckets = math.ceil(gradients / BUCKET_BYTES) if job.ranks > 1 else 1
     sending = sum(step.send("all_reduce", gradients / buckets, job.ranks) for _ in range(buckets))
-    layouts = sum(product.index_bytes() for product in net.products)
-    layouts_sent = step.send("broadcast", layouts, job.ranks)  # DDP's broadcast_buffers
-    memory = _memory(net, job, parameters, layouts, 1)
+    memory = step.memory(parameters)
+    layouts_sent = step.send("broadcast", memory["layouts"], job.ranks)  # DDP's broadcast_buffers
     if job.wire < job.stored:  # autocast keeps the copies until the backward pass is through
         memory["copies"] = parameters * job.wire
     copying = step.moving(2 * gradients) if job.ranks > 1 else 0.0  # into the buckets, divided
     seconds = {
         "forward": step.forward(),
         "backward": step.backward() + copying,
-        "optimizer": step.moving(formulas.optimizer_traffic(parameters, job.stored, job.optimizer)),
+        "optimizer": step.optimizer(parameters),
         "collectives": sending + layouts_sent,
     }
     total = seconds["forward"] + seconds["optimizer"] + layouts_sent
-    total += _side_by_side(hardware, seconds["backward"], sending, buckets)
-    return _plan("DDP", memory, step, seconds, total)
+    return step.plan("DDP", memory, seconds, total + step.side_by_side(seconds["backward"], sending, buckets))
 
 
 def fsdp2(net: Net, hardware: Hardware, job: Job, tensor_parallel: int = 1) -> Plan:
@@ -197,8 +216,7 @@ def fsdp2(net: Net, hardware: Hardware, job: Job, tensor_parallel: int = 1) -> P
         for when, often in passes.items()
     }
     parameters = sum(units)
-    layouts = sum(product.index_bytes(tensor_parallel) for product in net.products)
-    memory = _memory(net, job, parameters, layouts, tensor_parallel)
+    memory = step.memory(parameters)
     if shards > 1:  # the layer that computes, the next one, and a layer's gradients
         memory["copies"] = 3 * max(gathered)
     copies = sum(gathered) if shards > 1 else 0
@@ -206,24 +224,14 @@ def fsdp2(net: Net, hardware: Hardware, job: Job, tensor_parallel: int = 1) -> P
         # Out of the gathered buffer into parameters; gradients into the buffer to be scattered, and divided.
         "forward": step.forward() + step.moving(2 * copies),
         "backward": step.backward() + step.moving(6 * copies),
-        "optimizer": step.moving(formulas.optimizer_traffic(parameters, job.stored, job.optimizer)),
+        "optimizer": step.optimizer(parameters),
         "collectives": sum(gathers.values()) + scatters + sum(added.values()),
     }
-    total = seconds["optimizer"]
-    total += _side_by_side(hardware, seconds["forward"] + added["forward"], gathers["forward"], len(units))
     sent = gathers["backward"] + scatters
-    total += _side_by_side(hardware, seconds["backward"] + added["backward"], sent, len(units))
-    return _plan(f"TP {tensor_parallel} x FSDP2" if tensor_parallel > 1 else "FSDP2", memory, step, seconds, total)
-
-
-def _memory(net: Net, job: Job, parameters: int, layouts: int, tensor_parallel: int) -> dict[str, float]:
-    return {
-        "values": parameters * job.stored,
-        "gradients": parameters * job.stored,
-        "optimizer": parameters * job.stored * formulas.STATES[job.optimizer],
-        "layouts": layouts,
-        "activations": activation_bytes(net, job, tensor_parallel),
-    }
+    total = seconds["optimizer"]
+    total += step.side_by_side(seconds["forward"] + added["forward"], gathers["forward"], len(units))
+    total += step.side_by_side(seconds["backward"] + added["backward"], sent, len(units))
+    return step.plan(f"TP {tensor_parallel} x FSDP2" if tensor_parallel > 1 else "FSDP2", memory, seconds, total)
 
 
 def activation_bytes(net: Net, job: Job, tensor_parallel: int = 1) -> float:
@@ -239,15 +247,6 @@ def activation_bytes(net: Net, job: Job, tensor_parallel: int = 1) -> float:
     if job.recompute:  # the inputs of layers, and one layer at a time
         return layer + whole * len(net.layers)
     return layer * len(net.layers) + (0 if net.attention else whole)
-
-
-def _side_by_side(hardware: Hardware, computing: float, sending: float, chunks: int) -> float:
-    return formulas.overlapped(computing, sending, chunks) if hardware.overlap else computing + sending
-
-
-def _plan(engine: str, memory: dict[str, float], step: _Step, seconds: dict[str, float], total: float) -> Plan:
-    fits = sum(memory.values()) <= USABLE * step.hardware.memory
-    return Plan(engine, memory, step.calls, seconds, total, fits)
 
 
 def recommend(found: Sequence[Plan]) -> tuple[Plan | None, str]:
