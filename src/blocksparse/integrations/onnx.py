@@ -112,8 +112,7 @@ def _quiet() -> Iterator[None]:
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         log.setLevel(level)

@@ -180,17 +180,12 @@ def _places(model: PreTrainedModel, weights: Mapping[str, Any], size: int | None
         total += max(blocks * height * width, height, width)  # its padding and its bias are as long as a block
         if size is not None and total > size:
             raise BlockSparseError.expected("quantization_config", f"no more numbers than {size:,} bytes hold", total)
-        found[here] = _first(blocks, weight.grid, weight.block_shape)
+        first = np.divmod(np.arange(blocks), columns)  # in the place of those that are not loaded yet
+        found[here] = BlockLayout.from_indices(*first, weight.grid, weight.block_shape)
     if weights and not found:
         expected = f"names of weights of a {type(model).__name__}"
         raise BlockSparseError.expected("quantization_config", expected, ", ".join(map(repr, list(weights)[:3])))
     return found
-
-
-def _first(blocks: int, grid: tuple[int, int], block: tuple[int, int]) -> BlockLayout:
-    """A layout of the first blocks, in the place of one that is not loaded yet."""
-    at = np.arange(blocks)
-    return BlockLayout.from_indices(at // grid[1], at % grid[1], grid, block)
 
 
 def _take_layout(name: str, module: BlockSparseModule) -> None:

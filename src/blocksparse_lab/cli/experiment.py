@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TextColumn
 from typer.core import TyperCommand
 
 from blocksparse.errors import BlockSparseError
 
 from .progress import show
-from .terminal import say, stages
+from .terminal import COUNT, bar, say, stages
 
 if TYPE_CHECKING:
     from ..experiments import Experiment
@@ -104,21 +104,18 @@ def _side_by_side(
     jobs = queue.missing(chosen, runs, only, seeds)
     cores = queue.idle_cores() if cores is None else cores
     say(console, f"{len(jobs)} runs are missing; {cores} at a time")
-    columns = TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn()
     bars: dict[Path, Any] = {}
     finished: dict[str, None] = {}  # names of experiments, in order
-    with (
-        signals() as caught,
-        Progress(*columns, TextColumn("{task.fields[text]}"), console=console, disable=not console.is_terminal) as bar,
-    ):
+    columns = *COUNT, TextColumn("{task.fields[text]}")
+    with signals() as caught, bar(console, *columns, transient=False) as progress:
         for job, news in queue.train(jobs, cores, float("inf") if hours is None else 3600 * hours, data_dir, caught):
             title = f"{job.name} {job.run.name}"
             if job.run not in bars:
-                bars[job.run] = bar.add_task(escape(title), total=None, text="")
-            bar.update(bars[job.run], completed=news.done, total=news.of or None, text=escape(news.text))
+                bars[job.run] = progress.add_task(escape(title), total=None, text="")
+            progress.update(bars[job.run], completed=news.done, total=news.of or None, text=escape(news.text))
             if news.finished or news.failed:
-                bar.update(bars[job.run], visible=False)
-                say(bar.console, f"{title}: {news.text}", "green" if news.finished else "yellow")
+                progress.update(bars[job.run], visible=False)
+                say(progress.console, f"{title}: {news.text}", "green" if news.finished else "yellow")
             if news.finished:
                 finished[job.name] = None
     left = len(queue.missing(chosen, runs, only, seeds))
