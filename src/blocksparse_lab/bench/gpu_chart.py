@@ -18,9 +18,7 @@ Details = Mapping[str, Any]
 def write_chart(path: Path, cases: Mapping[str, Details], ceilings: Details, where: str) -> None:
     """A PNG: speed-up over dense against density, few tokens and many, under what bytes and arithmetic allow.
 
-    Args:
-        cases: the details of rows, by their name in GPU_REACH.
-        ceilings: those of the row of the copy and the dense peak.
+    Of the details of rows by their name in GPU_REACH, and those of the row of the copy and the dense peak.
     """
     figure, panels = figure_and_axes((12, 5.2), columns=2)
     measured = {name: case for name, case in cases.items() if "dense" in case.get("speedup", ())}

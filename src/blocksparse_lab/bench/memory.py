@@ -58,10 +58,7 @@ def measured_step(
 ) -> dict[str, int]:
     """What the peak of a forward and backward adds to what is there before; its plans and indices are counted.
 
-    Args:
-        before: gives the bytes that are there, and resets the peak.
-        after: gives the peak.
-        kind: of the tensors.
+    `before()` gives the bytes that are there and resets the peak, which `after()` gives.
     """
     block = layout.block_shape[0]
     sides = (4, block), (1, block, block), (4, block)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from blocksparse.errors import BlockSparseError
@@ -17,6 +16,7 @@ from blocksparse.measure import Spread
 from blocksparse.topology.drawings import style
 from blocksparse.topology.drawings.style import figure_and_axes
 
+from .. import text_table
 from ..machine import machine, where
 from .case import CaseResult
 
@@ -34,21 +34,22 @@ STYLES = {
 }
 
 
+_LOOK: dict[str, Any] = {
+    **{"title_style": "bold", "title_justify": "left", "caption_justify": "left", "header_style": "table.header"},
+    **dict.fromkeys(("pad_edge", "show_edge", "collapse_padding"), True),
+}
+
+
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", caption: str = "", text: int = 0
 ) -> Table:
     """For the terminal: the first `text` columns are text, the others numbers."""
-    out = Table(title=title, caption=caption or None, box=SIMPLE_HEAD, collapse_padding=True)
-    out.title_style, out.title_justify, out.caption_justify = "bold", "left", "left"
-    for nth, name in enumerate(head):
-        # Wide enough for the quartiles alone: on a narrow terminal they go below the median.
-        width = 13 if name.startswith("over ") else None
-        out.add_column(
-            name, justify="left" if nth < text else "right", no_wrap=nth >= text and not width, min_width=width
-        )
-    for row in rows:
-        out.add_row(*row)
-    return out
+    made = text_table.table(head, rows, text, title=title, caption=caption or None, **_LOOK)
+    for column in made.columns:
+        if f"{column.header}".startswith("over "):
+            # Wide enough for the quartiles alone: on a narrow terminal they go below the median.
+            column.no_wrap, column.min_width = False, 13
+    return made
 
 
 def results_table(results: Sequence[CaseResult], title: str = "") -> Table:

@@ -59,11 +59,7 @@ def judged(
 ) -> Row:
     """The row of a ratio: met if its median is at least `least`, or at most `most`; without either it has no target.
 
-    Args:
-        work, target: texts; the target's, where those words do not say it.
-        over: what the ratio is over.
-        more: what follows the ratio.
-        details: for JSON.
+    `target` is its text, where those words do not say it; `more` follows the ratio, and `details` are for JSON.
 
     >>> judged("a step", Spread(1.5, 1.4, 1.6, 21), "dense", least=2)
     Row(work='a step', target='>= 2x dense', measured='1.50x (1.40-1.60) dense', met=False, details={})
@@ -165,11 +161,7 @@ def memory_row(work: str, facts: Mapping[str, int], dense: int) -> Row:
 
     What it must take: the gradient of the values, the output and the gradient of the input. The rest (plans, panels,
     threads' stacks, the allocator) has to be a working copy of the activations at most, O(nnz) indices (128 bytes per
-    block) and 16 MiB for the rest: nothing that grows as in x out.
-
-    Args:
-        facts: bytes at the `peak`, of the `gradient` and of the `activations`, and `nnz`.
-        dense: bytes of a dense weight.
+    block) and 16 MiB for the rest: nothing that grows as in x out. `dense` are the bytes of a dense weight.
 
     >>> facts = {"nnz": 1000, "peak": 9 << 20, "gradient": 2 << 20, "activations": 4 << 20}
     >>> row = memory_row("a step", facts, dense=64 << 20)

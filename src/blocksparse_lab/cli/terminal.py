@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -21,32 +20,15 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 from blocksparse.errors import BlockSparseError
+
+from ..text_table import table as table
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="A file for the numbers.")]
 
 COUNT = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
 LEFT = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]] = (), words: int = 1, **options: Any) -> Table:
-    """A table whose first columns, `words` of them, are words that may be folded; numbers are on the right.
-
-    >>> Console(width=40).print(table(("net", "error"), [("dense", "1.5 %"), ("sparse", "11 %")]))
-    net      error
-    ──────────────
-    dense    1.5 %
-    sparse    11 %
-    """
-    made = Table(box=SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False, **options)
-    for nth, name in enumerate(head):
-        first = nth < words
-        made.add_column(name, justify="left" if first else "right", no_wrap=not first, overflow="fold")
-    for row in rows:
-        made.add_row(*row)
-    return made
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
