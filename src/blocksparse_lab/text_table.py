@@ -19,7 +19,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]] = (), words: int = 
     dense    1.5 %
     sparse    11 %
     """
-    look = {"header_style": "dim", "pad_edge": False, "show_edge": False} | options
+    look: dict[str, Any] = {"header_style": "dim", "pad_edge": False, "show_edge": False} | options
     made = Table(box=SIMPLE_HEAD, **look)
     for nth, name in enumerate(head):
         first = nth < words
