@@ -105,13 +105,11 @@ def run_script(count: int, script: Path, *arguments: str, folder: Path, timeout:
     As with torchrun, but that PyTorch is imported once for all scripts.
     """
     shared = rendezvous(count)
+    variables = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {} for rank in range(count)]
     outputs = [folder / f"{script.stem}-{rank}.out" for rank in range(count)]
-    running = []
-    for rank, output in enumerate(outputs):
-        variables = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
-        process = CONTEXT.Process(target=_run, args=([str(script), *arguments], variables, folder, output), daemon=True)
-        process.start()
-        running.append(process)
+    running = [
+        start_script(script, *arguments, variables=of, output=to) for of, to in zip(variables, outputs, strict=True)
+    ]
     begun = time.monotonic()
     for process in running:
         process.join(max(0.0, begun + timeout - time.monotonic()))
@@ -123,13 +121,20 @@ def run_script(count: int, script: Path, *arguments: str, folder: Path, timeout:
     return said
 
 
-def _run(argv: list[str], variables: dict[str, str], folder: Path, output: Path) -> None:
+def start_script(script: Path, *arguments: str, variables: dict[str, str], output: Path) -> Any:
+    """The process, just started, of a script that writes what it prints to a file, and runs in the file's folder."""
+    process = CONTEXT.Process(target=_run, args=([str(script), *arguments], variables, output), daemon=True)
+    process.start()
+    return process
+
+
+def _run(argv: list[str], variables: dict[str, str], output: Path) -> None:
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
     os.environ |= variables
-    os.chdir(folder)
+    os.chdir(output.parent)
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
 

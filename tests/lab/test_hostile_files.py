@@ -40,7 +40,7 @@ def write(path, content):
     return path
 
 
-@pytest.mark.parametrize("cases", [600, pytest.param(6000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("cases", [200, pytest.param(6000, marks=pytest.mark.full)])
 def test_hostile_and_changed_files_load_or_are_refused(cases, tmp_path):
     # In a process of its own, which a crash may end, and in which memory is measured.
     command = [sys.executable, str(MUTATE), "--cases", str(cases), "--seed", "0", "--folder", str(tmp_path / "work")]

@@ -73,8 +73,10 @@ def check_close(run, other):
 @pytest.mark.parametrize(
     ("kind", "shard"),
     [
-        *((kind, True) for kind in ("charlm", "mlp", "set", "rigl", "resnet")),
-        ("rigl", False),
+        *((kind, True) for kind in ("charlm", "set", "resnet")),
+        pytest.param("mlp", True, marks=pytest.mark.full),
+        pytest.param("rigl", True, marks=pytest.mark.full),
+        pytest.param("rigl", False, marks=pytest.mark.full),
         pytest.param("pixelcnn", True, marks=pytest.mark.full),  # a thousand tensors, each sent by itself
     ],
 )
@@ -86,7 +88,7 @@ def test_as_with_one_process(processes, tmp_path, kind, shard):
     assert max(shares) < 1 / 2 + 0.05 or not shard
 
 
-@pytest.mark.parametrize("kind", ["charlm", "set"])
+@pytest.mark.parametrize("kind", [pytest.param("charlm", marks=pytest.mark.full), "set"])
 def test_stopped_and_resumed_it_has_the_same_bits(processes, tmp_path, kind):
     processes(2)(trained, kind, tmp_path / "whole")
     for until in (7, 16, None):
@@ -94,7 +96,7 @@ def test_stopped_and_resumed_it_has_the_same_bits(processes, tmp_path, kind):
     assert kill_runs.same(tmp_path / "stopped", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("kind", ["charlm", "mlp", "set"])
+@pytest.mark.parametrize("kind", ["charlm", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("mlp", "set"))])
 def test_goes_on_with_other_numbers_of_processes_and_without(processes, tmp_path, kind):
     trained(kind, tmp_path / "whole", None, False)
     for count, until, shard in ((2, 5, True), (4, 9, True), (2, 13, False), (2, 17, True), (1, None, True)):

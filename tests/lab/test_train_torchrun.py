@@ -62,9 +62,9 @@ def test_goes_on_with_other_numbers_of_processes(processes, tmp_path):
 
 
 def test_stopped_and_resumed_it_has_the_same_bits(processes, tmp_path):
-    processes(4)(trained, "charlm", tmp_path / "whole")
+    processes(2)(trained, "charlm", tmp_path / "whole")
     for until in (7, 16, None):
-        processes(4)(trained, "charlm", tmp_path / "stopped", until)
+        processes(2)(trained, "charlm", tmp_path / "stopped", until)
     assert kill_runs.same(tmp_path / "stopped", tmp_path / "whole")
 
 
@@ -93,7 +93,7 @@ def command(tmp_path, out, *more):
     return [*blocksparse, *f"train mlp --data {data} --hidden 32,32 --batch 16 --out {out}".split(), *more]
 
 
-@pytest.mark.parametrize("shard", [[], ["--shard"]], ids=" ".join)
+@pytest.mark.parametrize("shard", [pytest.param([], marks=pytest.mark.full), ["--shard"]], ids=" ".join)
 def test_the_command_line_prints_once(tmp_path, shard):
     launch = [*TORCHRUN, "--nproc-per-node=2", *command(tmp_path, tmp_path / "run", "--epochs", "2", *shard)]
     done = subprocess.run(launch, capture_output=True, text=True, timeout=200)
@@ -129,7 +129,8 @@ def test_a_process_that_stops_is_named(tmp_path, shard):
     assert torchrun.returncode != 0
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kills", [1, 4])
 def test_killed_under_torchrun_it_ends_with_the_same_tensors(tmp_path, kills):
     program = Path(kill_runs.__file__)
     arguments = ["--processes", "2", "--kills", str(kills), "--kinds", "mlp"]

@@ -91,7 +91,7 @@ def of_configurations():
         backend, dtype = case.values
         names = [name for name in CONFIGURATIONS if dtype in (torch.float32, torch.bfloat16) or "strided" in name]
         if backend in SLOW:
-            names = ["1-D", "2-D dilated, rectangular blocks"][: 1 + (dtype == torch.float32)]
+            names = [{torch.float32: "2-D dilated, rectangular blocks", torch.bfloat16: "1-D"}.get(dtype, "")]
         few = backend in SLOW and dtype == torch.float32
         for name in CONFIGURATIONS if few else names:
             marks = () if name in names else pytest.mark.full
@@ -182,8 +182,9 @@ def of_blocks():
             marks = pytest.mark.full if case.values[0] in GPU and nth % 3 else ()
             yield pytest.param(*case.values, block, id=f"{case.id}-block {block}", marks=marks)
     for backend in SLOW:
-        pairs = zip(DTYPES, [8, (32, 4), (12, 20), 64], strict=True)
-        yield from (pytest.param(backend, dtype, block, id=f"{backend}-block {block}") for dtype, block in pairs)
+        for dtype, block in zip(DTYPES, [8, (32, 4), (12, 20), 64], strict=True):
+            marks = pytest.mark.full if block == 64 else ()
+            yield pytest.param(backend, dtype, block, id=f"{backend}-block {block}", marks=marks)
 
 
 @pytest.mark.parametrize(("backend", "dtype", "block"), list(of_blocks()))
@@ -374,8 +375,8 @@ def check_gradients(backend, transposed, activation, layout, n, space):
         if activation == "relu":  # off its kink
             with torch.no_grad():
                 bias += 30 * bias.sign()
-        # Along drawn directions; one by one takes a minute where kernels are interpreted.
-        assert torch.autograd.gradcheck(function, (x, values, bias), fast_mode=backend in SLOW)
+        # Along drawn directions; one by one takes a minute.
+        assert torch.autograd.gradcheck(function, (x, values, bias), fast_mode=True)
         assert torch.autograd.gradgradcheck(function, (x, values, bias), fast_mode=True)
 
 
@@ -388,14 +389,15 @@ def test_gradients_and_double_gradients(backend, transposed, activation):
     check_gradients(backend, transposed, activation, layout, n=2, space=(3, 4))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", SLOW)
-@pytest.mark.parametrize("transposed", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("transposed", [False, True])
 def test_gradients_and_double_gradients_interpreted(backend, transposed):
     layout = bs.BlockLayout([[True, False], [False, False]], (1, 2))
     check_gradients(backend, transposed, None, layout, n=1, space=(2, 2))
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("activation", [pytest.param(None, marks=pytest.mark.full), "gelu"])
 def test_opcheck(activation):
     layout = bs.patterns.random((12, 20), block_size=4, density=0.5, seed=0)
     x, values = (
@@ -432,8 +434,8 @@ def test_compiles_into_one_graph_and_trains_in_it(activation, compiler):
         return bs.conv_transpose2d(y, back, layout.T, stride=2).square().mean()
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=compiler)
-    for n, memory in ((3, torch.channels_last), (5, torch.channels_last)):
-        x = torch.randn(n, 32, 9, 8).to(memory_format=memory)
+    for n in (3, 5):
+        x = torch.randn(n, 32, 9, 8).to(memory_format=torch.channels_last)
         plain = torch.autograd.grad(loss(x), (values, bias, back))
         torch.testing.assert_close(torch.autograd.grad(compiled(x), (values, bias, back)), plain)
         with torch.no_grad():

@@ -48,13 +48,15 @@ def argument(launch, name: str):
 @pytest.mark.parametrize(
     ("transposed", "space", "kernel", "steps", "together"),
     [
-        (False, (6, 8), (3, 3), {"padding": 1}, (4, 4, 4)),
+        pytest.param(False, (6, 8), (3, 3), {"padding": 1}, (4, 4, 4), marks=pytest.mark.full),
         (False, (6, 9), (3, 3), {}, (4, 2, 1)),  # 7 outputs, 9 inputs
         (False, (40,), (2,), {"dilation": 2, "padding": 1}, (4, 4, 4)),
         (False, (8, 9), (3, 4), {"stride": (1, 2), "padding": 1}, (4, 4, 4)),  # the gradient of the input in phases
         (True, (3, 3, 8), (1, 2, 3), {"padding": (0, 0, 1)}, (4, 4, 4)),
         (False, (6, 10), (3, 3), {"padding": 1}, (2, 2, 2)),  # four at a time would waste more than an eighth
-        (False, (7, 20), (3, 5), {"padding": 2}, (1, 1, 1)),  # too many taps for one step
+        pytest.param(
+            False, (7, 20), (3, 5), {"padding": 2}, (1, 1, 1), marks=pytest.mark.full
+        ),  # too many taps for one step
     ],
     ids=["same", "valid", "dilated", "strided", "transposed", "pairs", "alone"],
 )

@@ -211,8 +211,15 @@ def compare(name, engine, optimizer, method):
 COUNTS = {"ddp": 2, "fsdp": 4, "tp": 4, "tp_fsdp": 4}
 
 
+OFTEN = {
+    "linear": {("ddp", "set"), ("ddp", "threshold"), ("fsdp", "none"), ("fsdp", "gradual"), ("fsdp", "rigl"),
+               ("tp", "set"), ("tp_fsdp", "rigl")},
+    "mixed": {("ddp", "gradual"), ("fsdp", "set"), ("tp", "blocks"), ("tp_fsdp", "rigl")},
+}  # fmt: skip
+
+
 def cases():
-    """Every method by every engine, in each run with one optimizer and number of processes."""
+    """Every method by every engine, optimizer and number of processes; each method, and each engine, often."""
     for name, task in TASKS.items():
         for count, engine, method, optimizer in itertools.product((2, 4), ENGINES, task.methods, OPTIMIZERS):
             if (engine == "tp_fsdp" and count == 2) or (engine.startswith("tp") and method in DENSE):
@@ -221,8 +228,8 @@ def cases():
                 continue  # the model is to be wrapped again
             if name == "mixed" and (count != COUNTS[engine] or optimizer == "sgd"):
                 continue
-            often = count == (4 if engine == "tp_fsdp" or method in ("set", "threshold") else 2)
-            often = name == "mixed" or (often and optimizer == "adamw")
+            often = (engine, method) in OFTEN[name] and optimizer == "adamw"
+            often = often and count in (4 if engine == "tp_fsdp" else 2, COUNTS[engine] if name == "mixed" else 0)
             yield pytest.param(name, count, engine, method, optimizer, marks=() if often else pytest.mark.full)
 
 

@@ -18,12 +18,18 @@ SAYS = {
 FEWER = {"data_parallel": ("--steps", "120"), "fsdp2": ("--steps", "120")}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+OFTEN = ("data_parallel", "tensor_parallel")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.full) for name in EXAMPLES]
+)
 def test_it_says_what_it_reached(name, tmp_path):
     said = run_script(2, FOLDER / f"{name}.py", *FEWER.get(name, ()), folder=tmp_path)
     assert re.search(SAYS.get(name, ""), said)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_two_is_loaded_by_any_number(tmp_path):
     def run(count, what):
         said = run_script(count, FOLDER / "checkpoints.py", what, str(tmp_path / "at"), folder=tmp_path)

@@ -18,10 +18,9 @@ from blocksparse import checkpoint
 from blocksparse.distributed import Settings, train
 from blocksparse.distributed.wasap.train import batches
 from blocksparse_lab.models.mlp import SparseMLP
-from processes import rendezvous
+from processes import rendezvous, run_script, start_script
 
-# Options of a rank go before those of all. With `ranks` it is started once and forks, as PyTorch takes long to import,
-# and what `train` raises is printed; else torchrun starts it, and it saves what came out.
+# Options of a rank go before those of all. What came out is saved; or with "says", what `train` raised is printed.
 SCRIPT = """
 import datetime, os, signal, sys, threading
 import torch
@@ -32,16 +31,6 @@ from blocksparse_lab.models.mlp import SparseMLP
 
 torch.set_num_threads(1)
 where, options = sys.argv[1], eval(sys.argv[2])
-for rank, variables in options.get("ranks", {}).items():
-    if os.fork() == 0:
-        os.environ |= variables
-        sys.stdout = open(f"{where}/{rank}", "w")
-        break
-else:
-    for _ in options.get("ranks", ()):
-        os.wait()
-    if "ranks" in options:
-        sys.exit()
 rank = int(os.environ["RANK"])
 settings = Settings(**options["settings"] | options.get(rank, {}).pop("settings", {}))
 options |= options.get(rank, {})
@@ -85,7 +74,7 @@ def run():
     return model.state_dict(), [(e.epoch, e.phase, e.accuracy) for e in epochs]
 
 
-if "ranks" in options:
+if "says" in options:
     try:
         run()
         said = "done"
@@ -93,7 +82,8 @@ if "ranks" in options:
         said = str(error)
     except KeyboardInterrupt:
         said = "interrupted"
-    print(said, end=".\\n", flush=True)
+    with open(f"{where}/{rank}.said", "w") as file:
+        file.write(said + ".\\n")
     os._exit(0)
 if "again" in options:  # three runs of one group, the first refused
     torch.distributed.init_process_group("gloo")
@@ -142,12 +132,16 @@ def environment():
 
 def torchrun(tmp_path, workers, settings=None, restarts=0, given=None, **options):
     """The process of `torchrun` as it ended."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
-    command += ["--max-restarts", str(restarts), str(script)]
+    command += ["--max-restarts", str(restarts), str(write_script(tmp_path))]
     command += [str(tmp_path), repr({"settings": SETTINGS | (settings or {}), **(given or {}), **options})]
     return subprocess.run([sys.executable, *command], env=environment(), capture_output=True, text=True, timeout=100)
+
+
+def write_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    return script
 
 
 def results(tmp_path, workers):
@@ -227,8 +221,8 @@ def sequential_accuracy():
 def test_several_workers_are_as_good(workers, synchronous, tmp_path, sequential_accuracy):
     # Synchronous runs have the same bits each time: the script sees to it.
     again = {"again": True} if synchronous else {}
-    done = torchrun(tmp_path, workers, {"synchronous": synchronous}, **again)
-    assert done.returncode == 0, done.stderr
+    arguments = str(tmp_path), repr({"settings": SETTINGS | {"synchronous": synchronous}, **again})
+    run_script(workers, write_script(tmp_path), *arguments, folder=tmp_path)
     (state, epochs), *others = results(tmp_path, workers)
     for other, none in others:
         same(other, state)
@@ -265,6 +259,7 @@ def test_one_that_is_killed_stops_the_run_and_it_goes_on_from_its_checkpoint(tmp
     assert phases == [(3, "synchronous"), (4, "synchronous"), (5, "alone"), (5, "average")]
 
 
+@pytest.mark.full
 def test_restarted_by_torchrun_it_goes_on_from_its_checkpoint(tmp_path):
     done = torchrun(tmp_path, 2, {"epochs": 5, "synchronous": True}, restarts=1, given=KILLED)
     assert done.returncode == 0, done.stderr
@@ -272,31 +267,30 @@ def test_restarted_by_torchrun_it_goes_on_from_its_checkpoint(tmp_path):
     assert phases == [(3, "synchronous"), (4, "synchronous"), (5, "alone"), (5, "average")]
 
 
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="its processes are forked")
-
-
 def said_by_ranks(tmp_path, ranks, given=None, variables=None, timeout=20.0, of=None, **options):
     """The output of each process `of` a group without torchrun, which would end all when one dies."""
     shared = rendezvous(max(ranks) + 1)
-    own = {rank: shared | {"RANK": str(rank)} | (variables or {}).get(rank, {}) for rank in ranks}
     settings = SETTINGS | {"epochs": 4, "timeout": timeout} | options.pop("settings", {})
-    options = repr({**(given or {}), "ranks": own, "settings": settings, "rows": 128, **options})
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), options], env=environment(), start_new_session=True
-    )
+    arguments = str(tmp_path), repr({**(given or {}), "says": True, "settings": settings, "rows": 128, **options})
+    own = [shared | {"RANK": str(rank)} | (variables or {}).get(rank, {}) for rank in ranks]
+    running = [
+        start_script(write_script(tmp_path), *arguments, variables=of, output=tmp_path / f"{rank}.out")
+        for rank, of in zip(ranks, own, strict=True)
+    ]
+    said = [tmp_path / f"{rank}.said" for rank in of or ranks]
     try:
         deadline = time.monotonic() + 100
-        waiting = {tmp_path / str(rank) for rank in of or ranks}
+        waiting = set(said)
         while waiting and time.monotonic() < deadline:
             time.sleep(0.1)
             waiting = {path for path in waiting if not path.exists() or not path.read_text().endswith(".\n")}
     finally:
-        os.killpg(launcher.pid, signal.SIGKILL)
-        launcher.wait()
-    return [(tmp_path / str(rank)).read_text() for rank in of or ranks]
+        for process in running:
+            process.kill()
+            process.join()
+    return [path.read_text() for path in said]
 
 
-@needs_fork
 @pytest.mark.parametrize(
     ("given", "what"),
     [
@@ -314,7 +308,6 @@ def test_a_process_that_was_given_something_else_is_named_by_all(given, what, tm
     assert said_by_ranks(tmp_path, [0, 1, 2], given) == [wanted] * 3
 
 
-@needs_fork
 def test_a_port_in_use_is_said_and_no_process_waits_longer_than_told(tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -329,7 +322,6 @@ def test_a_port_in_use_is_said_and_no_process_waits_longer_than_told(tmp_path):
     assert time.monotonic() - begun < 45, "and not after the minute that PyTorch waits"
 
 
-@needs_fork
 def test_processes_that_have_not_started_are_named(tmp_path):
     four = {rank: {"WORLD_SIZE": "4"} for rank in (0, 2)}
     first, third = said_by_ranks(tmp_path, [0, 2], variables=four, timeout=5.0)
@@ -337,7 +329,6 @@ def test_processes_that_have_not_started_are_named(tmp_path):
     assert third.startswith("process")
 
 
-@needs_fork
 def test_processes_that_do_not_agree_on_their_number(tmp_path):
     wanted = "process 1: expected WORLD_SIZE 2, as in process 0, got 3.\n"
     assert said_by_ranks(tmp_path, [0, 1], variables={1: {"WORLD_SIZE": "3"}}) == [wanted] * 2
@@ -362,7 +353,6 @@ def test_wrong_variables(variables, message, monkeypatch):
         train(network(), (X, Y), Settings(epochs=1, timeout=5.0))
 
 
-@needs_fork
 @pytest.mark.parametrize(
     ("workers", "which", "number", "synchronous", "own"),
     [
@@ -386,7 +376,6 @@ def test_who_is_stuck_or_gone_is_named(workers, which, number, synchronous, own,
         assert text.startswith(f"{whose} {gone}: expected an answer in time, got none: dead, or out of reach"), text
 
 
-@needs_fork
 def test_an_interrupt_while_others_are_waited_for_ends_it_at_once(tmp_path):
     (said,) = said_by_ranks(tmp_path, [1], {1: {"interrupt": True}}, timeout=300.0)
     assert said == "interrupted.\n"
@@ -431,13 +420,3 @@ def test_a_checkpoint_of_another_run(tmp_path):
         train(network(), (X, Y), Settings(epochs=2), checkpoint=path, resume=True)
     with pytest.raises(bs.BlockSparseError, match="expected a checkpoint of this model"):
         train(SparseMLP([20, 8, 2], epsilon=3), (X, Y), Settings(epochs=1), checkpoint=path, resume=True)
-
-
-def test_import_blocksparse_does_not_load_it():
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys, blocksparse; print('blocksparse.distributed' in sys.modules)"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.strip() == "False", done.stderr

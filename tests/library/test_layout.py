@@ -289,14 +289,15 @@ def test_refuses_indices(rows, cols, grid, said):
         BlockLayout.from_indices(rows, cols, grid, 4)
 
 
-def test_import_loads_no_optional_package():
+def test_import_loads_no_optional_package_and_no_engine_of_many_processes():
     script = """
         import sys
         import torch
         before = set(sys.modules)
         import blocksparse
         optional = {"triton", "matplotlib", "scipy", "networkx", "sklearn", "pooch", "tensorboard"}
-        print(sorted({name.split(".")[0] for name in set(sys.modules) - before} & optional))
+        found = {name.split(".")[0] for name in set(sys.modules) - before} & optional
+        print(sorted(found), "blocksparse.distributed" in sys.modules)
     """
     run = [sys.executable, "-c", textwrap.dedent(script)]
-    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == "[] False\n"

@@ -1,15 +1,13 @@
 """A module has one layout: whatever else is written to its index buffers raises instead of computing another net."""
 
 import copy
-import subprocess
-import sys
-import textwrap
 import warnings
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -223,58 +221,32 @@ def test_a_module_is_looked_at_when_it_is_compiled(pair):
     torch._dynamo.reset()
 
 
-RANK = """
-import sys
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-import blocksparse as bs
+def ranks_of_data_parallel_training():
+    rank = torch.distributed.get_rank()
 
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    def wrapped(seed):
+        torch.manual_seed(seed)
+        return DistributedDataParallel(bs.nn.Linear(48, 64, density=0.5, block_size=16))
 
-
-def wrapped(seed):
-    torch.manual_seed(seed)
-    return DistributedDataParallel(bs.nn.Linear(48, 64, density=0.5, block_size=16))
-
-
-model = wrapped(0)
-for step in range(3):
-    torch.manual_seed(10 * step + rank)
-    model(torch.randn(5, 48)).square().mean().backward()
-model.module.state_dict()
-said = "same, "
-model = wrapped(rank)
-try:
-    model.module(torch.randn(5, 48))
-    said += "runs"
-except bs.BlockSparseError as error:
-    said += "ranks" if "DistributedDataParallel, where the layouts of the ranks differ" in str(error) else str(error)
-print(said)
-dist.barrier()
-dist.destroy_process_group()
-"""
+    model = wrapped(0)
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(5, 48)).square().mean().backward()
+    model.module.state_dict()
+    model = wrapped(rank)
+    try:
+        model.module(torch.randn(5, 48))
+    except bs.BlockSparseError as error:
+        return str(error)
+    return "runs"
 
 
 @pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo")
-def test_ranks_of_data_parallel_training_have_one_layout(tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(RANK), str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+def test_ranks_of_data_parallel_training_have_one_layout(processes):
     # Each has the values and indices of rank 0, and a layout of its own.
-    assert [out for out, _ in outputs] == ["same, runs\n", "same, ranks\n"], outputs
+    first, second = processes(2)(ranks_of_data_parallel_training)
+    assert first == "runs"
+    assert "DistributedDataParallel, where the layouts of the ranks differ" in second
 
 
 @pytest.mark.parametrize("blocks", [1000, 1 << 20], ids=["small", "large"])

@@ -90,6 +90,7 @@ print(torch.arange(9)[None].shape, sum(isinstance(m, blocksparse.nn.Linear) for 
     assert ran.stdout.split()[-1] == str(len(layouts(model)))
 
 
+@pytest.mark.full
 def test_without_us_it_is_loud(tmp_path):
     sparse().save_pretrained(tmp_path)
     code = f"import transformers; transformers.AutoModelForMaskedLM.from_pretrained({str(tmp_path)!r})"
