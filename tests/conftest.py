@@ -1,7 +1,8 @@
 """Triton's interpreter where there is no GPU, and random numbers that are the same in every run unless asked for.
 
 `BLOCKSPARSE_TEST_SEED=7` draws others, `BLOCKSPARSE_TEST_SEED=random` others in each run, which prints its seed.
-`--rounds 200` runs each test 200 times, each with its own random numbers.
+`--rounds 200` runs each test 200 times, each with its own random numbers. Of a test's cases, a part that has each value
+of each parameter runs in `make test`; the other combinations are `full`.
 """
 
 from __future__ import annotations
@@ -64,6 +65,28 @@ def pytest_collection_modifyitems(items):
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if any(isinstance(value, str) and value.startswith("triton") for value in parameters):
             item.add_marker("gpu")
+    if not torch.cuda.is_available():
+        cases = {}
+        for item in items:
+            if hasattr(item, "callspec") and not item.get_closest_marker("full"):
+                cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        for of_test in cases.values():
+            for item in set(of_test) - set(covering(of_test)):
+                item.add_marker("full")
+
+
+def covering(items):
+    """Some of a test's cases, with each value of each of its parameters; the other combinations are `full`."""
+    left = [(item, set(enumerate(item.callspec._idlist))) for item in items]
+    found, seen = [], set()
+    while left:
+        item, values = max(left, key=lambda case: len(case[1] - seen))
+        if not values - seen:
+            break
+        found.append(item)
+        seen |= values
+        left.remove((item, values))
+    return found
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -278,6 +278,7 @@ def test_rows_are_written_as_they_come_and_late_ones_left_out(tmp_path, script):
     assert {row["measured"] for row in json.loads(path.read_text())["rows"]} == {"not measured: out of time"}
 
 
+@pytest.mark.full
 def test_a_run_goes_on_where_another_ended(tmp_path, script, monkeypatch):
     settled = []
     monkeypatch.setattr(Host, "settle", lambda device: settled.append(device))

@@ -107,6 +107,7 @@ def test_a_run_that_fails(wasap, monkeypatch, script, failure):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGTERM")
+@pytest.mark.full
 def test_a_run_that_says_nothing_is_ended_with_its_processes(wasap, monkeypatch, tmp_path):
     # As torchrun does: processes in sessions of their own, which end when it is asked to end.
     script = f"""

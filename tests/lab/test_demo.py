@@ -65,7 +65,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.full)])
 def test_a_run_leaves_a_page_and_its_numbers(novel, tmp_path, width):
     shown = run(novel, tmp_path / "out", width)
     assert max(len(line) for line in shown.splitlines() if "demo.html" not in line) <= width

@@ -88,7 +88,11 @@ def no_curves(monkeypatch):
     monkeypatch.setattr(run_log.RunLog, "draw", lambda log, after: True)
 
 
-@pytest.mark.parametrize(("code", "once"), [(errno.ENOSPC, False), (errno.EIO, True)], ids=["full", "error"])
+@pytest.mark.parametrize(
+    ("code", "once"),
+    [pytest.param(errno.ENOSPC, False, marks=pytest.mark.full), (errno.EIO, True)],
+    ids=["full", "error"],
+)
 def test_a_disk_that_fails_at_any_call(code, once, no_curves, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         disk = Disk(patch)

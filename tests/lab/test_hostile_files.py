@@ -40,7 +40,7 @@ def write(path, content):
     return path
 
 
-@pytest.mark.parametrize("cases", [200, pytest.param(6000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("cases", [60, pytest.param(6000, marks=pytest.mark.full)])
 def test_hostile_and_changed_files_load_or_are_refused(cases, tmp_path):
     # In a process of its own, which a crash may end, and in which memory is measured.
     command = [sys.executable, str(MUTATE), "--cases", str(cases), "--seed", "0", "--folder", str(tmp_path / "work")]
@@ -327,7 +327,10 @@ def write_planetoid(folder, **changed):
         (folder / name).write_bytes(changed.get(name.removeprefix("ind.cora."), data))
 
 
-@pytest.mark.parametrize("name", formats.ALLX)
+# Each is read as any other pickle too, which takes seconds of the long ones.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if "millions" in name else ()) for name in formats.ALLX]
+)
 def test_words_that_are_broken(tmp_path, name):
     write_planetoid(tmp_path, allx=formats.ALLX[name])
     with refused(

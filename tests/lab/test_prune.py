@@ -93,7 +93,7 @@ def test_a_run_ends_truly_sparse(kind, case, search, tmp_path):
             assert abs(layout.nnz - 0.25 * np.prod(layout.grid)) <= 0.5
 
 
-@pytest.mark.parametrize("at", [5, 12, 15])
+@pytest.mark.parametrize("at", [pytest.param(5, marks=pytest.mark.full), 12, pytest.param(15, marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_when_it_was_stopped(case, at, tmp_path):
     kind = "lstm" if case in ("l0", "gradual") else "mlp"

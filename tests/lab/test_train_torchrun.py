@@ -61,6 +61,7 @@ def test_goes_on_with_other_numbers_of_processes(processes, tmp_path):
     check_close(tmp_path / "more", tmp_path / "one")
 
 
+@pytest.mark.full
 def test_stopped_and_resumed_it_has_the_same_bits(processes, tmp_path):
     processes(2)(trained, "charlm", tmp_path / "whole")
     for until in (7, 16, None):
@@ -93,7 +94,8 @@ def command(tmp_path, out, *more):
     return [*blocksparse, *f"train mlp --data {data} --hidden 32,32 --batch 16 --out {out}".split(), *more]
 
 
-@pytest.mark.parametrize("shard", [pytest.param([], marks=pytest.mark.full), ["--shard"]], ids=" ".join)
+@pytest.mark.parametrize("shard", [[], ["--shard"]], ids=" ".join)
+@pytest.mark.full
 def test_the_command_line_prints_once(tmp_path, shard):
     launch = [*TORCHRUN, "--nproc-per-node=2", *command(tmp_path, tmp_path / "run", "--epochs", "2", *shard)]
     done = subprocess.run(launch, capture_output=True, text=True, timeout=200)

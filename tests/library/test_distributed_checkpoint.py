@@ -1,5 +1,6 @@
 """Checkpoints: written by some processes, read by others into models with other layouts, cut in other ways."""
 
+import itertools
 import os
 import pathlib
 import pickle
@@ -106,8 +107,15 @@ def check_equal(found, expected):
         assert torch.equal(found[name], expected[name]), name
 
 
-@pytest.mark.parametrize(("saved", "before"), [(1, "plain"), (2, "ddp"), (2, "fsdp"), (4, "fsdp")])
-@pytest.mark.parametrize(("loaded", "after"), [(1, "plain"), (4, "plain"), (2, "fsdp"), (4, "fsdp")])
+def pairs():
+    """Every way of saving with every way of loading; often each once."""
+    saved = (1, "plain"), (2, "ddp"), (2, "fsdp"), (4, "fsdp")
+    loaded = (4, "fsdp"), (2, "fsdp"), (4, "plain"), (1, "plain")
+    for (i, one), (j, other) in itertools.product(enumerate(saved), enumerate(loaded)):
+        yield pytest.param(*one, *other, marks=() if i == j else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("saved", "before", "loaded", "after"), list(pairs()))
 def test_any_number_of_processes(processes, tmp_path, saved, before, loaded, after):
     expected = (processes(saved)(save, tmp_path / "at", before) if saved > 1 else [save(tmp_path / "at")])[0]
     results = processes(loaded)(load, tmp_path / "at", after) if loaded > 1 else [load(tmp_path / "at")]
@@ -362,6 +370,7 @@ def stopped(folder):
     save_checkpoint(bs.nn.Linear(8, 8, block_size=4), folder)
 
 
+@pytest.mark.full
 def test_a_process_that_stops_is_named(tmp_path):
     three = Processes(3, timeout=4)
     with pytest.raises(AssertionError, match="rank 1: expected an answer in time, got none: dead, or out of reach"):

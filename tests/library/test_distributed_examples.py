@@ -18,7 +18,7 @@ SAYS = {
 FEWER = {"data_parallel": ("--steps", "120"), "fsdp2": ("--steps", "120")}
 
 
-OFTEN = ("data_parallel", "tensor_parallel")
+OFTEN = ("data_parallel",)
 
 
 @pytest.mark.parametrize(

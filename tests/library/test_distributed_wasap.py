@@ -315,17 +315,17 @@ def test_a_port_in_use_is_said_and_no_process_waits_longer_than_told(tmp_path):
         port = str(other.getsockname()[1])
         begun = time.monotonic()
         port_of = {rank: {"MASTER_PORT": port} for rank in (0, 1)}
-        first, second = said_by_ranks(tmp_path, [0, 1], variables=port_of, timeout=5.0)
+        first, second = said_by_ranks(tmp_path, [0, 1], variables=port_of, timeout=2.0)
     wanted = "expected a free port: choose another with MASTER_PORT, in torchrun with --master-port"
     assert first == f"127.0.0.1:{port}: {wanted}, got one that another program has.\n"
-    assert f"process 0 at 127.0.0.1:{port}: expected an answer within 5 s" in second
+    assert f"process 0 at 127.0.0.1:{port}: expected an answer within 2 s" in second
     assert time.monotonic() - begun < 45, "and not after the minute that PyTorch waits"
 
 
 def test_processes_that_have_not_started_are_named(tmp_path):
     four = {rank: {"WORLD_SIZE": "4"} for rank in (0, 2)}
-    first, third = said_by_ranks(tmp_path, [0, 2], variables=four, timeout=5.0)
-    assert first == "processes 1, 3: expected to have started within 5 s, got nothing from there.\n"
+    first, third = said_by_ranks(tmp_path, [0, 2], variables=four, timeout=2.0)
+    assert first == "processes 1, 3: expected to have started within 2 s, got nothing from there.\n"
     assert third.startswith("process")
 
 
@@ -355,13 +355,11 @@ def test_wrong_variables(variables, message, monkeypatch):
 
 @pytest.mark.parametrize(
     ("workers", "which", "number", "synchronous", "own"),
-    [
-        (3, 1, "SIGKILL", False, True),
-        *full(
-            (3, 1, "SIGSTOP", True, False), (2, 1, "SIGSTOP", False, True), (2, 0, "SIGSTOP", False, True),
-            (2, 0, "SIGKILL", True, True), (3, 2, "SIGKILL", True, False), (3, 0, "SIGSTOP", True, False),
-        ),
-    ],
+    full(
+        (3, 1, "SIGKILL", False, True), (3, 1, "SIGSTOP", True, False), (2, 1, "SIGSTOP", False, True),
+        (2, 0, "SIGSTOP", False, True), (2, 0, "SIGKILL", True, True), (3, 2, "SIGKILL", True, False),
+        (3, 0, "SIGSTOP", True, False),
+    ),
 )  # fmt: skip
 def test_who_is_stuck_or_gone_is_named(workers, which, number, synchronous, own, tmp_path):
     """In the group of `train`, or in one of the user's own; asynchronously others wait for the master only."""

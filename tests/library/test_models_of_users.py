@@ -113,6 +113,7 @@ print(counter.get_total_flops())
     assert run(code).split() == [str(2 * 5 * 32 * 32)]
 
 
+@pytest.mark.full
 def test_the_same_for_transformers():
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")

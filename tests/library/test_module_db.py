@@ -100,9 +100,10 @@ def unfused(module, args, kwargs):
 
 def cases():
     for family in FAMILIES:
-        yield pytest.param(family, True, id=f"{family}-train")
+        slow = family in ("Transformer", "TransformerEncoder", "TransformerDecoderLayer")
+        yield pytest.param(family, True, id=f"{family}-train", marks=pytest.mark.full if slow else ())
         # Encoders have a fast path there; decoders have none, and take long.
-        marks = pytest.mark.full if family in ("Transformer", "TransformerDecoderLayer") else ()
+        marks = pytest.mark.full if slow or family in ("LSTM", "MultiheadAttention") else ()
         yield pytest.param(family, False, id=f"{family}-eval", marks=marks)
 
 

@@ -148,7 +148,7 @@ def test_memory_follows_the_blocks():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("per_head", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(("shape", "block"), [((256, 384), 32), ((320, 320), (64, 160)), ((96, 200), (48, 40))])
 def test_flex_attention_sees_the_same(shape, block, per_head, causal, training):

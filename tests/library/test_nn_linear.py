@@ -5,8 +5,6 @@ import io
 import itertools
 import math
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import blocksparse as bs
+from processes import run_script
 
 
 def dense_twin(layer):
@@ -385,9 +384,8 @@ def test_export_runs_in_a_fresh_process(tmp_path):
     torch.export.save(program, tmp_path / "model.pt2")
     x = torch.randn(9, 47)
     torch.save((x, model(x).detach()), tmp_path / "expected.pt")
-    command = [sys.executable, "-c", LOADS_AND_RUNS, tmp_path / "model.pt2", tmp_path / "expected.pt"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "program.py").write_text(LOADS_AND_RUNS)
+    run_script(1, tmp_path / "program.py", "model.pt2", "expected.pt", folder=tmp_path)
 
 
 def test_autocast():

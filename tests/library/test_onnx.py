@@ -46,7 +46,7 @@ def check(path, model, *inputs):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (nn.LSTM, {"batch_first": True}),
+        pytest.param(nn.LSTM, {"batch_first": True}, marks=pytest.mark.full),
         (nn.LSTM, {"bidirectional": True, "bias": False}),
         (nn.GRU, {"bidirectional": True}),
         (nn.RNN, {"nonlinearity": "relu"}),

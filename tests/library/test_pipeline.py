@@ -79,7 +79,7 @@ def alone():
     return whole, losses
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_fifty_steps_with_set_equal_those_of_one_process(processes, alone, stages):
     whole, losses = alone
     assert losses[-1] < 0.8 * losses[0]

@@ -143,7 +143,7 @@ def test_bad_input():
         (lambda: ResNet(downsample="pool"), "downsample: expected one of stride, aps, got 'pool'"),
         (
             lambda: ResNet(downsample="aps", padding_mode="zeros"),
-            "padding_mode: expected circular with aps, blur 1, got 'zeros'",
+            "padding_mode: expected circular with aps, got 'zeros'",
         ),
         (lambda: ResNet(padding_mode="reflect"), "padding_mode: expected zeros or circular with stride, got 'reflect'"),
         (lambda: ResNet(width=0), "width: expected an int, 1 or more, got 0"),

@@ -264,6 +264,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
+@pytest.mark.full
 def test_a_wide_convolution_needs_no_matrix_of_its_inputs():
     """That would be 9,216 x 9,216 in float64, 680 MB."""
     pytest.importorskip("resource")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 import blocksparse as bs
 from blocksparse.ops import cpu_core
 from blocksparse.ops.linear import LINEAR, linear_transposed
+from processes import run_script
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 compiled = pytest.mark.skipif(cpu_core.unavailable() is not None, reason="the compiled core is off")
@@ -58,11 +60,10 @@ def in_children(count, work, patience=20):
 
 
 def said_by(script: str, arguments: tuple[str, ...] = (), timeout: float = 100) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script, *arguments], capture_output=True, text=True, timeout=timeout
-    )
-    assert done.returncode == 0, f"exit status {done.returncode}: {done.stdout}{done.stderr}"
-    return done.stdout.strip()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "script.py")
+        path.write_text(script)
+        return run_script(1, path, *arguments, folder=Path(folder), timeout=timeout).strip()
 
 
 # -- fork --------------------------------------------------------------------------------------------------------
@@ -87,10 +88,10 @@ def work():
     del first
     return workspace.empty((1 << 20,), torch.float32, torch.device("cpu")).data_ptr() == address
 
-in_children(30, work, 5)
+in_children(10, work, 5)
 over.set()
 """
-    assert said_by(FORKS + script) == "0 of 30 failed"
+    assert said_by(FORKS + script) == "0 of 10 failed"
 
 
 @forks
@@ -105,10 +106,10 @@ def transpose():
 thread = threading.Thread(target=transpose)
 thread.start()
 time.sleep(0.2)
-in_children(15, lambda: bs.BlockLayout([[1, 0]], 1).T.grid == (2, 1), 5)
+in_children(8, lambda: bs.BlockLayout([[1, 0]], 1).T.grid == (2, 1), 5)
 over.set()
 """
-    assert said_by(FORKS + script) == "0 of 15 failed"
+    assert said_by(FORKS + script) == "0 of 8 failed"
 
 
 @forks

@@ -76,6 +76,7 @@ def test_round_trip(make, shards, tmp_path):
     close(again, model)
 
 
+@pytest.mark.full
 def test_in_another_process_after_import_blocksparse_alone(tmp_path):
     model = sparse()
     model.save_pretrained(tmp_path)

@@ -117,8 +117,9 @@ class Op:
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Any:
         """The backend for tensors of this device and dtype."""
-        # A copy of the values, as other threads change them.
-        name = [*_forced.values()][-1] if _forced else _BACKEND_OF_DEVICE.get(device.type)
+        # A copy of the values, looked at once: other threads change them.
+        forced = [*_forced.values()] if _forced else None
+        name = forced[-1] if forced else _BACKEND_OF_DEVICE.get(device.type)
         backend: Any = self.backends.get(name or "")
         refusal = f"there is no {name or device.type} backend of it yet"
         if backend is not None:

@@ -70,9 +70,8 @@ class ResNet(nn.Module):
         padding_mode = padding_mode or ("circular" if circular else "zeros")
         modes = ("circular",) if circular else PADDING_MODES[downsample]
         if padding_mode not in modes:
-            raise BlockSparseError.expected(
-                "padding_mode", f"{' or '.join(modes)} with {downsample}, blur {blur}", repr(padding_mode)
-            )
+            how = downsample if blur == 1 else f"{downsample}, blur {blur}"
+            raise BlockSparseError.expected("padding_mode", f"{' or '.join(modes)} with {how}", repr(padding_mode))
         about: dict[str, Any] = {
             "density": density, "block_size": block_size, "aps": aps, "blur": blur, "padding_mode": padding_mode,
         }  # fmt: skip
