@@ -446,18 +446,6 @@ def test_a_disk_that_is_full_before_it_begins(tmp_path, monkeypatch):
 # -- the pieces ----------------------------------------------------------------------------------------------------
 
 
-def test_the_learning_rate():
-    def rates(decay, warmup=2):
-        settings = Settings(steps=6, warmup=warmup, learning_rate=2.0, decay=decay)
-        return [learning_rate(settings, step) for step in range(6)]
-
-    assert rates("none") == [1, 2, 2, 2, 2, 2]
-    assert rates("none", warmup=0) == [2] * 6
-    assert rates("linear") == [1, 2, 2, 1.5, 1, 0.5]
-    assert rates("cosine") == pytest.approx([1, 2, 2, 1 + 0.5**0.5, 1, 1 - 0.5**0.5])
-    assert rates("linear", warmup=9) == pytest.approx([2 * step / 9 for step in range(1, 7)])
-
-
 def test_the_mean_of_the_parameters_is_what_is_evaluated(tmp_path):
     seen = []
 
@@ -496,25 +484,6 @@ def test_the_update_is_that_of_adamw(tmp_path):
         optimizer.step()
     Trainer(task, tmp_path, settings).train()
     assert torch.allclose(task.model[2].weight, plain, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"decay": "sharp"}, "decay: expected one of linear, cosine, none, got 'sharp'"),
-        ({"dtype": "float16"}, "dtype: expected one of float32, bfloat16"),
-        ({"steps": 0}, "steps: expected an int of 1 or more, got 0"),
-        ({"learning_rate": float("nan")}, "learning_rate: expected a number, not negative, got nan"),
-        ({"ema": 1.0}, "ema: expected a number from 0 to below 1"),
-        ({"momentum": 1.0}, "momentum: expected a number from 0 to below 1"),
-        ({"optimizer": "lbfgs"}, "optimizer: expected one of adam, sgd, adagrad, got 'lbfgs'"),
-        ({"seed": -1}, "seed: expected"),
-    ],
-)
-def test_settings_that_will_not_do(changes, message):
-    with pytest.raises(BlockSparseError) as error:
-        replace(SETTINGS, **changes)
-    assert message in str(error.value)
 
 
 def test_an_unknown_device(tmp_path):
