@@ -123,6 +123,10 @@ REVIEWS = {
 NESTED = b"\x80\x02" + b"(" * 500_000
 PICKLES = {
     "a nested key": b"\x80\x02})" + b"\x85" * 200_000 + b"K\x01s.",
+    "a key of 2^100 parts": b"]("
+    + b")q\x00"
+    + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(100))
+    + b"}hdK\x01se.",
     "lists in lists": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
     "marks in marks": NESTED + b"t" * 500_000 + b".",
     "a memo that doubles": b"\x80\x02]q\x00" + b"".join(b"](h%ch%ceq%c" % (i, i, i + 1) for i in range(100)) + b".",

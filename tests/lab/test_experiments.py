@@ -99,6 +99,19 @@ def test_the_queue_trains_what_is_missing(tiny, tmp_path):
     assert "tiny dense-0: " in said
     assert {name: len(of) for name, of in runs.items()} == {"dense": 2}
     assert {run.result["machine"]["threads"] for of in runs.values() for run in of[:1]} == {1}
+    (tmp_path / "out" / "tiny.json").unlink()
+    said, again, _ = command(tmp_path, "--cores", "2", "--only", "dense")
+    assert "0 runs are missing" in said
+    assert {name: len(of) for name, of in again.items()} == {"dense": 2}
+
+
+def test_a_queue_that_trains_nothing_fails(tiny, tmp_path):
+    experiments.EXPERIMENTS["tiny"] = replace(tiny, text="nothing", seeds=(0,))
+    folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, ["experiment", "tiny", "--cores", "2", *folders])
+    assert done.exit_code == 1
+    assert "2 of 2 runs are left" in done.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_queue_ends_after_a_step(tiny, tmp_path):

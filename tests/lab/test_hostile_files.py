@@ -284,6 +284,7 @@ def test_many_classes_are_found_and_split_in_linear_time(tmp_path):
 
 HARMLESS = (
     "lists in lists",
+    "marks in marks",
     "a memo that doubles",
     "millions of lists",
     "an array that demands 1 T",

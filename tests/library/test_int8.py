@@ -136,7 +136,7 @@ def test_what_does_not_fit():
         (lambda: int8_linear(x, values[1:], scales, layout), "values: expected"),
         (lambda: int8_linear(x, values, scales[:, :4], layout), "scales: expected"),
         (lambda: int8_linear(x, values, scales, layout, x[0]), "bias: expected"),
-        (lambda: int8_linear(x.requires_grad_(), values, scales, layout), "no gradients wanted"),
+        (lambda: int8_linear(x.requires_grad_(), values, scales, layout), "tensors without gradients"),
         (lambda: int8_linear(x, values, scales, "layout"), "layout: expected"),
         (lambda: int8_linear(x, values, scales, layout, activation="tanh"), "activation: expected"),
         (lambda: int8_linear([1.0], values, scales, layout), "x: expected a torch.Tensor"),
@@ -265,6 +265,8 @@ def test_what_is_no_plain_layer(any_backend):
     small = bs.quantize(model())
     with pytest.raises(bs.BlockSparseError, match="no gates"):
         small[0](x, torch.ones(3))
+    with pytest.raises(bs.BlockSparseError, match=r"x: expected a tensor( \[\.\.\., 50\])?, got list"):
+        small[0]([x])
     with pytest.raises(bs.BlockSparseError, match="meta"):
         bs.quantize(model().to("meta"))
     with pytest.raises(bs.BlockSparseError, match="reverse-mode"), forward_ad.dual_level():

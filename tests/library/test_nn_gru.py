@@ -174,7 +174,7 @@ def test_under_autocast_results_are_close():
         (lambda: bs.nn.RNN(8, 16, nonlinearity="gelu"), "nonlinearity"),
         (lambda: bs.nn.GRU(8, 16, layout=bs.patterns.dense((64, 16), 8)), "weight_hh_l0"),
         (lambda: bs.nn.GRUCell(8, 16)(torch.randn(2, 2, 8)), "input"),
-        (lambda: bs.nn.GRUCell(8, 16)(torch.randn(2, 8), torch.randn(16)), "hx"),
+        (lambda: bs.nn.GRUCell(8, 16)(torch.randn(2, 8), torch.randn(16)), "the initial h"),
         (lambda: bs.nn.LSTMCell(8, 16)(torch.randn(2, 8), torch.randn(2, 16)), "hx"),
         (lambda: bs.nn.LSTMCell(8, 16)(torch.randn(2, 8), (torch.randn(2, 16), torch.randn(2, 8))), "the initial c"),
     ],

@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+import blocksparse as bs
+
 PACKAGES = ["", ".conversion", ".distributed", ".nn", ".patterns", ".sparsity", ".topology"]
 MODULES = [".checkpoint", ".convert", ".errors", ".layout", ".matmul", ".measure"]
 
@@ -55,6 +57,21 @@ def arguments(public):
     else:
         return []
     return [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+
+@pytest.mark.parametrize("name", sorted(set(bs.nn.__all__) - {"functional"}))
+def test_a_module_shows_and_checks_its_arguments(name):
+    kind = getattr(bs.nn, name)
+    assert not [p for p in inspect.signature(kind).parameters.values() if p.kind is p.VAR_KEYWORD]
+    if isinstance(kind, type):
+        needed = [p for p in inspect.signature(kind).parameters.values() if p.default is p.empty]
+        with pytest.raises(TypeError, match="'densty'"):
+            kind(*(16 for _ in needed), densty=0.5)
+
+
+def test_a_cell_has_no_layers():
+    with pytest.raises(TypeError, match=r"LSTMCell.*'num_layers'"):
+        bs.nn.LSTMCell(8, 16, num_layers=2)
 
 
 @pytest.mark.parametrize("name", [*PACKAGES, ".matmul"])

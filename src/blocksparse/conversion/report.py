@@ -264,10 +264,13 @@ def _bytes(count: int) -> str:
     """
     >>> _bytes(512), _bytes(3 << 20)
     ('512 B', '3 MiB')
+    >>> _bytes(1020 << 10)
+    '1020 KiB'
     """
     for scale, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if count >= 1 << scale:
-            return f"{count / (1 << scale):.3g} {unit}"
+            number = count / (1 << scale)
+            return f"{number:.3g} {unit}" if number < 999.5 else f"{number:.0f} {unit}"
     return f"{count} B"
 
 

@@ -11,11 +11,13 @@ from ..errors import BlockSparseError
 from .gru import GRU, RNN
 from .lstm import LSTM
 from .recurrent import Recurrent
+from .spelled_out import spelled_out
 
 
 class Cell(Recurrent):
     """The call of a cell, before the class of its layer."""
 
+    @spelled_out(Recurrent)
     def __init__(self, input_size: int, hidden_size: int, bias: bool = True, **options: Any):
         super().__init__(input_size, hidden_size, bias=bias, **options)
 
@@ -23,16 +25,15 @@ class Cell(Recurrent):
         return ""
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:  # type: ignore[override]
-        if not isinstance(input, Tensor) or input.dim() not in (1, 2):
+        if not isinstance(input, Tensor) or input.dim() not in (1, 2) or input.shape[-1] != self.input_size:
             raise BlockSparseError.expected(
                 "input", f"[batch, {self.input_size}] or [{self.input_size}]", shape_of(input)
             )
         states = hx if isinstance(hx, tuple | list) else () if hx is None else (hx,)
-        for state in states:
-            if not isinstance(state, Tensor) or state.dim() != input.dim():
-                raise BlockSparseError.expected(
-                    "hx", f"states of {input.dim()} axes, as the input has", shape_of(state)
-                )
+        for name, state in zip("hc", states, strict=False):
+            wanted = [*input.shape[:-1], self.hidden_size]
+            if not isinstance(state, Tensor) or list(state.shape) != wanted:
+                raise BlockSparseError.expected(f"the initial {name}", wanted, shape_of(state))
         steps = tuple(state.unsqueeze(0) for state in states)
         _, new = super().forward(input.unsqueeze(0), steps[0] if isinstance(hx, Tensor) else steps or None)
         return new.squeeze(0) if isinstance(new, Tensor) else tuple(state.squeeze(0) for state in new)
@@ -85,7 +86,7 @@ class RNNCell(Cell, RNN):  # type: ignore[misc]
 
     Args:
         input_size, hidden_size, bias, nonlinearity: as torch.nn.RNNCell.
-        options: as of `LSTMCell`.
+        options: `layout`, `input_layout`, `layouts`, `density`, `block_size`, `device` and `dtype`, as of `LSTMCell`.
 
     Shapes and errors are those of `GRUCell`.
 
@@ -94,7 +95,9 @@ class RNNCell(Cell, RNN):  # type: ignore[misc]
     torch.Size([3, 256])
     """
 
+    @spelled_out(Recurrent)
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool = True, nonlinearity: str = "tanh", **options: Any
     ):
-        super().__init__(input_size, hidden_size, bias, nonlinearity=nonlinearity, **options)
+        # Past the cell's, which has no such argument.
+        super(Cell, self).__init__(input_size, hidden_size, bias=bias, nonlinearity=nonlinearity, **options)

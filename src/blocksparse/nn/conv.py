@@ -17,6 +17,7 @@ from ..ops.checks import check_activation
 from ..ops.conv import ACTIVATIONS, per_axis
 from .circular import circular_pad
 from .module import BlockSparseModule, layout_for
+from .spelled_out import spelled_out
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 Ints = int | Sequence[int]
@@ -111,6 +112,7 @@ class Convolution(BlockSparseModule):
 
 
 class _Conv(Convolution):
+    @spelled_out(Convolution)
     def __init__(
         self,
         in_channels: int,
@@ -216,6 +218,7 @@ class Conv3d(_Conv):
 class _ConvTranspose(Convolution):
     _transposed = True
 
+    @spelled_out(Convolution)
     def __init__(
         self,
         in_channels: int,

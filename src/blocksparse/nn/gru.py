@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..errors import BlockSparseError
 from ..ops.recurrent import Steps, gather_rows, linear_of, unrolled
 from .recurrent import Recurrent, SparseOptions, cast, pad
+from .spelled_out import spelled_out
 
 
 class HiddenOnly(Recurrent):
@@ -103,6 +104,7 @@ class RNN(HiddenOnly):
 
     gates = 1
 
+    @spelled_out(Recurrent)
     def __init__(
         self,
         input_size: int,

@@ -33,10 +33,10 @@ class LinearModule(LayoutModule):
         """(out, in) of the weight, without padding."""
         return self.out_features, self.in_features
 
-    def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
-        return self.compute(input, self.bias, self.activation, gate)
+    def forward(self, input: Tensor) -> Tensor:
+        return self.compute(input, self.bias, self.activation)
 
-    def compute(self, x: Tensor, bias: Tensor | None, activation: str | None, gate: Tensor | None = None) -> Tensor:
+    def compute(self, x: Tensor, bias: Tensor | None, activation: str | None, *gate: Tensor | None) -> Tensor:
         """activation(x W^T + bias), whatever the module's own bias and activation are."""
         layout = self.layout
         out_features, in_features = layout.shape
@@ -46,7 +46,7 @@ class LinearModule(LayoutModule):
             x = F.pad(x, (0, in_features - self.in_features))
         if bias is not None and out_features != self.out_features:
             bias = F.pad(bias, (0, out_features - self.out_features))
-        y = self._product(x, self.values, layout, bias, activation, gate)
+        y = self._product(x, self.values, layout, bias, activation, *gate)
         return y if out_features == self.out_features else y[..., : self.out_features]
 
     def extra_repr(self) -> str:
@@ -111,6 +111,9 @@ class Linear(LinearModule, BlockSparseModule):
         self.activation = activation
         self.bias = nn.Parameter(torch.empty(self.out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
+
+    def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
+        return self.compute(input, self.bias, self.activation, gate)
 
     def reset_parameters(self) -> None:
         """Draws weights and biases again."""

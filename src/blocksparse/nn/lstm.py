@@ -14,6 +14,7 @@ from ..ops.recurrent import Steps, scan
 from ..ops.registry import needs_grad
 from .module import Weight
 from .recurrent import Recurrent, SparseOptions, State, cast, check_states, pad
+from .spelled_out import spelled_out
 
 
 class LSTM(Recurrent):
@@ -56,6 +57,7 @@ class LSTM(Recurrent):
     Block-Sparse Weights (2017).
     """
 
+    @spelled_out(Recurrent)
     def __init__(
         self,
         input_size: int,

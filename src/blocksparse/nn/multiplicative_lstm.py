@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from ..layout import BlockLayout
 from ..ops import recurrent
 from ..ops.recurrent import Steps, scan
 from .parts import Size
-from .recurrent import Recurrent, cast, pad
+from .recurrent import Recurrent, SparseOptions, cast, pad
+from .spelled_out import spelled_out
 from .weight_norm import l2_normalize, norms
 
 
@@ -45,9 +46,22 @@ class MultiplicativeLSTM(Recurrent):
     Sutskever, Learning to generate reviews and discovering sentiment (2017), with weight norm.
     """
 
-    def __init__(self, input_size: int, hidden_size: int, *args: Any, weight_norm: bool = True, **options: Any):
+    @spelled_out(Recurrent)
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        weight_norm: bool = True,
+        **options: Unpack[SparseOptions],
+    ):
         self.weight_norm = bool(weight_norm)
-        super().__init__(input_size, hidden_size, *args, **options)
+        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, **options)
 
     def _cell(self, inputs: Size) -> dict[str, tuple[int, Size, Size | None]]:
         hidden = self._hidden

@@ -47,6 +47,8 @@ class Parts(nn.Module):
         dtype: torch.dtype | None,
     ):
         super().__init__()
+        if not isinstance(layouts, Mapping | None):
+            raise BlockSparseError.expected("layouts", "a dict of layouts by the names of weights", repr(layouts))
         self._layouts = dict(layouts or {})
         self._density, self._block_size = density, block_size
         self._options = {"device": device, "dtype": dtype}

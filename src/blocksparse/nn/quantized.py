@@ -92,12 +92,16 @@ class QuantizedLinear(LinearModule):
         layer.reset_layout_buffers(self.values.device)
         return layer.train(self.training)
 
-    def _product(
-        self, x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None, gate: Any
-    ) -> Tensor:
+    def forward(self, input: Tensor, gate: None = None) -> Tensor:
         if gate is not None:
             raise BlockSparseError.expected("gate", "None: layers in 8 bits have no gates", type(gate).__name__)
-        if bias is not None and torch.is_autocast_enabled(x.device.type):  # as everywhere in it, x may be of 16 bits
+        return super().forward(input)
+
+    def _product(
+        self, x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None
+    ) -> Tensor:
+        if bias is not None and isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
+            # As everywhere in it, x may be of 16 bits.
             bias = bias.to(x.dtype)
         return int8_linear(x, values, self.scales, layout, bias, activation)
 

@@ -14,6 +14,7 @@ from ..ops.recurrent import Steps, linear_of, scan
 from ..ops.recurrent.small_world_lstm import EPSILON
 from .parts import Size
 from .recurrent import Recurrent, SparseOptions, cast, pad
+from .spelled_out import spelled_out
 
 
 class SmallWorldLSTM(Recurrent):
@@ -48,6 +49,7 @@ class SmallWorldLSTM(Recurrent):
     Source: Gray, Radford, Kingma, GPU Kernels for Block-Sparse Weights (2017).
     """
 
+    @spelled_out(Recurrent)
     def __init__(
         self,
         input_size: int,

@@ -220,7 +220,8 @@ class LayoutOp(Op):
 
     Args:
         name: of the operation, of its function in the backends, and of PyTorch's op in `torch.ops.blocksparse`.
-        tensors, options: the schema before and behind `Tensor[] indices, SymInt in_blocks`.
+        tensors, options: the schema before and behind `Tensor[] indices, SymInt in_blocks`. One of the tensors is `x`,
+            whose device and dtype decide; if it is the first, its axes but the last are rows. A `bias` is the last.
         backends: as for `Op`.
     """
 

@@ -62,7 +62,7 @@ def experiment(
         for one, of in (there or chosen).items():  # where there is none, the first one says so
             _wrote(console, experiments.draw(one, of, out))
     elif len(chosen) > 1 or cores is not None or hours is not None:
-        _side_by_side(console, chosen, runs, out, data_dir, only or (), seed or (), cores, hours)
+        _side_by_side(console, chosen, runs, out, data_dir, only or (), seed or (), add, cores, hours)
     else:
         ((one, of),) = chosen.items()
         console.print(f"[bold]{one}[/]: {of.about}", highlight=False)
@@ -92,6 +92,7 @@ def _side_by_side(
     data_dir: Path | None,
     only: Any,
     seeds: Any,
+    add: bool,
     cores: int | None,
     hours: float | None,
 ) -> None:
@@ -105,7 +106,7 @@ def _side_by_side(
     cores = queue.idle_cores() if cores is None else cores
     say(console, f"{len(jobs)} runs are missing; {cores} at a time")
     bars: dict[Path, Any] = {}
-    finished: dict[str, None] = {}  # names of experiments, in order
+    failed = 0
     columns = *COUNT, TextColumn("{task.fields[text]}")
     with signals() as caught, bar(console, *columns, transient=False) as progress:
         for job, news in queue.train(jobs, cores, float("inf") if hours is None else 3600 * hours, data_dir, caught):
@@ -116,16 +117,15 @@ def _side_by_side(
             if news.finished or news.failed:
                 progress.update(bars[job.run], visible=False)
                 say(progress.console, f"{title}: {news.text}", "green" if news.finished else "yellow")
-            if news.finished:
-                finished[job.name] = None
-    left = len(queue.missing(chosen, runs, only, seeds))
-    for one in finished:
-        add = (out / f"{one}.json").exists()
-        _wrote(console, experiments.write(one, chosen[one], runs / one, out, add))
+            failed += news.failed
+    left = queue.missing(chosen, runs, only, seeds)
+    for one, of in chosen.items():
+        if any(of.finished(runs / one).values()):
+            _wrote(console, experiments.write(one, of, runs / one, out, add and (out / f"{one}.json").exists()))
     if left:
-        say(console, f"{left} of {len(jobs)} runs are left; the same command goes on", "yellow")
-    if caught:
-        raise typer.Exit(128 + caught[0])
+        say(console, f"{len(left)} of {len(jobs)} runs are left; the same command goes on", "yellow")
+    if caught or (failed and len(left) == len(jobs)):
+        raise typer.Exit(128 + caught[0] if caught else 1)
 
 
 def _wrote(console: Console, paths: list[Path]) -> None:

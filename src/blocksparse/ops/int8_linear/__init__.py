@@ -92,7 +92,9 @@ def int8_linear(
     if x.dtype not in DTYPES:
         raise BlockSparseError.expected("x", f"one of {', '.join(map(str, DTYPES))}", x.dtype)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        raise BlockSparseError.expected("x and bias", "no gradients wanted: int8 is for inference", "requires_grad")
+        raise BlockSparseError.expected(
+            "x and bias", "tensors without gradients (int8 is for inference): use torch.no_grad()", "requires_grad"
+        )
     if layout.block_shape[1] > MOST_INPUTS:
         raise BlockSparseError.expected("layout", f"blocks of at most {MOST_INPUTS} inputs", repr(layout))
     for name, tensor, shape, dtype in (
