@@ -310,7 +310,7 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
 }
 
 void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64_t block_in, int64_t n,
-                const Image& grad, const Image& x, bool big_grad, void* values, const AxisTaps* axes,
+                const Image& grad, const Image& x, bool transposed, void* values, const AxisTaps* axes,
                 const int32_t* row, const int32_t* col, int64_t nnz) {
   const FlushSubnormals flush(dtype == DType::kBFloat16);
   const LinearKernels& packing = isa.linear(dtype, 1);  // the sum is over positions, which taps shift one by one
@@ -323,20 +323,20 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
   struct Side {
     const Image& image;
     int64_t block, padded;
-    bool big;
+    bool is_input;
     const int32_t* index;
     Scratch slot;
-  } sides[2] = {{grad, block_out, 0, big_grad, row, Scratch::kGradients},
-                {x, block_in, 0, !big_grad, col, Scratch::kPanels}};
+  } sides[2] = {{grad, block_out, 0, transposed, row, Scratch::kGradients},
+                {x, block_in, 0, !transposed, col, Scratch::kPanels}};
   Side &left = sides[swapped ? 1 : 0], &right = sides[swapped ? 0 : 1];
   left.padded = left.block;
   right.padded = ceil_div(right.block, kernels.lanes) * kernels.lanes;
-  const Image& small = big_grad ? x : grad;
+  const Image& output = transposed ? x : grad;
 
-  // Lines of the small image, [n, depth, height] of them, in pieces; a bunch at a time for all taps of a block. Few
+  // Lines of the output, [n, depth, height] of them, in pieces; a bunch at a time for all taps of a block. Few
   // blocks are cut into slices of lines with sums of their own, as many for any number of threads.
   const AxisTaps& across = axes[2];
-  const int64_t lines = n * small.size[0] * small.size[1], width = small.size[2], pieces = ceil_div(width, kSampled);
+  const int64_t lines = n * output.size[0] * output.size[1], width = output.size[2], pieces = ceil_div(width, kSampled);
   const int64_t bunch = std::clamp<int64_t>(kSampled / std::max<int64_t>(ceil_div(width, pieces), 1), 1, kSampledLines);
   const int64_t tasks = nnz * axes[0].taps, bunches = ceil_div(lines, bunch);
   const int64_t slices =
@@ -348,17 +348,17 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
   parallel_tasks(tasks * slices, [&](int64_t i) {
     const int64_t slice = i / tasks, k = i % tasks / axes[0].taps, t0 = i % axes[0].taps;
     char* const to_sums = advance(sums, (slice * slice_sums + k * block_sums) * sum);
-    const int64_t* const big_size = (big_grad ? grad : x).size;
-    // The line of the big image that the small line l meets with tap t1, or -1.
-    const auto big_line = [&](int64_t l, int64_t t1) -> int64_t {
-      const int64_t y = l % small.size[1], z = l / small.size[1] % small.size[0];
-      const int64_t past1 = y - axes[1].first_small[t1], past0 = z - axes[0].first_small[t0];
+    const int64_t* const input_size = (transposed ? grad : x).size;
+    // The line of the input that the line of the output l meets with tap t1, or -1.
+    const auto input_line = [&](int64_t l, int64_t t1) -> int64_t {
+      const int64_t y = l % output.size[1], z = l / output.size[1] % output.size[0];
+      const int64_t past1 = y - axes[1].first_output[t1], past0 = z - axes[0].first_output[t0];
       if (past1 < 0 || past1 >= axes[1].count[t1] || past0 < 0 || past0 >= axes[0].count[t0]) return -1;
-      const int64_t big_z = axes[0].first_big[t0] + past0 * axes[0].stride;
-      return (l / small.size[1] / small.size[0] * big_size[0] + big_z) * big_size[1] + axes[1].first_big[t1] +
+      const int64_t input_z = axes[0].first_input[t0] + past0 * axes[0].stride;
+      return (l / output.size[1] / output.size[0] * input_size[0] + input_z) * input_size[1] + axes[1].first_input[t1] +
              past1 * axes[1].stride;
     };
-    std::vector<int64_t> big_lines(kSampledLines * axes[1].taps);
+    std::vector<int64_t> input_lines(kSampledLines * axes[1].taps);
     std::vector<int32_t> slots;
     const int64_t begin_line = bunches * slice / slices * bunch;
     const int64_t end_line = std::min(bunches * (slice + 1) / slices * bunch, lines);
@@ -366,18 +366,18 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
       const int64_t first = width * piece / pieces, last = width * (piece + 1) / pieces;
       // The parts of the lines that the taps meet, in both images.
       const auto met = [&](int64_t t) {
-        const int64_t begin = std::max(first, across.first_small[t]);
-        return std::make_pair(begin, std::min(last, across.first_small[t] + across.count[t]));
+        const int64_t begin = std::max(first, across.first_output[t]);
+        return std::make_pair(begin, std::min(last, across.first_output[t] + across.count[t]));
       };
-      const auto big_at = [&](int64_t t, int64_t small_at) {
-        return across.first_big[t] + (small_at - across.first_small[t]) * across.stride;
+      const auto input_at = [&](int64_t t, int64_t output_at) {
+        return across.first_input[t] + (output_at - across.first_output[t]) * across.stride;
       };
-      int64_t from[2] = {INT64_MAX, INT64_MAX}, to[2] = {0, 0};  // small, big
+      int64_t from[2] = {INT64_MAX, INT64_MAX}, to[2] = {0, 0};  // output, input
       for (int64_t t = 0; t < across.taps; ++t) {
         const auto [begin, end] = met(t);
         if (begin >= end) continue;
         from[0] = std::min(from[0], begin), to[0] = std::max(to[0], end);
-        from[1] = std::min(from[1], big_at(t, begin)), to[1] = std::max(to[1], big_at(t, end - 1) + 1);
+        from[1] = std::min(from[1], input_at(t, begin)), to[1] = std::max(to[1], input_at(t, end - 1) + 1);
       }
       if (from[0] >= to[0]) continue;
 
@@ -385,43 +385,43 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
       char* packed[2];
       int64_t line_bytes[2];
       for (const Side& side : sides) {
-        line_bytes[side.big] = (to[side.big] - from[side.big]) * side.padded * unit;
-        packed[side.big] = static_cast<char*>(
-            scratch(side.slot, kSampledLines * (side.big ? axes[1].taps : 1) * line_bytes[side.big]));
+        line_bytes[side.is_input] = (to[side.is_input] - from[side.is_input]) * side.padded * unit;
+        packed[side.is_input] = static_cast<char*>(
+            scratch(side.slot, kSampledLines * (side.is_input ? axes[1].taps : 1) * line_bytes[side.is_input]));
       }
       const auto line_at = [&](const Side& side, int64_t l) {
-        const int64_t position = l * side.image.size[2] + from[side.big];
+        const int64_t position = l * side.image.size[2] + from[side.is_input];
         return advance(side.image.data, (position * side.image.channels + side.index[k] * side.block) * size);
       };
       const auto pack = [&](const Side& side, int64_t l, int64_t slot) {
-        const int64_t length = to[side.big] - from[side.big];
+        const int64_t length = to[side.is_input] - from[side.is_input];
         packing.pack_block_columns({line_at(side, l), side.image.channels, length, side.block, side.padded,
-                                    packed[side.big] + slot * line_bytes[side.big], 0},
+                                    packed[side.is_input] + slot * line_bytes[side.is_input], 0},
                                    0, length, 0, 1);
       };
       const auto fetch_line = [&](const Side& side, int64_t l) {
-        for (int64_t p = 0; p < to[side.big] - from[side.big]; ++p)
+        for (int64_t p = 0; p < to[side.is_input] - from[side.is_input]; ++p)
           for (int64_t byte = 0; byte < side.block * size; byte += kLine)
             __builtin_prefetch(line_at(side, l) + p * side.image.channels * size + byte);
       };
-      const Side &small_side = sides[big_grad ? 1 : 0], &big_side = sides[big_grad ? 0 : 1];
+      const Side &output_side = sides[transposed ? 1 : 0], &input_side = sides[transposed ? 0 : 1];
 
       for (int64_t line = begin_line; line < end_line; line += bunch) {
         const int64_t here = std::min(bunch, end_line - line);
         int64_t lowest = INT64_MAX, highest = -1;
         for (int64_t t1 = 0; t1 < axes[1].taps; ++t1)
           for (int64_t l = 0; l < here; ++l) {
-            const int64_t big = big_lines[t1 * here + l] = big_line(line + l, t1);
-            if (big >= 0) lowest = std::min(lowest, big), highest = std::max(highest, big);
+            const int64_t input = input_lines[t1 * here + l] = input_line(line + l, t1);
+            if (input >= 0) lowest = std::min(lowest, input), highest = std::max(highest, input);
           }
         if (highest < 0) continue;
-        for (int64_t l = 0; l < here; ++l) pack(small_side, line + l, l);
+        for (int64_t l = 0; l < here; ++l) pack(output_side, line + l, l);
         slots.assign(highest - lowest + 1, -1);
         int32_t used = 0;
         for (int64_t j = 0; j < here * axes[1].taps; ++j) {
-          if (big_lines[j] < 0 || slots[big_lines[j] - lowest] >= 0) continue;
-          pack(big_side, big_lines[j], used);
-          slots[big_lines[j] - lowest] = used++;
+          if (input_lines[j] < 0 || slots[input_lines[j] - lowest] >= 0) continue;
+          pack(input_side, input_lines[j], used);
+          slots[input_lines[j] - lowest] = used++;
         }
         // One line of the next bunch is prefetched per tap: too many at once would wait for each other.
         int64_t next = line + bunch;
@@ -429,9 +429,9 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
         const int64_t at_once = ceil_div(bunch, axes[1].taps * across.taps);
         const auto fetch_some = [&] {
           for (int64_t l = 0; l < at_once && next < next_end; ++l, ++next) {
-            fetch_line(small_side, next);
-            const int64_t big = big_line(next, axes[1].taps - 1);
-            if (big >= 0) fetch_line(big_side, big);
+            fetch_line(output_side, next);
+            const int64_t input = input_line(next, axes[1].taps - 1);
+            if (input >= 0) fetch_line(input_side, input);
           }
         };
         for (int64_t t1 = 0; t1 < axes[1].taps; ++t1)
@@ -442,19 +442,19 @@ void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64
             const void* rows[2][kSampledLines];
             int64_t count = 0;
             for (int64_t l = 0; l < here; ++l) {
-              const int64_t big = big_lines[t1 * here + l];
-              if (big < 0) continue;
-              const char* at[2] = {packed[0] + l * line_bytes[0] + (begin - from[0]) * small_side.padded * unit,
-                                   packed[1] + slots[big - lowest] * line_bytes[1] +
-                                       (big_at(t2, begin) - from[1]) * big_side.padded * unit};
-              rows[0][count] = at[left.big];
-              rows[1][count++] = at[right.big];
+              const int64_t input = input_lines[t1 * here + l];
+              if (input < 0) continue;
+              const char* at[2] = {packed[0] + l * line_bytes[0] + (begin - from[0]) * output_side.padded * unit,
+                                   packed[1] + slots[input - lowest] * line_bytes[1] +
+                                       (input_at(t2, begin) - from[1]) * input_side.padded * unit};
+              rows[0][count] = at[left.is_input];
+              rows[1][count++] = at[right.is_input];
             }
             if (count == 0) continue;
             const int64_t tap = (t0 * axes[1].taps + t1) * across.taps + t2;
             kernels.sample({count, end - begin, rows[0], rows[1], left.block, right.padded,
-                            left.padded * (left.big ? across.stride : 1),
-                            right.padded * (right.big ? across.stride : 1), to_sums + tap * tap_sums * sum});
+                            left.padded * (left.is_input ? across.stride : 1),
+                            right.padded * (right.is_input ? across.stride : 1), to_sums + tap * tap_sums * sum});
           }
       }
     }

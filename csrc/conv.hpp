@@ -11,10 +11,10 @@ struct AxisRuns {
   const int64_t *first, *length, *tap_start, *tap, *at, *begin, *end;
 };
 
-// One axis of the sampled product: for each tap how many positions it maps, and the first of the small and big image.
+// One axis of a convolution's gradient: for each tap how many positions it maps, and the first of output and input.
 struct AxisTaps {
   int64_t taps, stride;
-  const int64_t *count, *first_small, *first_big;
+  const int64_t *count, *first_output, *first_input;
 };
 
 struct Image {  // [n, size[0], size[1], size[2], channels]
@@ -36,9 +36,10 @@ void conv(const InstructionSet& isa, DType dtype, Activation activation, bool tr
           int64_t block_sum, const int64_t* kernel, int64_t n, const Image& x, const void* values, const void* bias,
           const Image& y, const AxisRuns* cut, const AxisRuns* whole, const ChannelRows& rows);
 
-// values = the blocks [block_out, block_in, taps] of the gradient; x is the big image, or grad is.
+// values = the blocks [block_out, block_in, taps] of the gradient. Of a transposed convolution the names input and
+// output of the inside are those of the convolution that it transposes: grad is the input.
 void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64_t block_in, int64_t n,
-                const Image& grad, const Image& x, bool big_grad, void* values, const AxisTaps* axes,
+                const Image& grad, const Image& x, bool transposed, void* values, const AxisTaps* axes,
                 const int32_t* row, const int32_t* col, int64_t nnz);
 
 }  // namespace blocksparse

@@ -318,14 +318,14 @@ void py_conv(const std::string& isa, const std::string& dtype, const std::string
 
 void py_conv_wgrad(const std::string& isa, const std::string& dtype, std::pair<int64_t, int64_t> block, int64_t images,
                    uintptr_t grad, const Size& grad_size, int64_t out_channels, uintptr_t x, const Size& x_size,
-                   int64_t in_channels, bool big_grad, uintptr_t values, const std::vector<Index<int64_t>>& axes,
+                   int64_t in_channels, bool transposed, uintptr_t values, const std::vector<Index<int64_t>>& axes,
                    Index<int32_t> row, Index<int32_t> col) {
   const auto along = axes_of(axes, 3, taps);
   blocks_in(out_channels, block.first), blocks_in(in_channels, block.second);
   require(row.size() == col.size(), "row and col of one length");
   nb::gil_scoped_release release;
   conv_wgrad(isa_named(isa), dtype_named(dtype), block.first, block.second, images,
-             image(grad, grad_size, out_channels), image(x, x_size, in_channels), big_grad, pointer(values),
+             image(grad, grad_size, out_channels), image(x, x_size, in_channels), transposed, pointer(values),
              along.data(), row.data(), col.data(), int64_t(row.size()));
   trim_scratch();
 }
@@ -450,7 +450,7 @@ NB_MODULE(_core, m) {
         "axes"_a.noconvert(), "start"_a.noconvert(), "col"_a.noconvert(), "position"_a.noconvert(),
         "order"_a.noconvert());
   m.def("conv_wgrad", &py_conv_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "block"_a, "images"_a, "grad"_a, "grad_size"_a,
-        "out_channels"_a, "x"_a, "x_size"_a, "in_channels"_a, "big_grad"_a, "values"_a, "axes"_a.noconvert(),
+        "out_channels"_a, "x"_a, "x_size"_a, "in_channels"_a, "transposed"_a, "values"_a, "axes"_a.noconvert(),
         "row"_a.noconvert(), "col"_a.noconvert());
   m.def("int8_linear", &py_int8_linear, nb::kw_only(), "isa"_a, "dtype"_a, "activation"_a, "block"_a, "tokens"_a, "x"_a,
         "x_stride"_a, "in_features"_a, "values"_a, "scale"_a, "sum"_a, "padded_out"_a, "bias"_a, "y"_a,

@@ -418,7 +418,7 @@ def main(kind: str, extent: str) -> dict[str, list[dict[str, Any]]]:
         for launch in device.run_conv(case):
             unique[launch.key()] = launch
             constants = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
-            record = asdict(case) | {"kernel": launch.kernel.__name__, "together": constants.get("TOGETHER")}
+            record = asdict(case) | {"kernel": launch.kernel.__name__, "together": constants.get("POSITIONS")}
             records["conv"].append((record, launch.key()))
     records["keys"] = [({"pass_": pass_, "keys": keys_of_tokens(device, pass_)}, "") for pass_ in tiles.PASSES]
     _todo[:] = [(device, launch) for launch in unique.values()]

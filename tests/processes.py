@@ -32,7 +32,7 @@ class Processes:
         timeout: seconds for a collective, and for a whole call twice as many.
 
     A call runs a function of a module (not a lambda) in all of them, with its arguments, and returns what came of it by
-    rank. Where one raises, or dies, an AssertionError has its traceback, and the next call starts all anew.
+    rank. Where one raises, or dies, an AssertionError has its traceback, and the next call starts all again.
     """
 
     def __init__(self, count: int, timeout: float = 60):

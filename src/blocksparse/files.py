@@ -20,13 +20,13 @@ from typing import Any, BinaryIO
 from .errors import BlockSparseError
 
 # Characters of a line, or of a row of a csv file; 65,536 numbers with 17 digits are a tenth of it.
-MOST_IN_A_LINE = 1 << 24
+MAX_IN_A_LINE = 1 << 24
 # Empty lines of a text: a few gzipped bytes can hold billions of them, which take minutes to skip.
-MOST_EMPTY = 1_000_000
+MAX_EMPTY = 1_000_000
 # Files in an archive; aclImdb has 100,000.
-MOST_MEMBERS = 1_000_000
+MAX_MEMBERS = 1_000_000
 # Bytes of a JSON file.
-MOST_JSON = 1 << 24
+MAX_JSON = 1 << 24
 GIB = 1 << 30
 
 
@@ -94,14 +94,14 @@ def lines(path: Any, subject: str, encoding: str) -> Iterator[tuple[int, str]]:
     """
     with opened(path, subject, gzipped=True) as file, io.TextIOWrapper(file, encoding=encoding, newline="") as text:
         number = empty = 0
-        while line := text.readline(MOST_IN_A_LINE):
+        while line := text.readline(MAX_IN_A_LINE):
             number += 1
-            if len(line) == MOST_IN_A_LINE and line[-1] not in "\r\n":
-                expected = f"fewer than {MOST_IN_A_LINE:,} characters"
+            if len(line) == MAX_IN_A_LINE and line[-1] not in "\r\n":
+                expected = f"fewer than {MAX_IN_A_LINE:,} characters"
                 raise BlockSparseError.expected(f"{path}, line {number}", expected, "more")
             empty += len(line) < 3 and line.isspace()
-            if empty > MOST_EMPTY:
-                raise BlockSparseError.expected(str(path), f"{MOST_EMPTY:,} empty lines at most", "more")
+            if empty > MAX_EMPTY:
+                raise BlockSparseError.expected(str(path), f"{MAX_EMPTY:,} empty lines at most", "more")
             yield number, line
 
 
@@ -112,9 +112,9 @@ def read_json(path: Any, subject: str) -> Any:
         BlockSparseError: as `opened`; a larger one, or one that is no JSON.
     """
     with opened(path, subject) as file:
-        data = file.read(MOST_JSON + 1)
-    if len(data) > MOST_JSON:
-        raise BlockSparseError.expected(str(path), f"a JSON file of {MOST_JSON:,} bytes at most", "more")
+        data = file.read(MAX_JSON + 1)
+    if len(data) > MAX_JSON:
+        raise BlockSparseError.expected(str(path), f"a JSON file of {MAX_JSON:,} bytes at most", "more")
     try:
         return json.loads(data)
     except (ValueError, RecursionError, MemoryError) as error:
@@ -200,8 +200,8 @@ def _untar(archive: Path, folder: Path) -> None:
 
 
 def _check_members(archive: Path, count: int) -> None:
-    if count > MOST_MEMBERS:
-        raise BlockSparseError.expected(archive.name, f"{MOST_MEMBERS:,} files at most", "more")
+    if count > MAX_MEMBERS:
+        raise BlockSparseError.expected(archive.name, f"{MAX_MEMBERS:,} files at most", "more")
 
 
 def _stream(path: Path, gzipped: bool) -> BinaryIO:

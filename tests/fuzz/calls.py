@@ -13,7 +13,7 @@ from blocksparse.ops import cpu_core
 DTYPES = {str(dtype)[6:]: dtype for dtype in cpu_core.DTYPES}
 # Half the distance of two numbers at 1, and at 0.
 ROUNDING = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-LEAST = {torch.float32: 1e-35, torch.float64: 1e-300, torch.bfloat16: 1e-35, torch.float16: 2.0**-24}
+SMALLEST = {torch.float32: 1e-35, torch.float64: 1e-300, torch.bfloat16: 1e-35, torch.float16: 2.0**-24}
 
 
 class Fault(AssertionError):
@@ -88,7 +88,7 @@ def assert_within(got: Tensor, expected: Tensor, bound: Tensor | float, what: st
         raise Fault(f"{what}: {list(got.shape)} for {list(expected.shape)}")
     dtype = got.dtype
     size = expected.abs() + bound
-    wrong = ~((got.double() - expected).abs() <= bound + 1.01 * ROUNDING[dtype] * size + LEAST[dtype])
+    wrong = ~((got.double() - expected).abs() <= bound + 1.01 * ROUNDING[dtype] * size + SMALLEST[dtype])
     wrong &= ~(got.isinf() & (got.sign() == expected.sign()) & (size >= torch.finfo(dtype).max))
     if wrong.any():
         raise Fault(f"{what}: {where(got, expected, wrong)}")

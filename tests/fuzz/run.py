@@ -24,7 +24,7 @@ CORPUS = HERE / "corpus.jsonl"
 # The exit status of who found a fault and went on.
 FOUND = 3
 # Seconds after which a case counts as one that does not end.
-PATIENCE = 300
+MAX_SECONDS = 300
 # Seconds between two lines of the log.
 EVERY = 30
 
@@ -157,7 +157,7 @@ def _keep_working(options: argparse.Namespace, place: Path, nth: int, until: flo
             print(said, end="", flush=True)
             return found or status != 0
         (index,) = struct.unpack("<q", place.read_bytes())
-        fault = f"died with status {status}" if status is not None else f"no end within {PATIENCE} s"
+        fault = f"died with status {status}" if status is not None else f"no end within {MAX_SECONDS} s"
         print(f"{said}\n{report(options.seed, index, fault)}", flush=True)
         log.add(options, {}, [{"index": index, "fault": fault, "said": said[-4000:]}], 0)
         first, found = index + options.jobs, True
@@ -171,7 +171,7 @@ def _wait(worker: subprocess.Popen, place: Path) -> int | None:
         now = place.read_bytes()
         if now != before:
             before, since = now, time.time()
-        elif time.time() > since + PATIENCE:
+        elif time.time() > since + MAX_SECONDS:
             worker.kill()
             worker.wait()
             return None

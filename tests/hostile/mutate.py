@@ -29,11 +29,11 @@ from blocksparse_lab.data import pickles
 from hostile.formats import FORMATS, MIB, Format
 
 # Of one file: seconds, and bytes of memory beyond what is there at the start.
-MOST_SECONDS = 60
-MOST_MEMORY = 400 * MIB
+MAX_SECONDS = 60
+MAX_MEMORY = 400 * MIB
 # Bounds that are lower here than they are for a user, to be met in little time.
-MOST_UNPACKED = str(1 / 1024)
-LOWER = ((files, "MOST_IN_A_LINE", MIB), (files, "MOST_EMPTY", 10_000), (pickles, "MOST_STEPS", 1 << 17))
+MAX_UNPACKED = str(1 / 1024)
+LOWER = ((files, "MAX_IN_A_LINE", MIB), (files, "MAX_EMPTY", 10_000), (pickles, "MAX_STEPS", 1 << 17))
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
@@ -115,7 +115,7 @@ def main(cases_: int = 3000, seed: int = 0, minutes: float | None = None, folder
         RuntimeError: a file took too much memory, or raised anything but a BlockSparseError.
     """
     warnings.simplefilter("error")
-    os.environ["BLOCKSPARSE_MAX_UNPACKED"] = MOST_UNPACKED
+    os.environ["BLOCKSPARSE_MAX_UNPACKED"] = MAX_UNPACKED
     for module, name, bound in LOWER:
         setattr(module, name, bound)
     faulthandler.enable()
@@ -129,7 +129,7 @@ def main(cases_: int = 3000, seed: int = 0, minutes: float | None = None, folder
             break
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)
+        faulthandler.dump_traceback_later(MAX_SECONDS, exit=True)
         try:
             fine = run(form, content, work)
         except Exception as error:
@@ -139,7 +139,7 @@ def main(cases_: int = 3000, seed: int = 0, minutes: float | None = None, folder
         loaded += fine
         if content == form.valid[form.name] and not fine:
             raise RuntimeError(f"case {count}, a valid {form.name}, was refused")
-        if _memory() > start + MOST_MEMORY:
+        if _memory() > start + MAX_MEMORY:
             raise RuntimeError(
                 f"case {count} of seed {seed}, {work / form.name}: {_memory() - start:,} bytes of memory"
             )

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-PATIENCE = 90  # seconds that a busy machine may take for an answer
+MAX_SECONDS = 90  # seconds that a busy machine may take for an answer
 
 
 def program():
@@ -115,7 +115,7 @@ class Browser:
 
     def until(self, script):
         """Waits for an expression to be true."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + MAX_SECONDS
         while not self.run(script):
             if time.monotonic() > end:
                 raise TimeoutError(script)
@@ -163,7 +163,7 @@ class Browser:
 
     def _next(self):
         while b"\0" not in self._rest:
-            if not select.select([self._read], [], [], PATIENCE)[0]:
+            if not select.select([self._read], [], [], MAX_SECONDS)[0]:
                 raise TimeoutError("the browser does not answer")
             data = os.read(self._read, 1 << 20)
             if not data:

@@ -163,7 +163,7 @@ def killed_by_torchrun(
     before: set[int] = set()
     while launch.poll() is None:
         now = pids(run, processes)
-        # All begin anew after a kill.
+        # All begin again after a kill.
         if count["kills"] < kills and now and not before & set(now):
             time.sleep(rng.uniform(0, 0.8 * seconds))
             with suppress(ProcessLookupError):

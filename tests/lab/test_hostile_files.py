@@ -54,7 +54,7 @@ def test_hostile_and_changed_files_load_or_are_refused(cases, tmp_path):
     ("harm", "message"),
     [
         ("{}[1]", "KeyError"),
-        pytest.param("len(bytearray(b'x') * 2 * mutate.MOST_MEMORY)", "bytes of memory", marks=pytest.mark.full),
+        pytest.param("len(bytearray(b'x') * 2 * mutate.MAX_MEMORY)", "bytes of memory", marks=pytest.mark.full),
         ("__import__('ctypes').string_at(0)", "Segmentation fault"),
     ],
     ids=["a raw error", "memory", "a crash"],
@@ -111,7 +111,7 @@ def test_an_archive_is_unpacked_up_to_the_limit(tmp_path, a_mebibyte, monkeypatc
 
 @pytest.mark.parametrize("kind", ["zip", "tar.gz"])
 def test_an_archive_has_so_many_files_at_most(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(files, "MOST_MEMBERS", 2)
+    monkeypatch.setattr(files, "MAX_MEMBERS", 2)
     content = dict.fromkeys("abc", b"")
     data = formats.zipped(content) if kind == "zip" else formats.tarred(*map(formats.entry, content))
     with refused("expected 2 files at most"):
@@ -247,8 +247,8 @@ def test_a_label_with_an_underscore_is_a_word(tmp_path):
     ids=["a line", "a row of many lines", "empty lines"],
 )
 def test_lines_and_rows_have_a_length(tmp_path, monkeypatch, content, message):
-    monkeypatch.setattr(files, "MOST_IN_A_LINE", 1000)
-    monkeypatch.setattr(files, "MOST_EMPTY", 100)
+    monkeypatch.setattr(files, "MAX_IN_A_LINE", 1000)
+    monkeypatch.setattr(files, "MAX_EMPTY", 100)
     with refused(rf"a\.csv.*{message}"):
         csv_table.read(write(tmp_path / "a.csv", content))
 
@@ -303,7 +303,7 @@ def test_a_pickle_does_what_it_says_or_nothing(tmp_path, name):
 
 
 def test_a_pickle_has_so_many_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(pickles, "MOST_STEPS", 100)
+    monkeypatch.setattr(pickles, "MAX_STEPS", 100)
     path = write(tmp_path / "a", pickle.dumps(list(range(50))))
     assert pickles.read(path, "file", "a pickle") == list(range(50))
     with refused("more than 100 steps"):
@@ -387,6 +387,6 @@ def test_tiles_that_cannot_be_written(tmp_path):
 
 
 def test_a_large_json_file_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MOST_JSON", 10)
+    monkeypatch.setattr(files, "MAX_JSON", 10)
     with refused("expected a JSON file of 10 bytes at most, got more"):
         files.read_json(write(tmp_path / "a.json", b"[" * 11), "file")

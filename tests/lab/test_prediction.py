@@ -137,8 +137,8 @@ def test_without_the_sources_of_the_tests_it_says_so(tmp_path):
 
 with_triton = pytest.mark.skipif(not triton_runtime._installed(), reason="Triton is not installed")
 # Programs of a multiprocessor: four, so that some load while others end; two of the large tiles at blocks of 32.
-TOGETHER = {"few tokens, bf16, density 0.1": {"sm80": 3, "sm90": 4, "sm100": 4, "gfx942": 2}}
-TOGETHER["many tokens, block 32"] = {"sm80": 4, "sm90": 2, "sm100": 2, "gfx942": 4}
+RESIDENT = {"few tokens, bf16, density 0.1": {"sm80": 3, "sm90": 4, "sm100": 4, "gfx942": 2}}
+RESIDENT["many tokens, block 32"] = {"sm80": 4, "sm90": 2, "sm100": 2, "gfx942": 4}
 KINDS = {"sm80": "a100", "sm90": "h200", "sm100": "b200", "gfx942": "mi300x"}
 
 
@@ -151,12 +151,12 @@ def launches(kind, *names):
 @pytest.mark.parametrize(
     "kind", ["sm90", *(pytest.param(k, marks=pytest.mark.full) for k in ("sm80", "sm100", "gfx942"))]
 )
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", RESIDENT)
 def test_kernels_are_as_they_were_designed(kind, name):
-    (does,) = launches(kind, *TOGETHER)[name]["launches"]
+    (does,) = launches(kind, *RESIDENT)[name]["launches"]
     kernel, chip = does["kernel"], CHIPS[KINDS[kind]]
     assert kernel["spilled"] == 0
-    assert resident(kernel, chip) >= TOGETHER[name][kind]
+    assert resident(kernel, chip) >= RESIDENT[name][kind]
     assert kernel["products"], "on tensor cores"
     if kind != "gfx942":
         assert kernel["copies"]["0x10"] > 0, "asynchronous, 16 bytes per thread"

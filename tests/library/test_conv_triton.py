@@ -77,7 +77,7 @@ def test_positions_that_share_inputs_agree_with_float64(transposed, space, kerne
         for each, right, name in zip(found, expected, ("forward", "dgrad", "wgrad"), strict=True):
             assert_close(each.detach(), right.detach(), most, name)
         forward, dgrad, wgrad = (
-            {argument(launch, "TOGETHER") for launch in launches(layout) if matches(launch)}
+            {argument(launch, "POSITIONS") for launch in launches(layout) if matches(launch)}
             for matches in (
                 lambda launch: launch.kernel is backend._kernels().conv_kernel and not argument(launch, "TRANSPOSE"),
                 lambda launch: launch.kernel is backend._kernels().conv_kernel and argument(launch, "TRANSPOSE"),

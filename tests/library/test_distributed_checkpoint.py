@@ -340,25 +340,23 @@ def test_what_json_cannot_express_in_one_process(processes, tmp_path):
     assert not list((tmp_path / "at").iterdir())
 
 
-def save_apart(folder, alike):
-    folder = folder if alike else folder / str(dist.get_rank())
-    if alike and dist.get_rank() == 1:  # as if its file system were another
+def save_apart(folder, same):
+    folder = folder if same else folder / str(dist.get_rank())
+    if same and dist.get_rank() == 1:  # as if its file system were another
         exists = pathlib.Path.exists
         pathlib.Path.exists = lambda path: path.suffix != ".shared" and exists(path)
     try:
         with pytest.raises(BlockSparseError) as error:
             save_checkpoint(Net(0), folder)
     finally:
-        if alike and dist.get_rank() == 1:
+        if same and dist.get_rank() == 1:
             pathlib.Path.exists = exists
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("alike", "said"), [(True, "process 1: .* that all processes share"), (False, "in process 1$")]
-)
-def test_a_folder_that_is_not_one(processes, tmp_path, alike, said):
-    first, second = processes(2)(save_apart, tmp_path, alike)
+@pytest.mark.parametrize(("same", "said"), [(True, "process 1: .* that all processes share"), (False, "in process 1$")])
+def test_a_folder_that_is_not_one(processes, tmp_path, same, said):
+    first, second = processes(2)(save_apart, tmp_path, same)
     assert first == second
     assert re.search(said, first)
     assert not list(tmp_path.iterdir())

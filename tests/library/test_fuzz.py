@@ -116,7 +116,7 @@ def test_a_process_that_dies_is_reported_and_another_goes_on_behind_the_case(sta
 def test_a_process_that_stays_in_one_case_is_ended(tmp_path, monkeypatch, capsys):
     (tmp_path / "__main__.py").write_text("import sys, time\nif ', 5, ' in sys.argv[-1]: time.sleep(600)")
     monkeypatch.setattr(run, "HERE", tmp_path)
-    monkeypatch.setattr(run, "PATIENCE", 0.5)
+    monkeypatch.setattr(run, "MAX_SECONDS", 0.5)
     assert run._keep_working(options("--first=5"), tmp_path / "place", 0, time.time() + 60)
     assert "no end within 0.5 s" in capsys.readouterr().out
 

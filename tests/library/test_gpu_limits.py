@@ -72,7 +72,7 @@ def test_tokens(call):
     ids=["reach", "images"],
 )
 def test_positions(monkeypatch, images, padding, most, message):
-    monkeypatch.setattr(triton_runtime, "MOST_COUNTED", most)
+    monkeypatch.setattr(triton_runtime, "MAX_COUNTED", most)
     x, values = torch.ones(images, 3, 2, device=DEVICE), torch.ones(1, 2, 2, 3, device=DEVICE)
     steps = (1,), (padding,), (1,)
     for call in (lambda: conv(x, values, LAYOUT, (3,), *steps), lambda: conv_wgrad(x, x, LAYOUT, (3,), *steps)):

@@ -95,7 +95,7 @@ def test_results_are_the_same_bits_every_time(backend_name):
 
 
 def test_launches_are_kept_but_not_without_end(monkeypatch):
-    monkeypatch.setattr(backend, "MOST_LAUNCHES", 3)
+    monkeypatch.setattr(backend, "MAX_LAUNCHES", 3)
     layout = bs.patterns.random((32, 32), block_size=16, density=0.7, seed=0)
     with running("triton-tuned"):
         values = torch.randn(layout.values_shape)
@@ -159,7 +159,7 @@ def test_launches_tell_the_allocator_of_their_stream():
 
 
 def test_more_tiles_than_a_grid_holds_are_refused(monkeypatch):
-    monkeypatch.setattr(triton_runtime, "MOST_PROGRAMS", 3)
+    monkeypatch.setattr(triton_runtime, "MAX_PROGRAMS", 3)
     layout = bs.patterns.dense((64, 64), block_size=16)
     with running("triton-tuned"), pytest.raises(bs.BlockSparseError, match="x: expected fewer tokens in one call"):
         forward(torch.randn(5, 64), torch.randn(layout.values_shape), layout)

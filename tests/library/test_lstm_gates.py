@@ -236,7 +236,7 @@ def test_bit_identical_for_any_number_of_threads_and_rows(backend, dtype):
 
 
 @pytest.mark.skipif(not TRITON, reason="no Triton here")
-def test_launches_are_kept_for_rows_that_begin_alike():
+def test_launches_are_kept_for_rows_of_equal_starts():
     from blocksparse.ops.lstm_gates.triton import _launch
 
     def run(first):

@@ -173,7 +173,7 @@ def test_more_rows_than_kernels_count(monkeypatch):
     with running("triton-tuned"):
         device = torch.empty(0).device
         tensors = [t if t is None else t.to(device) for t in tensors_of(steps, gate, torch.float16)]
-        monkeypatch.setattr(runtime, "MOST_COUNTED", 19)
+        monkeypatch.setattr(runtime, "MAX_COUNTED", 19)
         weight = quads.quads(tensors[-1], stacked(gate))
         with pytest.raises(bs.BlockSparseError, match="x: expected at most 19 rows on a GPU, got 20"):
             weight.forward(tensors[0], tensors[0], None, tensors[3], h_out=None, c_out=None, gates_out=None)

@@ -250,7 +250,7 @@ def test_a_layer_that_gets_no_rows_is_not_fitted(data):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.RNN, nn.LSTMCell], ids=lambda kind: kind.__name__)
 def test_each_weight_of_a_recurrent_layer_keeps_half_of_its_blocks(kind, strong, many, monkeypatch):
     if many:
-        monkeypatch.setattr(fitting, "MOST_INPUTS", 8)
+        monkeypatch.setattr(fitting, "MAX_INPUTS", 8)
     torch.manual_seed(0)
     layer = kind(32, 32)
     with torch.no_grad():

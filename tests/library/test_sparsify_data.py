@@ -237,7 +237,7 @@ def test_many_inputs_get_the_values_that_few_do(monkeypatch):
     mask = torch.rand(4, 12) < 0.4
     expected = exact.values(mask)
     wide = fitting.Problem(exact.dense, exact.x, exact.y, exact.block, 0.01)
-    monkeypatch.setattr(fitting, "MOST_INPUTS", 8)
+    monkeypatch.setattr(fitting, "MAX_INPUTS", 8)
     monkeypatch.setattr(wide, "_normal", None)  # would form the matrix
     torch.testing.assert_close(wide.values(mask), expected, rtol=1e-5, atol=1e-7)
     # And blocks that lose little more than the best.
@@ -277,10 +277,10 @@ def test_rows_are_a_bounded_sample(monkeypatch):
     (product,) = products(layer, prunable(layer, 4))
     few, many = (passes.Passes._places(product, rows) for rows in (7, 10**9))
     assert few.tolist() == list(range(7))
-    assert 0.99 * passes.MOST_ROWS < len(many) <= passes.MOST_ROWS
+    assert 0.99 * passes.MAX_ROWS < len(many) <= passes.MAX_ROWS
     assert (many.diff() > 0).all()
     assert many[-1] < 10**9
-    monkeypatch.setattr(passes, "MOST_BYTES", 4 * 64 * 100)
+    monkeypatch.setattr(passes, "MAX_BYTES", 4 * 64 * 100)
     assert 90 < len(passes.Passes._places(product, 10**6)) <= 100
 
 
@@ -294,12 +294,12 @@ def test_batches_are_kept_up_to_a_bound(monkeypatch):
 
     bs.sparsify(mlp(), 0.5, data=endless(), **SMALL)
     assert len(taken) == 6  # 1,024 samples
-    monkeypatch.setattr(calibrate, "MOST_BYTES", 2 * 200 * 24 * 8)
+    monkeypatch.setattr(calibrate, "MAX_BYTES", 2 * 200 * 24 * 8)
     assert len(calibrate.keep(endless())) == 2
 
 
 def test_later_batches_are_left_out_when_there_are_rows_enough(monkeypatch):
-    monkeypatch.setattr(passes, "MOST_ROWS", 50)
+    monkeypatch.setattr(passes, "MAX_ROWS", 50)
     model = mlp()
     found = {name: products(model[int(name)], prunable(model[int(name)], 4)) for name in "024"}
     seen = passes.Passes(model, list(correlated(200, 24).split(20)), found, [])

@@ -47,7 +47,7 @@ def test_force_measures_nothing(speeds):
     assert bs.report(dense).rows[0].note.startswith("0.5 times as fast")
 
 
-def test_layers_alike_are_measured_once(speeds):
+def test_equal_layers_are_measured_once(speeds):
     calls = speeds(lambda layer: 2)
     model = mlp(*[64] * 8)
     bs.report(bs.sparsify(model, 0.25, 16, scope="layer"))

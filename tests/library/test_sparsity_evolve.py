@@ -168,7 +168,7 @@ def test_a_resumed_run_has_the_same_bits_whatever_its_layouts_were():
     assert other[0].layers[0].layout != one[0].layers[0].layout
 
 
-def test_a_copy_evolves_alike():
+def test_a_copy_evolves_as_its_original():
     model = SparseMLP([20, 64, 64, 2], epsilon=6)
     twin = copy.deepcopy(model)
     for one in (model, twin):

@@ -8,7 +8,7 @@ from torch import nn
 from ..errors import BlockSparseError
 from ..nn.linear import Linear
 from ..nn.quantized import QuantizedLinear
-from ..ops.int8_linear import DTYPES, MOST_INPUTS
+from ..ops.int8_linear import DTYPES, MAX_INPUTS
 from ..surgery.copies import copied
 from ..surgery.prunable import Skip, skipped
 from ..surgery.replace import like, replace_modules
@@ -49,7 +49,7 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
         if type(layer) is Linear
         and layer not in left
         and layer.values.dtype in DTYPES
-        and layer.layout.block_shape[1] <= MOST_INPUTS
+        and layer.layout.block_shape[1] <= MAX_INPUTS
     }
     if not chosen:
         raise BlockSparseError.expected("model", "a blocksparse.nn.Linear to quantize", "none")

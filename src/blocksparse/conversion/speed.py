@@ -32,7 +32,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a module is called with."""
 
 # With some thousand features what is made up has gigabytes then.
-MOST_TOKENS = 2**20
+MAX_TOKENS = 2**20
 
 # Modules that agree in all of this are assumed to be equally fast.
 _measured: dict[tuple[Any, ...], float] = {}
@@ -148,7 +148,7 @@ def _arguments(example: Example | None) -> Arguments:
 
 
 def checked_tokens(tokens: Any) -> int:
-    return integer("tokens", tokens, 1, below=MOST_TOKENS + 1)
+    return integer("tokens", tokens, 1, below=MAX_TOKENS + 1)
 
 
 def twin(model: nn.Module) -> nn.Module:

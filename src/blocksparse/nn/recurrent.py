@@ -215,9 +215,8 @@ class Recurrent(Parts):
             data, size = data.unsqueeze(-1), 1
         steps_axis = 1 if self.batch_first and data.dim() == 3 else 0
         if data.dim() not in dims or data.shape[-1] != size or data.shape[steps_axis] == 0:
-            form = (
-                "rows" if isinstance(input, PackedSequence) else "batch, steps" if self.batch_first else "steps, batch"
-            )
+            form = "batch, steps" if self.batch_first else "steps, batch"
+            form = "rows" if isinstance(input, PackedSequence) else form
             form += "" if table is not None else f", {self.input_size}"
             raise BlockSparseError.expected("input", f"[{form}], at least one step", list(data.shape))
         if isinstance(input, PackedSequence):

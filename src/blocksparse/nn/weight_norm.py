@@ -17,7 +17,7 @@ from .module import BlockSparseModule
 _DenseTransposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 _DenseConvolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | _DenseTransposed
 # The least variance of an output in a batch by which it is normalised.
-_LEAST_VARIANCE = 1e-10
+_MIN_VARIANCE = 1e-10
 
 
 def l2_normalize(values: Tensor, layout: BlockLayout, gain: Tensor | None = None, epsilon: float = 1e-12) -> Tensor:
@@ -139,7 +139,7 @@ class WeightNorm(nn.Module):
         y = self.forward(*inputs)
         axis = y.dim() - 1 - len(getattr(self.module, "kernel_size", ()))
         variance, mean = torch.var_mean(y, [other for other in range(y.dim()) if other != axis], correction=0)
-        gain = self.scale * (variance + _LEAST_VARIANCE).rsqrt()
+        gain = self.scale * (variance + _MIN_VARIANCE).rsqrt()
         self.gain[: len(gain)] = gain
         bias.copy_(-mean * gain)
 

@@ -40,7 +40,7 @@ def check_tangents(**tensors: Tensor | None) -> None:
             raise BlockSparseError.expected(name, "reverse-mode differentiation", "a forward-mode tangent")
 
 
-def check_alike(x: Tensor, values: Tensor, bias: Tensor | None) -> None:
+def check_same(x: Tensor, values: Tensor, bias: Tensor | None) -> None:
     """Raises a BlockSparseError unless all have the dtype and the device of x."""
     for name, tensor in (("values", values), ("bias", bias)):
         if tensor is None:

@@ -56,7 +56,7 @@ RECURRENT: dict[type[nn.Module], Any] = {
 CONV1D = "transformers.pytorch_utils.Conv1D"
 TRANSFORMERS = (CONV1D, "transformers.models.falcon.modeling_falcon.FalconLinear")
 # A weight that its blocks pad to more numbers than this, and to more than TIMES its own, stays dense.
-MOST_PADDED, TIMES = 2**24, 16
+MAX_PADDED, TIMES = 2**24, 16
 # The base of layers with adapters of the library peft.
 ADAPTED = "peft.tuners.tuners_utils.BaseTunerLayer"
 KNOWN: tuple[type[nn.Module], ...] = (nn.Linear, nn.MultiheadAttention, *CONVOLUTIONS, *TRANSPOSED, *RECURRENT)
@@ -142,7 +142,7 @@ class Prunable:
             if isinstance(value, Tensor) and any(name.startswith(f"{key}_") for name in module._parameters):
                 return f"its module computes {key} from other parameters in each call"
         numbers, (rows, columns) = math.prod(self.shape) * self.blocks.taps, self.block_shape
-        if numbers > max(MOST_PADDED, TIMES * parameter.numel()):
+        if numbers > max(MAX_PADDED, TIMES * parameter.numel()):
             return f"blocks of {rows} x {columns} would pad its {parameter.numel()} numbers to {numbers}"
         if isinstance(module, Recurrent) and not is_dense_recurrent(module):
             fits = self.parameter in module.sizes and not self.blocks.needs_padding

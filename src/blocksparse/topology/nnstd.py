@@ -131,7 +131,7 @@ def nnstd_matching(a: Net, b: Net, *, level: str = "neuron") -> Matching:
         distances.append(float(cost[row, match].mean()))
         each = units[i + 1] if level == "neuron" else 1
         matches.append((match[:, None] * each + np.arange(each)).ravel())
-        ambiguous.append((_alike(mine) + _alike(other)) * each)
+        ambiguous.append((_repeated(mine) + _repeated(other)) * each)
     return Matching(float(np.mean(distances)), tuple(distances), tuple(matches), tuple(ambiguous))
 
 
@@ -215,7 +215,7 @@ def _distances(a: Any, b: Any) -> np.ndarray:
     return np.divide(either - common, either, out=np.zeros_like(either), where=either > 0)
 
 
-def _alike(matrix: Any) -> int:
+def _repeated(matrix: Any) -> int:
     """How many rows are the same as others."""
     matrix.sort_indices()
     indices, starts = matrix.indices, matrix.indptr

@@ -16,7 +16,7 @@ from blocksparse.layout import BlockLayout
 from blocksparse.measure import BUDGET, ROUNDS, Call, Samples, Spread, alternate
 from blocksparse.ops.gpu.tiles import FEW_TOKENS
 
-from .device import LEAST_CALLS, Device, device_of, same_bits
+from .device import MIN_CALLS, Device, device_of, same_bits
 
 OURS = "blocksparse"
 
@@ -278,7 +278,7 @@ class Bench:
         """
         copies = self.device.copies(case.size(name)) if case.rotates else 1
         calls = [case.call(name, copy) for copy in range(copies)]
-        laps = -(-LEAST_CALLS // copies) if copies > 1 and case.spec.tokens <= FEW_TOKENS else 1
+        laps = -(-MIN_CALLS // copies) if copies > 1 and case.spec.tokens <= FEW_TOKENS else 1
         call = self.device.ready(calls, laps)
         if name == OURS and len(calls) > 1:
             call()

@@ -16,8 +16,8 @@ from blocksparse.ops.gpu import runtime as triton_runtime
 from ..recipes.cuda_graph import capturing
 
 # Replays shorter than this many calls would be timed with the gaps between the replays.
-LEAST_CALLS = 32
-MOST_COPIES = 256
+MIN_CALLS = 32
+MAX_COPIES = 256
 
 
 class Device:
@@ -75,7 +75,7 @@ class Cuda(Device):
 
     def copies(self, size: int) -> int:
         """At least four, and twice the L2 cache together."""
-        return min(MOST_COPIES, max(4, math.ceil(2 * self.cache / max(size, 1))))
+        return min(MAX_COPIES, max(4, math.ceil(2 * self.cache / max(size, 1))))
 
     def ready(self, calls: Sequence[Call], laps: int = 1) -> Call:
         return Replay(calls, laps)

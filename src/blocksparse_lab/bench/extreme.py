@@ -40,7 +40,7 @@ PHASES = ("build", "save", "train", "evaluate", "evolve")
 
 # A process takes a third of it before it has a net, and smaller nets leave holes in its heap. The peak with 20
 # million neurons was 80 bytes per connection, including the half neuron that comes with each.
-LEAST_BYTES, BYTES_PER_CONNECTION = 3 * 2**28, 85
+MIN_BYTES, BYTES_PER_CONNECTION = 3 * 2**28, 85
 # Its checkpoints: the new one is written before the old one goes.
 DISK_PER_CONNECTION = 2 * 18
 SECONDS_BETWEEN_LINES = 10.0
@@ -50,7 +50,7 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Extreme:
-    """One run: about so many inputs, hidden neurons and outputs, rows to train and to test on.
+    """One run: about this number of inputs, hidden neurons and outputs, rows to train and to test on.
 
     >>> Extreme(50_000_000).sizes, Extreme(50_000_000).connections
     ((65536, 12483616, 12483616, 12483616, 12483616, 2), 99934466)
@@ -77,7 +77,7 @@ class Extreme:
     @property
     def predicted(self) -> int:
         """An upper bound on the peak memory, in bytes."""
-        return LEAST_BYTES + BYTES_PER_CONNECTION * self.connections
+        return MIN_BYTES + BYTES_PER_CONNECTION * self.connections
 
 
 @dataclass

@@ -30,7 +30,7 @@ Made = tuple[nn.Module, tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class ModelTarget:
-    """A model, made with so many layers, and a density; the least speed-up over the dense model, if there is one.
+    """A model, made with a number of layers, and a density; the least speed-up over the dense model, if there is one.
 
     With `force` every layer becomes block-sparse; otherwise `sparsify` may leave what would be slower.
     """

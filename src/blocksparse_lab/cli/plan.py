@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ..planner.plan import Plan
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
-MOST_GPUS, MOST_TOKENS, MOST_PARAMS = 10**7, 10**9, 10**13
+MAX_GPUS, MAX_TOKENS, MAX_PARAMS = 10**7, 10**9, 10**13
 # Of GB, GB/s and devices of a node.
-LEAST, MOST = 1e-6, 1e6
+MIN_RATE, MAX_RATE = 1e-6, 1e6
 
 
 def plan(
@@ -57,14 +57,14 @@ def plan(
     if dtype not in DTYPES:
         raise BlockSparseError.expected("dtype", f"one of {list(DTYPES)}", repr(dtype))
     for name, count, most in (
-        ("gpus", gpus, MOST_GPUS),
-        ("batch", batch, MOST_TOKENS),
-        ("sequence", sequence, MOST_TOKENS),
+        ("gpus", gpus, MAX_GPUS),
+        ("batch", batch, MAX_TOKENS),
+        ("sequence", sequence, MAX_TOKENS),
     ):
         if not 1 <= count <= most:
             raise BlockSparseError.expected(name, f"from 1 to {most}", count)
-    if (stored := parse_count(params)) > MOST_PARAMS:
-        raise BlockSparseError.expected("params", f"{short(MOST_PARAMS)} at most", params)
+    if (stored := parse_count(params)) > MAX_PARAMS:
+        raise BlockSparseError.expected("params", f"{short(MAX_PARAMS)} at most", params)
     device = _changed(hardware.find(machine), memory=memory, per_node=per_node, inside=inside, between=between)
     model = net.transformer(stored, density, block_size, layers, width)
     job = Job(gpus, batch * sequence, sequence, DTYPES[dtype], DTYPES[dtype] if pure else 4, optimizer, recompute)
@@ -98,8 +98,8 @@ def _changed(device: Hardware, **given: float | None) -> Hardware:
     for name, value in given.items():
         if value is None:
             continue
-        if not LEAST <= value <= MOST:
-            raise BlockSparseError.expected(name, f"from {LEAST:g} to {MOST:g}", value)
+        if not MIN_RATE <= value <= MAX_RATE:
+            raise BlockSparseError.expected(name, f"from {MIN_RATE:g} to {MAX_RATE:g}", value)
         if name == "memory":
             changes["memory"] = value * GB
         elif name == "per_node":

@@ -15,7 +15,7 @@ from blocksparse import files
 from blocksparse.errors import BlockSparseError
 
 _DTYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
-MOST_DIMENSIONS = 8
+MAX_DIMENSIONS = 8
 _AT_ONCE = 1 << 20
 
 
@@ -37,9 +37,9 @@ def read(path: str | Path) -> Tensor:
             raise BlockSparseError.expected("idx file", "two zero bytes, a known dtype, the sizes", f"{path}: {head!r}")
         dtype = np.dtype(_DTYPES[head[2]])
         shape = [int(size) for size in np.frombuffer(sizes, ">u4")]
-        if len(shape) > MOST_DIMENSIONS:
+        if len(shape) > MAX_DIMENSIONS:
             got = f"{path}: {len(shape)}"
-            raise BlockSparseError.expected("idx file", f"{MOST_DIMENSIONS} dimensions at most", got)
+            raise BlockSparseError.expected("idx file", f"{MAX_DIMENSIONS} dimensions at most", got)
         expected = math.prod(shape) * dtype.itemsize
         data = bytearray()
         while len(data) <= expected and (some := file.read(min(_AT_ONCE, expected + 1 - len(data)))):

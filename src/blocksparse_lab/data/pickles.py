@@ -22,8 +22,8 @@ from blocksparse import files
 from blocksparse.errors import BlockSparseError
 
 # Steps of a pickle: each makes one object at most. Pubmed's graph takes 200,000.
-MOST_STEPS = 1 << 21
-MOST_DIMENSIONS = 8
+MAX_STEPS = 1 << 21
+MAX_DIMENSIONS = 8
 
 _DTYPES = ("b1", "u1", "i1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8")
 _STEPS = re.compile(
@@ -71,7 +71,7 @@ class Array:
         shape, data = self.shape, self.data
         if isinstance(data, str):  # as Python 2's bytes are read
             data = data.encode("latin1")
-        fine = isinstance(shape, tuple) and len(shape) <= MOST_DIMENSIONS
+        fine = isinstance(shape, tuple) and len(shape) <= MAX_DIMENSIONS
         fine = fine and all(type(n) is int and n >= 0 for n in shape)
         if dtype is None or not fine or not isinstance(data, bytes | bytearray):
             raise PickleError("an array without a shape, a dtype or its bytes")
@@ -174,12 +174,12 @@ def read(path: Any, subject: str, wanted: str) -> Any:
 def _check_steps(data: bytes) -> None:
     """Refuses steps that take more time or memory than the file has bytes, or make more than plain data."""
     for steps, (code, argument, _) in enumerate(pickletools.genops(data)):
-        if steps == MOST_STEPS:
-            raise PickleError(f"more than {MOST_STEPS:,} steps")
+        if steps == MAX_STEPS:
+            raise PickleError(f"more than {MAX_STEPS:,} steps")
         if not _STEPS.fullmatch(code.name):
             raise PickleError(f"{code.name} is not to be in it")
         size = argument if type(argument) is int else 0
         if not -(2**63) <= size < 2**63:
             raise PickleError("a number that is no int64")
-        if ("PUT" in code.name and size > MOST_STEPS) or (code.name == "FRAME" and size > len(data)):
+        if ("PUT" in code.name and size > MAX_STEPS) or (code.name == "FRAME" and size > len(data)):
             raise PickleError(f"{code.name} {size:,}")

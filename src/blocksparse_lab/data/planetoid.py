@@ -124,7 +124,7 @@ def _edges(graph: Any) -> tuple[np.ndarray, int]:
     if not isinstance(graph, dict) or not graph or not all(isinstance(some, list) for some in graph.values()):
         raise ValueError("a graph that is no dict of lists")
     # A list may be there for many nodes: those of planetoid are not.
-    if sum(map(len, graph.values())) > pickles.MOST_STEPS:
+    if sum(map(len, graph.values())) > pickles.MAX_STEPS:
         raise ValueError("a graph with more neighbours than its file has room for")
     ends = [(a, b) for a, neighbours in graph.items() for b in neighbours]
     wrong = [end for pair in ends for end in pair if type(end) is not int or not 0 <= end < len(graph)]

@@ -96,8 +96,9 @@ class LanguageExperiment(OnText):
             splits = reviews.load(data, data_dir)
             splits = splits if limit is None else splits.limited(limit)
             cache = sentiment.CachedFeatures(path)
-            load = lambda: charlm.load(path).to(self.settings.device)  # noqa: E731
-            result = sentiment.evaluate(load, splits, cache=cache, progress=progress)
+            result = sentiment.evaluate(
+                lambda: charlm.load(path).to(self.settings.device), splits, cache=cache, progress=progress
+            )
             found[data] = result.as_dict() | {"limit": limit}
             checkpoint.write_text(run / PROBES, json.dumps(found, indent=1) + "\n")
 

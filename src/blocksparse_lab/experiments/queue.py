@@ -87,7 +87,7 @@ def train(
 ) -> Iterator[tuple[Job, News]]:
     """Trains runs, and yields what is heard of them.
 
-    After so many seconds, or a signal in `caught`, those at work finish their step and save; a later call goes on.
+    After `seconds`, or a signal in `caught`, those at work finish their step and save; a later call goes on.
     """
     if cores < 1:
         raise BlockSparseError.expected("cores", "a positive int", cores)

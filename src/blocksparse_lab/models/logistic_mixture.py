@@ -11,7 +11,7 @@ from blocksparse.errors import BlockSparseError
 LEVELS = 256
 # Half the distance of two levels, which are from -1 to 1.
 HALF = 1 / (LEVELS - 1)
-LEAST_LOG_SCALE = -7.0
+MIN_LOG_SCALE = -7.0
 # Beyond these are the first and the last level, which have all that is below and above them.
 EDGE = 0.999
 
@@ -113,7 +113,7 @@ def _parts(parameters: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, 
     mixtures = parameters.shape[1] // each
     logits, rest = parameters[:, :mixtures], parameters[:, mixtures:]
     means, log_scales, *coefficients = rest.unflatten(1, (channels, -1, mixtures)).unbind(2)
-    return logits, means, log_scales.clamp(min=LEAST_LOG_SCALE), coefficients[0].tanh() if coefficients else None
+    return logits, means, log_scales.clamp(min=MIN_LOG_SCALE), coefficients[0].tanh() if coefficients else None
 
 
 def _mean(means: Tensor, coefficients: Tensor, x: Tensor, colour: int) -> Tensor:

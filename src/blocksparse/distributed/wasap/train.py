@@ -140,7 +140,7 @@ class _Run:
         self.rows = torch.arange(rank, n, workers)
 
     def all(self, resume: bool) -> None:
-        self.check_alike()
+        self.check_same()
         # torchrun starts all again after a failure: to go on, not to begin once more.
         again = (
             os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and self.path is not None and self.path.exists()
@@ -273,7 +273,7 @@ class _Run:
 
     # -- what the processes tell each other --------------------------------------------------------------------
 
-    def check_alike(self) -> None:
+    def check_same(self) -> None:
         """All must have been given the same: what they would send each other does not fit, or trains something else."""
         flat, settings = self.flat, asdict(self.settings)
         del settings["timeout"]

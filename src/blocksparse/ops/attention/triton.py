@@ -14,8 +14,8 @@ from ...layout import BlockLayout
 from ..registry import needs_grad
 
 # FlexAttention's kernels work on tiles of this many queries and keys, its backward pass and the one for fewer queries
-# on no smaller ones. Others may be as small as LEAST.
-TILE, LEAST = 128, 32
+# on no smaller ones. Others may be as small as MIN_TILE.
+TILE, MIN_TILE = 128, 32
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -44,7 +44,7 @@ def flex(
     key = ("flex attention", tuple(layouts), causal, q.device, tile)
     mask = layouts[0].derived(key, partial(_block_mask, layouts, causal, q.device, tile))
     # One warp for a tile whose queries fit in its registers is twice as fast as four.
-    warps = 1 if tile == LEAST and q.shape[3] * q.dtype.itemsize <= 128 else 4
+    warps = 1 if tile == MIN_TILE and q.shape[3] * q.dtype.itemsize <= 128 else 4
     options = {} if tile == TILE else {"BLOCK_M": tile, "BLOCK_N": tile, "num_warps": warps}
     return kernel(q, k, v, block_mask=mask, scale=scale, kernel_options=options)
 
@@ -57,7 +57,7 @@ def tile_of(layouts: Sequence[BlockLayout]) -> int:
     [32, 32, 64, 32, 128]
     """
     size = math.gcd(TILE, *(size for layout in layouts for size in layout.block_shape))
-    return max(size, LEAST)
+    return max(size, MIN_TILE)
 
 
 def _block_mask(layouts: Sequence[BlockLayout], causal: bool, device: torch.device, tile: int) -> Any:

@@ -11,7 +11,7 @@ from ...checked import is_int
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
-from ..checks import autocast, check_activation, check_alike, check_kinds
+from ..checks import autocast, check_activation, check_kinds, check_same
 from ..gate import gated
 from ..registry import needs_grad
 from .op import CONV
@@ -204,7 +204,7 @@ def _conv(
         values, layout = gated(values, layout, gate)
     x, values, bias = autocast(x, values, bias)
     check_shapes(dims, x, values, layout, bias)
-    check_alike(x, values, bias)
+    check_same(x, values, bias)
     check_activation(activation, ACTIVATIONS)
     steps = per_axis("stride", stride, dims, least=1), per_axis("dilation", dilation, dims, least=1)
     transposed = output_padding is not None

@@ -62,7 +62,7 @@ def conv_wgrad(
     cpu_core.core().conv_wgrad(
         isa=cpu_core.isa(), dtype=DTYPES[dtype], block=layout.block_shape, images=images,
         grad=grad_address, grad_size=input if transposed else output, out_channels=out_channels, x=x_address,
-        x_size=output if transposed else input, in_channels=in_channels, big_grad=transposed,
+        x_size=output if transposed else input, in_channels=in_channels, transposed=transposed,
         values=address("values", values, shape, dtype), axes=[packed_taps(axis) for axis in axes],
         row=plan.row, col=plan.col,
     )  # fmt: skip

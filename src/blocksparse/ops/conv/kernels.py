@@ -41,7 +41,7 @@ def conv_kernel(
     block_ptr,  # int32 [entries], or None where the entry is the block
     phase_ptr,  # int32 [phases, 15], the numbers below of each of many phases, or None
     tasks,
-    tokens,  # groups of `TOGETHER` positions of the phase in all images
+    tokens,  # groups of `POSITIONS` positions of the phase in all images
     groups,  # along the last axis
     in_blocks, out_blocks,
     all_taps,  # of the weights
@@ -57,7 +57,7 @@ def conv_kernel(
     shift0, shift1, shift2,
     shift_step0, shift_step1, shift_step2,
     block_out: tl.constexpr, block_in: tl.constexpr, AXES: tl.constexpr,
-    TOGETHER: tl.constexpr,  # positions side by side, which share the inputs of
+    POSITIONS: tl.constexpr,  # positions side by side, which share the inputs of
     TAPS: tl.constexpr,  # the last axis's taps in one step: all of them, or one
     IN_STEP: tl.constexpr,  # in_step2 and shift_step2 where these share
     SHIFT_STEP: tl.constexpr, TRANSPOSE: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
@@ -84,13 +84,13 @@ def conv_kernel(
 
     # Where the inputs of the first tap lie along each axis. Beyond the last token comes a place that no tap has within
     # the image.
-    n2 = token % groups * TOGETHER
+    n2 = token % groups * POSITIONS
     image = token // groups
     b2 = n2 * in_step2 + shift2
     o2 = first2 + n2 * out_step2
-    LEAST: tl.constexpr = min((TAPS - 1) * SHIFT_STEP, 0)
-    MOST: tl.constexpr = max((TAPS - 1) * SHIFT_STEP, 0) + (TOGETHER - 1) * IN_STEP
-    outside = in_size2 - tl.minimum((taps2 - 1) * shift_step2, LEAST)
+    FIRST_SHIFT: tl.constexpr = min((TAPS - 1) * SHIFT_STEP, 0)
+    LAST_SHIFT: tl.constexpr = max((TAPS - 1) * SHIFT_STEP, 0) + (POSITIONS - 1) * IN_STEP
+    outside = in_size2 - tl.minimum((taps2 - 1) * shift_step2, FIRST_SHIFT)
     if AXES > 1:
         n1 = image % count1
         image = image // count1
@@ -134,7 +134,7 @@ def conv_kernel(
     if AXES > 2:
         count *= taps0
     sums = ()
-    for _ in tl.static_range(TOGETHER):
+    for _ in tl.static_range(POSITIONS):
         sums = sums + (tl.zeros((BLOCK_M, BLOCK_N), SUM),)
     col = tl.load(col_ptr + entry, mask=count > 0, other=0)
     block = entry
@@ -167,7 +167,7 @@ def conv_kernel(
                 weights = weights + (tl.load(w_tap, mask=w_mask, other=0),)
             else:
                 weights = weights + (tl.load(w_tap),)
-        for d in tl.static_range(LEAST, MOST + 1):
+        for d in tl.static_range(FIRST_SHIFT, LAST_SHIFT + 1):
             inside = (b2 + d2 + d).to(tl.uint32) < in_size2.to(tl.uint32)
             if AXES > 1:
                 inside &= there
@@ -176,7 +176,7 @@ def conv_kernel(
                 x_mask = x_mask & (k + lane < width)[None, :]
             x = tl.load(x_step + d * in_channels, mask=x_mask, other=0)
             summed = ()
-            for i in tl.static_range(TOGETHER):
+            for i in tl.static_range(POSITIONS):
                 if (
                     (d - i * IN_STEP) % SHIFT_STEP == 0
                     and (d - i * IN_STEP) // SHIFT_STEP >= 0
@@ -208,7 +208,7 @@ def conv_kernel(
         block = entry
         if block_ptr is not None:
             block = tl.load(block_ptr + entry, mask=entry < last, other=0)
-    for i in tl.static_range(TOGETHER):
+    for i in tl.static_range(POSITIONS):
         y_rows = y_ptr + (outputs + i * out_step2).to(tl.int64) * (out_blocks * height)
         real = valid & (n2 + i < count2)
         finish(sums[i], y_rows, real, bias_ptr, row.to(tl.int64), output, height, ACTIVATION)
@@ -222,7 +222,7 @@ def conv_wgrad_kernel(
     task_ptr,  # int32 [tasks, 4], as in linear_wgrad_kernel: of a row of b's blocks
     col_ptr,  # int32 [entries]: a's block
     block_ptr,  # int32 [entries], or None where the entry is the block
-    tokens,  # groups of `TOGETHER` positions of the output in all images
+    tokens,  # groups of `POSITIONS` positions of the output in all images
     tokens_per_split,
     groups,  # along the last axis
     numbers,  # in all values
@@ -235,7 +235,7 @@ def conv_wgrad_kernel(
     kernel0: tl.constexpr, kernel1: tl.constexpr, kernel2: tl.constexpr, a_width: tl.constexpr, b_width: tl.constexpr,
     a_place: tl.constexpr,  # numbers of a block from one of its lanes to the next
     b_place: tl.constexpr, AXES: tl.constexpr,
-    TOGETHER: tl.constexpr,  # as in conv_kernel
+    POSITIONS: tl.constexpr,  # as in conv_kernel
     TAPS: tl.constexpr, IN_STEP: tl.constexpr, SHIFT_STEP: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr,
     WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -247,8 +247,8 @@ def conv_wgrad_kernel(
     taps: tl.constexpr = kernel0 * kernel1 * kernel2 // TAPS
     taps2: tl.constexpr = kernel2 // TAPS
     WIDTH: tl.constexpr = triton.next_power_of_2(a_width)
-    LEAST: tl.constexpr = min((TAPS - 1) * SHIFT_STEP, 0)
-    MOST: tl.constexpr = max((TAPS - 1) * SHIFT_STEP, 0) + (TOGETHER - 1) * IN_STEP
+    FIRST_SHIFT: tl.constexpr = min((TAPS - 1) * SHIFT_STEP, 0)
+    LAST_SHIFT: tl.constexpr = max((TAPS - 1) * SHIFT_STEP, 0) + (POSITIONS - 1) * IN_STEP
     slices: tl.constexpr = triton.cdiv(b_width, BLOCK_N)
     task = tl.program_id(0) // slices
     split = tl.program_id(1)
@@ -268,7 +268,7 @@ def conv_wgrad_kernel(
     a_channels = (a_blocks * a_width).to(tl.int64)
     b_channels = (b_blocks * b_width).to(tl.int64)
     # Where the input of a token lies, and what it is further by after BLOCK_M tokens, and after the end of an axis.
-    together = stride2 * TOGETHER
+    together = stride2 * POSITIONS
     p2 = token % groups * together
     image = token // groups
     d2 = tap % taps2 * dilation2 - padding2
@@ -311,7 +311,7 @@ def conv_wgrad_kernel(
         a_over1 = rows - end1 * rows1
     a_token += image * rows
     a_step += step * rows
-    b_tile = b_ptr + (token.to(tl.int64) * (TOGETHER * b_channels))[:, None] + (row * b_width + o)[None, :]
+    b_tile = b_ptr + (token.to(tl.int64) * (POSITIONS * b_channels))[:, None] + (row * b_width + o)[None, :]
     sums = ()
     for _ in tl.static_range(TAPS):
         sums = sums + (tl.zeros((BLOCK_K, BLOCK_N), SUM),)
@@ -323,23 +323,23 @@ def conv_wgrad_kernel(
         if AXES > 2:
             within &= (p0[None, :] + d0[:, None]).to(tl.uint32) < input_size0.to(tl.uint32)
         grads = ()
-        for n in tl.static_range(TOGETHER):
+        for n in tl.static_range(POSITIONS):
             b = tl.load(b_tile + n * b_channels, mask=known[:, None] & real[None, :], other=0)
             grads = grads + (b,)
-        for d in tl.static_range(LEAST, MOST + 1):
+        for d in tl.static_range(FIRST_SHIFT, LAST_SHIFT + 1):
             inside = within & ((p2[None, :] + (d2 + d)[:, None]).to(tl.uint32) < input_size2.to(tl.uint32))
             a = tl.load(a_lane[:, None] + (a_token + d * a_channels)[None, :], mask=inside, other=0)
             summed = ()
             for t in tl.static_range(TAPS):
                 if (d - t * SHIFT_STEP) % IN_STEP == 0 and (
-                    (d - t * SHIFT_STEP) // IN_STEP >= 0 and (d - t * SHIFT_STEP) // IN_STEP < TOGETHER
+                    (d - t * SHIFT_STEP) // IN_STEP >= 0 and (d - t * SHIFT_STEP) // IN_STEP < POSITIONS
                 ):
                     b = grads[(d - t * SHIFT_STEP) // IN_STEP]
                     summed = summed + (dot(a, b, sums[t], PRECISION, WIDEN),)
                 else:
                     summed = summed + (sums[t],)
             sums = summed
-        b_tile += BLOCK_M * TOGETHER * b_channels
+        b_tile += BLOCK_M * POSITIONS * b_channels
         p2 += step2
         over = p2 >= end2
         p2 = tl.where(over, p2 - end2, p2)

@@ -22,7 +22,7 @@ from .gpu_plan import Phase, phases
 from .plan import Axis, three_axes
 
 # Phases that have a launch each; more of them come in one, where their positions share nothing.
-MOST_LAUNCHES = 8
+MAX_LAUNCHES = 8
 
 refusal = runtime.refusal
 
@@ -96,11 +96,11 @@ def _conv_launches(
     # Taps before those of a step to the next along each axis.
     taps_past = kernel[1] * kernel[2], kernel[2], 1
     launches = []
-    for some in [found] if len(found) > MOST_LAUNCHES else [[each] for each in found]:
+    for some in [found] if len(found) > MAX_LAUNCHES else [[each] for each in found]:
         last = some[0][2]
         tokens = x.shape[0] * math.prod(phase.count for phase in some[0])
         work = _work("dgrad" if transpose else "forward", x, layout, tokens)
-        taps = last.taps if len(some) == 1 else MOST_TAPS + 1  # those of many phases differ
+        taps = last.taps if len(some) == 1 else MAX_TAPS + 1  # those of many phases differ
         tile, shared = _tile(work, tokens, last.count, taps, (in_step, last.shift_step), gpu)
         numbers = [_phase_numbers(three_phases, x.shape[0], taps_past, shared) for three_phases in some]
         table = torch.tensor([list(each.values()) for each in numbers], dtype=torch.int32)
@@ -157,7 +157,7 @@ def _wgrad_launches(a: Tensor, b: Tensor, layout: BlockLayout, transposed: bool,
     _, col, block = _tasks(layout, transposed, a.device)
     slices = cdiv(rows.block_shape[0], tile.block_n)
     programs = tasks.shape[0] * slices
-    splits = max(1, min(2 * gpu.multiprocessors // programs, tokens // (4 * tile.block_m), MOST_SPLITS))
+    splits = max(1, min(2 * gpu.multiprocessors // programs, tokens // (4 * tile.block_m), MAX_SPLITS))
     block_out, block_in = layout.block_shape
     numbers = layout.nnz * block_out * block_in * taps
     three = three_axes(axes)
@@ -183,11 +183,11 @@ def _wgrad_launches(a: Tensor, b: Tensor, layout: BlockLayout, transposed: bool,
 # -- tiles --------------------------------------------------------------------------------------------------------
 
 # Positions side by side that are tried, and the most taps of the last axis that a step sums.
-TOGETHER, MOST_TAPS = (4, 2), 4
+POSITIONS, MAX_TAPS = (4, 2), 4
 # Sums of a thread that leave it the registers for all else.
-MOST_SUMS = 128
+MAX_SUMS = 128
 # Parts of a sum, which are loaded at once.
-MOST_SPLITS = 64
+MAX_SPLITS = 64
 
 
 class Shared(NamedTuple):
@@ -203,7 +203,7 @@ class Shared(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        return dict(zip(("TOGETHER", "TAPS", "IN_STEP", "SHIFT_STEP"), self, strict=True))
+        return dict(zip(("POSITIONS", "TAPS", "IN_STEP", "SHIFT_STEP"), self, strict=True))
 
     @property
     def inputs(self) -> int:
@@ -232,14 +232,14 @@ def _tile(work: Work, tokens: int, count: int, taps: int, steps: tuple[int, int]
     if gpu.kind.startswith("gfx") and not forced:  # the pipeline there is one step in registers, one in shared memory
         tile = replace(tile, stages=2)
     tile = replace(tile, block_k=min(tile.block_k, max(width, 16)), pairs=False)
-    for together in TOGETHER if taps <= MOST_TAPS and not _is_exact(work) else ():
+    for together in POSITIONS if taps <= MAX_TAPS and not _is_exact(work) else ():
         shared = Shared(together, taps, *steps)
         small = replace(tile, block_m=max(tile.block_m // together, 16))
         if forced is None:  # the least that `wgmma` takes, and small steps: what counts is how many programs wait
             small = replace(tile, block_m=64, block_k=min(tile.block_k, 64 // work.dtype.itemsize), stages=2)
         loads = (shared.inputs * small.block_m + taps * small.block_n) * small.block_k * work.dtype.itemsize
         few = tokens <= FEW_TOKENS or block_n > 64 or cdiv(count, together) * together * 7 > count * 8
-        fits = together * small.block_m * small.block_n <= 32 * small.warps * MOST_SUMS
+        fits = together * small.block_m * small.block_n <= 32 * small.warps * MAX_SUMS
         if shared.pays and fits and not few and small.stages * loads < gpu.shared_memory:
             return small, shared
     return fit(tile, work, gpu), Shared()
@@ -255,13 +255,13 @@ def _wgrad_tile(work: Work, last: Axis, gpu: Gpu) -> tuple[Tile, Shared]:
         tile = Tile(16, min(block_n, 64), 64 if work.dtype == torch.float64 or block_n > 32 else 128, 4, stages=4)
     if gpu.kind.startswith("gfx") and not forced:
         tile = replace(tile, stages=2)
-    for together in TOGETHER if 1 < last.kernel <= MOST_TAPS and not _is_exact(work) else ():
+    for together in POSITIONS if 1 < last.kernel <= MAX_TAPS and not _is_exact(work) else ():
         shared = Shared(together, last.kernel, last.stride, last.dilation)
         small = replace(tile, block_m=max(tile.block_m // together, 16))
         if forced is None:
             small = Tile(16, min(block_n, 64), 64 if work.tf32 else block_k, warps=4, stages=min(tile.stages, 3))
         loads = (shared.inputs * small.block_k + together * small.block_n) * small.block_m * work.dtype.itemsize
-        fits = last.kernel * small.block_k * small.block_n <= 32 * small.warps * MOST_SUMS
+        fits = last.kernel * small.block_k * small.block_n <= 32 * small.warps * MAX_SUMS
         # A group that went on beyond the end of the axis would multiply inputs that are not a number by zeros.
         if shared.pays and fits and last.output % together == 0 and 2 * loads < gpu.shared_memory:
             return replace(small, stages=min(small.stages, (gpu.shared_memory - 1) // loads)), shared

@@ -18,7 +18,7 @@ from .plan import gated_plan
 refusal = runtime.refusal
 
 # Sums that a thread can keep in registers, of both products.
-MOST_SUMS = 128
+MAX_SUMS = 128
 
 
 def gated_linear(
@@ -83,7 +83,7 @@ def _tile(work: Work, gpu: Gpu) -> Tile:
         tile = replace(tile, block_m=min(tile.block_m, 128), block_n=64, warps=4, stages=min(tile.stages, 4))
     elif work.dtype.itemsize == 2:
         tile = replace(tile, stages=min(tile.stages, 4))
-    most = MOST_SUMS * 32 * tile.warps // 2
+    most = MAX_SUMS * 32 * tile.warps // 2
     while tile.block_m * tile.block_n > most and tile.block_m > 16:
         tile = replace(tile, block_m=tile.block_m // 2)
     return fit(tile, work, gpu)

@@ -79,16 +79,16 @@ def _refusal_of_gpu(index: int | None) -> str | None:
 
 # -- launches ---------------------------------------------------------------------------------------------------
 
-MOST_PROGRAMS = 2**31 - 1
-MOST_SLICES = 2**16 - 1  # along the other two axes of a grid
+MAX_PROGRAMS = 2**31 - 1
+MAX_SLICES = 2**16 - 1  # along the other two axes of a grid
 # Kernels count in int32, and beyond the last number up to a tile more before they mask it; addresses are int64.
-MOST_COUNTED = 2**31 - 2**16
+MAX_COUNTED = 2**31 - 2**16
 
 
 def check_fits(name: str, what: str, count: int) -> None:
     """Raises a BlockSparseError for more of something than kernels count."""
-    if count > MOST_COUNTED:
-        raise BlockSparseError.expected(name, f"at most {MOST_COUNTED} {what} on a GPU", f"{count}")
+    if count > MAX_COUNTED:
+        raise BlockSparseError.expected(name, f"at most {MAX_COUNTED} {what} on a GPU", f"{count}")
 
 
 def check_layout_fits(layout: BlockLayout) -> None:
@@ -117,7 +117,7 @@ class Launch:
         slots: int = 0,
         splits: int = 1,
     ) -> None:
-        for count, most in zip(grid, (MOST_PROGRAMS, MOST_SLICES, MOST_SLICES), strict=True):
+        for count, most in zip(grid, (MAX_PROGRAMS, MAX_SLICES, MAX_SLICES), strict=True):
             if count > most:
                 raise BlockSparseError.expected(
                     "x", "fewer tokens in one call on a GPU, or smaller blocks", f"{grid} tiles of work"

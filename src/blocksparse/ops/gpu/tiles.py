@@ -27,9 +27,9 @@ DTYPES = ("float16", "bfloat16", "float32", "tf32", "float64")
 # Up to this many tokens the weights' bytes are the bound, above it the tensor cores and the L2 cache.
 FEW_TOKENS = 64
 # Tiles, splits and schedules change with the token count at powers of two between these.
-LEAST_TOKENS, MOST_TOKENS = 16, 8192
+MIN_TOKENS, MAX_TOKENS = 16, 8192
 # Limits of all kernels: sums along a side of a tile, and warps of a program.
-MOST_SIZE, MOST_WARPS = 1 << 16, 32
+MAX_SIZE, MAX_WARPS = 1 << 16, 32
 # Bytes of shared memory for the barriers of asynchronous copies and tensor cores.
 BARRIERS = 64
 
@@ -63,11 +63,11 @@ class Tile:
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k", "warps"):
-            size, most = getattr(self, name), MOST_WARPS if name == "warps" else MOST_SIZE
+            size, most = getattr(self, name), MAX_WARPS if name == "warps" else MAX_SIZE
             if not is_int(size) or not 1 <= size <= most or size & (size - 1):
                 raise BlockSparseError.expected(f"{name} of a tile", f"a power of two, {most} at most", repr(size))
         for name in ("stages", "group_m"):
-            integer(f"{name} of a tile", getattr(self, name), 1, below=MOST_SIZE + 1)
+            integer(f"{name} of a tile", getattr(self, name), 1, below=MAX_SIZE + 1)
         if not isinstance(self.pairs, bool):
             raise BlockSparseError.expected("pairs of a tile", "True or False", repr(self.pairs))
 
@@ -109,8 +109,8 @@ def bucket(tokens: int) -> int:
     >>> bucket(1), bucket(33), bucket(64), bucket(10**6)
     (16, 64, 64, 8192)
     """
-    size = LEAST_TOKENS
-    while size < MOST_TOKENS and tokens > size:
+    size = MIN_TOKENS
+    while size < MAX_TOKENS and tokens > size:
         size *= 2
     return size
 

@@ -19,8 +19,8 @@ __all__ = ["INT8_LINEAR", "int8_linear", "quantized"]
 # The definition serves other devices.
 INT8_LINEAR = Op("int8_linear", cpu, reference, elsewhere=reference)
 # Sums of 8-bit products of this many inputs fit int32.
-MOST_INPUTS = 1 << 16
-LEAST = reference.LEAST
+MAX_INPUTS = 1 << 16
+NEGLIGIBLE = reference.NEGLIGIBLE
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -43,8 +43,8 @@ def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
         raise BlockSparseError.expected("values", "finite numbers", "others, or none on the meta device")
     values = values.detach().float()
     largest = values.abs().amax(-1, keepdim=True)
-    factor = torch.where(largest > LEAST, 127 / largest, 0)
-    scales = torch.where(largest > LEAST, largest / 127, 0)
+    factor = torch.where(largest > NEGLIGIBLE, 127 / largest, 0)
+    scales = torch.where(largest > NEGLIGIBLE, largest / 127, 0)
     return (values * factor).round_().clamp_(-127, 127).to(torch.int8), scales[..., 0]
 
 
@@ -95,8 +95,8 @@ def int8_linear(
         raise BlockSparseError.expected(
             "x and bias", "tensors without gradients (int8 is for inference): use torch.no_grad()", "requires_grad"
         )
-    if layout.block_shape[1] > MOST_INPUTS:
-        raise BlockSparseError.expected("layout", f"blocks of at most {MOST_INPUTS} inputs", repr(layout))
+    if layout.block_shape[1] > MAX_INPUTS:
+        raise BlockSparseError.expected("layout", f"blocks of at most {MAX_INPUTS} inputs", repr(layout))
     for name, tensor, shape, dtype in (
         ("values", values, layout.values_shape, torch.int8),
         ("scales", scales, layout.values_shape[:2], torch.float32),

@@ -10,7 +10,7 @@ from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
 
 # Of tokens and outputs without a larger number no factor fits float32: they count as 0.
-LEAST = 1e-36
+NEGLIGIBLE = 1e-36
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -22,7 +22,7 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     largest = x.nan_to_num(0, 0, 0).abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(len(x), 1)
     scale = largest / 127 + (x * 0).sum(-1, keepdim=True)
-    factor = torch.where(largest > LEAST, 127 / largest, 0)
+    factor = torch.where(largest > NEGLIGIBLE, 127 / largest, 0)
     return (x * factor).round().clamp(-127, 127).nan_to_num(0), scale
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
-from ..checks import autocast, check_activation, check_alike, check_kinds
+from ..checks import autocast, check_activation, check_kinds, check_same
 from ..gate import gated
 from ..registry import is_plain, needs_grad
 from . import reference as definition
@@ -136,4 +136,4 @@ def check_shapes(
         raise BlockSparseError.expected("bias", f"[{out_features}] for {layout!r}", list(bias.shape))
     for tensor in (values, bias):
         if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
-            check_alike(x, values, bias)
+            check_same(x, values, bias)

@@ -24,7 +24,7 @@ WORTH_PAIRS = {"forward": 0.12, "dgrad": 0.2}
 # A row of this many times the mean is a hub.
 HUB = 2.5
 # Launches kept per layout; the cache is cleared at this many, for callers whose token counts always change.
-MOST_LAUNCHES = 64
+MAX_LAUNCHES = 64
 
 
 class Schedule(NamedTuple):
@@ -192,7 +192,7 @@ def prepared(
     known: dict[Any, list[Launch]] = layout.derived("triton launches", dict)
     launches = known.get(like)
     if launches is None:
-        if len(known) >= MOST_LAUNCHES:
+        if len(known) >= MAX_LAUNCHES:
             known.clear()
         launches = known[like] = prepare()
         if stream is not None:

@@ -15,7 +15,7 @@ from ..gpu.tiles import Tile, power_of_two
 # Numbers of h per program: four per thread, so that even few rows make many programs.
 NUMBERS, WARPS = 512, 4
 # Launches that are kept: buffers of a sequence differ in their strides, and in their addresses modulo 16.
-MOST_LAUNCHES = 1024
+MAX_LAUNCHES = 1024
 
 FORWARD = ("z", "add", "gain", "c", "h", "c_out", "gates")
 BACKWARD = ("gates", "c_before", "c", "grad_h", "grad_y", "grad_c", "grad_pre", "grad_c_before")
@@ -75,7 +75,7 @@ def _run(
     _launch(pass_, dtype, device, shape, strides, kinds)(*tensors)
 
 
-@lru_cache(maxsize=MOST_LAUNCHES)
+@lru_cache(maxsize=MAX_LAUNCHES)
 def _launch(
     pass_: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, int], strides: tuple[int, ...],
     kinds: tuple[bool | None, ...],

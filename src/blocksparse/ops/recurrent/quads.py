@@ -18,7 +18,7 @@ from ..linear import LINEAR
 # Of others the tensor cores take no tile of four gates.
 DTYPES = (torch.bfloat16, torch.float16)
 # Launches kept per layout: steps differ in their rows, and in their addresses modulo 16.
-MOST_LAUNCHES = 256
+MAX_LAUNCHES = 256
 
 # The tensors of each kernel, as it takes them.
 TENSORS = {
@@ -72,7 +72,7 @@ class Quads:
         key = pass_, tensors[0].shape[0], *of_each  # type: ignore[union-attr]
         found = self._launches.get(key)
         if found is None:
-            if len(self._launches) >= MOST_LAUNCHES:
+            if len(self._launches) >= MAX_LAUNCHES:
                 self._launches.clear()
             found = self._launches[key] = self._launch(pass_, *tensors)
         return found

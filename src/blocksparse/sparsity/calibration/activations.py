@@ -14,7 +14,7 @@ from .calibrate import Batches, as_rows, channel_axis, check_finite, observe
 from .inputs import LAYERS, above, called, packed, products, unseen
 
 # The part of its blocks that each weight has for certain, whatever the others need.
-LEAST = 0.5
+MIN_PART = 0.5
 
 
 class ActivationScores(dict[str, Tensor]):
@@ -82,7 +82,7 @@ def shares(model: nn.Module, batches: Batches, weights: Iterable[Prunable], dens
         ranked, order = weight.blocks.sums(weight.blocks.matrix(matrix)).flatten().sort(descending=True, stable=True)
         parts = ranked / ranked.cumsum(0).clamp(min=torch.finfo(ranked.dtype).tiny)
         seen = weight.name in squares
-        sure = round(density * (LEAST if seen else 1) * len(parts))
+        sure = round(density * (MIN_PART if seen else 1) * len(parts))
         parts[:sure] += 1
         parts[sure:] *= seen
         found[weight.name] = torch.empty_like(parts).scatter_(0, order, parts).view(weight.grid) / weight.blocks.size

@@ -21,8 +21,8 @@ Batches = Iterable[Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]]
 See = Callable[[nn.Module, tuple[Any, ...]], None]
 
 # What `keep` takes of an iterable: whole batches until there is this much.
-MOST_SAMPLES = 1024
-MOST_BYTES = 2**28
+MAX_SAMPLES = 1024
+MAX_BYTES = 2**28
 
 
 # Seconds without a word of progress.
@@ -50,7 +50,7 @@ def keep(batches: Batches) -> list[Any]:
         kept.append(batch)
         samples += max((len(each) for each in tensors if each.dim()), default=1)
         size += sum(each.numel() * each.element_size() for each in tensors)
-        if samples >= MOST_SAMPLES or size >= MOST_BYTES:
+        if samples >= MAX_SAMPLES or size >= MAX_BYTES:
             break
     if kept and not samples:
         raise BlockSparseError.expected("batches", "a sample or more", "none in any of them")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # With more inputs, the matrix of their products is not formed; it would have 170 MB, and there are several like it.
-MOST_INPUTS = 4608
+MAX_INPUTS = 4608
 
 # Of the conjugate gradients: how often blocks are dropped on the way to the density, and steps after each time.
 STAGES, STEPS = 4, 100
@@ -42,7 +42,7 @@ class Problem:
 
     def choose(self, total: int) -> Tensor:
         """Bool `[out_blocks, in_blocks]`, `total` of them."""
-        if self.dense.shape[1] > MOST_INPUTS:
+        if self.dense.shape[1] > MAX_INPUTS:
             return self._dropped(total)
         height = self.block[0]
         hessian, target = self._normal()
@@ -55,7 +55,7 @@ class Problem:
 
     def values(self, mask: Tensor) -> Tensor:
         """The best weight on these blocks, `[out, in]` with zeros elsewhere; float64, or of X's dtype."""
-        if self.dense.shape[1] > MOST_INPUTS:
+        if self.dense.shape[1] > MAX_INPUTS:
             return self._descended(self.dense, mask)
         (height, width), (hessian, target) = self.block, self._normal()
         fitted = torch.zeros_like(target)

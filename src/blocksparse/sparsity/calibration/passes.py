@@ -13,8 +13,8 @@ from .calibrate import Enough, check_finite, observe
 from .inputs import Product
 
 # Rows of a layer that are looked at, at random places, and the memory for what they are.
-MOST_ROWS = 10_000
-MOST_BYTES = 2**28
+MAX_ROWS = 10_000
+MAX_BYTES = 2**28
 
 # Batches are left out when layers with this part of the weights have rows enough.
 COVERED = 0.9
@@ -51,7 +51,7 @@ class Passes:
                 reached.rows[product.name] = reached.rows.get(product.name, 0) + product.rows(args)
 
         def enough() -> bool:
-            covered = [name for name, those in self.reached.items() if min(those.rows.values(), default=0) >= MOST_ROWS]
+            covered = [name for name, those in self.reached.items() if min(those.rows.values(), default=0) >= MAX_ROWS]
             return sum(sizes.get(name, 0) for name in covered) >= COVERED * sum(sizes.values())
 
         def each() -> Iterator[Any]:
@@ -107,7 +107,7 @@ class Passes:
     def _places(product: Product, rows: int) -> Tensor:
         """Which of the rows: int64, rising, the same every time."""
         width = max(sum(product.sizes), product.weights[0].shape[0])
-        most = min(MOST_ROWS, max(64, MOST_BYTES // (4 * width)))
+        most = min(MAX_ROWS, max(64, MAX_BYTES // (4 * width)))
         if rows <= most:
             return torch.arange(rows)
         return torch.randint(rows, (most,), generator=torch.Generator().manual_seed(0)).unique()

@@ -19,7 +19,7 @@ from ...surgery.prunable import Prunable, Skip, prunable, weights_of
 from ...surgery.replace import replace_with_sparse
 from ..pruning.magnitude import dense_norms
 from ..pruning.strongest import check_density, strongest
-from .activations import LEAST
+from .activations import MIN_PART
 from .batch_norms import follow, has_statistics
 from .calibrate import Batches, keep, progress
 from .fitting import Problem
@@ -191,7 +191,7 @@ def _with_floors(mask: Tensor, given: Tensor, scores: Tensor, columns: list[int]
     """The chosen blocks of one or two weights side by side, so that each has half of its given ones; as many in all."""
     parts = [slice(end - size, end) for size, end in zip(columns, accumulate(columns), strict=True)]
     for part, other in zip(parts, parts[::-1], strict=True):
-        missing = math.ceil(LEAST * int(given[:, part].sum())) - int(mask[:, part].sum())
+        missing = math.ceil(MIN_PART * int(given[:, part].sum())) - int(mask[:, part].sum())
         if missing > 0:
             best = scores.masked_fill(mask, -torch.inf)[:, part].flatten().topk(missing).indices
             mask[:, part] |= torch.zeros_like(mask[:, part]).flatten().index_fill(0, best, True).view_as(mask[:, part])
