@@ -18,7 +18,7 @@ from pathlib import Path
 from blocksparse.checkpoint import read_json
 from blocksparse_lab.bench import report
 from blocksparse_lab.bench.families import FAMILIES
-from blocksparse_lab.bench.family_trial import Row, texts, tried
+from blocksparse_lab.bench.family_trial import content, rows_of, texts, tried
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
@@ -34,14 +34,14 @@ def main() -> int:
     if unknown:
         raise SystemExit(f"families: --only: expected names out of {', '.join(FAMILIES)}, got {', '.join(unknown)}")
     path = options.out / "families.json"
-    rows = {row["name"]: Row(**row) for row in read_json(path)["families"]} if path.is_file() else {}
+    rows = {row.name: row for row in rows_of(read_json(path))} if path.is_file() else {}
     for name in chosen:
         if name in rows and rows[name].passed and not options.again and not options.only:
             continue
         row = rows[name] = tried(name)
         print(f"{name:24} {row.taken:4} weights, error {row.error:.1e}  {row.failed or row.refused or row.passed}")
         ordered = [rows[each] for each in FAMILIES if each in rows]
-        report.write(path, {"families": [each.as_dict() for each in ordered]}, *texts(ordered))
+        report.write(path, content(ordered), *texts(ordered))
     return int(not all(row.passed for row in rows.values()))
 
 

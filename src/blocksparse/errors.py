@@ -1,5 +1,7 @@
 """The one error class of the library, and its warning."""
 
+from typing import Self
+
 from .pages import Page
 
 __all__ = ["BlockSparseError", "SparsityWarning"]
@@ -16,7 +18,7 @@ class BlockSparseError(ValueError):
     """
 
     @classmethod
-    def expected(cls, subject: str, expected: object, got: object, page: Page | None = None) -> "BlockSparseError":
+    def expected(cls, subject: str, expected: object, got: object, page: Page | None = None) -> Self:
         """The error of a `subject`, such as an argument's name, that is not what was expected; a page that helps."""
         return cls(f"{subject}: expected {expected}, got {got}" + (f"; see {page}" if page else ""))
 

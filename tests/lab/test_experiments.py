@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -259,6 +260,17 @@ def test_a_control_is_added_to_a_report_that_is_there(table, tmp_path):
     assert list(after) == ["dense", "fixed", "set"]
     assert [run.evaluations for run in after["set"]] == [run.evaluations for run in before["set"]]
     assert cells(markdown, "seeds") == ["2", "2", "2"]
+
+
+@pytest.mark.parametrize("queue", [(), ("--cores", "1")], ids=["one by one", "side by side"])
+def test_a_run_that_diverges_is_left_out_with_the_reason(table, tmp_path, queue):
+    fixed = table.contenders["fixed"]
+    wild = replace(fixed, recipe=replace(fixed.recipe, learning_rate=1e30))
+    contenders = {"dense": table.contenders["dense"], "wild": wild, "set": table.contenders["set"]}
+    experiments.EXPERIMENTS["tiny"] = replace(table, contenders=contenders, seeds=(0,))
+    _, runs, markdown = command(tmp_path, *queue)
+    assert [name for name, of in runs.items() if of] == ["dense", "set"]
+    assert re.search(r"\| wild-0 \| step \d+: expected a finite loss and gradient, got [^.]*\|", markdown)
 
 
 def test_rates_are_chosen_by_rows_of_the_training_part(table):

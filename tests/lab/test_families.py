@@ -10,6 +10,7 @@ from torch import nn
 import bench_parts
 import blocksparse as bs
 from blocksparse.surgery.prunable import survey
+from blocksparse_lab.bench.family_trial import Row
 
 pytest.importorskip("transformers")
 PREFIX = "base_model.model.layers.0.mlp.down_proj"
@@ -109,7 +110,7 @@ def test_a_run_goes_on_where_it_was(families, monkeypatch, tmp_path):
 
     def found(name):
         calls.append(name)
-        return families.Row(name, "M", 2, {"a reason": 1}, 0.0 if name == "bert" else math.nan, 2)
+        return Row(name, "M", 2, {"a reason": 1}, 0.0 if name == "bert" else math.nan, 2)
 
     monkeypatch.setattr(families, "tried", found)
     monkeypatch.setattr(families, "FAMILIES", {"bert": None, "llama": None})
@@ -129,6 +130,6 @@ def test_a_run_goes_on_where_it_was(families, monkeypatch, tmp_path):
 
 
 def test_the_table_in_the_docs_has_all_families_and_all_pass(families):
-    rows = json.loads((families.RESULTS / "families.json").read_text())["families"]
-    assert [row["name"] for row in rows] == list(families.FAMILIES)
-    assert all(families.Row(**row).passed and not row.get("refused") for row in rows)
+    rows = families.rows_of(json.loads((families.RESULTS / "families.json").read_text()))
+    assert [row.name for row in rows] == list(families.FAMILIES)
+    assert all(row.passed and not row.refused for row in rows)

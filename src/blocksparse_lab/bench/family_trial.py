@@ -43,14 +43,30 @@ class Row:
     failed: str = ""
     refused: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: what is not as it is by itself."""
-        usual = asdict(Row(""))
-        return {name: value for name, value in asdict(self).items() if value != usual[name]}
-
     @property
     def passed(self) -> bool:
         return not self.failed and (bool(self.refused) or (self.error <= BOUND and self.gradients == self.taken))
+
+
+def content(rows: Iterable[Row]) -> dict[str, Any]:
+    """Rows for JSON: what is not as it is by itself, and each reason once."""
+    usual = asdict(Row(""))
+    given = [{name: value for name, value in asdict(row).items() if value != usual[name]} for row in rows]
+    reasons = list(dict.fromkeys(reason for row in given for reason in row.get("left", ())))
+    for row in given:
+        if "left" in row:
+            row["left"] = {str(reasons.index(reason)): count for reason, count in row["left"].items()}
+    return {"reasons": reasons, "families": given}
+
+
+def rows_of(content: Mapping[str, Any]) -> list[Row]:
+    """The rows that `content` was made of."""
+    rows = []
+    for row in content["families"]:
+        left = row.get("left")
+        named = left and {content["reasons"][int(nth)]: count for nth, count in left.items()}
+        rows.append(Row(**row | {"left": named}))
+    return rows
 
 
 def tried(name: str) -> Row:

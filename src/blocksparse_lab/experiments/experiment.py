@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 from blocksparse.checkpoint import read_json
 from blocksparse.errors import BlockSparseError
 
-from ..bench.report import spread
+from ..bench.report import spread, write_json
 from ..recipes import compare
 from ..recipes.compare import Run
-from ..recipes.trainer import Trainer
+from ..recipes.trainer import Diverged, Trainer
 
+FAILED = "failed.json"
 DataDir = str | Path | None
 Progress = Callable[[str, int, int], None]  # of a stage, what is done, and of how much
 
@@ -151,19 +152,15 @@ class Experiment(ABC):
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:  # noqa: B027
         """Evaluates a finished run, once; the result is kept in its folder."""
 
-    def failed(self, trainer: Trainer, error: BlockSparseError) -> bool:
-        """Whether the error that ended a run is a result too, kept in the run's folder; the other runs then go on."""
-        return False
+    def is_result(self, trainer: Trainer, error: BlockSparseError) -> bool:
+        """Whether the error that ended a run says something about its settings; the other runs then go on."""
+        return isinstance(error, Diverged)
 
     def race(self, of: Mapping[str, Sequence[Run]]) -> None:  # noqa: B027
         """Measures the finished runs side by side, again for each report; kept in their folders."""
 
     def found(self, run: Run) -> dict[str, Any]:
         """Further facts on a run, for columns and picture."""
-        return {}
-
-    def left_out(self, runs: Path) -> dict[str, str]:
-        """Runs that ended without a result, with the reason."""
         return {}
 
     def more(self) -> Any:
@@ -213,6 +210,20 @@ class Experiment(ABC):
         """The folders of the finished runs, by contender."""
         folders = {name: [folder(runs, name, seed) for seed in self.seeds] for name in self.contenders}
         return {name: list(filter(self.is_finished, of)) for name, of in folders.items()}
+
+    def failed(self, trainer: Trainer, error: BlockSparseError) -> bool:
+        """Whether the error that ended a run is a result, which is then kept in the run's folder."""
+        if self.is_result(trainer, error):
+            reason, *_ = str(error).split(". ")  # without advice
+            write_json(trainer.run / FAILED, {"failed": reason})
+            return True
+        return False
+
+    def left_out(self, runs: Path) -> dict[str, str]:
+        """Runs that ended without a result, with the reason."""
+        folders = [folder(runs, name, seed) for name in self.contenders for seed in self.seeds]
+        reasons = {path.name: kept(path, FAILED).get("failed") for path in folders if not self.is_finished(path)}
+        return {name: why for name, why in reasons.items() if why}
 
 
 def folder(runs: Path, contender: str, seed: int) -> Path:

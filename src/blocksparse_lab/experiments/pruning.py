@@ -141,13 +141,11 @@ class PruningExperiment(Experiment):
         tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
         checkpoint.save(run / MODEL, tensors, {"task": task.about()})
 
-    def failed(self, trainer: Trainer, error: BlockSparseError) -> bool:
+    def is_result(self, trainer: Trainer, error: BlockSparseError) -> bool:
         """Too strong a penalty leaves nothing of a weight."""
         task = trainer.task
-        if not isinstance(task, PruneTask) or task.sparse or not task.searched:
-            return False
-        checkpoint.write_text(trainer.run / PROBED, json.dumps({"failed": str(error)}, indent=1) + "\n")
-        return True
+        nothing_left = isinstance(task, PruneTask) and bool(task.searched) and not task.sparse
+        return nothing_left or super().is_result(trainer, error)
 
     def is_finished(self, run: Path) -> bool:
         """Whether its model was kept too."""
@@ -198,11 +196,6 @@ class PruningExperiment(Experiment):
             "inference": inference.pop("", {}) | ({"pruned": inference} if inference else {}),
             "raced on": race.get("machine"),
         }
-
-    def left_out(self, runs: Path) -> dict[str, str]:
-        paths = [folder(runs, name, seed) for name in self.contenders for seed in self.seeds]
-        reasons = {path.name: kept(path, PROBED).get("failed") for path in paths}
-        return {name: why for name, why in reasons.items() if why}
 
     @property
     def columns(self) -> Sequence[Column]:

@@ -16,7 +16,7 @@ from ..recipes import compare
 from ..recipes.compare import Run
 from .experiment import Experiment, Results
 
-POINTS = 100  # of a curve that is kept, at most
+POINTS = 20  # of a curve that is kept, at most
 
 
 def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = False) -> list[Path]:
@@ -63,7 +63,7 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
 
 
 def save(path: Path, experiment: Experiment, of: Results) -> None:
-    """The results as JSON. What all runs have in common is said once, and a curve has `POINTS` points at most."""
+    """The results as JSON. What all runs have in common is said once, and a curve has `POINTS` points of five digits at most."""
     every = {name: [_record(run) for run in runs] for name, runs in of.runs.items()}
     common = shared([run for runs in every.values() for run in runs])
     content = {
@@ -90,13 +90,14 @@ def load(path: Path) -> Results:
 
 def _record(run: Run) -> dict[str, Any]:
     machine = run.result and run.result.get("machine")
+    curve = columns(thinned(run.evaluations))
     return {
         "run": run.name,
         "steps": run.steps,
         "seconds": run.seconds,
         "machine": machine,
         **run.config,
-        "curve": columns(thinned(run.evaluations)),
+        "curve": {name: [float(f"{x:.5g}") if isinstance(x, float) else x for x in of] for name, of in curve.items()},
     }
 
 

@@ -30,6 +30,10 @@ from .settings import FREE, Settings
 from .signals import Interrupted, signals
 
 
+class Diverged(BlockSparseError):
+    """A loss, a gradient or a parameter is not finite."""
+
+
 class Trainer:
     """Trains a task in a folder.
 
@@ -284,14 +288,14 @@ class Trainer:
         got = f"loss {float(self._loss):g}, gradient of norm {float(self._norm):g}"
         raise self._diverged(at, "a finite loss and gradient", got)
 
-    def _diverged(self, at: str, expected: str, got: str) -> BlockSparseError:
+    def _diverged(self, at: str, expected: str, got: str) -> Diverged:
         s = self.settings
         smaller = f"a smaller clip than {s.clip:g}" if s.clip else "a clip of 1"
         tries = [f"a lower learning rate than {s.learning_rate:g}", f"a longer warmup than {s.warmup}", smaller]
         if s.dtype != "float32":
             tries.append("float32")
         kept = f"{self.path} is whole, from before" if self.path.exists() else "nothing is saved yet"
-        return BlockSparseError.expected(
+        return Diverged.expected(
             at, expected, f"{got}. {kept}. Try, in another folder, {', '.join(tries[:-1])} or {tries[-1]}"
         )
 
