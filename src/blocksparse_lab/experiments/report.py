@@ -63,7 +63,7 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
 
 
 def save(path: Path, experiment: Experiment, of: Results) -> None:
-    """The results as JSON. What all runs have in common is said once, and a curve has `POINTS` points of five digits at most."""
+    """The results as JSON. What all runs share is said once; a curve has `POINTS` points at most, of five digits."""
     every = {name: [_record(run) for run in runs] for name, runs in of.runs.items()}
     common = shared([run for runs in every.values() for run in runs])
     content = {
