@@ -20,6 +20,7 @@
 #include "elementwise.hpp"
 #include "gates.hpp"
 #include "int8.hpp"
+#include "isa_dispatch.hpp"
 #include "linear.hpp"
 #include "parallel.hpp"
 
@@ -28,66 +29,7 @@ using namespace nb::literals;
 
 namespace blocksparse {
 
-#define BLOCKSPARSE_DECLARE(isa)                                      \
-  namespace isa {                                                     \
-  const LinearKernels& select_linear(DType dtype, int64_t block_sum); \
-  const CsrKernels& select_csr(DType dtype);                          \
-  const ConvKernels& select_conv(DType dtype, int64_t block_sum);     \
-  const GatesKernels& select_gates(DType dtype);                      \
-  const ElementwiseKernels& select_elementwise(DType dtype);          \
-  const Int8Kernels& select_int8(DType dtype);                        \
-  }
-BLOCKSPARSE_DECLARE(portable)
-BLOCKSPARSE_DECLARE(avx2)
-BLOCKSPARSE_DECLARE(avx512)
-BLOCKSPARSE_DECLARE(avx512_vnni)
-BLOCKSPARSE_DECLARE(avx512_bf16)
-BLOCKSPARSE_DECLARE(amx)
-BLOCKSPARSE_DECLARE(avx512_bf16_emulated)
-BLOCKSPARSE_DECLARE(amx_emulated)
-#undef BLOCKSPARSE_DECLARE
-
 namespace {
-
-// `base` is the set without pairs of bfloat16: everything but the products is the same.
-#define BLOCKSPARSE_SET(isa, feature, base, int8) \
-  {#isa,                                          \
-   [] { return cpu_features().feature; },         \
-   isa::select_linear,                            \
-   base::select_csr,                              \
-   isa::select_conv,                              \
-   base::select_gates,                            \
-   base::select_elementwise,                      \
-   int8}
-
-#if defined(BLOCKSPARSE_HAS_avx2)
-// CPUs with AVX-512 multiply 8-bit numbers in one instruction, or in several.
-const Int8Kernels& select_int8_of_avx512(DType dtype) {
-  return cpu_features().avx512_vnni ? avx512_vnni::select_int8(dtype) : avx512::select_int8(dtype);
-}
-#endif
-
-// Slowest first: the last one present is the default, apart from the emulated ones.
-const InstructionSet kInstructionSets[] = {
-    BLOCKSPARSE_SET(portable, portable, portable, portable::select_int8),
-#if defined(BLOCKSPARSE_HAS_avx2)
-    BLOCKSPARSE_SET(avx2, avx2, avx2, avx2::select_int8),
-    BLOCKSPARSE_SET(avx512, avx512, avx512, select_int8_of_avx512),
-    BLOCKSPARSE_SET(avx512_bf16, avx512_bf16, avx512, select_int8_of_avx512),
-    BLOCKSPARSE_SET(amx, amx_bf16, avx512, select_int8_of_avx512),
-#endif
-#if defined(BLOCKSPARSE_HAS_amx_emulated)
-    BLOCKSPARSE_SET(avx512_bf16_emulated, avx512, avx512, avx512::select_int8),
-    BLOCKSPARSE_SET(amx_emulated, avx512, avx512, avx512::select_int8),
-#endif
-};
-#undef BLOCKSPARSE_SET
-
-const InstructionSet& isa_named(const std::string& name) {
-  for (const InstructionSet& isa : kInstructionSets)
-    if (name == isa.name && isa.present()) return isa;
-  throw std::invalid_argument("no instruction set " + name + " here");
-}
 
 template <class Enum, size_t n>
 Enum named(const std::array<const char*, n>& names, const std::string& name) {
@@ -414,14 +356,7 @@ NB_MODULE(_core, m) {
   m.def("share_threads", &share_threads, "parallel_for"_a, "get_num_threads"_a,
         "Take PyTorch's threads: the addresses of torch_parallel_for and torch_get_num_threads.");
   m.def("features", &cpu_feature_names, "What this CPU can do, of what matters here.");
-  m.def(
-      "isas",
-      [] {
-        std::vector<std::pair<std::string, bool>> isas;
-        for (const InstructionSet& isa : kInstructionSets) isas.emplace_back(isa.name, isa.present());
-        return isas;
-      },
-      "The instruction sets compiled in, slowest first, and whether this CPU has them.");
+  m.def("isas", &isas, "The instruction sets compiled in, slowest first, and whether this CPU has them.");
   m.def("linear", &py_linear, nb::kw_only(), "isa"_a, "dtype"_a, "activation"_a, "transpose"_a, "block"_a, "tokens"_a,
         "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "bias"_a, "y"_a, "out_features"_a, "start"_a.noconvert(),
         "col"_a.noconvert(), "position"_a.noconvert(), "row"_a.noconvert(), "begin"_a.noconvert(), "end"_a.noconvert(),

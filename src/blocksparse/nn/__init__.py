@@ -1,6 +1,7 @@
 """Modules named as in torch.nn, with block-sparse weights."""
 
 from ..ops.attention import attention
+from .adaptive_polyphase import AdaptivePolyphaseDownsample, AdaptivePolyphaseUpsample
 from .all_relu import AllReLU
 from .causal import Causal2d, Shift2d, bands, concat_elu
 from .cells import GRUCell, LSTMCell, RNNCell
@@ -15,7 +16,6 @@ from .linear import Linear
 from .lstm import LSTM
 from .multihead_attention import MultiheadAttention
 from .multiplicative_lstm import MultiplicativeLSTM
-from .polyphase import AdaptivePolyphaseDownsample, AdaptivePolyphaseUpsample
 from .quantized import QuantizedLinear
 from .small_world_lstm import SmallWorldLSTM
 from .weight_norm import WeightNorm, fold, initialise_from_data, l2_normalize

@@ -11,8 +11,8 @@ from ...checked import is_int
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
+from ..block_gate import gated
 from ..checks import autocast, check_activation, check_kinds, check_same
-from ..gate import gated
 from ..registry import needs_grad
 from .op import CONV
 

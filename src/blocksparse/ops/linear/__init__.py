@@ -7,8 +7,8 @@ from torch import Tensor
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
+from ..block_gate import gated
 from ..checks import autocast, check_activation, check_kinds, check_same
-from ..gate import gated
 from ..registry import is_plain, needs_grad
 from . import reference as definition
 from .op import LINEAR, LINEAR_WGRAD

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...checked import integer, number
 from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
-from .gates import Gate, Gated
+from .learned_gates import Gate, Gated
 from .strongest import Cap
 
 GAMMA, ZETA, BETA = -0.1, 1.1, 2 / 3

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
-from .gates import Gate, Gated
+from .learned_gates import Gate, Gated
 from .schedule import CubicSchedule
 from .strongest import check_density, strongest
 
