@@ -99,13 +99,16 @@ def rendezvous(count: int) -> dict[str, str]:
         return {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
 
 
-def run_script(count: int, script: Path, *arguments: str, folder: Path, timeout: float = 200) -> str:
-    """What a script prints when `count` processes run it in a folder, with the variables that torchrun sets.
+def run_script(
+    count: int, script: Path, *arguments: str, folder: Path, timeout: float = 200, **environment: str
+) -> str:
+    """What a script prints when `count` processes run it in a folder, with torchrun's variables and others.
 
     As with torchrun, but that PyTorch is imported once for all scripts.
     """
     shared = rendezvous(count)
-    variables = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {} for rank in range(count)]
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    variables = [environment | (shared | rank if count > 1 else {}) for rank in ranks]
     outputs = [folder / f"{script.stem}-{rank}.out" for rank in range(count)]
     running = [
         start_script(script, *arguments, variables=of, output=to) for of, to in zip(variables, outputs, strict=True)

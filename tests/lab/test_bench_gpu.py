@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -250,13 +248,11 @@ def test_the_rows_are_listed_with_their_targets(script):
     assert wanted in script("--only=hub caps", "--list")[2]
 
 
-def test_the_program_runs_from_end_to_end(tmp_path, backend):
+def test_the_program_runs_from_end_to_end(tmp_path, backend, script, monkeypatch):
     if backend != "cpu":
         pytest.skip("slow without the compiled core")
-    command = [sys.executable, bench_parts.PROGRAMS / "gpu.py", "--quick", "--device", "cpu", "--out", tmp_path]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "BLOCKSPARSE_COMMIT": "0123456789abcdef+"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("BLOCKSPARSE_COMMIT", "0123456789abcdef+")
+    assert script("--quick", "--device", "cpu", "--out", tmp_path)[0] == 0
     (path,) = tmp_path.glob("linear-*.json")
     content = json.loads(path.read_text())
     jobs = gpu.GpuReach(None).jobs()

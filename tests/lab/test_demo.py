@@ -97,6 +97,7 @@ def test_a_run_leaves_a_page_and_its_numbers(novel, tmp_path, width):
         browser.close()
 
 
+@pytest.mark.full  # as the race itself does, which test_next_byte.py says
 def test_two_runs_give_the_same_curves(novel, tmp_path):
     curves = []
     for name in ("a", "b"):

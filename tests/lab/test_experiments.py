@@ -23,6 +23,7 @@ from blocksparse_lab.experiments.language import Contender, LanguageExperiment
 from blocksparse_lab.models.char_lm import CharLMConfig, multiply_adds, parameter_count
 from blocksparse_lab.recipes import mlp
 from blocksparse_lab.recipes.trainer import Settings
+from processes import CONTEXT
 from test_data_tables import write_madelon, write_points
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -93,7 +94,14 @@ def test_all_read_the_same_text_in_the_same_order(tiny, tmp_path):
     assert [trainer.run.name for trainer in tiny.trainers(tmp_path, only=["wide"], seeds=[1])] == ["wide-1"]
 
 
-def test_the_queue_trains_what_is_missing(tiny, tmp_path):
+@pytest.fixture(params=["forked", pytest.param("spawned", marks=pytest.mark.full)])
+def at_work(request, monkeypatch):
+    """The queue's processes are forked with PyTorch imported; or as users have them, which takes seconds for each."""
+    if request.param == "forked":
+        monkeypatch.setattr(queue, "get_context", lambda method: CONTEXT)
+
+
+def test_the_queue_trains_what_is_missing(tiny, tmp_path, at_work):
     command(tmp_path, "--only", "dense", "--seed", "1")
     said, runs, _ = command(tmp_path, "--cores", "2", "--seed", "1", "--seed", "0", "--only", "dense")
     assert "1 runs are missing; 2 at a time" in said
@@ -106,7 +114,7 @@ def test_the_queue_trains_what_is_missing(tiny, tmp_path):
     assert {name: len(of) for name, of in again.items()} == {"dense": 2}
 
 
-def test_a_queue_that_trains_nothing_fails(tiny, tmp_path):
+def test_a_queue_that_trains_nothing_fails(tiny, tmp_path, at_work):
     experiments.EXPERIMENTS["tiny"] = replace(tiny, text="nothing", seeds=(0,))
     folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(app, ["experiment", "tiny", "--cores", "2", *folders])
@@ -115,7 +123,7 @@ def test_a_queue_that_trains_nothing_fails(tiny, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_queue_ends_after_a_step(tiny, tmp_path):
+def test_the_queue_ends_after_a_step(tiny, tmp_path, at_work):
     long = replace(tiny, settings=replace(tiny.settings, steps=10**6), seeds=(0,))
     refused = replace(tiny, text="nothing", seeds=(0,))
     jobs = queue.missing({"long": long, "refused": refused}, tmp_path, only=["dense"])

@@ -73,7 +73,8 @@ def check_close(run, other):
 @pytest.mark.parametrize(
     ("kind", "shard"),
     [
-        *((kind, True) for kind in ("set", "resnet")),
+        ("resnet", True),
+        pytest.param("set", True, marks=pytest.mark.full),
         pytest.param("charlm", True, marks=pytest.mark.full),
         pytest.param("mlp", True, marks=pytest.mark.full),
         pytest.param("rigl", True, marks=pytest.mark.full),

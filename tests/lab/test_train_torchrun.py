@@ -46,7 +46,7 @@ def check_close(run, other):
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["charlm", "mlp", "prune"])
+@pytest.mark.parametrize("kind", ["charlm", "prune", pytest.param("mlp", marks=pytest.mark.full)])
 def test_as_with_one_process(processes, tmp_path, kind):
     trained(kind, tmp_path / "one")
     assert processes(2)(trained, kind, tmp_path / "two") == [0, 1]

@@ -174,7 +174,7 @@ class Lightning:
         trainer.save_checkpoint(self.saved)
 
 
-@pytest.fixture(params=[Transformers, Lightning], ids=lambda kind: kind.__name__)
+@pytest.fixture(params=[Lightning, Transformers], ids=lambda kind: kind.__name__)
 def loop(request, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # their own

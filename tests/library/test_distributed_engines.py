@@ -212,7 +212,7 @@ COUNTS = {"ddp": 2, "fsdp": 4, "tp": 4, "tp_fsdp": 4}
 
 
 OFTEN = {
-    "linear": {("ddp", "set"), ("ddp", "threshold"), ("fsdp", "gradual"), ("fsdp", "rigl"), ("tp", "set")},
+    "linear": {("ddp", "set"), ("ddp", "threshold"), ("fsdp", "gradual"), ("tp", "set")},
     "mixed": {("ddp", "gradual"), ("fsdp", "set"), ("tp", "blocks"), ("tp_fsdp", "rigl")},
 }  # fmt: skip
 

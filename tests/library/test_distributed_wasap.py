@@ -294,7 +294,7 @@ def said_by_ranks(tmp_path, ranks, given=None, variables=None, timeout=20.0, of=
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({1: {"data": 5}}, "process 1: inputs"),
+        pytest.param({1: {"data": 5}}, "process 1: inputs", marks=pytest.mark.full),
         pytest.param(
             {1: {"settings": {"synchronous": True}}}, "process 1: settings (synchronous)", marks=pytest.mark.full
         ),

@@ -72,7 +72,7 @@ def test_any_strides(backend):
         assert gated_linear(x[:0], g, gate, u, up).shape == (0, 64)
 
 
-@pytest.mark.parametrize("backend", ["reference", *CPU[-1:]])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.full), *CPU[-1:]])
 def test_gradients(backend):
     gate, up = layouts_of((32, 48), 16, 0.5)
     with running(backend):

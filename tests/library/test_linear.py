@@ -107,14 +107,15 @@ def test_products_of_triton_agree_with_float64(backend, dtype, **drawn):
 
 def of_blocks(backends):
     """(backend, dtype, block): in float32 and bfloat16 all blocks, in others some; one of each interpreted; on a GPU
-    each way of cutting meets a third of them, the others are `full`."""
+    each way of cutting meets a third of them, other CPUs' kernels meet half, the others are `full`."""
     blocks = [1, 4, 8, 16, 32, 64, 128, (8, 32), (32, 8), (16, 64), (12, 20), (128, 4)]
     for nth, case in enumerate(cases(backends)):
         backend, dtype = case.values
         some = {torch.float64: [4, 16, (12, 20)], torch.float16: [1, 8, 64, (8, 32)]}.get(dtype, blocks)
         some = [(12, 20), 64, (128, 4), 8, (16, 64), 1][nth % 6 :][:1] if backend in SLOW else some
         for i, b in enumerate(some):
-            marks = pytest.mark.full if backend in GPU and (i + nth) % 3 else case.marks
+            seldom = (backend in GPU and (i + nth) % 3) or (backend in CPU and backend not in MAIN and i % 2)
+            marks = pytest.mark.full if seldom else case.marks
             yield pytest.param(backend, dtype, b, id=f"{case.id}-block {b}", marks=marks)
 
 
@@ -129,7 +130,8 @@ def test_every_block_size(backend, dtype, block):
 def of_few_tokens():
     for case in cases(CPU):
         for nth, block in enumerate([4, 8, 16, (8, 1), 32, (9, 8), (8, 48), (6, 4), 64, (4, 2)]):
-            often = case.values[1] in (torch.float32, torch.bfloat16) or nth % 4 == 0
+            often = nth % (1 if case.values[0] in MAIN else 2) == 0
+            often = often if case.values[1] in (torch.float32, torch.bfloat16) else nth % 4 == 0
             yield pytest.param(*case.values, block, id=f"{case.id}-{block}", marks=() if often else pytest.mark.full)
 
 
@@ -153,7 +155,10 @@ def test_every_small_number_of_tokens(backend, dtype, block):
             )
 
 
-@pytest.mark.parametrize(("backend", "dtype"), cases([*CPU, *SLOW[1:2]], [torch.float32, torch.bfloat16]))
+LONG_INTERPRETED = [pytest.param(name, torch.bfloat16, marks=pytest.mark.full) for name in SLOW[1:2]]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [*cases(CPU, [torch.float32, torch.bfloat16]), *LONG_INTERPRETED])
 def test_long_rows_and_many_tokens(backend, dtype):
     # Hub rows are cut between outputs, rows are summed in groups of blocks, tokens packed in several passes; and of a
     # block that is no whole number of vectors the sums of a second chunk of tokens are added.
@@ -241,7 +246,8 @@ def check_gradients(backend, activation, layout, tokens, seed):
 
 @pytest.mark.parametrize(
     ("backend", "activation"),
-    [*((name, activation) for name in MAIN if name in FAST for activation in ACTIVATIONS),
+    [*((name, activation) for name in MAIN if name in FAST and name != "reference" for activation in ACTIVATIONS),
+     *(pytest.param("reference", name, marks=() if name == "gelu" else pytest.mark.full) for name in ACTIVATIONS),
      *(pytest.param(name, None, marks=pytest.mark.full) for name in FAST if name not in MAIN)],
 )  # fmt: skip
 @settings(max_examples=3)
@@ -250,6 +256,7 @@ def test_gradients_and_double_gradients(backend, activation, layout, tokens, see
     check_gradients(backend, activation, layout, tokens, seed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", SLOW[:1])
 def test_gradients_and_double_gradients_interpreted(backend):
     layout = bs.BlockLayout([[True, False], [True, True], [False, False]], (1, 2))
@@ -318,7 +325,7 @@ def test_special_values_through_activations(backend, dtype, activation):
     assert torch.equal(y[zero].signbit(), expected[zero].signbit())
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("activation", ["gelu", *(pytest.param(a, marks=pytest.mark.full) for a in (None, "relu"))])
 def test_opcheck(activation):
     layout = bs.patterns.random((12, 20), block_size=4, density=0.5, seed=0)
     indices = LINEAR.indices(layout, torch.empty(0)), layout.grid[1]

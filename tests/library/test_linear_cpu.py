@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -15,6 +11,7 @@ import blocksparse as bs
 from blocksparse.ops import cpu_core
 from blocksparse.ops.cpu_plan import OUTPUT_STEP, TASK_COST, block_plan, row_plan
 from linear_backends import CPU, assert_close, dgrad, forward, running, wgrad
+from processes import run_script
 from strategies import layouts
 
 on_every_isa = pytest.mark.parametrize("backend", CPU)
@@ -75,38 +72,43 @@ def test_from_many_python_threads_at_once():
 # -- instruction sets ----------------------------------------------------------------------------------------------
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
-    path = os.pathsep.join(sys.path)
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        timeout=120,
-    )
+IN_USE = """
+import blocksparse as bs
+from blocksparse.ops import cpu_core
+try:
+    print(cpu_core.isa())
+except bs.BlockSparseError as error:
+    print(error)
+print(bs.backends()["cpu"])
+"""
 
 
-def test_the_environment_variable_chooses_the_instruction_set():
-    code = "from blocksparse.ops import cpu_core; print(cpu_core.isa())"
+def in_use(folder, **environment: str) -> list[str]:
+    """The instruction set that a process uses, or why none, and whether the backend is on."""
+    (folder / "script.py").write_text(IN_USE)
+    return run_script(1, folder / "script.py", folder=folder, **environment).splitlines()
+
+
+def test_the_environment_variable_chooses_the_instruction_set(tmp_path):
     # The first that is here, and the first that is not.
     for present, isa in {here: isa for isa, here in reversed(cpu_core.isas().items())}.items():
-        done = run_python(code, BLOCKSPARSE_CPU_ISA=isa)
+        said = in_use(tmp_path, BLOCKSPARSE_CPU_ISA=isa)
         if present:
-            assert done.stdout.strip() == isa
+            assert said == [isa, f"usable: instruction set {isa}"]
         else:
-            assert "expected an instruction set this CPU has" in done.stderr
+            assert "expected an instruction set this CPU has" in said[0]
 
 
-def test_a_wrong_instruction_set_turns_the_backend_off_with_the_reason():
-    code = "import blocksparse as bs; print(bs.backends()['cpu'])"
-    done = run_python(code, BLOCKSPARSE_CPU_ISA="mmx")
-    assert done.stdout.startswith("off: environment variable BLOCKSPARSE_CPU_ISA: expected"), done.stderr
-    assert "'mmx'" in done.stdout
+def test_a_wrong_instruction_set_turns_the_backend_off_with_the_reason(tmp_path):
+    why, backend = in_use(tmp_path, BLOCKSPARSE_CPU_ISA="mmx")
+    assert why.startswith("environment variable BLOCKSPARSE_CPU_ISA: expected")
+    assert backend == f"off: {why}"
+    assert "'mmx'" in why
 
 
-def test_the_default_is_the_best_that_is_present_and_not_emulated():
+def test_the_default_is_the_best_that_is_present_and_not_emulated(tmp_path):
     present = [isa for isa, here in cpu_core.isas().items() if here and "emulated" not in isa]
-    assert run_python("from blocksparse.ops import cpu_core; print(cpu_core.isa())").stdout.strip() == present[-1]
+    assert in_use(tmp_path, BLOCKSPARSE_CPU_ISA="")[0] == present[-1]
 
 
 # -- addresses beyond 2^31 ---------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """PyTorch's own samples of its modules: block-sparse with all blocks stored they compute the same, gradients too."""
 
 import warnings
+from itertools import islice
 
 import pytest
 import torch
@@ -8,9 +9,6 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.nn.module import BlockSparseModule, Weight
-
-pytest.importorskip("expecttest", reason="PyTorch's samples need it")
-common_modules = pytest.importorskip("torch.testing._internal.common_modules")
 
 FAMILIES = [
     "Linear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "LSTM", "GRU",
@@ -27,6 +25,8 @@ def backend():
 
 def samples(family, training):
     """Modules in this mode and their arguments, of each sample."""
+    pytest.importorskip("expecttest", reason="PyTorch's samples need it")
+    common_modules = pytest.importorskip("torch.testing._internal.common_modules")  # seconds, not when tests are listed
     (info,) = (each for each in common_modules.module_db if each.module_cls is getattr(nn, family))
     made = info.module_inputs_func(
         info, device="cpu", dtype=torch.float64, requires_grad=True, training=training
@@ -99,18 +99,24 @@ def unfused(module, args, kwargs):
 
 
 def cases():
+    """All samples; of families that have many or slow ones, each fourth, and `full` all."""
+    slow = ("Transformer", "TransformerEncoder", "TransformerDecoderLayer")
+    many = ("LSTM", "GRU", "RNN", "MultiheadAttention", "TransformerEncoderLayer")
     for family in FAMILIES:
-        slow = family in ("Transformer", "TransformerEncoder", "TransformerDecoderLayer")
-        yield pytest.param(family, True, id=f"{family}-train", marks=pytest.mark.full if slow else ())
-        # Encoders have a fast path there; decoders have none, and take long.
-        marks = pytest.mark.full if slow or family in ("LSTM", "MultiheadAttention") else ()
-        yield pytest.param(family, False, id=f"{family}-eval", marks=marks)
+        for training, mode in ((True, "train"), (False, "eval")):
+            if family in many:
+                # Encoders have a fast path when they do not train; decoders have none, and take long.
+                often = training or family not in ("LSTM", "MultiheadAttention")
+                marks = () if often else pytest.mark.full
+                yield pytest.param(family, training, 4, id=f"{family}-{mode}-fourth", marks=marks)
+            marks = pytest.mark.full if family in slow + many else ()
+            yield pytest.param(family, training, 1, id=f"{family}-{mode}", marks=marks)
 
 
-@pytest.mark.parametrize(("family", "training"), list(cases()))
-def test_samples_agree(family, training):
+@pytest.mark.parametrize(("family", "training", "every"), list(cases()))
+def test_samples_agree(family, training, every):
     count = 0
-    for desc, module, given in samples(family, training):
+    for desc, module, given in islice(samples(family, training), 0, None, every):
         module = without_dropout(module)
         sparse = bs.sparsify(module, 1, 4, force=True)
         assert any(isinstance(part, BlockSparseModule | Weight) for part in sparse.modules())

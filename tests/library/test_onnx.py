@@ -48,7 +48,7 @@ def check(path, model, *inputs):
     [
         pytest.param(nn.LSTM, {"batch_first": True}, marks=pytest.mark.full),
         (nn.LSTM, {"bidirectional": True, "bias": False}),
-        (nn.GRU, {"bidirectional": True}),
+        pytest.param(nn.GRU, {"bidirectional": True}, marks=pytest.mark.full),
         (nn.RNN, {"nonlinearity": "relu"}),
     ],
     ids=["lstm-batch-first", "lstm-bidirectional-no-bias", "gru", "rnn-relu"],

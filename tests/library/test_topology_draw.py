@@ -143,7 +143,7 @@ def test_an_evolution_records_each_epoch():
 
 @pytest.mark.parametrize("picture", ["matrix", "dense", "degrees", "replacement", "spreading"])
 def test_the_command_draws(picture, tmp_path):
-    options = ("--features", 256, "--block-size", 8, "--neighbors", 4)
+    options = ("--features", 72 if picture == "spreading" else 256, "--block-size", 8, "--neighbors", 4)
     path = tmp_path / "p.gif"
     out = run("layout", "watts_strogatz_2d", *options, "--picture", picture, "--out", path).stdout
     assert f"wrote {path}" in out
