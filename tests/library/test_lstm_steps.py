@@ -110,9 +110,9 @@ def test_sequences_of_several_lengths(calls):
 
 def test_block_rows_that_come_in_parts(calls):
     """Also in steps of more rows than the one before, which have larger tiles."""
-    gate, steps = bs.BlockLayout(hub(18), 16), Steps((20, 3), reverse=True)
+    gate, steps = bs.BlockLayout(hub(18), 16), Steps((20, 3, 3), reverse=True)
     check(recurrent.LSTM(steps, None, stacked(gate)), tensors_of(steps, gate, torch.float16), torch.float16)
-    assert calls == [("forward", True)] * 2
+    assert calls == [("forward", True)] * 3
 
 
 def test_the_weight_gradient_of_all_gates_together(calls, monkeypatch):
