@@ -15,6 +15,7 @@ import torch
 from ..data import tables
 from ..data.table import Table
 from ..recipes import mlp
+from ..recipes.classify import Importance
 from ..recipes.compare import Run
 from ..recipes.trainer import Trainer
 from .experiment import SEEDS, Column, DataDir, Experiment
@@ -33,6 +34,7 @@ class Contender:
 
     method: str
     recipe: mlp.Recipe
+    importance: Importance | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,12 @@ class ClassifierExperiment(Experiment):
 
     def trainer(self, contender: str, seed: int, run: Path, data: Table) -> Trainer:
         of = self.contenders[contender]
-        return mlp.trainer(of.recipe, data, run, of.method, seed)
+        return mlp.trainer(of.recipe, data, run, of.method, seed, importance=of.importance)
+
+    @property
+    def pruned(self) -> bool:
+        """Whether neurons of a contender are pruned."""
+        return any(one.importance for one in self.contenders.values())
 
     @property
     def _early(self) -> list[int]:
@@ -82,7 +89,8 @@ class ClassifierExperiment(Experiment):
     def found(self, run: Run) -> dict[str, Any]:
         errors = [line["held_out"] for line in run.evaluations]
         early = errors[self._early[0] - 1] if self._early else None
-        return {"last": errors[-1], "lowest": min(errors), "seconds_per_epoch": seconds_per_epoch(run), "early": early}
+        found = {"last": errors[-1], "lowest": min(errors), "seconds_per_epoch": seconds_per_epoch(run), "early": early}
+        return found | {"left": (run.result or {}).get("parameters")}
 
     @property
     def columns(self) -> Sequence[Column]:
@@ -111,6 +119,7 @@ class ClassifierExperiment(Experiment):
             Column("lowest test error after any epoch, %", "facts.lowest", 2),
             Column("last test error, against set", "facts.last", 2, against="set"),
             Column("lowest test error, against set", "facts.lowest", 2, against="set"),
+            Column("parameters after the last epoch", lambda run, _: run.facts.get("left") if self.pruned else None),
             Column("seconds of training per epoch", "facts.seconds_per_epoch", 3),
             Column("seconds of training in all", "seconds", 1),
         ]
@@ -158,6 +167,24 @@ def _methods(
     )
 
 
+def _variants(data: str, called: str, epochs: int, tested_on: str) -> ClassifierExperiment:
+    """SET, with one thing changed at a time."""
+    recipe = replace(mlp.recipe_for(data), epochs=epochs)
+    # Three times; each takes the least important fifth of the neurons that are left in a layer.
+    importance = Importance(importance_from=2 * epochs // 5, importance_every=epochs // 5)
+    return ClassifierExperiment(
+        about=f"SET on {called}: with ReLU instead of All-ReLU, with importance pruning, and RigL instead",
+        data=data,
+        contenders={
+            "set": Contender("set", recipe),
+            "set, ReLU": Contender("set", replace(recipe, alpha=0.0)),
+            "set, importance": Contender("set", recipe, importance),
+            "rigl": Contender("rigl", recipe),
+        },
+        tested_on=tested_on,
+    )
+
+
 def _rates(data: str, called: str, epochs: int) -> ClassifierExperiment:
     """Learning rates for the sparse net and for the dense one of as many weights."""
     recipe = replace(mlp.recipe_for(data), epochs=epochs)
@@ -180,17 +207,20 @@ def _rates(data: str, called: str, epochs: int) -> ClassifierExperiment:
 SIZES = {"fashion_mnist": (784, 10), "cifar10": (3072, 10), "madelon": (500, 2), "higgs": (28, 2)}
 RATES = (0.003, 0.01, 0.03)
 _PUBLISHED = "split as published"
+_OF_MADELON = "its validation part, as no labels of its test part are known"
+_OF_HIGGS = "a fifth of each class, drawn once for all runs"
 
 EXPERIMENTS: dict[str, Experiment] = {
     "sparse-fashion_mnist": _methods("fashion_mnist", "Fashion-MNIST", 100, _PUBLISHED),
-    "sparse-madelon": _methods(
-        "madelon", "Madelon", 500, "its validation part, as no labels of its test part are known"
-    ),
-    "sparse-higgs": _methods("higgs", "Higgs", 150, "a fifth of each class, drawn once for all runs"),
+    "sparse-madelon": _methods("madelon", "Madelon", 500, _OF_MADELON),
+    "sparse-higgs": _methods("higgs", "Higgs", 150, _OF_HIGGS),
     # A dense epoch takes as long as a dozen sparse ones; with the recipe, a dense net diverges in its first steps.
     "sparse-cifar10": _methods(
         "cifar10", "CIFAR-10", 80, _PUBLISHED, {"epochs": 15, "learning_rate": 0.005, "init": "xavier"}
     ),
+    "set-fashion_mnist": _variants("fashion_mnist", "Fashion-MNIST", 100, _PUBLISHED),
+    "set-madelon": _variants("madelon", "Madelon", 500, _OF_MADELON),
+    "set-higgs": _variants("higgs", "Higgs", 150, _OF_HIGGS),
     "rates-fashion_mnist": _rates("fashion_mnist", "Fashion-MNIST", 100),
     "rates-madelon": _rates("madelon", "Madelon", 500),
     "rates-higgs": _rates("higgs", "Higgs", 150),
