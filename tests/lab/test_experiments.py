@@ -22,6 +22,7 @@ from blocksparse_lab.experiments.classifiers import ClassifierExperiment
 from blocksparse_lab.experiments.language import Contender, LanguageExperiment
 from blocksparse_lab.models.char_lm import CharLMConfig, multiply_adds, parameter_count
 from blocksparse_lab.recipes import mlp
+from blocksparse_lab.recipes.classify import Importance
 from blocksparse_lab.recipes.trainer import Settings
 from processes import CONTEXT
 from test_data_tables import write_madelon, write_points
@@ -279,6 +280,23 @@ def test_a_run_that_diverges_is_left_out_with_the_reason(table, tmp_path, queue)
     _, runs, markdown = command(tmp_path, *queue)
     assert [name for name, of in runs.items() if of] == ["dense", "set"]
     assert re.search(r"\| wild-0 \| step \d+: expected a finite loss and gradient, got [^.]*\|", markdown)
+
+
+def test_sparse_training_with_one_thing_changed(table, tmp_path):
+    of = classifiers.EXPERIMENTS["set-madelon"]
+    recipe = replace(table.contenders["set"].recipe, epochs=3)
+    shrunk = {name: replace(one, recipe=replace(recipe, alpha=one.recipe.alpha)) for name, one in of.contenders.items()}
+    for name, one in shrunk.items():
+        if one.importance:
+            shrunk[name] = replace(one, importance=Importance(importance_from=1, importance_every=1))
+    experiments.EXPERIMENTS["tiny"] = replace(table, contenders=shrunk, variants=True)
+    _, _, markdown = command(tmp_path)
+    assert cells(markdown, "slope of All-ReLU")[1] == "0"
+    first, *_, last = map(int, cells(markdown, "parameters after the last epoch")[:3])
+    assert last < first
+    distances = cells(markdown, "distance of its topology to the other seeds' (NNSTD)")
+    assert all(0 < float(cell.split()[0]) < 1 for cell in distances if cell != "-")
+    assert "-" not in distances[:2]
 
 
 def test_rates_are_chosen_by_rows_of_the_training_part(table):

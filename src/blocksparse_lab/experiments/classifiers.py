@@ -6,19 +6,23 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from ..bench.report import spread, write_json
 from ..data import tables
 from ..data.table import Table
-from ..recipes import mlp
+from ..recipes import layouts, mlp
 from ..recipes.classify import Importance
 from ..recipes.compare import Run
 from ..recipes.trainer import Trainer
-from .experiment import SEEDS, Column, DataDir, Experiment
+from .experiment import SEEDS, Column, DataDir, Experiment, kept
+
+DISTANCES = "distances.json"
 
 TOPOLOGIES = {
     "dense": "dense",
@@ -45,6 +49,7 @@ class ClassifierExperiment(Experiment):
         data: a name of `data.tables`.
         tested_on: which of its rows.
         choosing: to choose settings by: the errors are those of a fifth of the rows to train on, drawn once.
+        variants: of sparse training, whose sizes and topologies at the end are compared too.
 
     The seeds are of topology, weights, the order of the rows and dropout. The rows to test on are the same for all.
     """
@@ -53,6 +58,7 @@ class ClassifierExperiment(Experiment):
     data: str
     tested_on: str
     choosing: bool = False
+    variants: bool = False
 
     caption: ClassVar[str] = (
         "Nets with All-ReLU; sparse ones begin as Erdos-Renyi graphs. SGD with one learning rate throughout. Mean and "
@@ -76,11 +82,6 @@ class ClassifierExperiment(Experiment):
         return mlp.trainer(of.recipe, data, run, of.method, seed, importance=of.importance)
 
     @property
-    def pruned(self) -> bool:
-        """Whether neurons of a contender are pruned."""
-        return any(one.importance for one in self.contenders.values())
-
-    @property
     def _early(self) -> list[int]:
         """The fewest epochs that any contender has: up to there all can be compared."""
         fewest, *more = sorted({one.recipe.epochs for one in self.contenders.values()})
@@ -90,7 +91,17 @@ class ClassifierExperiment(Experiment):
         errors = [line["held_out"] for line in run.evaluations]
         early = errors[self._early[0] - 1] if self._early else None
         found = {"last": errors[-1], "lowest": min(errors), "seconds_per_epoch": seconds_per_epoch(run), "early": early}
-        return found | {"left": (run.result or {}).get("parameters")}
+        distance = kept(run.path, DISTANCES).get("to the other seeds")
+        return found | {"left": (run.result or {}).get("parameters"), "distance": distance}
+
+    def race(self, of: Mapping[str, Sequence[Run]]) -> None:
+        """How far the topologies of a contender's seeds are from each other."""
+        for runs in of.values() if self.variants else ():
+            between, _ = layouts.distances([layouts.read(run.path) for run in runs])
+            for nth, run in enumerate(runs):
+                others = [d for other, d in enumerate(between[nth]) if other != nth and d is not None]
+                known = len(others) == len(runs) - 1 > 0
+                write_json(run.path / DISTANCES, {"to the other seeds": statistics.fmean(others) if known else None})
 
     @property
     def columns(self) -> Sequence[Column]:
@@ -119,7 +130,12 @@ class ClassifierExperiment(Experiment):
             Column("lowest test error after any epoch, %", "facts.lowest", 2),
             Column("last test error, against set", "facts.last", 2, against="set"),
             Column("lowest test error, against set", "facts.lowest", 2, against="set"),
-            Column("parameters after the last epoch", lambda run, _: run.facts.get("left") if self.pruned else None),
+            Column("parameters after the last epoch", lambda run, _: run.facts.get("left") if self.variants else None),
+            Column(
+                "distance of its topology to the other seeds' (NNSTD)",
+                lambda run, _: (run.facts.get("distance") or inf) if self.variants else None,
+                show=lambda found: "-" if inf in found else spread(found, 3),
+            ),
             Column("seconds of training per epoch", "facts.seconds_per_epoch", 3),
             Column("seconds of training in all", "seconds", 1),
         ]
@@ -173,15 +189,17 @@ def _variants(data: str, called: str, epochs: int, tested_on: str) -> Classifier
     # Three times; each takes the least important fifth of the neurons that are left in a layer.
     importance = Importance(importance_from=2 * epochs // 5, importance_every=epochs // 5)
     return ClassifierExperiment(
-        about=f"SET on {called}: with ReLU instead of All-ReLU, with importance pruning, and RigL instead",
+        about=f"SET on {called}; with ReLU for All-ReLU, with importance pruning; RigL or a fixed topology instead",
         data=data,
         contenders={
             "set": Contender("set", recipe),
             "set, ReLU": Contender("set", replace(recipe, alpha=0.0)),
             "set, importance": Contender("set", recipe, importance),
             "rigl": Contender("rigl", recipe),
+            "fixed": Contender("fixed", recipe),
         },
         tested_on=tested_on,
+        variants=True,
     )
 
 
