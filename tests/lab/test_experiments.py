@@ -272,7 +272,7 @@ def test_a_control_is_added_to_a_report_that_is_there(table, tmp_path):
 
 
 @pytest.mark.parametrize("queue", [(), ("--cores", "1")], ids=["one by one", "side by side"])
-def test_a_run_that_diverges_is_left_out_with_the_reason(table, tmp_path, queue):
+def test_a_run_that_diverges_is_left_out_with_the_reason(table, tmp_path, queue, at_work):
     fixed = table.contenders["fixed"]
     wild = replace(fixed, recipe=replace(fixed.recipe, learning_rate=1e30))
     contenders = {"dense": table.contenders["dense"], "wild": wild, "set": table.contenders["set"]}

@@ -294,9 +294,12 @@ HARMLESS = (
 )
 
 
-# Each is read by the run above too, some take seconds.
+LONG = ("millions of lists", "marks in marks", "lists in lists", "a nested key")
+
+
+# Each is read by the run above too, the longest takes seconds.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if "millions" in name else ()) for name in formats.PICKLES]
+    "name", [pytest.param(name, marks=pytest.mark.full if name == LONG[0] else ()) for name in formats.PICKLES]
 )
 def test_a_pickle_does_what_it_says_or_nothing(tmp_path, name):
     path = write(tmp_path / "a", formats.PICKLES[name])
@@ -335,7 +338,7 @@ def write_planetoid(folder, **changed):
 
 # Each is read as any other pickle too, which takes seconds of the long ones.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if "millions" in name else ()) for name in formats.ALLX]
+    "name", [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in formats.ALLX]
 )
 def test_words_that_are_broken(tmp_path, name):
     write_planetoid(tmp_path, allx=formats.ALLX[name])
