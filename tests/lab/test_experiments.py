@@ -271,7 +271,9 @@ def test_a_control_is_added_to_a_report_that_is_there(table, tmp_path):
     assert cells(markdown, "seeds") == ["2", "2", "2"]
 
 
-@pytest.mark.parametrize("queue", [(), ("--cores", "1")], ids=["one by one", "side by side"])
+@pytest.mark.parametrize(
+    "queue", [(), pytest.param(("--cores", "1"), marks=pytest.mark.full)], ids=["one by one", "side by side"]
+)
 def test_a_run_that_diverges_is_left_out_with_the_reason(table, tmp_path, queue, at_work):
     fixed = table.contenders["fixed"]
     wild = replace(fixed, recipe=replace(fixed.recipe, learning_rate=1e30))
