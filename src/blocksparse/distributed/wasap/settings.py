@@ -16,7 +16,8 @@ class Settings:
     Args:
         epochs: of both phases.
         batch: samples of each worker in a step.
-        learning_rate, momentum, weight_decay: of `bs.sparsity.SGD`.
+        learning_rate, momentum, weight_decay: of `bs.sparsity.SGD`. The gradients of `n` asynchronous workers are about
+            `n - 1` steps old, which acts as more momentum (Mitliagkas et al., 2016): many want a smaller rate than one.
         zeta: of `bs.sparsity.SET`.
         regrow: its first values of new connections: "he", as in the papers, "xavier" or "zeros".
         synchronous: WASSP-SGD instead of WASAP-SGD.
