@@ -11,7 +11,8 @@ from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab.data import text
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
 from blocksparse_lab.recipes import charlm
-from blocksparse_lab.recipes.charlm import CharLMTask, sample
+from blocksparse_lab.recipes.charlm import CharLMTask
+from blocksparse_lab.recipes.language_model import sample
 from blocksparse_lab.recipes.trainer import Settings, Trainer
 
 CONFIG = CharLMConfig(width=32, embedding=8, pattern="barabasi_albert", m=1, block_size=8)

@@ -16,7 +16,7 @@ from blocksparse_lab.data import text
 from blocksparse_lab.data.synthetic import Synthetic
 from blocksparse_lab.experiments import pruned, pruning
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
-from blocksparse_lab.recipes import charlm
+from blocksparse_lab.recipes import charlm, language_model
 from blocksparse_lab.recipes.classify import ClassifyTask
 from blocksparse_lab.recipes.prune import METHODS, PruneTask, Pruning, finished
 from blocksparse_lab.recipes.trainer import Settings, Trainer
@@ -338,7 +338,7 @@ def test_language_models_from_nothing_to_the_report(quick, monkeypatch, tmp_path
     assert found["threshold"][0].task["pruning"]["q"] == pytest.approx(bs.sparsity.percentiles(dense), rel=1e-5)
     # The saved model is a language model like any other.
     model = charlm.load(tmp_path / "runs" / "tiny" / "gradual-0" / pruning.MODEL)
-    assert b"".join(charlm.sample(model, b"The ", 5))
+    assert b"".join(language_model.sample(model, b"The ", 5))
 
 
 @pytest.mark.parametrize("name", pruned.EXPERIMENTS)

@@ -56,13 +56,13 @@ def _draw(path: Path, count: int, out: Path, seed: int) -> None:
 
 
 def _write(path: Path, prompt: str, length: int, temperature: float, top_k: int | None, seed: int) -> None:
-    from ..recipes import charlm
+    from ..recipes import language_model
 
-    model = charlm.load(path)
+    model = language_model.load(path)
     console = Console()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     console.out(_harmless(prompt), end="", style="bold", highlight=False)
-    written = charlm.sample(
+    written = language_model.sample(
         model, prompt.encode(errors="replace"), length, temperature=temperature, top_k=top_k, seed=seed
     )
     for byte in written:

@@ -11,10 +11,14 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from blocksparse.checked import integer
 from blocksparse.errors import BlockSparseError
 
+from ..data.text import Text
 from ..models.char_lm import CharLMConfig, width_for
+from ..models.gpt import GPTConfig
 from ..recipes import charlm as charlm_recipe
+from ..recipes import gpt as gpt_recipe
 from ..recipes import mlp as mlp_recipe
 from ..recipes import pixelcnn as pixelcnn_recipe
 from ..recipes import resnet as resnet_recipe
@@ -30,6 +34,9 @@ train = typer.Typer(
 
 S = TypeVar("S", bound=Settings)
 Seed = Annotated[int, typer.Option(help="Of layouts, weights, order and whatever is drawn.")]
+TextFile = Annotated[Path | None, typer.Option(help="Train on this file.")]
+TextName = Annotated[str | None, typer.Option(help="Or on a text by name: enwik8, text8, imdb, python, ...")]
+HeldOut = Annotated[float, typer.Option(help="Part of the text, its tail, to evaluate on.")]
 ImageData = Annotated[str, typer.Option(help="cifar10 or fashion_mnist.")]
 
 
@@ -52,10 +59,10 @@ def _together(command: Callable[..., None]) -> Callable[..., None]:
 def charlm(
     *,
     out: Run,
-    text: Annotated[Path | None, typer.Option(help="Train on this file.")] = None,
-    data: Annotated[str | None, typer.Option(help="Or on a text by name: enwik8, text8, imdb, python, ...")] = None,
+    text: TextFile = None,
+    data: TextName = None,
     data_dir: DataDir = None,
-    held_out: Annotated[float, typer.Option(help="Part of the text, its tail, to evaluate on.")] = 0.1,
+    held_out: HeldOut = 0.1,
     width: Annotated[
         int | None, typer.Option(help="Hidden units of a layer; about 1024 unless given.", show_default=False)
     ] = None,
@@ -69,11 +76,6 @@ def charlm(
 
     Ctrl-C finishes the step and saves. Under torchrun all processes train together.
     """
-    from ..data import corpora
-    from ..data import text as texts
-
-    if (text is None) == (data is None):
-        raise BlockSparseError.expected("text", "--text FILE or --data NAME", "neither" if text is None else "both")
     if width is not None and params is not None:
         raise BlockSparseError.expected("size", "--width or --params", "both")
     block = max(1, model["block_size"])
@@ -82,8 +84,7 @@ def charlm(
         wanted = parse_count(params)
         mlp_recipe.check_room(f"params {wanted:,}", wanted)
         config = width_for(config, wanted)
-    content, name = (corpora.load(str(data), data_dir), str(data)) if text is None else (texts.read(text), text.name)
-    parts = texts.split(content, batches.seq, name=name, held_out=held_out)
+    parts = _parts(text, data, data_dir, batches.seq, held_out)
     trainer = charlm_recipe.trainer(config, parts, out, _paced(how, parallel), batches)
     facts = trainer.facts
     show(
@@ -92,7 +93,41 @@ def charlm(
         f"[bold]{_named(config)}[/], width {config.width:,}",
         f"{facts['parameters']:,} parameters, recurrent density {facts['density']:.3g}, "
         f"{facts['multiply_adds_per_byte']:,} multiply-adds per byte",
-        f"{name}: {len(parts.train):,} bytes to train on, {len(parts.held_out):,} held out",
+        f"{parts.name}: {len(parts.train):,} bytes to train on, {len(parts.held_out):,} held out",
+    )
+
+
+@train.command("gpt")
+@with_options
+@_together
+def gpt(
+    *,
+    out: Run,
+    text: TextFile = None,
+    data: TextName = None,
+    data_dir: DataDir = None,
+    held_out: HeldOut = 0.1,
+    model: Annotated[dict[str, Any], GPTConfig],
+    how: charlm_recipe.CharLMSettings,
+    batches: charlm_recipe.Batches,
+    parallel: Parallel,
+) -> None:
+    """A transformer of bytes: the next byte from those before it in a window of --seq, dense or block-sparse.
+
+    Ctrl-C finishes the step and saves. Under torchrun all processes train together.
+    """
+    config = GPTConfig(**model, context=integer("seq", batches.seq, 1))
+    parts = _parts(text, data, data_dir, batches.seq, held_out)
+    trainer = gpt_recipe.trainer(config, parts, out, _paced(how, parallel), batches)
+    facts = trainer.facts
+    sparse = f"density {config.density:g} in blocks of {config.block_size}, {config.method}"
+    show(
+        console(),
+        trainer,
+        f"[bold]gpt, {'dense' if config.density == 1 else sparse}[/], {plural(config.layers, 'layer')} of width "
+        f"{config.width:,}, {plural(config.heads, 'head')}",
+        f"{facts['parameters']:,} parameters, {facts['multiply_adds_per_byte']:,} multiply-adds per byte",
+        f"{parts.name}: {len(parts.train):,} bytes to train on, {len(parts.held_out):,} held out",
     )
 
 
@@ -224,6 +259,17 @@ def resnet(
     )
 
 
+def _parts(text: Path | None, data: str | None, data_dir: Path | None, seq: int, held_out: float) -> Text:
+    """The text to train on and to evaluate on."""
+    from ..data import corpora
+    from ..data import text as texts
+
+    if (text is None) == (data is None):
+        raise BlockSparseError.expected("text", "--text FILE or --data NAME", "neither" if text is None else "both")
+    content, name = (corpora.load(str(data), data_dir), str(data)) if text is None else (texts.read(text), text.name)
+    return texts.split(content, seq, name=name, held_out=held_out)
+
+
 def _paced(how: S, parallel: Parallel) -> S:
     """The settings; a short run for which nothing else was asked is logged and evaluated often enough for curves."""
     usual = type(how)()
@@ -241,6 +287,7 @@ def _named(config: CharLMConfig) -> str:
         "barabasi_albert": f"Barabasi-Albert with m {config.m}",
         "watts_strogatz": f"Watts-Strogatz with {config.neighbors} neighbors, {config.rewire:g} rewired",
         "random": f"random of density {config.density:g}",
+        "block_diagonal": f"squares on the diagonal, of density {config.density:g}",
     }[config.pattern]
     blocks = "" if config.pattern == "dense" else f" in blocks of {config.block_size}"
     inner = f" of depth {config.depth}" if config.cell == "smallworld" else ""

@@ -1,11 +1,10 @@
-"""Byte-level language models: the task for the trainer, and sampling."""
+"""Byte-level recurrent language models: the task for the trainer, and models from its checkpoints."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +65,7 @@ class CharLMTask(Task):
         evaluated: held-out bytes that an evaluation reads, from the first; 0 for all.
     """
 
+    kind = KIND
     unit = "bits per character"
     per_nat = 1 / math.log(2)
 
@@ -98,7 +98,9 @@ class CharLMTask(Task):
         self.batch, self.seq, self.bytes_per_step = batch, seq, batch * seq
         self._digest = _digest(text)
         config = getattr(model, "config", None)
-        self._about = asdict(config) if isinstance(config, CharLMConfig) else repr(model)  # before FSDP2 renames it
+        self._about = (
+            asdict(config) if is_dataclass(config) and not isinstance(config, type) else repr(model)
+        )  # before FSDP2 renames it
         self._train = text.train.to(device)
         self._held_out = text.held_out[: evaluated or None].to(device)
         self._first = torch.arange(batch, device=device) * self._chunks // batch
@@ -159,7 +161,7 @@ class CharLMTask(Task):
 
     def about(self) -> dict[str, Any]:
         return {
-            "kind": KIND,
+            "kind": self.kind,
             "model": self._about,
             "text": self._digest,
             "batch": self.batch,
@@ -208,51 +210,6 @@ def load(path: str | Path) -> CharLM:
     with stored.parameters_of(path, config):
         load_sparsified(model, part(tensors, "model.") | part(tensors, "ema."))
     return model.eval()
-
-
-def sample(
-    model: nn.Module, prompt: bytes, length: int, *, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
-) -> Iterator[bytes]:
-    """Generates `length` bytes after a prompt, one by one.
-
-    Args:
-        model: a `CharLM`.
-        prompt: what comes before; a newline where it is empty.
-        temperature: below 1 the likely is preferred; at 0 the likeliest is taken.
-        top_k: only the k likeliest bytes are drawn.
-    """
-    if not 0 <= temperature < math.inf:
-        raise BlockSparseError.expected("temperature", "a number, not negative", temperature)
-    if top_k is not None and not 1 <= top_k <= 256:
-        raise BlockSparseError.expected("top_k", "an int from 1 to 256", top_k)
-    if length < 0:
-        raise BlockSparseError.expected("length", "an int, not negative", length)
-    return _sample(model.eval(), prompt or b"\n", length, temperature, top_k, seed)
-
-
-def _sample(
-    model: nn.Module, prompt: bytes, length: int, temperature: float, top_k: int | None, seed: int
-) -> Iterator[bytes]:
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    text = torch.tensor(list(prompt), device=device).unsqueeze(1)
-    state = None
-    for _ in range(length):
-        with torch.no_grad():
-            logits, state = model(text, state)
-            scores = logits[-1, 0].double().cpu()
-            if not bool(scores.isfinite().all()):
-                raise BlockSparseError.expected("model", "finite scores", scores[~scores.isfinite()][0].item())
-            if top_k is not None:
-                scores = scores.masked_fill(scores < scores.topk(top_k).values[-1], -math.inf)
-            if temperature == 0:
-                byte = int(scores.argmax())
-            else:
-                # Less the largest, so that no temperature makes it infinite.
-                odds = ((scores - scores.max()) / temperature).softmax(0)
-                byte = int(torch.multinomial(odds, 1, generator=generator))
-        text = torch.tensor([[byte]], device=device)
-        yield bytes([byte])
 
 
 def _digest(text: Text) -> dict[str, Any]:

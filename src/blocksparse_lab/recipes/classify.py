@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from blocksparse.checked import integer, number
 from blocksparse.checkpoint import part
 from blocksparse.errors import BlockSparseError
-from blocksparse.nn.module import BlockSparseModule
 from blocksparse.sparsity import SET, ImportancePruning, RigL
 from blocksparse.sparsity.sparse_training.dynamic_sparsity import DynamicSparsity
-from blocksparse.surgery.stored import Stored
 
 from ..option import option
 from .callback import EpochTask
+from .running_means import follow
 
 KIND = "classify"
 METHODS = ("set", "rigl", "none")
@@ -147,14 +146,7 @@ class ClassifyTask(EpochTask):
     def attach(self, optimizer: torch.optim.Optimizer, ema: dict[str, Tensor]) -> None:
         """Makes the methods: momentum and running means follow the connections."""
         t = self.topology
-        names = {module: f"{name}.values" for name, module in self.model.named_modules()}
-
-        def on_layout_change(module: BlockSparseModule, source: Tensor) -> None:
-            if (name := names[module]) in ema:
-                # The mean of a new connection begins with its first value.
-                ema[name] = Stored(module).followed(ema[name], source)
-
-        how: dict[str, Any] = {"skip": getattr(self.model, "output", ()), "on_layout_change": on_layout_change}
+        how: dict[str, Any] = {"skip": getattr(self.model, "output", ()), "on_layout_change": follow(self.model, ema)}
         self.methods = {}
         if t.importance_from is not None:
             self.methods["importance"] = ImportancePruning(

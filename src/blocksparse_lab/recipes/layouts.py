@@ -18,7 +18,7 @@ from blocksparse.layout import layout_of_indices
 from blocksparse.nn.module import BlockSparseModule
 from blocksparse.topology.nnstd import Layer, layers_of, nnstd
 
-from . import charlm, classify
+from . import charlm, classify, gpt, language_model
 
 LARGEST = 5_000  # blocks of a layer's outputs: to match more takes minutes and gigabytes
 
@@ -48,10 +48,10 @@ def read(run: str | Path) -> RunLayouts:
             most = sum(tensor.nbytes for tensor in tensors.values())
             features = integer(f"{path}, its inputs", sizes[0], 1, most + 1, "what its tensors have bytes for")
             return RunLayouts(name, _perceptron(path, part(tensors, "model."), features), fed=True)
-    if task.get("kind") != charlm.KIND:
-        wanted = "a run of train charlm or train mlp"
+    if task.get("kind") not in (charlm.KIND, gpt.KIND):
+        wanted = "a run of train charlm, train gpt or train mlp"
         raise BlockSparseError.expected(str(path), wanted, task.get("kind", "something else"))
-    modules = charlm.load(path).named_modules()
+    modules = language_model.load(path).named_modules()
     layers = {name: layers_of(module)[0] for name, module in modules if isinstance(module, BlockSparseModule)}
     return RunLayouts(name, layers, fed=False)
 

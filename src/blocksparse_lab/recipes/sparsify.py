@@ -16,7 +16,8 @@ from blocksparse import checkpoint
 from blocksparse.conversion import Report, report, sparsify
 from blocksparse.errors import BlockSparseError
 
-from . import charlm
+from ..models.gpt import GPT
+from . import charlm, gpt, language_model
 
 FILE = "model.safetensors"
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -50,7 +51,7 @@ def open_model(path: str | Path) -> Stored:
     path = Path(path)
     if path.is_dir():
         if (path / "last.safetensors").is_file():  # before a look for config.json, which a run has too
-            return _charlm(path / "last.safetensors")
+            return _language_model(path / "last.safetensors")
         if (path / "config.json").is_file():
             return _transformers(path)
         wanted = "one with last.safetensors (a run), or with config.json and model.safetensors (transformers)"
@@ -63,7 +64,7 @@ def open_model(path: str | Path) -> Stored:
             tensors = {} if ours else {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise BlockSparseError.expected(str(path), "a whole safetensors file", error) from error
-    return _charlm(path) if ours else _plain(path, tensors)
+    return _language_model(path) if ours else _plain(path, tensors)
 
 
 def sparsified(stored: Stored, skip: tuple[str, ...] = (), **options: Any) -> tuple[nn.Module, Report]:
@@ -103,9 +104,10 @@ def folder(out: str | Path, model: str | Path) -> Path:
     return out
 
 
-def _charlm(path: Path) -> Stored:
-    model = charlm.load(path)
-    about = {"task": {"kind": charlm.KIND, "model": asdict(model.config)}, "sparsified": True}
+def _language_model(path: Path) -> Stored:
+    model = language_model.load(path)
+    kind = gpt.KIND if isinstance(model, GPT) else charlm.KIND
+    about = {"task": {"kind": kind, "model": asdict(model.config)}, "sparsified": True}
     return Stored(
         model,
         "last.safetensors",

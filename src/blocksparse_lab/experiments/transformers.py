@@ -1,0 +1,149 @@
+"""Transformers over bytes at equal multiply-adds: dense, block-sparse and wider, and made sparse while trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from blocksparse import checkpoint
+from blocksparse.measure import alternate
+
+from ..data.text import Text
+from ..machine import machine
+from ..models.gpt import GPTConfig
+from ..recipes import gpt
+from ..recipes.compare import Run
+from ..recipes.prune import PruneTask, Pruning
+from ..recipes.trainer import Settings, Task, Trainer, device_of
+from .experiment import SEEDS, Column, Experiment, kept
+from .language import OnText
+
+RACED = "inference.json"
+WINDOWS = 16  # of the measured inference
+SECONDS = 2.0  # for measuring each model
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A transformer, the learning rate that suits it, and, if it begins dense, how it becomes as sparse as that."""
+
+    config: GPTConfig
+    learning_rate: float
+    pruning: Pruning | None = None
+
+    @property
+    def begins(self) -> GPTConfig:
+        return self.config if self.pruning is None else replace(self.config, density=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerExperiment(OnText):
+    """Transformers on one text; the seeds are of blocks and weights, the order of the text is the same for all.
+
+    Args:
+        settings: of all of them; each has its own learning rate, each run its own seed.
+    """
+
+    contenders: Mapping[str, Contender]
+    settings: Settings
+
+    curves: ClassVar[str] = "Bits per character against steps and seconds"
+    caption: ClassVar[str] = (
+        "Mean and standard deviation over the seeds. All read the text once and in the same order; Adam with a linear "
+        "decay after the warm-up. Held-out bytes are predicted from half a window before them or more. Inference: all "
+        "models in turn, in one process, medians, float32."
+    )
+
+    def trainer(self, contender: str, seed: int, run: Path, data: Text) -> Trainer:
+        of = self.contenders[contender]
+        settings = replace(self.settings, learning_rate=of.learning_rate, seed=seed)
+        config = replace(of.begins, seed=seed)
+        device = device_of(settings.device)
+        task: Task = gpt.GPTTask(gpt.network(config), data, settings.steps, self.batch, self.evaluated, device)
+        if of.pruning is not None:
+            task = PruneTask(task, of.pruning, settings.steps, seed)
+        return Trainer(task, run, settings, gpt.facts(replace(of.config, seed=seed), self.text))
+
+    def race(self, of: Mapping[str, Sequence[Run]]) -> None:
+        """Inference of the first run of each contender, in turn."""
+        first = {name: runs[0].path for name, runs in of.items() if runs}
+        models = {name: gpt.load(path) for name, path in first.items()}
+        text = torch.randint(256, (self.seq, WINDOWS), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            calls = {name: (lambda model=model: model(text)) for name, model in models.items()}
+            samples = alternate(calls, budget=SECONDS * len(calls))
+        here = machine()
+        for name, path in first.items():
+            found = {"seconds": asdict(samples.time(name)), "machine": here}
+            if "dense" in first:
+                found["speed_up"] = asdict(samples.ratio("dense", name))
+            checkpoint.write_text(path / RACED, json.dumps(found, indent=1) + "\n")
+
+    def found(self, run: Run) -> dict[str, Any]:
+        race = kept(run.path, RACED)
+        medians = {key: race[key]["median"] for key in ("seconds", "speed_up") if key in race}
+        return {"held_out": run.held_out, "bytes_per_second": run.as_dict()["bytes_per_second"], "inference": medians}
+
+    @property
+    def columns(self) -> Sequence[Column]:
+        def milliseconds(run: Run, _: Any) -> float | None:
+            return 1e3 * of["seconds"] if (of := run.facts["inference"]) else None
+
+        def first(values: list[Any]) -> str:
+            return next((f"{value:.2f}" for value in values if value is not None), "-")
+
+        return [
+            Column("features of a byte", "task.model.width"),
+            Column("blocks", lambda _, of: _blocks(of)),
+            Column("density of the layers' weights", lambda run, _: f"{run.facts['density']:.3g}"),
+            Column("parameters", "facts.parameters"),
+            Column("multiply-adds per byte", "facts.multiply_adds_per_byte"),
+            Column("the same while trained, mean", lambda _, of: _while_trained(of)),
+            Column("learning rate", "settings.learning_rate"),
+            Column("steps", "settings.steps"),
+            Column("bytes of a step", lambda run, _: run.config["bytes_per_step"]),
+            SEEDS,
+            Column("bits per character, held out", "facts.held_out", 3),
+            Column("the same, against dense", "facts.held_out", 3, "dense"),
+            Column("bytes/s of training", "facts.bytes_per_second"),
+            Column(f"ms of inference, {WINDOWS} windows", lambda run, of: milliseconds(run, of) or 0.0, show=first),
+        ]
+
+
+def _blocks(of: Contender) -> str:
+    how = "fixed" if of.config.method == "fixed" else "RigL"
+    if of.pruning is not None:
+        how = f"dense at first, {of.pruning.method} pruning"
+    return "dense" if of.config.density == 1 else f"{of.config.block_size} x {of.config.block_size}, {how}"
+
+
+def _while_trained(of: Contender) -> int:
+    begins, ends = gpt.multiply_adds(of.begins), gpt.multiply_adds(of.config)
+    return round(ends + (begins - ends) * (of.pruning.search if of.pruning else 0))
+
+
+def _small(text: str) -> TransformerExperiment:
+    """0.9 million multiply-adds per byte: about twenty minutes a run on one core of a CPU."""
+    dense = GPTConfig(width=128)
+    wide = replace(dense, width=256, density=0.22)
+    return TransformerExperiment(
+        about=f"A transformer of 0.9 million multiply-adds a byte, dense or block-sparse and twice as wide, on {text}",
+        text=text,
+        contenders={
+            "dense": Contender(dense, 0.004),
+            "block-sparse": Contender(wide, 0.004),
+            "RigL": Contender(replace(wide, method="rigl"), 0.004),
+            "dense to sparse": Contender(wide, 0.004, Pruning("gradual", wide.density, search=0.5, skip=("outlet",))),
+        },
+        settings=Settings(steps=3400, warmup=100, eval_every=400, save_every=400),
+        batch=16,
+        seq=dense.context,
+    )
+
+
+EXPERIMENTS: dict[str, Experiment] = {"gpt-small": _small("wikipedia")}

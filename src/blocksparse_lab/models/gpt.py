@@ -1,0 +1,143 @@
+"""Byte-level transformers whose weights are dense or block-sparse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocksparse.checked import integer, number
+from blocksparse.errors import BlockSparseError
+from blocksparse.nn import Linear
+
+from ..option import option
+
+METHODS = ("fixed", "rigl")
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The configuration of a GPT."""
+
+    width: int = option(256, "Features of a byte's state; the hidden ones are four times as many.")
+    layers: int = option(4, "Of attention and of two products each.")
+    heads: int = option(4, "Of the attention.")
+    context: int = 128  # bytes that are seen at most
+    density: float = option(1.0, "Of the layers' weights: the part of the blocks that is stored; 1: dense.")
+    block_size: int = option(32, "Rows and columns of a block.")
+    method: str = option("fixed", "Of block-sparse weights: fixed, or rigl, which moves the weakest blocks.")
+    seed: int = option(0, "Of blocks, weights and whatever is drawn.")
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "context", "block_size"):
+            integer(name, getattr(self, name), 1)
+        number("density", self.density, 0, 1)
+        if self.width % self.heads:
+            raise BlockSparseError.expected("width", f"a multiple of the heads, {self.heads}", self.width)
+        if self.density < 1 and self.width % self.block_size:
+            raise BlockSparseError.expected("width", f"a multiple of the block, {self.block_size}", self.width)
+        if self.method not in METHODS:
+            raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(self.method))
+        if self.method != "fixed" and self.density == 1:
+            raise BlockSparseError.expected("density", f"below 1 for {self.method}, which moves blocks", self.density)
+
+
+class Layer(nn.Module):
+    """Causal attention, then two products with GELU between, each added to the state that it read, normalized."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        width, self.heads = config.width, config.heads
+
+        def linear(inputs: int, outputs: int) -> nn.Module:
+            if config.density == 1:
+                return nn.Linear(inputs, outputs)
+            return Linear(inputs, outputs, density=config.density, block_size=config.block_size)
+
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.queries_keys_values, self.heads_out = linear(width, 3 * width), linear(width, width)
+        self.mlp = nn.Sequential(linear(width, 4 * width), nn.GELU(), linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.queries_keys_values(self.norm_1(x)).chunk(3, -1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        heads = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.heads_out(heads.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm_2(x))
+
+
+class GPT(nn.Module):
+    """Scores the next byte after each byte of a text, from the last `context` bytes.
+
+    The configuration's seed draws the weights; the global generator is left as it was.
+
+    Shapes: integer bytes `[steps, batch]`, and bytes before them `[before, batch]` or none, to logits
+    `[steps, batch, 256]`, and the bytes that are before what comes next.
+
+    Raises:
+        BlockSparseError: something else than bytes; more of them than `context`.
+
+    Example:
+        >>> import torch
+        >>> from blocksparse_lab.models.gpt import GPT, GPTConfig
+        >>> model = GPT(GPTConfig(width=128, layers=2, density=0.25))
+        >>> logits, before = model(torch.randint(256, (20, 3)))
+        >>> logits.shape, before.shape
+        (torch.Size([20, 3, 256]), torch.Size([20, 3]))
+
+    Source: Radford et al., Language models are unsupervised multitask learners (2019).
+    """
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.embedding = nn.Embedding(256, config.width)
+            self.positions = nn.Embedding(config.context, config.width)
+            self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+            self.norm = nn.LayerNorm(config.width)
+            self.outlet = nn.Linear(config.width, 256)
+            for table in (self.embedding, self.positions):
+                nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, text: Tensor, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if not isinstance(text, Tensor) or text.dim() != 2 or text.is_floating_point() or text.is_complex():
+            got = f"{list(text.shape)}, {text.dtype}" if isinstance(text, Tensor) else type(text).__name__
+            raise BlockSparseError.expected("text", "integer bytes [steps, batch]", got)
+        steps, context = len(text), self.config.context
+        if steps > context:
+            raise BlockSparseError.expected("text", f"{context} bytes at once, or fewer", steps)
+        seen = (text if before is None else torch.cat([before, text]))[-context:]
+        x = self.embedding(seen.T.long()) + self.positions.weight[: len(seen)]
+        for layer in self.layers:
+            x = layer(x)
+        return self.outlet(self.norm(x[:, -steps:])).transpose(0, 1), seen
+
+
+def parameter_count(config: GPTConfig) -> int:
+    """How many numbers the GPT of this configuration learns.
+
+    >>> from blocksparse_lab.models.gpt import GPTConfig, parameter_count
+    >>> parameter_count(GPTConfig(width=768, layers=12, context=1024))
+    86235904
+    """
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in GPT(config).parameters())
+
+
+def least_parameters(config: GPTConfig) -> float:
+    """A lower bound on the parameters of this configuration's GPT, computed without building it."""
+    return config.width * (12 * config.layers * config.width * config.density + 512 + config.context)
+
+
+def multiply_adds(config: GPTConfig) -> int:
+    """Multiply-adds per byte: one for each weight of a product, and those of the attention to half of the context."""
+    with torch.device("meta"):
+        model = GPT(config)
+    products = sum(
+        parameter.numel() for name, parameter in model.named_parameters() if parameter.dim() > 1 and "layers." in name
+    )
+    return products + config.layers * config.context * config.width + 256 * config.width
