@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import blocksparse as bs
 from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab.data import text
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
@@ -135,9 +136,15 @@ def test_evaluation_is_in_streams_that_depend_on_the_text_alone(monkeypatch):
 # -- training and checkpoints --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cell", ["lstm", "mlstm", "smallworld"])
-def test_the_checkpoint_of_a_run_is_a_language_model(cell, tmp_path):
-    config = replace(CONFIG, cell=cell, depth=2)
+SMALL_WORLD = {"cell": "smallworld", "depth": 2}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"projection": 8, "pattern": "dense"}, {"cell": "mlstm"}, SMALL_WORLD, SMALL_WORLD | {"layouts": "separate"}],
+)
+def test_the_checkpoint_of_a_run_is_a_language_model(options, tmp_path):
+    config = replace(CONFIG, **options)
     task = CharLMTask(CharLM(config), corpus(), 4, 16)
     trainer = Trainer(task, tmp_path, SETTINGS)
     result = trainer.train()
@@ -148,6 +155,29 @@ def test_the_checkpoint_of_a_run_is_a_language_model(cell, tmp_path):
     assert not torch.equal(model.outlet.weight, task.model.outlet.weight)
     with torch.no_grad():
         assert CharLMTask(model, corpus(), 4, 16).evaluate(model) == result["held_out"]
+
+
+@pytest.mark.parametrize(("layouts", "count"), [("shared", 2), ("separate", 4)])  # one is that of the four gates
+def test_internal_steps_share_blocks_or_have_their_own(layouts, count):
+    model = CharLM(replace(CONFIG, **SMALL_WORLD, width=64, layers=2, layouts=layouts))
+    assert len({module.layout for module in model.modules() if hasattr(module, "layout")}) == count
+
+
+@pytest.mark.parametrize("pattern", ["dense", "barabasi_albert"])
+def test_identities_pass_each_unit_on(pattern):
+    model = CharLM(replace(CONFIG, **SMALL_WORLD, pattern=pattern, init="identity"))
+    weights = bs.densify(model).state_dict()
+    assert torch.equal(weights["recurrent.weight_step1_l0"], torch.eye(32))
+    assert torch.equal(weights["recurrent.weight_gates_l0"], torch.eye(32).repeat(4, 1))
+
+
+WRONG = [{"projection": 4}, {"init": "identity"}, {"layouts": "separate"}, {"projection": 32, "pattern": "dense"}]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_options_of_other_cells(wrong):
+    with pytest.raises(BlockSparseError, match=f"{next(iter(wrong))}: expected"):
+        replace(CONFIG, **wrong)
 
 
 def test_a_layout_in_a_checkpoint_is_the_models(tmp_path):

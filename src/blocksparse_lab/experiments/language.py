@@ -159,7 +159,7 @@ def _path_length(model: Mapping[str, Any]) -> float:
 def _pattern(model: Mapping[str, Any]) -> str:
     blocks = f", blocks of {model['block_size']}"
     return {
-        "dense": "dense",
+        "dense": f"dense, projected to {projection}" if (projection := model.get("projection")) else "dense",
         "barabasi_albert": f"Barabasi-Albert, m {model['m']}{blocks}",
         "watts_strogatz": f"Watts-Strogatz, {model['neighbors']} neighbors{blocks}",
         "random": f"random{blocks}",
@@ -173,6 +173,7 @@ def _small(text: str, *, patterns: bool = False, **other: Any) -> LanguageExperi
     # longer runs want less.
     wide = CharLMConfig(width=1536, embedding=32, pattern="barabasi_albert", m=2)
     others = {
+        "projection": CharLMConfig(width=1536, embedding=32, projection=170),
         "random": replace(wide, pattern="random", density=0.102),
         "Watts-Strogatz": replace(wide, pattern="watts_strogatz", neighbors=4),
         "block-diagonal": replace(wide, pattern="block_diagonal", density=0.1),
@@ -183,6 +184,7 @@ def _small(text: str, *, patterns: bool = False, **other: Any) -> LanguageExperi
         contenders={
             "dense": Contender(CharLMConfig(width=576, embedding=32), 0.016),
             "small-world": Contender(wide, 0.012),
+            # Weights of low rank in place of sparse ones; blocks at random, on the diagonal, of another graph.
             **({name: Contender(config, 0.012) for name, config in others.items()} if patterns else {}),
         },
         settings=Settings(steps=3500, warmup=100, eval_every=500, save_every=500),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from blocksparse import patterns
 from blocksparse.checked import integer, number
+from blocksparse.convert import from_dense
 from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
 from blocksparse.nn import LSTM, MultiplicativeLSTM, SmallWorldLSTM
@@ -20,6 +21,8 @@ from ..option import option
 
 CELLS = ("lstm", "mlstm", "smallworld")
 PATTERNS = ("dense", "barabasi_albert", "watts_strogatz", "random", "block_diagonal")
+LAYOUTS = ("shared", "separate")
+INITS = ("uniform", "identity")
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class CharLMConfig:
 
     cell: str = option("lstm", "lstm, mlstm (the multiplicative one) or smallworld (the deep-transition one).")
     width: int = 1024  # hidden units of a layer
+    projection: int = option(0, "Of lstm: features that its hidden state is projected to; 0: none.")
     embedding: int = option(64, "Features of a byte.")
     layers: int = option(1, "Recurrent layers.")
     depth: int = option(4, "Of smallworld: steps through the graph within a time step.")
@@ -39,10 +43,12 @@ class CharLMConfig:
     neighbors: int = option(8, "Of watts_strogatz, of each node.")
     rewire: float = option(0.2, "Of watts_strogatz: part of the edges drawn at random.")
     density: float = option(0.1, "Of random and block_diagonal: part of the blocks.")
+    layouts: str = option("shared", "Of smallworld: shared by all internal steps, or separate, one drawn for each.")
+    init: str = option("uniform", "Of smallworld's weights from unit to unit: uniform, or identity, as in 2017.")
     seed: int = option(0, "Of pattern, weights and whatever is drawn.")
 
     def __post_init__(self) -> None:
-        for name, known in (("cell", CELLS), ("pattern", PATTERNS)):
+        for name, known in (("cell", CELLS), ("pattern", PATTERNS), ("layouts", LAYOUTS), ("init", INITS)):
             if getattr(self, name) not in known:
                 raise BlockSparseError.expected(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
         # Those that this cell and pattern do not use too: they are written to the run's files and compared there.
@@ -50,13 +56,35 @@ class CharLMConfig:
             integer(name, getattr(self, name), 1)
         for name in ("rewire", "density"):
             number(name, getattr(self, name), 0, 1)
+        if self.projection and (self.cell, self.pattern) != ("lstm", "dense"):
+            raise BlockSparseError.expected("projection", f"0 but of a dense lstm, not {self.cell}", self.projection)
+        integer("projection", self.projection, 0, self.width, "the width")
+        if self.init == "identity" and self.cell != "smallworld":
+            raise BlockSparseError.expected("init", "uniform but of a smallworld, which has norms", repr(self.init))
+        if self.layouts == "separate" and (self.cell != "smallworld" or self.pattern == "dense"):
+            raise BlockSparseError.expected("layouts", "shared but of a smallworld with a pattern", repr(self.layouts))
         if self.pattern != "dense" and self.width % self.block_size:
             raise BlockSparseError.expected("width", f"a multiple of the block, {self.block_size}", self.width)
 
     @property
     def layout(self) -> BlockLayout | None:
         """The blocks of each `[width, width]` weight; None for dense ones."""
-        width, block, seed = self.width, self.block_size, self.seed
+        return self._drawn(0)
+
+    @property
+    def layouts_by_name(self) -> dict[str, BlockLayout]:
+        """The weights that have blocks of their own, those of the internal steps but the gates, and these blocks."""
+        of = {f"weight_step{k}_l{layer}": k for k in range(1, self.depth + 1) for layer in range(self.layers)}
+        drawn = {name: self._drawn(k) for name, k in of.items()} if self.layouts == "separate" else {}
+        return {name: layout for name, layout in drawn.items() if layout is not None}
+
+    @property
+    def hidden(self) -> int:
+        """Features of the hidden state."""
+        return self.projection or self.width
+
+    def _drawn(self, nth: int) -> BlockLayout | None:
+        width, block, seed = self.width, self.block_size, self.seed + 1_000_003 * nth
         if self.pattern == "barabasi_albert":
             return patterns.barabasi_albert(width, block, m=self.m, seed=seed)
         if self.pattern == "watts_strogatz":
@@ -76,8 +104,8 @@ class CharLM(nn.Module):
 
     The configuration's seed draws the weights; the global generator is left as it was.
 
-    Shapes: integer bytes `[steps, batch]` to logits `[steps, batch, 256]` and the final state, h and c, each
-    `[layers, batch, width]`.
+    Shapes: integer bytes `[steps, batch]` to logits `[steps, batch, 256]` and the final state, c
+    `[layers, batch, width]` and h, as large but for a projection.
 
     Example:
         >>> import torch
@@ -99,21 +127,39 @@ class CharLM(nn.Module):
             torch.manual_seed(config.seed)
             self.embedding = nn.Embedding(256, config.embedding)
             if config.cell == "lstm":
-                self.recurrent: nn.Module = LSTM(*sizes, layout=config.layout)
+                self.recurrent: nn.Module = LSTM(*sizes, proj_size=config.projection, layout=config.layout)
             elif config.cell == "mlstm":
                 self.recurrent = MultiplicativeLSTM(*sizes, layout=config.layout)
             else:
-                self.recurrent = SmallWorldLSTM(*sizes, depth=config.depth, layout=config.layout)
-            self.outlet = nn.Linear(config.width, 256)
+                self.recurrent = SmallWorldLSTM(
+                    *sizes, depth=config.depth, layout=config.layout, layouts=config.layouts_by_name
+                )
+            self.outlet = nn.Linear(config.hidden, 256)
+        if config.init == "identity":
+            self._draw_identities()
 
     def initial_state(self, batch: int) -> State:
-        """h and c of texts that have not begun, `[layers, batch, width]`; c is float32 whatever the parameters are."""
+        """h and c of texts that have not begun, `[layers, batch, hidden]` and `[layers, batch, width]`.
+
+        c is float32 whatever the parameters are.
+        """
         weight = self.embedding.weight
-        shape = (self.config.layers, batch, self.config.width)
+        sizes = self.config.layers, batch
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         # Not weight.new_zeros, which is sharded where the weight is.
-        h = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        return h, torch.zeros(shape, dtype=wide, device=weight.device)
+        h = torch.zeros(*sizes, self.config.hidden, dtype=weight.dtype, device=weight.device)
+        return h, torch.zeros(*sizes, self.config.width, dtype=wide, device=weight.device)
+
+    @torch.no_grad()
+    def _draw_identities(self) -> None:
+        """Makes the products from units to units the identity, as far as there are blocks: norms give them a scale."""
+        width = self.config.width
+        for name, parameter in self.recurrent.named_parameters():
+            if "weight_step" in name or "weight_gates" in name:
+                layout = getattr(self.recurrent.get_submodule(name.rpartition(".")[0]), "layout", None)
+                rows = parameter.shape[0] if layout is None else layout.shape[0]
+                identities = torch.eye(width).repeat(rows // width, 1)
+                parameter.copy_(identities if layout is None else from_dense(identities, layout))
 
     def run(self, text: Tensor, state: State | None = None) -> State:
         """The state after the text, without scores for what comes next."""
@@ -154,8 +200,8 @@ def least_parameters(config: CharLMConfig) -> float:
         "random": config.density,
     }.get(config.pattern, 1)
     squares = {"lstm": 4, "mlstm": 5, "smallworld": config.depth + 3}[config.cell]
-    recurrent = squares * config.width * config.width * max(0, min(1, kept))
-    return config.layers * (recurrent + config.width) + 256 * (config.embedding + config.width)
+    recurrent = squares * config.width * config.hidden * max(0, min(1, kept))
+    return config.layers * (recurrent + config.width) + 256 * (config.embedding + config.hidden)
 
 
 def multiply_adds(config: CharLMConfig) -> int:

@@ -205,7 +205,7 @@ def load(path: str | Path) -> CharLM:
     config = CharLMConfig(**given)
     # The tensors bring the layouts, those of weights that were made block-sparse after the training too.
     with torch.device("meta"):
-        model = CharLM(replace(config, pattern="dense", seed=0))
+        model = CharLM(replace(config, pattern="dense", layouts="shared", seed=0))
     model.config = config
     with stored.parameters_of(path, config):
         load_sparsified(model, part(tensors, "model.") | part(tensors, "ema."))

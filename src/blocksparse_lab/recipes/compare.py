@@ -36,10 +36,12 @@ _LARGEST = 1e100  # of numbers whose squares are summed up
 
 # Options that other cells or patterns ignore.
 _ONLY_OF = {
-    "smallworld": {"depth"},
+    "lstm": {"projection"},
+    "smallworld": {"depth", "init", "layouts"},
     "barabasi_albert": {"block_size", "m"},
     "watts_strogatz": {"block_size", "neighbors", "rewire"},
     "random": {"block_size", "density"},
+    "block_diagonal": {"block_size", "density"},
 }
 
 
