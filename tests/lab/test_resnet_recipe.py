@@ -169,6 +169,22 @@ def test_the_command(tmp_path):
     assert "this run is finished" in run(*command)
 
 
+def test_a_wide_sparse_network_takes_as_many_multiply_adds_as_a_narrow_dense_one(tmp_path):
+    data = draw(size=32)
+    contenders = experiments.find("resnet-cifar10").contenders
+    facts = {name: resnet.trainer(replace(of, batch=4), data, tmp_path / name).facts for name, of in contenders.items()}
+    counts = {name: of["multiply_adds_per_image"] for name, of in facts.items()}
+    assert counts["sparse, wide"] == pytest.approx(counts["dense"], rel=0.05)
+    assert counts["sparse"] < 0.5 * counts["dense"]
+    # Pixels and weights: the stem's, two convolutions and the way around of each of four blocks, the head's.
+    convolutions = [(1024, 3 * 16 * 9), (1024, 2 * 16 * 16 * 9)]
+    for stage, pixels in ((1, 256), (2, 64), (3, 16)):
+        before, after = 16 << (stage - 1), 16 << stage
+        convolutions.append((pixels, after * (before * 9 + after * 9 + before)))
+    head = 128 * len(data.classes)
+    assert counts["dense"] == head + sum(pixels * weights for pixels, weights in convolutions)
+
+
 @pytest.mark.full
 def test_the_experiment(tmp_path, monkeypatch):
     experiment = experiments.find("shifts-cifar10")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from blocksparse import checkpoint
 from blocksparse.checked import integer
@@ -148,8 +149,17 @@ def trainer(
         "tested": len(images.test),
         "epochs": recipe.epochs,
         "parameters": sum(p.numel() for p in model.parameters()),
+        "multiply_adds_per_image": multiply_adds(model, images),
     }
     return Trainer(task, run, settings, facts)
+
+
+def multiply_adds(model: ResNet, images: Images) -> int:
+    """Multiply-adds of a network for an image: those of its products, with each weight at each pixel once."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.eval()(torch.zeros(1, *images.shape))
+    model.train()
+    return counter.get_total_flops() // 2
 
 
 def load(run: str | Path) -> ResNet:

@@ -1,4 +1,4 @@
-"""Networks on images that see where an image begins, and networks that do not."""
+"""Residual networks: dense and block-sparse in their channels; that see where an image begins, and that do not."""
 
 from __future__ import annotations
 
@@ -18,26 +18,23 @@ KEPT = "consistency.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShiftExperiment(Experiment):
-    """Residual networks of one shape on one set of images, which differ in how they halve an image.
+class ResNetExperiment(Experiment):
+    """Residual networks on one set of images.
 
     Args:
         contenders: recipes, by name.
         data: a name of `data.images`.
-        shifted: test images that are seen at all of their circular shifts.
 
     The seeds are of the weights, the order of the images and how each is cropped and mirrored.
     """
 
     contenders: Mapping[str, resnet.Recipe]
     data: str
-    shifted: int = 64
 
     caption: ClassVar[str] = (
-        "Consistency: the probability that two circular shifts of an image, each drawn on its own of all shifts, are "
-        "put in the same class; computed over all pairs, on the first test images. Accuracy is that on all test "
-        f"images, as they are. AdamW; the images to train on are cropped with a margin of {resnet.MARGIN} and mirrored "
-        "at random. Mean and standard deviation over the seeds; the difference is run by run with the same seed."
+        "Accuracy is that on all test images. AdamW; the images to train on are cropped with a margin of "
+        f"{resnet.MARGIN} and mirrored at random. Mean and standard deviation over the seeds; the difference is run by "
+        "run with the same seed."
     )
 
     def load(self, data_dir: DataDir) -> images.Images:
@@ -46,18 +43,8 @@ class ShiftExperiment(Experiment):
     def trainer(self, contender: str, seed: int, run: Path, data: images.Images) -> Trainer:
         return resnet.trainer(self.contenders[contender], data, run, seed)
 
-    def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
-        """The consistency over shifts."""
-        if kept(run, KEPT).get("images") != self.shifted:
-            report = (lambda done, of: progress("shifts", done, of)) if progress else None
-            resnet.shifted(run, self.load(data_dir), self.shifted, report)
-
     def found(self, run: Run) -> dict[str, Any]:
-        return {
-            "accuracy": 100 - run.evaluations[-1]["held_out"],
-            "seconds_per_epoch": seconds_per_epoch(run),
-            "consistency": kept(run.path, KEPT),
-        }
+        return {"accuracy": 100 - run.evaluations[-1]["held_out"], "seconds_per_epoch": seconds_per_epoch(run)}
 
     @property
     def columns(self) -> Sequence[Column]:
@@ -69,6 +56,7 @@ class ShiftExperiment(Experiment):
             Column("channels of the stages", lambda run, _: said(_channels(run.task["model"]))),
             Column("blocks of the stages", "task.model.blocks"),
             Column("parameters", "facts.parameters"),
+            Column("multiply-adds per image", "facts.multiply_adds_per_image"),
             Column("learning rate", "settings.learning_rate"),
             Column("weight decay", "settings.weight_decay"),
             Column("images of a batch", "task.batch"),
@@ -77,6 +65,45 @@ class ShiftExperiment(Experiment):
             Column("images to test on", "facts.tested"),
             Column("test accuracy, %", "facts.accuracy", 2),
             Column(f"test accuracy, against {first}", "facts.accuracy", 2, against=first),
+            *self.further,
+            Column("seconds of training per epoch", "facts.seconds_per_epoch", 1),
+        ]
+
+    @property
+    def further(self) -> Sequence[Column]:
+        """Columns of what is measured besides."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShiftExperiment(ResNetExperiment):
+    """Residual networks that differ in how they halve an image.
+
+    Args:
+        shifted: test images that are seen at all of their circular shifts.
+    """
+
+    shifted: int = 64
+
+    caption: ClassVar[str] = (
+        "Consistency: the probability that two circular shifts of an image, each drawn on its own of all shifts, are "
+        "put in the same class; computed over all pairs, on the first test images. Accuracy is that on all test "
+        f"images, as they are. AdamW; the images to train on are cropped with a margin of {resnet.MARGIN} and mirrored "
+        "at random. Mean and standard deviation over the seeds; the difference is run by run with the same seed."
+    )
+
+    def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
+        """The consistency over shifts."""
+        if kept(run, KEPT).get("images") != self.shifted:
+            report = (lambda done, of: progress("shifts", done, of)) if progress else None
+            resnet.shifted(run, self.load(data_dir), self.shifted, report)
+
+    def found(self, run: Run) -> dict[str, Any]:
+        return super().found(run) | {"consistency": kept(run.path, KEPT)}
+
+    @property
+    def further(self) -> Sequence[Column]:
+        return [
             Column("images shifted", "facts.consistency.images"),
             Column("circular shifts of each", "facts.consistency.shifts"),
             Column(
@@ -89,7 +116,6 @@ class ShiftExperiment(Experiment):
                 "facts.consistency.difference",
                 show=lambda found: f"{max(found):.1e}",
             ),
-            Column("seconds of training per epoch", "facts.seconds_per_epoch", 1),
         ]
 
 
@@ -113,5 +139,15 @@ EXPERIMENTS: dict[str, Experiment] = {
             # Its margins tell where an image ends.
             "stride, zeros": resnet.Recipe(),
         },
-    )
+    ),
+    "resnet-cifar10": ResNetExperiment(
+        about="A residual network on CIFAR-10, dense, block-sparse, and block-sparse and twice as wide",
+        data="cifar10",
+        contenders={
+            "dense": resnet.Recipe(width=16),
+            "sparse": resnet.Recipe(width=16, density=0.25),
+            # As many multiply-adds as the dense one.
+            "sparse, wide": resnet.Recipe(width=32, density=0.25),
+        },
+    ),
 }
