@@ -336,7 +336,7 @@ def test_the_folder_with_the_data(own, tmp_path):
 def test_sparse_ones_have_a_twentieth_of_the_weights_at_most(name):
     chosen = experiments.find(name)
     assert list(chosen.contenders) == ["dense", "narrow", "fixed", "set"]
-    assert chosen.seeds == (0, 1, 2)
+    assert len(chosen.seeds) >= 3
     recipe = chosen.contenders["set"].recipe
     inputs, classes = classifiers.SIZES[chosen.data]
 

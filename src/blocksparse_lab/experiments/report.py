@@ -16,7 +16,7 @@ from ..recipes import compare
 from ..recipes.compare import Run
 from .experiment import Experiment, Results
 
-POINTS = 20  # of a curve that is kept, at most
+POINTS = 12  # of a curve that is kept, at most
 
 
 def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = False) -> list[Path]:
@@ -63,13 +63,17 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
 
 
 def save(path: Path, experiment: Experiment, of: Results) -> None:
-    """The results as JSON. What all runs share is said once; a curve has `POINTS` points at most, of five digits."""
-    every = {name: [_record(run) for run in runs] for name, runs in of.runs.items()}
+    """The results as JSON. What all runs share, or those of a contender, is said once; a curve has `POINTS` points at
+    most, of five digits."""
+    every = {name: [_record(run) for run in runs] for name, runs in of.runs.items() if runs}
     common = shared([run for runs in every.values() for run in runs])
+    own = {name: [without(run, common) for run in runs] for name, runs in every.items()}
+    of_each = {name: shared(runs) for name, runs in own.items()}
     content = {
         "what": experiment.about,
         "all": common,
-        "runs": {name: [without(run, common) for run in runs] for name, runs in every.items()},
+        "each": of_each,
+        "runs": {name: [without(run, of_each[name]) for run in runs] for name, runs in own.items()},
         "left_out": dict(of.left_out),
         "more": of.more,
     }
@@ -80,8 +84,9 @@ def load(path: Path) -> Results:
     """The results from JSON."""
     content = read_json(path)
     try:
+        common = {name: merged(content["all"], of) for name, of in content["each"].items()}
         runs = {
-            name: [_run(merged(content["all"], run)) for run in runs] for name, runs in content["runs"].items() if runs
+            name: [_run(merged(common[name], run)) for run in runs] for name, runs in content["runs"].items() if runs
         }
         return Results(runs, content.get("left_out", {}), content.get("more"))
     except (KeyError, TypeError, AttributeError) as error:
