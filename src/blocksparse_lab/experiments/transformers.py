@@ -131,14 +131,17 @@ def _small(text: str) -> TransformerExperiment:
     """0.9 million multiply-adds per byte: about twenty minutes a run on one core of a CPU."""
     dense = GPTConfig(width=128)
     wide = replace(dense, width=256, density=0.22)
+    # In runs of 500 steps, by the loss of the text that they read for the first time: of 0.001, 0.002, 0.004 and 0.008
+    # the best for the dense one and for fixed blocks, with 3.62 and 3.38 bits, 0.004 after it.
+    rate = 0.002
     return TransformerExperiment(
         about=f"A transformer of 0.9 million multiply-adds a byte, dense or block-sparse and twice as wide, on {text}",
         text=text,
         contenders={
-            "dense": Contender(dense, 0.004),
-            "block-sparse": Contender(wide, 0.004),
-            "RigL": Contender(replace(wide, method="rigl"), 0.004),
-            "dense to sparse": Contender(wide, 0.004, Pruning("gradual", wide.density, search=0.5, skip=("outlet",))),
+            "dense": Contender(dense, rate),
+            "block-sparse": Contender(wide, rate),
+            "RigL": Contender(replace(wide, method="rigl"), rate),
+            "dense to sparse": Contender(wide, rate, Pruning("gradual", wide.density, search=0.5, skip=("outlet",))),
         },
         settings=Settings(steps=3400, warmup=100, eval_every=400, save_every=400),
         batch=16,
