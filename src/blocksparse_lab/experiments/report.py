@@ -56,6 +56,9 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
         parts += [table.caption, "\n".join(markdown(table.head, table.rows))]
     commits = sorted({machine["commit"][:8] for machine in machines if machine["commit"]})
     more = f"; the runs are of commits {', '.join(commits)}" if len(commits) > 1 else ""
+    if len({machine["isa"] for machine in machines}) > 1:  # their seconds do not compare
+        used = {one: sorted({(run.result or {})["machine"]["isa"] for run in runs}) for one, runs in of.runs.items()}
+        more += ". " + ", ".join(f"{one}: {' and '.join(sets)}" for one, sets in used.items())
     parts += [f"![{experiment.curves}]({name}.png)", where(machines[0]) + more]
     write_text(text, "\n\n".join(parts) + "\n")
     experiment.picture(picture, of)
