@@ -83,6 +83,10 @@ def test_from_nothing_to_the_report(tiny, tmp_path):
     assert cells(table, "hidden units") == ["16", "32"]
     assert "± " in table
     assert "features used" in table
+    assert all(
+        0 <= float(cell.split()[0]) <= 1
+        for cell in cells(table, f"{next(iter(tiny.reviews))}, the same by words alone (TF-IDF)")
+    )
     (tmp_path / "out" / "tiny.md").unlink()
     _, _, again = command(tmp_path, "--redraw")
     assert again == table

@@ -97,7 +97,11 @@ class LanguageExperiment(OnText):
             splits = splits if limit is None else splits.limited(limit)
             cache = sentiment.CachedFeatures(path)
             result = sentiment.evaluate(
-                lambda: charlm.load(path).to(self.settings.device), splits, cache=cache, progress=progress
+                lambda: charlm.load(path).to(self.settings.device),
+                splits,
+                cache=cache,
+                with_baseline=True,
+                progress=progress,
             )
             found[data] = result.as_dict() | {"limit": limit}
             checkpoint.write_text(run / PROBES, json.dumps(found, indent=1) + "\n")
@@ -147,6 +151,12 @@ def _probed(data: str, limit: int | None) -> Iterator[Column]:
             return float(probes[data]["probe"][key]) if data in probes else None
 
         yield Column(f"{data}, {title}", of)
+
+    def of_words(run: Run, _: Any) -> float | None:
+        words = run.facts["probes"].get(data, {}).get("tf-idf baseline")
+        return None if words is None else 1 - words["test"]
+
+    yield Column(f"{data}, the same by words alone (TF-IDF)", of_words)
 
 
 def _path_length(model: Mapping[str, Any]) -> float:
