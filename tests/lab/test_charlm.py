@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import blocksparse as bs
 from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab.data import text
-from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
+from blocksparse_lab.models.char_lm import CharLM, CharLMConfig, least_parameters, parameter_count
 from blocksparse_lab.recipes import charlm
 from blocksparse_lab.recipes.charlm import CharLMTask
 from blocksparse_lab.recipes.language_model import sample
@@ -163,6 +163,14 @@ def test_internal_steps_share_blocks_or_have_their_own(layouts, count):
     assert len({module.layout for module in model.modules() if hasattr(module, "layout")}) == count
 
 
+@pytest.mark.parametrize("cell", ["lstm", "smallworld"])
+@pytest.mark.parametrize("pattern", ["dense", "random", "barabasi_albert", "block_diagonal"])
+def test_a_lower_bound_on_parameters(pattern, cell):
+    config = replace(CONFIG, cell=cell, width=256, pattern=pattern)
+    least, real = least_parameters(config), parameter_count(config)
+    assert 0.4 * real < least <= real
+
+
 @pytest.mark.parametrize("pattern", ["dense", "barabasi_albert"])
 def test_identities_pass_each_unit_on(pattern):
     model = CharLM(replace(CONFIG, **SMALL_WORLD, pattern=pattern, init="identity"))
@@ -205,7 +213,7 @@ def test_checkpoints_of_something_else(tmp_path):
     with pytest.raises(BlockSparseError, match="expected a file"):
         charlm.load(tmp_path)
     checkpoint.save(path, {}, {"task": {"kind": "pixelcnn"}})
-    with pytest.raises(BlockSparseError, match="expected a byte-level language model, got pixelcnn"):
+    with pytest.raises(BlockSparseError, match="expected a recurrent language model of bytes, got pixelcnn"):
         charlm.load(path)
     checkpoint.save(path, {}, {"task": {"kind": "charlm", "model": {"cell": "lstm", "colour": "red"}}})
     with pytest.raises(BlockSparseError, match="expected the configuration of a CharLM of this version"):

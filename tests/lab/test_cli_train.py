@@ -199,6 +199,12 @@ def test_the_width_for_so_many_parameters(pattern, count, book, tmp_path):
     assert result["parameters"] == pytest.approx(parse_count(count), rel=0.1)
 
 
+def test_the_width_for_so_many_parameters_of_a_projected_lstm(book, tmp_path):
+    arguments = ["--projection", 16, "--params", "60k", "--batch", 4, "--seq", 8, "--steps", 1, "--eval-bytes", 100]
+    run("train", "charlm", "--text", book, "--out", tmp_path, *arguments)
+    assert json.loads((tmp_path / "result.json").read_text())["parameters"] == pytest.approx(60_000, rel=0.1)
+
+
 def test_numbers_with_letters():
     numbers = {"10M": 10**7, "2.5m": 2_500_000, "800k": 800_000, "1G": 10**9, "1,234": 1234, "7": 7}
     assert {text: parse_count(text) for text in numbers} == numbers

@@ -2,22 +2,26 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
 
-from blocksparse import BlockSparseError
+import blocksparse as bs
+from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab import experiments
 from blocksparse_lab.cli import app
 from blocksparse_lab.data import text
 from blocksparse_lab.experiments.transformers import Contender, TransformerExperiment
-from blocksparse_lab.models.gpt import GPT, GPTConfig, least_parameters, multiply_adds, parameter_count
-from blocksparse_lab.recipes import charlm, gpt, language_model
+from blocksparse_lab.models.gpt import GPT, GPTConfig, density, least_parameters, multiply_adds, parameter_count
+from blocksparse_lab.recipes import charlm, compare, gpt, language_model
 from blocksparse_lab.recipes.gpt import GPTTask
 from blocksparse_lab.recipes.layouts import distances, read
 from blocksparse_lab.recipes.prune import Pruning
+from blocksparse_lab.recipes.running_means import follow
+from blocksparse_lab.recipes.streams import Batches
 from blocksparse_lab.recipes.trainer import Settings
 
 DENSE = GPTConfig(width=32, layers=2, heads=2, context=16)
@@ -36,6 +40,13 @@ def bytes_of(steps, batch=3, seed=0):
 
 
 # -- the model -----------------------------------------------------------------------------------------------------
+
+
+def test_a_score_depends_on_the_places_of_the_bytes_before_it():
+    model, said = GPT(DENSE), bytes_of(9)
+    with torch.no_grad():
+        turned = model(torch.cat([said[:8].flip(0), said[8:]]))[0]
+        assert (turned[-1] - model(said)[0][-1]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("config", [DENSE, SPARSE])
@@ -61,12 +72,25 @@ def test_weights_depend_on_the_seed_alone():
     assert not all(torch.equal(one[name], other[name]) for name in one if one[name].shape == other[name].shape)
 
 
-@pytest.mark.parametrize("config", [DENSE, SPARSE, replace(SPARSE, width=64, density=0.05, layers=3)])
+NONE_ASKED = replace(SPARSE, width=64, density=0.0, layers=3)
+
+
+def test_each_weight_has_blocks_in_all_rows_and_columns():
+    for layer in GPT(NONE_ASKED).layers:
+        for weight in (layer.queries_keys_values, layer.heads_out, layer.mlp[0], layer.mlp[2]):
+            assert set(weight.layout.row_of_block) == set(range(weight.layout.grid[0]))
+            assert set(weight.layout.col_of_block) == set(range(weight.layout.grid[1]))
+
+
+@pytest.mark.parametrize("config", [DENSE, SPARSE, NONE_ASKED])
 def test_numbers_of_a_model(config):
     model = GPT(config)
     assert parameter_count(config) == sum(parameter.numel() for parameter in model.parameters())
-    assert 0.8 * parameter_count(config) < least_parameters(config) <= parameter_count(config)
-    weights = 12 * config.layers * config.width**2 * config.density
+    assert least_parameters(config) <= parameter_count(config)
+    stored = sum(weight.numel() for layer in model.layers for weight in layer.parameters() if weight.dim() > 1)
+    assert density(config) == stored / (12 * config.layers * config.width**2)
+    assert gpt.facts(config, "text")["density"] == density(config)
+    weights = 12 * config.layers * config.width**2 * density(config)
     attention = config.layers * config.context * config.width
     assert multiply_adds(config) == pytest.approx(weights + attention + 256 * config.width, rel=0.05)
 
@@ -74,7 +98,7 @@ def test_numbers_of_a_model(config):
 WRONG = [{"width": 0}, {"heads": 3}, {"density": 1.5}, {"density": 0.5, "block_size": 12}, {"method": "rigl"}]
 
 
-@pytest.mark.parametrize("wrong", [*WRONG, {"method": "x"}])
+@pytest.mark.parametrize("wrong", [*WRONG, {"method": "x"}, {"seed": -1}])
 def test_configurations_that_cannot_be(wrong):
     with pytest.raises(BlockSparseError, match="expected"):
         replace(DENSE, **wrong)
@@ -84,6 +108,16 @@ def test_configurations_that_cannot_be(wrong):
 def test_what_is_no_text(wrong):
     with pytest.raises(BlockSparseError, match="text: expected"):
         GPT(DENSE)(wrong)
+
+
+def test_bytes_before_are_of_as_many_texts():
+    with pytest.raises(BlockSparseError, match=r"before: expected integer bytes \[steps, 3\]"):
+        GPT(DENSE)(bytes_of(4), bytes_of(4, batch=2))
+
+
+def test_a_model_without_room_is_refused_before_it_is_made(tmp_path):
+    with pytest.raises(BlockSparseError, match="width 1,048,576, layers 2: expected a model that trains in"):
+        gpt.network(replace(DENSE, width=2**20, heads=1))
 
 
 # -- the task ------------------------------------------------------------------------------------------------------
@@ -114,7 +148,7 @@ def test_a_run_that_stopped_ends_with_the_same_bits(method, ema, tmp_path, monke
     settings = replace(SETTINGS, ema=ema)
 
     def trainer(folder):
-        return gpt.trainer(replace(SPARSE, method=method), corpus(), folder, settings, charlm.Batches(batch=4))
+        return gpt.trainer(replace(SPARSE, method=method), corpus(), folder, settings, Batches(batch=4))
 
     whole = trainer(tmp_path / "whole")
     begun = [layer.mlp[0].layout for layer in GPT(SPARSE).layers]
@@ -138,15 +172,63 @@ def test_a_run_that_stopped_ends_with_the_same_bits(method, ema, tmp_path, monke
     assert zero == other == 0
 
 
+def test_blocks_move_in_the_first_three_quarters_of_a_run_however_short(tmp_path):
+    settings = replace(SETTINGS, steps=40)
+    trainer = gpt.trainer(replace(SPARSE, method="rigl"), corpus(), tmp_path, settings, Batches(batch=4))
+    layouts = [trainer.model.layers[0].mlp[0].layout for _ in trainer.steps()]
+    moved = [step for step, (before, after) in enumerate(pairwise(layouts), 2) if before != after]
+    assert len(moved) > 5
+    assert max(moved) < 30
+    assert trainer.task.inputs(0) is None  # so that no CUDA graph is made of steps that move blocks
+    assert len(GPTTask(GPT(SPARSE), corpus(), 6, 4).inputs(0)) == 1
+
+
+def test_running_means_follow_the_blocks():
+    model = torch.nn.Sequential(bs.nn.Linear(64, 64, density=0.25, block_size=8))
+    values = model[0].values
+    means = {"0.values": torch.arange(len(values)).float().view(-1, 1, 1).expand_as(values).clone()}
+
+    def by_place(of):
+        return {(int(r), int(c)): x for r, c, x in zip(layout().row_of_block, layout().col_of_block, of, strict=True)}
+
+    def layout():
+        return model[0].layout
+
+    before = by_place(means["0.values"])
+    bs.sparsity.SET(model, on_layout_change=follow(model, means)).step()
+    after, now = by_place(means["0.values"]), by_place(model[0].values.detach())
+    assert after.keys() != before.keys()
+    for place, mean in after.items():
+        assert torch.equal(mean, before.get(place, now[place]))
+
+
+def test_an_evaluation_sees_little_more_at_once_than_a_step():
+    model, seen = GPT(replace(DENSE, context=2)), []
+    model.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].numel()))
+    with torch.no_grad():
+        GPTTask(model, corpus(20_000, held_out=0.7), 6, 4).evaluate(model)
+    assert max(seen) == gpt.AT_ONCE
+
+
 def test_it_learns(tmp_path):
     trainer = gpt.trainer(SPARSE, corpus(20_000), tmp_path, replace(SETTINGS, steps=60, eval_every=0))
     assert trainer.train()["held_out"] < 5
 
 
 def test_a_recurrent_run_is_no_transformer(tmp_path):
-    gpt.trainer(DENSE, corpus(), tmp_path, replace(SETTINGS, steps=1), charlm.Batches(batch=4)).train()
-    with pytest.raises(BlockSparseError, match="gpt"):
+    gpt.trainer(DENSE, corpus(), tmp_path, replace(SETTINGS, steps=1), Batches(batch=4)).train()
+    with pytest.raises(BlockSparseError, match="expected a recurrent language model of bytes, got gpt"):
         charlm.load(tmp_path)
+
+
+@pytest.mark.parametrize("lie", [{"seed": "x"}, {"seed": 2**70}, {"width": 2**40}, {"heads": 5}, {"density": None}])
+def test_a_checkpoint_that_lies_about_its_model(lie, tmp_path):
+    gpt.trainer(SPARSE, corpus(), tmp_path, replace(SETTINGS, steps=1), Batches(batch=4)).train()
+    tensors, about = checkpoint.load(tmp_path / "last.safetensors")
+    about["task"]["model"] |= lie
+    checkpoint.save(tmp_path / "last.safetensors", tensors, about)
+    with pytest.raises(BlockSparseError, match=r"last\.safetensors"):
+        gpt.load(tmp_path)
 
 
 def test_samples_see_the_last_bytes():
@@ -170,8 +252,14 @@ def invoke(*arguments):
 
 def test_from_a_text_to_a_sample(tmp_path):
     sizes = ["--width", 32, "--layers", 1, "--seq", 16, "--batch", 4, "--steps", 2]
-    said = invoke("train", "gpt", "--data", "python", "--out", tmp_path / "run", *sizes, "--density", 0.5)
-    assert "1 layer of width 32" in said
+    sparse = ["--density", 0.5, "--block-size", 8, "--method", "rigl"]
+    for name, options in (("run", sparse), ("other", ["--density", 0.4, *sparse[2:]]), ("dense", [])):
+        said = invoke("train", "gpt", "--data", "python", "--out", tmp_path / name, *sizes, *options)
+        assert "1 layer of width 32" in said
+    runs = [tmp_path / name for name in ("run", "other", "dense")]
+    assert len(compare.groups([compare.read(run) for run in runs])) == 3
+    assert "density" in invoke("compare", *runs)
+    invoke("compare", *runs, "--topology")
     assert len(invoke("sample", tmp_path / "run", "--prompt", "The ", "--length", 5)) >= 5
     invoke("sparsify", tmp_path / "run", "--out", tmp_path / "sparse", "--density", 0.5, "--force")
     assert isinstance(language_model.load(tmp_path / "sparse"), GPT)
@@ -184,7 +272,7 @@ def test_the_experiment_from_nothing_to_the_report(tmp_path, monkeypatch):
         contenders={
             "dense": Contender(DENSE, 0.01),
             "RigL": Contender(replace(SPARSE, method="rigl"), 0.01),
-            "dense to sparse": Contender(SPARSE, 0.01, Pruning("gradual", 0.3, block_size=8, search=0.5)),
+            "dense to sparse": Contender(SPARSE, 0.01, Pruning("gradual", 0.3, block_size=8, search=0.25)),
         },
         settings=replace(SETTINGS, eval_every=2),
         batch=4,
@@ -197,6 +285,8 @@ def test_the_experiment_from_nothing_to_the_report(tmp_path, monkeypatch):
     found = experiments.load(tmp_path / "tiny.json").runs
     assert set(found) == set(experiment.contenders)
     table = (tmp_path / "tiny.md").read_text()
+    ends, begins = multiply_adds(SPARSE), multiply_adds(DENSE)
+    assert f"| {round(0.25 * begins + 0.75 * ends):,} |" in table
     assert "8 x 8, dense at first, gradual pruning" in table
     pruned = gpt.load(tmp_path / "runs" / "tiny" / "dense to sparse-0")
     layers = [layer.mlp[0].layout.density for layer in pruned.layers]

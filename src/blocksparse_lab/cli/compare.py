@@ -61,16 +61,18 @@ def _table(runs: list[Run], narrow: bool) -> Table:
     for run in runs:
         numbers, model = run.as_dict(), run.task.get("model")
         model = model if isinstance(model, dict) else {}
+        method = "" if numbers.get("density") == 1 and model.get("method") == "fixed" else model.get("method")
         planned = run.settings["steps"]
         held_out = "" if run.held_out is None else f"{run.held_out:.4f}"
         rows.append(
             {
                 "run": escape(run.name),
-                "method": _word(model.get("method")),
+                "method": _word(method),
                 "net": "-".join(map(_word, sizes if isinstance(sizes := model.get("sizes"), list) else [])),
                 "cell": _word(model.get("cell")),
                 "pattern": _word(model.get("pattern")).replace("_", "_\n" if narrow else "_"),
                 "width": _count(model.get("width")),
+                "density": f"{density:.3g}" if _shown(density := numbers.get("density")) else "",
                 "params": _short(numbers.get("parameters")),
                 "mul-adds\nper byte": _short(numbers.get("multiply_adds_per_byte")),
                 "steps": _count(run.steps) if run.result else f"{run.steps:,}\nof {planned:,}",

@@ -30,6 +30,7 @@ def compare_topology(runs: list[Path], out: Path | None, json_file: Path | None,
 
     nets = [layouts.read(run) for run in runs]
     layers = {f"{net.name}, {name}": layer.layout for net in nets for name, layer in net.layers.items()}
+    layers = {name: layout for name, layout in layers.items() if layout.grid != (1, 1)}  # of one node
     if not layers:
         raise BlockSparseError.expected("runs", "one with block-sparse weights", "only dense ones")
     found = {name: topology.summary(layout, sources=sources(layout)) for name, layout in layers.items()}

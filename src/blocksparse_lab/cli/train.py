@@ -24,6 +24,7 @@ from ..recipes import pixelcnn as pixelcnn_recipe
 from ..recipes import resnet as resnet_recipe
 from ..recipes.parallel import Parallel
 from ..recipes.settings import Settings
+from ..recipes.streams import Batches
 from .options import DataDir, Device, Given, Run, parse_count, with_options
 from .progress import console, show
 from .terminal import plural, stages
@@ -69,7 +70,7 @@ def charlm(
     params: Annotated[str | None, typer.Option(help="Or this many parameters, as 800k: finds the width.")] = None,
     model: Annotated[dict[str, Any], CharLMConfig],
     how: charlm_recipe.CharLMSettings,
-    batches: charlm_recipe.Batches,
+    batches: Batches,
     parallel: Parallel,
 ) -> None:
     """A language model of bytes: the next byte from all before, dense or block-sparse.
@@ -79,7 +80,8 @@ def charlm(
     if width is not None and params is not None:
         raise BlockSparseError.expected("size", "--width or --params", "both")
     block = max(1, model["block_size"])
-    config = CharLMConfig(**model, width=width if width is not None else max(1, 1024 // block) * block)
+    usual = max(1, max(1024, 2 * model["projection"] if params is not None else 0) // block) * block
+    config = CharLMConfig(**model, width=width if width is not None else usual)
     if params is not None:
         wanted = parse_count(params)
         mlp_recipe.check_room(f"params {wanted:,}", wanted)
@@ -109,7 +111,7 @@ def gpt(
     held_out: HeldOut = 0.1,
     model: Annotated[dict[str, Any], GPTConfig],
     how: charlm_recipe.CharLMSettings,
-    batches: charlm_recipe.Batches,
+    batches: Batches,
     parallel: Parallel,
 ) -> None:
     """A transformer of bytes: the next byte from those before it in a window of --seq, dense or block-sparse.
@@ -120,7 +122,7 @@ def gpt(
     parts = _parts(text, data, data_dir, batches.seq, held_out)
     trainer = gpt_recipe.trainer(config, parts, out, _paced(how, parallel), batches)
     facts = trainer.facts
-    sparse = f"density {config.density:g} in blocks of {config.block_size}, {config.method}"
+    sparse = f"density {facts['density']:.3g} in blocks of {config.block_size}, {config.method}"
     show(
         console(),
         trainer,
@@ -287,7 +289,7 @@ def _named(config: CharLMConfig) -> str:
         "barabasi_albert": f"Barabasi-Albert with m {config.m}",
         "watts_strogatz": f"Watts-Strogatz with {config.neighbors} neighbors, {config.rewire:g} rewired",
         "random": f"random of density {config.density:g}",
-        "block_diagonal": f"squares on the diagonal, of density {config.density:g}",
+        "block_diagonal": "squares on the diagonal",
     }[config.pattern]
     blocks = "" if config.pattern == "dense" else f" in blocks of {config.block_size}"
     inner = f" of depth {config.depth}" if config.cell == "smallworld" else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +13,15 @@ from blocksparse import patterns
 from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
 from blocksparse.nn import Linear
+
+
+def check_bytes(name: str, text: Any, batch: int | None = None) -> None:
+    """Raises a BlockSparseError unless the text is integers `[steps, batch]`."""
+    integers = isinstance(text, Tensor) and not (text.is_floating_point() or text.is_complex())
+    if integers and text.dim() == 2 and batch in (None, text.shape[1]):
+        return
+    got = f"{list(text.shape)}, {text.dtype}" if isinstance(text, Tensor) else type(text).__name__
+    raise BlockSparseError.expected(name, f"integer bytes [steps, {'batch' if batch is None else batch}]", got)
 
 
 @dataclass(frozen=True)

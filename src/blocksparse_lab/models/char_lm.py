@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from blocksparse import patterns
 from blocksparse.checked import integer, number
-from blocksparse.convert import from_dense
 from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
 from blocksparse.nn import LSTM, MultiplicativeLSTM, SmallWorldLSTM
@@ -18,6 +17,7 @@ from blocksparse.nn.recurrent import State
 from blocksparse.ops.recurrent import linear_of
 
 from ..option import option
+from .bytes import check_bytes
 
 CELLS = ("lstm", "mlstm", "smallworld")
 PATTERNS = ("dense", "barabasi_albert", "watts_strogatz", "random", "block_diagonal")
@@ -42,8 +42,8 @@ class CharLMConfig:
     m: int = option(8, "Of barabasi_albert: edges of each new node.")
     neighbors: int = option(8, "Of watts_strogatz, of each node.")
     rewire: float = option(0.2, "Of watts_strogatz: part of the edges drawn at random.")
-    density: float = option(0.1, "Of random and block_diagonal: part of the blocks.")
-    layouts: str = option("shared", "Of smallworld: shared by all internal steps, or separate, one drawn for each.")
+    density: float = option(0.1, "Of random, part of the blocks; of block_diagonal too, the nearest 1 / n.")
+    layouts: str = option("shared", "Of smallworld: one shared by all internal steps, or separate, one for each.")
     init: str = option("uniform", "Of smallworld's weights from unit to unit: uniform, or identity, as in 2017.")
     seed: int = option(0, "Of pattern, weights and whatever is drawn.")
 
@@ -57,12 +57,16 @@ class CharLMConfig:
         for name in ("rewire", "density"):
             number(name, getattr(self, name), 0, 1)
         if self.projection and (self.cell, self.pattern) != ("lstm", "dense"):
-            raise BlockSparseError.expected("projection", f"0 but of a dense lstm, not {self.cell}", self.projection)
+            given = f"{self.projection} of {self.cell}, {self.pattern}"
+            raise BlockSparseError.expected("projection", "0 unless lstm and dense", given)
         integer("projection", self.projection, 0, self.width, "the width")
+        integer("seed", self.seed, 0, 2**32)
         if self.init == "identity" and self.cell != "smallworld":
             raise BlockSparseError.expected("init", "uniform but of a smallworld, which has norms", repr(self.init))
-        if self.layouts == "separate" and (self.cell != "smallworld" or self.pattern == "dense"):
-            raise BlockSparseError.expected("layouts", "shared but of a smallworld with a pattern", repr(self.layouts))
+        drawn = self.pattern not in ("dense", "block_diagonal")  # by a seed
+        if self.layouts == "separate" and (self.cell != "smallworld" or not drawn):
+            given = f"{self.layouts} of {self.cell}, {self.pattern}"
+            raise BlockSparseError.expected("layouts", "shared unless smallworld and of a pattern that is drawn", given)
         if self.pattern != "dense" and self.width % self.block_size:
             raise BlockSparseError.expected("width", f"a multiple of the block, {self.block_size}", self.width)
 
@@ -74,14 +78,20 @@ class CharLMConfig:
     @property
     def layouts_by_name(self) -> dict[str, BlockLayout]:
         """The weights that have blocks of their own, those of the internal steps but the gates, and these blocks."""
-        of = {f"weight_step{k}_l{layer}": k for k in range(1, self.depth + 1) for layer in range(self.layers)}
-        drawn = {name: self._drawn(k) for name, k in of.items()} if self.layouts == "separate" else {}
-        return {name: layout for name, layout in drawn.items() if layout is not None}
+        steps = range(1, self.depth + 1) if self.layouts == "separate" else ()
+        drawn = {step: layout for step in steps if (layout := self._drawn(step)) is not None}
+        return {f"weight_step{step}_l{k}": layout for step, layout in drawn.items() for k in range(self.layers)}
 
     @property
     def hidden(self) -> int:
         """Features of the hidden state."""
         return self.projection or self.width
+
+    @property
+    def groups(self) -> int:
+        """Of block_diagonal, the squares."""
+        blocks = max(1, self.width // self.block_size)
+        return min(blocks, round(1 / max(self.density, 1 / blocks)))
 
     def _drawn(self, nth: int) -> BlockLayout | None:
         width, block, seed = self.width, self.block_size, self.seed + 1_000_003 * nth
@@ -93,8 +103,7 @@ class CharLMConfig:
             return patterns.random((width, width), block, density=self.density, seed=seed)
         if self.pattern == "block_diagonal":  # 1 / density squares, which never hear of each other
             blocks = width // block
-            groups = min(blocks, round(1 / max(self.density, 1 / blocks)))
-            group = torch.arange(blocks, device="cpu") * groups // blocks
+            group = torch.arange(blocks, device="cpu") * self.groups // blocks
             return BlockLayout(group[:, None] == group, block)
         return None
 
@@ -156,10 +165,14 @@ class CharLM(nn.Module):
         width = self.config.width
         for name, parameter in self.recurrent.named_parameters():
             if "weight_step" in name or "weight_gates" in name:
+                parameter.zero_()
                 layout = getattr(self.recurrent.get_submodule(name.rpartition(".")[0]), "layout", None)
-                rows = parameter.shape[0] if layout is None else layout.shape[0]
-                identities = torch.eye(width).repeat(rows // width, 1)
-                parameter.copy_(identities if layout is None else from_dense(identities, layout))
+                if layout is None:
+                    for square in parameter.split(width):
+                        square.fill_diagonal_(1)
+                else:
+                    on = layout.row_of_block % layout.grid[1] == layout.col_of_block
+                    parameter[torch.from_numpy(on)] = torch.eye(layout.block_shape[0])
 
     def run(self, text: Tensor, state: State | None = None) -> State:
         """The state after the text, without scores for what comes next."""
@@ -172,9 +185,7 @@ class CharLM(nn.Module):
         return linear_of(y.flatten(0, 1), self.outlet.weight, None, self.outlet.bias).unflatten(0, y.shape[:2]), state
 
     def _hidden(self, text: Tensor, state: State | None) -> tuple[Tensor, State]:
-        if not isinstance(text, Tensor) or text.dim() != 2 or text.is_floating_point() or text.is_complex():
-            got = f"{list(text.shape)}, {text.dtype}" if isinstance(text, Tensor) else type(text).__name__
-            raise BlockSparseError.expected("text", "integer bytes [steps, batch]", got)
+        check_bytes("text", text)
         state = state or self.initial_state(text.shape[1])
         return self.recurrent(text.long(), state, table=self.embedding.weight)
 
@@ -198,6 +209,7 @@ def least_parameters(config: CharLMConfig) -> float:
         "barabasi_albert": config.m / nodes,
         "watts_strogatz": config.neighbors / nodes,
         "random": config.density,
+        "block_diagonal": 1 / config.groups,
     }.get(config.pattern, 1)
     squares = {"lstm": 4, "mlstm": 5, "smallworld": config.depth + 3}[config.cell]
     recurrent = squares * config.width * config.hidden * max(0, min(1, kept))
@@ -224,6 +236,7 @@ def width_for(config: CharLMConfig, params: int) -> CharLMConfig:
     step = 8 if config.pattern == "dense" else config.block_size
     # A graph needs more blocks than each one has edges.
     least = {"barabasi_albert": config.m + 1, "watts_strogatz": config.neighbors + 1}.get(config.pattern, 1)
+    least = max(least, config.projection // step + 1)
 
     def count(steps: int) -> int:
         return parameter_count(replace(config, width=steps * step))

@@ -13,6 +13,7 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.nn import Linear
 
 from ..option import option
+from .bytes import check_bytes
 
 METHODS = ("fixed", "rigl")
 
@@ -21,19 +22,22 @@ METHODS = ("fixed", "rigl")
 class GPTConfig:
     """The configuration of a GPT."""
 
-    width: int = option(256, "Features of a byte's state; the hidden ones are four times as many.")
-    layers: int = option(4, "Of attention and of two products each.")
-    heads: int = option(4, "Of the attention.")
+    width: int = option(256, "Features of a byte's state, a multiple of heads and of blocks; inside a layer 4 times.")
+    layers: int = option(4, "Each has attention, and two products with GELU between.")
+    heads: int = option(4, "Of the attention of a layer.")
     context: int = 128  # bytes that are seen at most
-    density: float = option(1.0, "Of the layers' weights: the part of the blocks that is stored; 1: dense.")
+    density: float = option(1.0, "Of the layers' blocks, at least one in each row and column; 1: dense weights.")
     block_size: int = option(32, "Rows and columns of a block.")
-    method: str = option("fixed", "Of block-sparse weights: fixed, or rigl, which moves the weakest blocks.")
+    method: str = option(
+        "fixed", "Of blocks: fixed, or rigl, which moves the weakest every 100 steps for three quarters of a run."
+    )
     seed: int = option(0, "Of blocks, weights and whatever is drawn.")
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "context", "block_size"):
             integer(name, getattr(self, name), 1)
         number("density", self.density, 0, 1)
+        integer("seed", self.seed, 0, 2**32)
         if self.width % self.heads:
             raise BlockSparseError.expected("width", f"a multiple of the heads, {self.heads}", self.width)
         if self.density < 1 and self.width % self.block_size:
@@ -54,7 +58,8 @@ class Layer(nn.Module):
         def linear(inputs: int, outputs: int) -> nn.Module:
             if config.density == 1:
                 return nn.Linear(inputs, outputs)
-            return Linear(inputs, outputs, density=config.density, block_size=config.block_size)
+            kept = max(config.density, config.block_size / min(inputs, outputs))
+            return Linear(inputs, outputs, density=kept, block_size=config.block_size)
 
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.queries_keys_values, self.heads_out = linear(width, 3 * width), linear(width, width)
@@ -77,7 +82,7 @@ class GPT(nn.Module):
     `[steps, batch, 256]`, and the bytes that are before what comes next.
 
     Raises:
-        BlockSparseError: something else than bytes; more of them than `context`.
+        BlockSparseError: no integers of these shapes; more bytes at once than `context`.
 
     Example:
         >>> import torch
@@ -104,9 +109,9 @@ class GPT(nn.Module):
                 nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, text: Tensor, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if not isinstance(text, Tensor) or text.dim() != 2 or text.is_floating_point() or text.is_complex():
-            got = f"{list(text.shape)}, {text.dtype}" if isinstance(text, Tensor) else type(text).__name__
-            raise BlockSparseError.expected("text", "integer bytes [steps, batch]", got)
+        check_bytes("text", text)
+        if before is not None:
+            check_bytes("before", before, text.shape[1])
         steps, context = len(text), self.config.context
         if steps > context:
             raise BlockSparseError.expected("text", f"{context} bytes at once, or fewer", steps)
@@ -137,7 +142,14 @@ def multiply_adds(config: GPTConfig) -> int:
     """Multiply-adds per byte: one for each weight of a product, and those of the attention to half of the context."""
     with torch.device("meta"):
         model = GPT(config)
-    products = sum(
-        parameter.numel() for name, parameter in model.named_parameters() if parameter.dim() > 1 and "layers." in name
-    )
-    return products + config.layers * config.context * config.width + 256 * config.width
+    return _stored(model) + config.layers * config.context * config.width + 256 * config.width
+
+
+def density(config: GPTConfig) -> float:
+    """The part of the layers' weights that is stored."""
+    with torch.device("meta"):
+        return _stored(GPT(config)) / (12 * config.layers * config.width**2)
+
+
+def _stored(model: GPT) -> int:
+    return sum(weight.numel() for weight in model.layers.parameters() if weight.dim() > 1)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocksparse import checkpoint
-from blocksparse.checkpoint import part
-from blocksparse.conversion import load_sparsified
 from blocksparse.distributed import group
-from blocksparse.errors import BlockSparseError
 
 from ..data.text import Text
 from ..models.char_lm import CharLM, CharLMConfig, least_parameters, multiply_adds, parameter_count
 from ..option import option
 from . import stored
-from .callback import Task, part_of_batch
 from .memory import check_room
 from .settings import Settings
+from .streams import Batches, Streams
 from .trainer import Trainer, device_of
 
 KIND = "charlm"
@@ -42,86 +36,35 @@ class CharLMSettings(Settings):
     seed: int = option(0, "Of pattern, weights and whatever is drawn.")
 
 
-@dataclass(frozen=True)
-class Batches:
-    """What a step and an evaluation read."""
-
-    batch: int = option(64, "Streams of text side by side.")
-    seq: int = option(128, "Bytes of a stream per step.")
-    evaluated: int = option(0, "Held-out bytes per evaluation; 0 for all.", "eval-bytes")
-
-
-class CharLMTask(Task):
+class CharLMTask(Streams):
     """Truncated backpropagation over streams of a text.
 
-    `batch` streams begin evenly spaced in the training text and read it in chunks of `seq` bytes. The state after a
-    chunk, without its gradient, is the one before the next; where a stream comes to the end of the text it begins at
-    the text's beginning, with state zero.
+    The state after a chunk, without its gradient, is the one before the next; where a stream begins, or comes to the
+    end of the text and begins again, it is zero.
 
     Args:
         model: a `CharLM`; or any module with its `forward(text, state)` and `initial_state(batch)`.
-        text: what to train and to evaluate on.
-        batch, seq: streams, and bytes of a chunk.
-        evaluated: held-out bytes that an evaluation reads, from the first; 0 for all.
+        text, batch, seq, evaluated, device: as of `Streams`.
     """
 
     kind = KIND
-    unit = "bits per character"
-    per_nat = 1 / math.log(2)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        text: Text,
-        batch: int = 64,
-        seq: int = 128,
-        evaluated: int = 0,
-        device: torch.device | str = "cpu",
-    ):
-        for name, value in (("batch", batch), ("seq", seq)):
-            if value < 1:
-                raise BlockSparseError.expected(name, "a positive int", value)
-        if evaluated < 0 or evaluated == 1:
-            raise BlockSparseError.expected("evaluated", "0 for all held-out bytes, or 2 or more", evaluated)
-        # Each chunk has the byte after it too, which is to be predicted.
-        self._chunks = (len(text.train) - 1) // seq
-        if self._chunks < batch:
-            raise BlockSparseError.expected(
-                text.name,
-                f"{batch * seq + 1:,} bytes or more to train on, for {batch} streams with {seq} bytes a step",
-                f"{len(text.train):,}; a smaller batch or sequence needs less",
-            )
-        if len(text.held_out) < 2:
-            raise BlockSparseError.expected(text.name, "2 held-out bytes or more", len(text.held_out))
-        device = torch.device(device)
-        self.model = model.to(device)
-        self.batch, self.seq, self.bytes_per_step = batch, seq, batch * seq
-        self._digest = _digest(text)
-        config = getattr(model, "config", None)
-        self._about = (
-            asdict(config) if is_dataclass(config) and not isinstance(config, type) else repr(model)
-        )  # before FSDP2 renames it
-        self._train = text.train.to(device)
-        self._held_out = text.held_out[: evaluated or None].to(device)
-        self._first = torch.arange(batch, device=device) * self._chunks // batch
-        self._mine = slice(0, batch)  # of the streams
-        self._offsets = torch.arange(seq + 1, device=device).unsqueeze(1)
+    def __init__(self, model: nn.Module, text: Text, *sizes: Any, **options: Any):
+        super().__init__(model, text, *sizes, **options)
         # Tensors that stay: a CUDA graph writes the next state into them.
-        self._state = self._zeros(batch)
+        self._state = self._zeros(self.batch)
 
     def split(self, rank: int, processes: int) -> None:
-        mine, self.share = part_of_batch(self.batch, rank, processes)
-        self._first, self._mine = self._first[mine], mine
-        self._state = self._zeros(len(self._first))
+        super().split(rank, processes)
+        self._state = self._zeros(self.mine.stop - self.mine.start)
 
     def _zeros(self, batch: int) -> tuple[Tensor, ...]:
         return tuple(self.model.initial_state(batch))  # type: ignore[operator]
 
     def inputs(self, step: int) -> tuple[Tensor, Tensor]:
         """The chunk of each stream with the byte after it, `[seq + 1, batch]`, and whether the stream begins there."""
-        at = (self._first + step) % self._chunks
-        begins = torch.ones_like(at, dtype=torch.bool) if step == 0 else at == 0
-        return self._train[at * self.seq + self._offsets], begins
+        chunk, at = self.chunk(step)
+        return chunk, torch.ones_like(at, dtype=torch.bool) if step == 0 else at == 0
 
     def loss_of(self, *inputs: Tensor) -> Tensor:
         """The cross entropy of `inputs` in nats; the state goes on."""
@@ -131,15 +74,15 @@ class CharLMTask(Task):
         with torch.no_grad():
             for own, new in zip(self._state, after, strict=True):
                 own.copy_(new)
-        return F.cross_entropy(logits.flatten(0, 1).float(), chunk[1:].flatten().long())
+        return self.cross_entropy(logits, chunk)
 
     def evaluate(self, model: nn.Module) -> float:
         """Bits per character of the held-out text, in streams of `EVALUATION_STREAM` bytes or more, from state zero."""
-        predicted = len(self._held_out) - 1
+        predicted = len(self.held_out) - 1
         streams = min(max(1, predicted // EVALUATION_STREAM), 64)
         length = -(-predicted // streams)
         # The last stream may be shorter: beyond its end nothing is counted.
-        data = F.pad(self._held_out.long(), (0, streams * length - predicted), value=-1)
+        data = F.pad(self.held_out.long(), (0, streams * length - predicted), value=-1)
         inputs, targets = data[:-1].view(streams, length).T, data[1:].view(streams, length).T
         state, total = self._zeros(streams), torch.zeros((), dtype=torch.float64, device=data.device)
         for text, target in zip(inputs.split(256), targets.split(256), strict=True):
@@ -157,17 +100,7 @@ class CharLMTask(Task):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for nth, own in enumerate(self._state):
             whole = state[f"state.{nth}"].reshape(*own.shape[:-2], self.batch, own.shape[-1])
-            own.copy_(whole[..., self._mine, :])
-
-    def about(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "model": self._about,
-            "text": self._digest,
-            "batch": self.batch,
-            "seq": self.seq,
-            "evaluated": len(self._held_out),
-        }
+            own.copy_(whole[..., self.mine, :])
 
 
 def network(config: CharLMConfig) -> CharLM:
@@ -197,24 +130,10 @@ def trainer(
 
 def load(path: str | Path) -> CharLM:
     """The language model of a checkpoint, or of a run's folder, on the CPU; of mean parameters if there are any."""
-    path, tensors, task = stored.read(path, KIND, "a byte-level language model")
-    given = stored.config_of(path, task, {field.name for field in fields(CharLMConfig)}, "a CharLM")
-    usual = asdict(CharLMConfig()) | given
-    sizes = ("width", "embedding", "layers", *(("depth",) if usual["cell"] == "smallworld" else ()))
-    checkpoint.check_sizes(path, tensors, {name: usual[name] for name in sizes})
-    config = CharLMConfig(**given)
+
+    def sizes(of: dict[str, Any]) -> tuple[str, ...]:
+        return ("width", "embedding", "layers", *(("depth",) if of["cell"] == "smallworld" else ()))
+
     # The tensors bring the layouts, those of weights that were made block-sparse after the training too.
-    with torch.device("meta"):
-        model = CharLM(replace(config, pattern="dense", layouts="shared", seed=0))
-    model.config = config
-    with stored.parameters_of(path, config):
-        load_sparsified(model, part(tensors, "model.") | part(tensors, "ema."))
-    return model.eval()
-
-
-def _digest(text: Text) -> dict[str, Any]:
-    """Identifies the text and where it is split."""
-    sha = hashlib.sha256()
-    for data in (text.train, text.held_out):
-        sha.update(data.numpy().data)
-    return {"sha256": sha.hexdigest()[:16], "train": len(text.train), "held_out": len(text.held_out)}
+    empty = {"pattern": "dense", "layouts": "shared", "init": "uniform"}
+    return stored.load(path, KIND, "a recurrent language model of bytes", CharLMConfig, CharLM, sizes, empty)

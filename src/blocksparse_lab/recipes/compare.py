@@ -241,7 +241,8 @@ def _meant(run: Run) -> dict[str, Any]:
     settings = {key: value for key, value in (asdict(Settings()) | run.settings).items() if key not in _ASIDE}
     task = dict(run.task)
     if isinstance(model := task.get("model"), dict):
-        unused = {key for of, keys in _ONLY_OF.items() if of not in model.values() for key in keys}
+        chosen = "cell" in model  # one of several cells and patterns
+        unused = {key for of, keys in _ONLY_OF.items() if chosen and of not in model.values() for key in keys}
         unused -= {key for of, keys in _ONLY_OF.items() if of in model.values() for key in keys}
         task["model"] = {key: value for key, value in model.items() if key not in _ASIDE and key not in unused}
     return {"task": task, "settings": settings}

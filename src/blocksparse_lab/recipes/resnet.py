@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from blocksparse import checkpoint
 from blocksparse.checked import integer
@@ -138,6 +137,7 @@ def trainer(
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         model = _network(about)
+    counted = multiply_adds(model, images)
     task = ImageTask(
         model, Rows(images), recipe.epochs, recipe.batch, seed=seed, device=device_of(device),
         about={"network": NETWORK, **about},
@@ -149,13 +149,15 @@ def trainer(
         "tested": len(images.test),
         "epochs": recipe.epochs,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "multiply_adds_per_image": multiply_adds(model, images),
+        "multiply_adds_per_image": counted,
     }
     return Trainer(task, run, settings, facts)
 
 
 def multiply_adds(model: ResNet, images: Images) -> int:
     """Multiply-adds of a network for an image: those of its products, with each weight at each pixel once."""
+    from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
+
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.eval()(torch.zeros(1, *images.shape))
     model.train()

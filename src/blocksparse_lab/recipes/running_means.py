@@ -14,7 +14,7 @@ def follow(model: nn.Module, means: dict[str, Tensor]) -> OnLayoutChange:
 
     The mean of a new connection begins with its first value.
     """
-    names = {module: f"{name}.values" for name, module in model.named_modules()}
+    names = {module: f"{name}.values".removeprefix(".") for name, module in model.named_modules()}
 
     def on_layout_change(module: BlockSparseModule, source: Tensor) -> None:
         if (name := names[module]) in means:

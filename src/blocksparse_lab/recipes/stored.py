@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from blocksparse import checkpoint
+from blocksparse.checkpoint import part
+from blocksparse.conversion import load_sparsified
 from blocksparse.errors import BlockSparseError
 
 
@@ -32,10 +36,44 @@ def config_of(path: Path, task: dict[str, Any], known: Collection[str], wanted: 
     return config
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
 @contextmanager
 def parameters_of(path: Path, config: Any) -> Iterator[None]:
     """Reports errors of making a model, and of loading its state, as faults of the checkpoint."""
     try:
         yield
-    except (RuntimeError, TypeError, BlockSparseError) as error:  # types of options too
+    except (RuntimeError, TypeError, ValueError, BlockSparseError) as error:  # types of options too
         raise BlockSparseError.expected(str(path), f"parameters of {config}", error) from error
+
+
+def load(
+    path: str | Path,
+    kind: str,
+    wanted: str,
+    config: type,
+    model: type[M],
+    sizes: Callable[[dict[str, Any]], Collection[str]],
+    empty: Mapping[str, Any],
+) -> M:
+    """The model of a checkpoint, or of a run's folder, on the CPU; of mean parameters if there are any.
+
+    Args:
+        path, kind, wanted: as of `read`.
+        config: the dataclass of its configuration.
+        model: makes it from that; it has `config` as an attribute.
+        sizes: the entries of a configuration that some tensor has as a size.
+        empty: entries with which no layout is drawn; the tensors bring theirs.
+    """
+    path, tensors, task = read(path, kind, wanted)
+    given = config_of(path, task, {field.name for field in fields(config)}, f"a {model.__name__}")
+    usual = asdict(config()) | given
+    checkpoint.check_sizes(path, tensors, {name: usual[name] for name in sizes(usual)})
+    with parameters_of(path, given):
+        of = config(**given)
+        with torch.device("meta"):
+            made = model(replace(of, **empty, seed=0))
+        made.config = of
+        load_sparsified(made, part(tensors, "model.") | part(tensors, "ema."))
+    return made.eval()

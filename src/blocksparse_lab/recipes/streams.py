@@ -1,0 +1,113 @@
+"""Streams of a text, which language models of bytes are trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocksparse.errors import BlockSparseError
+
+from ..data.text import Text
+from ..option import option
+from .callback import Task, part_of_batch
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What a step and an evaluation read."""
+
+    batch: int = option(64, "Streams of text side by side.")
+    seq: int = option(128, "Bytes of a stream per step.")
+    evaluated: int = option(0, "Held-out bytes per evaluation; 0 for all.", "eval-bytes")
+
+
+class Streams(Task):
+    """The next byte of a text, on the way through it.
+
+    `batch` streams begin evenly spaced in the training text and read it in chunks of `seq` bytes; where a stream comes
+    to the end of the text it goes on at the text's beginning.
+
+    Args:
+        model: scores the next byte after each byte.
+        text: what to train and to evaluate on.
+        batch, seq: streams, and bytes of a chunk.
+        evaluated: held-out bytes that an evaluation reads, from the first; 0 for all.
+    """
+
+    kind: ClassVar[str]
+    unit = "bits per character"
+    per_nat = 1 / math.log(2)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        text: Text,
+        batch: int = 64,
+        seq: int = 128,
+        evaluated: int = 0,
+        device: torch.device | str = "cpu",
+    ):
+        for name, value in (("batch", batch), ("seq", seq)):
+            if value < 1:
+                raise BlockSparseError.expected(name, "a positive int", value)
+        if evaluated < 0 or evaluated == 1:
+            raise BlockSparseError.expected("evaluated", "0 for all held-out bytes, or 2 or more", evaluated)
+        # Each chunk has the byte after it too, which is to be predicted.
+        self.chunks = (len(text.train) - 1) // seq
+        if self.chunks < batch:
+            raise BlockSparseError.expected(
+                text.name,
+                f"{batch * seq + 1:,} bytes or more to train on, for {batch} streams with {seq} bytes a step",
+                f"{len(text.train):,}; a smaller batch or sequence needs less",
+            )
+        if len(text.held_out) < 2:
+            raise BlockSparseError.expected(text.name, "2 held-out bytes or more", len(text.held_out))
+        device = torch.device(device)
+        self.model = model.to(device)
+        self.batch, self.seq, self.bytes_per_step = batch, seq, batch * seq
+        config = getattr(model, "config", None)
+        described = asdict(config) if is_dataclass(config) and not isinstance(config, type) else repr(model)
+        self._about = described, _digest(text)  # now: FSDP2 renames the model
+        self._train = text.train.to(device)
+        self.held_out = text.held_out[: evaluated or None].to(device)
+        self.mine = slice(0, batch)  # of the streams
+        self._first = torch.arange(batch, device=device) * self.chunks // batch
+        self._offsets = torch.arange(seq + 1, device=device).unsqueeze(1)
+
+    def split(self, rank: int, processes: int) -> None:
+        self.mine, self.share = part_of_batch(self.batch, rank, processes)
+        self._first = self._first[self.mine]
+
+    def chunk(self, step: int) -> tuple[Tensor, Tensor]:
+        """The chunk of each stream with the byte after it, `[seq + 1, batch]`, and the numbers of these chunks."""
+        at = (self._first + step) % self.chunks
+        return self._train[at * self.seq + self._offsets], at
+
+    def cross_entropy(self, logits: Tensor, chunk: Tensor) -> Tensor:
+        """Of what follows the bytes of a chunk, in nats."""
+        return F.cross_entropy(logits.flatten(0, 1).float(), chunk[1:].flatten().long())
+
+    def about(self) -> dict[str, Any]:
+        model, text = self._about
+        return {
+            "kind": self.kind,
+            "model": model,
+            "text": text,
+            "batch": self.batch,
+            "seq": self.seq,
+            "evaluated": len(self.held_out),
+        }
+
+
+def _digest(text: Text) -> dict[str, Any]:
+    """Identifies the text and where it is split."""
+    sha = hashlib.sha256()
+    for data in (text.train, text.held_out):
+        sha.update(data.numpy().data)
+    return {"sha256": sha.hexdigest()[:16], "train": len(text.train), "held_out": len(text.held_out)}
