@@ -1,11 +1,14 @@
 """Measured figures of the documents, compared with committed results, as `docs/figures.toml` lists them.
 
-    python tests/figures.py        lists what is wrong
+    python tests/figures.py            lists what is wrong
+    python tests/figures.py --write    makes docs/results/claims.md
 
 A line of that list is `"text around {9.1} times" = "folder/result.md | words of the row | head of the column"` (by
 default "measured"), or `"folder/result.json | path.to.0.number"`: each number in braces is in that cell, as the text
 rounds it. Several numbers may have a list of references, one for each. The text, without links and code, is in the
-document once. "not recorded" instead of a reference needs these words in the section. `not_measured` lists texts around
+document once. The page of claims is made of `docs/claims.md.in`, where such references stand in the text, each with
+the digits to round to: {result.md | words of the row | head of the column | 2}, or 2% for parts of one in percent.
+"not recorded" instead of a reference needs these words in the section. `not_measured` lists texts around
 settings, targets and sizes.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,8 @@ FIGURE = re.compile(rf"{NUMBER}(?<=\d)(?={UNIT})|(?<![\w.,-])[+-]?\d[\d,]*\.\d+(
 SETTING = re.compile(
     r"(?:[Dd]ensity|torch|PyTorch|Triton|Python|rewire)(?: of| at)? (?:[\d.]+(?:, | and | or | / | to ))*$"
 )
+PLACE = re.compile(r"\{([^{}]+ \| [^{}]+)\}")
+TEMPLATE, CLAIMS = ROOT / "docs" / "claims.md.in", ROOT / "docs" / "results" / "claims.md"
 BREAK = "\N{PILCROW SIGN}"
 
 
@@ -45,8 +51,8 @@ def agree(figure: str, value: float) -> bool:
     return any(abs(abs(float(figure)) - abs(of)) <= most for of in (value, 100 * value if abs(value) <= 1 else value))
 
 
-def values(reference: str, root: Path) -> list[float]:
-    """The numbers where a reference leads."""
+def cell(reference: str, root: Path) -> str:
+    """What is where a reference leads."""
     name, row, column = [*reference.split(" | "), "measured"][:3]
     if not name.startswith(("docs/results/", "benchmarks/results/")):
         raise LookupError("no folder of results")
@@ -55,7 +61,7 @@ def values(reference: str, root: Path) -> list[float]:
         found: Any = json.loads(text)
         for key in row.split("."):
             found = found[int(key) if isinstance(found, list) else key]
-        return [float(found)]
+        return str(float(found))
     head: list[str] = []
     cells: dict[bool, list[str]] = {True: [], False: []}  # of rows whose first cell is the words, or that have them
     for line in text.splitlines():
@@ -63,10 +69,24 @@ def values(reference: str, root: Path) -> list[float]:
         if parts and row in line and column in head:
             cells[parts[0] == row].append(parts[head.index(column)])
         head = (head or parts) if parts else []
-    cell = cells[True] or cells[False]
-    if len(cell) != 1:
-        raise LookupError(f"{len(cell)} cells")
-    return [float(number) for number in numbers(cell[0])]
+    found = cells[True] or cells[False]
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} cells")
+    return found[0]
+
+
+def claims(template: str, root: Path = ROOT) -> str:
+    """The page of claims, with the figures of the results where they are named."""
+
+    def shown(place: re.Match[str]) -> str:
+        *reference, digits = place[1].split(" | ")
+        folder = "" if reference[0].startswith("benchmarks/") else "docs/results/"
+        text = cell(folder + " | ".join(reference), root)
+        scale = 100 if digits.endswith("%") else 1
+        parts = numbers(text)[: 2 if "±" in text else 1]
+        return " ± ".join(f"{abs(scale * float(part)):,.{digits.rstrip('%')}f}" for part in parts)
+
+    return PLACE.sub(shown, template)
 
 
 def wrong(name: str, entries: dict[str, Any], document: str, root: Path = ROOT) -> list[str]:
@@ -102,7 +122,7 @@ def spans(words: str, text: str) -> list[re.Match[str]]:
 
 def fault(figure: str, reference: str, root: Path) -> str:
     try:
-        found = values(reference, root)
+        found = [float(number) for number in numbers(cell(reference, root))]
     except (LookupError, ValueError, TypeError, OSError) as error:
         return f"{reference}: {error}"
     return "" if any(agree(figure, value) for value in found) else f"{figure}, but {reference} has {found}"
@@ -111,14 +131,16 @@ def fault(figure: str, reference: str, root: Path) -> str:
 def all_wrong() -> list[str]:
     """What is wrong with README and the pages of docs/, but for those that are results themselves."""
     listed = tomllib.loads((ROOT / "docs" / "figures.toml").read_text())
-    results = [
-        page for page in (ROOT / "docs" / "results").glob("*.md") if page.stem not in ("index", "speed", "claims")
-    ]
-    pages = [ROOT / "README.md", *sorted(set((ROOT / "docs").rglob("*.md")) - set(results))]
-    names = {str(page.relative_to(ROOT)): page.read_text() for page in pages}
+    results = [page for page in (ROOT / "docs" / "results").glob("*.md") if page.stem not in ("index", "speed")]
+    pages = [ROOT / "README.md", TEMPLATE, *sorted(set((ROOT / "docs").rglob("*.md")) - set(results))]
+    names = {str(page.relative_to(ROOT)): PLACE.sub("` `", page.read_text()) for page in pages}
     faults = [f"{name}: no such document" for name in listed if name not in names]
+    if claims(TEMPLATE.read_text()) != CLAIMS.read_text():
+        faults.append(f"{CLAIMS}: not what {TEMPLATE} and the results make, python tests/figures.py --write")
     return faults + [one for name, text in names.items() for one in wrong(name, listed.get(name, {}), text)]
 
 
 if __name__ == "__main__":
+    if "--write" in sys.argv:
+        CLAIMS.write_text(claims(TEMPLATE.read_text()))
     raise SystemExit("\n".join(all_wrong()))

@@ -1,10 +1,22 @@
 """Each measured figure of the documents is in a committed result, and the check of that notices what is not."""
 
+import pytest
+
 import figures
 
 
 def test_figures_are_those_of_committed_results():
     assert figures.all_wrong() == []
+
+
+def test_the_page_of_claims_is_made_of_results(tmp_path):
+    results = tmp_path / "docs" / "results"
+    results.mkdir(parents=True)
+    (results / "a.md").write_text("|  | dense | set |\n|---|---|---|\n| error | -0.1416 ± 0.02 | 1234.5 |\n")
+    template = "{a.md | error | dense | 2}, {a.md | error | dense | 0%} %, {a.md | error | set | 0} of {x} words"
+    assert figures.claims(template, tmp_path) == "0.14 ± 0.02, 14 ± 2 %, 1,234 of {x} words"
+    with pytest.raises(LookupError, match="0 cells"):
+        figures.claims("{a.md | error | rigl | 2}", tmp_path)
 
 
 def test_what_is_wrong_is_noticed(tmp_path):
