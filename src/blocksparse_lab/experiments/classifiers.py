@@ -168,6 +168,10 @@ def _methods(
 ) -> ClassifierExperiment:
     """The contenders, with the papers' recipe; `dense` holds the settings of the dense net of the same shape only."""
     recipe = replace(mlp.recipe_for(data), epochs=epochs)
+    short = replace(recipe, **dense or {})
+    longer = (
+        {"dense, as many epochs": Contender("dense", replace(short, epochs=epochs))} if short.epochs < epochs else {}
+    )
     # Three times; each takes the least important fifth of the neurons that are left in a layer.
     importance = Importance(importance_from=2 * epochs // 5, importance_every=epochs // 5)
     return ClassifierExperiment(
@@ -175,13 +179,14 @@ def _methods(
         "topology, by SET or RigL; SET with ReLU for All-ReLU, and with importance pruning; and a narrow dense net",
         data=data,
         contenders={
-            "dense": Contender("dense", replace(recipe, **dense or {})),
+            "dense": Contender("dense", short),
             "narrow": _narrow(data, recipe),
             "fixed": Contender("fixed", recipe),
             "set": Contender("set", recipe),
             "set, ReLU": Contender("set", replace(recipe, alpha=0.0)),
             "set, importance": Contender("set", recipe, importance),
             "rigl": Contender("rigl", recipe),
+            **longer,
         },
         tested_on=tested_on,
         seeds=tuple(range(seeds)),
