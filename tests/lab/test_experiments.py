@@ -342,6 +342,29 @@ def test_the_folder_with_the_data(own, tmp_path):
     assert trainer.settings.steps == 2 * 500
 
 
+def test_words_of_texts(tmp_path, monkeypatch):
+    lines = [f"{'a good' if i % 2 else 'some bad'} film number {i},{i % 2}" for i in range(60)]
+    (tmp_path / "films.csv").write_text("\n".join(["text,label", *lines]) + "\n")
+    of = experiments.find("words-imdb")
+    assert sum(of.contenders["set"].recipe.hidden) + sum(classifiers.SIZES["imdb"]) == 1_000_000
+    small = {"linear": (), "narrow": (4, 4), "fixed": (50, 50), "set": (50, 50)}
+    contenders = {
+        name: replace(one, recipe=replace(one.recipe, hidden=small[name], epochs=4, batch=8, learning_rate=0.01))
+        for name, one in of.contenders.items()
+    }
+    tiny = replace(of, data=str(tmp_path / "films.csv"), contenders=contenders, seeds=(0,))
+    monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", tiny)
+    _, runs, _ = command(tmp_path)
+    assert all(run.settings["optimizer"] == "adam" for of in runs.values() for run in of)
+    assert runs["linear"][0].held_out == 0
+    whole, chosen = tiny.load(None), replace(tiny, choosing=True).load(None)
+    assert (whole.tested, chosen.tested) == (len(whole.splits.test), len(whole.splits.validation))
+    rows, labels = whole.take(np.array([3, 0]))
+    assert rows.shape == (2, 65_536)
+    assert labels.tolist() == [whole.splits.train.labels[3], whole.splits.train.labels[0]]
+    assert sum(len(labels) for _, labels in whole.held_out(5)) == whole.tested
+
+
 @pytest.mark.parametrize("name", [name for name in classifiers.EXPERIMENTS if name.startswith("sparse-")])
 def test_sparse_ones_have_a_twentieth_of_the_weights_at_most(name):
     chosen = experiments.find(name)

@@ -44,6 +44,7 @@ class Recipe:
     clip: float = option(0.0, "The gradient's largest norm; 0 for any.")
     init: str = "he"  # of the weights, as `SparseMLP` names it
     decay: str = "none"  # of the learning rate, as `Settings` names it
+    optimizer: str = "sgd"  # the same
 
 
 # Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021), and its code; but new connections begin
@@ -176,11 +177,9 @@ def task(
 
 
 def settings(recipe: Recipe, of: ClassifyTask, seed: int = 0, device: str = "cpu", shard: bool = False) -> Settings:
-    """How it is trained: momentum SGD, evaluated after each epoch."""
+    """How it is trained: as the recipe says, evaluated after each epoch."""
     save_every = max(of.steps_per_epoch, SAVE_EVERY)
-    return by_epochs(
-        of, recipe, warmup=0, optimizer="sgd", save_every=save_every, seed=seed, device=device, shard=shard
-    )
+    return by_epochs(of, recipe, warmup=0, save_every=save_every, seed=seed, device=device, shard=shard)
 
 
 def trainer(
