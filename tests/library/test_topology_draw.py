@@ -250,7 +250,7 @@ def test_runs_without_layouts_are_refused(tmp_path):
     assert "runs: expected one with block-sparse weights, got only dense ones" in error("compare", "--topology", dense)
     assert "checkpoint: expected a file, got" in error("compare", "--topology", tmp_path)
     other = saved(tmp_path / "other", torch.nn.Linear(2, 2), {"kind": "pixels"})
-    assert "expected a run of train charlm or train mlp, got pixels" in error("compare", "--topology", other)
+    assert "expected a run of train charlm, train gpt or train mlp, got pixels" in error("compare", "--topology", other)
     assert "--html: expected --topology with it" in error("compare", dense, "--html", tmp_path / "p.html")
     sparse, _ = classifier(tmp_path / "sparse", epsilon=6)
     wrong = ("--html", "/no/such/folder/p.html")
