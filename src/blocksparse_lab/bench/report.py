@@ -148,22 +148,26 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
-def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Records as columns, which JSON names once.
+def columns(records: Sequence[Any]) -> Any:
+    """Dicts of the same keys as one, with a list for each leaf: JSON then has a key once; others as they are.
 
-    >>> columns([{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}])
-    {'step': [1, 2], 'loss': [0.5, 0.25]}
+    >>> columns([{"step": 1, "loss": {"mean": 0.5}}, {"step": 2, "loss": {"mean": 0.25}}])
+    {'step': [1, 2], 'loss': {'mean': [0.5, 0.25]}}
     """
-    return {key: [row[key] for row in rows] for key in rows[0] if all(key in row for row in rows)} if rows else {}
+    first = records[0] if records else None
+    same = isinstance(first, dict) and all(isinstance(of, dict) and of.keys() == first.keys() for of in records)
+    return {key: columns([of[key] for of in records]) for key in first} if first and same else list(records)
 
 
-def rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Columns as records.
+def rows(of: Any) -> list[Any]:
+    """The opposite of `columns`.
 
-    >>> rows({"step": [1, 2], "loss": [0.5, 0.25]})
-    [{'step': 1, 'loss': 0.5}, {'step': 2, 'loss': 0.25}]
+    >>> rows({"step": [1, 2], "loss": {"mean": [0.5, 0.25]}})
+    [{'step': 1, 'loss': {'mean': 0.5}}, {'step': 2, 'loss': {'mean': 0.25}}]
     """
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    if not isinstance(of, dict):
+        return list(of)
+    return [dict(zip(of, values, strict=True)) for values in zip(*map(rows, of.values()), strict=True)]
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ FEATURES = 65_536
 LENGTH = np.float32(32)
 
 
-@dataclass(frozen=True)
 class Ngrams:
     """TF-IDF of the hashed words and pairs of words of labelled texts, kept as scipy's CSR; batches of rows are dense.
 
@@ -41,60 +39,37 @@ class Ngrams:
     (torch.Size([1, 64]), tensor([0]), 32.0)
     """
 
-    splits: Splits
-    choosing: bool = False
-    features: int = FEATURES
-    _rows: dict[str, Any] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, splits: Splits, choosing: bool = False, features: int = FEATURES):
         try:
             from sklearn.feature_extraction.text import HashingVectorizer, TfidfTransformer
         except ImportError as error:
             said = f"hashed words need scikit-learn ({error}): pip install 'blocksparse-torch[lab]'"
             raise BlockSparseError(said) from error
-        counts = HashingVectorizer(n_features=self.features, ngram_range=(1, 2), norm=None, alternate_sign=False)
-        rarity = TfidfTransformer()
-        train = rarity.fit_transform(counts.transform(self.splits.train.texts))
-        others = rarity.transform(counts.transform(self._others.texts))
-        tf_idf = {"train": train, "held out": others}
-        scaled = {name: LENGTH * rows.astype(np.float32) for name, rows in tf_idf.items()}
-        object.__setattr__(self, "_rows", scaled)
-
-    @property
-    def _others(self) -> Any:
-        return self.splits.validation if self.choosing else self.splits.test
-
-    @property
-    def name(self) -> str:
-        return self.splits.name
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.splits.classes
-
-    @property
-    def rows(self) -> int:
-        return len(self.splits.train)
-
-    @property
-    def tested(self) -> int:
-        return len(self._others)
+        self.splits, self.features = splits, features
+        self.name, self.classes = splits.name, splits.classes
+        others = splits.validation if choosing else splits.test
+        self.rows, self.tested = len(splits.train), len(others)
+        counts = HashingVectorizer(n_features=features, ngram_range=(1, 2), norm=None, alternate_sign=False)
+        rarity = TfidfTransformer().fit(counts.transform(splits.train.texts))
+        self._parts = [
+            (LENGTH * rarity.transform(counts.transform(part.texts)).astype(np.float32), torch.tensor(part.labels))
+            for part in (splits.train, others)
+        ]
 
     def take(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         """Rows to train on, by their numbers, and their labels."""
-        return self._dense("train", rows), torch.tensor(self.splits.train.labels)[torch.from_numpy(rows)]
+        return self._dense(0, rows)
 
     def held_out(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The other rows and their labels, in batches."""
-        labels = torch.tensor(self._others.labels)
-        for rows in torch.arange(self.tested).split(batch):
-            yield self._dense("held out", rows.numpy()), labels[rows]
+        return (self._dense(1, rows.numpy()) for rows in torch.arange(self.tested).split(batch))
 
     def digest(self) -> dict[str, Any]:
         """Identifies the data, ready for JSON."""
-        parts = [torch.from_numpy(part) for of in self._rows.values() for part in (of.indptr, of.indices, of.data)]
+        parts = [torch.from_numpy(part) for of, _ in self._parts for part in (of.indptr, of.indices, of.data)]
         sizes = {"rows": self.rows, "features": self.features, "classes": len(self.classes)}
         return {"name": f"{self.name}, words and pairs", **sizes, "sha256": digest(*parts)}
 
-    def _dense(self, part: str, rows: np.ndarray) -> Tensor:
-        return torch.from_numpy(self._rows[part][rows].toarray())
+    def _dense(self, part: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        features, labels = self._parts[part]
+        return torch.from_numpy(features[rows].toarray()), labels[torch.from_numpy(rows)]

@@ -76,7 +76,7 @@ def save(path: Path, experiment: Experiment, of: Results) -> None:
         "what": experiment.about,
         "all": common,
         "each": of_each,
-        "runs": {name: stacked([without(run, of_each[name]) for run in runs]) for name, runs in own.items()},
+        "runs": {name: columns([without(run, of_each[name]) for run in runs]) for name, runs in own.items()},
         "left_out": dict(of.left_out),
         "more": of.more,
     }
@@ -88,7 +88,7 @@ def load(path: Path) -> Results:
     content = read_json(path)
     try:
         common = {name: merged(content["all"], of) for name, of in content["each"].items()}
-        runs = {name: [_run(merged(common[name], run)) for run in parted(of)] for name, of in content["runs"].items()}
+        runs = {name: [_run(merged(common[name], run)) for run in rows(of)] for name, of in content["runs"].items()}
         return Results(runs, content.get("left_out", {}), content.get("more"))
     except (KeyError, TypeError, AttributeError) as error:
         raise BlockSparseError.expected(str(path), "the report of an experiment", f"{error!r:.99}") from None
@@ -137,33 +137,6 @@ def shared(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         elif all(key in other and other[key] == value for other in others):
             found[key] = value
     return found
-
-
-def stacked(records: Sequence[Any]) -> Any:
-    """Dicts of the same keys as one, with a list for each leaf, so that keys are named once; others as they are.
-
-    >>> stacked([{"a": 1, "b": {"c": 2}}, {"a": 3, "b": {"c": 4}}])
-    {'a': [1, 3], 'b': {'c': [2, 4]}}
-    """
-    first = records[0]
-    if (
-        not isinstance(first, dict)
-        or not first
-        or any(type(of) is not dict or of.keys() != first.keys() for of in records)
-    ):
-        return list(records)
-    return {key: stacked([of[key] for of in records]) for key in first}
-
-
-def parted(of: Any) -> list[Any]:
-    """The opposite of `stacked`.
-
-    >>> parted({"a": [1, 3], "b": {"c": [2, 4]}})
-    [{'a': 1, 'b': {'c': 2}}, {'a': 3, 'b': {'c': 4}}]
-    """
-    if isinstance(of, dict):
-        return [dict(zip(of, values, strict=True)) for values in zip(*map(parted, of.values()), strict=True)]
-    return list(of)
 
 
 def without(record: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:

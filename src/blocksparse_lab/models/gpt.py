@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -129,8 +130,7 @@ def parameter_count(config: GPTConfig) -> int:
     >>> parameter_count(GPTConfig(width=768, layers=12, context=1024))
     86235904
     """
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in GPT(config).parameters())
+    return _counts(config)[0]
 
 
 def least_parameters(config: GPTConfig) -> float:
@@ -140,16 +140,18 @@ def least_parameters(config: GPTConfig) -> float:
 
 def multiply_adds(config: GPTConfig) -> int:
     """Multiply-adds per byte: one for each weight of a product, and those of the attention to half of the context."""
-    with torch.device("meta"):
-        model = GPT(config)
-    return _stored(model) + config.layers * config.context * config.width + 256 * config.width
+    return _counts(config)[1] + config.layers * config.context * config.width + 256 * config.width
 
 
 def density(config: GPTConfig) -> float:
     """The part of the layers' weights that is stored."""
+    return _counts(config)[1] / (12 * config.layers * config.width**2)
+
+
+@lru_cache
+def _counts(config: GPTConfig) -> tuple[int, int]:
+    """All parameters, and the stored weights of the layers: both take drawing the layouts."""
     with torch.device("meta"):
-        return _stored(GPT(config)) / (12 * config.layers * config.width**2)
-
-
-def _stored(model: GPT) -> int:
-    return sum(weight.numel() for weight in model.layers.parameters() if weight.dim() > 1)
+        model = GPT(config)
+    stored = sum(weight.numel() for weight in model.layers.parameters() if weight.dim() > 1)
+    return sum(parameter.numel() for parameter in model.parameters()), stored

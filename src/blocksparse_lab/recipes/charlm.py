@@ -74,7 +74,7 @@ class CharLMTask(Streams):
         with torch.no_grad():
             for own, new in zip(self._state, after, strict=True):
                 own.copy_(new)
-        return self.cross_entropy(logits, chunk)
+        return self.cross_entropy(logits, chunk[1:])
 
     def evaluate(self, model: nn.Module) -> float:
         """Bits per character of the held-out text, in streams of `EVALUATION_STREAM` bytes or more, from state zero."""
@@ -87,8 +87,7 @@ class CharLMTask(Streams):
         state, total = self._zeros(streams), torch.zeros((), dtype=torch.float64, device=data.device)
         for text, target in zip(inputs.split(256), targets.split(256), strict=True):
             logits, state = model(text.clamp(min=0), state)
-            scores, right = logits.flatten(0, 1).float(), target.flatten()
-            total += F.cross_entropy(scores, right, ignore_index=-1, reduction="sum")
+            total += self.cross_entropy(logits, target, "sum")
         return float(total) / predicted * self.per_nat
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -111,11 +110,12 @@ def network(config: CharLMConfig) -> CharLM:
 
 def facts(config: CharLMConfig, text: str) -> dict[str, Any]:
     """Facts on a model and its text, for the run's folder."""
+    layout = config.layout
     return {
         "text": text,
         "parameters": parameter_count(config),
         "multiply_adds_per_byte": multiply_adds(config),
-        "density": 1.0 if config.layout is None else config.layout.density,
+        "density": 1.0 if layout is None else layout.density,
     }
 
 

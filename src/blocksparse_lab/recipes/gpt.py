@@ -70,7 +70,7 @@ class GPTTask(Streams):
     def loss_of(self, *inputs: Tensor) -> Tensor:
         """The cross entropy of a chunk in nats."""
         (chunk,) = inputs
-        return self.cross_entropy(self.model(chunk[:-1])[0], chunk)
+        return self.cross_entropy(self.model(chunk[:-1])[0], chunk[1:])
 
     def evaluate(self, model: nn.Module) -> float:
         """Bits per character of the held-out text, of each byte from half a context before it or more, if there is."""
@@ -86,8 +86,7 @@ class GPTTask(Streams):
         at_once = max(self.batch, AT_ONCE // context)
         for text, target in zip(inputs.split(at_once), targets.split(at_once), strict=True):
             logits, _ = model(text.T.clamp(min=0))
-            scores, right = logits.flatten(0, 1).float(), target.T.flatten()
-            total += F.cross_entropy(scores, right, ignore_index=-1, reduction="sum")
+            total += self.cross_entropy(logits, target.T, "sum")
         return float(total) / predicted * self.per_nat
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ def parameters_of(path: Path, config: Any) -> Iterator[None]:
 def load(
     path: str | Path,
     kind: str,
-    wanted: str,
+    expected: str,
     config: type,
     model: type[M],
     sizes: Callable[[dict[str, Any]], Collection[str]],
@@ -60,13 +60,13 @@ def load(
     """The model of a checkpoint, or of a run's folder, on the CPU; of mean parameters if there are any.
 
     Args:
-        path, kind, wanted: as of `read`.
+        path, kind, expected: as of `read`.
         config: the dataclass of its configuration.
         model: makes it from that; it has `config` as an attribute.
         sizes: the entries of a configuration that some tensor has as a size.
         empty: entries with which no layout is drawn; the tensors bring theirs.
     """
-    path, tensors, task = read(path, kind, wanted)
+    path, tensors, task = read(path, kind, expected)
     given = config_of(path, task, {field.name for field in fields(config)}, f"a {model.__name__}")
     usual = asdict(config()) | given
     checkpoint.check_sizes(path, tensors, {name: usual[name] for name in sizes(usual)})

@@ -89,9 +89,11 @@ class Streams(Task):
         at = (self._first + step) % self.chunks
         return self._train[at * self.seq + self._offsets], at
 
-    def cross_entropy(self, logits: Tensor, chunk: Tensor) -> Tensor:
-        """Of what follows the bytes of a chunk, in nats."""
-        return F.cross_entropy(logits.flatten(0, 1).float(), chunk[1:].flatten().long())
+    @staticmethod
+    def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        """Of the bytes `[steps, batch]` that were to be predicted, in nats; a target of -1 counts for nothing."""
+        scores = logits.flatten(0, 1).float()
+        return F.cross_entropy(scores, targets.flatten().long(), ignore_index=-1, reduction=reduction)
 
     def about(self) -> dict[str, Any]:
         model, text = self._about
