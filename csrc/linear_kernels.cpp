@@ -204,7 +204,8 @@ void multiply_row(const RowPiece& piece, typename E::Sum* sums) {
                   piece.begin * block_bytes / piece.block_out;
       next_x[i] = reinterpret_cast<const char*>(panel + piece.col[first + count + i] * sum_units * piece.width);
     }
-    const int64_t shares = sum_units * ((piece.end - piece.begin + kTileRows - 1) / kTileRows);
+    const int64_t tile = tile_rows(vectors);
+    const int64_t shares = sum_units * ((piece.end - piece.begin + tile - 1) / tile);
     const Terms<E> terms = {w,
                             x,
                             int(count),

@@ -60,6 +60,9 @@ BLOCKSPARSE_INLINE Unit load_unit(const Unit* from) {
   return unit;
 }
 
+// Rows of the tallest tile that is so many vectors wide: sums enough for multiplications not to wait for each other.
+constexpr int tile_rows(int64_t vectors) { return vectors == 1 ? 2 * kTileRows : kTileRows; }
+
 template <class E, int kRows, int kVectors, Gather kGather>
 BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_t x_offset, bool add,
                                       typename E::Sum* sums, int64_t sums_row) {
@@ -68,7 +71,7 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
   constexpr int kWide = kLanes<Sum>, kPieces = pieces(kGather);
   Vector<Sum> sum[kRows][kVectors] = {};
 
-  const int64_t w_row = terms.w_row, tile = row / kTileRows;
+  const int64_t w_row = terms.w_row, tile = row / tile_rows(kVectors);
   for (int t = 0; t < terms.count; ++t) {
     const Unit* w = terms.w[t] + row * w_row;
     // Tall tiles in two halves, whose rows share the registers that hold their distances.
@@ -115,7 +118,7 @@ BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_
     }
 }
 
-// All rows, in tiles of kTileRows, then 4, 2, 1.
+// All rows, in the tallest tiles, and what is left in lower ones.
 template <class E, int kVectors, Gather kGather>
 static void column_of_tiles(const Terms<E>& terms, int64_t x_offset, int64_t rows, bool add, typename E::Sum* sums,
                             int64_t sums_row) {
@@ -123,7 +126,8 @@ static void column_of_tiles(const Terms<E>& terms, int64_t x_offset, int64_t row
 #define BLOCKSPARSE_ROWS(count)         \
   for (; r + count <= rows; r += count) \
   register_tile<E, count, kVectors, kGather>(terms, r, x_offset, add, sums + r * sums_row, sums_row)
-  if constexpr (kTileRows > 4) BLOCKSPARSE_ROWS(kTileRows);
+  if constexpr (tile_rows(kVectors) > 8) BLOCKSPARSE_ROWS(16);
+  if constexpr (tile_rows(kVectors) > 4) BLOCKSPARSE_ROWS(8);
   BLOCKSPARSE_ROWS(4);
   BLOCKSPARSE_ROWS(2);
   BLOCKSPARSE_ROWS(1);
