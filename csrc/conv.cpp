@@ -27,7 +27,6 @@ constexpr int64_t kStreamed = 8 << 20;
 constexpr int64_t kConvertedNumbers = 1 << 14;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 char* advance(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
 const char* advance(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
 int64_t positions(const Image& image) { return image.size[0] * image.size[1] * image.size[2]; }

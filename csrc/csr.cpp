@@ -23,7 +23,6 @@ constexpr int64_t kPackFeatures = 512, kTaskConnections = 2048, kOutputCost = 4;
 constexpr int64_t kSampleVectors = 8;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 char* advance(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
 const char* advance(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
 

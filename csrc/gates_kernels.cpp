@@ -15,6 +15,7 @@ BLOCKSPARSE_INLINE void write(typename E::Storage* to, Vector<typename E::Sum> v
 // Row `row`, or null.
 template <class T>
 BLOCKSPARSE_INLINE const T* row_of(const InputRows& rows, int64_t row) {
+  if (rows.index) row = rows.index[row];
   return rows.data ? static_cast<const T*>(rows.data) + row * rows.stride : nullptr;
 }
 

@@ -7,6 +7,9 @@
 namespace blocksparse {
 
 enum class DType { kFloat32, kFloat64, kBFloat16, kFloat16 };
+// Bytes of a number in memory, and of a sum.
+static inline int64_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+static inline int64_t size_of_sum(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
 enum class Activation { kNone, kRelu, kGelu, kSilu };
 
 // A piece of one block row: the outputs [begin, end) of y[tokens, out] = activation(x W^T + bias), from a packed
@@ -194,6 +197,7 @@ using SelectConv = const ConvKernels& (*)(DType dtype, int64_t block_sum);
 struct InputRows {
   const void* data;
   int64_t stride;
+  const int64_t* index = nullptr;  // the number of each row, if they do not follow each other
 };
 struct OutputRows {
   void* data;

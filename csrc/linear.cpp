@@ -16,7 +16,6 @@ constexpr int64_t kWgradTokens = 256;
 constexpr int64_t kPackUnits = 512, kPackSteps = 16, kPackFeatures = 1024;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 char* advance(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
 const char* advance(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
 

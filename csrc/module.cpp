@@ -22,6 +22,7 @@
 #include "int8.hpp"
 #include "isa_dispatch.hpp"
 #include "linear.hpp"
+#include "lstm.hpp"
 #include "parallel.hpp"
 
 namespace nb = nanobind;
@@ -71,19 +72,27 @@ int64_t blocks_in(int64_t features, int64_t block) {
 
 void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
 
+// The tasks of a product with so many block rows.
+RowTasks row_tasks(int64_t rows, const Index<int64_t>& start, const Index<int32_t>& col, const Index<int64_t>& position,
+                   const Index<int32_t>& row, const Index<int32_t>& begin, const Index<int32_t>& end,
+                   const Index<int64_t>& task_start) {
+  require_starts(start, rows, col.size(), "start for each block row, up to all blocks");
+  require(position.size() == col.size(), "a position for each block");
+  require(begin.size() == row.size() && end.size() == row.size(), "row, begin and end of one length");
+  require_tasks(task_start, row.size());
+  return {start.data(), col.data(), position.data(),   row.data(),
+          begin.data(), end.data(), task_start.data(), int64_t(task_start.size()) - 1};
+}
+
 void py_linear(const std::string& isa, const std::string& dtype, const std::string& activation, bool transpose,
                std::pair<int64_t, int64_t> block, int64_t tokens, uintptr_t x, int64_t x_stride, int64_t in_features,
                uintptr_t values, uintptr_t bias, uintptr_t y, int64_t out_features, Index<int64_t> start,
                Index<int32_t> col, Index<int64_t> position, Index<int32_t> row, Index<int32_t> begin,
                Index<int32_t> end, Index<int64_t> task_start) {
-  const RowTasks tasks = {start.data(), col.data(), position.data(),   row.data(),
-                          begin.data(), end.data(), task_start.data(), int64_t(task_start.size()) - 1};
   if (transpose) std::swap(block.first, block.second);
   blocks_in(in_features, block.second);
-  require_starts(start, blocks_in(out_features, block.first), col.size(), "start for each block row, up to all blocks");
-  require(position.size() == col.size(), "a position for each block");
-  require(begin.size() == row.size() && end.size() == row.size(), "row, begin and end of one length");
-  require_tasks(task_start, row.size());
+  const RowTasks tasks =
+      row_tasks(blocks_in(out_features, block.first), start, col, position, row, begin, end, task_start);
   nb::gil_scoped_release release;
   linear(isa_named(isa), dtype_named(dtype), activation_named(activation), transpose, block.first, block.second, tokens,
          {pointer(x), x_stride, in_features}, pointer(values), pointer(bias), pointer(y), out_features, tasks);
@@ -314,6 +323,59 @@ void py_gates_backward(const std::string& isa, const std::string& dtype, int64_t
                   output(grad_pre), output(grad_c_before)});
 }
 
+// The steps and the weight of a recurrence: `block` is the layout's, the tasks are those of the pass.
+struct PyRecurrence {
+  TimeSteps steps;
+  RecurrentWeight weight;
+
+  PyRecurrence(Index<int64_t> step, bool reverse, int64_t rows, int64_t hidden, std::pair<int64_t, int64_t> block,
+               uintptr_t values, const RowTasks& tasks)
+      : steps{step.data(), int64_t(step.size()) - 1, reverse},
+        weight{hidden, block.first, block.second, pointer(values), tasks} {
+    require_starts(step, steps.count, size_t(rows), "the start of each step, up to all rows");
+    for (int64_t t = 0; t < steps.count; ++t)
+      require(steps.rows(t) >= 0 && steps.rows(t) <= steps.rows(0), "no step with more rows than the first");
+  }
+};
+
+void py_lstm_forward(const std::string& isa, const std::string& dtype, int64_t rows, int64_t hidden,
+                     Index<int64_t> step, bool reverse, std::pair<int64_t, int64_t> block, uintptr_t values,
+                     uintptr_t z, const PyRows& pre, uintptr_t index, const PyRows& h_before, const PyRows& h_after,
+                     uintptr_t h_final, const PyRows& c_before, const PyRows& c_after, uintptr_t c_final,
+                     const PyRows& gates, Index<int64_t> start, Index<int32_t> col, Index<int64_t> position,
+                     Index<int32_t> row, Index<int32_t> begin, Index<int32_t> end, Index<int64_t> task_start) {
+  blocks_in(hidden, block.second);
+  const RowTasks tasks =
+      row_tasks(blocks_in(4 * hidden, block.first), start, col, position, row, begin, end, task_start);
+  const PyRecurrence recurrence(step, reverse, rows, hidden, block, values, tasks);
+  InputRows added = input(pre);
+  added.index = static_cast<const int64_t*>(pointer(index));
+  nb::gil_scoped_release release;
+  lstm_forward(isa_named(isa), dtype_named(dtype), recurrence.steps, recurrence.weight,
+               {pointer(z),
+                added,
+                {output(h_before), output(h_after), pointer(h_final)},
+                {output(c_before), output(c_after), pointer(c_final)},
+                output(gates)});
+  trim_scratch();
+}
+
+void py_lstm_backward(const std::string& isa, const std::string& dtype, int64_t rows, int64_t hidden,
+                      Index<int64_t> step, bool reverse, std::pair<int64_t, int64_t> block, uintptr_t values,
+                      const PyRows& gates, const PyRows& c_before, const PyRows& c, const PyRows& grad_y,
+                      uintptr_t grad_h, uintptr_t grad_c, const PyRows& grad_pre, Index<int64_t> start,
+                      Index<int32_t> col, Index<int64_t> position, Index<int32_t> row, Index<int32_t> begin,
+                      Index<int32_t> end, Index<int64_t> task_start) {
+  blocks_in(4 * hidden, block.first);
+  const RowTasks tasks = row_tasks(blocks_in(hidden, block.second), start, col, position, row, begin, end, task_start);
+  const PyRecurrence recurrence(step, reverse, rows, hidden, block, values, tasks);
+  nb::gil_scoped_release release;
+  lstm_backward(
+      isa_named(isa), dtype_named(dtype), recurrence.steps, recurrence.weight,
+      {input(gates), input(c_before), input(c), input(grad_y), pointer(grad_h), pointer(grad_c), output(grad_pre)});
+  trim_scratch();
+}
+
 void py_dropout_forward(const std::string& isa, const std::string& dtype, int64_t count, uintptr_t x, uintptr_t y,
                         uintptr_t code, const std::array<double, 3>& factors, uint64_t seed, uint16_t least) {
   nb::gil_scoped_release release;
@@ -394,6 +456,15 @@ NB_MODULE(_core, m) {
   // Arguments by position: at each step of a sequence keyword arguments would take longer than small steps.
   m.def("gates_forward", &py_gates_forward);
   m.def("gates_backward", &py_gates_backward);
+  m.def("lstm_forward", &py_lstm_forward, nb::kw_only(), "isa"_a, "dtype"_a, "rows"_a, "hidden"_a, "step"_a.noconvert(),
+        "reverse"_a, "block"_a, "values"_a, "z"_a, "pre"_a, "index"_a, "h_before"_a, "h_after"_a, "h_final"_a,
+        "c_before"_a, "c_after"_a, "c_final"_a, "gates"_a, "start"_a.noconvert(), "col"_a.noconvert(),
+        "position"_a.noconvert(), "row"_a.noconvert(), "begin"_a.noconvert(), "end"_a.noconvert(),
+        "task_start"_a.noconvert());
+  m.def("lstm_backward", &py_lstm_backward, nb::kw_only(), "isa"_a, "dtype"_a, "rows"_a, "hidden"_a,
+        "step"_a.noconvert(), "reverse"_a, "block"_a, "values"_a, "gates"_a, "c_before"_a, "c"_a, "grad_y"_a,
+        "grad_h"_a, "grad_c"_a, "grad_pre"_a, "start"_a.noconvert(), "col"_a.noconvert(), "position"_a.noconvert(),
+        "row"_a.noconvert(), "begin"_a.noconvert(), "end"_a.noconvert(), "task_start"_a.noconvert());
   m.def("dropout_forward", &py_dropout_forward, nb::kw_only(), "isa"_a, "dtype"_a, "count"_a, "x"_a, "y"_a, "code"_a,
         "factors"_a, "seed"_a, "least"_a);
   m.def("dropout_backward", &py_dropout_backward, nb::kw_only(), "isa"_a, "dtype"_a, "count"_a, "grad"_a, "code"_a,

@@ -21,7 +21,7 @@ STEPS = {
     "ragged-reverse": Steps((4, 4, 2, 1, 1), reverse=True),
     "one": Steps.equal(1, 1),
 }
-CELLS = ["lstm", "lstm-joined", "lstm-projected", "mlstm", "smallworld-1", "smallworld-2", "smallworld-4"]
+CELLS = ["lstm", "lstm-projected", "mlstm", "smallworld-1", "smallworld-2", "smallworld-4"]
 BOUNDS = {torch.float32: 1e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 BLOCK, HIDDEN, INPUT, OUTPUT = 8, 32, 16, 16
 
@@ -46,12 +46,9 @@ def case(cell, steps, sparse, indexed=False, hidden=HIDDEN):
     rows = 6 if indexed else steps.rows
     index = torch.randint(rows, (steps.rows,), generator=generator) if indexed else None
     h, c, bias = randn(steps.batch, hidden), randn(steps.batch, hidden), randn(4 * hidden)
-    if cell == "lstm" or (cell == "lstm-joined" and (indexed or not sparse)):
+    if cell == "lstm":
         (v, w), layouts = weights([(4 * hidden, INPUT), (4 * hidden, hidden)], sparse, generator)
         return recurrent.LSTM(steps, *layouts), [randn(rows, INPUT), index, h, c, v, bias, w]
-    if cell == "lstm-joined":
-        (v, w), layouts = weights([(4 * hidden, INPUT), (4 * hidden, hidden)], sparse, generator)
-        return recurrent.JoinedLSTM(steps, *layouts), [randn(rows, INPUT), index, h, c, v, bias, w]
     if cell == "lstm-projected":
         shapes = [(4 * hidden, INPUT), (4 * hidden, OUTPUT), (OUTPUT, hidden)]
         (v, w, p), layouts = weights(shapes, sparse, generator)
@@ -191,8 +188,7 @@ def test_each_weight_has_its_gradient_from_one_product(cell, monkeypatch):
     wgrad = backend.linear_wgrad
     monkeypatch.setattr(backend, "linear_wgrad", lambda *args: calls.append(args[2]) or wgrad(*args))
     outputs_and_gradients(lambda *leaves: scan(recurrence, *leaves), tensors)
-    products = 1 if cell == "lstm-joined" else sum(t is not None and t.dim() == 3 for t in tensors)
-    assert len(calls) == products
+    assert len(calls) == sum(t is not None and t.dim() == 3 for t in tensors)
 
 
 @pytest.mark.parametrize("cell", CELLS)

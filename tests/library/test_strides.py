@@ -160,7 +160,7 @@ def test_outputs_of_gates(backend, name):
 
 # -- recurrences --------------------------------------------------------------------------------------------------
 
-CELLS = ["lstm", "lstm-joined", "lstm-projected", "mlstm", "smallworld-2"]
+CELLS = ["lstm", "lstm-projected", "mlstm", "smallworld-2"]
 
 
 @pytest.mark.parametrize("cell", CELLS)

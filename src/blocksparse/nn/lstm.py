@@ -140,10 +140,7 @@ class LSTM(Recurrent):
         pairs = self._weights(suffix, "ih", "hh", *(["hr"] if self.proj_size else []))
         (input_weight, *weights), (input_layout, layout, *projections) = zip(*pairs, strict=True)
         x, h, input_weight, bias, *weights = cast(x, h, input_weight, bias, *weights)
-        # On a GPU gates that are not written are worth more than a product less.
-        sparse = input_layout is not None and layout is not None and not x.is_cuda
-        joined = sparse and index is None and not projections and input_layout.block_shape == layout.block_shape
-        cell = (recurrent.JoinedLSTM if joined else recurrent.LSTM)(steps, input_layout, layout, *projections)
+        cell = recurrent.LSTM(steps, input_layout, layout, *projections)
         if input_layout is not None and input_layout.shape[1] != x.shape[1]:
             x = pad(x, input_layout)
         return scan(cell, x, index, h, c, input_weight, bias, *weights)

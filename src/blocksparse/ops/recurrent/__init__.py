@@ -1,7 +1,7 @@
 """Recurrences over whole sequences: a product per step, fused gates, and one product for each weight's gradient."""
 
 from .graph import KINDS
-from .lstm import LSTM, JoinedLSTM, unrolled
+from .lstm import LSTM, unrolled
 from .multiplicative_lstm import MultiplicativeLSTM
 from .op import gather_rows, linear_of, scan
 from .recurrence import Steps, Times
@@ -9,7 +9,6 @@ from .small_world_lstm import SmallWorldLSTM
 
 __all__ = [
     "LSTM",
-    "JoinedLSTM",
     "MultiplicativeLSTM",
     "SmallWorldLSTM",
     "Steps",
@@ -20,4 +19,4 @@ __all__ = [
     "unrolled",
 ]
 
-KINDS |= {kind.__name__: kind for kind in (LSTM, JoinedLSTM, MultiplicativeLSTM, SmallWorldLSTM)}
+KINDS |= {kind.__name__: kind for kind in (LSTM, MultiplicativeLSTM, SmallWorldLSTM)}

@@ -1,19 +1,17 @@
-"""The recurrence of the LSTM, with a product for the inputs of all steps, or with one per step for input and state."""
+"""The recurrence of the LSTM, with one product for the inputs of all steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ...convert import block_coordinates
 from ...layout import BlockLayout
 from .. import workspace
-from ..linear import LINEAR
 from ..lstm_gates import LSTM_GATES
+from . import cpu
 from .op import Product, Rows, StateGradient, Trajectory, empty, forward_step, gather_rows, linear_of, scatter_add_rows
 from .recurrence import Recurrence, Steps, Tensors, Times
 
@@ -57,6 +55,9 @@ class LSTM(Recurrence):
         gates = pre if index is None else empty(steps.rows, pre.shape[1], x)
         raw = empty(steps.rows, c.shape[1], x) if projection else hs.all_after
         activated, left = gates.split(steps.sizes), raw.split(steps.sizes)
+        if recurrent.at_once and not projection:
+            cpu.forward(recurrent.weight, recurrent.layout, steps, pre, index, hs, cs, gates if keep else None)
+            return outputs(hs, cs), (gates, cs.all_before, cs.all_after, hs.all_before) if keep else ()
         step = forward_step(recurrent, inputs, c)
         for t in steps.order:
             into = activated[t] if keep else None
@@ -81,91 +82,18 @@ class LSTM(Recurrence):
             into = projected[0][steps.start[t] : steps.start[t + 1]]
             return projection[0].dgrad(torch.add(grad_h, grad_y, out=into))
 
-        grad_pre, grad_h, grad_c = back_in_time(
-            steps, states, grads, lambda t, grad: recurrent.dgrad(grad), at_gates if projection else None
-        )
+        if recurrent.at_once and not projection:
+            grad_pre, grad_h, grad_c = cpu.backward(recurrent.weight, recurrent.layout, steps, states, grads)
+        else:
+            grad_pre, grad_h, grad_c = back_in_time(
+                steps, states, grads, lambda t, grad: recurrent.dgrad(grad), at_gates if projection else None
+            )
         grad_x, grad_input_weight, grad_bias = Product(input_weight, self.layouts[0], len(x)).backward(
             scatter_add_rows(grad_pre, x, index), x, needed[0], needed[5]
         )
         grad_weights = [recurrent.wgrad(grad_pre, h_before)]
         grad_weights += [product.wgrad(grad, kept[4]) for product, grad in zip(projection, projected, strict=True)]
         return grad_x, None, grad_h, grad_c, grad_input_weight, grad_bias, *grad_weights
-
-
-class JoinedLSTM(LSTM):
-    """An LSTM without projection whose weights are both block-sparse: i, f, g, o = [x, h] [V, W]^T + b.
-
-    With few blocks in a row, products are bound by the gates that they write and read. So there is one for both
-    weights, forward and backward, and the gates before their activation are never in memory. The tensors are those of
-    `LSTM`, without an index.
-    """
-
-    def forward(
-        self, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, input_weight: Tensor, bias: Tensor | None,
-        *weights: Tensor, keep: bool,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
-        steps = self.steps
-        layout, order = _join(x.device, *self.layouts)
-        values = torch.cat([input_weight, weights[0]])[order]
-        hs, cs = Trajectory(steps, h, x), Trajectory(steps, c)
-        gates = empty(steps.rows if keep else 0, layout.shape[0], x)
-        activated = gates.split(steps.sizes) if keep else [None] * len(steps.sizes)
-        rows = hs.rows_before.split(steps.sizes)
-        pre = x.new_empty(steps.batch, layout.shape[0])
-        linear, run = LINEAR.on(x.device, x.dtype).linear, LSTM_GATES.on(x.device, x.dtype).forward
-        for t in steps.order:
-            z = linear(rows[t], values, None, layout, False, None, pre[: steps.sizes[t]])
-            run(z, bias, None, cs.before[t], h_out=hs.after[t], c_out=cs.after[t], gates_out=activated[t])
-            if not steps.aligned:
-                hs.advance(t)
-                cs.advance(t)
-        kept = gates, cs.all_before, cs.all_after, values, hs.rows_before
-        return outputs(hs, cs), kept if keep else ()
-
-    def backward(
-        self, tensors: Any, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
-    ) -> Tensors:
-        steps, (x, _, _, _, input_weight, *_) = self.steps, tensors
-        *states, values, rows = kept
-        layout, order = _join(values.device, *self.layouts)
-        joined, inputs, grad_x = Product(values, layout, steps.batch), x.shape[1], workspace.empty_like(x)
-        grad_bias = states[1].new_zeros(layout.shape[0]) if needed[5] else None
-
-        def at_state(t: int, grad_z: Tensor) -> Tensor:
-            grad = joined.dgrad(grad_z)
-            grad_x[steps.start[t] : steps.start[t + 1]] = grad[:, :inputs]
-            if grad_bias is not None:  # while it is in the cache
-                grad_bias.add_(grad_z.sum(0))
-            return grad[:, inputs:]
-
-        grad_pre, grad_h, grad_c = back_in_time(steps, states, grads, at_state)
-        grad_values = torch.empty_like(values)
-        grad_values[order] = joined.wgrad(grad_pre, rows)
-        grad_weights = grad_values.split([len(input_weight), len(values) - len(input_weight)])
-        of_bias = None if grad_bias is None else grad_bias.to(x.dtype)
-        return grad_x, None, grad_h, grad_c, grad_weights[0], of_bias, grad_weights[1]
-
-
-# Of the last pairs of layouts: both, joined, and the order. By identity, as hashing layouts takes as long as a step.
-_joined: dict[tuple[int, int, torch.device], tuple[BlockLayout, BlockLayout, BlockLayout, Tensor]] = {}
-
-
-def _join(device: torch.device, left: Any, right: Any) -> tuple[BlockLayout, Tensor]:
-    """The layout of [left, right], and the place of each of its blocks among those of left and then right."""
-    key = id(left), id(right), device
-    found = _joined.get(key)
-    if found is None:
-        cpu = torch.device("cpu")
-        (left_rows, left_cols), (right_rows, right_cols) = (block_coordinates(layout, cpu) for layout in (left, right))
-        rows = np.concatenate([left_rows, right_rows])
-        cols = np.concatenate([left_cols, right_cols + left.grid[1]])
-        grid = left.grid[0], left.grid[1] + right.grid[1]
-        order = np.lexsort((cols, rows))
-        layout = BlockLayout.from_indices(rows[order], cols[order], grid, left.block_shape)
-        if len(_joined) >= 64:
-            _joined.clear()
-        found = _joined[key] = left, right, layout, torch.from_numpy(order).to(device)
-    return found[2:]
 
 
 def products(weights: Sequence[Tensor], layouts: Sequence[BlockLayout | None], steps: Steps) -> list[Product]:

@@ -20,6 +20,7 @@ from .. import cpu_core, workspace
 from ..linear import LINEAR, linear
 from ..lstm_gates import LSTM_GATES
 from ..registry import is_eager, of_each
+from . import cpu
 from .graph import in_graph
 from .quads import quads
 from .recurrence import Recurrence, Steps, Tensors, Times
@@ -91,27 +92,23 @@ class Trajectory:
 
     It is `initial` before each sequence and `final` behind it, `[batch, features]`. The step itself writes `after[t]`,
     and then calls `advance(t)`, unless the steps are aligned: what one step leaves then is what the next one takes, in
-    the same memory. With x `[rows, input]`, `rows_before` are the rows [x, what the step takes].
+    the same memory.
     """
 
-    def __init__(self, steps: Steps, initial: Tensor, x: Tensor | None = None) -> None:
+    def __init__(self, steps: Steps, initial: Tensor) -> None:
         self.steps = steps
-        rows, batch = steps.rows, len(initial)
-        at = 0 if x is None else x.shape[1]
+        rows, batch, features = steps.rows, *initial.shape
         if steps.aligned:
-            memory = empty(rows + batch, at + initial.shape[1], initial)
+            memory = empty(rows + batch, features, initial)
             first, last = memory[:rows], memory[batch:]
-            self.rows_before, after = (last, first) if steps.reverse else (first, last)
-            (memory[rows:] if steps.reverse else memory[:batch])[:, at:] = initial
-            self.final = (memory[:batch] if steps.reverse else memory[rows:])[:, at:]
+            self.all_before, self.all_after = (last, first) if steps.reverse else (first, last)
+            (memory[rows:] if steps.reverse else memory[:batch])[:] = initial
+            self.final = memory[:batch] if steps.reverse else memory[rows:]
         else:
-            self.rows_before, after = (empty(rows, at + initial.shape[1], initial) for _ in range(2))
-            self.final = initial.clone()
+            self.all_before, self.all_after = (empty(rows, features, initial) for _ in range(2))
+            self.final = initial.clone(memory_format=torch.contiguous_format)
             size = steps.sizes[steps.order[0]]
-            self.rows_before[steps.start[steps.order[0]] :][:size, at:] = initial[:size]
-        if x is not None:
-            self.rows_before[:, :at] = x
-        self.all_before, self.all_after = self.rows_before[:, at:], after[:, at:]
+            self.all_before[steps.start[steps.order[0]] :][:size] = initial[:size]
         self.before, self.after = self.all_before.split(steps.sizes), self.all_after.split(steps.sizes)
 
     def advance(self, t: int) -> None:
@@ -214,6 +211,8 @@ class Product:
             self._linear: Callable[..., Tensor] = backend.linear
             self._linear_wgrad: Callable[..., Tensor] = backend.linear_wgrad
         self.quads = quads(self.weight, self.layout)
+        # All steps in one call. Backward a transposed copy is the better way, where there is one.
+        self.at_once = not turns and cpu.serves(self.layout, weight.device, weight.dtype)
 
     def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """`[tokens, in] -> [tokens, out]`, x W^T + bias, into `out` if given."""
