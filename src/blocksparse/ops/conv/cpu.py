@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...layout import BlockLayout
-from .. import cpu_core
+from .. import cpu_core, workspace
 from ..cpu_core import DTYPES, address
 from ..cpu_plan import block_plan
 from .plan import Axis, channel_plan, packed_taps, runs, three_axes
@@ -27,7 +27,7 @@ def conv(
     x_address = address("x", x, (images, *from_size, in_channels), dtype)
     values_address = address("values", values, (*layout.values_shape, *kernel), dtype)
     bias = None if bias is None else bias.contiguous()
-    y = torch.empty(images, *to_size, out_channels, dtype=dtype, device=x.device)
+    y = workspace.empty((images, *to_size, out_channels), dtype, x.device)
     axes = three_axes(axes)
     input, output, kernel = _sizes(axes)
     plan = channel_plan(layout, transpose)
@@ -55,7 +55,7 @@ def conv_wgrad(
     x_address = address("x", x, (images, *x_size, in_channels), dtype)
     grad_address = address("grad", grad, (images, *grad_size, out_channels), dtype)
     shape = *layout.values_shape, *kernel
-    values = torch.empty(shape, dtype=dtype, device=x.device)
+    values = workspace.empty(shape, dtype, x.device)
     axes = three_axes(axes)
     input, output, kernel = _sizes(axes)
     plan = block_plan(layout)

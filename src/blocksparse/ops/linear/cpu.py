@@ -68,7 +68,7 @@ def linear(
 
 
 def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout) -> Tensor:
-    values = torch.empty(layout.values_shape, dtype=x.dtype, device=_CPU)
+    values = workspace.empty(layout.values_shape, x.dtype, _CPU)
     grad, x = features_together(grad), features_together(x)
     operands = _gradient_operands(grad, x, layout)
     operands["values"] = address("values", values, layout.values_shape, x.dtype)
@@ -97,7 +97,7 @@ def gradients(
     grad, x, values = features_together(grad), features_together(x), values.data.contiguous()
     operands, working = _gradient_operands(grad, x, layout), _working(size)
     grad_x, grad_x_address = cpu_core.new(tuple(x.shape), x) if needs_x else (None, 0)
-    grad_values = torch.empty(layout.values_shape, dtype=x.dtype, device=_CPU)
+    grad_values = workspace.empty(layout.values_shape, x.dtype, _CPU)
     grad_bias = torch.empty(layout.shape[:1], dtype=dtype, device=_CPU) if needs_bias else None
     start, col, position = column_plan(layout) if needs_x else (layout.row_start, layout.col_of_block, None)
     core.csr_gradients(

@@ -50,25 +50,27 @@ class LSTM(Recurrence):
         hs, cs = Trajectory(steps, h), Trajectory(steps, c)
         pre = empty(len(x), 4 * c.shape[1], x)
         Product(input_weight, self.layouts[0], len(x)).forward(x, bias, out=pre)
-        inputs = Rows(steps, pre, index)
         # The activated gates take the place of the inputs' product where there is one of each row.
-        gates = pre if index is None else empty(steps.rows, pre.shape[1], x)
+        gates = None
+        if keep:
+            gates = pre if index is None else empty(steps.rows, pre.shape[1], x)
         raw = empty(steps.rows, c.shape[1], x) if projection else hs.all_after
-        activated, left = gates.split(steps.sizes), raw.split(steps.sizes)
-        if recurrent.at_once and not projection:
-            cpu.forward(recurrent.weight, recurrent.layout, steps, pre, index, hs, cs, gates if keep else None)
-            return outputs(hs, cs), (gates, cs.all_before, cs.all_after, hs.all_before) if keep else ()
-        step = forward_step(recurrent, inputs, c)
+        layout = None if projection else recurrent.at_once
+        if layout is not None:
+            cpu.forward(recurrent.weight, layout, steps, pre, index, hs, cs, gates)
+            return outputs(hs, cs), () if gates is None else (gates, cs.all_before, cs.all_after, hs.all_before)
+        activated, left = None if gates is None else gates.split(steps.sizes), raw.split(steps.sizes)
+        step = forward_step(recurrent, Rows(steps, pre, index), c)
         for t in steps.order:
-            into = activated[t] if keep else None
+            into = None if activated is None else activated[t]
             step(t, hs.before[t], cs.before[t], h_out=left[t], c_out=cs.after[t], gates_out=into)
             if projection:
                 projection[0].forward(left[t], out=hs.after[t])
             if not steps.aligned:
                 hs.advance(t)
                 cs.advance(t)
-        kept = (gates, cs.all_before, cs.all_after, hs.all_before, *([raw] if projection else ()))
-        return outputs(hs, cs), kept if keep else ()
+        kept = () if gates is None else (gates, cs.all_before, cs.all_after, hs.all_before)
+        return outputs(hs, cs), (*kept, raw) if projection else kept
 
     def backward(
         self, tensors: Any, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
@@ -82,8 +84,9 @@ class LSTM(Recurrence):
             into = projected[0][steps.start[t] : steps.start[t + 1]]
             return projection[0].dgrad(torch.add(grad_h, grad_y, out=into))
 
-        if recurrent.at_once and not projection:
-            grad_pre, grad_h, grad_c = cpu.backward(recurrent.weight, recurrent.layout, steps, states, grads)
+        layout = None if projection else recurrent.at_once
+        if layout is not None:
+            grad_pre, grad_h, grad_c = cpu.backward(recurrent.weight, layout, steps, states, grads)
         else:
             grad_pre, grad_h, grad_c = back_in_time(
                 steps, states, grads, lambda t, grad: recurrent.dgrad(grad), at_gates if projection else None

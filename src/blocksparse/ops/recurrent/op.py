@@ -5,8 +5,8 @@ A recurrence is one node of autograd's graph, so that each weight gets its gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -36,8 +36,11 @@ def scan(recurrence: Recurrence, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         return in_graph(recurrence, tensors)
     if torch.compiler.is_compiling() or not is_eager(*tensors) or forward_ad._current_level >= 0:
         return recurrence.definition(*tensors)
+    resolved = [_resolved(tensor) for tensor in tensors]
+    if not torch.is_grad_enabled():
+        return recurrence.forward(*resolved, keep=False)[0]
     recorded: Callable[..., tuple[Tensor, ...]] = _Scan.apply
-    return recorded(recurrence, torch.is_grad_enabled(), *map(_resolved, tensors))
+    return recorded(recurrence, *resolved)
 
 
 def _resolved(tensor: Tensor | None) -> Tensor | None:
@@ -50,8 +53,8 @@ def _resolved(tensor: Tensor | None) -> Tensor | None:
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, recurrence: Recurrence, grad_enabled: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        keep = grad_enabled and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    def forward(ctx: Any, recurrence: Recurrence, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        keep = any(tensor is not None and tensor.requires_grad for tensor in tensors)
         outputs, kept = recurrence.forward(*tensors, keep=keep)
         ctx.recurrence, ctx.count = recurrence, len(tensors)
         ctx.save_for_backward(*tensors, *kept)
@@ -59,7 +62,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensors:
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]  # read once, as checkpoints demand
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]  # read once, as checkpoints demand
         tensors, kept = saved[: ctx.count], saved[ctx.count :]
 
         def backward(*grads: Tensor) -> Any:
@@ -69,7 +72,7 @@ class _Scan(torch.autograd.Function):
             contiguous = tuple(grad.resolve_neg().contiguous() for grad in grads)
             return ctx.recurrence.backward(tensors, kept, contiguous, needed)
 
-        return None, None, *of_each(backward, *grads)
+        return None, *of_each(backward, *grads)
 
 
 def _differentiable(
@@ -109,7 +112,14 @@ class Trajectory:
             self.final = initial.clone(memory_format=torch.contiguous_format)
             size = steps.sizes[steps.order[0]]
             self.all_before[steps.start[steps.order[0]] :][:size] = initial[:size]
-        self.before, self.after = self.all_before.split(steps.sizes), self.all_after.split(steps.sizes)
+
+    @cached_property
+    def before(self) -> Sequence[Tensor]:
+        return torch.split(self.all_before, list(self.steps.sizes))
+
+    @cached_property
+    def after(self) -> Sequence[Tensor]:
+        return torch.split(self.all_after, list(self.steps.sizes))
 
     def advance(self, t: int) -> None:
         """Passes on the state that step t left, among sequences of several lengths."""
@@ -211,8 +221,13 @@ class Product:
             self._linear: Callable[..., Tensor] = backend.linear
             self._linear_wgrad: Callable[..., Tensor] = backend.linear_wgrad
         self.quads = quads(self.weight, self.layout)
-        # All steps in one call. Backward a transposed copy is the better way, where there is one.
-        self.at_once = not turns and cpu.serves(self.layout, weight.device, weight.dtype)
+
+    @property
+    def at_once(self) -> BlockLayout | None:
+        """The layout, where the CPU's core takes all steps of an LSTM at once."""
+        if self._transposed_layout is not None:  # a copy is the better way back
+            return None
+        return self.layout if cpu.serves(self.layout, self.weight.device, self.weight.dtype) else None
 
     def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """`[tokens, in] -> [tokens, out]`, x W^T + bias, into `out` if given."""
