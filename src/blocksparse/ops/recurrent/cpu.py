@@ -49,12 +49,12 @@ def forward(
         ("z", z.view(-1), (z.numel(),), dtype),
         ("pre", pre, all_four if index is None else (len(pre), 4 * hidden), dtype),
         ("index", index, (rows,), torch.int64),
-        ("h", hs.all_before, states, dtype),
-        ("h", hs.all_after, states, dtype),
-        ("the final h", None if steps.aligned else hs.final.view(-1), (steps.batch * hidden,), dtype),
-        ("c", cs.all_before, states, state),
-        ("c", cs.all_after, states, state),
-        ("the final c", None if steps.aligned else cs.final.view(-1), (steps.batch * hidden,), state),
+        ("h_before", hs.all_before, states, dtype),
+        ("h_after", hs.all_after, states, dtype),
+        ("h_final", None if steps.aligned else hs.final.view(-1), (steps.batch * hidden,), dtype),
+        ("c_before", cs.all_before, states, state),
+        ("c_after", cs.all_after, states, state),
+        ("c_final", None if steps.aligned else cs.final.view(-1), (steps.batch * hidden,), state),
         ("gates", gates, all_four, dtype),
     )
     (values_, _), (z_, _), pre_, (index_, _), h, h_after, (h_final, _), c, c_after, (c_final, _), gates_ = found
@@ -75,12 +75,12 @@ def backward(
     core, isa, found = cpu_core.operands(
         ("values", values, layout.values_shape, dtype),
         ("gates", gates, (rows, 4 * hidden), dtype),
-        ("c", before, (rows, hidden), state),
-        ("c", after, (rows, hidden), state),
-        ("the gradient of y", grad_y, (rows, hidden), dtype),
-        ("the gradient of h", grad_h.view(-1), (steps.batch * hidden,), dtype),
-        ("the gradient of c", grad_c.view(-1), (steps.batch * hidden,), state),
-        ("the gradient before the gates", grad_pre, (rows, 4 * hidden), dtype),
+        ("c_before", before, (rows, hidden), state),
+        ("c_after", after, (rows, hidden), state),
+        ("grad_y", grad_y, (rows, hidden), dtype),
+        ("grad_h", grad_h.view(-1), (steps.batch * hidden,), dtype),
+        ("grad_c", grad_c.view(-1), (steps.batch * hidden,), state),
+        ("grad_pre", grad_pre, (rows, 4 * hidden), dtype),
     )
     (values_, _), gates_, c_before, c, grad_y_, (grad_h_, _), (grad_c_, _), grad_pre_ = found
     core.lstm_backward(
