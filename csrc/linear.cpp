@@ -10,8 +10,11 @@ namespace {
 
 // Bytes of packed panels per pass over the weights: they stay in the outer caches until they are used.
 constexpr int64_t kPanelBytes = 8 << 20;
-// Tokens that the sampled product packs at a time; 16-bit types pack all at once, as sums over chunks would round.
-constexpr int64_t kWgradTokens = 256;
+// Each thread has panels of its own if there are so many for it, and none larger than its caches.
+constexpr int64_t kOwnPanels = 8, kOwnBytes = 1 << 20;
+// Tokens that the sampled product packs at a time, as many as have these bytes: more would leave the outer caches,
+// fewer write the values too often. 16-bit types pack all at once, as sums over chunks would round.
+constexpr int64_t kWgradBytes = 16 << 20, kLeastTokens = 256, kMostTokens = 1024;
 // What one packing task takes: features of a panel, and steps and features of a block column.
 constexpr int64_t kPackUnits = 512, kPackSteps = 16, kPackFeatures = 1024;
 
@@ -72,6 +75,15 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
   const int64_t units = x.features / kernels.k_pack, token_bytes = units * kernels.unit_size;
   const Panels panels(tokens, kernels);
   const int64_t width_bytes = token_bytes * kernels.lanes * kernels.max_vectors;
+  if (width_bytes <= kOwnBytes && panels.count >= kOwnPanels * thread_count())
+    // Each thread packs a panel and multiplies it while it is in its own caches.
+    return parallel_tasks(panels.count, [&](int64_t p) {
+      void* packed = scratch(Scratch::kPanels, panels.width(p) * token_bytes);
+      kernels.pack_panel(advance(x.data, panels.first(p) * x.stride * size), x.stride, panels.real(p), 0, units,
+                         panels.width(p), packed);
+      for (int64_t task = 0; task < tasks.tasks; ++task)
+        run_task(kernels.row_piece, task, panels.first(p), panels.real(p), packed, panels.width(p));
+    });
   const int64_t at_once =
       std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(width_bytes, 1), 1, std::max<int64_t>(panels.count, 1));
   for (int64_t first = 0; first < panels.count; first += at_once) {
@@ -100,7 +112,9 @@ void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int
   const int64_t size = size_of(dtype), unit = kernels.unit_size;
   const int64_t padded_in = kernels.padded_in(block_in), strip = kernels.strip(block_in);
   const int64_t out_blocks = grad.features / block_out, in_blocks = x.features / block_in;
-  const int64_t at_once = size == 2 ? std::max<int64_t>(tokens, 1) : kWgradTokens;
+  const int64_t token_bytes = std::max<int64_t>((grad.features + x.features) * size, 1);
+  const int64_t at_once =
+      size == 2 ? std::max<int64_t>(tokens, 1) : std::clamp(kWgradBytes / token_bytes, kLeastTokens, kMostTokens);
 
   for (int64_t first = 0; first == 0 || first < tokens; first += at_once) {
     const int64_t here = std::min(at_once, tokens - first), steps = ceil_div(here, kernels.k_pack);
