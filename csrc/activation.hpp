@@ -95,6 +95,11 @@ BLOCKSPARSE_INLINE Vector<double> activated(Vector<double> x, Activation activat
   return x;
 }
 
+BLOCKSPARSE_INLINE Vector<double> exponential(Vector<double> x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = ::exp(x[i]);
+  return x;
+}
+
 BLOCKSPARSE_INLINE Vector<double> logistic(Vector<double> x) {
   for (int i = 0; i < kLanes<double>; ++i) x[i] = 1 / (1 + ::exp(-x[i]));
   return x;

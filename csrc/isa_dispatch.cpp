@@ -15,6 +15,7 @@ namespace blocksparse {
   const GatesKernels& select_gates(DType dtype);                      \
   const ElementwiseKernels& select_elementwise(DType dtype);          \
   const Int8Kernels& select_int8(DType dtype);                        \
+  const AttentionKernels& select_attention(DType dtype);              \
   }
 BLOCKSPARSE_DECLARE(portable)
 BLOCKSPARSE_DECLARE(avx2)
@@ -37,7 +38,8 @@ namespace {
    isa::select_conv,                              \
    base::select_gates,                            \
    base::select_elementwise,                      \
-   int8}
+   int8,                                          \
+   base::select_attention}
 
 #if defined(BLOCKSPARSE_HAS_avx2)
 // CPUs with AVX-512 multiply 8-bit numbers in one instruction, or in several.

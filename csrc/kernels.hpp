@@ -232,6 +232,35 @@ struct GatesKernels {
 };
 using SelectGates = const GatesKernels& (*)(DType dtype);
 
+// Of one head, whose matrices are [queries or keys, features]. `turned` ones are [key blocks, features, padded]: the
+// keys of a block side by side, with zeros behind. q is scaled.
+struct AttentionForward {
+  int64_t d, d_v, block, padded;  // features of q and of v; keys of a block
+  bool causal;
+  const void *q, *k, *v;  // k is turned
+  void *y, *log_sum;      // log_sum [queries], of the exponentials of each query's scores
+};
+struct AttentionBackward {
+  int64_t d, d_v, block_q, block_k, padded;
+  bool causal;
+  const void *q, *k, *k_turned, *v_turned, *grad, *log_sum, *delta;
+  void *grad_q, *grad_k, *grad_v;
+};
+struct AttentionQueries {  // [first, last), and the blocks of keys that they see
+  int64_t first, last, blocks;
+  const int32_t* col;
+};
+struct AttentionKeys {  // a block of them, and the blocks of queries that see it
+  int64_t col, blocks;
+  const int32_t* row;
+};
+struct AttentionKernels {
+  void (*forward)(const AttentionForward&, const AttentionQueries&);
+  void (*backward_rows)(const AttentionBackward&, const AttentionQueries&);  // writes grad_q
+  void (*backward_column)(const AttentionBackward&, const AttentionKeys&);   // writes grad_k and grad_v
+};
+using SelectAttention = const AttentionKernels& (*)(DType dtype);  // of float32 and float64
+
 // Numbers of a part of an elementwise loop, some microseconds of work. Each part of a dropout has random numbers of its
 // own, so that the results are the same for any number of threads and any instruction set.
 constexpr int64_t kPartNumbers = 4096;
@@ -316,6 +345,7 @@ struct InstructionSet {
   SelectGates gates;
   SelectElementwise elementwise;
   SelectInt8 int8;
+  SelectAttention attention;
 };
 
 }  // namespace blocksparse

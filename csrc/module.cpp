@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "attention.hpp"
 #include "conv.hpp"
 #include "cpu_features.hpp"
 #include "csr.hpp"
@@ -376,6 +377,45 @@ void py_lstm_backward(const std::string& isa, const std::string& dtype, int64_t 
   trim_scratch();
 }
 
+// heads, queries, keys, d, d_v and the block's sides.
+using AttentionSizes = std::array<int64_t, 7>;
+
+AttentionCall attention_call(const AttentionSizes& n, bool causal, uintptr_t q, uintptr_t k, uintptr_t v) {
+  constexpr int64_t kWidest = 16;  // lanes of any vector
+  require(n[3] % kWidest == 0 && n[4] % kWidest == 0, "whole vectors of features");
+  return {n[0], n[1], n[2], n[3], n[4], n[5], n[6], causal, pointer(q), pointer(k), pointer(v)};
+}
+
+BlockLists block_lists(const Index<int64_t>& start, const Index<int32_t>& other, int64_t count) {
+  require_starts(start, count, other.size(), "the start of each row or column of blocks, up to all blocks");
+  return {start.data(), other.data(), count};
+}
+
+void py_attention_forward(const std::string& isa, const std::string& dtype, const AttentionSizes& sizes, bool causal,
+                          uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t y, uintptr_t log_sum, Index<int64_t> start,
+                          Index<int32_t> col) {
+  const AttentionCall call = attention_call(sizes, causal, q, k, v);
+  blocks_in(call.keys, call.block_k);
+  const BlockLists rows = block_lists(start, col, blocks_in(call.queries, call.block_q));
+  nb::gil_scoped_release release;
+  attention_forward(isa_named(isa), dtype_named(dtype), call, rows, pointer(y), pointer(log_sum));
+  trim_scratch();
+}
+
+void py_attention_backward(const std::string& isa, const std::string& dtype, const AttentionSizes& sizes, bool causal,
+                           uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t grad, uintptr_t log_sum, uintptr_t delta,
+                           uintptr_t grad_q, uintptr_t grad_k, uintptr_t grad_v, Index<int64_t> start,
+                           Index<int32_t> col, Index<int64_t> column_start, Index<int32_t> row) {
+  const AttentionCall call = attention_call(sizes, causal, q, k, v);
+  const BlockLists rows = block_lists(start, col, blocks_in(call.queries, call.block_q));
+  const BlockLists columns = block_lists(column_start, row, blocks_in(call.keys, call.block_k));
+  require(row.size() == col.size(), "as many blocks in columns as in rows");
+  nb::gil_scoped_release release;
+  attention_backward(isa_named(isa), dtype_named(dtype), call, rows, columns, pointer(grad), pointer(log_sum),
+                     pointer(delta), pointer(grad_q), pointer(grad_k), pointer(grad_v));
+  trim_scratch();
+}
+
 void py_dropout_forward(const std::string& isa, const std::string& dtype, int64_t count, uintptr_t x, uintptr_t y,
                         uintptr_t code, const std::array<double, 3>& factors, uint64_t seed, uint16_t least) {
   nb::gil_scoped_release release;
@@ -465,6 +505,11 @@ NB_MODULE(_core, m) {
         "step"_a.noconvert(), "reverse"_a, "block"_a, "values"_a, "gates"_a, "c_before"_a, "c"_a, "grad_y"_a,
         "grad_h"_a, "grad_c"_a, "grad_pre"_a, "start"_a.noconvert(), "col"_a.noconvert(), "position"_a.noconvert(),
         "row"_a.noconvert(), "begin"_a.noconvert(), "end"_a.noconvert(), "task_start"_a.noconvert());
+  m.def("attention_forward", &py_attention_forward, nb::kw_only(), "isa"_a, "dtype"_a, "sizes"_a, "causal"_a, "q"_a,
+        "k"_a, "v"_a, "y"_a, "log_sum"_a, "start"_a.noconvert(), "col"_a.noconvert());
+  m.def("attention_backward", &py_attention_backward, nb::kw_only(), "isa"_a, "dtype"_a, "sizes"_a, "causal"_a, "q"_a,
+        "k"_a, "v"_a, "grad"_a, "log_sum"_a, "delta"_a, "grad_q"_a, "grad_k"_a, "grad_v"_a, "start"_a.noconvert(),
+        "col"_a.noconvert(), "column_start"_a.noconvert(), "row"_a.noconvert());
   m.def("dropout_forward", &py_dropout_forward, nb::kw_only(), "isa"_a, "dtype"_a, "count"_a, "x"_a, "y"_a, "code"_a,
         "factors"_a, "seed"_a, "least"_a);
   m.def("dropout_backward", &py_dropout_backward, nb::kw_only(), "isa"_a, "dtype"_a, "count"_a, "grad"_a, "code"_a,

@@ -13,6 +13,7 @@ import torch
 
 import blocksparse as bs
 from blocksparse.ops import cpu_core
+from blocksparse.ops.attention import cpu as attention
 from blocksparse.ops.conv import cpu as conv
 from blocksparse.ops.conv.op import conv_op, conv_wgrad_op
 from blocksparse.ops.conv.plan import axes_of, channel_plan, packed_taps, runs
@@ -33,6 +34,7 @@ NUMBERS = bs.BlockLayout([[True, False, True], [True, True, False]], block_size=
 AXES = axes_of((5, 6), (5, 6), (3, 3), (1, 1), (1, 1), (1, 1))
 GATES = bs.patterns.random((32, 8), block_size=4, density=0.5, seed=0)
 RAGGED = Steps((2, 1))
+SEEN = bs.patterns.random((8, 12), block_size=4, density=0.5, seed=0)
 POINT = axes_of((5, 6), (5, 6), (1, 1), (1, 1), (0, 0), (1, 1))
 RATES = {"momentum": 0.9, "rate": 0.1, "keep": 1.0}
 FACTORS = (0.0, 1.0, 0.5)
@@ -106,6 +108,14 @@ def an_lstm_backward():
     return {**operands, "grad_y": (3, 8), "grad_h": (2, 8), "grad_c": (2, 8)}, call
 
 
+def an_attention(backward):
+    y = {"y": (1, 2, 8, 16), "log_sum": (1, 2, 8), "grad": (1, 2, 8, 16)} if backward else {}
+    run = attention.backward if backward else attention.forward
+    return {"q": (1, 2, 8, 16), "k": (1, 2, 12, 16), "v": (1, 2, 12, 16), **y}, lambda **given: run(
+        **given, layout=SEEN, causal=False
+    )
+
+
 def a_momentum():
     def step(weights, velocities, grads):
         lists = ([torch.zeros(2), tensor] for tensor in (weights, velocities, grads))
@@ -130,6 +140,8 @@ ENTRIES = {
     "gates_backward": a_gates_backward(),
     "lstm_forward": an_lstm_forward(),
     "lstm_backward": an_lstm_backward(),
+    "attention_forward": an_attention(False),
+    "attention_backward": an_attention(True),
     "dropout_forward": ({"x": (4, 3)}, lambda x: dropout.forward(x, FACTORS, 1, 100)),
     "dropout_backward": (
         {"grad": (4, 3), "code": (4, 3)},
@@ -138,7 +150,7 @@ ENTRIES = {
     "momentum": a_momentum(),
 }
 # Functions that take strided operands, by a copy where kernels do not, and operands that are copied anyway.
-COPIED = {"linear", "csr", "conv"}
+COPIED = {"linear", "csr", "conv", "attention"}
 CLONED = {("lstm_backward", "grad_h"), ("lstm_backward", "grad_c")}
 
 
@@ -159,6 +171,7 @@ WRONG = ["smaller", "larger", "fewer axes", "dtype", "device"]
 # It takes any shape, and every dtype of the core.
 LEGAL = {("dropout_forward", "x", wrong) for wrong in WRONG if wrong != "device"}
 LEGAL.add(("dropout_backward", "grad", "dtype"))
+LEGAL.add(("attention_forward", "v", "larger"))  # values have features of their own
 CASES = {(entry, operand, wrong) for entry, (shapes, _) in ENTRIES.items() for operand in shapes for wrong in WRONG}
 
 

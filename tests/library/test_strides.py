@@ -198,8 +198,8 @@ def test_upstream_gradients_of_recurrences(cell, any_backend):
 
 @pytest.mark.parametrize("density", [0.5, 1])
 def test_attention(density):
-    layout = bs.patterns.random((6, 4), block_size=2, density=density, seed=0)
-    given = {"q": torch.randn(1, 2, 6, 3), "k": torch.randn(1, 2, 4, 3), "v": torch.randn(1, 2, 4, 5)}
+    layout = bs.patterns.random((6, 8), block_size=(2, 4), density=density, seed=0)
+    given = {"q": torch.randn(1, 2, 6, 3), "k": torch.randn(1, 2, 8, 3), "v": torch.randn(1, 2, 8, 5)}
     check_every_operand(lambda **given: bs.nn.attention(layout=layout, **given), given)
 
 

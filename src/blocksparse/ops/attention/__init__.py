@@ -12,12 +12,12 @@ from ...checked import shape_of
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, check_layout
 from ..registry import Op
-from . import cpu, reference, triton
+from . import cpu, gathered, reference, triton
 
 __all__ = ["attention"]
 
 # Gathered rows serve every device.
-ATTENTION = Op("attention", triton, cpu, reference, elsewhere=cpu)
+ATTENTION = Op("attention", triton, cpu, reference, elsewhere=gathered)
 
 
 def attention(
@@ -40,7 +40,8 @@ def attention(
         scale: by default d^-0.5.
 
     Time and memory grow with the number of stored blocks. On a GPU this is PyTorch's FlexAttention with a `BlockMask`
-    made of the layout; elsewhere, and in float64, each row's keys are gathered for `scaled_dot_product_attention`.
+    made of the layout, on a CPU a kernel of the compiled core; elsewhere, on a GPU in float64, and in what PyTorch
+    traces or transforms, each row's keys are gathered for `scaled_dot_product_attention`.
     FlexAttention works in tiles. Without gradients, and from 128 queries on, these are of 32, 64 or 128, as fit the
     blocks: of random blocks of 32, density 0.1, 8192 tokens, d 64, bfloat16, on an H100 the forward pass is 3.8 times
     as fast as dense attention. With gradients there are only tiles of 128, of which such blocks touch 81 %, and it is

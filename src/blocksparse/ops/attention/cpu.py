@@ -1,116 +1,163 @@
-"""Block-sparse attention by rows of blocks, whose keys are gathered for `scaled_dot_product_attention`: any device."""
+"""Block-sparse attention on the CPU: tensors and layouts to addresses, two calls into the compiled core."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...errors import BlockSparseError
 from ...layout import BlockLayout
+from .. import cpu_core, workspace
+from ..checks import accumulator, check_operands
+from ..cpu_core import address
+from ..cpu_plan import check_int32
+from ..registry import is_plain, needs_grad, of_each
+from . import gathered
 
-# Rows of blocks are batched by padding them to the longest one: at most a quarter is padding.
-FILLED = 0.75
-
-# At most this many blocks per batch, so that their gathered keys and values fit in the caches.
-MAX_BATCHED_BLOCKS = 256
+# The core takes whole vectors of features, of any instruction set.
+FEATURES = 16
+# CPUs with instructions for bfloat16 use them in PyTorch's own kernels.
+PAIRS = ("avx512_bf16", "amx")
+# Narrower blocks of keys would mostly be padding of vectors.
+LEAST_KEYS = 4
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None
+    if torch.compiler.is_compiling():
+        return "graphs are made of PyTorch's own operations"
+    return cpu_core.refusal(device, dtype)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:
-    if len(layouts) == 1:
-        return _gathered(q, k, v, layouts[0], causal, scale)
-    per_head: list[Tensor] = [q] * len(layouts)
-    heads: dict[BlockLayout, list[int]] = {}
-    for head, layout in enumerate(layouts):
-        heads.setdefault(layout, []).append(head)
-    for same in heads.values():
-        found = _gathered(q[:, same], k[:, same], v[:, same], layouts[same[0]], causal, scale)
-        for head, y in zip(same, found.unbind(1), strict=True):
-            per_head[head] = y
-    return torch.stack(per_head, 1)
+    of_pytorch = q.dtype == torch.bfloat16 and cpu_core.isa() in PAIRS
+    if of_pytorch or layouts[0].block_shape[1] < LEAST_KEYS or not is_plain(q, k, v):
+        return gathered.attention(q, k, v, layouts, causal, scale)
+    return gathered.by_layout(q, k, v, layouts, partial(_of_layout, causal, scale))
 
 
-class _Rows:
-    """Rows of blocks that are computed together.
-
-    rows: int64 `[n]`. cols: int64 `[n * most]`, the columns of their blocks, a row's last one repeated to fill it up.
-    mask: bool `[n, block_q or 1, most * block_k]`, the keys that are seen; all where a query sees none, for softmax
-        has to be of something. None where every row sees all of its keys.
-    seen: bool `[n, block_q, 1]`, which queries see a key; None where all do.
-    """
-
-    def __init__(self, layout: BlockLayout, rows: np.ndarray, causal: bool):
-        crow, col = layout.crow_indices().numpy(), layout.col_indices().numpy()
-        height, width = layout.block_shape
-        counts = np.diff(crow)[rows]
-        place = np.arange(counts.max())
-        cols = col[crow[rows][:, None] + np.minimum(place, counts[:, None] - 1)].astype(np.int64)
-        allowed = np.repeat(place < counts[:, None], width, axis=1)[:, None, :]
-        if causal:
-            keys = (cols[:, :, None] * width + np.arange(width)).reshape(len(rows), 1, -1)
-            queries = rows[:, None, None] * height + np.arange(height)[:, None]
-            allowed = allowed & (keys <= queries)
-        seen = allowed.any(-1, keepdims=True)
-        self.rows, self.cols = torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(cols.reshape(-1))
-        self.mask = None if allowed.all() else torch.from_numpy(allowed | ~seen)
-        self.seen = None if seen.all() else torch.from_numpy(seen)
-
-    def to(self, device: torch.device) -> _Rows:
-        if self.rows.device != device:
-            for name, tensor in vars(self).items():
-                setattr(self, name, None if tensor is None else tensor.to(device))
-        return self
-
-
-def _plan(layout: BlockLayout, causal: bool) -> tuple[list[_Rows], Tensor]:
-    """The rows of a layout by how many blocks they have, and where each row is among them; empty ones at the end."""
-    if causal:
-        height, width = layout.block_shape
-        rows, cols = layout.row_of_block, layout.col_of_block
-        some = cols.astype(np.int64) * width < (rows.astype(np.int64) + 1) * height
-        layout = BlockLayout.from_indices(rows[some], cols[some], layout.grid, layout.block_shape)
-    counts = np.diff(layout.crow_indices().numpy())
-    order = np.argsort(-counts, kind="stable")
-    filled = np.count_nonzero(counts)
-    groups, begin = [], 0
-    while begin < filled:
-        least = FILLED * counts[order[begin]]
-        end = begin + int(np.count_nonzero(counts[order[begin:filled]] >= least))
-        end = min(end, begin + max(1, MAX_BATCHED_BLOCKS // int(counts[order[begin]])))
-        groups.append(_Rows(layout, order[begin:end], causal))
-        begin = end
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    return groups, torch.from_numpy(place)
-
-
-def _gathered(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, causal: bool, scale: float) -> Tensor:
+def _of_layout(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:
     if layout.nnz == math.prod(layout.grid):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
-    batch, heads, queries, _ = q.shape
-    height, width = layout.block_shape
-    groups, place = layout.derived(("attention", causal, q.device), lambda: _plan(layout, causal))
-    q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-    blocks = q.unflatten(1, (-1, height)), k.unflatten(1, (-1, width)), v.unflatten(1, (-1, width))
-    found = [_of_rows(rows.to(q.device), *blocks, scale) for rows in groups]
-    empty = v.new_zeros(batch * heads, layout.grid[0] - sum(y.shape[1] for y in found), height, v.shape[-1])
-    if not found:
-        empty = empty + sum(tensor[:0].sum() for tensor in (q, k, v))  # zeros that have a gradient
-    y = torch.cat([*found, empty], 1)
-    return y.index_select(1, place.to(q.device)).reshape(batch, heads, queries, v.shape[-1])
+    dtype, d_v = q.dtype, v.shape[-1]
+    q, k, v = (_whole_vectors(tensor.to(accumulator(dtype))) for tensor in (q * scale, k, v))
+    if needs_grad(q, k, v):
+        recorded: Callable[..., Tensor] = _Attention.apply
+        y = recorded(layout, causal, q, k, v)
+    else:
+        y, _ = forward(q, k, v, layout, causal)
+    return (y if y.shape[-1] == d_v else y[..., :d_v]).to(dtype)
 
 
-def _of_rows(rows: _Rows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Computes attention of some rows of blocks `[n, rows, block, d]`, each of which is a head to the kernel."""
-    n = rows.rows.numel()
-    keys = rows.cols.numel() // n * k.shape[2]
-    k, v = (tensor.index_select(1, rows.cols).reshape(len(k), n, keys, tensor.shape[-1]) for tensor in (k, v))
-    y = F.scaled_dot_product_attention(q.index_select(1, rows.rows), k, v, attn_mask=rows.mask, scale=scale)
-    return y if rows.seen is None else y.where(rows.seen, 0)
+def _whole_vectors(tensor: Tensor) -> Tensor:
+    more = -tensor.shape[-1] % FEATURES
+    return F.pad(tensor, (0, more)) if more else tensor
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: BlockLayout, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y, log_sum = forward(q, k, v, layout, causal)
+        ctx.layout, ctx.causal = layout, causal
+        ctx.save_for_backward(q, k, v, y, log_sum)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, y, log_sum = ctx.saved_tensors
+
+        def gradients(grad: Tensor) -> Sequence[Tensor | None]:
+            if torch.is_grad_enabled() or not is_plain(grad):
+                return _differentiable(q, k, v, ctx.layout, ctx.causal, grad)
+            return backward(q, k, v, y, log_sum, grad, ctx.layout, ctx.causal)
+
+        return None, None, *of_each(gradients, grad)
+
+
+def _differentiable(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, causal: bool, grad: Tensor
+) -> Sequence[Tensor | None]:
+    """The gradients as a function that autograd can differentiate again."""
+    create_graph = torch.is_grad_enabled()
+    wanted = [tensor for tensor in (q, k, v) if tensor.requires_grad]
+    with torch.enable_grad():
+        y = gathered.attention(q, k, v, [layout], causal, 1.0)
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=create_graph, materialize_grads=True))
+    return [next(found) if tensor.requires_grad else None for tensor in (q, k, v)]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, causal: bool) -> tuple[Tensor, Tensor]:
+    """y, and of each query the logarithm of the sum of the exponentials of its scores.
+
+    Args:
+        q, k, v: `[batch, heads, queries or keys, features]` in float32 or float64, whole vectors of features; q scaled.
+    """
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    common, of_query, of_y = _common(q, k, v, layout, causal)
+    y, log_sum = workspace.empty(of_y, q.dtype, q.device), q.new_empty(of_query)
+    cpu_core.core().attention_forward(
+        **common, y=address("y", y, of_y, q.dtype), log_sum=address("log_sum", log_sum, of_query, q.dtype)
+    )
+    return y, log_sum
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor, grad: Tensor, layout: BlockLayout, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v from that of y."""
+    q, k, v, grad, log_sum = (tensor.contiguous() for tensor in (q, k, v, grad, log_sum))
+    common, of_query, of_y = _common(q, k, v, layout, causal)
+    check_operands(q.dtype, q.device, y=(y, of_y), grad=(grad, of_y))
+    delta = (grad * y).sum(-1)
+    grads = [workspace.empty_like(tensor) for tensor in (q, k, v)]
+    start, row = _columns(layout)
+    cpu_core.core().attention_backward(
+        **common, grad=address("grad", grad, of_y, q.dtype), log_sum=address("log_sum", log_sum, of_query, q.dtype),
+        delta=address("delta", delta, of_query, q.dtype), column_start=start, row=row,
+        **{f"grad_{name}": address(name, each, tuple(each.shape), q.dtype)
+           for name, each in zip("qkv", grads, strict=True)},
+    )  # fmt: skip
+    return grads[0], grads[1], grads[2]
+
+
+def _common(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, causal: bool
+) -> tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]:
+    """What both passes take, and the shapes of what there is of each query and of y."""
+    check_int32(layout)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4 or tensor.shape[-1] % FEATURES:
+            wanted = f"[batch, heads, tokens, a multiple of {FEATURES}]"
+            raise BlockSparseError.expected(name, wanted, list(tensor.shape))
+    (batch, heads, _, d), d_v, (queries, keys) = q.shape, v.shape[-1], layout.shape
+    start, col = _rows(layout)
+    common = {
+        "isa": cpu_core.isa(),
+        "dtype": cpu_core.DTYPES[q.dtype],
+        "sizes": (batch * heads, queries, keys, d, d_v, *layout.block_shape),
+        "causal": causal,
+        "q": address("q", q, (batch, heads, queries, d), q.dtype),
+        "k": address("k", k, (batch, heads, keys, d), q.dtype),
+        "v": address("v", v, (batch, heads, keys, d_v), q.dtype),
+        "start": start,
+        "col": col,
+    }
+    return common, (batch, heads, queries), (batch, heads, queries, d_v)
+
+
+def _rows(layout: BlockLayout) -> tuple[np.ndarray, np.ndarray]:
+    """Where each row of blocks starts, int64, and the columns of its blocks, int32."""
+    return layout.derived(
+        "attention rows", lambda: (layout.row_start.astype(np.int64), layout.col_of_block.astype(np.int32))
+    )
+
+
+def _columns(layout: BlockLayout) -> tuple[np.ndarray, np.ndarray]:
+    """The same by columns."""
+    return layout.derived("attention columns", lambda: _rows(layout.T))

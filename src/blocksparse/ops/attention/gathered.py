@@ -1,0 +1,124 @@
+"""Block-sparse attention by rows of blocks, whose keys are gathered for `scaled_dot_product_attention`: any device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...layout import BlockLayout
+
+# Rows of blocks are batched by padding them to the longest one: at most a quarter is padding.
+FILLED = 0.75
+
+# At most this many blocks per batch, so that their gathered keys and values fit in the caches.
+MAX_BATCHED_BLOCKS = 256
+
+
+def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:
+    return by_layout(q, k, v, layouts, partial(_gathered, causal, scale))
+
+
+def by_layout(
+    q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout],
+    run: Callable[[Tensor, Tensor, Tensor, BlockLayout], Tensor],
+) -> Tensor:  # fmt: skip
+    """`run` for all heads that have a layout in common."""
+    if len(layouts) == 1:
+        return run(q, k, v, layouts[0])
+    per_head: list[Tensor] = [q] * len(layouts)
+    heads: dict[BlockLayout, list[int]] = {}
+    for head, layout in enumerate(layouts):
+        heads.setdefault(layout, []).append(head)
+    for layout, same in heads.items():
+        for head, y in zip(same, run(q[:, same], k[:, same], v[:, same], layout).unbind(1), strict=True):
+            per_head[head] = y
+    return torch.stack(per_head, 1)
+
+
+class _Rows:
+    """Rows of blocks that are computed together.
+
+    rows: int64 `[n]`. cols: int64 `[n * most]`, the columns of their blocks, a row's last one repeated to fill it up.
+    mask: bool `[n, block_q or 1, most * block_k]`, the keys that are seen; all where a query sees none, for softmax
+        has to be of something. None where every row sees all of its keys.
+    seen: bool `[n, block_q, 1]`, which queries see a key; None where all do.
+    """
+
+    def __init__(self, layout: BlockLayout, rows: np.ndarray, causal: bool):
+        crow, col = layout.crow_indices().numpy(), layout.col_indices().numpy()
+        height, width = layout.block_shape
+        counts = np.diff(crow)[rows]
+        place = np.arange(counts.max())
+        cols = col[crow[rows][:, None] + np.minimum(place, counts[:, None] - 1)].astype(np.int64)
+        allowed = np.repeat(place < counts[:, None], width, axis=1)[:, None, :]
+        if causal:
+            keys = (cols[:, :, None] * width + np.arange(width)).reshape(len(rows), 1, -1)
+            queries = rows[:, None, None] * height + np.arange(height)[:, None]
+            allowed = allowed & (keys <= queries)
+        seen = allowed.any(-1, keepdims=True)
+        self.rows, self.cols = torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(cols.reshape(-1))
+        self.mask = None if allowed.all() else torch.from_numpy(allowed | ~seen)
+        self.seen = None if seen.all() else torch.from_numpy(seen)
+
+    def to(self, device: torch.device) -> _Rows:
+        if self.rows.device != device:
+            for name, tensor in vars(self).items():
+                setattr(self, name, None if tensor is None else tensor.to(device))
+        return self
+
+
+def _plan(layout: BlockLayout, causal: bool) -> tuple[list[_Rows], Tensor]:
+    """The rows of a layout by how many blocks they have, and where each row is among them; empty ones at the end."""
+    if causal:
+        height, width = layout.block_shape
+        rows, cols = layout.row_of_block, layout.col_of_block
+        some = cols.astype(np.int64) * width < (rows.astype(np.int64) + 1) * height
+        layout = BlockLayout.from_indices(rows[some], cols[some], layout.grid, layout.block_shape)
+    counts = np.diff(layout.crow_indices().numpy())
+    order = np.argsort(-counts, kind="stable")
+    filled = np.count_nonzero(counts)
+    groups, begin = [], 0
+    while begin < filled:
+        least = FILLED * counts[order[begin]]
+        end = begin + int(np.count_nonzero(counts[order[begin:filled]] >= least))
+        end = min(end, begin + max(1, MAX_BATCHED_BLOCKS // int(counts[order[begin]])))
+        groups.append(_Rows(layout, order[begin:end], causal))
+        begin = end
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return groups, torch.from_numpy(place)
+
+
+def _gathered(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:
+    if layout.nnz == math.prod(layout.grid):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+    batch, heads, queries, _ = q.shape
+    height, width = layout.block_shape
+    groups, place = layout.derived(("attention", causal, q.device), lambda: _plan(layout, causal))
+    q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    blocks = q.unflatten(1, (-1, height)), k.unflatten(1, (-1, width)), v.unflatten(1, (-1, width))
+    found = [_of_rows(rows.to(q.device), *blocks, scale) for rows in groups]
+    empty = v.new_zeros(batch * heads, layout.grid[0] - sum(y.shape[1] for y in found), height, v.shape[-1])
+    if not found:
+        empty = empty + sum(tensor[:0].sum() for tensor in (q, k, v))  # zeros that have a gradient
+    y = torch.cat([*found, empty], 1)
+    return y.index_select(1, place.to(q.device)).reshape(batch, heads, queries, v.shape[-1])
+
+
+def _of_rows(rows: _Rows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Computes attention of some rows of blocks `[n, rows, block, d]`, each of which is a head to the kernel."""
+    n = rows.rows.numel()
+    keys = rows.cols.numel() // n * k.shape[2]
+    k, v = (tensor.index_select(1, rows.cols).reshape(len(k), n, keys, tensor.shape[-1]) for tensor in (k, v))
+    y = F.scaled_dot_product_attention(q.index_select(1, rows.rows), k, v, attn_mask=rows.mask, scale=scale)
+    return y if rows.seen is None else y.where(rows.seen, 0)
