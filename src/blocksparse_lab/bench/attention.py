@@ -1,21 +1,21 @@
-"""The time of attention on a layout, against PyTorch's dense one: it falls with the density.
+"""The time of attention on a layout, against PyTorch's dense one and its FlexAttention: it falls with the density.
 
-On one thread, in this process' CPU time, so that other load on the machine matters little. What is timed is
-checked first, against masked attention in float64.
+What is timed is checked first, against masked attention in float64.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
-from time import process_time
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from blocksparse import patterns
 from blocksparse.layout import BlockLayout
@@ -29,6 +29,8 @@ from .rows import Row, Rows, race, timing
 BOUND = 1e-5
 PASSES = ("forward", "forward + backward")
 DENSITIES = (1.0, 0.5, 0.25, 0.1, 0.05)
+# Up to this density each pass is to be at least so many times as fast as either peer.
+SPARSE, LEAST = 0.5, 1.0
 
 # Of queries, keys and values.
 Attention = Callable[..., Tensor]
@@ -59,19 +61,14 @@ def rows(budget: float = 8.0, quick: bool = False) -> Rows:
         "fixed": patterns.fixed_attention(spec.tokens, spec.block),
         "small world": patterns.small_world_attention(spec.tokens, spec.block),
     }
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for problem in (AttentionProblem(spec, by_density), AttentionProblem(spec, causal, causal=True)):
-            errors = problem.check()
-            for pass_ in PASSES:
-                yield from _rows(problem, errors, pass_, **timing(budget, quick))
-    finally:
-        torch.set_num_threads(before)
+    for problem in (AttentionProblem(spec, by_density), AttentionProblem(spec, causal, causal=True)):
+        errors = problem.check()
+        for pass_ in PASSES:
+            yield from _rows(problem, errors, pass_, **timing(budget, quick))
 
 
 def _rows(problem: AttentionProblem, errors: Mapping[str, float], pass_: str, rounds: int, budget: float) -> Rows:
-    found, s = race(problem.calls(pass_), rounds, budget, _cpu_clock), problem.spec
+    found, s = race(problem.calls(pass_), rounds, budget), problem.spec
     work = f"{'causal ' if problem.causal else ''}attention {pass_}, {s.heads} heads, {s.tokens:,} tokens, d {s.d}"
     if not problem.causal:  # the first is dense: PyTorch's own kernel
         yield falls_row(work, list(problem.layouts)[1:], found.samples)
@@ -79,7 +76,11 @@ def _rows(problem: AttentionProblem, errors: Mapping[str, float], pass_: str, ro
         seconds = {who: vars(found.samples.time(key)) for who, key in ((OURS, name), ("dense", "dense"))}
         details = {**asdict(s), "layout": name, "density": layout.density, "error": errors[name], "seconds": seconds}
         known = f" of density {layout.density:.3g}" if problem.causal else ""
-        yield found.row(f"{work}, {name}{known}", "dense", name, "dense", details=details)
+        least = LEAST if layout.density <= SPARSE else None
+        yield found.row(f"{work}, {name}{known}", "dense", name, "dense", details=details, least=least)
+    for name in problem.layouts:
+        if (peer := flex_name(name)) in found.samples.names:
+            yield found.row(f"{work}, {name}", peer, name, "FlexAttention", least=LEAST)
 
 
 def falls_row(work: str, names: list[str], samples: Samples) -> Row:
@@ -91,18 +92,19 @@ def falls_row(work: str, names: list[str], samples: Samples) -> Row:
     return Row(f"{work}, {names[0]} to {names[-1]}", "time falls with density", f"{parts} of the first", falls, details)
 
 
-def _cpu_clock(call: Call, repeat: int) -> float:
-    start = process_time()
-    for _ in range(repeat):
-        call()
-    return (process_time() - start) / repeat
-
-
 class AttentionProblem:
-    """Queries, keys and values, and layouts for them; with `causal`, no key behind a query is seen."""
+    """Queries, keys and values, and layouts for them.
 
-    def __init__(self, spec: AttentionSpec, layouts: Mapping[str, BlockLayout], causal: bool = False, seed: int = 0):
-        self.spec, self.layouts, self.causal = spec, dict(layouts), causal
+    Args:
+        causal: no key behind a query is seen.
+        flex: FlexAttention is timed too, forward, where it compiles.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, layouts: Mapping[str, BlockLayout], causal: bool = False, flex: bool = False,
+        seed: int = 0,
+    ):  # fmt: skip
+        self.spec, self.layouts, self.causal, self.flex = spec, dict(layouts), causal, flex
         generator = torch.Generator().manual_seed(seed)
         shape = (spec.batch, spec.heads, spec.tokens, spec.d)
         self.qkv = [torch.randn(shape, generator=generator) for _ in range(3)]
@@ -126,13 +128,44 @@ class AttentionProblem:
         dense = partial(F.scaled_dot_product_attention, is_causal=self.causal)
         functions = {"dense": dense} | {name: self._ours(layout) for name, layout in self.layouts.items()}
         if pass_ == "forward":
+            if self.flex:
+                functions |= {flex_name(name): peer for name, peer in self._flex().items()}
             return {name: forward(function, *self.qkv) for name, function in functions.items()}
         return {name: backward(function, self.qkv, self.upstream, 3) for name, function in functions.items()}
 
     def _ours(self, layout: BlockLayout) -> Attention:
         return partial(attention, layout=layout, causal=self.causal)
 
+    def _flex(self) -> dict[str, Attention]:
+        """FlexAttention on each layout that is not dense, none where it does not compile."""
+        compiled: Any = torch.compile(flex_attention)
+        masks = {name: _block_mask(layout) for name, layout in self.layouts.items() if layout.density < 1}
+        found = {name: partial(compiled, block_mask=mask) for name, mask in masks.items()}
+        try:
+            errors = {
+                name: relative_error(peer(*self.qkv), self._ours(self.layouts[name])(*self.qkv))
+                for name, peer in found.items()
+            }
+        except Exception as error:  # of a compiler, or for want of one
+            print(f"no FlexAttention here: {error!s:.200}", file=sys.stderr)
+            return {}
+        within(BOUND, errors, "FlexAttention")
+        return found
+
     def _results(self, function: Attention, dtype: torch.dtype) -> list[Tensor]:
         qkv = [tensor.to(dtype) for tensor in self.qkv]
         gradients: Any = backward(function, qkv, self.upstream.to(dtype), 3)()
         return [t.double() for t in (function(*qkv), *gradients)]
+
+
+def flex_name(layout: str) -> str:
+    """What the time of FlexAttention on a layout is called."""
+    return f"FlexAttention, {layout}"
+
+
+def _block_mask(layout: BlockLayout) -> BlockMask:
+    """The blocks of a layout as whole ones: those that FlexAttention need not mask."""
+    mask = layout.mask().int()[None, None]
+    counts, cols = mask.sum(-1, dtype=torch.int32), torch.sort(mask, stable=True, descending=True).indices.int()
+    none = torch.zeros_like(counts), torch.zeros_like(cols)
+    return BlockMask.from_kv_blocks(*none, counts, cols, BLOCK_SIZE=layout.block_shape)
