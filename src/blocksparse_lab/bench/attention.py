@@ -61,7 +61,7 @@ def rows(budget: float = 8.0, quick: bool = False) -> Rows:
         "fixed": patterns.fixed_attention(spec.tokens, spec.block),
         "small world": patterns.small_world_attention(spec.tokens, spec.block),
     }
-    for problem in (AttentionProblem(spec, by_density), AttentionProblem(spec, causal, causal=True)):
+    for problem in (AttentionProblem(spec, by_density, flex=not quick), AttentionProblem(spec, causal, causal=True)):
         errors = problem.check()
         for pass_ in PASSES:
             yield from _rows(problem, errors, pass_, **timing(budget, quick))
@@ -140,7 +140,7 @@ class AttentionProblem:
         """FlexAttention on each layout that is not dense, none where it does not compile."""
         compiled: Any = torch.compile(flex_attention)
         masks = {name: _block_mask(layout) for name, layout in self.layouts.items() if layout.density < 1}
-        found = {name: partial(compiled, block_mask=mask) for name, mask in masks.items()}
+        found: dict[str, Attention] = {name: partial(compiled, block_mask=mask) for name, mask in masks.items()}
         try:
             errors = {
                 name: relative_error(peer(*self.qkv), self._ours(self.layouts[name])(*self.qkv))
