@@ -199,6 +199,8 @@ def empty(rows: int, features: int, like: Tensor) -> Tensor:
 # fits in the L1 cache, and products with a transposed copy take half the time; the copy costs about as much as the
 # products of TOKENS_OF_A_COPY tokens.
 WIDE, TOKENS_OF_A_COPY = 1024, 128
+# More than a BLAS needs to reach its full speed.
+MANY_TOKENS = 256
 
 
 class Product:
@@ -289,8 +291,10 @@ def as_blocks(weight: Tensor, tokens: int) -> BlockLayout | None:
     """Returns a layout whose values are the dense `weight` as it is in memory: blocks as wide as the weight.
 
     None where PyTorch's dense product is the better one: our kernels are faster than a BLAS that does not use all of
-    the CPU, but not at a few tokens, nor in 16 bits.
+    the CPU, but not at a few tokens, nor in 16 bits; nor at many, where its BLAS does, which is up to AVX2.
     """
+    if tokens > MANY_TOKENS and cpu_core.unavailable() is None and cpu_core.isa() == "avx2":
+        return None
     if tokens < 8 or weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():
         return None
     return _rows_of(*weight.shape)
