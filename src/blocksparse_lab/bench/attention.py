@@ -80,7 +80,7 @@ def _rows(problem: AttentionProblem, errors: Mapping[str, float], pass_: str, ro
         yield found.row(f"{work}, {name}{known}", "dense", name, "dense", details=details, least=least)
     for name in problem.layouts:
         if (peer := flex_name(name)) in found.samples.names:
-            yield found.row(f"{work}, {name}", peer, name, "FlexAttention", least=LEAST)
+            yield found.row(f"{work}, {name}, compiled", peer, name, "FlexAttention", least=LEAST)
 
 
 def falls_row(work: str, names: list[str], samples: Samples) -> Row:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isqrt
 from time import perf_counter
 from typing import Any
 
@@ -31,6 +32,9 @@ WIDE_DENSITY, WIDE_SPEEDUP = 0.03, 20.0
 WIDTHS = (2048, 4096)
 # Dense layers of this width are not measurably slower than torch.nn.LSTM: inference is the same kernel.
 DENSE_WIDTH, DENSE_TIME = 512, 1.01
+# Layers of these widths and this density, of some sequences and steps, without gradients: one call of a service.
+FEW_WIDTHS, FEW_DENSITY = (4096, 1024), 0.1
+FEW = ((1, 1), (1, 32), (8, 1), (8, 32), (32, 1), (32, 32))  # sequences and steps
 # A net of this width is trained within this much memory.
 WIDEST = replace(EQUAL, config=replace(EQUAL.config, width=18432), batch=8, seq=16)
 MEMORY = 8 * 2**30
@@ -64,6 +68,8 @@ def rows(budget: float = 8.0, quick: bool = False) -> Rows:
     yield wide_row(bench, equal, 64, widths[0], None)
     yield dense_row(bench, equal, dense)
     yield dense_row(bench, replace(equal, pass_="inference"), dense)
+    for width in FEW_WIDTHS:
+        yield from few_rows(bench, width // (32 if quick else 1))
     yield memory_row(sized(WIDEST, 16 if quick else 1))
 
 
@@ -119,6 +125,25 @@ def dense_row(bench: LstmBench, spec: LstmSpec, width: int) -> Row:
     work = f"{what}, one dense LSTM layer, {width} inputs, width {width}"
     goal = f"<= 1x torch.nn.LSTM, give or take {DENSE_TIME - 1:.0%}"
     return found.row(work, OURS, "torch", "torch.nn.LSTM", most=DENSE_TIME, target=goal, details=details)
+
+
+def few_rows(bench: LstmBench, width: int) -> Rows:
+    """Inference of one layer, with as many inputs as units, against torch.nn.LSTM of as many parameters."""
+    torch.manual_seed(bench.seed)
+    ours = LSTM(width, width, density=FEW_DENSITY)
+    parameters = sum(parameter.numel() for parameter in ours.parameters())
+    narrow = max(isqrt(parameters // 8), 1)  # 8 narrow^2 weights
+    theirs = nn.LSTM(narrow, narrow)
+    for batch, steps in FEW:
+        calls = {
+            OURS: forward(ours, torch.randn(steps, batch, width)),
+            "torch": forward(theirs, torch.randn(steps, batch, narrow)),
+        }
+        found = race(calls, bench.rounds, bench.budget)
+        work = f"inference, one LSTM layer of {width} units, density {FEW_DENSITY:g}, {batch} sequences, {steps} steps"
+        more = f" of {narrow} units; {1e3 * found.samples.time(OURS).median:.3g} ms"
+        goal = ">= 1x torch.nn.LSTM of as many parameters"
+        yield found.row(work, "torch", OURS, "torch.nn.LSTM", least=1.0, target=goal, more=more)
 
 
 def _layers(bench: LstmBench, spec: LstmSpec, ours: LSTM) -> tuple[Race, dict[str, Any]]:
