@@ -15,16 +15,7 @@ from ...layout import BlockLayout
 from .. import cpu_core, workspace
 from ..checks import SUM_DTYPES
 from ..cpu_plan import row_plan
-from ..linear import LINEAR
-from ..lstm_gates import LSTM_GATES
 from .recurrence import Steps
-
-
-def serves(layout: BlockLayout | None, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the core takes all steps with such a recurrent weight at once."""
-    if layout is None or layout.block_shape == (1, 1):
-        return False
-    return all(op.on(device, dtype) is op.backends["cpu"] for op in (LINEAR, LSTM_GATES))
 
 
 def forward(
