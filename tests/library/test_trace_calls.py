@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(cpu_core.unavailable() is not None, reason="the 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["inference", "recorded"])
 @pytest.mark.parametrize(
-    ("make", "files", "crossings"), [(trace_calls.linear, 6, 8), (trace_calls.lstm, 11, 33)], ids=["linear", "lstm"]
+    ("make", "files", "crossings"), [(trace_calls.linear, 6, 8), (trace_calls.lstm, 11, 30)], ids=["linear", "lstm"]
 )
 def test_a_call_crosses_few_files(make, files, crossings, recorded):
     with torch.set_grad_enabled(recorded):

@@ -14,7 +14,7 @@ from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from .. import cpu_core, workspace
 from ..checks import SUM_DTYPES
-from ..cpu_plan import row_plan
+from ..linear.cpu import plan_of
 from .recurrence import Steps
 
 
@@ -83,7 +83,7 @@ def backward(
 
 def _common(isa: str, layout: BlockLayout, steps: Steps, dtype: torch.dtype, transpose: bool) -> dict[str, Any]:
     """What both passes take of the layout and the steps."""
-    plan = row_plan(layout, transpose)
+    plan = plan_of(layout, transpose)
     return {
         "isa": isa,
         "dtype": cpu_core.DTYPES[dtype],

@@ -218,18 +218,19 @@ class Product:
         self._seen = 0
         if self.layout is not None:
             self.weight = self.weight.view(self.layout.values_shape)
-            self._backend: Any = LINEAR.on(weight.device, weight.dtype)
-            self._linear: Callable[..., Tensor] = self._backend.linear
-            self._linear_wgrad: Callable[..., Tensor] = self._backend.linear_wgrad
-        self.quads = quads(self.weight, self.layout)
+            backend = LINEAR.on(weight.device, weight.dtype)
+            self._linear: Callable[..., Tensor] = backend.linear
+            self._linear_wgrad: Callable[..., Tensor] = backend.linear_wgrad
+            self._on_cpu = backend is LINEAR.backends["cpu"]
+        self.quads = None if self.layout is not None and self._on_cpu else quads(self.weight, self.layout)
 
     @property
     def at_once(self) -> BlockLayout | None:
-        """The layout, where the CPU's core takes all steps of an LSTM at once; where it serves one op, it serves all."""
-        # Of numbers the core has other kernels, and back a transposed copy is the better way.
+        """The layout, where the CPU's core takes all steps of an LSTM at once."""
+        # It serves all ops if it serves one. Of numbers it has other kernels; back a transposed copy is the better way.
         if self.layout is None or self.layout.block_shape == (1, 1) or self._transposed_layout is not None:
             return None
-        return self.layout if self._backend is LINEAR.backends["cpu"] else None
+        return self.layout if self._on_cpu else None
 
     def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """`[tokens, in] -> [tokens, out]`, x W^T + bias, into `out` if given."""
