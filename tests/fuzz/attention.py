@@ -19,7 +19,7 @@ BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
 
 
 def draw(rng: Random) -> dict:
-    block = rng.choice(((1, 1), (2, 2), (4, 4), (8, 8), (16, 16), (3, 5), (16, 2)))
+    block = rng.choice(((1, 1), (2, 2), (4, 4), (8, 8), (16, 16), (3, 5), (16, 2), (70, 12), (32, 300)))
     heads = rng.randint(1, 4)
     first = draw_layout(rng, block, most=2500, longest=12)
     others = [{**draw_layout(rng, block, most=2500, longest=12), "grid": first["grid"]} for _ in range(heads - 1)]
@@ -28,7 +28,7 @@ def draw(rng: Random) -> dict:
         "one": rng.random() < 0.5,
         "batch": rng.randint(0, 3),
         "heads": heads,
-        "d": [rng.choice((1, 3, 8, 16)), rng.choice((1, 4, 8))],
+        "d": [rng.choice((1, 3, 8, 16, 40)), rng.choice((1, 4, 8, 32))],
         "causal": rng.random() < 0.5,
         "scale": rng.choice((None, None, 0.5)),
         "dtype": rng.choice(("float32", "float64")),

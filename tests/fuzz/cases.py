@@ -19,8 +19,8 @@ FAMILIES = {
     "gates": (3, elementwise.draw_gates, elementwise.run_gates),
     "dropout": (1, elementwise.draw_dropout, elementwise.run_dropout),
     "momentum": (1, elementwise.draw_momentum, elementwise.run_momentum),
-    "recurrent": (0.5, recurrent.draw, recurrent.run),
-    "attention": (0.5, attention.draw, attention.run),
+    "recurrent": (2, recurrent.draw, recurrent.run),
+    "attention": (2, attention.draw, attention.run),
     "mistakes": (2, mistakes.draw, mistakes.run),
 }
 
