@@ -1,6 +1,7 @@
 #include "attention.hpp"
 
 #include <algorithm>
+#include <vector>
 
 #include "parallel.hpp"
 
@@ -17,13 +18,17 @@ T* at(T* p, int64_t bytes) {
   return p ? reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(p) + bytes) : p;
 }
 
-// Blocks of keys or values, features by keys, each of `padded` keys: [heads, blocks, features, padded].
-void* turned(const InstructionSet& isa, DType dtype, const AttentionCall& call, const void* from, int64_t features,
-             int64_t padded, Scratch slot) {
+// The blocks of keys or values that are seen, features by keys, each of `padded` keys: [heads, blocks, features,
+// padded].
+void* turned(const InstructionSet& isa, DType dtype, const AttentionCall& call, const BlockLists& rows,
+             const void* from, int64_t features, int64_t padded, Scratch slot) {
   const LinearKernels& kernels = isa.linear(dtype, 1);
   const int64_t size = size_of(dtype), blocks = call.keys / call.block_k, bytes = features * padded * size;
+  std::vector<char> seen(blocks);  // few queries see few keys
+  for (int64_t i = 0; i < rows.start[rows.count]; ++i) seen[rows.other[i]] = 1;
   void* to = scratch(slot, call.heads * blocks * bytes);
   parallel_tasks(call.heads * blocks, [&](int64_t i) {
+    if (!seen[i % blocks]) return;
     kernels.pack_panel(at(from, i * call.block_k * features * size), features, call.block_k, 0, features, padded,
                        at(to, i * bytes));
   });
@@ -52,7 +57,7 @@ void attention_forward(const InstructionSet& isa, DType dtype, const AttentionCa
                        void* y, void* log_sum) {
   const AttentionKernels& kernels = isa.attention(dtype);
   const int64_t size = size_of(dtype), wide = padded(isa, dtype, call.block_k);
-  const void* k = turned(isa, dtype, call, call.k, call.d, wide, Scratch::kTurned);
+  const void* k = turned(isa, dtype, call, rows, call.k, call.d, wide, Scratch::kTurned);
   const int64_t k_bytes = call.keys / call.block_k * call.d * wide * size, v_bytes = call.keys * call.d_v * size;
   by_rows(call, rows, [&](int64_t head, const AttentionQueries& queries) {
     const int64_t first = head * call.queries * size;
@@ -67,8 +72,8 @@ void attention_backward(const InstructionSet& isa, DType dtype, const AttentionC
                         void* grad_q, void* grad_k, void* grad_v) {
   const AttentionKernels& kernels = isa.attention(dtype);
   const int64_t size = size_of(dtype), wide = padded(isa, dtype, call.block_k), blocks = call.keys / call.block_k;
-  const void* k = turned(isa, dtype, call, call.k, call.d, wide, Scratch::kTurned);
-  const void* v = turned(isa, dtype, call, call.v, call.d_v, wide, Scratch::kPanels);
+  const void* k = turned(isa, dtype, call, rows, call.k, call.d, wide, Scratch::kTurned);
+  const void* v = turned(isa, dtype, call, rows, call.v, call.d_v, wide, Scratch::kPanels);
   const auto of_head = [&](int64_t head) {
     const int64_t first = head * call.queries * size, keys = head * call.keys * size,
                   turned = head * blocks * wide * size;

@@ -168,40 +168,43 @@ void backward_rows(const AttentionBackward& a, const AttentionQueries& queries) 
 
 template <class Real>
 void backward_column(const AttentionBackward& a, const AttentionKeys& keys) {
-  const int64_t first_key = keys.col * a.block_k, group = a.block_q < kGroup ? kGroup / a.block_q : 1;
-  const int64_t bytes = group * a.block_q * a.padded * int64_t(sizeof(Real)), block = a.block_q * a.padded;
+  // Of long blocks some queries at a time, of short ones several blocks.
+  const int64_t queries = smaller(a.block_q, kGroup), parts = (a.block_q + queries - 1) / queries;
+  const int64_t group = parts > 1 ? 1 : kGroup / a.block_q, part_size = queries * a.padded;
+  const int64_t first_key = keys.col * a.block_k, bytes = group * part_size * int64_t(sizeof(Real));
   const Real* k = static_cast<const Real*>(a.k_turned) + keys.col * a.d * a.padded;
   const Real* v = static_cast<const Real*>(a.v_turned) + keys.col * a.d_v * a.padded;
-  Real *scores = static_cast<Real*>(scratch(Scratch::kSums, bytes)),
-       *grads = static_cast<Real*>(scratch(Scratch::kGradients, bytes)),
-       *grad_k = static_cast<Real*>(a.grad_k) + first_key * a.d,
-       *grad_v = static_cast<Real*>(a.grad_v) + first_key * a.d_v;
+  Real* scores = static_cast<Real*>(scratch(Scratch::kSums, bytes));
+  Real* grads = static_cast<Real*>(scratch(Scratch::kGradients, bytes));
+  Real* grad_k = static_cast<Real*>(a.grad_k) + first_key * a.d;
+  Real* grad_v = static_cast<Real*>(a.grad_v) + first_key * a.d_v;
   int64_t first = 0;  // queries that all come before the keys see none of them
   while (a.causal && first < keys.blocks && (keys.row[first] + 1) * a.block_q <= first_key) ++first;
   if (first == keys.blocks) {
     memset(grad_k, 0, a.block_k * a.d * sizeof(Real));
     memset(grad_v, 0, a.block_k * a.d_v * sizeof(Real));
   }
-  for (int64_t b = first; b < keys.blocks; b += group) {
-    const int64_t here = smaller(group, keys.blocks - b);
+  for (int64_t p = first * parts; p < keys.blocks * parts; p += group) {
+    const int64_t here = smaller(group, keys.blocks * parts - p), start = p % parts * queries;
+    const int64_t count = smaller(queries, a.block_q - start);
     const Real *weights[kGroup], *at_scores[kGroup], *q[kGroup], *grad[kGroup];
     for (int64_t i = 0; i < here; ++i) {
-      const int64_t query = keys.row[b + i] * a.block_q;
-      Real *s = scores + i * block, *g = grads + i * block;
+      const int64_t query = keys.row[(p + i) / parts] * a.block_q + start;
+      Real *s = scores + i * part_size, *g = grads + i * part_size;
       weights[i] = s, at_scores[i] = g;
       q[i] = static_cast<const Real*>(a.q) + query * a.d, grad[i] = static_cast<const Real*>(a.grad) + query * a.d_v;
-      multiply_block(q[i], k, a.block_q, a.d, a.padded, s, a.padded);
-      multiply_block(grad[i], v, a.block_q, a.d_v, a.padded, g, a.padded);
-      hide(s, a.padded, query, a.block_q, first_key, a.block_k, a.padded, a.causal);
-      for (int64_t r = 0; r < a.block_q; ++r)
+      multiply_block(q[i], k, count, a.d, a.padded, s, a.padded);
+      multiply_block(grad[i], v, count, a.d_v, a.padded, g, a.padded);
+      hide(s, a.padded, query, count, first_key, a.block_k, a.padded, a.causal);
+      for (int64_t r = 0; r < count; ++r)
         back_through_softmax(s + r * a.padded, g + r * a.padded, a.padded,
                              static_cast<const Real*>(a.log_sum)[query + r],
                              static_cast<const Real*>(a.delta)[query + r]);
     }
-    multiply<Real>(terms_of<Real>(weights, grad, here, 1, a.padded, a.d_v, a.block_q), a.block_k, a.d_v, b > first,
-                   grad_v, a.d_v);
-    multiply<Real>(terms_of<Real>(at_scores, q, here, 1, a.padded, a.d, a.block_q), a.block_k, a.d, b > first, grad_k,
-                   a.d);
+    const bool add = p > first * parts;
+    multiply<Real>(terms_of<Real>(weights, grad, here, 1, a.padded, a.d_v, count), a.block_k, a.d_v, add, grad_v,
+                   a.d_v);
+    multiply<Real>(terms_of<Real>(at_scores, q, here, 1, a.padded, a.d, count), a.block_k, a.d, add, grad_k, a.d);
   }
 }
 

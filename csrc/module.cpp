@@ -380,7 +380,9 @@ void py_lstm_backward(const std::string& isa, const std::string& dtype, int64_t 
 // heads, queries, keys, d, d_v and the block's sides.
 using AttentionSizes = std::array<int64_t, 7>;
 
-AttentionCall attention_call(const AttentionSizes& n, bool causal, uintptr_t q, uintptr_t k, uintptr_t v) {
+AttentionCall attention_call(const std::string& dtype, const AttentionSizes& n, bool causal, uintptr_t q, uintptr_t k,
+                             uintptr_t v) {
+  require(size_of(dtype_named(dtype)) > 2, "float32 or float64");
   constexpr int64_t kWidest = 16;  // lanes of any vector
   require(n[3] % kWidest == 0 && n[4] % kWidest == 0, "whole vectors of features");
   return {n[0], n[1], n[2], n[3], n[4], n[5], n[6], causal, pointer(q), pointer(k), pointer(v)};
@@ -394,7 +396,7 @@ BlockLists block_lists(const Index<int64_t>& start, const Index<int32_t>& other,
 void py_attention_forward(const std::string& isa, const std::string& dtype, const AttentionSizes& sizes, bool causal,
                           uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t y, uintptr_t log_sum, Index<int64_t> start,
                           Index<int32_t> col) {
-  const AttentionCall call = attention_call(sizes, causal, q, k, v);
+  const AttentionCall call = attention_call(dtype, sizes, causal, q, k, v);
   blocks_in(call.keys, call.block_k);
   const BlockLists rows = block_lists(start, col, blocks_in(call.queries, call.block_q));
   nb::gil_scoped_release release;
@@ -406,7 +408,7 @@ void py_attention_backward(const std::string& isa, const std::string& dtype, con
                            uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t grad, uintptr_t log_sum, uintptr_t delta,
                            uintptr_t grad_q, uintptr_t grad_k, uintptr_t grad_v, Index<int64_t> start,
                            Index<int32_t> col, Index<int64_t> column_start, Index<int32_t> row) {
-  const AttentionCall call = attention_call(sizes, causal, q, k, v);
+  const AttentionCall call = attention_call(dtype, sizes, causal, q, k, v);
   const BlockLists rows = block_lists(start, col, blocks_in(call.queries, call.block_q));
   const BlockLists columns = block_lists(column_start, row, blocks_in(call.keys, call.block_k));
   require(row.size() == col.size(), "as many blocks in columns as in rows");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -184,11 +185,44 @@ def test_compiles_with_a_layout_that_is_new():
     torch.testing.assert_close(compiled(q), bs.nn.attention(q, q, q, layout))
 
 
-def test_twice_differentiable():
-    layout = bs.patterns.random((12, 12), block_size=4, density=0.5, seed=0)
-    q, k, v = draw((12, 12), heads=1, d=2, d_v=2)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert torch.autograd.gradgradcheck(lambda *qkv: bs.nn.attention(*qkv, layout), (q, k, v))
+@pytest.mark.parametrize(
+    "blocks", [[[True, False, True], [True, True, False], [False, True, True]], [[True, True]] * 3]
+)
+@pytest.mark.parametrize("d_v", [2, 3])
+def test_twice_differentiable(blocks, d_v):
+    layout = bs.BlockLayout([[*row, False] for row in blocks], block_size=4)
+    q, k, v = draw(layout.shape, heads=1, d=2, d_v=d_v)
+    assert torch.autograd.gradgradcheck(lambda *qkv: bs.nn.attention(*qkv, layout), (q, k, v))
+
+
+@pytest.mark.parametrize("density", [0.5, 1])
+@pytest.mark.parametrize("scale", [-0.7, 0, np.float32(0.3)])
+def test_any_scale(density, scale):
+    layout = bs.patterns.random((16, 16), block_size=4, density=density, seed=0)
+    q, k, v = draw((16, 16))
+    found = bs.nn.attention(q, k, v, layout, causal=True, scale=scale)
+    mask = dense_mask(layout, True)
+    scores = (float(scale) * q @ k.mT).masked_fill(~mask, -torch.inf)
+    expected = scores.masked_fill(~mask.any(-1, keepdim=True), 0).softmax(-1) @ v
+    torch.testing.assert_close(found, expected.masked_fill(~mask.any(-1, keepdim=True), 0))
+
+
+def test_a_scale_that_16_bits_do_not_bear():
+    layout = bs.BlockLayout([[True, False], [False, True]], block_size=8)
+    q, k, v = (tensor.detach().half() for tensor in draw((16, 16)))
+    q, k = 20 * q, k / 1e4
+    found = bs.nn.attention(q, k, v, layout, scale=1e4)
+    expected = dense_attention(q.double(), k.double(), v.double(), dense_mask(layout, False), 1e4)
+    torch.testing.assert_close(found.double(), expected, atol=2e-3, rtol=0)
+
+
+def test_few_queries_see_few_keys():
+    """Of a cache of keys only those that are seen are read."""
+    layout = bs.BlockLayout([[False, True, False, False, True, False]], (1, 16))
+    q, k, v = (tensor.detach() for tensor in draw((1, 96)))
+    expected = dense_attention(q, k, v, dense_mask(layout, False))
+    k[:, :, :16], v[:, :, 48:64] = torch.nan, torch.nan
+    torch.testing.assert_close(bs.nn.attention(q, k, v, layout), expected)
 
 
 def test_memory_follows_the_blocks():
@@ -255,6 +289,16 @@ def test_bad_input():
     ]:
         with pytest.raises(bs.BlockSparseError, match=message):
             bs.nn.attention(*args)
+    for options, message in [
+        ({"causal": 1}, "causal: expected a bool, got 1"),
+        ({"scale": 1j}, "scale: expected a number or None, got 1j"),
+        ({"scale": torch.ones(4)}, "scale: expected a number or None"),
+    ]:
+        with pytest.raises(bs.BlockSparseError, match=message):
+            bs.nn.attention(q, k, v, layout, **options)
+    halves = [torch.randn(1, 1, 8, 16, dtype=torch.float16) for _ in range(3)]
+    with pytest.raises(bs.BlockSparseError, match=r"q: expected torch.float32 or torch.float64, got torch.float16"):
+        cpu.forward(*halves, layout, False)
 
 
 def test_the_reference_of_these_tests():

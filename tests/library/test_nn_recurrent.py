@@ -396,7 +396,7 @@ BAD = {
         torch.randn(3, 2, 8), (torch.randn(1, 2, 16), torch.randn(1, 2, 15))
     ),
     r"table: expected \[n, 8\]": lambda: bs.nn.LSTM(8, 16)(torch.zeros(3, 2).long(), table=torch.randn(3, 9)),
-    "input: expected rows of a table of 3, got 0 to 3": lambda: bs.nn.LSTM(8, 64, density=0.5)(
+    "input: expected rows of a table that has 3, got 0 to 3": lambda: bs.nn.LSTM(8, 64, density=0.5)(
         torch.arange(4).view(4, 1), table=torch.randn(3, 8)
     ),
     "input: expected int64 rows of the table": lambda: bs.nn.LSTM(8, 16)(torch.zeros(3, 2), table=torch.randn(3, 8)),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ...checked import shape_of
@@ -67,8 +69,12 @@ def attention(
     Source: Child et al., Generating long sequences with sparse transformers (2019); Dong et al., Flex attention (2024).
     """
     layouts = _check(q, k, v, layout)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    y: Tensor = ATTENTION.on(q.device, q.dtype).attention(q, k, v, layouts, causal, scale)
+    if not isinstance(causal, bool | np.bool_):
+        raise BlockSparseError.expected("causal", "a bool", repr(causal))
+    if scale is not None and not isinstance(scale, Real):
+        raise BlockSparseError.expected("scale", "a number or None", repr(scale))
+    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
+    y: Tensor = ATTENTION.on(q.device, q.dtype).attention(q, k, v, layouts, bool(causal), scale)
     return y
 
 

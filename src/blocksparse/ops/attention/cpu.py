@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
@@ -43,10 +43,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], c
 
 
 def _of_layout(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:
-    if layout.nnz == math.prod(layout.grid):
+    if gathered.is_dense(layout, scale):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     dtype, d_v = q.dtype, v.shape[-1]
-    q, k, v = (_whole_vectors(tensor.to(accumulator(dtype))) for tensor in (q * scale, k, v))
+    q, k, v = (_whole_vectors(tensor.to(accumulator(dtype))) for tensor in (q, k, v))
+    q = q * scale
     if needs_grad(q, k, v):
         recorded: Callable[..., Tensor] = _Attention.apply
         y = recorded(layout, causal, q, k, v)
@@ -86,7 +87,8 @@ def _differentiable(
     """The gradients as a function that autograd can differentiate again."""
     create_graph = torch.is_grad_enabled()
     wanted = [tensor for tensor in (q, k, v) if tensor.requires_grad]
-    with torch.enable_grad():
+    # Of PyTorch's kernels only this one can be differentiated twice.
+    with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
         y = gathered.attention(q, k, v, [layout], causal, 1.0)
     found = iter(torch.autograd.grad(y, wanted, grad, create_graph=create_graph, materialize_grads=True))
     return [next(found) if tensor.requires_grad else None for tensor in (q, k, v)]
@@ -131,6 +133,8 @@ def _common(
 ) -> tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]:
     """What both passes take, and the shapes of what there is of each query and of y."""
     check_int32(layout)
+    if q.dtype not in (torch.float32, torch.float64):
+        raise BlockSparseError.expected("q", "torch.float32 or torch.float64", q.dtype)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4 or tensor.shape[-1] % FEATURES:
             wanted = f"[batch, heads, tokens, a multiple of {FEATURES}]"

@@ -45,6 +45,11 @@ def by_layout(
     return torch.stack(per_head, 1)
 
 
+def is_dense(layout: BlockLayout, scale: float) -> bool:
+    """Whether PyTorch's dense attention is the same. It masks by scores of -infinity before it scales them."""
+    return layout.nnz == math.prod(layout.grid) and scale > 0
+
+
 class _Rows:
     """Rows of blocks that are computed together.
 
@@ -100,7 +105,7 @@ def _plan(layout: BlockLayout, causal: bool) -> tuple[list[_Rows], Tensor]:
 
 
 def _gathered(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:
-    if layout.nnz == math.prod(layout.grid):
+    if is_dense(layout, scale):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     batch, heads, queries, _ = q.shape
     height, width = layout.block_shape

@@ -33,7 +33,7 @@ def forward(
     if index is not None and rows:
         low, high = torch.aminmax(index)
         if low < 0 or high >= len(pre):
-            raise BlockSparseError.expected("input", f"rows of a table of {len(pre)}", f"{low} to {high}")
+            raise BlockSparseError.expected("input", f"rows of a table that has {len(pre)}", f"{low} to {high}")
     z = values.new_empty(steps.batch, 4 * hidden)
     core, isa, found = cpu_core.operands(
         ("values", values, layout.values_shape, dtype),
