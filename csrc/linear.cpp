@@ -14,7 +14,7 @@ constexpr int64_t kPanelBytes = 8 << 20;
 constexpr int64_t kOwnPanels = 8, kOwnBytes = 1 << 20;
 // Tokens that the sampled product packs at a time, as many as have these bytes: more would leave the outer caches,
 // fewer write the values too often. 16-bit types pack all at once, as sums over chunks would round.
-constexpr int64_t kWgradBytes = 16 << 20, kLeastTokens = 256, kMostTokens = 1024;
+constexpr int64_t kWgradBytes = 4 << 20, kLeastTokens = 256, kMostTokens = 1024;
 // What one packing task takes: features of a panel, and steps and features of a block column.
 constexpr int64_t kPackUnits = 512, kPackSteps = 16, kPackFeatures = 1024;
 

@@ -178,19 +178,52 @@ def test_no_nan_from_queries_that_see_nothing():
     assert all(tensor.grad.isfinite().all() for tensor in (q, k, v))
 
 
-def test_compiles_with_a_layout_that_is_new():
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_compiles_with_a_layout_that_is_new(causal, training):
+    torch._dynamo.reset()
     layout = bs.patterns.watts_strogatz(64, block_size=8, neighbors=2, seed=5)
+    q = torch.randn(1, 2, 64, 16, requires_grad=training)
+
+    def run(q):
+        return bs.nn.attention(q, q, q, layout, causal=causal)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q), run(q))
+    if training:
+        grads = [torch.autograd.grad(f(q).square().sum(), q)[0] for f in (compiled, run)]
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports_with_a_layout_that_is_new(causal, strict):
+    class Attention(torch.nn.Module):
+        def forward(self, q):
+            return bs.nn.attention(q, q, q, layout, causal=causal)
+
+    layout = bs.patterns.watts_strogatz(64, block_size=8, neighbors=2, seed=6 + strict)
     q = torch.randn(1, 2, 64, 16)
-    compiled = torch.compile(lambda q: bs.nn.attention(q, q, q, layout), backend="eager")
-    torch.testing.assert_close(compiled(q), bs.nn.attention(q, q, q, layout))
+    exported = torch.export.export(Attention(), (q,), strict=strict).module()
+    torch.testing.assert_close(exported(q), Attention()(q))
 
 
-@pytest.mark.parametrize(
-    "blocks", [[[True, False, True], [True, True, False], [False, True, True]], [[True, True]] * 3]
-)
+def test_autocast():
+    layout = bs.patterns.random((16, 16), block_size=8, density=0.5, seed=1)
+    q, k, v = (tensor.detach().float().requires_grad_() for tensor in draw((16, 16), d=4, d_v=4))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = bs.nn.attention(q, k.bfloat16(), v, layout)
+    expected = bs.nn.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), layout)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+    found.float().sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("blocks", [["x x", "xx ", " xx"], ["xx ", "xx "]])
 @pytest.mark.parametrize("d_v", [2, 3])
 def test_twice_differentiable(blocks, d_v):
-    layout = bs.BlockLayout([[*row, False] for row in blocks], block_size=4)
+    layout = bs.BlockLayout([[block == "x" for block in row] for row in blocks], block_size=4)
     q, k, v = draw(layout.shape, heads=1, d=2, d_v=d_v)
     assert torch.autograd.gradgradcheck(lambda *qkv: bs.nn.attention(*qkv, layout), (q, k, v))
 

@@ -8,11 +8,13 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...checked import shape_of
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, check_layout
+from ..checks import autocast
 from ..registry import Op
 from . import cpu, gathered, reference, triton
 
@@ -38,7 +40,8 @@ def attention(
         k: `[batch, heads, keys, d]`.
         v: `[batch, heads, keys, d_v]`.
         layout: of shape (queries, keys); one for all heads, or a list of one for each.
-        causal: a query sees, of those keys, only the ones that are not behind it: key j <= query i.
+        causal: a query sees, of those keys, only the ones that are not behind it: key j <= query i, also where the
+            queries are the last ones of a longer text (leave it out there, and choose the blocks).
         scale: by default d^-0.5.
 
     Time and memory grow with the number of stored blocks. On a GPU this is PyTorch's FlexAttention with a `BlockMask`
@@ -48,6 +51,8 @@ def attention(
     blocks: of random blocks of 32, density 0.1, 8192 tokens, d 64, bfloat16, on an H100 the forward pass is 3.8 times
     as fast as dense attention. With gradients there are only tiles of 128, of which such blocks touch 81 %, and it is
     0.12 times as fast: blocks to train with on a GPU are of 128.
+
+    Under `torch.autocast` q, k and v are cast, as those of `scaled_dot_product_attention` are.
 
     Returns:
         `[batch, heads, queries, d_v]`; exactly 0 for queries that see no key.
@@ -68,6 +73,10 @@ def attention(
 
     Source: Child et al., Generating long sequences with sparse transformers (2019); Dong et al., Flex attention (2024).
     """
+    if all(isinstance(tensor, Tensor) for tensor in (q, k, v)) and torch.is_autocast_enabled(q.device.type):
+        q, k, v = (autocast(tensor, tensor, None)[0] for tensor in (q, k, v))
+        with torch.autocast(q.device.type, enabled=False):
+            return attention(q, k, v, layout, causal=causal, scale=scale)
     layouts = _check(q, k, v, layout)
     if not isinstance(causal, bool | np.bool_):
         raise BlockSparseError.expected("causal", "a bool", repr(causal))

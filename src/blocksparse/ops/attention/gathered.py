@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...layout import BlockLayout
 
@@ -60,7 +61,7 @@ class _Rows:
     """
 
     def __init__(self, layout: BlockLayout, rows: np.ndarray, causal: bool):
-        crow, col = layout.crow_indices().numpy(), layout.col_indices().numpy()
+        crow, col = layout.row_start, layout.col_of_block
         height, width = layout.block_shape
         counts = np.diff(crow)[rows]
         place = np.arange(counts.max())
@@ -76,20 +77,42 @@ class _Rows:
         self.seen = None if seen.all() else torch.from_numpy(seen)
 
     def to(self, device: torch.device) -> _Rows:
-        if self.rows.device != device:
-            for name, tensor in vars(self).items():
-                setattr(self, name, None if tensor is None else tensor.to(device))
+        for name, tensor in vars(self).items():
+            setattr(self, name, None if tensor is None else tensor.to(device))
         return self
 
 
-def _plan(layout: BlockLayout, causal: bool) -> tuple[list[_Rows], Tensor]:
+Plan = tuple[list[_Rows], Tensor]
+
+
+def _plan_on(layout: BlockLayout, causal: bool, device: torch.device) -> Plan:
+    """`_plan`, whose tensors are real ones on the device, whatever traces the call."""
+
+    def make() -> Plan:
+        with _disable_current_modes():
+            groups, place = _plan(layout, causal)
+            return [rows.to(device) for rows in groups], place.to(device)
+
+    return layout.derived(("attention", causal, device), make)
+
+
+def _plan_while_tracing(layout: BlockLayout, causal: bool, device: torch.device) -> bool:
+    _plan_on(layout, causal, device)
+    return True
+
+
+# Dynamo runs it as it is, as it cannot trace how a plan is made. See `ops/registry.py`.
+_plan_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _plan(layout: BlockLayout, causal: bool) -> Plan:
     """The rows of a layout by how many blocks they have, and where each row is among them; empty ones at the end."""
     if causal:
         height, width = layout.block_shape
         rows, cols = layout.row_of_block, layout.col_of_block
         some = cols.astype(np.int64) * width < (rows.astype(np.int64) + 1) * height
         layout = BlockLayout.from_indices(rows[some], cols[some], layout.grid, layout.block_shape)
-    counts = np.diff(layout.crow_indices().numpy())
+    counts = np.diff(layout.row_start)
     order = np.argsort(-counts, kind="stable")
     filled = np.count_nonzero(counts)
     groups, begin = [], 0
@@ -109,15 +132,17 @@ def _gathered(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, layou
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     batch, heads, queries, _ = q.shape
     height, width = layout.block_shape
-    groups, place = layout.derived(("attention", causal, q.device), lambda: _plan(layout, causal))
+    if torch.compiler.is_dynamo_compiling():
+        _plan_while_tracing(layout, causal, q.device)
+    groups, place = _plan_on(layout, causal, q.device)
     q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
     blocks = q.unflatten(1, (-1, height)), k.unflatten(1, (-1, width)), v.unflatten(1, (-1, width))
-    found = [_of_rows(rows.to(q.device), *blocks, scale) for rows in groups]
+    found = [_of_rows(rows, *blocks, scale) for rows in groups]
     empty = v.new_zeros(batch * heads, layout.grid[0] - sum(y.shape[1] for y in found), height, v.shape[-1])
     if not found:
         empty = empty + sum(tensor[:0].sum() for tensor in (q, k, v))  # zeros that have a gradient
     y = torch.cat([*found, empty], 1)
-    return y.index_select(1, place.to(q.device)).reshape(batch, heads, queries, v.shape[-1])
+    return y.index_select(1, place).reshape(batch, heads, queries, v.shape[-1])
 
 
 def _of_rows(rows: _Rows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
