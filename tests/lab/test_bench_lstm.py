@@ -131,7 +131,7 @@ def test_all_rows_come_in_small():
         "<= 1.15x dense of equal parameters",
         *[">= 20x torch.nn.LSTM of the same width"] * 2,
         *["<= 1x torch.nn.LSTM, give or take 1%"] * 2,
-        *[">= 1x torch.nn.LSTM of as many parameters"] * 2 * len(lstm_reach.FEW),
+        *[">= 1x torch's LSTM of as many parameters"] * 2 * len(lstm_reach.FEW),
         "a process below 8 GiB",
     ]
     assert len(rows) == 11 + 2 * len(lstm_reach.FEW)
