@@ -5,6 +5,7 @@ The CPU backends are called directly, past the checks of the public functions.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,6 +35,7 @@ NUMBERS = bs.BlockLayout([[True, False, True], [True, True, False]], block_size=
 AXES = axes_of((5, 6), (5, 6), (3, 3), (1, 1), (1, 1), (1, 1))
 GATES = bs.patterns.random((32, 8), block_size=4, density=0.5, seed=0)
 RAGGED = Steps((2, 1))
+TRAJECTORY = {"all_before": "before", "all_after": "after", "final": "final"}
 SEEN = bs.patterns.random((8, 12), block_size=4, density=0.5, seed=0)
 POINT = axes_of((5, 6), (5, 6), (1, 1), (1, 1), (0, 0), (1, 1))
 RATES = {"momentum": 0.9, "rate": 0.1, "keep": 1.0}
@@ -88,12 +90,7 @@ def an_lstm_forward():
     operands = {"values": GATES.values_shape, "pre": (3, 32), **state, "h_final": (2, 8), "c_final": (2, 8)}
 
     def call(values, pre, gates, **states):
-        hs, cs = (
-            SimpleNamespace(
-                all_before=states[f"{name}_before"], all_after=states[f"{name}_after"], final=states[f"{name}_final"]
-            )
-            for name in "hc"
-        )
+        hs, cs = (SimpleNamespace(**{at: states[f"{name}_{key}"] for at, key in TRAJECTORY.items()}) for name in "hc")
         recurrent.forward(values, GATES, RAGGED, pre, None, hs, cs, gates)
 
     return {**operands, "gates": (3, 32)}, call
@@ -110,10 +107,8 @@ def an_lstm_backward():
 
 def an_attention(backward):
     y = {"y": (1, 2, 8, 16), "log_sum": (1, 2, 8), "grad": (1, 2, 8, 16)} if backward else {}
-    run = attention.backward if backward else attention.forward
-    return {"q": (1, 2, 8, 16), "k": (1, 2, 12, 16), "v": (1, 2, 12, 16), **y}, lambda **given: run(
-        **given, layout=SEEN, causal=False
-    )
+    run = partial(attention.backward if backward else attention.forward, layout=SEEN, causal=False)
+    return {"q": (1, 2, 8, 16), "k": (1, 2, 12, 16), "v": (1, 2, 12, 16), **y}, run
 
 
 def a_momentum():
@@ -143,10 +138,7 @@ ENTRIES = {
     "attention_forward": an_attention(False),
     "attention_backward": an_attention(True),
     "dropout_forward": ({"x": (4, 3)}, lambda x: dropout.forward(x, FACTORS, 1, 100)),
-    "dropout_backward": (
-        {"grad": (4, 3), "code": (4, 3)},
-        lambda grad, code: dropout.backward(grad, code, FACTORS),
-    ),
+    "dropout_backward": ({"grad": (4, 3), "code": (4, 3)}, lambda grad, code: dropout.backward(grad, code, FACTORS)),
     "momentum": a_momentum(),
 }
 # Functions that take strided operands, by a copy where kernels do not, and operands that are copied anyway.
