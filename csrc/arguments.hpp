@@ -58,7 +58,7 @@ int64_t blocks_in(int64_t features, int64_t block) {
 
 void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
 
-// The tasks of a product with so many block rows.
+// The tasks of a product with `rows` block rows.
 RowTasks row_tasks(int64_t rows, const Index<int64_t>& start, const Index<int32_t>& col, const Index<int64_t>& position,
                    const Index<int32_t>& row, const Index<int32_t>& begin, const Index<int32_t>& end,
                    const Index<int64_t>& task_start) {

@@ -10,7 +10,7 @@ namespace {
 
 // Bytes of packed panels per pass over the weights: they stay in the outer caches until they are used.
 constexpr int64_t kPanelBytes = 8 << 20;
-// Each thread has panels of its own if there are so many for it, and none larger than its caches.
+// From this many panels per thread on, and up to this size, each thread packs panels of its own.
 constexpr int64_t kOwnPanels = 8, kOwnBytes = 1 << 20;
 // Tokens that the sampled product packs at a time, as many as have these bytes: more would leave the outer caches,
 // fewer write the values too often. 16-bit types pack all at once, as sums over chunks would round.

@@ -60,7 +60,7 @@ BLOCKSPARSE_INLINE Unit load_unit(const Unit* from) {
   return unit;
 }
 
-// Rows of the tallest tile that is so many vectors wide: sums enough for multiplications not to wait for each other.
+// Rows of the tallest tile of this width: enough sums that multiplications need not wait for each other.
 constexpr int tile_rows(int64_t vectors) { return vectors == 1 ? 2 * kTileRows : kTileRows; }
 
 template <class E, int kRows, int kVectors, Gather kGather>

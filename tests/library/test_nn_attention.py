@@ -111,6 +111,16 @@ def test_the_same_bits_for_any_number_of_threads(backend):
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
+@pytest.mark.parametrize("of", ["q", "k", "v", "qv"])
+def test_gradients_of_some(of):
+    layout = bs.patterns.random((48, 48), block_size=8, density=0.4, seed=0)
+    given = dict(zip("qkv", draw((48, 48)), strict=True))
+    expected = torch.autograd.grad(bs.nn.attention(*given.values(), layout).square().sum(), [given[n] for n in of])
+    some = {name: tensor.detach().requires_grad_(name in of) for name, tensor in given.items()}
+    found = torch.autograd.grad(bs.nn.attention(*some.values(), layout).square().sum(), [some[n] for n in of])
+    assert all(torch.equal(mine, wanted) for mine, wanted in zip(found, expected, strict=True))
+
+
 def test_a_nan_reaches_only_queries_that_see_it():
     layout = bs.BlockLayout([[True, False], [False, True]], block_size=8)
     q, k, v = (tensor.detach() for tensor in draw((16, 16)))

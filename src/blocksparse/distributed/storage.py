@@ -165,7 +165,7 @@ class Wanted:
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Reads wanted rows, piece by piece, besides the tensors that PyTorch's planner takes."""
+    """Reads requested rows, piece by piece, besides the tensors that PyTorch's planner takes."""
 
     def __init__(self, tensors: dict[str, Tensor], wanted: Mapping[str, Wanted], metadata: Metadata):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -230,7 +230,7 @@ class Folder:
         }
 
     def read(self, tensors: dict[str, Tensor], wanted: Mapping[str, Wanted] | None = None) -> None:
-        """Fills tensors, and the wanted rows of others."""
+        """Fills tensors, and the requested rows of others."""
         planner = LoadPlanner(tensors, wanted or {}, self.metadata)
         plan = self.reader.prepare_local_plan(planner.plan())
         self.reader.read_data(plan, planner).wait()

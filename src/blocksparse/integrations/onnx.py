@@ -21,7 +21,7 @@ from ..nn.lstm import LSTM
 from ..nn.recurrent import Recurrent
 from ..surgery.replace import replace_modules
 
-# Of the weights' bytes: a larger file than 2 GiB cannot hold them, and they go into a second one beside it.
+# Of the weights' bytes: a larger file than 2 GiB cannot hold them, and they go into a second one next to it.
 LARGEST = 3 << 29
 
 # PyTorch's modules by ONNX's operator, with the order of its gates, and what says that they compute the same.

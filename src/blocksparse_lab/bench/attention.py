@@ -29,7 +29,7 @@ from .rows import Row, Rows, race, timing
 BOUND = 1e-5
 PASSES = ("forward", "forward + backward")
 DENSITIES = (1.0, 0.5, 0.25, 0.1, 0.05)
-# Up to this density each pass is to be at least so many times as fast as either peer.
+# Up to this density each pass is to be at least this many times as fast as either peer.
 SPARSE, LEAST = 0.5, 1.0
 
 # Of queries, keys and values.

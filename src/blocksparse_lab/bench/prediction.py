@@ -156,7 +156,7 @@ def together(launches: list[Mapping[str, Any]], chip: Chip) -> Prediction:
 
 
 def dense_time(operations: float, moved: float, dtype: str, few: bool, chip: Chip) -> float:
-    """Seconds of one dense product of so many operations and bytes, of `few` tokens or many, as cuBLAS's on the H100.
+    """Seconds of one dense product of this many operations and bytes, of `few` tokens or many, as cuBLAS's on the H100.
 
     >>> f"{1e6 * dense_time(2 * 12288**2 * 32, 2 * 12288**2, 'bfloat16', True, CHIPS['h100']):.0f} us"  # measured: 114
     '113 us'

@@ -72,11 +72,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, y, log_sum = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
 
         def gradients(grad: Tensor) -> Sequence[Tensor | None]:
             if torch.is_grad_enabled() or not is_plain(grad):
                 return _differentiable(q, k, v, ctx.layout, ctx.causal, grad)
-            return backward(q, k, v, y, log_sum, grad, ctx.layout, ctx.causal)
+            return backward(q, k, v, y, log_sum, grad, ctx.layout, ctx.causal, needed)
 
         return None, None, *of_each(gradients, grad)
 
@@ -110,22 +111,28 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, causal: bool) 
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor, grad: Tensor, layout: BlockLayout, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v from that of y."""
+    q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor, grad: Tensor, layout: BlockLayout, causal: bool,
+    needed: Sequence[bool] = (True, True, True),
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of q, k and v from that of y; None where it is not needed, nor computed with another."""
     q, k, v, grad, log_sum = (tensor.contiguous() for tensor in (q, k, v, grad, log_sum))
     common, of_query, of_y = _common(q, k, v, layout, causal)
     check_operands(q.dtype, q.device, y=(y, of_y), grad=(grad, of_y))
     delta = (grad * y).sum(-1)
-    grads = [workspace.empty_like(tensor) for tensor in (q, k, v)]
+    # The core computes those of keys and values together, and takes the address 0 for none.
+    keys = needed[1] or needed[2]
+    grad_q, grad_k, grad_v = (
+        workspace.empty_like(tensor) if need else None for tensor, need in ((q, needed[0]), (k, keys), (v, keys))
+    )
     start, row = _columns(layout)
     cpu_core.core().attention_backward(
         **common, grad=address("grad", grad, of_y, q.dtype), log_sum=address("log_sum", log_sum, of_query, q.dtype),
         delta=address("delta", delta, of_query, q.dtype), column_start=start, row=row,
-        **{f"grad_{name}": address(name, each, tuple(each.shape), q.dtype)
-           for name, each in zip("qkv", grads, strict=True)},
+        grad_q=address("grad_q", grad_q, tuple(q.shape), q.dtype),
+        grad_k=address("grad_k", grad_k, tuple(k.shape), q.dtype),
+        grad_v=address("grad_v", grad_v, tuple(v.shape), q.dtype),
     )  # fmt: skip
-    return grads[0], grads[1], grads[2]
+    return grad_q, grad_k, grad_v
 
 
 def _common(
