@@ -186,6 +186,18 @@ BLOCKSPARSE_INLINE void in_vectors(int64_t begin, int64_t end, const Run& run) {
   if (begin < end) run(begin, end - begin);
 }
 
+// Row `row`, or null.
+template <class T>
+BLOCKSPARSE_INLINE const T* row_of(const InputRows& rows, int64_t row) {
+  if (rows.index) row = rows.index[row];
+  return rows.data ? static_cast<const T*>(rows.data) + row * rows.stride : nullptr;
+}
+
+template <class T>
+BLOCKSPARSE_INLINE T* row_of(const OutputRows& rows, int64_t row) {
+  return rows.data ? static_cast<T*>(rows.data) + row * rows.stride : nullptr;
+}
+
 // The table for a dtype, out of one for each.
 template <class Kernels>
 BLOCKSPARSE_INLINE const Kernels& by_dtype(DType dtype, const Kernels& float32, const Kernels& float64,

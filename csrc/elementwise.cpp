@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "parallel.hpp"
+#include "rows.hpp"
 
 namespace blocksparse {
 namespace {
@@ -37,6 +38,11 @@ void momentum_steps(const InstructionSet& isa, DType dtype, const std::vector<in
     const int64_t first = (part - (i ? ends[i - 1] : 0)) * kPartNumbers;
     kernels.momentum_step(steps[i], first, std::min(first + kPartNumbers, counts[i]));
   });
+}
+
+void multiply(const InstructionSet& isa, DType dtype, int64_t rows, int64_t features, const RowsProduct& product) {
+  const ElementwiseKernels& kernels = isa.elementwise(dtype);
+  in_parts(rows, features, [&](const RowsPart& part) { kernels.multiply(product, part); });
 }
 
 }  // namespace blocksparse

@@ -1,4 +1,4 @@
-// Elementwise operations: dropout with the activation before it, the step of an optimizer.
+// Elementwise operations: dropout with the activation before it, the step of an optimizer, products of rows.
 #pragma once
 
 #include <vector>
@@ -13,5 +13,7 @@ void dropout_backward(const InstructionSet& isa, DType dtype, int64_t count, con
 // Tensor i has counts[i] numbers.
 void momentum_steps(const InstructionSet& isa, DType dtype, const std::vector<int64_t>& counts,
                     const std::vector<MomentumStep>& steps);
+
+void multiply(const InstructionSet& isa, DType dtype, int64_t rows, int64_t features, const RowsProduct& product);
 
 }  // namespace blocksparse

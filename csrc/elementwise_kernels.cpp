@@ -108,8 +108,20 @@ void momentum_step(const MomentumStep& step, int64_t first, int64_t last) {
 }
 
 template <class E>
+void multiply(const RowsProduct& product, const RowsPart& part) {
+  using Storage = typename E::Storage;
+  for (int64_t row = part.first_row; row < part.last_row; ++row) {
+    const Storage *const a = row_of<Storage>(product.a, row), *const b = row_of<Storage>(product.b, row);
+    Storage* const y = row_of<Storage>(product.y, row);
+    in_vectors<E>(part.begin, part.end, [=](int64_t i, int64_t count) __attribute__((always_inline)) {
+      write_sums<E>(y + i, read_units<E>(a + i, count) * read_units<E>(b + i, count), count, false);
+    });
+  }
+}
+
+template <class E>
 constexpr ElementwiseKernels table() {
-  return {dropout_forward<E>, dropout_backward<E>, momentum_step<E>};
+  return {dropout_forward<E>, dropout_backward<E>, momentum_step<E>, multiply<E>};
 }
 
 }  // namespace

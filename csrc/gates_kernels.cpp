@@ -12,20 +12,8 @@ BLOCKSPARSE_INLINE void write(typename E::Storage* to, Vector<typename E::Sum> v
   write_sums<E>(to, v, count, false);
 }
 
-// Row `row`, or null.
-template <class T>
-BLOCKSPARSE_INLINE const T* row_of(const InputRows& rows, int64_t row) {
-  if (rows.index) row = rows.index[row];
-  return rows.data ? static_cast<const T*>(rows.data) + row * rows.stride : nullptr;
-}
-
-template <class T>
-BLOCKSPARSE_INLINE T* row_of(const OutputRows& rows, int64_t row) {
-  return rows.data ? static_cast<T*>(rows.data) + row * rows.stride : nullptr;
-}
-
 template <class E>
-void forward(const GatesForward& step, const GatesPart& part) {
+void forward(const GatesForward& step, const RowsPart& part) {
   using Storage = typename E::Storage;
   using Sum = typename E::Sum;
   using V = Vector<Sum>;
@@ -59,7 +47,7 @@ void forward(const GatesForward& step, const GatesPart& part) {
 }
 
 template <class E>
-void backward(const GatesBackward& step, const GatesPart& part) {
+void backward(const GatesBackward& step, const RowsPart& part) {
   using Storage = typename E::Storage;
   using Sum = typename E::Sum;
   using V = Vector<Sum>;

@@ -203,6 +203,9 @@ struct OutputRows {
   void* data;
   int64_t stride;
 };
+struct RowsPart {
+  int64_t first_row, last_row, begin, end;  // features [begin, end)
+};
 
 // One step of an LSTM: c_out = f c + i g, h = o tanh(c_out), with the gates i, f, g, o of gain z + add. z, add, gain
 // and gates have 4 `hidden` features, the states c are in the type of sums.
@@ -222,13 +225,9 @@ struct GatesBackward {
   OutputRows grad_pre, grad_c_before;
 };
 
-struct GatesPart {
-  int64_t first_row, last_row, begin, end;  // features [begin, end) of each gate
-};
-
-struct GatesKernels {
-  void (*forward)(const GatesForward&, const GatesPart&);
-  void (*backward)(const GatesBackward&, const GatesPart&);
+struct GatesKernels {  // the part's features are those of each gate
+  void (*forward)(const GatesForward&, const RowsPart&);
+  void (*backward)(const GatesBackward&, const RowsPart&);
 };
 using SelectGates = const GatesKernels& (*)(DType dtype);
 
@@ -261,8 +260,9 @@ struct AttentionKernels {
 };
 using SelectAttention = const AttentionKernels& (*)(DType dtype);  // of float32 and float64
 
-// Numbers of a part of an elementwise loop, some microseconds of work. Each part of a dropout has random numbers of its
-// own, so that the results are the same for any number of threads and any instruction set.
+// Numbers of a part of an elementwise loop, some microseconds of work; a multiple of every vector. Each part of a
+// dropout has random numbers of its own, so that the results are the same for any number of threads and any instruction
+// set.
 constexpr int64_t kPartNumbers = 4096;
 
 // y = factor[code] x, where the code is drawn: 0 where a random number is below `least`, else 1 where x > 0, else 2.
@@ -290,11 +290,18 @@ struct MomentumStep {
   double momentum, rate, keep;
 };
 
-// Of the numbers [first, last) of the part that begins at a multiple of kPartNumbers.
+// y = a b.
+struct RowsProduct {
+  InputRows a, b;
+  OutputRows y;
+};
+
+// Of the numbers [first, last) of the part that begins at a multiple of kPartNumbers, or of a part of rows.
 struct ElementwiseKernels {
   void (*dropout_forward)(const DropoutForward&, int64_t first, int64_t last);
   void (*dropout_backward)(const DropoutBackward&, int64_t first, int64_t last);
   void (*momentum_step)(const MomentumStep&, int64_t first, int64_t last);
+  void (*multiply)(const RowsProduct&, const RowsPart&);
 };
 using SelectElementwise = const ElementwiseKernels& (*)(DType dtype);
 

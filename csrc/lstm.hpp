@@ -1,5 +1,7 @@
-// All steps of an LSTM in one call: the product of the state and the gates, in turn.
+// All steps of a recurrence with an LSTM's gates in one call: what goes into the gates, and the gates, in turn.
 #pragma once
+
+#include <functional>
 
 #include "gates.hpp"
 #include "linear.hpp"
@@ -16,12 +18,17 @@ struct TimeSteps {
   int64_t rows(int64_t t) const { return start[t + 1] - start[t]; }
 };
 
-// The weight `[4 hidden, hidden]`, and the tasks of its product or, backward, of the transposed one.
+// A weight `[out, in]` and the tasks of its product x W^T, or if it is transposed of x W.
 struct RecurrentWeight {
-  int64_t hidden, block_out, block_in;
+  int64_t out, in, block_out, block_in;
   const void* values;
+  bool transposed;
   RowTasks tasks;
 };
+
+// y, without gaps between its rows, is the product of these rows.
+void product(const InstructionSet& isa, DType dtype, const RecurrentWeight& weight, int64_t rows, const InputRows& x,
+             void* y);
 
 // A state on its way: what the steps take and what they leave, `[rows, hidden]`. `final` is that of each sequence, and
 // null where what one step leaves is what the next one takes, in the same memory.
@@ -30,23 +37,53 @@ struct StatePath {
   void* final;  // [batch, hidden]
 };
 
-struct LstmForward {
-  void* z;        // [batch, 4 hidden], working memory
-  InputRows pre;  // what is added to the product
+struct GatedForward {
+  int64_t hidden;
+  InputRows add;     // the gates are those of gain z + add
+  const void* gain;  // or null
   StatePath h, c;
   OutputRows gates;  // may be null
 };
 
-void lstm_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
-                  const LstmForward& data);
-
-struct LstmBackward {
+struct GatedBackward {
+  int64_t hidden;
   InputRows gates, c_before, c, grad_y;
   void *grad_h, *grad_c;  // [batch, hidden], of the final states; then of the initial ones
-  OutputRows grad_pre;
+  OutputRows grad_pre;    // at gain z + add
 };
 
+// The rows of one step: `count` of them, the first of which is row `at` of all data.
+struct StepRows {
+  int64_t at, count;
+};
+
+// `z_of` computes the z `[rows, 4 hidden]` of a step from the h that it takes.
+void gated_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const GatedForward& data,
+                   const std::function<InputRows(StepRows)>& z_of);
+
+// `to_h` writes the gradient at the h that a step takes into `grad_h`, from that in `grad_pre`.
+void gated_backward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const GatedBackward& data,
+                    const std::function<void(StepRows)>& to_h);
+
+// What a multiplicative LSTM has besides: its weight's product is that of m = factor * of_h, where of_h = h M^T.
+struct MultipliedForward {
+  RecurrentWeight weight;  // M
+  InputRows factor;
+  void *of_h, *m;  // [rows, hidden]
+};
+
+struct MultipliedBackward {
+  RecurrentWeight weight;
+  InputRows factor, of_h;
+  void* grad_m;  // [batch, hidden], working memory
+  OutputRows grad_factor, grad_of_h;
+};
+
+// z is working memory, `[batch, 4 hidden]`; `multiplied` null for an LSTM.
+void lstm_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
+                  const GatedForward& data, void* z, const MultipliedForward* multiplied);
+
 void lstm_backward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
-                   const LstmBackward& data);
+                   const GatedBackward& data, const MultipliedBackward* multiplied);
 
 }  // namespace blocksparse

@@ -24,8 +24,8 @@
 #include "int8.hpp"
 #include "isa_dispatch.hpp"
 #include "linear.hpp"
-#include "lstm.hpp"
 #include "parallel.hpp"
+#include "recurrent_module.hpp"
 
 using namespace nb::literals;
 
@@ -267,59 +267,6 @@ void py_gates_backward(const std::string& isa, const std::string& dtype, int64_t
                   output(grad_pre), output(grad_c_before)});
 }
 
-// The steps and the weight of a recurrence: `block` is the layout's, the tasks are those of the pass.
-struct PyRecurrence {
-  TimeSteps steps;
-  RecurrentWeight weight;
-
-  PyRecurrence(Index<int64_t> step, bool reverse, int64_t rows, int64_t hidden, std::pair<int64_t, int64_t> block,
-               uintptr_t values, const RowTasks& tasks)
-      : steps{step.data(), int64_t(step.size()) - 1, reverse},
-        weight{hidden, block.first, block.second, pointer(values), tasks} {
-    require_starts(step, steps.count, size_t(rows), "the start of each step, up to all rows");
-    for (int64_t t = 0; t < steps.count; ++t)
-      require(steps.rows(t) >= 0 && steps.rows(t) <= steps.rows(0), "no step with more rows than the first");
-  }
-};
-
-void py_lstm_forward(const std::string& isa, const std::string& dtype, int64_t rows, int64_t hidden,
-                     Index<int64_t> step, bool reverse, std::pair<int64_t, int64_t> block, uintptr_t values,
-                     uintptr_t z, const PyRows& pre, uintptr_t index, const PyRows& h_before, const PyRows& h_after,
-                     uintptr_t h_final, const PyRows& c_before, const PyRows& c_after, uintptr_t c_final,
-                     const PyRows& gates, Index<int64_t> start, Index<int32_t> col, Index<int64_t> position,
-                     Index<int32_t> row, Index<int32_t> begin, Index<int32_t> end, Index<int64_t> task_start) {
-  blocks_in(hidden, block.second);
-  const RowTasks tasks =
-      row_tasks(blocks_in(4 * hidden, block.first), start, col, position, row, begin, end, task_start);
-  const PyRecurrence recurrence(step, reverse, rows, hidden, block, values, tasks);
-  InputRows added = input(pre);
-  added.index = static_cast<const int64_t*>(pointer(index));
-  nb::gil_scoped_release release;
-  lstm_forward(isa_named(isa), dtype_named(dtype), recurrence.steps, recurrence.weight,
-               {pointer(z),
-                added,
-                {output(h_before), output(h_after), pointer(h_final)},
-                {output(c_before), output(c_after), pointer(c_final)},
-                output(gates)});
-  trim_scratch();
-}
-
-void py_lstm_backward(const std::string& isa, const std::string& dtype, int64_t rows, int64_t hidden,
-                      Index<int64_t> step, bool reverse, std::pair<int64_t, int64_t> block, uintptr_t values,
-                      const PyRows& gates, const PyRows& c_before, const PyRows& c, const PyRows& grad_y,
-                      uintptr_t grad_h, uintptr_t grad_c, const PyRows& grad_pre, Index<int64_t> start,
-                      Index<int32_t> col, Index<int64_t> position, Index<int32_t> row, Index<int32_t> begin,
-                      Index<int32_t> end, Index<int64_t> task_start) {
-  blocks_in(4 * hidden, block.first);
-  const RowTasks tasks = row_tasks(blocks_in(hidden, block.second), start, col, position, row, begin, end, task_start);
-  const PyRecurrence recurrence(step, reverse, rows, hidden, block, values, tasks);
-  nb::gil_scoped_release release;
-  lstm_backward(
-      isa_named(isa), dtype_named(dtype), recurrence.steps, recurrence.weight,
-      {input(gates), input(c_before), input(c), input(grad_y), pointer(grad_h), pointer(grad_c), output(grad_pre)});
-  trim_scratch();
-}
-
 // heads, queries, keys, d, d_v and the block's sides.
 using AttentionSizes = std::array<int64_t, 7>;
 
@@ -441,15 +388,7 @@ NB_MODULE(_core, m) {
   // Arguments by position: at each step of a sequence keyword arguments would take longer than small steps.
   m.def("gates_forward", &py_gates_forward);
   m.def("gates_backward", &py_gates_backward);
-  m.def("lstm_forward", &py_lstm_forward, nb::kw_only(), "isa"_a, "dtype"_a, "rows"_a, "hidden"_a, "step"_a.noconvert(),
-        "reverse"_a, "block"_a, "values"_a, "z"_a, "pre"_a, "index"_a, "h_before"_a, "h_after"_a, "h_final"_a,
-        "c_before"_a, "c_after"_a, "c_final"_a, "gates"_a, "start"_a.noconvert(), "col"_a.noconvert(),
-        "position"_a.noconvert(), "row"_a.noconvert(), "begin"_a.noconvert(), "end"_a.noconvert(),
-        "task_start"_a.noconvert());
-  m.def("lstm_backward", &py_lstm_backward, nb::kw_only(), "isa"_a, "dtype"_a, "rows"_a, "hidden"_a,
-        "step"_a.noconvert(), "reverse"_a, "block"_a, "values"_a, "gates"_a, "c_before"_a, "c"_a, "grad_y"_a,
-        "grad_h"_a, "grad_c"_a, "grad_pre"_a, "start"_a.noconvert(), "col"_a.noconvert(), "position"_a.noconvert(),
-        "row"_a.noconvert(), "begin"_a.noconvert(), "end"_a.noconvert(), "task_start"_a.noconvert());
+  add_recurrences(m);
   m.def("attention_forward", &py_attention_forward, nb::kw_only(), "isa"_a, "dtype"_a, "sizes"_a, "causal"_a, "q"_a,
         "k"_a, "v"_a, "y"_a, "log_sum"_a, "start"_a.noconvert(), "col"_a.noconvert());
   m.def("attention_backward", &py_attention_backward, nb::kw_only(), "isa"_a, "dtype"_a, "sizes"_a, "causal"_a, "q"_a,

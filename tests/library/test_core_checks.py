@@ -5,6 +5,7 @@ The CPU backends are called directly, past the checks of the public functions.
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -34,6 +35,7 @@ BLOCKS = bs.BlockLayout([[True, False, True], [True, True, False]], block_size=(
 NUMBERS = bs.BlockLayout([[True, False, True], [True, True, False]], block_size=1)
 AXES = axes_of((5, 6), (5, 6), (3, 3), (1, 1), (1, 1), (1, 1))
 GATES = bs.patterns.random((32, 8), block_size=4, density=0.5, seed=0)
+UNITS = bs.patterns.random((8, 8), block_size=4, density=0.5, seed=0)
 RAGGED = Steps((2, 1))
 TRAJECTORY = {"all_before": "before", "all_after": "after", "final": "final"}
 SEEN = bs.patterns.random((8, 12), block_size=4, density=0.5, seed=0)
@@ -85,24 +87,49 @@ def a_gates_backward():
     return {**operands, "grad_c": (3, 5), "grad_pre_out": (3, 20), "grad_c_out": (3, 5)}, gates.backward
 
 
-def an_lstm_forward():
-    state = dict.fromkeys(("h_before", "h_after", "c_before", "c_after"), (3, 8))
-    operands = {"values": GATES.values_shape, "pre": (3, 32), **state, "h_final": (2, 8), "c_final": (2, 8)}
-
-    def call(values, pre, gates, **states):
-        hs, cs = (SimpleNamespace(**{at: states[f"{name}_{key}"] for at, key in TRAJECTORY.items()}) for name in "hc")
-        recurrent.forward(values, GATES, RAGGED, pre, None, hs, cs, gates)
-
-    return {**operands, "gates": (3, 32)}, call
+STATES = {
+    **dict.fromkeys(("h_before", "h_after", "c_before", "c_after"), (3, 8)),
+    **dict.fromkeys(("h_final", "c_final"), (2, 8)),
+}
+GRADS = {"grad_y": (3, 8), "grad_h": (2, 8), "grad_c": (2, 8)}
 
 
-def an_lstm_backward():
-    operands = {"values": GATES.values_shape, "gates": (3, 32), "c_before": (3, 8), "c_after": (3, 8)}
+def values_of(*layouts):
+    return {f"values[{i}]": layout.values_shape for i, layout in enumerate(layouts)}
 
-    def call(values, gates, c_before, c_after, **grads):
-        return recurrent.backward(values, GATES, RAGGED, (gates, c_before, c_after), tuple(grads.values()))
 
-    return {**operands, "grad_y": (3, 8), "grad_h": (2, 8), "grad_c": (2, 8)}, call
+def weights_of(tensors, *layouts):
+    return [(tensors[f"values[{i}]"], layout) for i, layout in enumerate(layouts)]
+
+
+def states_of(tensors):
+    return [SimpleNamespace(**{at: tensors[f"{name}_{key}"] for at, key in TRAJECTORY.items()}) for name in "hc"]
+
+
+def an_lstm_forward(*layouts):
+    """With two layouts a multiplicative one."""
+    multiplied = dict.fromkeys(("factor", "of_h", "m"), (3, 8)) if len(layouts) == 2 else {}
+
+    def call(pre, gates, **rest):
+        of = recurrent.Multiplied(*(rest[name] for name in multiplied)) if multiplied else None
+        recurrent.forward(weights_of(rest, *layouts), RAGGED, pre, None, *states_of(rest), gates, of)
+
+    return {**values_of(*layouts), "pre": (3, 32), **STATES, "gates": (3, 32), **multiplied}, call
+
+
+def an_lstm_backward(*layouts):
+    operands = {**values_of(*layouts), "gates": (3, 32), "c_before": (3, 8), "c_after": (3, 8), **GRADS}
+    multiplied = dict.fromkeys(("factor", "of_h", "grad_factor", "grad_of_h"), (3, 8)) if len(layouts) == 2 else {}
+
+    def call(gates, c_before, c_after, **rest):
+        of = ()
+        if multiplied:
+            factor, of_h, *grads = (rest[name] for name in multiplied)
+            of = None, recurrent.Multiplied(factor, of_h, of_h), grads
+        kept, grads = (gates, c_before, c_after), [rest[name] for name in GRADS]
+        return recurrent.backward(weights_of(rest, *layouts), RAGGED, kept, grads, *of)
+
+    return {**operands, **multiplied}, call
 
 
 def an_attention(backward):
@@ -133,8 +160,10 @@ ENTRIES = {
     "conv_wgrad_of_points": a_conv_wgrad(POINT),
     "gates_forward": a_gates_forward(),
     "gates_backward": a_gates_backward(),
-    "lstm_forward": an_lstm_forward(),
-    "lstm_backward": an_lstm_backward(),
+    "lstm_forward": an_lstm_forward(GATES),
+    "lstm_backward": an_lstm_backward(GATES),
+    "lstm_forward_multiplied": an_lstm_forward(GATES, UNITS),
+    "lstm_backward_multiplied": an_lstm_backward(GATES, UNITS),
     "attention_forward": an_attention(False),
     "attention_backward": an_attention(True),
     "dropout_forward": ({"x": (4, 3)}, lambda x: dropout.forward(x, FACTORS, 1, 100)),
@@ -143,7 +172,7 @@ ENTRIES = {
 }
 # Functions that take strided operands, by a copy where kernels do not, and operands that are copied anyway.
 COPIED = {"linear", "csr", "conv", "attention"}
-CLONED = {("lstm_backward", "grad_h"), ("lstm_backward", "grad_c")}
+CLONED = {(entry, grad) for entry in ENTRIES if entry.startswith("lstm_backward") for grad in ("grad_h", "grad_c")}
 
 
 def operands_of(entry):
@@ -171,7 +200,7 @@ CASES = {(entry, operand, wrong) for entry, (shapes, _) in ENTRIES.items() for o
 def test_a_wrong_operand_is_refused_by_name(entry, operand, wrong):
     operands, call = operands_of(entry)
     tensor = operands[operand]
-    others = "|".join(operands)
+    others = "|".join(map(re.escape, operands))
     if wrong == "smaller":
         operands[operand] = tensor[..., :-1].contiguous()
     elif wrong == "larger":
@@ -183,7 +212,8 @@ def test_a_wrong_operand_is_refused_by_name(entry, operand, wrong):
     else:
         operands[operand] = tensor.to("meta")
     # Of two that do not fit each other either can be named: the first operand gives the dtype and the number of rows.
-    named = operand if wrong in ("smaller", "larger") and operand in ("values", "bias", "out") else others
+    alone = wrong in ("smaller", "larger") and operand.partition("[")[0] in ("values", "bias", "out")
+    named = re.escape(operand) if alone else others
     with pytest.raises(bs.BlockSparseError, match=rf"^({named})(\[1\])?: expected"):
         call(**operands)
 
@@ -195,7 +225,7 @@ def test_strided_operands_are_copied_or_refused(entry, operand):
     operands, call = operands_of(entry)
     strided = {**operands, operand: apart(operands[operand])}
     if entry.split("_")[0] not in COPIED:
-        with pytest.raises(bs.BlockSparseError, match=rf"^{operand}(\[1\])?: expected"):
+        with pytest.raises(bs.BlockSparseError, match=rf"^{re.escape(operand)}(\[1\])?: expected"):
             call(**strided)
         return
     expected = call(**operands)
@@ -284,6 +314,36 @@ def test_index_arrays_of_other_lengths_are_refused(monkeypatch, entry, function,
         getattr(recorder.core, function)(**{**recorder.arguments, index: other})
     with pytest.raises((TypeError, bs.BlockSparseError)):  # not converted in silence
         getattr(recorder.core, function)(**{**recorder.arguments, index: array.astype(np.float64)})
+
+
+PLAN = ("values", "shape", "block", *INDICES["linear", "linear"])
+RECURRENCES = [(entry, *entry.split("_multiplied")[:1]) for entry in ENTRIES if entry.startswith("lstm")]
+
+
+@pytest.mark.parametrize(("entry", "function"), RECURRENCES)
+def test_steps_and_weights_of_a_recurrence_that_do_not_fit_are_refused(monkeypatch, entry, function):
+    operands, call = operands_of(entry)
+    recorder = Recorder(monkeypatch, function)
+    call(**operands)
+    run, weights = partial(getattr(recorder.core, function), **recorder.arguments), recorder.arguments["weights"]
+    for step in ([0, 2], [0, 1, 3], [0, 3, 2, 3], [1, 3], [0, 2, 4], []):
+        with pytest.raises(bs.BlockSparseError, match="the compiled core: expected"):
+            run(step=np.array(step, dtype=np.int64))
+    for wrong in ([], [*weights, *weights[:1], *weights[:1]], weights[::-1] if len(weights) > 1 else []):
+        with pytest.raises(bs.BlockSparseError, match="the compiled core: expected"):
+            run(weights=wrong)
+    for i, weight in enumerate(weights):
+        for at, name in enumerate(PLAN):
+            value = weight[at]
+            if name == "values":
+                continue
+            if name in ("shape", "block"):
+                wrong = (value[0], 3), (-value[0], value[1]), (0, 0)
+            else:  # numbers of another type are not converted in silence
+                wrong = value[:-1], np.append(value, value[-1:] + (name == "task_start")), value.astype(np.float64)
+            for each in wrong:
+                with pytest.raises((TypeError, bs.BlockSparseError)):
+                    run(weights=[*weights[:i], (*weight[:at], each, *weight[at + 1 :]), *weights[i + 1 :]])
 
 
 @pytest.mark.parametrize("function", ["csr_linear", "csr_wgrad", "csr_gradients"])

@@ -12,7 +12,18 @@ from ...layout import BlockLayout
 from .. import workspace
 from ..lstm_gates import LSTM_GATES
 from . import cpu
-from .op import Product, Rows, StateGradient, Trajectory, empty, forward_step, gather_rows, linear_of, scatter_add_rows
+from .op import (
+    Product,
+    Rows,
+    StateGradient,
+    Trajectory,
+    at_once,
+    empty,
+    forward_step,
+    gather_rows,
+    linear_of,
+    scatter_add_rows,
+)
 from .recurrence import Recurrence, Steps, Tensors, Times
 
 
@@ -55,9 +66,9 @@ class LSTM(Recurrence):
         if keep:
             gates = pre if index is None else empty(steps.rows, pre.shape[1], x)
         raw = empty(steps.rows, c.shape[1], x) if projection else hs.all_after
-        layout = None if projection else recurrent.at_once
-        if layout is not None:
-            cpu.forward(recurrent.weight, layout, steps, pre, index, hs, cs, gates)
+        in_core = None if projection else at_once([recurrent])
+        if in_core is not None:
+            cpu.forward(in_core, steps, pre, index, hs, cs, gates)
             return outputs(hs, cs), () if gates is None else (gates, cs.all_before, cs.all_after, hs.all_before)
         activated, left = None if gates is None else gates.split(steps.sizes), raw.split(steps.sizes)
         step = forward_step(recurrent, Rows(steps, pre, index), c)
@@ -84,9 +95,9 @@ class LSTM(Recurrence):
             into = projected[0][steps.start[t] : steps.start[t + 1]]
             return projection[0].dgrad(torch.add(grad_h, grad_y, out=into))
 
-        layout = None if projection else recurrent.at_once
-        if layout is not None:
-            grad_pre, grad_h, grad_c = cpu.backward(recurrent.weight, layout, steps, states, grads)
+        in_core = None if projection else at_once([recurrent])
+        if in_core is not None:
+            grad_pre, grad_h, grad_c = cpu.backward(in_core, steps, states, grads)
         else:
             grad_pre, grad_h, grad_c = back_in_time(
                 steps, states, grads, lambda t, grad: recurrent.dgrad(grad), at_gates if projection else None

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import workspace
+from . import cpu
 from .lstm import back_in_time, gates, outputs, products, unrolled
-from .op import Product, Rows, Trajectory, empty, forward_step, gather_rows, linear_of, scatter_add_rows
+from .op import Product, Rows, Trajectory, at_once, empty, forward_step, gather_rows, linear_of, scatter_add_rows
 from .recurrence import Recurrence, Tensors
 
 
@@ -48,12 +49,17 @@ class MultiplicativeLSTM(Recurrence):
         pre, of_x = (empty(len(x), size, x) for size in (4 * hidden, hidden))
         Product(input_weight, self.layouts[0], len(x)).forward(x, bias, out=pre)
         Product(factor_weight, self.layouts[1], len(x)).forward(x, out=of_x)
-        inputs, factors = Rows(steps, pre, index), Rows(steps, of_x, index)
         # The activated gates take the place of the inputs' product where there is one of each row.
         gates = pre if index is None else empty(steps.rows, 4 * hidden, x)
         of_h, m = (empty(steps.rows, hidden, x) for _ in range(2))
-        views = [each.split(steps.sizes) for each in (gates, of_h, m)]
-        step = forward_step(product, inputs, c)
+        kept = (gates, cs.all_before, cs.all_after, of_x, of_h, m, hs.all_before) if keep else ()
+        in_core = at_once([product, state_product])
+        if in_core is not None:
+            multiplied = cpu.Multiplied(of_x, of_h, m)
+            cpu.forward(in_core, steps, pre, index, hs, cs, gates if keep else None, multiplied)
+            return outputs(hs, cs), kept
+        views, factors = [each.split(steps.sizes) for each in (gates, of_h, m)], Rows(steps, of_x, index)
+        step = forward_step(product, Rows(steps, pre, index), c)
         for t in steps.order:
             activated, state, multiplied = (view[t] for view in views)
             state_product.forward(hs.before[t], out=state)
@@ -63,8 +69,7 @@ class MultiplicativeLSTM(Recurrence):
             if not steps.aligned:
                 hs.advance(t)
                 cs.advance(t)
-        kept = gates, cs.all_before, cs.all_after, of_x, of_h, m, hs.all_before
-        return outputs(hs, cs), kept if keep else ()
+        return outputs(hs, cs), kept
 
     def backward(
         self, tensors: Any, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
@@ -83,7 +88,14 @@ class MultiplicativeLSTM(Recurrence):
             torch.mul(grad_m, factors[t], out=grad_of_state)
             return state_product.dgrad(grad_of_state)
 
-        grad_pre, grad_h, grad_c = back_in_time(steps, states, grads, at_state)
+        in_core = at_once([product, state_product])
+        if in_core is None:
+            grad_pre, grad_h, grad_c = back_in_time(steps, states, grads, at_state)
+        else:
+            multiplied = cpu.Multiplied(of_x, of_h, m)
+            grad_pre, grad_h, grad_c = cpu.backward(
+                in_core, steps, states, grads, index, multiplied, (grad_of_x, grad_of_h)
+            )
         grad_inputs, grad_factors = scatter_add_rows(grad_pre, x, index), scatter_add_rows(grad_of_x, x, index)
         of_inputs = Product(input_weight, self.layouts[0], len(x)).backward(grad_inputs, x, needed[0], needed[5])
         of_factors = Product(factor_weight, self.layouts[1], len(x)).backward(grad_factors, x, needed[0], False)

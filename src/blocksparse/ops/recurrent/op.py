@@ -225,12 +225,12 @@ class Product:
         self.quads = None if self.layout is not None and self._on_cpu else quads(self.weight, self.layout)
 
     @property
-    def at_once(self) -> BlockLayout | None:
-        """The layout, where the CPU's core takes all steps of an LSTM at once."""
+    def at_once(self) -> tuple[Tensor, BlockLayout] | None:
+        """The weight and its layout, where the CPU's core takes all steps at once."""
         # It serves all ops if it serves one. Of numbers it has other kernels; back a transposed copy is the better way.
         if self.layout is None or self.layout.block_shape == (1, 1) or self._transposed_layout is not None:
             return None
-        return self.layout if self._on_cpu else None
+        return (self.weight, self.layout) if self._on_cpu else None
 
     def forward(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """`[tokens, in] -> [tokens, out]`, x W^T + bias, into `out` if given."""
@@ -268,6 +268,12 @@ class Product:
             return grad.T @ x
         found = None if self.quads is None else self.quads.wgrad(grad, x)
         return (self._linear_wgrad(grad, x, self.layout) if found is None else found).view(self.shape)
+
+
+def at_once(products: Sequence[Product]) -> list[tuple[Tensor, BlockLayout]] | None:
+    """The weights and their layouts, where the CPU's core takes all steps of a recurrence with these products."""
+    found = [weight for product in products if (weight := product.at_once) is not None]
+    return found if len(found) == len(products) else None
 
 
 def forward_step(product: Product, inputs: Rows, c: Tensor) -> Callable[..., None]:
