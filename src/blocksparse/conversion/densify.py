@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..errors import BlockSparseError
+from ..nn.layout_module import LayoutModule
 from ..nn.linear import Linear
 from ..nn.lstm import LSTM
-from ..nn.module import Weight
 from ..nn.multihead_attention import MultiheadAttention
 from ..nn.parts import Parts
 from ..nn.quantized import QuantizedLinear
@@ -62,7 +62,7 @@ def densify(model: nn.Module, inplace: bool = False) -> nn.Module:
 
 def _is_sparse(module: nn.Module) -> bool:
     if isinstance(module, Parts):
-        return type(module) in SEVERAL or any(isinstance(child, Weight) for child in module.children())
+        return type(module) in SEVERAL or any(isinstance(child, LayoutModule) for child in module.children())
     return type(module) in DENSE or isinstance(module, QuantizedLinear)
 
 

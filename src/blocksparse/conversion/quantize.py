@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from ..errors import BlockSparseError
 from ..nn.linear import Linear
+from ..nn.lstm import LSTM
+from ..nn.module import BlockSparseModule
 from ..nn.quantized import QuantizedLinear
+from ..nn.quantized_lstm import QuantizedLSTM
 from ..ops.int8_linear import DTYPES, MAX_INPUTS
 from ..surgery.copies import copied
 from ..surgery.prunable import Skip, skipped
 from ..surgery.replace import like, replace_modules
 
+QUANTIZED: dict[type[nn.Module], Any] = {Linear: QuantizedLinear, LSTM: QuantizedLSTM}
+
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.Module:
-    """Replaces block-sparse linear layers by `QuantizedLinear`: int8 weights, inputs rounded in each call.
+    """Replaces block-sparse layers by ones in 8 bits: int8 weights, inputs rounded in each call.
 
-    On CPUs with VNNI the products of a layer take about half of the time of float32; elsewhere they are right, and
-    slower. They have no gradients. Other modules stay as they are: convolutions, recurrent layers, attention and dense
-    layers (for these there is `torch.ao.quantization.quantize_dynamic`).
+    Linear layers become `QuantizedLinear`, LSTMs `QuantizedLSTM`. On CPUs with VNNI the products of a layer take about
+    half of the time of float32; elsewhere they are right, and about as fast or slower. They have no gradients. Other
+    modules stay as they are: convolutions, other recurrent layers, attention and dense layers (for these there is
+    `torch.ao.quantization.quantize_dynamic`).
 
     Args:
-        model: trained, with layers of `blocksparse.nn.Linear` of float32, bfloat16 or float16.
+        model: trained, with block-sparse layers of `blocksparse.nn`, `Linear` or `LSTM`, of float32, bfloat16 or
+            float16.
         skip: layers that stay, as in `sparsify`.
         inplace: whether the model itself is changed, instead of a copy.
 
@@ -44,15 +53,22 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
     left, _ = skipped(model, skip)
     chosen = {
-        name: QuantizedLinear.of(layer)
+        name: QUANTIZED[type(layer)].of(layer)
         for name, layer in model.named_modules()
-        if type(layer) is Linear
-        and layer not in left
-        and layer.values.dtype in DTYPES
-        and layer.layout.block_shape[1] <= MAX_INPUTS
+        if type(layer) in QUANTIZED and layer not in left and _fits(layer)
     }
     if not chosen:
-        raise BlockSparseError.expected("model", "a blocksparse.nn.Linear to quantize", "none")
+        kinds = ", ".join(kind.__name__ for kind in QUANTIZED)
+        raise BlockSparseError.expected(
+            "model", f"a block-sparse layer of blocksparse.nn to quantize ({kinds})", "none"
+        )
     model = model if inplace else copied(model, otherwise="inplace=True")
     old = dict(model.named_modules())
     return replace_modules(model, {old[name]: like(old[name], layer) for name, layer in chosen.items()})
+
+
+def _fits(layer: nn.Module) -> bool:
+    weights = [each for each in layer.modules() if isinstance(each, BlockSparseModule)]
+    return bool(weights) and all(
+        each.values.dtype in DTYPES and each.layout.block_shape[1] <= MAX_INPUTS for each in weights
+    )

@@ -14,7 +14,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule, Weight
 from ..nn.parts import Parts
-from ..nn.quantized import QuantizedLinear
+from ..nn.quantized import QuantizedModule
 from ..surgery.prunable import survey
 from .sparsify import REASONS
 from .speed import Example, Speed, checked_tokens
@@ -164,7 +164,7 @@ def report(model: nn.Module, tokens: int = 64, example: Example | None = None) -
     [('0.weight', 0.25, 16384, 32768), ('1.weight', 1.0, 2560, 5120)]
     """
     checked_tokens(tokens)
-    if isinstance(model, nn.Module) and any(isinstance(module, QuantizedLinear) for module in model.modules()):
+    if isinstance(model, nn.Module) and any(isinstance(module, QuantizedModule) for module in model.modules()):
         raise BlockSparseError.expected("model", "one before bs.quantize: layers in 8 bits have no report", "one after")
     dense = {weight.name: (weight, reason) for weight, reason in survey(model)}
     rows = []

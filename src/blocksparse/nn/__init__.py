@@ -17,6 +17,7 @@ from .lstm import LSTM
 from .multihead_attention import MultiheadAttention
 from .multiplicative_lstm import MultiplicativeLSTM
 from .quantized import QuantizedLinear
+from .quantized_lstm import QuantizedLSTM
 from .small_world_lstm import SmallWorldLSTM
 from .weight_norm import WeightNorm, fold, initialise_from_data, l2_normalize
 
@@ -45,6 +46,7 @@ __all__ = [
     "Linear",
     "MultiheadAttention",
     "MultiplicativeLSTM",
+    "QuantizedLSTM",
     "QuantizedLinear",
     "RNNCell",
     "Shift2d",

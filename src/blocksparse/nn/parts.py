@@ -162,9 +162,13 @@ class Parts(nn.Module):
         """Draws the block-sparse weights again, uniform within 1 / sqrt(fan_in)."""
         for name, weight in self.named_children():
             if isinstance(weight, Weight):
-                out, in_ = self.sizes[name]
-                used = out.used(weight.layout.shape[0]), in_.used(weight.layout.shape[1], parts=False)
-                weight.draw_values(None if all(bool(side.all()) for side in used) else used)
+                weight.draw_values(self._used(name, weight.layout))
+
+    def _used(self, name: str, layout: BlockLayout) -> tuple[Tensor, Tensor] | None:
+        """Which outputs and inputs of a weight's layout are not padding; None where all are real."""
+        out, in_ = self.sizes[name]
+        used = out.used(layout.shape[0]), in_.used(layout.shape[1], parts=False)
+        return None if all(bool(side.all()) for side in used) else used
 
 
 def _part(weight: Weight, start: int, stop: int) -> tuple[int, BlockLayout]:

@@ -1,4 +1,4 @@
-"""The block-sparse linear layer in 8 bits, for inference."""
+"""Block-sparse weights in 8 bits, for inference, and the linear layer of one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,76 @@ from torch import Tensor, nn
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, layout_of_indices
 from ..ops.int8_linear import DTYPES, int8_linear, quantized
+from .layout_module import LayoutModule
 from .linear import Linear, LinearModule
+from .module import BlockSparseModule
 
-# Axes of the stored blocks that each tensor has.
+# Axes of the layout's blocks that each tensor has; the values of a convolution have those of its kernel besides.
 SHAPES = {"values": 3, "scales": 2}
 
 
-class QuantizedLinear(LinearModule):
+class QuantizedModule(LayoutModule):
+    """A module with int8 `values` and a float32 scale for each output of a block, as buffers."""
+
+    _described = (*LayoutModule._described, "scales")
+    scales: Tensor
+
+    def __init__(self, layout: BlockLayout, values: Tensor, scales: Tensor):
+        super().__init__(layout)
+        self.register_buffer("values", values.detach())
+        self.register_buffer("scales", scales.detach())
+        self.reset_layout_buffers()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        scales = self.scales
+        super()._apply(fn, recurse)
+        if self.scales.dtype != scales.dtype:  # casts are for the bias
+            self.scales = scales.to(self.scales.device)
+        return self
+
+    def _numbers(self, dtype: torch.dtype) -> Tensor:
+        """The values as they count."""
+        scales = self.scales.reshape(*self.scales.shape, *[1] * (self.values.dim() - 2))
+        return (self.values * scales).to(dtype)
+
+    def _adopt(self, given: dict[str, Any]) -> None:
+        layout, crow, col = self._layout, given.get("crow_indices"), given.get("col_indices")
+        if crow is not None and col is not None:
+            layout = layout_of_indices(crow, col, layout.grid, layout.block_shape)
+        tensors = [name for name in SHAPES if name in given]
+        for name, axes in SHAPES.items():
+            mine, tensor = getattr(self, name), given.get(name)
+            shape = *layout.values_shape[:axes], *mine.shape[axes:]
+            missed = tensor is None and (layout != self._layout or tensors)
+            if missed or (tensor is not None and (tensor.shape != shape or tensor.dtype != mine.dtype)):
+                got = None if tensor is None else f"{list(tensor.shape)}, {tensor.dtype}"
+                raise BlockSparseError.expected(name, f"{list(shape)}, {mine.dtype}, of blocksparse.quantize", got)
+        if layout != self._layout:
+            self._layout = layout
+            for name in SHAPES:
+                mine = getattr(self, name)
+                setattr(self, name, mine.new_empty(layout.nnz, *mine.shape[1:]))
+            self.reset_layout_buffers()
+
+
+def rounded_values(layer: Any, kind: type[BlockSparseModule]) -> tuple[Tensor, Tensor]:
+    """The values of such a layer in 8 bits, and their scales.
+
+    Raises:
+        BlockSparseError: another layer, one of float64, values that are no parameter, or not finite.
+    """
+    if not isinstance(layer, kind) or layer.values.dtype not in DTYPES:
+        got = f"{type(layer).__name__} {getattr(getattr(layer, 'values', None), 'dtype', '')}".strip()
+        expected = f"a blocksparse.nn.{kind.__name__} of {', '.join(map(str, DTYPES))}"
+        raise BlockSparseError.expected("layer", expected, got)
+    parameters = [name for name, _ in layer.named_parameters()]
+    if not set(parameters) <= {"values", "bias"}:
+        wanted = "`values` that are a parameter: remove what makes them of others (torch.nn.utils.prune.remove, say)"
+        raise BlockSparseError.expected("layer", wanted, parameters)
+    return quantized(layer.values)
+
+
+class QuantizedLinear(QuantizedModule, LinearModule):
     """A `Linear` whose weight is int8, with a float32 scale for each output of a block.
 
     Inputs are rounded in each call. Made by `blocksparse.quantize`, or by `of`; without gradients. Takes about a
@@ -43,9 +106,6 @@ class QuantizedLinear(LinearModule):
     (2018); the dynamic kind as in torch.ao.nn.quantized.dynamic.Linear.
     """
 
-    _described = (*LinearModule._described, "scales")
-    scales: Tensor
-
     def __init__(
         self,
         in_features: int,
@@ -56,11 +116,9 @@ class QuantizedLinear(LinearModule):
         bias: Tensor | None = None,
         activation: str | None = None,
     ):
-        super().__init__(layout)
+        super().__init__(layout, values, scales)
         self.in_features, self.out_features, self.activation = in_features, out_features, activation
-        for name, tensor in (("values", values), ("scales", scales), ("bias", bias)):
-            self.register_buffer(name, None if tensor is None else tensor.detach())
-        self.reset_layout_buffers()
+        self.register_buffer("bias", None if bias is None else bias.detach())
 
     @classmethod
     def of(cls, layer: Linear) -> Self:
@@ -69,15 +127,7 @@ class QuantizedLinear(LinearModule):
         Raises:
             BlockSparseError: no `Linear`, or one of float64, or with numbers that are not finite.
         """
-        if not isinstance(layer, Linear) or layer.values.dtype not in DTYPES:
-            got = f"{type(layer).__name__} {getattr(getattr(layer, 'values', None), 'dtype', '')}".strip()
-            raise BlockSparseError.expected("layer", f"a blocksparse.nn.Linear of {', '.join(map(str, DTYPES))}", got)
-        if not {name for name, _ in layer.named_parameters()} <= {"values", "bias"}:
-            wanted = (
-                "`values` that are a parameter: remove what makes them of others (torch.nn.utils.prune.remove, say)"
-            )
-            raise BlockSparseError.expected("layer", wanted, [name for name, _ in layer.named_parameters()])
-        values, scales = quantized(layer.values)
+        values, scales = rounded_values(layer, Linear)
         sizes = layer.in_features, layer.out_features
         bias = None if layer.bias is None else layer.bias.detach().clone()
         return cls(*sizes, layer.layout, values, scales, bias, layer.activation)
@@ -86,8 +136,7 @@ class QuantizedLinear(LinearModule):
         """The `Linear` of the rounded weight, of the bias's dtype."""
         options: dict[str, Any] = {"activation": self.activation, "bias": self.bias is not None, "device": "meta"}
         layer = Linear(self.in_features, self.out_features, layout=self.layout, **options)
-        values = self.values * self.scales[..., None]
-        layer.values = nn.Parameter(values if self.bias is None else values.to(self.bias.dtype))
+        layer.values = nn.Parameter(self._numbers(torch.float32 if self.bias is None else self.bias.dtype))
         layer.bias = None if self.bias is None else nn.Parameter(self.bias)
         layer.reset_layout_buffers(self.values.device)
         return layer.train(self.training)
@@ -104,27 +153,3 @@ class QuantizedLinear(LinearModule):
             # As everywhere in it, x may be of 16 bits.
             bias = bias.to(x.dtype)
         return int8_linear(x, values, self.scales, layout, bias, activation)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        scales = self.scales
-        super()._apply(fn, recurse)
-        if self.scales.dtype != scales.dtype:  # casts are for the bias
-            self.scales = scales.to(self.scales.device)
-        return self
-
-    def _adopt(self, given: dict[str, Any]) -> None:
-        layout, crow, col = self._layout, given.get("crow_indices"), given.get("col_indices")
-        if crow is not None and col is not None:
-            layout = layout_of_indices(crow, col, layout.grid, layout.block_shape)
-        tensors = [name for name in SHAPES if name in given]
-        for name, axes in SHAPES.items():
-            mine, tensor, shape = getattr(self, name), given.get(name), layout.values_shape[:axes]
-            missed = tensor is None and (layout != self._layout or tensors)
-            if missed or (tensor is not None and (tensor.shape != shape or tensor.dtype != mine.dtype)):
-                got = None if tensor is None else f"{list(tensor.shape)}, {tensor.dtype}"
-                raise BlockSparseError.expected(name, f"{list(shape)}, {mine.dtype}, of blocksparse.quantize", got)
-        if layout != self._layout:
-            self._layout = layout
-            for name, axes in SHAPES.items():
-                setattr(self, name, getattr(self, name).new_empty(layout.values_shape[:axes]))
-            self.reset_layout_buffers()

@@ -17,7 +17,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.checks import autocast
 from ..ops.recurrent import Steps, Times
-from .module import Weight
+from .layout_module import LayoutModule
 from .parts import Parts, Size, padded_to
 
 State = tuple[Tensor, Tensor]
@@ -178,7 +178,7 @@ class Recurrent(Parts):
         hs, cs = self._initial(hx, times.batch, data, input)
         real, finals = self._output.real, []
         # In a graph their number may be open; dense weights are spelled out, as PyTorch compiles these operations.
-        in_graph = torch.compiler.is_compiling() and any(isinstance(weight, Weight) for weight in self.children())
+        in_graph = torch.compiler.is_compiling() and any(isinstance(weight, LayoutModule) for weight in self.children())
         for layer in range(self.num_layers):
             if layer and self.dropout:
                 data = self._between(data)

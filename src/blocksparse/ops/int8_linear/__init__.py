@@ -14,7 +14,7 @@ from ..checks import check_activation, check_kinds, check_tangents
 from ..registry import LIBRARY, Op, each_entry, is_eager, layout_of
 from . import cpu, reference
 
-__all__ = ["INT8_LINEAR", "int8_linear", "quantized"]
+__all__ = ["INT8_LINEAR", "check_inference", "int8_linear", "quantized"]
 
 # The definition serves other devices.
 INT8_LINEAR = Op("int8_linear", cpu, reference, elsewhere=reference)
@@ -84,17 +84,13 @@ def int8_linear(
         True
     """
     check_kinds(layout, x=x, values=values, scales=scales, bias=bias)
-    check_tangents(x=x, bias=bias)  # in transforms too
     check_activation(activation, ACTIVATIONS)
     out_features, in_features = layout.shape
     if x.dim() == 0 or x.shape[-1] != in_features:
         raise BlockSparseError.expected("x", f"[..., {in_features}] for {layout!r}", list(x.shape))
     if x.dtype not in DTYPES:
         raise BlockSparseError.expected("x", f"one of {', '.join(map(str, DTYPES))}", x.dtype)
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        raise BlockSparseError.expected(
-            "x and bias", "tensors without gradients (int8 is for inference): use torch.no_grad()", "requires_grad"
-        )
+    check_inference(x=x, bias=bias)
     if layout.block_shape[1] > MAX_INPUTS:
         raise BlockSparseError.expected("layout", f"blocks of at most {MAX_INPUTS} inputs", repr(layout))
     for name, tensor, shape, dtype in (
@@ -112,6 +108,15 @@ def int8_linear(
         crow, col = layout.indices_on(x.device)
         y = _op(flat, values, scales, bias, crow, col, layout.grid[1], activation)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], out_features)
+
+
+def check_inference(**tensors: Tensor | None) -> None:
+    """Raises a BlockSparseError for a tensor that wants a gradient."""
+    check_tangents(**tensors)  # in transforms too
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors.values()):
+        names = " and ".join(tensors)
+        expected = "tensors without gradients (int8 is for inference): use torch.no_grad()"
+        raise BlockSparseError.expected(names, expected, "requires_grad")
 
 
 def _run(

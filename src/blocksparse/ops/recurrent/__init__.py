@@ -1,6 +1,7 @@
 """Recurrences over whole sequences: a product per step, fused gates, and one product for each weight's gradient."""
 
 from .graph import KINDS
+from .int8_lstm import Int8LSTM
 from .lstm import LSTM, unrolled
 from .multiplicative_lstm import MultiplicativeLSTM
 from .op import gather_rows, linear_of, scan
@@ -9,6 +10,7 @@ from .small_world_lstm import SmallWorldLSTM
 
 __all__ = [
     "LSTM",
+    "Int8LSTM",
     "MultiplicativeLSTM",
     "SmallWorldLSTM",
     "Steps",
@@ -19,4 +21,4 @@ __all__ = [
     "unrolled",
 ]
 
-KINDS |= {kind.__name__: kind for kind in (LSTM, MultiplicativeLSTM, SmallWorldLSTM)}
+KINDS |= {kind.__name__: kind for kind in (LSTM, Int8LSTM, MultiplicativeLSTM, SmallWorldLSTM)}
