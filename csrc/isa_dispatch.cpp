@@ -13,6 +13,7 @@ namespace blocksparse {
   const CsrKernels& select_csr(DType dtype);                          \
   const ConvKernels& select_conv(DType dtype, int64_t block_sum);     \
   const GatesKernels& select_gates(DType dtype);                      \
+  const NormKernels& select_norm(DType dtype);                        \
   const ElementwiseKernels& select_elementwise(DType dtype);          \
   const Int8Kernels& select_int8(DType dtype);                        \
   const AttentionKernels& select_attention(DType dtype);              \
@@ -37,6 +38,7 @@ namespace {
    base::select_csr,                              \
    isa::select_conv,                              \
    base::select_gates,                            \
+   base::select_norm,                             \
    base::select_elementwise,                      \
    int8,                                          \
    base::select_attention}

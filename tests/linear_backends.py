@@ -104,17 +104,20 @@ def running(backend: str):
 
 @contextmanager
 def poisoned_empty():
-    empty = torch.empty
+    empty, new_empty = torch.empty, torch.Tensor.new_empty
 
-    def nan(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+    def full_of_nan(make):
+        def made(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
-    torch.empty = nan
+        return made
+
+    torch.empty, torch.Tensor.new_empty = full_of_nan(empty), full_of_nan(new_empty)
     try:
         yield
     finally:
-        torch.empty = empty
+        torch.empty, torch.Tensor.new_empty = empty, new_empty
 
 
 def poison_working_memory() -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import blocksparse as bs
+import recurrent_entries
 from blocksparse.ops import cpu_core
 from blocksparse.ops.attention import cpu as attention
 from blocksparse.ops.conv import cpu as conv
@@ -26,18 +26,12 @@ from blocksparse.ops.linear.op import LINEAR, linear_op, linear_wgrad_op
 from blocksparse.ops.lstm_gates import cpu as gates
 from blocksparse.ops.momentum import cpu as momentum
 from blocksparse.ops.momentum import reference as momentum_reference
-from blocksparse.ops.recurrent import Steps
-from blocksparse.ops.recurrent import cpu as recurrent
 
 pytestmark = pytest.mark.skipif(cpu_core.unavailable() is not None, reason="the compiled core is not there")
 
 BLOCKS = bs.BlockLayout([[True, False, True], [True, True, False]], block_size=(4, 2))
 NUMBERS = bs.BlockLayout([[True, False, True], [True, True, False]], block_size=1)
 AXES = axes_of((5, 6), (5, 6), (3, 3), (1, 1), (1, 1), (1, 1))
-GATES = bs.patterns.random((32, 8), block_size=4, density=0.5, seed=0)
-UNITS = bs.patterns.random((8, 8), block_size=4, density=0.5, seed=0)
-RAGGED = Steps((2, 1))
-TRAJECTORY = {"all_before": "before", "all_after": "after", "final": "final"}
 SEEN = bs.patterns.random((8, 12), block_size=4, density=0.5, seed=0)
 POINT = axes_of((5, 6), (5, 6), (1, 1), (1, 1), (0, 0), (1, 1))
 RATES = {"momentum": 0.9, "rate": 0.1, "keep": 1.0}
@@ -77,61 +71,6 @@ def a_conv_wgrad(axes):
     return operands, lambda grad, x: conv.conv_wgrad(grad, x, BLOCKS, False, axes)
 
 
-def a_gates_forward():
-    operands = {"z": (3, 20), "add": (3, 20), "gain": (20,), "c": (3, 5), "h_out": (3, 5), "c_out": (3, 5)}
-    return {**operands, "gates_out": (3, 20)}, gates.forward
-
-
-def a_gates_backward():
-    operands = {"gates": (3, 20), "c_before": (3, 5), "c": (3, 5), "grad_h": (3, 5), "grad_y": (3, 5)}
-    return {**operands, "grad_c": (3, 5), "grad_pre_out": (3, 20), "grad_c_out": (3, 5)}, gates.backward
-
-
-STATES = {
-    **dict.fromkeys(("h_before", "h_after", "c_before", "c_after"), (3, 8)),
-    **dict.fromkeys(("h_final", "c_final"), (2, 8)),
-}
-GRADS = {"grad_y": (3, 8), "grad_h": (2, 8), "grad_c": (2, 8)}
-
-
-def values_of(*layouts):
-    return {f"values[{i}]": layout.values_shape for i, layout in enumerate(layouts)}
-
-
-def weights_of(tensors, *layouts):
-    return [(tensors[f"values[{i}]"], layout) for i, layout in enumerate(layouts)]
-
-
-def states_of(tensors):
-    return [SimpleNamespace(**{at: tensors[f"{name}_{key}"] for at, key in TRAJECTORY.items()}) for name in "hc"]
-
-
-def an_lstm_forward(*layouts):
-    """With two layouts a multiplicative one."""
-    multiplied = dict.fromkeys(("factor", "of_h", "m"), (3, 8)) if len(layouts) == 2 else {}
-
-    def call(pre, gates, **rest):
-        of = recurrent.Multiplied(*(rest[name] for name in multiplied)) if multiplied else None
-        recurrent.forward(weights_of(rest, *layouts), RAGGED, pre, None, *states_of(rest), gates, of)
-
-    return {**values_of(*layouts), "pre": (3, 32), **STATES, "gates": (3, 32), **multiplied}, call
-
-
-def an_lstm_backward(*layouts):
-    operands = {**values_of(*layouts), "gates": (3, 32), "c_before": (3, 8), "c_after": (3, 8), **GRADS}
-    multiplied = dict.fromkeys(("factor", "of_h", "grad_factor", "grad_of_h"), (3, 8)) if len(layouts) == 2 else {}
-
-    def call(gates, c_before, c_after, **rest):
-        of = ()
-        if multiplied:
-            factor, of_h, *grads = (rest[name] for name in multiplied)
-            of = None, recurrent.Multiplied(factor, of_h, of_h), grads
-        kept, grads = (gates, c_before, c_after), [rest[name] for name in GRADS]
-        return recurrent.backward(weights_of(rest, *layouts), RAGGED, kept, grads, *of)
-
-    return {**operands, **multiplied}, call
-
-
 def an_attention(backward):
     y = {"y": (1, 2, 8, 16), "log_sum": (1, 2, 8), "grad": (1, 2, 8, 16)} if backward else {}
     run = partial(attention.backward if backward else attention.forward, layout=SEEN, causal=False)
@@ -158,12 +97,7 @@ ENTRIES = {
     "conv_wgrad": a_conv_wgrad(AXES),
     "conv_of_points": a_conv(POINT),
     "conv_wgrad_of_points": a_conv_wgrad(POINT),
-    "gates_forward": a_gates_forward(),
-    "gates_backward": a_gates_backward(),
-    "lstm_forward": an_lstm_forward(GATES),
-    "lstm_backward": an_lstm_backward(GATES),
-    "lstm_forward_multiplied": an_lstm_forward(GATES, UNITS),
-    "lstm_backward_multiplied": an_lstm_backward(GATES, UNITS),
+    **recurrent_entries.ENTRIES,
     "attention_forward": an_attention(False),
     "attention_backward": an_attention(True),
     "dropout_forward": ({"x": (4, 3)}, lambda x: dropout.forward(x, FACTORS, 1, 100)),
@@ -172,7 +106,7 @@ ENTRIES = {
 }
 # Functions that take strided operands, by a copy where kernels do not, and operands that are copied anyway.
 COPIED = {"linear", "csr", "conv", "attention"}
-CLONED = {(entry, grad) for entry in ENTRIES if entry.startswith("lstm_backward") for grad in ("grad_h", "grad_c")}
+CLONED = {(entry, grad) for entry in recurrent_entries.OF_ALL_STEPS for grad in ("grad_h", "grad_c")}
 
 
 def operands_of(entry):
@@ -317,12 +251,12 @@ def test_index_arrays_of_other_lengths_are_refused(monkeypatch, entry, function,
 
 
 PLAN = ("values", "shape", "block", *INDICES["linear", "linear"])
-RECURRENCES = [(entry, *entry.split("_multiplied")[:1]) for entry in ENTRIES if entry.startswith("lstm")]
 
 
-@pytest.mark.parametrize(("entry", "function"), RECURRENCES)
-def test_steps_and_weights_of_a_recurrence_that_do_not_fit_are_refused(monkeypatch, entry, function):
+@pytest.mark.parametrize("entry", recurrent_entries.OF_ALL_STEPS)
+def test_steps_and_weights_of_a_recurrence_that_do_not_fit_are_refused(monkeypatch, entry):
     operands, call = operands_of(entry)
+    function = entry.removesuffix("_multiplied")
     recorder = Recorder(monkeypatch, function)
     call(**operands)
     run, weights = partial(getattr(recorder.core, function), **recorder.arguments), recorder.arguments["weights"]

@@ -12,7 +12,7 @@ from blocksparse.ops import cpu_core, recurrent
 from blocksparse.ops.linear.op import LINEAR
 from blocksparse.ops.recurrent import Steps, op, scan
 from blocksparse.ops.recurrent.op import Product
-from linear_backends import FAST, SLOW, assert_close, running
+from linear_backends import CPU, FAST, SLOW, assert_close, running
 
 STEPS = {
     "equal": Steps.equal(5, 3),
@@ -147,6 +147,16 @@ def test_backends(backend, cell):
     check(cell, STEPS["ragged"], True, torch.float32, backend)
 
 
+@pytest.mark.parametrize("steps", ["ragged-reverse", "one"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cell", ["lstm", "mlstm", "smallworld-2"])
+@pytest.mark.parametrize("backend", CPU)
+def test_units_that_do_not_fill_vectors(backend, cell, dtype, steps, monkeypatch):
+    for size in ("BLOCK", "INPUT", "OUTPUT"):
+        monkeypatch.setitem(globals(), size, 15)
+    check(cell, STEPS[steps], True, dtype, backend, indexed=steps != "one", hidden=45)
+
+
 @pytest.mark.parametrize("cell", ["lstm", "smallworld-2"])
 @pytest.mark.parametrize("backend", [backend for backend in SLOW if backend.endswith("tuned")])
 def test_interpreted(backend, cell):
@@ -193,7 +203,7 @@ def test_each_weight_has_its_gradient_from_one_product(cell, monkeypatch):
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_same_bits_for_any_number_of_threads(cell):
-    recurrence, tensors = case(cell, Steps.equal(4, 8), True, hidden=64)
+    recurrence, tensors = case(cell, Steps.equal(4, 80), True, hidden=64)  # rows in several parts
     tensors = cast(tensors, cell, torch.float32)
     threads = torch.get_num_threads()
     try:

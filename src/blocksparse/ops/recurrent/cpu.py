@@ -77,16 +77,102 @@ def backward(
     grad_pre, grad_h, grad_c, operands = _gradients(steps, kept, grads, hidden, dtype)
     if multiplied is not None and grad_multiplied is not None:
         inputs = rows if index is None else len(multiplied.factor)
-        grad_m = weights[0][0].new_empty(steps.batch * hidden)
         operands += [
             ("factor", multiplied.factor, (inputs, hidden), dtype),
             *_index(index, steps, inputs),
             ("of_h", multiplied.of_h, (rows, hidden), dtype),
-            ("grad_m", grad_m, (steps.batch * hidden,), dtype),
+            *_working(weights, steps, "grad_m"),
             ("grad_factor", grad_multiplied[0], (rows, hidden), dtype),
             ("grad_of_h", grad_multiplied[1], (rows, hidden), dtype),
         ]
     _run("lstm_backward", weights, steps, True, operands)
+    return grad_pre, grad_h, grad_c
+
+
+class Norms(NamedTuple):
+    """What is kept of a small-world LSTM's layer norms: their numbers before gain and bias, and 1 / deviation.
+
+    Those of the gates are z `[rows, 4 hidden]` and z_scale `[rows, 4]`; those of the units' steps, and what the next
+    product takes of each, normed and given `[depth, rows, hidden]` and scale `[depth, rows, 1]`.
+    """
+
+    z: Tensor
+    z_scale: Tensor
+    normed: Tensor
+    given: Tensor
+    scale: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, depth: int, h: Tensor, c: Tensor) -> Norms:
+        """Memory for them, of these dtypes."""
+        hidden = c.shape[1]
+        normed, given = (workspace.empty((depth, rows, hidden), h.dtype, h.device) for _ in range(2))
+        z = workspace.empty((rows, 4 * hidden), h.dtype, h.device)
+        return cls(z, c.new_empty(rows, 4), normed, given, c.new_empty(depth, rows, 1))
+
+
+def small_world_forward(
+    weights: Weights, steps: Steps, inputs: Sequence[Tensor | None], index: Tensor | None, gains: Sequence[Tensor],
+    biases: Sequence[Tensor], epsilon: float, hs: Trajectory, cs: Trajectory, gates: Tensor | None, norms: Norms,
+) -> None:  # fmt: skip
+    """As `forward`, with the norms.
+
+    Args:
+        inputs: the factors and, unless None, the terms, `[rows, hidden]`, or tables where there is an index.
+        norms: are kept as the gates are; if not, this is working memory for the rows of one step.
+    """
+    (hidden, dtype), keep = _sizes(weights), gates is not None
+    factors, terms = inputs
+    rows = steps.rows if factors is None or index is None else len(factors)
+    operands: list[Operand] = [
+        *_affine(weights, gains, biases),
+        *_index(index, steps, rows),
+        ("factor", factors, (rows, hidden), dtype),
+        ("term", terms, (rows, hidden), dtype),
+        *_states(steps, hs, cs, hidden, dtype),
+        ("gates", gates, (steps.rows, 4 * hidden), dtype),
+        *_working(weights, steps, "y"),
+        *_norms(weights, norms, steps.rows if keep else steps.batch, keep),
+    ]
+    _run("small_world_forward", weights, steps, False, operands, epsilon=epsilon, keep=keep)
+
+
+class SmallWorldGradients(NamedTuple):
+    """Of factors and terms `[rows, hidden]`; at z and at what the other norms take, as `Norms`.
+
+    And of the norms' gains and biases `[(depth + 4) hidden]`, one behind the other, in the type of sums.
+    """
+
+    factors: Tensor
+    terms: Tensor
+    z: Tensor
+    taken: Tensor
+    gains: Tensor
+    biases: Tensor
+
+
+def small_world_backward(
+    weights: Weights, steps: Steps, factors: Tensor, index: Tensor | None, gains: Sequence[Tensor],
+    biases: Sequence[Tensor], kept: Sequence[Tensor], norms: Norms, grads: Sequence[Tensor], into: SmallWorldGradients,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `backward`; the other gradients go into memory that is given, where those of gains and biases are added."""
+    (hidden, dtype), rows, depth = _sizes(weights), steps.rows, len(weights) - 1
+    grad_pre, grad_h, grad_c, operands = _gradients(steps, kept, grads, hidden, dtype)
+    inputs, affine = rows if index is None else len(factors), (depth + 4) * hidden
+    operands += [
+        *_affine(weights, gains, biases),
+        *_index(index, steps, inputs),
+        ("factor", factors, (inputs, hidden), dtype),
+        *_norms(weights, norms, rows, True),
+        *_working(weights, steps, "grad", "grad_affine"),
+        ("grad_factor", into.factors, (rows, hidden), dtype),
+        ("grad_term", into.terms, (rows, hidden), dtype),
+        ("grad_z", into.z.view(-1), (rows * 4 * hidden,), dtype),
+        ("grad_taken", into.taken, (depth, rows, hidden), dtype),
+        ("grad_gains", into.gains, (affine,), SUM_DTYPES[dtype]),
+        ("grad_biases", into.biases, (affine,), SUM_DTYPES[dtype]),
+    ]
+    _run("small_world_backward", weights, steps, True, operands)
     return grad_pre, grad_h, grad_c
 
 
@@ -137,7 +223,34 @@ def _gradients(
     ]  # fmt: skip
 
 
-def _run(name: str, weights: Weights, steps: Steps, transpose: bool, operands: Sequence[Operand]) -> None:
+def _working(weights: Weights, steps: Steps, *names: str) -> list[Operand]:
+    """Working memory of these names, `[batch, hidden]` each."""
+    (hidden, dtype), values = _sizes(weights), weights[0][0]
+    size = steps.batch * hidden
+    return [(name, values.new_empty(size), (size,), dtype) for name in names]
+
+
+def _affine(weights: Weights, gains: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Operand]:
+    hidden, dtype = _sizes(weights)
+    size = (len(weights) + 3) * hidden
+    return [(name, torch.cat([*of]), (size,), dtype) for name, of in (("gains", gains), ("biases", biases))]
+
+
+def _norms(weights: Weights, norms: Norms, rows: int, keep: bool) -> list[Operand]:
+    (hidden, dtype), depth = _sizes(weights), len(weights) - 1
+    state = SUM_DTYPES[dtype]
+    return [
+        ("z", norms.z.view(-1), (rows * 4 * hidden,), dtype),
+        ("z_scale", norms.z_scale.view(-1) if keep else None, (rows * 4,), state),
+        ("normed", norms.normed if keep else None, (depth, rows, hidden), dtype),
+        ("given", norms.given, (depth, rows, hidden), dtype),
+        ("scale", norms.scale if keep else None, (depth, rows, 1), state),
+    ]
+
+
+def _run(
+    name: str, weights: Weights, steps: Steps, transpose: bool, operands: Sequence[Operand], **rest: float
+) -> None:
     """Calls the core's function; matrices are rows and their distance, all others contiguous."""
     hidden, dtype = _sizes(weights)
     values: list[Operand] = [
@@ -155,7 +268,7 @@ def _run(name: str, weights: Weights, steps: Steps, transpose: bool, operands: S
     }
     getattr(core, name)(
         isa=isa, dtype=cpu_core.DTYPES[dtype], rows=steps.rows, hidden=hidden, step=_starts(steps.start),
-        reverse=steps.reverse, weights=products, **addresses,
+        reverse=steps.reverse, weights=products, **addresses, **rest,
     )  # fmt: skip
 
 

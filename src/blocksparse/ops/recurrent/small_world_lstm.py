@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import workspace
+from ..checks import features_together
 from ..lstm_gates import LSTM_GATES
+from . import cpu
 from .lstm import back_in_time, gates, outputs, products, unrolled
-from .op import Rows, Trajectory, empty, gather_rows, linear_of, scatter_add_rows
+from .op import Rows, Trajectory, at_once, empty, gather_rows, linear_of, scatter_add_rows
 from .recurrence import Recurrence, Tensors
 
 EPSILON = 1e-5
@@ -70,104 +72,96 @@ class SmallWorldLSTM(Recurrence):
         self, factors: Tensor, terms: Tensor, index: Tensor | None, h: Tensor, c: Tensor, *parameters: Tensor,
         keep: bool,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
-        steps, depth, hidden = self.steps, self.depth, c.shape[1]
+        steps, depth = self.steps, self.depth
         weights, gains, biases = self._split(parameters)
         of_steps = products(weights, self.layouts, steps)
         hs, cs = Trajectory(steps, h), Trajectory(steps, c)
-        # Of each norm but the last: what it takes, and mean and 1 / deviation; what the following product takes.
-        rows_kept = steps.rows if keep else 0
-        taken, given = ([empty(rows_kept, hidden, factors) for _ in range(depth)] for _ in range(2))
-        moments = [c.new_empty(2, rows_kept, 1) for _ in range(depth)]
-        z_normed, activated = (empty(rows_kept, 4 * hidden, factors) for _ in range(2))
-        z_scale = c.new_empty(rows_kept, 4)
+        norms = cpu.Norms.empty(steps.rows if keep else steps.batch, depth, h, c)
+        activated = empty(steps.rows, 4 * c.shape[1], h) if keep else None
+        kept = () if activated is None else (activated, cs.all_before, cs.all_after, hs.all_before, *norms)
+        in_core = at_once(of_steps)
+        if in_core is not None:
+            inputs = features_together(factors), features_together(terms) if depth > 1 else None
+            cpu.small_world_forward(in_core, steps, inputs, index, gains, biases, EPSILON, hs, cs, activated, norms)
+            return outputs(hs, cs), kept
         factor, term = Rows(steps, factors, index), Rows(steps, terms, index)
-        # Norms of 16-bit numbers are computed in those of the state.
-        wide = c.dtype
-        wide_norms = [(gains[k].to(wide), biases[k].to(wide)) for k in range(depth)]
+        wide = [(gain.to(c.dtype), bias.to(c.dtype)) for gain, bias in zip(gains, biases, strict=True)]
         run = LSTM_GATES.on(factors.device, factors.dtype).forward
         for t in steps.order:
             rows = slice(steps.start[t], steps.start[t + 1])
             s = hs.before[t]
             for k in range(depth):
-                y = of_steps[k].forward(s)
-                s, mean, scale = torch.native_layer_norm(y.to(wide), (hidden,), *wide_norms[k], EPSILON)
+                normed, scale = _norm(of_steps[k].forward(s), 1, c.dtype)
+                y = torch.addcmul(wide[k][1], normed, wide[k][0])
+                s = (y.mul_(factor[t]) if k == 0 else (y.add_(term[t]) if k == 1 else y).relu_()).to(s.dtype)
                 if keep:
-                    taken[k][rows] = y
-                    moments[k][0, rows], moments[k][1, rows] = mean, scale
-                s = s.mul_(factor[t]) if k == 0 else (s.add_(term[t]) if k == 1 else s).relu_()
-                s = s.to(y.dtype)
-                if keep:
-                    given[k][rows] = s
-            z = of_steps[depth].forward(s)
-            normed, _, scale = torch.native_layer_norm(z.view(-1, 4, hidden).to(wide), (hidden,), None, None, EPSILON)
-            normed = normed.view(-1, 4 * hidden).to(z.dtype)
+                    norms.normed[k, rows], norms.scale[k, rows], norms.given[k, rows] = normed, scale, s
+            normed, scale = _norm(of_steps[depth].forward(s), 4, c.dtype)
+            z = normed.to(s.dtype)
             if keep:
-                z_normed[rows], z_scale[rows] = normed, scale.view(-1, 4)
+                norms.z[rows], norms.z_scale[rows] = z, scale
             run(
-                normed,
+                z,
                 biases[-1],
                 gains[-1],
                 cs.before[t],
                 h_out=hs.after[t],
                 c_out=cs.after[t],
-                gates_out=activated[rows] if keep else None,
+                gates_out=None if activated is None else activated[rows],
             )
             if not steps.aligned:
                 hs.advance(t)
                 cs.advance(t)
-        kept = (activated, cs.all_before, cs.all_after, hs.all_before, z_normed, z_scale, *taken, *given, *moments)
-        return outputs(hs, cs), kept if keep else ()
+        return outputs(hs, cs), kept
 
     def backward(
         self, tensors: Any, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
     ) -> Tensors:
         steps, depth = self.steps, self.depth
         factors, terms, index, _, c, *parameters = tensors
-        hidden = c.shape[1]
         weights, gains, biases = self._split(tuple(parameters))
-        *states, h_before, z_normed, z_scale = kept[:6]
-        rest = kept[6:]
-        taken, given, moments = rest[:depth], rest[depth : 2 * depth], rest[2 * depth :]
+        (*states, h_before), norms = kept[:4], cpu.Norms(*kept[4:])
         of_steps = products(weights, self.layouts, steps)
-        grad_z = workspace.empty_like(z_normed)
-        grad_taken = [workspace.empty_like(each) for each in given]
-        grad_factors, grad_terms = (workspace.empty_like(given[0]) for _ in range(2))
-        grad_normed = factors.new_empty(steps.batch, hidden)
-        grad_gains, grad_biases = ([torch.zeros_like(each, dtype=c.dtype) for each in of] for of in (gains, biases))
+        affine = c.new_zeros(2, (depth + 4) * c.shape[1])
+        grad_factors, grad_terms = (workspace.empty_like(h_before) for _ in range(2))
+        into = cpu.SmallWorldGradients(
+            grad_factors, grad_terms, workspace.empty_like(norms.z), workspace.empty_like(norms.normed), *affine
+        )
+        grad_gains, grad_biases = (each.split([len(gain) for gain in gains]) for each in affine)
         factor = Rows(steps, factors, index)
-        wide = c.dtype
-        wide_norms = [(gains[k].to(wide), biases[k].to(wide)) for k in range(depth)]
+        wide = [(gain.to(c.dtype), bias.to(c.dtype)) for gain, bias in zip(gains, biases, strict=True)]
+
+        def norm_backward(k: int, grad: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
+            # Summed while the terms are in the cache.
+            grad_gains[k].add_((grad * normed).sum(0))
+            grad_biases[k].add_(grad.sum(0))
+            return _norm_backward(grad * wide[k][0], normed, scale)
 
         def at_state(t: int, grad_pre: Tensor) -> Tensor:
             rows = slice(steps.start[t], steps.start[t + 1])
-            # Summed while the terms are in the cache.
-            grad_gains[-1] += (grad_pre * z_normed[rows]).sum(0)
-            grad_biases[-1] += grad_pre.sum(0)
-            scaled = grad_pre * gains[-1]
-            grad_z[rows] = _norm_backward(scaled, z_normed[rows], z_scale[rows], hidden)
-            grad = of_steps[depth].dgrad(grad_z[rows])
+            into.z[rows] = norm_backward(depth, grad_pre, norms.z[rows], norms.z_scale[rows])
+            grad = of_steps[depth].dgrad(into.z[rows])
             for k in reversed(range(depth)):
-                y, mean, scale = taken[k][rows], moments[k][0, rows], moments[k][1, rows]
-                normed = (y - mean) * scale
-                into = grad_normed[: len(y)]
+                normed = norms.normed[k, rows]
                 if k == 0:
-                    grad_factors[rows] = grad * torch.addcmul(wide_norms[0][1], normed, wide_norms[0][0])
-                    torch.mul(grad, factor[t], out=into)
+                    grad_factors[rows] = grad * torch.addcmul(wide[0][1], normed, wide[0][0])
+                    grad = grad * factor[t]
                 else:
-                    into.copy_(torch.ops.aten.threshold_backward(grad, given[k][rows], 0))
+                    grad = torch.ops.aten.threshold_backward(grad, norms.given[k, rows], 0)
                 if k == 1:
-                    grad_terms[rows] = into
-                grad_gains[k] += (into * normed).sum(0)
-                grad_biases[k] += into.sum(0)
-                grad_taken[k][rows] = torch.ops.aten.native_layer_norm_backward(
-                    into.to(wide), y.to(wide), (hidden,), mean, scale, *wide_norms[k], (True, False, False)
-                )[0]
-                grad = of_steps[k].dgrad(grad_taken[k][rows])
+                    grad_terms[rows] = grad
+                into.taken[k, rows] = norm_backward(k, grad, normed, norms.scale[k, rows])
+                grad = of_steps[k].dgrad(into.taken[k, rows])
             return grad
 
-        _, grad_h, grad_c = back_in_time(steps, states, grads, at_state)
-        inputs = [h_before, *given]
-        grad_outputs = [*grad_taken, grad_z]
+        in_core = at_once(of_steps)
+        if in_core is not None:
+            _, grad_h, grad_c = cpu.small_world_backward(
+                in_core, steps, features_together(factors), index, gains, biases, states, norms, grads, into
+            )
+        else:
+            _, grad_h, grad_c = back_in_time(steps, states, grads, at_state)
+        inputs, grad_outputs = [h_before, *norms.given], [*into.taken, into.z]
         grad_weights = [p.wgrad(grad, x) for p, grad, x in zip(of_steps, grad_outputs, inputs, strict=True)]
         return (
             scatter_add_rows(grad_factors, factors, index),
@@ -184,13 +178,19 @@ class SmallWorldLSTM(Recurrence):
         return parameters[:count], parameters[count : 2 * count], parameters[2 * count :]
 
 
-def _norm_backward(grad: Tensor, normed: Tensor, scale: Tensor, hidden: int) -> Tensor:
-    """The gradient at what each of the four norms without gain takes."""
-    shape = (len(grad), 4, hidden)
-    zeros, ones = scale.new_zeros(len(grad), 4, 1), scale.new_ones(len(grad), 4, 1)
+def _norm(y: Tensor, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Each group of a row's features normalised, in this dtype, and 1 / deviation `[rows, groups]`."""
+    shape = (len(y), groups, y.shape[1] // groups)
+    normed, _, scale = torch.native_layer_norm(y.view(shape).to(dtype), shape[2:], None, None, EPSILON)
+    return normed.flatten(1), scale.flatten(1)
+
+
+def _norm_backward(grad: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
+    """The gradient at what the norms take, from that at what they leave."""
+    shape = (*scale.shape, normed.shape[1] // scale.shape[1])
+    zeros, ones = torch.zeros_like(scale).unsqueeze(-1), torch.ones_like(scale).unsqueeze(-1)
     # Normalised values already have mean 0 and deviation 1.
     wide: Tensor = torch.ops.aten.native_layer_norm_backward(
-        grad.view(shape).to(scale.dtype), normed.view(shape).to(scale.dtype), (hidden,), zeros, ones, None, None,
-        (True, False, False),
-    )[0]  # fmt: skip
-    return wide.mul_(scale.unsqueeze(-1)).flatten(1).to(normed.dtype)
+        grad.view(shape), normed.view(shape).to(grad.dtype), shape[2:], zeros, ones, None, None, (True, False, False)
+    )[0]
+    return wide.mul_(scale.unsqueeze(-1)).flatten(1)
