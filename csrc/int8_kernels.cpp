@@ -131,11 +131,23 @@ void int8_piece(const Int8Piece& piece) {
   for (; output < piece.end; output += kOutputs) int8_tiles<E, 1>(piece, output);
 }
 
+typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
+
+// The last byte of each lane. Below AVX-512 GCC would convert lane by lane.
+template <int... I>
+BLOCKSPARSE_INLINE Bytes last_bytes(Vector<uint32_t> v, std::integer_sequence<int, I...>) {
+#if defined(__AVX512F__)
+  return __builtin_convertvector(v & 255, Bytes);
+#else
+  const auto all = bits<Vector<uint8_t>>(v);
+  return __builtin_shufflevector(all, all, (4 * I)...);
+#endif
+}
+
 template <class E>
 void quantize(const QuantizedRow& row) {
   using Floats = Vector<float>;
   constexpr int n = kLanes<float>;
-  typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
   const auto* from = static_cast<const typename E::Storage*>(row.from);
   const int64_t features = row.blocks * row.block;
   Floats most = {}, finite = {};
@@ -157,7 +169,7 @@ void quantize(const QuantizedRow& row) {
   const auto bytes = [&](Floats v, uint8_t* to, int64_t count) __attribute__((always_inline)) {
     // Adding 1.5 * 2^23 rounds to an integer, to even in the middle, whose last byte is that of the sum.
     const Floats rounded = v * factor + 12582912.0f;
-    const Bytes found = __builtin_convertvector((bits<Vector<uint32_t>>(rounded) + 128) & 255, Bytes);
+    const Bytes found = last_bytes(bits<Vector<uint32_t>>(rounded) + 128, std::make_integer_sequence<int, n>{});
     memcpy(to, &found, count);
   };
   for (int64_t b = 0; b < row.blocks; ++b) {

@@ -9,6 +9,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <stdexcept>
@@ -230,22 +231,44 @@ void py_conv_wgrad(const std::string& isa, const std::string& dtype, std::pair<i
   trim_scratch();
 }
 
+// Of each axis input, output, kernel, stride, padding and dilation; how far they are from zero is far from overflow.
+Patches patches_of(const std::vector<std::array<int64_t, 6>>& axes) {
+  require(axes.size() == 3, kAxis);
+  Patches patches = {};
+  for (int a = 0; a < 3; ++a) {
+    const auto [input, output, kernel, stride, padding, dilation] = axes[a];
+    require(std::min({input, padding}) >= 0 && std::min({output, kernel, stride, dilation}) > 0, kAxis);
+    require(std::max({input, output, kernel, stride, padding, dilation}) < int64_t(1) << 31, kAxis);
+    patches[a] = {input, output, kernel, stride, padding, dilation};
+  }
+  return patches;
+}
+
+// A product where axes is empty, a convolution of images with an axis each otherwise: tokens are its outputs, and
+// in_features their inputs, those of all taps.
 void py_int8_linear(const std::string& isa, const std::string& dtype, const std::string& activation,
                     std::pair<int64_t, int64_t> block, int64_t tokens, uintptr_t x, int64_t x_stride,
                     int64_t in_features, uintptr_t values, uintptr_t scale, uintptr_t sum, int64_t padded_out,
                     uintptr_t bias, uintptr_t y, int64_t out_features, Index<int64_t> start, Index<int32_t> col,
-                    Index<int32_t> row, Index<int32_t> begin, Index<int32_t> end, Index<int64_t> task_start) {
+                    Index<int32_t> row, Index<int32_t> begin, Index<int32_t> end, Index<int64_t> task_start,
+                    const std::vector<std::array<int64_t, 6>>& axes) {
   const RowTasks tasks = {start.data(), col.data(), nullptr,           row.data(),
                           begin.data(), end.data(), task_start.data(), int64_t(task_start.size()) - 1};
   blocks_in(in_features, block.second);
   require_starts(start, blocks_in(out_features, block.first), col.size(), "start for each block row, up to all blocks");
   require(begin.size() == row.size() && end.size() == row.size(), "row, begin and end of one length");
   require_tasks(task_start, row.size());
+  const Patches patches = axes.empty() ? Patches{} : patches_of(axes);
+  if (!axes.empty()) {
+    blocks_in(block.second, patches[0].kernel * patches[1].kernel * patches[2].kernel);
+    blocks_in(tokens, patches[0].output * patches[1].output * patches[2].output);
+  }
   const Int8Weights weights = {static_cast<const int8_t*>(pointer(values)), static_cast<const float*>(pointer(scale)),
                                static_cast<const int32_t*>(pointer(sum)), padded_out};
   nb::gil_scoped_release release;
   int8_linear(isa_named(isa), dtype_named(dtype), activation_named(activation), block.first, block.second, tokens,
-              {pointer(x), x_stride, in_features}, weights, pointer(bias), pointer(y), out_features, tasks);
+              {pointer(x), x_stride, in_features}, axes.empty() ? nullptr : &patches, weights, pointer(bias),
+              pointer(y), out_features, tasks);
   trim_scratch();
 }
 
@@ -384,7 +407,7 @@ NB_MODULE(_core, m) {
   m.def("int8_linear", &py_int8_linear, nb::kw_only(), "isa"_a, "dtype"_a, "activation"_a, "block"_a, "tokens"_a, "x"_a,
         "x_stride"_a, "in_features"_a, "values"_a, "scale"_a, "sum"_a, "padded_out"_a, "bias"_a, "y"_a,
         "out_features"_a, "start"_a.noconvert(), "col"_a.noconvert(), "row"_a.noconvert(), "begin"_a.noconvert(),
-        "end"_a.noconvert(), "task_start"_a.noconvert());
+        "end"_a.noconvert(), "task_start"_a.noconvert(), "axes"_a = std::vector<std::array<int64_t, 6>>());
   // Arguments by position: at each step of a sequence keyword arguments would take longer than small steps.
   m.def("gates_forward", &py_gates_forward);
   m.def("gates_backward", &py_gates_backward);

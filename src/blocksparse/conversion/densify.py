@@ -14,6 +14,7 @@ from ..nn.lstm import LSTM
 from ..nn.multihead_attention import MultiheadAttention
 from ..nn.parts import Parts
 from ..nn.quantized import QuantizedLinear
+from ..nn.quantized_conv import QuantizedConv
 from ..surgery.copies import copied
 from ..surgery.prunable import CONVOLUTIONS, RECURRENT, TRANSPOSED
 from ..surgery.replace import like, replace_modules, settings_of
@@ -24,6 +25,7 @@ DENSE: dict[Any, Any] = {Linear: nn.Linear}
 SEVERAL: dict[Any, Any] = {ours: theirs for theirs, ours in RECURRENT.items() if ours is not LSTM}
 SEVERAL |= {MultiheadAttention: nn.MultiheadAttention}
 DENSE |= {ours: theirs for theirs, ours in (*CONVOLUTIONS.items(), *TRANSPOSED.items())}
+QUANTIZED = QuantizedLinear, QuantizedConv
 
 
 @torch.no_grad()
@@ -63,13 +65,13 @@ def densify(model: nn.Module, inplace: bool = False) -> nn.Module:
 def _is_sparse(module: nn.Module) -> bool:
     if isinstance(module, Parts):
         return type(module) in SEVERAL or any(isinstance(child, LayoutModule) for child in module.children())
-    return type(module) in DENSE or isinstance(module, QuantizedLinear)
+    return type(module) in DENSE or isinstance(module, QUANTIZED)
 
 
 def _dense(module: Any) -> nn.Module:
     if isinstance(module, Parts):
         return _with_several_weights(module.densified())
-    if isinstance(module, QuantizedLinear):
+    if isinstance(module, QUANTIZED):
         return _dense(module.dequantized())
     kind = DENSE[type(module)]
     weight = module.dense_of(module.values.detach())

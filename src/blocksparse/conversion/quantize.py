@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,13 +13,18 @@ from ..nn.linear import Linear
 from ..nn.lstm import LSTM
 from ..nn.module import BlockSparseModule
 from ..nn.quantized import QuantizedLinear
+from ..nn.quantized_conv import QuantizedConv1d, QuantizedConv2d, QuantizedConv3d
 from ..nn.quantized_lstm import QuantizedLSTM
 from ..ops.int8_linear import DTYPES, MAX_INPUTS
 from ..surgery.copies import copied
 from ..surgery.prunable import Skip, skipped
 from ..surgery.replace import like, replace_modules
 
-QUANTIZED: dict[type[nn.Module], Any] = {Linear: QuantizedLinear, LSTM: QuantizedLSTM}
+QUANTIZED: dict[type[nn.Module], Any] = {
+    Linear: QuantizedLinear,
+    **{kind.kind: kind for kind in (QuantizedConv1d, QuantizedConv2d, QuantizedConv3d)},
+    LSTM: QuantizedLSTM,
+}
 
 
 @torch.inference_mode(False)
@@ -26,14 +32,13 @@ QUANTIZED: dict[type[nn.Module], Any] = {Linear: QuantizedLinear, LSTM: Quantize
 def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.Module:
     """Replaces block-sparse layers by ones in 8 bits: int8 weights, inputs rounded in each call.
 
-    Linear layers become `QuantizedLinear`, LSTMs `QuantizedLSTM`. On CPUs with VNNI the products of a layer take about
-    half of the time of float32; elsewhere they are right, and about as fast or slower. They have no gradients. Other
-    modules stay as they are: convolutions, other recurrent layers, attention and dense layers (for these there is
-    `torch.ao.quantization.quantize_dynamic`).
+    Linear layers become `QuantizedLinear`, convolutions `QuantizedConv1d` to `QuantizedConv3d`, LSTMs `QuantizedLSTM`.
+    On CPUs with VNNI the products of a linear layer take about half of the time of float32; elsewhere they are right,
+    and about as fast or slower. They have no gradients. Other modules stay as they are: transposed convolutions, other
+    recurrent layers, attention and dense layers (for these there is `torch.ao.quantization.quantize_dynamic`).
 
     Args:
-        model: trained, with block-sparse layers of `blocksparse.nn`, `Linear` or `LSTM`, of float32, bfloat16 or
-            float16.
+        model: trained, with block-sparse layers of `blocksparse.nn` of float32, bfloat16 or float16.
         skip: layers that stay, as in `sparsify`.
         inplace: whether the model itself is changed, instead of a copy.
 
@@ -70,5 +75,5 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
 def _fits(layer: nn.Module) -> bool:
     weights = [each for each in layer.modules() if isinstance(each, BlockSparseModule)]
     return bool(weights) and all(
-        each.values.dtype in DTYPES and each.layout.block_shape[1] <= MAX_INPUTS for each in weights
+        each.values.dtype in DTYPES and math.prod(each.values.shape[2:]) <= MAX_INPUTS for each in weights
     )

@@ -17,6 +17,7 @@ from .lstm import LSTM
 from .multihead_attention import MultiheadAttention
 from .multiplicative_lstm import MultiplicativeLSTM
 from .quantized import QuantizedLinear
+from .quantized_conv import QuantizedConv1d, QuantizedConv2d, QuantizedConv3d
 from .quantized_lstm import QuantizedLSTM
 from .small_world_lstm import SmallWorldLSTM
 from .weight_norm import WeightNorm, fold, initialise_from_data, l2_normalize
@@ -46,6 +47,9 @@ __all__ = [
     "Linear",
     "MultiheadAttention",
     "MultiplicativeLSTM",
+    "QuantizedConv1d",
+    "QuantizedConv2d",
+    "QuantizedConv3d",
     "QuantizedLSTM",
     "QuantizedLinear",
     "RNNCell",

@@ -16,6 +16,7 @@ from ..layout import BlockLayout
 from ..ops.checks import check_activation
 from ..ops.conv import ACTIVATIONS, per_axis
 from .circular import circular_pad
+from .layout_module import LayoutModule
 from .module import BlockSparseModule, layout_for
 from .spelled_out import spelled_out
 
@@ -35,46 +36,22 @@ class WeightOptions(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-class Convolution(BlockSparseModule):
-    """The base of convolutions and transposed ones: channels padded to whole blocks, parameters, initialisation."""
+class ConvolutionCall(LayoutModule):
+    """The call of a convolution or a transposed one, padded to whole blocks; subclasses have the product."""
 
     axes: int  # of space
     function: Any
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Ints,
-        stride: Ints,
-        dilation: Ints,
-        *,
-        layout: BlockLayout | None = None,
-        density: float | None = None,
-        block_size: int | tuple[int, int] = 32,
-        bias: bool = True,
-        activation: str | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        kernel = tuple(per_axis("kernel_size", kernel_size, self.axes, least=1))
-        found = layout_for((out_channels, in_channels), layout, density, block_size, "channels")
-        super().__init__(found, kernel, device, dtype)
-        check_activation(activation, ACTIVATIONS)
-        self.in_channels, self.out_channels = int(in_channels), int(out_channels)
-        self.kernel_size = kernel
-        self.stride = tuple(per_axis("stride", stride, self.axes, least=1))
-        self.dilation = tuple(per_axis("dilation", dilation, self.axes, least=1))
-        self.activation = activation
-        self.bias = nn.Parameter(torch.empty(self.out_channels, device=device, dtype=dtype)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws weights and biases again."""
-        self.draw_parameters(self.bias)
+    in_channels: int
+    out_channels: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    activation: str | None
+    bias: Tensor | None
 
     @property
     def weight_shape(self) -> tuple[int, int]:
+        """(out, in) of the weight, without padding."""
         return self.out_channels, self.in_channels
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -111,7 +88,65 @@ class Convolution(BlockSparseModule):
         )
 
 
-class _Conv(Convolution):
+class ConvCall(ConvolutionCall):
+    """The call of a convolution, with its padding."""
+
+    padding: Any
+    padding_mode: str
+
+    def compute(self, x: Tensor, bias: Tensor | None, activation: str | None, gate: Tensor | None = None) -> Tensor:
+        """activation(W * x + bias), whatever the module's own bias and activation are."""
+        self._check(x)
+        if self.padding_mode == "zeros" or self.padding == "valid":
+            return self._convolve(x, bias, activation, padding=self.padding, gate=gate)
+        return self._convolve(self.padded(x), bias, activation, padding=0, gate=gate)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """The image with the margins that the padding gives it."""
+        if self.padding == "valid":
+            return x
+        if self.padding_mode == "circular":
+            return circular_pad(x, margins(self))
+        return F.pad(x, margins(self), mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
+
+
+class Convolution(ConvolutionCall, BlockSparseModule):
+    """The base of convolutions and transposed ones: channels padded to whole blocks, parameters, initialisation."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Ints,
+        stride: Ints,
+        dilation: Ints,
+        *,
+        layout: BlockLayout | None = None,
+        density: float | None = None,
+        block_size: int | tuple[int, int] = 32,
+        bias: bool = True,
+        activation: str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        kernel = tuple(per_axis("kernel_size", kernel_size, self.axes, least=1))
+        found = layout_for((out_channels, in_channels), layout, density, block_size, "channels")
+        super().__init__(found, kernel, device, dtype)
+        check_activation(activation, ACTIVATIONS)
+        self.in_channels, self.out_channels = int(in_channels), int(out_channels)
+        self.kernel_size = kernel
+        self.stride = tuple(per_axis("stride", stride, self.axes, least=1))
+        self.dilation = tuple(per_axis("dilation", dilation, self.axes, least=1))
+        self.activation = activation
+        self.bias = nn.Parameter(torch.empty(self.out_channels, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws weights and biases again."""
+        self.draw_parameters(self.bias)
+
+
+class _Conv(ConvCall, Convolution):
     @spelled_out(Convolution)
     def __init__(
         self,
@@ -131,26 +166,11 @@ class _Conv(Convolution):
         if padding == "same" and any(step != 1 for step in self.stride):
             raise BlockSparseError.expected("stride", 'only ones with padding "same"', self.stride)
         named = padding in ("same", "valid") if isinstance(padding, str) else False
-        self.padding: Any = padding if named else tuple(per_axis("padding", padding, self.axes, least=0, names=True))
+        self.padding = padding if named else tuple(per_axis("padding", padding, self.axes, least=0, names=True))
         self.padding_mode = padding_mode
 
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
         return self.compute(input, self.bias, self.activation, gate)
-
-    def compute(self, x: Tensor, bias: Tensor | None, activation: str | None, gate: Tensor | None = None) -> Tensor:
-        """activation(W * x + bias), whatever the module's own bias and activation are."""
-        self._check(x)
-        if self.padding_mode == "zeros" or self.padding == "valid":
-            return self._convolve(x, bias, activation, padding=self.padding, gate=gate)
-        return self._convolve(self.padded(x), bias, activation, padding=0, gate=gate)
-
-    def padded(self, x: Tensor) -> Tensor:
-        """The image with the margins that the padding gives it."""
-        if self.padding == "valid":
-            return x
-        if self.padding_mode == "circular":
-            return circular_pad(x, margins(self))
-        return F.pad(x, margins(self), mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
 
 
 class Conv2d(_Conv):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Self
 
 import torch
@@ -26,8 +27,13 @@ class QuantizedModule(LayoutModule):
 
     def __init__(self, layout: BlockLayout, values: Tensor, scales: Tensor):
         super().__init__(layout)
-        self.register_buffer("values", values.detach())
-        self.register_buffer("scales", scales.detach())
+        self.hold(values, scales)
+
+    def hold(self, values: Tensor, scales: Tensor, *bias: Tensor | None) -> None:
+        """Takes values of the module's layout and their scales, and a bias or None where it has one."""
+        for name, tensor in zip(("values", "scales", "bias"), (values, scales, *bias), strict=False):
+            self.__dict__.pop(name, None)  # a None of the layer that this one was made of
+            self.register_buffer(name, None if tensor is None else tensor.detach())
         self.reset_layout_buffers()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -37,7 +43,13 @@ class QuantizedModule(LayoutModule):
             self.scales = scales.to(self.scales.device)
         return self
 
-    def _numbers(self, dtype: torch.dtype) -> Tensor:
+    def cast_bias(self, bias: Tensor | None, x: Any) -> Tensor | None:
+        """The bias as the product with x takes it: under autocast, as everywhere in it, x may be of 16 bits."""
+        if bias is not None and isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
+            return bias.to(x.dtype)
+        return bias
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
         """The values as they count."""
         scales = self.scales.reshape(*self.scales.shape, *[1] * (self.values.dim() - 2))
         return (self.values * scales).to(dtype)
@@ -77,6 +89,22 @@ def rounded_values(layer: Any, kind: type[BlockSparseModule]) -> tuple[Tensor, T
         wanted = "`values` that are a parameter: remove what makes them of others (torch.nn.utils.prune.remove, say)"
         raise BlockSparseError.expected("layer", wanted, parameters)
     return quantized(layer.values)
+
+
+def refuse_gate(gate: Any) -> None:
+    """Raises a BlockSparseError for the gate that other layers take."""
+    if gate is not None:
+        raise BlockSparseError.expected("gate", "None: layers in 8 bits have no gates", type(gate).__name__)
+
+
+def exchanged(module: nn.Module, kind: type[nn.Module]) -> Any:
+    """A module of another class with the settings of this one, without parameters, buffers and children yet."""
+    new: Any = copy.copy(module)
+    new.__class__ = kind
+    for graphs in ("_evolves", "_resized"):  # that were compiled for the other one
+        new.__dict__.pop(graphs, None)
+    new._parameters, new._buffers, new._modules = {}, {}, {}
+    return new
 
 
 class QuantizedLinear(QuantizedModule, LinearModule):
@@ -136,20 +164,16 @@ class QuantizedLinear(QuantizedModule, LinearModule):
         """The `Linear` of the rounded weight, of the bias's dtype."""
         options: dict[str, Any] = {"activation": self.activation, "bias": self.bias is not None, "device": "meta"}
         layer = Linear(self.in_features, self.out_features, layout=self.layout, **options)
-        layer.values = nn.Parameter(self._numbers(torch.float32 if self.bias is None else self.bias.dtype))
+        layer.values = nn.Parameter(self.numbers(torch.float32 if self.bias is None else self.bias.dtype))
         layer.bias = None if self.bias is None else nn.Parameter(self.bias)
         layer.reset_layout_buffers(self.values.device)
         return layer.train(self.training)
 
     def forward(self, input: Tensor, gate: None = None) -> Tensor:
-        if gate is not None:
-            raise BlockSparseError.expected("gate", "None: layers in 8 bits have no gates", type(gate).__name__)
+        refuse_gate(gate)
         return super().forward(input)
 
     def _product(
         self, x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None
     ) -> Tensor:
-        if bias is not None and isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
-            # As everywhere in it, x may be of 16 bits.
-            bias = bias.to(x.dtype)
-        return int8_linear(x, values, self.scales, layout, bias, activation)
+        return int8_linear(x, values, self.scales, layout, self.cast_bias(bias, x), activation)

@@ -14,7 +14,7 @@ from ..ops.int8_linear import DTYPES, check_inference
 from ..ops.recurrent import Steps, scan
 from .lstm import LSTM
 from .module import Weight
-from .quantized import QuantizedModule, rounded_values
+from .quantized import QuantizedModule, exchanged, rounded_values
 from .recurrent import Recurrent, cast, pad
 
 
@@ -68,7 +68,7 @@ class QuantizedLSTM(Recurrent):
         """
         if type(lstm) is not LSTM or not any(isinstance(weight, Weight) for weight in lstm.children()):
             raise BlockSparseError.expected("layer", "a block-sparse blocksparse.nn.LSTM", type(lstm).__name__)
-        new: Self = _exchanged(lstm, cls)
+        new: Self = exchanged(lstm, cls)
         for name, weight in lstm.named_children():
             if isinstance(weight, Weight):
                 setattr(new, name, QuantizedWeight(weight.layout, *rounded_values(weight, Weight)))
@@ -78,14 +78,14 @@ class QuantizedLSTM(Recurrent):
 
     def dequantized(self) -> LSTM:
         """The `LSTM` of the rounded weights, of the biases' dtype."""
-        new: LSTM = _exchanged(self, LSTM)
+        new: LSTM = exchanged(self, LSTM)
         for name, buffer in self.named_buffers(recurse=False):
             setattr(new, name, nn.Parameter(buffer))
         dtype = next((tensor.dtype for tensor in self.buffers(recurse=False)), torch.float32)
         for name, child in self.named_children():
             if isinstance(child, QuantizedWeight):
                 weight = Weight(child.layout, "meta")
-                weight.values = nn.Parameter(child._numbers(dtype))
+                weight.values = nn.Parameter(child.numbers(dtype))
                 weight.reset_layout_buffers(child.values.device)
                 weight._used = self._used(name, child.layout)
                 setattr(new, name, weight)
@@ -115,11 +115,3 @@ class QuantizedLSTM(Recurrent):
         return scan(
             recurrent.Int8LSTM(steps, *layouts), pad(x, layouts[0]), index, h, c, *tensors[:2], bias, *tensors[2:]
         )
-
-
-def _exchanged(lstm: Any, kind: Any) -> Any:
-    """A copy of another class and of the same sizes, without any weights and biases yet."""
-    new = lstm.with_weights({})
-    new.__class__ = kind
-    new._parameters, new._buffers, new._modules = {}, {}, {}
-    return new

@@ -215,7 +215,7 @@ def _conv(
         more = per_axis("output_padding", output_padding, dims, least=0)
         size = _transposed_size(space, kernel, *steps, before, more)
     else:
-        before, size = _size(space, kernel, *steps, padding)
+        before, size = output_size(space, kernel, *steps, padding)
 
     # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
     fused = activation if activation == "relu" or not needs_grad(x, values, bias) else None
@@ -224,20 +224,21 @@ def _conv(
     if fused != activation:
         y = ACTIVATIONS[activation](y)
     y = y.movedim(-1, 1)
-    if not _is_channels_last(batch):
+    if not is_channels_last(batch):
         y = y.contiguous()
     return y if batch is x else y.squeeze(0)
 
 
-def _is_channels_last(x: Tensor) -> bool:
+def is_channels_last(x: Tensor) -> bool:
+    """Whether the channels of `[n, channels, *space]` lie side by side in memory."""
     # An image of one pixel is laid out as both; as in torch, its plain strides then count.
     return x.stride(1) == 1 and not (x.shape[1] > 1 and x.is_contiguous())
 
 
-def _size(
+def output_size(
     space: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], padding: Any
 ) -> tuple[list[int], list[int]]:
-    """The padding before each axis, and the size of the output."""
+    """The padding before each axis, and the size of the output; a BlockSparseError where there is none."""
     reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
     if padding == "same":
         if any(s != 1 for s in stride):

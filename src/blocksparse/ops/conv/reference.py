@@ -30,7 +30,7 @@ def conv(
     x, values = x.to(wide), values.to(wide)
     out_channels = layout.shape[1 if transpose else 0]
     y = x.new_zeros(x.shape[0], *(axis.input if transposed else axis.output for axis in axes), out_channels)
-    for tap, output, input in _taps(axes):
+    for tap, output, input in taps_of(axes):
         outputs, inputs = (input, output) if transposed else (output, input)
         part = x[inputs]
         product = linear.linear(part.reshape(-1, part.shape[-1]), values[tap], None, layout, transpose, None)
@@ -50,14 +50,14 @@ def conv_wgrad(
     wide = accumulator(x.dtype)
     kernel = [axis.kernel for axis in axes]
     values = torch.zeros(*layout.values_shape, *kernel, dtype=wide, device=x.device)
-    for tap, output, input in _taps(axes):
+    for tap, output, input in taps_of(axes):
         left, right = (grad[input], x[output]) if transposed else (grad[output], x[input])
         left, right = left.reshape(-1, grad.shape[-1]), right.reshape(-1, x.shape[-1])
         values[tap] = linear.linear_wgrad(left.to(wide), right.to(wide), layout)
     return values.to(x.dtype)
 
 
-def _taps(axes: Sequence[Axis]) -> Iterator[tuple[tuple[Any, ...], Slices, Slices]]:
+def taps_of(axes: Sequence[Axis]) -> Iterator[tuple[tuple[Any, ...], Slices, Slices]]:
     """Each tap that maps anything: its index into the values, and the places of the output and of the input."""
     for tap in itertools.product(*(range(axis.kernel) for axis in axes)):
         output, input = [slice(None)], [slice(None)]

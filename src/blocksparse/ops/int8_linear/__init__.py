@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds values `[nnz, block_out, block_in]` to int8, with a scale for each output of a block.
+    """Rounds values `[nnz, block_out, block_in, *kernel]` to int8, with a scale for each output of a block.
 
     Returns:
-        int8 `[nnz, block_out, block_in]` of -127 to 127, and float32 scales `[nnz, block_out]`: their product is within
+        int8 values of the same shape, of -127 to 127, and float32 scales `[nnz, block_out]`: their product is within
         half a scale of the values; 0 where no number of an output is above 1e-36.
 
     Raises:
@@ -42,10 +43,10 @@ def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
     if values.is_meta or not values.isfinite().all():
         raise BlockSparseError.expected("values", "finite numbers", "others, or none on the meta device")
     values = values.detach().float()
-    largest = values.abs().amax(-1, keepdim=True)
+    largest = values.flatten(2).abs().amax(-1)[(..., *[None] * (values.dim() - 2))]
     factor = torch.where(largest > NEGLIGIBLE, 127 / largest, 0)
     scales = torch.where(largest > NEGLIGIBLE, largest / 127, 0)
-    return (values * factor).round_().clamp_(-127, 127).to(torch.int8), scales[..., 0]
+    return (values * factor).round_().clamp_(-127, 127).to(torch.int8), scales.flatten(1)
 
 
 def int8_linear(
@@ -88,19 +89,7 @@ def int8_linear(
     out_features, in_features = layout.shape
     if x.dim() == 0 or x.shape[-1] != in_features:
         raise BlockSparseError.expected("x", f"[..., {in_features}] for {layout!r}", list(x.shape))
-    if x.dtype not in DTYPES:
-        raise BlockSparseError.expected("x", f"one of {', '.join(map(str, DTYPES))}", x.dtype)
-    check_inference(x=x, bias=bias)
-    if layout.block_shape[1] > MAX_INPUTS:
-        raise BlockSparseError.expected("layout", f"blocks of at most {MAX_INPUTS} inputs", repr(layout))
-    for name, tensor, shape, dtype in (
-        ("values", values, layout.values_shape, torch.int8),
-        ("scales", scales, layout.values_shape[:2], torch.float32),
-        ("bias", bias, (out_features,), x.dtype),
-    ):
-        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or tensor.device != x.device):
-            expected, got = f"{list(shape)}, {dtype}, on {x.device}", f"{list(tensor.shape)}, {tensor.dtype}"
-            raise BlockSparseError.expected(name, expected, f"{got}, on {tensor.device}")
+    check_operands(x, values, scales, layout, bias, layout.values_shape)
     flat = (x if x.dim() == 2 else x.reshape(-1, in_features)).resolve_neg()
     if is_eager(flat, values, scales, bias):
         y: Tensor = INT8_LINEAR.on(x.device, x.dtype).int8_linear(flat, values, scales, layout, bias, activation)
@@ -108,6 +97,25 @@ def int8_linear(
         crow, col = layout.indices_on(x.device)
         y = _op(flat, values, scales, bias, crow, col, layout.grid[1], activation)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], out_features)
+
+
+def check_operands(
+    x: Tensor, values: Tensor, scales: Tensor, layout: BlockLayout, bias: Tensor | None, shape: tuple[int, ...]
+) -> None:
+    """Raises a BlockSparseError unless these are operands of a product in 8 bits, with values of this shape."""
+    if x.dtype not in DTYPES:
+        raise BlockSparseError.expected("x", f"one of {', '.join(map(str, DTYPES))}", x.dtype)
+    check_inference(x=x, bias=bias)
+    if math.prod(shape[2:]) > MAX_INPUTS:
+        raise BlockSparseError.expected("layout", f"blocks of at most {MAX_INPUTS} inputs", repr(layout))
+    for name, tensor, size, dtype in (
+        ("values", values, shape, torch.int8),
+        ("scales", scales, shape[:2], torch.float32),
+        ("bias", bias, (layout.shape[0],), x.dtype),
+    ):
+        if tensor is not None and (tensor.shape != size or tensor.dtype != dtype or tensor.device != x.device):
+            expected, got = f"{list(size)}, {dtype}, on {x.device}", f"{list(tensor.shape)}, {tensor.dtype}"
+            raise BlockSparseError.expected(name, expected, f"{got}, on {tensor.device}")
 
 
 def check_inference(**tensors: Tensor | None) -> None:

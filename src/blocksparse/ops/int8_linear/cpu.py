@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Sequence
+from dataclasses import astuple
 from typing import NamedTuple
 
 import torch
@@ -13,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...layout import BlockLayout
 from .. import cpu_core
 from ..checks import features_together
+from ..conv.plan import Axis
 from ..cpu_core import DTYPES, address
 from ..cpu_plan import OUTPUT_STEP, row_plan
 
@@ -34,14 +38,18 @@ _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def packed(values: Tensor, scales: Tensor) -> _Packed:
-    """Four inputs of an output side by side, outputs in whole vectors; made once and kept with the values."""
+    """Four inputs of an output side by side, outputs in whole vectors; made once and kept with the values.
+
+    Of values `[nnz, block_out, block_in, *kernel]` the inputs are those of all taps, one behind the other.
+    """
     kept = not (values.is_inference() or scales.is_inference())  # those have no counters
     written = (values._version, scales._version, values.data_ptr(), scales.data_ptr()) if kept else None
     found: _Packed | None = _packed.get(values)
     if kept and found is not None and found.of() is scales and found.written == written:
         return found
-    out, in_ = values.shape[1:]
-    padded = F.pad(values, (0, -in_ % 4, 0, -out % OUTPUT_STEP))
+    blocks = values.movedim(2, -1).flatten(2)
+    out, in_ = blocks.shape[1:]
+    padded = F.pad(blocks, (0, -in_ % 4, 0, -out % OUTPUT_STEP))
     nnz, padded_out, padded_in = padded.shape
     steps = padded.view(nnz, padded_out, padded_in // 4, 4).transpose(1, 2).contiguous()
     sums = padded.sum(-1, dtype=torch.int32)
@@ -54,11 +62,31 @@ def packed(values: Tensor, scales: Tensor) -> _Packed:
 def int8_linear(
     x: Tensor, values: Tensor, scales: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None
 ) -> Tensor:
-    tokens, (out_features, in_features) = x.shape[0], layout.shape
-    x, bias = features_together(x), None if bias is None else bias.detach().contiguous()
+    return product(features_together(x), values, scales, layout, bias, activation, x.shape[0])
+
+
+def product(
+    x: Tensor, values: Tensor, scales: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None,
+    tokens: int, axes: Sequence[Axis] = (),
+) -> Tensor:  # fmt: skip
+    """activation(x W^T + bias): `[tokens, in] -> [tokens, out]`.
+
+    With three axes, x is the pixels of images `[pixels, channels]`, in one piece, and a token the inputs that an output
+    of a convolution sees: of each block of channels those of all taps.
+    """
+    out_features, in_features = layout.shape
+    bias = None if bias is None else bias.detach().contiguous()
     weights, plan = packed(values, scales), row_plan(layout, transpose=False)
     y, y_address = cpu_core.new((tokens, out_features), x)
-    core, isa, ((x_address, x_stride),) = cpu_core.operands(("x", x, (tokens, in_features), x.dtype))
+    core, isa = cpu_core.core(), cpu_core.isa()
+    if axes:
+        input, output, kernel = (
+            math.prod(getattr(axis, name) for axis in axes) for name in ("input", "output", "kernel")
+        )
+        x_stride = in_features // kernel
+        x_address = address("x", x, (tokens // output * input, x_stride), x.dtype)
+    else:
+        x_address, x_stride = cpu_core.rows("x", x, (tokens, in_features), x.dtype)
     _, steps, padded_out, _ = weights.values.shape
     core.int8_linear(
         isa=isa, dtype=DTYPES[x.dtype], activation=activation or "none", block=layout.block_shape, tokens=tokens,
@@ -68,5 +96,6 @@ def int8_linear(
         sum=address("sums", weights.sums, (layout.nnz, padded_out), torch.int32), padded_out=padded_out,
         bias=address("bias", bias, (out_features,), x.dtype), y=y_address, out_features=out_features,
         start=plan.start, col=plan.col, row=plan.row, begin=plan.begin, end=plan.end, task_start=plan.task_start,
+        axes=[astuple(axis) for axis in axes],
     )  # fmt: skip
     return y

@@ -1,0 +1,126 @@
+"""Convolutions in 8 bits: of each output, the linear product of the inputs that it sees, rounded together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import BlockSparseError
+from ...layout import BlockLayout
+from ..activations import ACTIVATIONS
+from ..checks import check_activation, check_kinds
+from ..conv import check_shapes, is_channels_last, output_size, per_axis
+from ..conv.plan import axes_of
+from ..int8_linear import check_operands
+from ..registry import LIBRARY, Op, each_entry, is_eager, layout_of
+from . import cpu, reference
+
+__all__ = ["INT8_CONV", "int8_conv"]
+
+INT8_CONV = Op("int8_conv", cpu, reference, elsewhere=reference)
+Ints = int | Sequence[int]
+
+
+def int8_conv(
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    layout: BlockLayout,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints | str = 0,
+    dilation: Ints = 1,
+    activation: str | None = None,
+) -> Tensor:
+    """activation(W * x + bias) over 1 to 3 axes with W and x in 8 bits, for inference.
+
+    The numbers that one output sees, all channels of all taps, are rounded as `int8_linear` rounds a token: the result
+    at a position is that of the linear product of this patch, whatever else is in the image or the batch. Products of a
+    block, over all of its taps, are summed up exactly, then scaled and summed up in float32.
+
+    Args:
+        x: `[n, in_channels, *space]`, or without n; float32, bfloat16 or float16.
+        values, scales: int8 `[nnz, block_out, block_in, *kernel]` and float32 `[nnz, block_out]`, as `quantized` gives
+            them; a block has up to 65,536 inputs, those of all taps.
+        layout: which blocks of the `[out_channels, in_channels]` weight these are.
+        bias: `[out_channels]` of x's dtype, or None.
+        stride, padding, dilation: as of `blocksparse.conv2d`.
+        activation: None, "relu", "gelu" (the exact one) or "silu".
+
+    Returns:
+        `[n, out_channels, *space]`, of x's dtype, channels-last where x is, without gradients. Outputs that see a
+        number that is not finite are NaN.
+
+    Raises:
+        BlockSparseError: other dtypes, devices or sizes; x that wants a gradient.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> from blocksparse.ops.int8_linear import quantized
+        >>> layout = bs.patterns.random((64, 128), block_size=32, density=0.5, seed=0)
+        >>> x, values = torch.randn(2, 128, 9, 9), torch.randn(*layout.values_shape, 3, 3)
+        >>> y, rounded = bs.conv2d(x, values, layout), int8_conv(x, *quantized(values), layout)
+        >>> ((y - rounded).norm() / y.norm()).item() < 0.02
+        True
+    """
+    check_kinds(layout, x=x, values=values, scales=scales, bias=bias)
+    check_activation(activation, ACTIVATIONS)
+    axes = values.dim() - 3
+    if not 1 <= axes <= 3:
+        shape = ", ".join(map(str, layout.values_shape))
+        raise BlockSparseError.expected("values", f"[{shape}, *kernel], a kernel of 1 to 3 axes", list(values.shape))
+    check_shapes(axes, x, values, layout, bias)
+    check_operands(x, values, scales, layout, bias, (*layout.values_shape, *values.shape[3:]))
+    steps = per_axis("stride", stride, axes, least=1), per_axis("dilation", dilation, axes, least=1)
+    batch = (x if x.dim() == axes + 2 else x.unsqueeze(0)).resolve_neg()
+    before, size = output_size(batch.shape[2:], values.shape[3:], *steps, padding)
+    images, geometry = batch.movedim(1, -1), (size, steps[0], before, steps[1])
+    if is_eager(images, values, scales, bias):
+        y = _compute(images, values, scales, layout, bias, *geometry, activation)
+    else:
+        crow, col = layout.indices_on(x.device)
+        y = _op(images, values, scales, bias, crow, col, layout.grid[1], *geometry, activation)
+    y = y.movedim(-1, 1)
+    if not is_channels_last(batch):
+        y = y.contiguous()
+    return y if batch.dim() == x.dim() else y.squeeze(0)
+
+
+def _compute(
+    x: Tensor, values: Tensor, scales: Tensor, layout: BlockLayout, bias: Tensor | None, size: Sequence[int],
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], activation: str | None,
+) -> Tensor:  # fmt: skip
+    """`[n, *space, in] -> [n, *space, out]`."""
+    axes = axes_of(x.shape[1:-1], size, values.shape[3:], stride, padding, dilation)
+    backend = INT8_CONV.on(x.device, x.dtype)
+    y: Tensor = backend.int8_conv(x, values, scales, layout, bias, axes, activation)
+    return y
+
+
+def _run(
+    x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, crow: Tensor, col: Tensor, in_blocks: int,
+    *geometry: Any,
+) -> Tensor:  # fmt: skip
+    layout = layout_of((crow, col), in_blocks, (values.shape[1], values.shape[2]))
+    return _compute(x, values, scales, layout, bias, *geometry)
+
+
+def _meta(
+    x: Tensor, values: Tensor, scales: Tensor, bias: Any, crow: Tensor, col: Tensor, in_blocks: int,
+    size: Sequence[int], *others: Any,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], *size, (crow.shape[0] - 1) * values.shape[1])
+
+
+# PyTorch's op, for what traces, compiles or transforms.
+LIBRARY.define(
+    "int8_conv(Tensor x, Tensor values, Tensor scales, Tensor? bias, Tensor crow, Tensor col, int in_blocks, "
+    "SymInt[] size, SymInt[] stride, SymInt[] padding, SymInt[] dilation, str? activation) -> Tensor"
+)
+_op = torch.ops.blocksparse.int8_conv.default
+LIBRARY.impl("int8_conv", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("blocksparse::int8_conv", _meta, lib=LIBRARY)
+torch.library.register_vmap(_op, each_entry(_op, rows=True), lib=LIBRARY)
