@@ -52,6 +52,17 @@ def test_fashion_mnist(run, tmp_path):
     assert re.search(r"loss \S+ -> \S+ in 6 steps.*test accuracy 0\.\d+", out)
 
 
+def test_eight_bits(run, tmp_path):
+    write(tmp_path, n=96)
+    out = run("eight_bits.py", tmp_path, "--batch", "32", "--json", tmp_path / "result.json")
+    assert re.findall(r"(\w+): test accuracy 0\.\d+, in 8 bits 0\.\d+, the same choices [01]\.\d+", out) == [
+        "net",
+        "LSTM",
+    ]
+    found = json.loads((tmp_path / "result.json").read_text())["results"]
+    assert all(each["same_choices"] > 0.8 for each in found.values())
+
+
 @pytest.mark.full
 def test_prune_fashion_mnist(run, tmp_path):
     write(tmp_path, n=96)
