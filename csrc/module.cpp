@@ -34,18 +34,12 @@ namespace blocksparse {
 
 namespace {
 
-void py_linear(const std::string& isa, const std::string& dtype, const std::string& activation, bool transpose,
-               std::pair<int64_t, int64_t> block, int64_t tokens, uintptr_t x, int64_t x_stride, int64_t in_features,
-               uintptr_t values, uintptr_t bias, uintptr_t y, int64_t out_features, Index<int64_t> start,
-               Index<int32_t> col, Index<int64_t> position, Index<int32_t> row, Index<int32_t> begin,
-               Index<int32_t> end, Index<int64_t> task_start) {
-  if (transpose) std::swap(block.first, block.second);
-  blocks_in(in_features, block.second);
-  const RowTasks tasks =
-      row_tasks(blocks_in(out_features, block.first), start, col, position, row, begin, end, task_start);
+void py_linear(const PyRowTasks& plan, const std::string& isa, const std::string& dtype, const std::string& activation,
+               int64_t tokens, const PyRows& x, uintptr_t values, uintptr_t bias, uintptr_t y) {
   nb::gil_scoped_release release;
-  linear(isa_named(isa), dtype_named(dtype), activation_named(activation), transpose, block.first, block.second, tokens,
-         {pointer(x), x_stride, in_features}, pointer(values), pointer(bias), pointer(y), out_features, tasks);
+  linear(isa_named(isa), dtype_named(dtype), activation_named(activation), plan.transposed, plan.block.first,
+         plan.block.second, tokens, {pointer(x.first), x.second, plan.features.second}, pointer(values), pointer(bias),
+         pointer(y), plan.features.first, plan.tasks);
   trim_scratch();
 }
 
@@ -245,30 +239,23 @@ Patches patches_of(const std::vector<std::array<int64_t, 6>>& axes) {
 }
 
 // A product where axes is empty, a convolution of images with an axis each otherwise: tokens are its outputs, and
-// in_features their inputs, those of all taps.
-void py_int8_linear(const std::string& isa, const std::string& dtype, const std::string& activation,
-                    std::pair<int64_t, int64_t> block, int64_t tokens, uintptr_t x, int64_t x_stride,
-                    int64_t in_features, uintptr_t values, uintptr_t scale, uintptr_t sum, int64_t padded_out,
-                    uintptr_t bias, uintptr_t y, int64_t out_features, Index<int64_t> start, Index<int32_t> col,
-                    Index<int32_t> row, Index<int32_t> begin, Index<int32_t> end, Index<int64_t> task_start,
+// the inputs of the plan theirs, those of all taps.
+void py_int8_linear(const PyRowTasks& plan, const std::string& isa, const std::string& dtype,
+                    const std::string& activation, int64_t tokens, const PyRows& x, uintptr_t values, uintptr_t scale,
+                    uintptr_t sum, int64_t padded_out, uintptr_t bias, uintptr_t y,
                     const std::vector<std::array<int64_t, 6>>& axes) {
-  const RowTasks tasks = {start.data(), col.data(), nullptr,           row.data(),
-                          begin.data(), end.data(), task_start.data(), int64_t(task_start.size()) - 1};
-  blocks_in(in_features, block.second);
-  require_starts(start, blocks_in(out_features, block.first), col.size(), "start for each block row, up to all blocks");
-  require(begin.size() == row.size() && end.size() == row.size(), "row, begin and end of one length");
-  require_tasks(task_start, row.size());
+  require(!plan.transposed, "tasks of x W^T");
   const Patches patches = axes.empty() ? Patches{} : patches_of(axes);
   if (!axes.empty()) {
-    blocks_in(block.second, patches[0].kernel * patches[1].kernel * patches[2].kernel);
+    blocks_in(plan.block.second, patches[0].kernel * patches[1].kernel * patches[2].kernel);
     blocks_in(tokens, patches[0].output * patches[1].output * patches[2].output);
   }
   const Int8Weights weights = {static_cast<const int8_t*>(pointer(values)), static_cast<const float*>(pointer(scale)),
                                static_cast<const int32_t*>(pointer(sum)), padded_out};
   nb::gil_scoped_release release;
-  int8_linear(isa_named(isa), dtype_named(dtype), activation_named(activation), block.first, block.second, tokens,
-              {pointer(x), x_stride, in_features}, axes.empty() ? nullptr : &patches, weights, pointer(bias),
-              pointer(y), out_features, tasks);
+  int8_linear(isa_named(isa), dtype_named(dtype), activation_named(activation), plan.block.first, plan.block.second,
+              tokens, {pointer(x.first), x.second, plan.features.second}, axes.empty() ? nullptr : &patches, weights,
+              pointer(bias), pointer(y), plan.features.first, plan.tasks);
   trim_scratch();
 }
 
@@ -363,6 +350,7 @@ void py_momentum_steps(const std::string& isa, const std::string& dtype, const s
 
 NB_MODULE(_core, m) {
   m.doc() = "The compiled CPU core of blocksparse.";
+  nb::set_leak_warnings(false);  // layouts that live until the interpreter ends keep their tasks
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
     try {
       std::rethrow_exception(thrown);
@@ -374,10 +362,14 @@ NB_MODULE(_core, m) {
         "Take PyTorch's threads: the addresses of torch_parallel_for and torch_get_num_threads.");
   m.def("features", &cpu_feature_names, "What this CPU can do, of what matters here.");
   m.def("isas", &isas, "The instruction sets compiled in, slowest first, and whether this CPU has them.");
-  m.def("linear", &py_linear, nb::kw_only(), "isa"_a, "dtype"_a, "activation"_a, "transpose"_a, "block"_a, "tokens"_a,
-        "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "bias"_a, "y"_a, "out_features"_a, "start"_a.noconvert(),
-        "col"_a.noconvert(), "position"_a.noconvert(), "row"_a.noconvert(), "begin"_a.noconvert(), "end"_a.noconvert(),
-        "task_start"_a.noconvert());
+  nb::class_<PyRowTasks>(m, "RowTasks")
+      .def(nb::init<Sizes, Sizes, bool, Index<int64_t>, Index<int32_t>, Index<int64_t>, Index<int32_t>, Index<int32_t>,
+                    Index<int32_t>, Index<int64_t>>(),
+           nb::kw_only(), "features"_a, "block"_a, "transposed"_a, "start"_a.noconvert(), "col"_a.noconvert(),
+           "position"_a.noconvert(), "row"_a.noconvert(), "begin"_a.noconvert(), "end"_a.noconvert(),
+           "task_start"_a.noconvert());
+  // By position: keyword arguments would take longer than a small product.
+  m.def("linear", &py_linear);
   m.def("linear_wgrad", &py_linear_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "block"_a, "tokens"_a, "grad"_a,
         "grad_stride"_a, "out_features"_a, "x"_a, "x_stride"_a, "in_features"_a, "values"_a, "row"_a.noconvert(),
         "col"_a.noconvert(), "task_start"_a.noconvert());
@@ -404,10 +396,9 @@ NB_MODULE(_core, m) {
   m.def("conv_wgrad", &py_conv_wgrad, nb::kw_only(), "isa"_a, "dtype"_a, "block"_a, "images"_a, "grad"_a, "grad_size"_a,
         "out_channels"_a, "x"_a, "x_size"_a, "in_channels"_a, "transposed"_a, "values"_a, "axes"_a.noconvert(),
         "row"_a.noconvert(), "col"_a.noconvert());
-  m.def("int8_linear", &py_int8_linear, nb::kw_only(), "isa"_a, "dtype"_a, "activation"_a, "block"_a, "tokens"_a, "x"_a,
-        "x_stride"_a, "in_features"_a, "values"_a, "scale"_a, "sum"_a, "padded_out"_a, "bias"_a, "y"_a,
-        "out_features"_a, "start"_a.noconvert(), "col"_a.noconvert(), "row"_a.noconvert(), "begin"_a.noconvert(),
-        "end"_a.noconvert(), "task_start"_a.noconvert(), "axes"_a = std::vector<std::array<int64_t, 6>>());
+  m.def("int8_linear", &py_int8_linear, nb::kw_only(), "plan"_a, "isa"_a, "dtype"_a, "activation"_a, "tokens"_a, "x"_a,
+        "values"_a, "scale"_a, "sum"_a, "padded_out"_a, "bias"_a, "y"_a,
+        "axes"_a = std::vector<std::array<int64_t, 6>>());
   // Arguments by position: at each step of a sequence keyword arguments would take longer than small steps.
   m.def("gates_forward", &py_gates_forward);
   m.def("gates_backward", &py_gates_backward);

@@ -18,21 +18,15 @@ namespace blocksparse {
 
 namespace {
 
-// A weight: the address of its values, its [out, in], its blocks', and the plan of its product as in `row_tasks`.
-using PyWeight = std::tuple<uintptr_t, std::array<int64_t, 2>, std::array<int64_t, 2>, Index<int64_t>, Index<int32_t>,
-                            Index<int64_t>, Index<int32_t>, Index<int32_t>, Index<int32_t>, Index<int64_t>>;
+// A weight: the address of its values, and the tasks of its product.
+using PyWeight = std::tuple<uintptr_t, const PyRowTasks*>;
 
 RecurrentWeight weight_of(const PyWeight& weight, int64_t out, int64_t in, bool transposed) {
-  const auto& [values, shape, block, start, col, position, row, begin, end, task_start] = weight;
-  require(shape[0] == out && shape[1] == in, "weights that fit the hidden units");
-  const int64_t out_blocks = blocks_in(out, block[0]), in_blocks = blocks_in(in, block[1]);
-  return {out,
-          in,
-          block[0],
-          block[1],
-          pointer(values),
-          transposed,
-          row_tasks(transposed ? in_blocks : out_blocks, start, col, position, row, begin, end, task_start)};
+  const auto& [values, plan] = weight;
+  Sizes features(out, in), block = plan->block;
+  if (transposed) std::swap(features.first, features.second), std::swap(block.first, block.second);
+  require(plan->transposed == transposed && plan->features == features, "weights that fit the hidden units");
+  return {out, in, block.first, block.second, pointer(values), transposed, plan->tasks};
 }
 
 TimeSteps steps_of(const Index<int64_t>& start, bool reverse, int64_t rows) {

@@ -223,7 +223,6 @@ class Recorder:
 
 
 INDICES = {
-    ("linear", "linear"): ("start", "col", "position", "row", "begin", "end", "task_start"),
     ("linear_wgrad", "linear_wgrad"): ("row", "col", "task_start"),
     ("csr_linear", "csr_linear"): ("start", "col"),
     ("csr_linear_transposed", "csr_linear"): ("start", "col", "position"),
@@ -250,9 +249,6 @@ def test_index_arrays_of_other_lengths_are_refused(monkeypatch, entry, function,
         getattr(recorder.core, function)(**{**recorder.arguments, index: array.astype(np.float64)})
 
 
-PLAN = ("values", "shape", "block", *INDICES["linear", "linear"])
-
-
 @pytest.mark.parametrize("entry", recurrent_entries.OF_ALL_STEPS)
 def test_steps_and_weights_of_a_recurrence_that_do_not_fit_are_refused(monkeypatch, entry):
     operands, call = operands_of(entry)
@@ -266,18 +262,33 @@ def test_steps_and_weights_of_a_recurrence_that_do_not_fit_are_refused(monkeypat
     for wrong in ([], [*weights, *weights[:1], *weights[:1]], weights[::-1] if len(weights) > 1 else []):
         with pytest.raises(bs.BlockSparseError, match="the compiled core: expected"):
             run(weights=wrong)
-    for i, weight in enumerate(weights):
-        for at, name in enumerate(PLAN):
-            value = weight[at]
-            if name == "values":
-                continue
-            if name in ("shape", "block"):
-                wrong = (value[0], 3), (-value[0], value[1]), (0, 0)
-            else:  # numbers of another type are not converted in silence
-                wrong = value[:-1], np.append(value, value[-1:] + (name == "task_start")), value.astype(np.float64)
-            for each in wrong:
-                with pytest.raises((TypeError, bs.BlockSparseError)):
-                    run(weights=[*weights[:i], (*weight[:at], each, *weight[at + 1 :]), *weights[i + 1 :]])
+    transpose = function.endswith("backward")
+    others = [
+        linear.tasks_of(recurrent_entries.GATES, not transpose),
+        linear.tasks_of(bs.patterns.dense((8, 32), block_size=4), transpose),
+    ]
+    for i, (values, _) in enumerate(weights):
+        for other in others:
+            with pytest.raises(bs.BlockSparseError, match="weights that fit"):
+                run(weights=[*weights[:i], (values, other), *weights[i + 1 :]])
+
+
+@pytest.mark.parametrize("index", ["start", "col", "position", "row", "begin", "end", "task_start"])
+@pytest.mark.parametrize("transpose", [False, True], ids=["forward", "transposed"])
+def test_tasks_whose_arrays_do_not_fit_are_refused(monkeypatch, transpose, index):
+    recorder = Recorder(monkeypatch, "RowTasks")
+    row_plan(BLOCKS, transpose).tasks()
+    arguments, tasks = recorder.arguments, recorder.core.RowTasks
+    tasks(**arguments)
+    array = arguments[index]
+    for other in (np.append(array, array[-1:] + (index == "task_start")), array[:-1]):
+        with pytest.raises(bs.BlockSparseError, match="the compiled core: expected"):
+            tasks(**{**arguments, index: other})
+    with pytest.raises(TypeError):  # not converted in silence
+        tasks(**{**arguments, index: array.astype(np.float64)})
+    for wrong in ({"features": (8, 7)}, {"features": (4, 6)}, {"block": (3, 2)}, {"block": (4, 0)}):
+        with pytest.raises(bs.BlockSparseError, match="the compiled core: expected"):
+            tasks(**{**arguments, **wrong})
 
 
 @pytest.mark.parametrize("function", ["csr_linear", "csr_wgrad", "csr_gradients"])

@@ -10,6 +10,7 @@ from hypothesis import given
 import blocksparse as bs
 from blocksparse.ops import cpu_core
 from blocksparse.ops.cpu_plan import OUTPUT_STEP, TASK_COST, block_plan, row_plan
+from blocksparse.ops.linear import cpu, linear_transposed
 from linear_backends import CPU, assert_close, dgrad, forward, running, wgrad
 from processes import run_script
 from strategies import layouts
@@ -161,6 +162,80 @@ def test_writing_to_a_layouts_index_tensors_leads_no_kernel_astray():
     torch.testing.assert_close(wgrad(grad, x, layout), expected)
     for array in (layout.row_of_block, layout.col_of_block, layout.row_start):
         assert not array.flags.writeable
+
+
+# -- the short way of calls without gradients ------------------------------------------------------------------------
+
+INPUTS = {
+    "a vector": lambda n: torch.randn(n),
+    "rows": lambda n: torch.randn(5, n),
+    "a row": lambda n: torch.randn(1, n),
+    "rows apart": lambda n: torch.randn(5, 2 * n)[:, :n],
+    "one row again": lambda n: torch.randn(n).expand(5, n),
+    "columns": lambda n: torch.randn(n, 5).T,
+    "three axes": lambda n: torch.randn(2, 3, n),
+    "three axes apart": lambda n: torch.randn(2, 4, n)[:, ::2],
+    "nothing": lambda n: torch.randn(0, n),
+    "no sequence": lambda n: torch.randn(2, 0, n),
+}
+SHORT = {"a vector", "rows", "a row", "rows apart", "three axes"}
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("transpose", [False, True], ids=["forward", "transposed"])
+@pytest.mark.parametrize("kind", INPUTS)
+def test_without_gradients_results_are_the_same_bits(monkeypatch, kind, transpose, activation):
+    layout = bs.patterns.random((48, 72), block_size=24, density=0.5, seed=0)
+    values, bias = torch.randn(layout.values_shape), torch.randn(48)
+    x, took = INPUTS[kind](layout.shape[not transpose]), []
+    short = cpu.at_once
+    monkeypatch.setattr(cpu, "at_once", lambda *given: (took.append(short(*given)), took[-1])[1])
+
+    def product():
+        if transpose:
+            return linear_transposed(x, values, layout)
+        return bs.linear(x, values, layout, bias, activation)
+
+    with bs.use_backend("cpu"):  # the long way, which leaves the tasks behind
+        expected = product()
+    assert not took
+    with torch.no_grad():
+        got = product()
+    assert got.shape == expected.shape
+    assert torch.equal(got, expected)
+    assert (took[0] is not None) == (kind in SHORT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_without_gradients_in_every_dtype(dtype):
+    layout = bs.patterns.random((48, 72), block_size=24, density=0.5, seed=0)
+    x, values = torch.randn(5, 72, dtype=dtype), torch.randn(layout.values_shape, dtype=dtype)
+    with bs.use_backend("cpu"):
+        expected = bs.linear(x, values, layout)
+    with torch.inference_mode():
+        assert torch.equal(bs.linear(x, values, layout), expected)
+
+
+@torch.no_grad()
+def test_without_gradients_what_does_not_fit_is_refused_as_ever():
+    layout = bs.patterns.dense((8, 8), block_size=4)
+    x, values, bias = torch.randn(3, 8), torch.randn(layout.values_shape), torch.randn(8)
+    bs.linear(x, values, layout, bias)
+    freed = torch.randn(3, 8)
+    freed.untyped_storage().resize_(0)
+    for operands, named in (
+        ((x[:, :7], values, layout, bias), "x"),
+        ((x, values[1:], layout, bias), "values"),
+        ((x, values, layout, bias[:7]), "bias"),
+        ((x.double(), values, layout, bias), "values"),
+        ((x, values, layout, bias.double()), "bias"),
+        ((x.to("meta"), values, layout, bias), "values"),
+        ((x, values.to("meta"), layout, bias), "values"),
+        ((freed, values, layout, bias), "x"),
+        ((x.long(), values.long(), layout, bias.long()), "linear|dtype"),
+    ):
+        with pytest.raises(bs.BlockSparseError, match=rf"^({named}): expected"):
+            bs.linear(*operands)
 
 
 # -- plans ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ order of any sum, so results do not depend on it, nor on the number of threads.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,9 @@ class RowPlan:
     `[task_start[t], task_start[t + 1])`, the costliest first.
     """
 
+    shape: tuple[int, int]  # (outputs, inputs) of this product
+    block_shape: tuple[int, int]
+    transposed: bool
     start: np.ndarray  # int64 [rows + 1], where each row's blocks start in `col` and `block`
     col: np.ndarray  # int32 [nnz], the block of inputs
     block: np.ndarray  # int64 [nnz], the position in `values`
@@ -35,6 +39,13 @@ class RowPlan:
     begin: np.ndarray  # int32 [pieces]
     end: np.ndarray  # int32 [pieces]
     task_start: np.ndarray  # int64 [tasks + 1]
+
+    def tasks(self) -> Any:
+        """The plan as the compiled core takes it."""
+        return cpu_core.core().RowTasks(
+            features=self.shape, block=self.block_shape, transposed=self.transposed, start=self.start, col=self.col,
+            position=self.block, row=self.row, begin=self.begin, end=self.end, task_start=self.task_start,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,9 @@ def _row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
     piece_cost = np.maximum(np.diff(start)[row], 1) * (end - begin) * width
     order = np.argsort(-piece_cost, kind="stable")
     return RowPlan(
+        shape=layout.shape,
+        block_shape=layout.block_shape,
+        transposed=transpose,
         start=start,
         col=layout.col_of_block.astype(np.int32, copy=False),
         block=block,

@@ -190,6 +190,11 @@ def is_plain(*tensors: Any) -> bool:
     return True
 
 
+def is_bare(*tensors: Any) -> bool:
+    """As `is_plain`, and nobody asks for a backend."""
+    return not _forced and is_plain(*tensors)
+
+
 class Pattern(NamedTuple):
     """A layout as a graph has it: the index tensors, perhaps with a GPU's schedule behind them, and the columns."""
 

@@ -18,7 +18,8 @@ from .. import cpu_core
 from ..checks import features_together
 from ..conv.plan import Axis
 from ..cpu_core import DTYPES, address
-from ..cpu_plan import OUTPUT_STEP, row_plan
+from ..cpu_plan import OUTPUT_STEP
+from ..linear.cpu import tasks_of
 
 refusal = cpu_core.refusal
 
@@ -76,26 +77,23 @@ def product(
     """
     out_features, in_features = layout.shape
     bias = None if bias is None else bias.detach().contiguous()
-    weights, plan = packed(values, scales), row_plan(layout, transpose=False)
+    weights = packed(values, scales)
     y, y_address = cpu_core.new((tokens, out_features), x)
     core, isa = cpu_core.core(), cpu_core.isa()
     if axes:
         input, output, kernel = (
             math.prod(getattr(axis, name) for axis in axes) for name in ("input", "output", "kernel")
         )
-        x_stride = in_features // kernel
-        x_address = address("x", x, (tokens // output * input, x_stride), x.dtype)
+        channels = in_features // kernel
+        rows = address("x", x, (tokens // output * input, channels), x.dtype), channels
     else:
-        x_address, x_stride = cpu_core.rows("x", x, (tokens, in_features), x.dtype)
+        rows = cpu_core.rows("x", x, (tokens, in_features), x.dtype)
     _, steps, padded_out, _ = weights.values.shape
     core.int8_linear(
-        isa=isa, dtype=DTYPES[x.dtype], activation=activation or "none", block=layout.block_shape, tokens=tokens,
-        x=x_address, x_stride=x_stride, in_features=in_features,
+        plan=tasks_of(layout), isa=isa, dtype=DTYPES[x.dtype], activation=activation or "none", tokens=tokens, x=rows,
         values=address("values", weights.values, (layout.nnz, steps, padded_out, 4), torch.int8),
         scale=address("scales", weights.scales, (layout.nnz, padded_out), torch.float32),
         sum=address("sums", weights.sums, (layout.nnz, padded_out), torch.int32), padded_out=padded_out,
-        bias=address("bias", bias, (out_features,), x.dtype), y=y_address, out_features=out_features,
-        start=plan.start, col=plan.col, row=plan.row, begin=plan.begin, end=plan.end, task_start=plan.task_start,
-        axes=[astuple(axis) for axis in axes],
+        bias=address("bias", bias, (out_features,), x.dtype), y=y_address, axes=[astuple(axis) for axis in axes],
     )  # fmt: skip
     return y

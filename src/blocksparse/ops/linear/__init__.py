@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
@@ -9,7 +10,8 @@ from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
 from ..block_gate import gated
 from ..checks import autocast, check_activation, check_kinds, check_same
-from ..registry import is_plain, needs_grad
+from ..registry import is_bare, needs_grad
+from . import cpu
 from . import reference as definition
 from .op import LINEAR, LINEAR_WGRAD
 
@@ -104,21 +106,26 @@ def _product(
     x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None,
     gate: Tensor | None, transpose: bool,
 ) -> Tensor:  # fmt: skip
-    plain = gate is None and isinstance(layout, BlockLayout) and is_plain(x, values, bias)
-    if not plain:
+    bare = gate is None and isinstance(layout, BlockLayout) and is_bare(x, values, bias)
+    if not bare:
         check_kinds(layout, x=x, values=values, bias=bias, gate=gate)
         if gate is not None:
             values, layout = gated(values, layout, gate)
         x, values, bias = autocast(x, values, bias)
-    fused = activation
     if activation is not None:
         check_activation(activation, ACTIVATIONS)
+    if bare and not torch.is_grad_enabled():
+        y = cpu.at_once(x, values, bias, layout, transpose, activation)
+        if y is not None:
+            return y
+    fused = activation
+    if activation is not None:
         # The gradient of gelu and silu needs what came before them: unfused they keep it, fused it is computed twice.
         fused = None if activation != "relu" and needs_grad(x, values, bias) else activation
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
     check_shapes(x, values, layout, bias, out_features, in_features)
     flat = x if x.dim() == 2 else x.reshape(-1, in_features)
-    y = (LINEAR.direct if plain else LINEAR)((flat, values, bias), layout, (transpose, fused))
+    y = (LINEAR.direct if bare else LINEAR)((flat, values, bias), layout, (transpose, fused))
     if fused != activation:
         y = ACTIVATIONS[activation](y)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], out_features)

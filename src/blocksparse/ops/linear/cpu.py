@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +12,50 @@ from ...layout import BlockLayout
 from .. import cpu_core, workspace
 from ..checks import check_operands, features_together
 from ..cpu_core import DTYPES, address
-from ..cpu_plan import RowPlan, block_plan, column_plan, row_plan
+from ..cpu_plan import block_plan, column_plan, row_plan
 
 refusal = cpu_core.refusal
 _CPU = torch.device("cpu")
+
+
+def at_once(
+    x: Tensor, values: Tensor, bias: Tensor | None, layout: BlockLayout, transpose: bool, activation: str | None
+) -> Tensor | None:
+    """The whole of a usual call without gradients; None for what `linear` has to see, or to refuse.
+
+    The product of a small layer takes a microsecond. The checks are those of `cpu_core.rows` and `address`, in one.
+    """
+    tasks = layout._derived.get(("linear tasks", transpose))  # there since the first call
+    values = values.data  # as in `linear`
+    dtype, shape, strides = x.dtype, x.shape, x.stride()
+    in_features, out_features = layout.shape if transpose else layout.shape[::-1]
+    if len(shape) == 2:
+        tokens, distance = shape[0], strides[0]
+    else:
+        tokens, distance = x.numel() // in_features, in_features if x.is_contiguous() else 0
+    if (
+        tasks is None
+        or dtype not in DTYPES
+        or shape[-1:] != (in_features,)
+        or strides[-1] != 1
+        or distance < in_features
+        or values.dtype is not dtype
+        or values.shape != layout.values_shape
+        or not (x.is_cpu and values.is_cpu and values.is_contiguous())
+    ):
+        return None
+    x_address, values_address, bias_address = x.data_ptr(), values.data_ptr(), 0
+    if bias is not None:
+        if bias.dtype is not dtype or bias.shape != (out_features,) or not (bias.is_cpu and bias.is_contiguous()):
+            return None
+        bias_address = bias.data_ptr()
+    if not (x_address and values_address and (bias is None or bias_address)):  # no numbers, or their memory was freed
+        return None
+    core, isa, _ = cpu_core.operands()
+    y, y_address = cpu_core.new((*shape[:-1], out_features), x)
+    rows, name = (x_address, distance), DTYPES[dtype]
+    core.linear(tasks, isa, name, activation or "none", tokens, rows, values_address, bias_address, y_address)
+    return y
 
 
 def linear(
@@ -43,33 +84,29 @@ def linear(
     else:
         y = out
         core, isa, (*addresses, (y_address, _)) = cpu_core.operands(*wanted, ("out", y, (tokens, out_features), dtype))
-    (x_address, x_stride), (values_address, _), (bias_address, _) = addresses
-    # Named one by one in both calls: a dictionary of them would take as long as the product of a block.
+    rows, (values_address, _), (bias_address, _) = addresses
+    name, activation = DTYPES[dtype], activation or "none"
     if layout.block_shape == (1, 1):
+        x_address, x_stride = rows
         start, col, position = column_plan(layout) if transpose else (layout.row_start, layout.col_of_block, None)
-        working = _working(core.csr_working_bytes(isa, DTYPES[dtype], tokens, in_features))
+        working = _working(core.csr_working_bytes(isa, name, tokens, in_features))
         core.csr_linear(
-            isa=isa, dtype=DTYPES[dtype], activation=activation or "none", tokens=tokens,
+            isa=isa, dtype=name, activation=activation, tokens=tokens,
             x=x_address, x_stride=x_stride, in_features=in_features, values=values_address, bias=bias_address,
             y=y_address, out_features=out_features, **_handed(working),
             start=start, col=col, position=position,
         )  # fmt: skip
         return y
-    plan = plan_of(layout, transpose)
-    core.linear(
-        isa=isa, dtype=DTYPES[dtype], activation=activation or "none", transpose=transpose,
-        block=layout.block_shape, tokens=tokens,
-        x=x_address, x_stride=x_stride, in_features=in_features, values=values_address, bias=bias_address,
-        y=y_address, out_features=out_features,
-        start=plan.start, col=plan.col, position=plan.block, row=plan.row, begin=plan.begin, end=plan.end,
-        task_start=plan.task_start,
-    )  # fmt: skip
+    tasks = tasks_of(layout, transpose)
+    core.linear(tasks, isa, name, activation, tokens, rows, values_address, bias_address, y_address)
     return y
 
 
-def plan_of(layout: BlockLayout, transpose: bool) -> RowPlan:
-    """`row_plan`, which a call looks up itself: asking for it would take a tenth of a small product."""
-    return layout._derived.get(("linear rows", transpose)) or row_plan(layout, transpose)
+def tasks_of(layout: BlockLayout, transpose: bool = False) -> Any:
+    """`row_plan` as the compiled core takes it."""
+    # Looked up first: each call asks for it, and the way through `derived` takes a tenth of a small product.
+    key = "linear tasks", transpose
+    return layout._derived.get(key) or layout.derived(key, lambda: row_plan(layout, transpose).tasks())
 
 
 def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout) -> Tensor:

@@ -15,7 +15,7 @@ from ...layout import BlockLayout
 from .. import cpu_core, workspace
 from ..checks import SUM_DTYPES
 from ..cpu_core import Operand
-from ..linear.cpu import plan_of
+from ..linear.cpu import tasks_of
 from .recurrence import Steps
 
 if TYPE_CHECKING:
@@ -257,11 +257,9 @@ def _run(
         (f"values[{i}]", each, layout.values_shape, dtype) for i, (each, layout) in enumerate(weights)
     ]
     core, isa, found = cpu_core.operands(*values, *operands)
-    products = []
-    for (_, layout), (address, _) in zip(weights, found, strict=False):
-        plan = plan_of(layout, transpose)
-        parts = plan.start, plan.col, plan.block, plan.row, plan.begin, plan.end, plan.task_start
-        products.append((address, layout.shape, layout.block_shape, *parts))
+    products = [
+        (address, tasks_of(layout, transpose)) for (_, layout), (address, _) in zip(weights, found, strict=False)
+    ]
     addresses = {
         operand[0]: pair if len(operand[2]) == 2 else pair[0]
         for operand, pair in zip(operands, found[len(weights) :], strict=True)
