@@ -317,6 +317,27 @@ def test_weight_norm_is_over_the_stored_fan_in():
     assert torch.autograd.gradcheck(lambda v, g: bs.nn.l2_normalize(v, layout, g), (values, gain), fast_mode=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True], ids=["stored", "autocast"])
+def test_weight_norm_in_16_bits(dtype, autocast):
+    # The squares of some weights are below the least number of float16, and an output without blocks has the norm 0.
+    layout = bs.BlockLayout([[True, True], [True, False], [False, False]], 8)
+    values, gain = 1e-4 * torch.randn(layout.values_shape), torch.rand(24)
+    if not autocast:
+        values, gain = values.to(dtype), gain.to(dtype)
+    wide = [tensor.double().requires_grad_() for tensor in (values, gain)]
+    mine = [tensor.clone().requires_grad_() for tensor in (values, gain)]
+    expected = bs.nn.l2_normalize(wide[0], layout, wide[1])
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        got = bs.nn.l2_normalize(mine[0], layout, mine[1])
+    assert got.dtype == values.dtype
+    limits = {"rtol": 1e-5, "atol": 1e-6} if autocast else {"rtol": 0.02, "atol": 1e-3}
+    torch.testing.assert_close(got.double(), expected, **limits)
+    (got.double() * torch.arange(8)).sum().backward()
+    (expected * torch.arange(8)).sum().backward()
+    torch.testing.assert_close(mine[1].grad.double(), wide[1].grad, **limits)
+
+
 def test_weight_norm_changes_nothing_at_first_and_folds():
     layer = bs.nn.Conv2d(20, 20, 3, density=0.5, block_size=8)
     x = torch.randn(2, 20, 5, 5)

@@ -12,6 +12,7 @@ from .. import ops
 from ..convert import block_coordinates
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
+from ..ops.checks import accumulator, without_autocast
 from .module import BlockSparseModule
 
 _DenseTransposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -30,7 +31,7 @@ def l2_normalize(values: Tensor, layout: BlockLayout, gain: Tensor | None = None
         epsilon: the least sum of squares that is divided by.
 
     Returns:
-        values of the same shape; differentiable in values and gain.
+        values of the same shape and dtype, those of 16 bits by way of float32; differentiable in values and gain.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -46,17 +47,21 @@ def l2_normalize(values: Tensor, layout: BlockLayout, gain: Tensor | None = None
         scale = scale * gain
     rows, _ = block_coordinates(layout, values.device)
     blocks = scale.reshape(layout.grid[0], layout.block_shape[0])[rows]
-    return values * blocks.reshape(*blocks.shape, *[1] * (values.dim() - 2))
+    return (values * blocks.reshape(*blocks.shape, *[1] * (values.dim() - 2))).to(values.dtype)
 
 
 def norms(values: Tensor, layout: BlockLayout) -> Tensor:
-    """The l2 norm of each output's stored weights, `[out_features]`; differentiable also where it is 0."""
+    """The l2 norm of each output's stored weights, `[out_features]`, of 16-bit values in float32.
+
+    Differentiable also where it is 0.
+    """
     layout.check_values(values)
-    squares = values.square()
+    squares = values.to(accumulator(values.dtype)).square()
     if values.dim() > 3:
         squares = squares.flatten(3).sum(-1)
     # Sums over the blocks of a row are a product with ones: deterministic, and differentiable any number of times.
-    total = ops.linear(values.new_ones(1, layout.shape[1]), squares, layout).squeeze(0)
+    with without_autocast(values.device):
+        total = ops.linear(squares.new_ones(1, layout.shape[1]), squares, layout).squeeze(0)
     return torch.where(total > 0, total, 1).sqrt() * (total > 0)
 
 
@@ -100,7 +105,8 @@ class WeightNorm(nn.Module):
 
     def _norms(self) -> Tensor:
         if isinstance(self.module, BlockSparseModule):
-            return norms(self.module.values.detach(), self.module.layout)
+            values = self.module.values.detach()
+            return norms(values, self.module.layout).to(values.dtype)
         weight: Tensor = self.module.weight
         found: Tensor = weight.detach().transpose(0, self._axis).flatten(1).norm(dim=1)
         return found

@@ -112,8 +112,7 @@ def check_activation(activation: Any, known: Any) -> None:
 def autocast(x: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The tensors in the dtype of `torch.autocast` where that is on; float64 stays."""
     device = x.device.type
-    known = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)  # not on "meta", say
-    if not (known and torch.is_autocast_enabled(device)):
+    if not (_has_autocast(device) and torch.is_autocast_enabled(device)):
         return x, values, bias
     dtype = torch.get_autocast_dtype(device)
 
@@ -121,6 +120,15 @@ def autocast(x: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
     return cast(x), cast(values), None if bias is None else cast(bias)
+
+
+def without_autocast(device: torch.device) -> torch.autocast:
+    """Within it, tensors of this device keep their dtypes."""
+    return torch.autocast(device.type if _has_autocast(device.type) else "cpu", enabled=False)
+
+
+def _has_autocast(device: str) -> bool:
+    return device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)  # not "meta", say
 
 
 def features_together(x: Tensor) -> Tensor:
