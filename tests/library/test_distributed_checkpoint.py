@@ -327,6 +327,24 @@ def test_a_description_imports_nothing(tmp_path):
     assert "this" not in sys.modules
 
 
+def described_by(folder, member):
+    (folder / ".metadata").write_bytes(
+        b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n" + member + b"\ntR."
+    )
+    with pytest.raises(BlockSparseError) as error:
+        load_checkpoint(Net(0), folder)
+    return str(error.value)
+
+
+def test_a_description_of_an_older_python_names_members_of_enums_only(tmp_path):
+    """Python 3.11.0 to 3.11.3 write them as `getattr(kind, name)`."""
+    assert "MEM_FORMAT_ENCODING in place of a description" in described_by(
+        tmp_path, b"_MEM_FORMAT_ENCODING\nS'TORCH_CHANNELS_LAST'"
+    )
+    for member in (b"_MEM_FORMAT_ENCODING\nS'__class__'", b"Metadata\nS'__init__'", b"Metadata\nS'__module__'"):
+        assert "no member of an Enum" in described_by(tmp_path, member)
+
+
 def about_of_one(folder):
     with pytest.raises(BlockSparseError) as error:
         save_checkpoint(Net(0), folder, about={"x": object() if dist.get_rank() else 1})

@@ -149,7 +149,15 @@ class _Description(pickle.Unpickler):
             or (module.startswith("pathlib") and name in ("PosixPath", "WindowsPath") and found is not None)
         ):  # fmt: skip
             return found
+        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 write members of an Enum
+            return _member
         raise pickle.UnpicklingError(f"{module}.{name}, which no description of a checkpoint has")
+
+
+def _member(kind: Any, name: Any) -> Enum:
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind.__members__[name]
+    raise pickle.UnpicklingError(f"{name!r} of {kind!r}, which is no member of an Enum")
 
 
 class Wanted:
