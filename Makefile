@@ -41,7 +41,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/clang-format --dry-run --Werror csrc/*
+	$(BIN)/clang-format --dry-run --Werror csrc/* benchmarks/libxsmm/*.c
 
 # Random calls of the compiled core against float64. A fault comes with the command that shows it again.
 FUZZ_MINUTES ?= 10

@@ -1,0 +1,242 @@
+"""Times the linear product against libxsmm's block-sparse one (BCSC), where that is built: benchmarks/libxsmm/build.py.
+
+Two forms of it: within libxsmm's own panels of tokens, which inputs and outputs of a layer are not in; and from and to
+row-major `[tokens, features]`. In each the width of the panels and the order of work are the fastest of those tried.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blocksparse.errors import BlockSparseError
+from blocksparse.layout import BlockLayout
+from blocksparse.measure import Call, geometric_mean, host_clock
+from blocksparse.ops.linear.specs import LinearSpec
+
+from .case import OURS
+from .linear import LinearBench, LinearCase
+from .rows import Race, Row, Rows, not_measured, timing
+
+VARIABLE = "BLOCKSPARSE_LIBXSMM"
+BUILT = Path(__file__).parents[3] / "build" / "libxsmm" / "libblocksparse_libxsmm.so"
+
+OWN, ROWS = "libxsmm, own panels", "libxsmm, row-major"
+MIN_ROWS, MIN_OWN = 1.1, 0.95  # times as fast: each product; the geometric mean of all
+
+SHAPES = ((1, 2048, 32), (1, 2048, 512), (2, 4096, 64), (2, 4096, 1024))  # threads, features in and out, tokens
+BLOCKS, DTYPES = (8, 16, 32), ("float32", "bfloat16")
+WIDTHS, CHUNKS = (16, 32, 64, 128), 8  # of panels, in tokens; of the outputs, per thread
+TRIES = 5
+
+
+@torch.no_grad()
+def rows(budget: float, quick: bool = False) -> Rows:
+    """A row for each form, dtype, shape and block size, and the means; or one that says why there are none."""
+    try:
+        found = library()
+    except BlockSparseError as error:
+        yield not_measured("libxsmm", f">= {MIN_ROWS:g}x {ROWS}", error)
+        return
+    for dtype in DTYPES:
+        if not found.serves(dtype):
+            no_kernel = f"libxsmm has no {dtype} kernel for {found.target}"
+            yield not_measured(f"{dtype} forward", f">= {MIN_ROWS:g}x {ROWS}", no_kernel)
+            continue
+        own: list[float] = []
+        for (threads, hidden, tokens), block in product(SHAPES, BLOCKS):
+            features = hidden // 16 if quick else hidden
+            spec = LinearSpec(features, features, tokens, block, 0.1, dtype)
+            on = f"{threads} thread{'s' * (threads > 1)}"
+            work = f"{dtype} forward, hidden {features}, {tokens} tokens, {on}, blocks of {block}"
+            try:
+                with set_threads(threads):
+                    race, details = measured(LinearBench(**timing(budget, quick)), spec, threads)
+            except BlockSparseError as error:
+                yield not_measured(work, f">= {MIN_ROWS:g}x {ROWS}", error)
+                continue
+            details |= {"target": found.target}
+            own.append(race.samples.ratio(OWN, OURS).median)
+            yield race.row(work, ROWS, OURS, ROWS, least=MIN_ROWS, details=details)
+            yield race.row(work, OWN, OURS, OWN, details=details)
+        if own:
+            yield mean_row(dtype, own)
+
+
+def mean_row(dtype: str, ratios: list[float]) -> Row:
+    """
+    >>> mean_row("float32", [0.5, 2.0]).measured
+    '1.00x libxsmm, own panels'
+    """
+    mean = geometric_mean(ratios)
+    target = f">= {MIN_OWN:g}x {OWN}"
+    return Row(f"{dtype} forward, geometric mean of all", target, f"{mean:.2f}x {OWN}", mean >= MIN_OWN)
+
+
+def measured(bench: LinearBench, spec: LinearSpec, threads: int) -> tuple[Race, dict[str, Any]]:
+    """Checks ours and both forms of libxsmm against float64, then times them in turn.
+
+    Raises:
+        BlockSparseError: libxsmm has no such kernel, or a result is wrong.
+    """
+    case = bench.case(spec)
+    errors = case.check(bench.seed)
+    peers = {name: fastest(case, name, threads) for name in (OWN, ROWS)}
+    for name, peer in peers.items():
+        if wrong := case.wrong(name, peer.result):
+            raise BlockSparseError(wrong)
+    samples = bench.alternate({OURS: case.call(OURS), **{name: peer.call for name, peer in peers.items()}})
+    plans = {name: peer.how for name, peer in peers.items()}
+    return Race(samples), {**spec.as_dict(), "threads": threads, "errors": errors, "libxsmm": plans}
+
+
+def fastest(case: LinearCase, form: str, threads: int) -> Peer:
+    """The product in the form that libxsmm takes least time for, of all widths and orders."""
+    spec, best, least = case.spec, None, float("inf")
+    orders = ((1, True), (CHUNKS * threads, True), (CHUNKS * threads, False))
+    for width, (chunks, panels_first), prefetch in product(WIDTHS, orders, (False, True)):
+        if spec.tokens % width or case.layout.grid[0] % chunks:
+            continue
+        how = {"width": width, "chunks": chunks, "panels_first": panels_first, "prefetch": prefetch}
+        peer = Peer(library(), case, form, threads, how)
+        if peer.plan is None:
+            continue
+        peer.call()
+        seconds = min(host_clock(peer.call, 1) for _ in range(TRIES))
+        if seconds < least:
+            best, least = peer, seconds
+    if best is None:
+        raise BlockSparseError(f"libxsmm has no kernel of {spec!r} for {library().target}")
+    return best
+
+
+class Peer:
+    """A product by libxsmm: `call` runs it, `result` gives it in row-major."""
+
+    def __init__(self, library: Library, case: LinearCase, form: str, threads: int, how: dict[str, Any]):
+        self.library, self.form, self.threads, self.how = library, form, threads, how
+        spec, layout = case.spec, case.layout
+        self.x, self.values = case.x.contiguous(), case.values
+        # Of W: the column pointers and rows of its transpose, which is what BCSC stores.
+        self.crow, self.col = layout.crow_indices().int(), layout.col_indices().int()
+        self.plan = library.plan(spec, layout, threads, **how)
+        if self.plan is None:
+            return
+        self.width: int = how["width"]
+        pairs = self.x.unflatten(0, (-1, self.width)).unflatten(2, (-1, 4 // self.x.itemsize))
+        self.a = pairs.transpose(1, 2).contiguous()  # [panels, features / pairs, width, pairs]
+        self.c = self.x.new_empty(spec.tokens // self.width, spec.out_features, self.width)
+        self.shape = (spec.tokens, spec.out_features)
+
+    @property
+    def call(self) -> Call:
+        return self._in_rows if self.form == ROWS else self._in_panels
+
+    def result(self) -> Tensor:
+        """The product in row-major."""
+        return self._in_rows() if self.form == ROWS else self._in_panels().transpose(1, 2).reshape(self.shape)
+
+    def _in_panels(self) -> Tensor:
+        self.library.run(self, repack=False, y=self.c)
+        return self.c
+
+    def _in_rows(self) -> Tensor:
+        y = self.x.new_empty(self.shape)
+        self.library.run(self, repack=True, y=y)
+        return y
+
+    def __del__(self) -> None:
+        if self.plan is not None:
+            self.library.free(self.plan)
+
+
+class Library:
+    """The shim, loaded."""
+
+    def __init__(self, path: Path):
+        shim = ctypes.CDLL(str(path))
+        long, flag, address = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
+        self._plan = self._function(shim.blocksparse_libxsmm_plan, address, flag, *[long] * 7, flag, flag, long)
+        self._run = self._function(shim.blocksparse_libxsmm_run, flag, address, address, long, flag, *[address] * 7)
+        self.free = self._function(shim.blocksparse_libxsmm_free, None, address)
+        target = self._function(shim.blocksparse_libxsmm_target, ctypes.c_char_p)
+        self.target = target().decode()
+        """The CPU that libxsmm makes code for."""
+        (torch_cpu,) = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")
+        self._loop = ctypes.cast(ctypes.CDLL(str(torch_cpu)).torch_parallel_for, address)
+
+    @staticmethod
+    def _function(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
+        function.restype, function.argtypes = result, arguments
+        return function
+
+    def serves(self, dtype: str) -> bool:
+        """Whether libxsmm has kernels of this dtype for this CPU."""
+        spec = LinearSpec(16, 16, 16, block=8, density=1, dtype=dtype)
+        plan = self.plan(spec, spec.layout(), 1, width=16, chunks=1, panels_first=True, prefetch=False)
+        if plan is not None:
+            self.free(plan)
+        return plan is not None
+
+    def plan(
+        self,
+        spec: LinearSpec,
+        layout: BlockLayout,
+        threads: int,
+        width: int,
+        chunks: int,
+        panels_first: bool,
+        prefetch: bool,
+    ) -> int | None:
+        """The address of a kernel and its division; None where libxsmm has no such kernel."""
+        sizes = (spec.tokens, spec.in_features, spec.out_features, *layout.block_shape, width, chunks)
+        plan: int | None = self._plan(spec.dtype == "bfloat16", *sizes, panels_first, prefetch, threads)
+        return plan
+
+    def run(self, peer: Peer, repack: bool, y: Tensor) -> None:
+        tensors = (peer.x, peer.a, peer.values, peer.crow, peer.col, peer.c, y)
+        if self._run(peer.plan, self._loop, peer.threads, repack, *(tensor.data_ptr() for tensor in tensors)):
+            raise RuntimeError("PyTorch's parallel loop failed")
+
+
+@cache
+def _loaded(path: Path) -> Library:
+    return Library(path)
+
+
+def library() -> Library:
+    """The shim from the path in BLOCKSPARSE_LIBXSMM, or where benchmarks/libxsmm/build.py puts it.
+
+    Raises:
+        BlockSparseError: it is not there, or does not load.
+    """
+    path = Path(os.environ.get(VARIABLE) or BUILT)
+    if not path.exists():
+        raise BlockSparseError(
+            f"no {path}: `python benchmarks/libxsmm/build.py <libxsmm's sources>` builds it; "
+            f"{VARIABLE} is its path elsewhere"
+        )
+    try:
+        return _loaded(path)
+    except (OSError, AttributeError) as error:
+        raise BlockSparseError(f"{path} does not load: {error}") from error
+
+
+@contextmanager
+def set_threads(count: int) -> Iterator[None]:
+    """So many threads of PyTorch, as long as it lasts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,74 @@
+"""libxsmm as a peer: its products where it is built, and what the rows say where it is not."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import blocksparse as bs
+from blocksparse.errors import BlockSparseError
+from blocksparse.ops.linear.specs import LinearSpec
+from blocksparse_lab.bench import libxsmm
+from blocksparse_lab.bench.linear import LinearBench
+
+ROOT = Path(__file__).parents[2]
+
+
+def built():
+    try:
+        libxsmm.library()
+    except BlockSparseError:
+        return False
+    return bool(bs.backends()["cpu"])
+
+
+needs_libxsmm = pytest.mark.skipif(not built(), reason="libxsmm is not built: benchmarks/libxsmm/build.py")
+
+
+@needs_libxsmm
+@pytest.mark.parametrize("dtype", libxsmm.DTYPES)
+@pytest.mark.parametrize("block", [8, 32])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("how", [(16, 1, True, False), (32, 2, True, True), (16, 4, False, False)])
+def test_its_products_are_ours(dtype, block, threads, how):
+    if not libxsmm.library().serves(dtype):
+        pytest.skip(f"libxsmm has no {dtype} kernel here")
+    case = LinearBench(rounds=1).case(LinearSpec(128, 256, tokens=64, block=block, density=0.02, dtype=dtype))
+    assert case.layout.crow_indices().diff().min() == 0  # a row without blocks is 0
+    how = dict(zip(("width", "chunks", "panels_first", "prefetch"), how, strict=True))
+    with libxsmm.set_threads(threads), torch.no_grad():
+        for form in (libxsmm.OWN, libxsmm.ROWS):
+            peer = libxsmm.Peer(libxsmm.library(), case, form, threads, how)
+            assert peer.result().shape == (64, 128)
+            assert case.wrong(form, peer.result) is None
+
+
+@needs_libxsmm
+def test_a_division_that_does_not_fit_is_refused():
+    case = LinearBench(rounds=1).case(LinearSpec(64, 64, tokens=8, block=32, density=1))
+    with pytest.raises(BlockSparseError, match=r"libxsmm has no kernel of LinearSpec\(64x64, 8 tokens"):
+        libxsmm.fastest(case, libxsmm.OWN, threads=1)
+
+
+def test_without_it_a_row_says_how_to_build_it(monkeypatch, tmp_path):
+    monkeypatch.setenv(libxsmm.VARIABLE, str(tmp_path / "missing.so"))
+    (row,) = libxsmm.rows(0.1, quick=True)
+    assert row.met is None
+    assert row.measured.startswith(f"not measured: no {tmp_path / 'missing.so'}: `python benchmarks/libxsmm/build.py")
+
+
+def test_what_is_no_shim_is_refused(monkeypatch, tmp_path):
+    path = tmp_path / "text.so"
+    path.write_text("not a library")
+    monkeypatch.setenv(libxsmm.VARIABLE, str(path))
+    with pytest.raises(BlockSparseError, match=r"text\.so does not load"):
+        libxsmm.library()
+
+
+def test_the_script_refuses_a_folder_without_sources(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks/libxsmm/build.py"), str(tmp_path), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "no include/libxsmm.h; expected the folder of libxsmm's sources" in done.stderr
