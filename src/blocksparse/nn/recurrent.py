@@ -213,6 +213,8 @@ class Recurrent(Parts):
             if data.dtype != torch.int64:
                 raise BlockSparseError.expected("input", "int64 rows of the table", data.dtype)
             data, size = data.unsqueeze(-1), 1
+        elif not data.is_floating_point():
+            raise BlockSparseError.expected("input", "floating point, or with a table its rows", data.dtype)
         steps_axis = 1 if self.batch_first and data.dim() == 3 else 0
         if data.dim() not in dims or data.shape[-1] != size or data.shape[steps_axis] == 0:
             form = "batch, steps" if self.batch_first else "steps, batch"
