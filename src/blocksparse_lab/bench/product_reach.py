@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from blocksparse.errors import BlockSparseError
+from blocksparse.nn.linear import Linear
 from blocksparse.ops import cpu_core
 from blocksparse.ops.conv import specs as conv_specs
 from blocksparse.ops.conv.specs import ConvSpec
@@ -32,6 +34,7 @@ def linear_rows(budget: float, quick: bool = False) -> Rows:
     yield from _small_blocks(bench, TRAINING.shrunk(shrink))
     yield line_row(bench, [replace(TRAINING.shrunk(shrink), density=d) for d in LINE_DENSITIES], LINE_INTERCEPT)
     yield from gate_rows(bench, shrink)
+    yield from module_rows(budget, quick)
     yield _memory(12288 // shrink, 64, 0.1)
     yield _memory(131072 // shrink, 64, 0.001)
 
@@ -165,6 +168,34 @@ def gate_rows(bench: LinearBench, shrink: int = 1) -> Rows:
                 more=f"; {times(compacted)} without gates; all blocks without gates {times(full)}",
                 details={"ratio": {GATED_COMPACTED: vars(gated), COMPACTED: vars(compacted)}},
             )
+
+
+# Features of small layers, a call of which takes longer in Python than in its product.
+SMALL_MODULES = (256, 512)
+
+
+@torch.no_grad()
+def module_rows(budget: float, quick: bool = False) -> Rows:
+    """A row for a call of each small module on one token.
+
+    >>> next(module_rows(0.1, quick=True)).work
+    'a call of nn.Linear, 256 features, 1 token, density 0.1'
+    """
+    for features in SMALL_MODULES:
+        ours, dense, x = (
+            Linear(features, features, density=0.1),
+            nn.Linear(features, features),
+            torch.randn(1, features),
+        )
+        found = race({OURS: partial(ours, x), "torch.nn.Linear": partial(dense, x)}, **timing(budget, quick))
+        yield found.row(
+            f"a call of nn.Linear, {features} features, 1 token, density 0.1",
+            "torch.nn.Linear",
+            OURS,
+            "torch.nn.Linear",
+            least=1.0,
+            more=f", {1e6 * found.samples.time(OURS).median:.3g} us",
+        )
 
 
 def _memory(hidden: int, tokens: int, density: float) -> Row:
