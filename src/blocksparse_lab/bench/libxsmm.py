@@ -58,13 +58,16 @@ def rows(budget: float, quick: bool = False) -> Rows:
             spec = LinearSpec(features, features, tokens, block, 0.1, dtype)
             on = f"{threads} thread{'s' * (threads > 1)}"
             work = f"{dtype} forward, hidden {features}, {tokens} tokens, {on}, blocks of {block}"
-            try:
-                with set_threads(threads):
-                    race, details = measured(LinearBench(**timing(budget, quick)), spec, threads)
-            except BlockSparseError as error:
-                yield not_measured(work, f">= {MIN_ROWS:g}x {ROWS}", error)
-                continue
-            details |= {"target": found.target}
+            bench = LinearBench(**timing(budget, quick))
+            case = bench.case(spec)
+            with set_threads(threads):
+                errors = case.check(bench.seed)
+                try:
+                    race, plans = measured(bench, case, threads)
+                except BlockSparseError as error:
+                    yield not_measured(work, f">= {MIN_ROWS:g}x {ROWS}", error)
+                    continue
+            details = {**spec.as_dict(), "threads": threads, "errors": errors, "target": found.target, "libxsmm": plans}
             own.append(race.samples.ratio(OWN, OURS).median)
             yield race.row(work, ROWS, OURS, ROWS, least=MIN_ROWS, details=details)
             yield race.row(work, OWN, OURS, OWN, details=details)
@@ -82,21 +85,18 @@ def mean_row(dtype: str, ratios: list[float]) -> Row:
     return Row(f"{dtype} forward, geometric mean of all", target, f"{mean:.2f}x {OWN}", mean >= MIN_OWN)
 
 
-def measured(bench: LinearBench, spec: LinearSpec, threads: int) -> tuple[Race, dict[str, Any]]:
-    """Checks ours and both forms of libxsmm against float64, then times them in turn.
+def measured(bench: LinearBench, case: LinearCase, threads: int) -> tuple[Race, dict[str, Any]]:
+    """Checks both forms of libxsmm against float64, then times them and ours in turn. Also says how libxsmm divides the work.
 
     Raises:
-        BlockSparseError: libxsmm has no such kernel, or a result is wrong.
+        BlockSparseError: libxsmm has no such kernel, or its result is wrong.
     """
-    case = bench.case(spec)
-    errors = case.check(bench.seed)
     peers = {name: fastest(case, name, threads) for name in (OWN, ROWS)}
     for name, peer in peers.items():
         if wrong := case.wrong(name, peer.result):
             raise BlockSparseError(wrong)
     samples = bench.alternate({OURS: case.call(OURS), **{name: peer.call for name, peer in peers.items()}})
-    plans = {name: peer.how for name, peer in peers.items()}
-    return Race(samples), {**spec.as_dict(), "threads": threads, "errors": errors, "libxsmm": plans}
+    return Race(samples), {name: peer.how for name, peer in peers.items()}
 
 
 def fastest(case: LinearCase, form: str, threads: int) -> Peer:
