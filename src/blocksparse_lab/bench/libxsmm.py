@@ -86,7 +86,7 @@ def mean_row(dtype: str, ratios: list[float]) -> Row:
 
 
 def measured(bench: LinearBench, case: LinearCase, threads: int) -> tuple[Race, dict[str, Any]]:
-    """Checks both forms of libxsmm against float64, then times them and ours in turn. Also says how libxsmm divides the work.
+    """Checks both forms of libxsmm against float64, then times them and ours in turn; the times, and each form's `how`.
 
     Raises:
         BlockSparseError: libxsmm has no such kernel, or its result is wrong.
