@@ -155,6 +155,10 @@ def check_unpacked(subject: str, size: int, packed: int) -> None:
         raise BlockSparseError.expected(subject, expected, "more")
 
 
+# What a member's name leads to that is none, or is another member's already.
+_OF_NAMES = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
+
+
 def unpack(archive: Path, folder: Path) -> None:
     """Unpacks a `.zip` or `.tar.gz` of files and folders into a folder.
 
@@ -169,7 +173,10 @@ def unpack(archive: Path, folder: Path) -> None:
         raise
     except Exception as error:  # a broken archive may raise anything
         if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
-            raise
+            # Where both are there it is a member's name that leads nowhere, or to another member.
+            of_name = error.errno in _OF_NAMES and archive.is_file() and folder.is_dir()
+            if not of_name:
+                raise
         raise BlockSparseError.expected(
             archive.name, "a whole archive", f"a broken archive ({type(error).__name__}: {error})"
         ) from error
@@ -195,7 +202,8 @@ def _untar(archive: Path, folder: Path) -> None:
             _check_members(archive, count)
             total += member.size
             check_unpacked(archive.name, total, packed)
-            if not (member.isfile() or member.isdir()) or member.issparse():
+            # Of a size below 0 the next header would lie before this one.
+            if not (member.isfile() or member.isdir()) or member.issparse() or member.size < 0:
                 raise tarfile.ExtractError(f"{member.name[:100]} is neither a plain file nor a folder")
             # By hand, as Python 3.11.0 to 3.11.3 have no `filter="data"`, and without any owner, mode or time.
             path = (folder / member.name.lstrip("/")).resolve()

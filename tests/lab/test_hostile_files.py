@@ -139,13 +139,24 @@ def test_the_limit_lets_the_published_sets_through():
 
 
 @pytest.mark.parametrize(
-    "name", ["a link that leads out", "a hard link", "a device", "a pipe", "a name that leads out"]
-)
+    "name",
+    [
+        "a link that leads out", "a hard link", "a device", "a pipe", "a name that leads out", "a size below 0",
+        "itself again", "no name",
+    ],
+)  # fmt: skip
 def test_an_archive_has_files_and_folders_alone(tmp_path, name):
     (tmp_path / "out").mkdir()
     with refused(r"set\.tar\.gz: expected a whole archive, got a broken archive"):
         files.unpack(write(tmp_path / "set.tar.gz", formats.TARS[name]), tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("name", ["a folder over a file", "a file over a folder", "a long name"])
+def test_members_that_cannot_be_written_are_a_broken_archive(tmp_path, name):
+    (tmp_path / "out").mkdir()
+    with refused(r"set\.tar\.gz: expected a whole archive, got a broken archive"):
+        files.unpack(write(tmp_path / "set.tar.gz", formats.TARS[name]), tmp_path / "out")
 
 
 def test_a_corrupt_archive_is_told_by_the_download(tmp_path, monkeypatch):

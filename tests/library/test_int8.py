@@ -189,8 +189,26 @@ def test_states_that_miss_or_change_something_leave_the_layer_as_it_was(any_back
             with pytest.raises(RuntimeError, match=r"values|scales"):
                 small.load_state_dict(wrong, strict=strict)
             torch.testing.assert_close(small(x), before)
+    for gone in (["crow_indices"], ["col_indices"], ["crow_indices", "col_indices"]):
+        with pytest.raises(RuntimeError, match="layout: expected crow_indices and col_indices"):
+            small.load_state_dict({key: state[key] for key in state if key not in gone}, strict=False)
+        torch.testing.assert_close(small(x), before)
     with pytest.raises(RuntimeError, match="not those of a layer in 8 bits"):
         model()[0].load_state_dict(state, strict=False)
+
+
+def test_weights_of_a_weight_norm_are_refused_until_they_are_folded():
+    layer = bs.nn.WeightNorm(bs.nn.Linear(32, 32, density=0.5, block_size=16))
+    net = torch.nn.Sequential(layer, bs.nn.Linear(32, 32, density=0.5, block_size=16))
+    with pytest.raises(bs.BlockSparseError, match=r"model: expected .*fold first, got 0, a WeightNorm of one"):
+        bs.quantize(net, inplace=True)
+    assert type(net[1]) is bs.nn.Linear
+    assert type(bs.quantize(bs.nn.fold(net))[0]) is bs.nn.QuantizedLinear
+
+
+def test_on_the_meta_device():
+    small = bs.quantize(bs.nn.Linear(64, 32, density=0.5)).to("meta")
+    assert small(torch.empty(2, 64, device="meta")).shape == (2, 32)
 
 
 def test_indices_that_others_wrote_are_refused(any_backend):

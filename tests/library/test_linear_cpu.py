@@ -221,8 +221,10 @@ def test_without_gradients_what_does_not_fit_is_refused_as_ever():
     layout = bs.patterns.dense((8, 8), block_size=4)
     x, values, bias = torch.randn(3, 8), torch.randn(layout.values_shape), torch.randn(8)
     bs.linear(x, values, layout, bias)
-    freed = torch.randn(3, 8)
+    freed, flat = torch.randn(3, 8), torch.randn(1 + 24 + 64 + 8)
+    views = flat[1:25].view(3, 8), flat[25:89].view(layout.values_shape), flat[89:]
     freed.untyped_storage().resize_(0)
+    flat.untyped_storage().resize_(0)
     for operands, named in (
         ((x[:, :7], values, layout, bias), "x"),
         ((x, values[1:], layout, bias), "values"),
@@ -232,6 +234,11 @@ def test_without_gradients_what_does_not_fit_is_refused_as_ever():
         ((x.to("meta"), values, layout, bias), "values"),
         ((x, values.to("meta"), layout, bias), "values"),
         ((freed, values, layout, bias), "x"),
+        ((views[0], values, layout, bias), "x"),
+        ((x, views[1], layout, bias), "values"),
+        ((x, values, layout, views[2]), "bias"),
+        ((None, values, layout, bias), "x"),
+        ((x, None, layout, bias), "values"),
         ((x.long(), values.long(), layout, bias.long()), "linear|dtype"),
     ):
         with pytest.raises(bs.BlockSparseError, match=rf"^({named}): expected"):

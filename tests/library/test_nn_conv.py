@@ -314,6 +314,8 @@ def test_weight_norm_is_over_the_stored_fan_in():
     weight = bs.to_dense(bs.nn.l2_normalize(values, layout, gain), layout).flatten(1)
     torch.testing.assert_close(weight.norm(dim=1)[:16], gain[:16])
     assert (weight[16:] == 0).all()
+    with pytest.raises(bs.BlockSparseError, match=r"gain: expected \[24\]"):
+        bs.nn.l2_normalize(values, layout, gain[:1])
     assert torch.autograd.gradcheck(lambda v, g: bs.nn.l2_normalize(v, layout, g), (values, gain), fast_mode=True)
 
 

@@ -399,6 +399,9 @@ BAD = {
     "input: expected rows of a table that has 3, got 0 to 3": lambda: bs.nn.LSTM(8, 64, density=0.5)(
         torch.arange(4).view(4, 1), table=torch.randn(3, 8)
     ),
+    "input: expected rows of a table that has 3, got -1 to 1": lambda: bs.nn.LSTM(8, 16, proj_size=4)(
+        torch.tensor([[-1], [1]]), table=torch.randn(3, 8)
+    ),
     "input: expected floating point": lambda: bs.nn.LSTM(8, 16)(torch.zeros(3, 2, 8, dtype=torch.long)),
     "input: expected int64 rows of the table": lambda: bs.nn.LSTM(8, 16)(torch.zeros(3, 2), table=torch.randn(3, 8)),
 }

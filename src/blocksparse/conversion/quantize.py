@@ -15,6 +15,7 @@ from ..nn.module import BlockSparseModule
 from ..nn.quantized import QuantizedLinear
 from ..nn.quantized_conv import QuantizedConv1d, QuantizedConv2d, QuantizedConv3d
 from ..nn.quantized_lstm import QuantizedLSTM
+from ..nn.weight_norm import WeightNorm
 from ..ops.int8_linear import DTYPES, MAX_INPUTS
 from ..surgery.copies import copied
 from ..surgery.prunable import Skip, skipped
@@ -47,7 +48,8 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
         The model; in place another object only where the model itself is one such layer.
 
     Raises:
-        BlockSparseError: no module, weights that are not finite, or no layer to quantize.
+        BlockSparseError: no module, weights that are not finite, a `WeightNorm` of such a layer (`blocksparse.nn.fold`
+            ends it), or no layer to quantize.
 
     >>> import torch, blocksparse as bs
     >>> model = torch.nn.Sequential(bs.nn.Linear(64, 128, density=0.5), torch.nn.ReLU(), torch.nn.Linear(128, 10))
@@ -68,6 +70,11 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
         raise BlockSparseError.expected(
             "model", f"a block-sparse layer of blocksparse.nn to quantize ({kinds})", "none"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, WeightNorm) and type(module.module) in QUANTIZED:
+            given = f"{name or 'the model'}, a WeightNorm of one"
+            wanted = "layers with weights of their own: blocksparse.nn.fold first"
+            raise BlockSparseError.expected("model", wanted, given)
     model = model if inplace else copied(model, otherwise="inplace=True")
     old = dict(model.named_modules())
     return replace_modules(model, {old[name]: like(old[name], layer) for name, layer in chosen.items()})

@@ -155,7 +155,7 @@ class _Description(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> Enum:
-    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+    if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__:
         return kind.__members__[name]
     raise pickle.UnpicklingError(f"{name!r} of {kind!r}, which is no member of an Enum")
 

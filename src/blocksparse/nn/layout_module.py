@@ -22,6 +22,9 @@ OTHERS = (
 )
 
 
+INDICES_WANTED = "crow_indices and col_indices, which say where the values belong (or load values by hand)"
+
+
 class LayoutModule(nn.Module):
     """A module with `values` on a layout, whose state dict has the layout's indices as plain tensors.
 

@@ -21,7 +21,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout, layout_of_indices
 from ..pages import Page
 from .dense_weight import DenseWeight, not_assigned
-from .layout_module import LayoutModule, others_in_buffers, was_traced
+from .layout_module import INDICES_WANTED, LayoutModule, others_in_buffers, was_traced
 from .part import Part
 
 
@@ -195,8 +195,7 @@ class BlockSparseModule(LayoutModule):
         if not given:
             return
         if crow is None or col is None:
-            expected = "crow_indices and col_indices, which say where the values belong (or load values by hand)"
-            raise BlockSparseError.expected("layout", expected, f"only {' and '.join(given)}", Page.LAYOUTS)
+            raise BlockSparseError.expected("layout", INDICES_WANTED, f"only {' and '.join(given)}", Page.LAYOUTS)
         if crow.is_meta and getattr(self._buffers.get("crow_indices"), "is_meta", False):
             return  # nothing is loaded
         layout = layout_of_indices(crow, col, mine.grid, mine.block_shape)

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, layout_of_indices
+from ..ops.checks import in_autocast
 from ..ops.int8_linear import DTYPES, int8_linear, quantized
-from .layout_module import LayoutModule
+from ..pages import Page
+from .layout_module import INDICES_WANTED, LayoutModule
 from .linear import Linear, LinearModule
 from .module import BlockSparseModule
 
@@ -45,7 +47,7 @@ class QuantizedModule(LayoutModule):
 
     def cast_bias(self, bias: Tensor | None, x: Any) -> Tensor | None:
         """The bias as the product with x takes it: under autocast, as everywhere in it, x may be of 16 bits."""
-        if bias is not None and isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
+        if bias is not None and isinstance(x, Tensor) and in_autocast(x):
             return bias.to(x.dtype)
         return bias
 
@@ -58,6 +60,8 @@ class QuantizedModule(LayoutModule):
         layout, crow, col = self._layout, given.get("crow_indices"), given.get("col_indices")
         if crow is not None and col is not None:
             layout = layout_of_indices(crow, col, layout.grid, layout.block_shape)
+        elif given:
+            raise BlockSparseError.expected("layout", INDICES_WANTED, f"only {' and '.join(given)}", Page.LAYOUTS)
         tensors = [name for name in SHAPES if name in given]
         for name, axes in SHAPES.items():
             mine, tensor = getattr(self, name), given.get(name)
@@ -112,7 +116,8 @@ class QuantizedLinear(QuantizedModule, LinearModule):
 
     Inputs are rounded in each call. Made by `blocksparse.quantize`, or by `of`; without gradients. Takes about a
     quarter of the memory of float32 blocks in a file, and on the CPU half, as the kernels keep a copy in an order of
-    their own.
+    their own. They make it again when values or scales are written to, but by `.data` or numpy, where PyTorch counts
+    no writing.
 
     Attributes:
         values: int8 `[nnz, block_out, block_in]`.

@@ -17,6 +17,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.checks import autocast
 from ..ops.recurrent import Steps, Times
+from ..ops.registry import is_eager
 from .layout_module import LayoutModule
 from .parts import Parts, Size, padded_to
 
@@ -212,6 +213,12 @@ class Recurrent(Parts):
                 raise BlockSparseError.expected("table", f"[n, {self.input_size}]", list(table.shape))
             if data.dtype != torch.int64:
                 raise BlockSparseError.expected("input", "int64 rows of the table", data.dtype)
+            if data.is_cpu and data.numel() and is_eager(data):
+                low, high = map(int, torch.aminmax(data))
+                if low < 0 or high >= len(table):
+                    raise BlockSparseError.expected(
+                        "input", f"rows of a table that has {len(table)}", f"{low} to {high}"
+                    )
             data, size = data.unsqueeze(-1), 1
         elif not data.is_floating_point():
             raise BlockSparseError.expected("input", "floating point, or with a table its rows", data.dtype)

@@ -42,6 +42,8 @@ def l2_normalize(values: Tensor, layout: BlockLayout, gain: Tensor | None = None
 
     Source: Salimans, Kingma, Weight normalization (2016); `l2_normalize` of openai/blocksparse (2017).
     """
+    if gain is not None and tuple(gain.shape) != layout.shape[:1]:
+        raise BlockSparseError.expected("gain", f"[{layout.shape[0]}] for {layout!r}", list(gain.shape))
     scale = norms(values, layout).clamp(min=epsilon**0.5).reciprocal()
     if gain is not None:
         scale = scale * gain

@@ -111,15 +111,20 @@ def check_activation(activation: Any, known: Any) -> None:
 
 def autocast(x: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The tensors in the dtype of `torch.autocast` where that is on; float64 stays."""
-    device = x.device.type
-    if not (_has_autocast(device) and torch.is_autocast_enabled(device)):
+    if not in_autocast(x):
         return x, values, bias
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(x.device.type)
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
     return cast(x), cast(values), None if bias is None else cast(bias)
+
+
+def in_autocast(x: Tensor) -> bool:
+    """Whether `torch.autocast` is on for the device of x."""
+    device = x.device.type
+    return _has_autocast(device) and torch.is_autocast_enabled(device)
 
 
 def without_autocast(device: torch.device) -> torch.autocast:

@@ -180,7 +180,8 @@ def rows(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.
 
 def _pointer(name: str, tensor: Tensor) -> int:
     pointer = tensor.data_ptr()
-    if not pointer and tensor.numel():
+    # A view's address is its distance from 0 then.
+    if pointer == tensor.storage_offset() * tensor.element_size() and tensor.numel():
         raise BlockSparseError.expected(name, "a tensor with memory", "one whose storage was freed")
     return pointer
 

@@ -106,7 +106,8 @@ def _product(
     x: Tensor, values: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None,
     gate: Tensor | None, transpose: bool,
 ) -> Tensor:  # fmt: skip
-    bare = gate is None and isinstance(layout, BlockLayout) and is_bare(x, values, bias)
+    kinds = gate is None and isinstance(layout, BlockLayout) and x is not None and values is not None
+    bare = kinds and is_bare(x, values, bias)
     if not bare:
         check_kinds(layout, x=x, values=values, bias=bias, gate=gate)
         if gate is not None:

@@ -44,12 +44,15 @@ def at_once(
         or not (x.is_cpu and values.is_cpu and values.is_contiguous())
     ):
         return None
-    x_address, values_address, bias_address = x.data_ptr(), values.data_ptr(), 0
+    x_address, values_address, bias_address, size = x.data_ptr(), values.data_ptr(), 0, x.element_size()
     if bias is not None:
         if bias.dtype is not dtype or bias.shape != (out_features,) or not (bias.is_cpu and bias.is_contiguous()):
             return None
         bias_address = bias.data_ptr()
-    if not (x_address and values_address and (bias is None or bias_address)):  # no numbers, or their memory was freed
+        if bias_address == size * bias.storage_offset():
+            return None
+    # No numbers, or their memory was freed: a view's address is its distance from 0 then.
+    if x_address == size * x.storage_offset() or values_address == size * values.storage_offset():
         return None
     core, isa, _ = cpu_core.operands()
     y, y_address = cpu_core.new((*shape[:-1], out_features), x)
