@@ -206,6 +206,12 @@ def test_weights_of_a_weight_norm_are_refused_until_they_are_folded():
     assert type(bs.quantize(bs.nn.fold(net))[0]) is bs.nn.QuantizedLinear
 
 
+def test_what_has_no_form_in_8_bits_is_named():
+    net = torch.nn.Sequential(bs.nn.MultiplicativeLSTM(8, 16, density=0.5, block_size=8))
+    with pytest.raises(bs.BlockSparseError, match=r"to quantize \(Linear.*got none \(MultiplicativeLSTM"):
+        bs.quantize(net)
+
+
 def test_on_the_meta_device():
     small = bs.quantize(bs.nn.Linear(64, 32, density=0.5)).to("meta")
     assert small(torch.empty(2, 64, device="meta")).shape == (2, 32)

@@ -407,6 +407,23 @@ BAD = {
 }
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"density": 0.5, "block_size": 8}], ids=["dense", "sparse"])
+def test_a_folded_multiplicative_lstm_has_its_weights_as_they_count(options):
+    sizes: dict = {"num_layers": 2, "bidirectional": True, **options}
+    normed = bs.nn.MultiplicativeLSTM(16, 24, **sizes)
+    for name, parameter in normed.named_parameters():
+        if "gain" in name:
+            parameter.mul_(1.5)
+    folded = bs.nn.fold(normed)
+    x = torch.randn(5, 3, 16)
+    torch.testing.assert_close(folded(x)[0], normed(x)[0])
+    plain = bs.nn.MultiplicativeLSTM(16, 24, weight_norm=False, **sizes)
+    plain.load_state_dict(folded.state_dict())
+    assert torch.equal(plain(x)[0], folded(x)[0])
+    assert any("gain" in name for name in normed.state_dict())
+
+
 @pytest.mark.parametrize("message", BAD)
 def test_bad_input(message):
     with pytest.raises(bs.BlockSparseError, match=message):

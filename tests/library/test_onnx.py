@@ -123,6 +123,13 @@ def test_what_cannot_be_exported_is_said(model, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_layers_in_8_bits_are_refused(tmp_path):
+    small = bs.quantize(nn.Sequential(bs.nn.Linear(16, 32, density=0.5, block_size=8)))
+    with pytest.raises(bs.BlockSparseError, match=r"model: expected float layers, .* got 8 bits in 0"):
+        bs.export_onnx(small, torch.randn(2, 16), tmp_path / "net.onnx")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_packed_sequence_is_refused(tmp_path):
     with pytest.raises(bs.BlockSparseError, match="input: expected a tensor, for ONNX, got PackedSequence"):
         bs.export_onnx(Packed(), torch.randn(2, 5, 8), tmp_path / "m.onnx")
@@ -145,3 +152,4 @@ def test_a_file_that_computes_something_else_is_found(monkeypatch, tmp_path):
     monkeypatch.setattr(onnxruntime, "InferenceSession", Off)
     with pytest.raises(bs.BlockSparseError, match=r"expected the results of the model.*output 0 off by"):
         bs.export_onnx(model, torch.randn(2, 4), tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())

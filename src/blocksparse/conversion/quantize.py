@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from ..errors import BlockSparseError
+from ..nn.layout_module import LayoutModule
 from ..nn.linear import Linear
 from ..nn.lstm import LSTM
 from ..nn.module import BlockSparseModule
+from ..nn.parts import Parts
 from ..nn.quantized import QuantizedLinear
 from ..nn.quantized_conv import QuantizedConv1d, QuantizedConv2d, QuantizedConv3d
 from ..nn.quantized_lstm import QuantizedLSTM
@@ -67,9 +69,11 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
     }
     if not chosen:
         kinds = ", ".join(kind.__name__ for kind in QUANTIZED)
-        raise BlockSparseError.expected(
-            "model", f"a block-sparse layer of blocksparse.nn to quantize ({kinds})", "none"
+        there = sorted(
+            {type(module).__name__ for module in model.modules() if isinstance(module, LayoutModule | Parts)}
         )
+        got = f"none ({', '.join(there)})" if there else "none"
+        raise BlockSparseError.expected("model", f"a block-sparse layer of blocksparse.nn to quantize ({kinds})", got)
     for name, module in model.named_modules():
         if isinstance(module, WeightNorm) and type(module.module) in QUANTIZED:
             given = f"{name or 'the model'}, a WeightNorm of one"

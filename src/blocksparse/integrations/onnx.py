@@ -18,6 +18,7 @@ from ..conversion.densify import densify
 from ..errors import BlockSparseError
 from ..files import path_of
 from ..nn.lstm import LSTM
+from ..nn.quantized import QuantizedModule
 from ..nn.recurrent import Recurrent
 from ..surgery.replace import replace_modules
 
@@ -62,8 +63,8 @@ def export_onnx(
 
     Raises:
         BlockSparseError: onnx and onnxscript are not installed, a module that has no counterpart in ONNX
-            (MultiplicativeLSTM, projections of LSTMs, packed sequences), a model that PyTorch cannot export, results
-            of the file that differ.
+            (MultiplicativeLSTM, SmallWorldLSTM, projections of LSTMs, packed sequences, layers in 8 bits), a model that
+            PyTorch cannot export, results of the file that differ, which is removed then.
 
     Example:
         bs.export_onnx(sparse, torch.randn(1, 256), "model.onnx", dynamic_shapes=({0: "batch"},))
@@ -78,6 +79,9 @@ def export_onnx(
                 name, "it installed, to write ONNX files: pip install onnx onnxscript", error
             ) from error
     path = path_of("file", file)
+    if small := [name or "it" for name, module in model.named_modules() if isinstance(module, QuantizedModule)]:
+        expected = "float layers, as an ONNX file of ours has them: export the model before blocksparse.quantize"
+        raise BlockSparseError.expected("model", expected, f"8 bits in {', '.join(small[:3])}")
     positional = () if isinstance(args, Mapping) else args if isinstance(args, tuple) else (args,)
     named = dict(args) if isinstance(args, Mapping) else {}
     # The exporter takes two arguments that are one tensor for one input.
@@ -101,7 +105,12 @@ def export_onnx(
         said = f"{type(cause).__name__}: {str(cause).strip()}"
         raise BlockSparseError.expected("model", "one that torch.onnx.export takes", said[:500]) from error
     if check:
-        _check(path, model, positional, named)
+        try:
+            _check(path, model, positional, named)
+        except BlockSparseError:
+            for written in (path, path.with_name(path.name + ".data")):
+                written.unlink(missing_ok=True)
+            raise
     return path
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Self, Unpack
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from ..ops.recurrent import Steps, scan
 from .parts import Size
 from .recurrent import Recurrent, SparseOptions, cast, pad
 from .spelled_out import spelled_out
-from .weight_norm import l2_normalize, norms
+from .weight_norm import Normed, l2_normalize, norms
 
 
-class MultiplicativeLSTM(Recurrent):
+class MultiplicativeLSTM(Normed, Recurrent):
     """An LSTM whose state is multiplied elementwise by factors from the input before it enters the gates.
 
         m = (x W_im^T) * (h W_hm^T);  i, f, g, o = x W_ih^T + m W_mh^T + b
@@ -24,7 +24,8 @@ class MultiplicativeLSTM(Recurrent):
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as torch.nn.LSTM.
-        weight_norm: whether each output's weights are trained as direction and length, gain * w / |w|.
+        weight_norm: whether each output's weights are trained as direction and length, gain * w / |w|, computed in
+            each call; `blocksparse.nn.fold` ends it when training is over.
         layout: the blocks of W_hm and of each gate in W_mh, `[hidden, hidden]`, and of input weights of the same
             shape.
         input_layout: the blocks of the first layer's W_im and of each gate in W_ih, `[hidden, input]`.
@@ -91,6 +92,17 @@ class MultiplicativeLSTM(Recurrent):
         if layout is not None:
             return l2_normalize(weight, layout, gain), layout
         return torch._weight_norm(weight, gain.unsqueeze(1), 0), None
+
+    @torch.no_grad()
+    def fold(self) -> Self:
+        """Returns the module itself, with the effective weights as its weights and without gains."""
+        for name in [name for name, _ in self.named_parameters(recurse=False) if name.startswith("gain_")]:
+            weight = name.replace("gain", "weight")
+            super()._weight(weight)[0].copy_(self._weight(weight)[0])
+        for name in [name for name in self._parameters if name.startswith("gain_")]:
+            delattr(self, name)
+        self.weight_norm = False
+        return self
 
     def _run(
         self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
