@@ -5,6 +5,7 @@ The CPU backends are called directly, past the checks of the public functions.
 
 from __future__ import annotations
 
+import itertools
 import re
 from functools import partial
 
@@ -262,15 +263,11 @@ def test_steps_and_weights_of_a_recurrence_that_do_not_fit_are_refused(monkeypat
     for wrong in ([], [*weights, *weights[:1], *weights[:1]], weights[::-1] if len(weights) > 1 else []):
         with pytest.raises(bs.BlockSparseError, match="the compiled core: expected"):
             run(weights=wrong)
-    transpose = function.endswith("backward")
-    others = [
-        linear.tasks_of(recurrent_entries.GATES, not transpose),
-        linear.tasks_of(bs.patterns.dense((8, 32), block_size=4), transpose),
-    ]
-    for i, (values, _) in enumerate(weights):
-        for other in others:
-            with pytest.raises(bs.BlockSparseError, match="weights that fit"):
-                run(weights=[*weights[:i], (values, other), *weights[i + 1 :]])
+    back, turned = function.endswith("backward"), bs.patterns.dense((8, 32), block_size=4)
+    others = linear.tasks_of(recurrent_entries.GATES, not back), linear.tasks_of(turned, back)
+    for i, other in itertools.product(range(len(weights)), others):
+        with pytest.raises(bs.BlockSparseError, match="weights that fit"):
+            run(weights=[*weights[:i], (weights[i][0], other), *weights[i + 1 :]])
 
 
 @pytest.mark.parametrize("index", ["start", "col", "position", "row", "begin", "end", "task_start"])
