@@ -252,8 +252,7 @@ def test_index_arrays_of_other_lengths_are_refused(monkeypatch, entry, function,
 
 @pytest.mark.parametrize("entry", recurrent_entries.OF_ALL_STEPS)
 def test_steps_and_weights_of_a_recurrence_that_do_not_fit_are_refused(monkeypatch, entry):
-    operands, call = operands_of(entry)
-    function = entry.removesuffix("_multiplied")
+    (operands, call), function = operands_of(entry), entry.removesuffix("_multiplied")
     recorder = Recorder(monkeypatch, function)
     call(**operands)
     run, weights = partial(getattr(recorder.core, function), **recorder.arguments), recorder.arguments["weights"]
