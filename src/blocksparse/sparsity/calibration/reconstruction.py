@@ -93,6 +93,7 @@ def reconstruct(
             leaves a weight without a block, no weight that can become block-sparse, an unknown name to skip.
 
     >>> import torch, blocksparse as bs
+    >>> _ = torch.manual_seed(0)
     >>> x = torch.randn(200, 4) @ torch.randn(4, 64)        # 64 inputs, but only 4 that are independent
     >>> made = bs.sparsity.reconstruct(torch.nn.Linear(64, 16), [x], density=0.25, block_size=8)
     >>> made.model, made.errors["weight"] < 1e-3
