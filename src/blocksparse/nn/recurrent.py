@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..checked import is_int
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
-from ..ops.checks import autocast
+from ..ops.checks import autocast, check_rows_of_table
 from ..ops.recurrent import Steps, Times
 from ..ops.registry import is_eager
 from .layout_module import LayoutModule
@@ -213,12 +213,8 @@ class Recurrent(Parts):
                 raise BlockSparseError.expected("table", f"[n, {self.input_size}]", list(table.shape))
             if data.dtype != torch.int64:
                 raise BlockSparseError.expected("input", "int64 rows of the table", data.dtype)
-            if data.is_cpu and data.numel() and is_eager(data):
-                low, high = map(int, torch.aminmax(data))
-                if low < 0 or high >= len(table):
-                    raise BlockSparseError.expected(
-                        "input", f"rows of a table that has {len(table)}", f"{low} to {high}"
-                    )
+            if data.is_cpu and is_eager(data):
+                check_rows_of_table(data, len(table))
             data, size = data.unsqueeze(-1), 1
         elif not data.is_floating_point():
             raise BlockSparseError.expected("input", "floating point, or with a table its rows", data.dtype)

@@ -103,6 +103,14 @@ def check_devices(indices: Sequence[Tensor], **tensors: Tensor | None) -> None:
             raise BlockSparseError.expected(name, f"the device of {first}, {reference.device}", tensor.device)
 
 
+def check_rows_of_table(index: Tensor, rows: int) -> None:
+    """Raises a BlockSparseError unless the numbers of an index are those of rows of a table."""
+    if index.numel():
+        low, high = torch.aminmax(index)
+        if low < 0 or high >= rows:
+            raise BlockSparseError.expected("input", f"rows of a table that has {rows}", f"{low} to {high}")
+
+
 def check_activation(activation: Any, known: Any) -> None:
     """Raises a BlockSparseError unless the activation is one of those known."""
     if not isinstance(activation, str | None) or activation not in known:

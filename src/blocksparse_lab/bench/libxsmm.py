@@ -233,7 +233,7 @@ def library() -> Library:
 
 @contextmanager
 def set_threads(count: int) -> Iterator[None]:
-    """So many threads of PyTorch, as long as it lasts."""
+    """Within it, PyTorch has this many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

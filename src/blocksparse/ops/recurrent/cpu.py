@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from .. import cpu_core, workspace
-from ..checks import SUM_DTYPES
+from ..checks import SUM_DTYPES, check_rows_of_table
 from ..cpu_core import Operand
 from ..linear.cpu import tasks_of
 from .recurrence import Steps
@@ -185,10 +184,8 @@ def _sizes(weights: Weights) -> tuple[int, torch.dtype]:
 
 
 def _index(index: Tensor | None, steps: Steps, inputs: int) -> list[Operand]:
-    if index is not None and len(index):
-        low, high = torch.aminmax(index)
-        if low < 0 or high >= inputs:
-            raise BlockSparseError.expected("input", f"rows of a table that has {inputs}", f"{low} to {high}")
+    if index is not None:
+        check_rows_of_table(index, inputs)
     return [("index", index, (steps.rows,), torch.int64)]
 
 
