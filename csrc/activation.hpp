@@ -9,8 +9,11 @@
 namespace blocksparse {
 namespace BLOCKSPARSE_ISA {
 
-// Cephes' expf: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2], within 2 ulp; NaN stays NaN.
-BLOCKSPARSE_INLINE Vector<float> exponential(Vector<float> x) {
+// e^x = power (1 + rest), as in Cephes' expf: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2].
+struct Exponential {
+  Vector<float> power, rest;
+};
+BLOCKSPARSE_INLINE Exponential exponential_parts(Vector<float> x) {
   using V = Vector<float>;
   const V low = broadcast(-87.3f), high = broadcast(88.3f);
   x = x < low ? low : x;
@@ -24,8 +27,19 @@ BLOCKSPARSE_INLINE Vector<float> exponential(Vector<float> x) {
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  return p * bits<V>((bits<Vector<uint32_t>>(shifted) << 23) + 0x3f800000u);
+  return {bits<V>((bits<Vector<uint32_t>>(shifted) << 23) + 0x3f800000u), p * r * r + r};
+}
+
+// Within 2 ulp; NaN stays NaN.
+BLOCKSPARSE_INLINE Vector<float> exponential(Vector<float> x) {
+  const Exponential e = exponential_parts(x);
+  return (e.rest + 1.0f) * e.power;
+}
+
+// e^x - 1, near 0 too.
+BLOCKSPARSE_INLINE Vector<float> exponential_minus_1(Vector<float> x) {
+  const Exponential e = exponential_parts(x);
+  return e.power * e.rest + (e.power - 1.0f);
 }
 
 // The sigmoid of a gate: 0 where it would be subnormal, at -infinity too.
@@ -97,6 +111,11 @@ BLOCKSPARSE_INLINE Vector<double> activated(Vector<double> x, Activation activat
 
 BLOCKSPARSE_INLINE Vector<double> exponential(Vector<double> x) {
   for (int i = 0; i < kLanes<double>; ++i) x[i] = ::exp(x[i]);
+  return x;
+}
+
+BLOCKSPARSE_INLINE Vector<double> exponential_minus_1(Vector<double> x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = ::expm1(x[i]);
   return x;
 }
 

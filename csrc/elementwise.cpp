@@ -8,11 +8,11 @@
 namespace blocksparse {
 namespace {
 
-int64_t parts_of(int64_t count) { return (count + kPartNumbers - 1) / kPartNumbers; }
+int64_t parts_of(int64_t count, int64_t part = kPartNumbers) { return (count + part - 1) / part; }
 
 template <class Run>
-void in_parts(int64_t count, const Run& run) {
-  parallel_tasks(parts_of(count), [&](int64_t i) { run(i * kPartNumbers, std::min((i + 1) * kPartNumbers, count)); });
+void in_parts(int64_t count, const Run& run, int64_t part = kPartNumbers) {
+  parallel_tasks(parts_of(count, part), [&](int64_t i) { run(i * part, std::min((i + 1) * part, count)); });
 }
 
 }  // namespace
@@ -25,6 +25,12 @@ void dropout_forward(const InstructionSet& isa, DType dtype, int64_t count, cons
 void dropout_backward(const InstructionSet& isa, DType dtype, int64_t count, const DropoutBackward& dropout) {
   const ElementwiseKernels& kernels = isa.elementwise(dtype);
   in_parts(count, [&](int64_t first, int64_t last) { kernels.dropout_backward(dropout, first, last); });
+}
+
+void concat_elu(const InstructionSet& isa, DType dtype, int64_t rows, const ConcatElu& call) {
+  const ElementwiseKernels& kernels = isa.elementwise(dtype);
+  const auto run = call.grad ? kernels.concat_elu_backward : kernels.concat_elu_forward;
+  in_parts(rows * call.features, [&](int64_t first, int64_t last) { run(call, first, last); }, kConcatEluPart);
 }
 
 void momentum_steps(const InstructionSet& isa, DType dtype, const std::vector<int64_t>& counts,

@@ -1,4 +1,5 @@
 // Elementwise operations, in one pass over memory.
+#include "activation.hpp"
 #include "element.hpp"
 #include "kernels.hpp"
 
@@ -92,6 +93,73 @@ void dropout_backward(const DropoutBackward& d, int64_t first, int64_t last) {
   });
 }
 
+// Calls run(i, count, at, kept) for vectors of x, whose outputs are the numbers at `at` and `at + features`, with masks
+// of those that are kept.
+template <class E, class Run>
+void in_both_signs(const ConcatElu& c, int64_t first, int64_t last, const Run& run) {
+  using Codes = Lanewise<typename E::Sum>;
+  using Wide = Vector<typename Codes::Wide>;
+  constexpr int64_t kDraws = Random::kDraws;
+  Random random;
+  if (c.least) Random::start(random, c.seed, first / kConcatEluPart);
+  uint16_t drawn[2][kDraws + kLanes<typename E::Sum>] = {};
+  int64_t row = first / c.features;
+  for (int64_t at = first; at < last; at += kDraws) {
+    for (int i = 0; i < 2 && c.least; ++i) {
+      Random::Lanes lanes;
+      Random::step(random, lanes);
+      memcpy(drawn[i], &lanes, sizeof lanes);
+    }
+    const int64_t end = smaller(at + kDraws, last);
+    for (int64_t begin = at; begin < end;) {
+      const int64_t row_end = smaller((row + 1) * c.features, end);
+      in_vectors<E>(begin, row_end, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+        const auto below = Wide{} + c.least;
+        run(i, count, i + row * c.features, Codes::widened(drawn[0] + (i - at)) >= below,
+            Codes::widened(drawn[1] + (i - at)) >= below);
+      });
+      begin = row_end;
+      row += begin == (row + 1) * c.features;
+    }
+  }
+}
+
+template <class E>
+void concat_elu_forward(const ConcatElu& c, int64_t first, int64_t last) {
+  using V = Vector<typename E::Sum>;
+  const auto* x = static_cast<const typename E::Storage*>(c.x);
+  auto* y = static_cast<typename E::Storage*>(c.to);
+  const V scale = broadcast(typename E::Sum(c.scale));
+  in_both_signs<E>(
+      c, first, last,
+      [=](int64_t i, int64_t count, int64_t at, auto kept, auto kept_below) __attribute__((always_inline)) {
+        const V v = read_units<E>(x + i, count);
+        const auto above = v > 0;
+        const V low = exponential_minus_1(above ? -v : v);
+        write_sums<E>(y + at, kept ? (above ? v : low) * scale : V{}, count, false);
+        write_sums<E>(y + at + c.features, kept_below ? (above ? low : -v) * scale : V{}, count, false);
+      });
+}
+
+template <class E>
+void concat_elu_backward(const ConcatElu& c, int64_t first, int64_t last) {
+  using V = Vector<typename E::Sum>;
+  const auto *x = static_cast<const typename E::Storage*>(c.x), *grad = static_cast<const typename E::Storage*>(c.grad);
+  auto* grad_x = static_cast<typename E::Storage*>(c.to);
+  const V scale = broadcast(typename E::Sum(c.scale));
+  in_both_signs<E>(
+      c, first, last,
+      [=](int64_t i, int64_t count, int64_t at, auto kept, auto kept_below) __attribute__((always_inline)) {
+        const V v = read_units<E>(x + i, count);
+        const auto above = v > 0;
+        const V slope = exponential(above ? -v : v);
+        const V g = read_units<E>(grad + at, count), below = read_units<E>(grad + at + c.features, count);
+        const V of_x = kept ? (above ? g : g * slope) : V{},
+                of_minus_x = kept_below ? (above ? below * slope : below) : V{};
+        write_sums<E>(grad_x + i, (of_x - of_minus_x) * scale, count, false);
+      });
+}
+
 template <class E>
 void momentum_step(const MomentumStep& step, int64_t first, int64_t last) {
   using Sum = typename E::Sum;
@@ -121,7 +189,8 @@ void multiply(const RowsProduct& product, const RowsPart& part) {
 
 template <class E>
 constexpr ElementwiseKernels table() {
-  return {dropout_forward<E>, dropout_backward<E>, momentum_step<E>, multiply<E>};
+  return {dropout_forward<E>,     dropout_backward<E>, concat_elu_forward<E>,
+          concat_elu_backward<E>, momentum_step<E>,    multiply<E>};
 }
 
 }  // namespace

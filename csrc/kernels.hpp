@@ -319,6 +319,18 @@ struct DropoutBackward {
   double factor[3];
 };
 
+// Of rows of x side by side, whose outputs have twice the features: y = scale [elu(x), elu(-x)], and its gradient.
+// Where one of two random numbers for each of x is below `least`, an output is dropped.
+struct ConcatElu {
+  int64_t features;
+  const void *x, *grad;  // grad of the gradient only
+  void* to;
+  double scale;
+  uint64_t seed;
+  uint16_t least;
+};
+constexpr int64_t kConcatEluPart = kPartNumbers / 2;
+
 // velocity = momentum velocity - rate grad; weight = keep weight + velocity.
 struct MomentumStep {
   void *weight, *velocity;
@@ -336,6 +348,9 @@ struct RowsProduct {
 struct ElementwiseKernels {
   void (*dropout_forward)(const DropoutForward&, int64_t first, int64_t last);
   void (*dropout_backward)(const DropoutBackward&, int64_t first, int64_t last);
+  // Of parts of kConcatEluPart.
+  void (*concat_elu_forward)(const ConcatElu&, int64_t first, int64_t last);
+  void (*concat_elu_backward)(const ConcatElu&, int64_t first, int64_t last);
   void (*momentum_step)(const MomentumStep&, int64_t first, int64_t last);
   void (*multiply)(const RowsProduct&, const RowsPart&);
 };

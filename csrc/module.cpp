@@ -334,6 +334,13 @@ void py_dropout_backward(const std::string& isa, const std::string& dtype, int64
       {pointer(grad), reinterpret_cast<const uint8_t*>(code), pointer(grad_x), {factors[0], factors[1], factors[2]}});
 }
 
+void py_concat_elu(const std::string& isa, const std::string& dtype, int64_t rows, int64_t features, uintptr_t x,
+                   uintptr_t grad, uintptr_t to, double scale, uint64_t seed, uint16_t least) {
+  nb::gil_scoped_release release;
+  concat_elu(isa_named(isa), dtype_named(dtype), rows,
+             {features, pointer(x), pointer(grad), pointer(to), scale, seed, least});
+}
+
 void py_momentum_steps(const std::string& isa, const std::string& dtype, const std::vector<int64_t>& counts,
                        const std::vector<uintptr_t>& weights, const std::vector<uintptr_t>& velocities,
                        const std::vector<uintptr_t>& grads, double momentum, double rate, double keep) {
@@ -410,6 +417,8 @@ NB_MODULE(_core, m) {
         "col"_a.noconvert(), "column_start"_a.noconvert(), "row"_a.noconvert());
   m.def("dropout_forward", &py_dropout_forward, nb::kw_only(), "isa"_a, "dtype"_a, "count"_a, "x"_a, "y"_a, "code"_a,
         "factors"_a, "seed"_a, "least"_a);
+  m.def("concat_elu", &py_concat_elu, nb::kw_only(), "isa"_a, "dtype"_a, "rows"_a, "features"_a, "x"_a, "grad"_a,
+        "to"_a, "scale"_a, "seed"_a, "least"_a);
   m.def("dropout_backward", &py_dropout_backward, nb::kw_only(), "isa"_a, "dtype"_a, "count"_a, "grad"_a, "code"_a,
         "grad_x"_a, "factors"_a);
   m.def("momentum_steps", &py_momentum_steps, nb::kw_only(), "isa"_a, "dtype"_a, "counts"_a, "weights"_a,

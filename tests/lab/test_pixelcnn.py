@@ -126,7 +126,7 @@ def test_channels_last_is_the_same():
         ({"depth": 0}, "depth"),
         ({"channels": 2}, "channels"),
         ({"mixtures": 0}, "mixtures"),
-        ({"dropout": 1.0}, "p: expected"),
+        ({"dropout": 1.0}, "dropout: expected"),
         ({"sparse": 3}, "sparse: expected groups that divide 8 filters, got 3"),
         ({"block_size": 4}, "block_size"),
         ({"sparse": 2, "block_size": 3}, "expected"),

@@ -3,12 +3,13 @@
 from ..ops.attention import attention
 from .adaptive_polyphase import AdaptivePolyphaseDownsample, AdaptivePolyphaseUpsample
 from .all_relu import AllReLU
-from .causal import Causal2d, Shift2d, bands, concat_elu
+from .causal import Causal2d, Shift2d, bands
 from .cells import GRUCell, LSTMCell, RNNCell
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .diffusion_conv import Diffusion, DiffusionConv
 from .dropout import Dropout
 from .edge_bias import EdgeBias
+from .elu import concat_elu
 from .experts import Experts
 from .gated_mlp import GatedMLP
 from .gru import GRU, RNN

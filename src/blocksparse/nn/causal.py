@@ -15,18 +15,6 @@ from .weight_norm import WeightNorm
 SHIFTS = ("down", "down_right")
 
 
-def concat_elu(x: Tensor) -> Tensor:
-    """Concatenates elu(x) and elu(-x): `[n, channels, *] -> [n, 2 channels, *]`.
-
-    >>> import torch, blocksparse as bs
-    >>> bs.nn.concat_elu(torch.tensor([[2.0, -2.0]]))
-    tensor([[ 2.0000, -0.8647, -0.8647,  2.0000]])
-
-    Source: Salimans, Karpathy, Chen, Kingma, PixelCNN++ (2017), after the CReLU of Shang et al. (2016).
-    """
-    return F.elu(torch.cat([x, -x], 1), inplace=True)
-
-
 class _Banded(nn.Module):
     """A layer that needs rows above its image: zeros, or the last rows of the previous band (see `bands`).
 

@@ -47,14 +47,18 @@ class Dropout(nn.Module):
         x, drops = input, self.training and self.p > 0
         if drops and x.device.type == "cpu" and is_eager(x):
             least = dropout.least_of(self.p)
-            seed = int(torch.randint(-(2**63), 2**63 - 1, (), device="cpu")) % 2**64
-            dropped: Tensor = _Dropped.apply(x, dropout.factors_of(least, slope), seed, least, None)  # type: ignore[no-untyped-call]
+            dropped: Tensor = _Dropped.apply(x, dropout.factors_of(least, slope), seed(), least, None)  # type: ignore[no-untyped-call]
             return dropped
         x = x if slope == 1 else F.leaky_relu(x, slope)
         return F.dropout(x, self.p) if drops else x
 
     def extra_repr(self) -> str:
         return f"{self.p:g}"
+
+
+def seed() -> int:
+    """A seed for one call, drawn by PyTorch's generator."""
+    return int(torch.randint(-(2**63), 2**63 - 1, (), device="cpu")) % 2**64
 
 
 class _Dropped(torch.autograd.Function):

@@ -34,8 +34,13 @@ def least_of(p: float) -> int:
 
 def factors_of(least: int, slope: float) -> Factors:
     """Returns the factor for each code; `slope` is that of the negative side, 1 for dropout alone."""
-    scale = LEVELS / (LEVELS - least)
+    scale = scale_of(least)
     return 0.0, scale, slope * scale
+
+
+def scale_of(least: int) -> float:
+    """Returns the factor of what stays."""
+    return LEVELS / (LEVELS - least)
 
 
 def forward(x: Tensor, factors: Factors, seed: int, least: int) -> tuple[Tensor, Tensor]:
