@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "addresses.hpp"
 #include "parallel.hpp"
 
 namespace blocksparse {
@@ -10,8 +11,6 @@ namespace {
 
 // Queries of a task, whose sums stay in the caches.
 constexpr int64_t kQueries = 64;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <class T>
 T* at(T* p, int64_t bytes) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "addresses.hpp"
 #include "parallel.hpp"
 
 namespace blocksparse {
@@ -21,10 +22,6 @@ constexpr int64_t kPackFeatures = 512, kTaskConnections = 2048, kOutputCost = 4;
 
 // Of tokens in a panel of the sampled product.
 constexpr int64_t kSampleVectors = 8;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-char* advance(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
-const char* advance(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
 
 // Tokens in panels of about equal width.
 struct Panels {

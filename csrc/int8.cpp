@@ -4,6 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "addresses.hpp"
 #include "parallel.hpp"
 
 namespace blocksparse {
@@ -14,8 +15,6 @@ constexpr int64_t kTokenBytes = 512 << 10;
 
 // Bytes of x in 8 bits at once, however many outputs a convolution has.
 constexpr int64_t kPanelBytes = 8 << 20;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t taps_of(const Patches& axes) { return axes[0].kernel * axes[1].kernel * axes[2].kernel; }
 

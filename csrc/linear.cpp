@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "addresses.hpp"
 #include "parallel.hpp"
 
 namespace blocksparse {
@@ -17,10 +18,6 @@ constexpr int64_t kOwnPanels = 8, kOwnBytes = 1 << 20;
 constexpr int64_t kWgradBytes = 4 << 20, kLeastTokens = 256, kMostTokens = 1024;
 // What one packing task takes: features of a panel, and steps and features of a block column.
 constexpr int64_t kPackUnits = 512, kPackSteps = 16, kPackFeatures = 1024;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-char* advance(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
-const char* advance(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
 
 // Tokens in panels of about equal width, each a whole number of vectors.
 struct Panels {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "addresses.hpp"
 #include "kernels.hpp"
 #include "parallel.hpp"
 
@@ -24,7 +25,6 @@ inline InputRows read_only(const OutputRows& rows) { return {rows.data, rows.str
 template <class Run>
 void in_parts(int64_t rows, int64_t features, const Run& run) {
   if (features == 0) return;
-  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t cuts = ceil_div(features, kPartNumbers);
   const int64_t rows_of_part = std::max<int64_t>(kPartNumbers / features, 1);
   parallel_tasks(ceil_div(rows, rows_of_part) * cuts, [&](int64_t i) {

@@ -6,9 +6,6 @@
 namespace blocksparse {
 namespace {
 
-void* advance(void* p, int64_t bytes) { return p ? static_cast<char*>(p) + bytes : nullptr; }
-const void* advance(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
-
 // Where the rows of a step are in what is kept of each product, `n` rows of each.
 struct Kept {
   const SmallWorldNorms& norms;

@@ -1,0 +1,15 @@
+// Arithmetic of sizes and addresses. Static, as each instruction set has its own.
+#pragma once
+
+#include <stdint.h>
+
+namespace blocksparse {
+
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Null stays null.
+static inline char* advance(void* p, int64_t bytes) { return p ? static_cast<char*>(p) + bytes : nullptr; }
+static inline const char* advance(const void* p, int64_t bytes) {
+  return p ? static_cast<const char*>(p) + bytes : nullptr;
+}
+
+}  // namespace blocksparse
