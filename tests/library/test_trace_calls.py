@@ -11,9 +11,15 @@ from blocksparse.ops import cpu_core
 pytestmark = pytest.mark.skipif(cpu_core.unavailable() is not None, reason="the way is that to the compiled core")
 
 
-@pytest.mark.parametrize("recorded", [False, True], ids=["inference", "recorded"])
 @pytest.mark.parametrize(
-    ("make", "files", "crossings"), [(trace_calls.linear, 6, 8), (trace_calls.lstm, 11, 30)], ids=["linear", "lstm"]
+    ("make", "recorded", "files", "crossings"),
+    [
+        pytest.param(trace_calls.linear, False, 6, 8, id="linear-inference"),
+        pytest.param(trace_calls.linear, True, 6, 8, id="linear-recorded"),
+        pytest.param(trace_calls.lstm, False, 11, 29, id="lstm-inference"),
+        pytest.param(trace_calls.lstm, True, 11, 30, id="lstm-recorded"),
+        pytest.param(trace_calls.lstm_step, False, 8, 24, id="lstm-step-inference"),
+    ],
 )
 def test_a_call_crosses_few_files(make, files, crossings, recorded):
     with torch.set_grad_enabled(recorded):

@@ -1,6 +1,6 @@
 """Counts the files of the library that a call runs through, and the calls from one of them to another.
 
-python tests/library/trace_calls.py          the counts of a linear layer and an LSTM, with each call
+python tests/library/trace_calls.py          the counts of a linear layer and of LSTMs, with each call
 """
 
 from __future__ import annotations
@@ -70,8 +70,15 @@ def lstm() -> Callable[[], object]:
     return lambda: module(x)
 
 
+def lstm_step() -> Callable[[], object]:
+    """One time step, with the states of the last one."""
+    module, x = bs.nn.LSTM(256, 256, density=0.25, block_size=32), torch.randn(1, 8, 256)
+    _, states = module(x)
+    return lambda: module(x, states)
+
+
 def main() -> None:
-    for make in (linear, lstm):
+    for make in (linear, lstm, lstm_step):
         call = make()
         for recorded in (False, True):
             with torch.set_grad_enabled(recorded):

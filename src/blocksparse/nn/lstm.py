@@ -10,10 +10,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..layout import BlockLayout
 from ..ops import recurrent
-from ..ops.recurrent import Steps, scan
-from ..ops.registry import needs_grad
+from ..ops.recurrent import Steps, cpu, scan
+from ..ops.registry import is_bare, needs_grad
 from .module import Weight
-from .recurrent import Recurrent, SparseOptions, State, cast, check_states, pad
+from .recurrent import Recurrent, SparseOptions, State, cast, check_states, pad, to_dtype
 from .spelled_out import spelled_out
 
 
@@ -79,6 +79,9 @@ class LSTM(Recurrent):
     def forward(
         self, input: Tensor | PackedSequence, hx: State | None = None, *, table: Tensor | None = None
     ) -> tuple[Any, State]:
+        found = self._one_step(input, hx) if table is None else None
+        if found is not None:
+            return found
         x = input.data if isinstance(input, PackedSequence) else input
         if table is not None or not isinstance(x, Tensor) or not self._is_torchs(x, hx):
             return super().forward(input, hx, table=table)
@@ -93,6 +96,35 @@ class LSTM(Recurrent):
                 rows.view(times.number, times.batch, -1), state, self._flat_weights(), *options, False
             )
         return restore(y.flatten(0, -2), h, c if hx is None else c.to(hx[1].dtype))
+
+    def _one_step(self, x: Any, hx: State | None) -> tuple[Tensor, State] | None:
+        """The whole of a usual call for one step in inference on the CPU; None for what the long way has to see.
+
+        That takes longer than the products of a thousand units do.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.dim() != 3:
+            return None
+        steps, batch = x.shape[1::-1] if self.batch_first else x.shape[:2]
+        padded = self._hidden.padded != self.hidden_size
+        if steps != 1 or padded or self.bidirectional or self.proj_size or (self.dropout and self.training):
+            return None
+        check_states(hx)
+        tensors, layers = [x, *(hx or ())], []
+        for layer in range(self.num_layers):
+            suffix = self._suffix(layer, 0)
+            (input_weight, input_layout), (weight, layout) = self._weights(suffix, "ih", "hh")
+            if input_layout is None or layout is None:
+                return None
+            biases = [getattr(self, name + suffix) for name in ("bias_ih", "bias_hh")] if self.bias else []
+            layers.append((input_weight, input_layout, biases, weight, layout))
+            tensors += [input_weight, weight, *biases]
+        if not is_bare(*tensors):
+            return None
+        found = cpu.one_step(x, *self._initial(hx, batch, x, x), layers)
+        if found is None:
+            return None
+        y, h, c = found
+        return y, (h, to_dtype(c, x.dtype if hx is None else hx[1].dtype))
 
     def _is_torchs(self, x: Tensor, hx: State | None) -> bool:
         """Whether PyTorch's own kernels are faster: cuDNN's on a GPU, oneDNN's where nothing is trained."""

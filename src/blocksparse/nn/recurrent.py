@@ -191,11 +191,14 @@ class Recurrent(Parts):
                     self._suffix(layer, direction), data, index, hs[cell], cs[cell],
                     steps if in_graph else steps.spelled(),
                 )  # fmt: skip
-                outputs.append(y if y.shape[1] == real else y[:, :real])
-                finals.append((h[:, :real], c[:, : self.hidden_size]))
+                outputs.append(_unpadded(y, real))
+                finals.append((_unpadded(h, real), _unpadded(c, self.hidden_size)))
             data, index = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0], None
-        h, c = (torch.stack(states) for states in zip(*finals, strict=True))
-        return restore(data, h, c.to(data.dtype if hx is None else hx[1].dtype))
+        if len(finals) == 1:
+            h, c = (state.unsqueeze(0) for state in finals[0])
+        else:
+            h, c = (torch.stack(states) for states in zip(*finals, strict=True))
+        return restore(data, h, to_dtype(c, data.dtype if hx is None else hx[1].dtype))
 
     def _between(self, y: Tensor) -> Tensor:
         """Dropout of the outputs of all layers but the last."""
@@ -232,7 +235,7 @@ class Recurrent(Parts):
         steps, batch = data.shape[:2]
 
         def restore(y: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, State]:
-            y = y.unflatten(0, (steps, batch))
+            y = y.view(steps, batch, y.shape[1])
             if unbatched:
                 return y.squeeze(1), (h.squeeze(1), c.squeeze(1))
             return y.transpose(0, 1) if self.batch_first else y, (h, c)
@@ -258,7 +261,7 @@ class Recurrent(Parts):
                 raise BlockSparseError.expected(f"the initial {name}", [cells, batch, real], list(state.shape))
             if isinstance(input, PackedSequence) and input.sorted_indices is not None:
                 state = state.index_select(1, input.sorted_indices)
-            states.append((F.pad(state, (0, padded - real)) if padded != real else state).to(dtype))
+            states.append(to_dtype(F.pad(state, (0, padded - real)) if padded != real else state, dtype))
         return states[0], states[1]
 
     def extra_repr(self) -> str:
@@ -284,7 +287,16 @@ def fitting(layout: BlockLayout | None, out: Size, in_: Size, parts: int = 4) ->
 def cast(x: Tensor, *tensors: Tensor | None) -> list[Any]:
     """x and the tensors in the dtype that products with x have: under autocast another one than x's."""
     dtype = _dtype_of_products(x)
-    return [None if tensor is None else tensor.to(dtype) for tensor in (x, *tensors)]
+    return [None if tensor is None else to_dtype(tensor, dtype) for tensor in (x, *tensors)]
+
+
+def to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor itself where it has the dtype, which PyTorch takes two microseconds to find."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def _unpadded(rows: Tensor, features: int) -> Tensor:
+    return rows if rows.shape[1] == features else rows[:, :features]
 
 
 def _dtype_of_products(x: Tensor) -> torch.dtype:

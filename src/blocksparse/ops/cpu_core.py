@@ -178,6 +178,14 @@ def rows(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.
     return _pointer(name, tensor), stride
 
 
+def ready(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """As `address`, of a tensor that is bare; 0 where that refuses it, or where there are no numbers."""
+    if tensor.dtype is not dtype or tensor.shape != shape or not (tensor.is_cpu and tensor.is_contiguous()):
+        return 0
+    pointer = tensor.data_ptr()
+    return 0 if pointer == tensor.storage_offset() * tensor.element_size() else pointer
+
+
 def _pointer(name: str, tensor: Tensor) -> int:
     pointer = tensor.data_ptr()
     # A view's address is its distance from 0 then.

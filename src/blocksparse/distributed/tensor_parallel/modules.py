@@ -201,6 +201,9 @@ class ColwiseLSTM:
             return y._replace(data=data), states
         return boundary.leaving(data), states
 
+    def _one_step(self, x: Any, hx: Any) -> None:
+        """That is one of a process that has all units."""
+
     def _run(
         self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
     ) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...layout import BlockLayout
 from .. import cpu_core, workspace
 from ..checks import check_operands, features_together
-from ..cpu_core import DTYPES, address
+from ..cpu_core import DTYPES, address, ready
 from ..cpu_plan import block_plan, column_plan, row_plan
 
 refusal = cpu_core.refusal
@@ -39,20 +39,13 @@ def at_once(
         or shape[-1:] != (in_features,)
         or strides[-1] != 1
         or distance < in_features
-        or values.dtype is not dtype
-        or values.shape != layout.values_shape
-        or not (x.is_cpu and values.is_cpu and values.is_contiguous())
+        or not x.is_cpu
     ):
         return None
-    x_address, values_address, bias_address, size = x.data_ptr(), values.data_ptr(), 0, x.element_size()
-    if bias is not None:
-        if bias.dtype is not dtype or bias.shape != (out_features,) or not (bias.is_cpu and bias.is_contiguous()):
-            return None
-        bias_address = bias.data_ptr()
-        if bias_address == size * bias.storage_offset():
-            return None
+    x_address, values_address = x.data_ptr(), ready(values, layout.values_shape, dtype)
+    bias_address = 0 if bias is None else ready(bias, (out_features,), dtype)
     # No numbers, or their memory was freed: a view's address is its distance from 0 then.
-    if x_address == size * x.storage_offset() or values_address == size * values.storage_offset():
+    if x_address == x.element_size() * x.storage_offset() or not values_address or not (bias is None or bias_address):
         return None
     core, isa, _ = cpu_core.operands()
     y, y_address = cpu_core.new((*shape[:-1], out_features), x)

@@ -13,7 +13,8 @@ from torch import Tensor
 from ...layout import BlockLayout
 from .. import cpu_core, workspace
 from ..checks import SUM_DTYPES, check_rows_of_table
-from ..cpu_core import Operand
+from ..cpu_core import Operand, ready
+from ..linear.cpu import at_once as linear_at_once
 from ..linear.cpu import tasks_of
 from .recurrence import Steps
 
@@ -61,6 +62,47 @@ def forward(
             ("m", multiplied.m.view(-1), (flat,), dtype),
         ]
     _run("lstm_forward", weights, steps, False, operands)
+
+
+Layer = tuple[Tensor, BlockLayout, Sequence[Tensor], Tensor, BlockLayout]
+
+
+def one_step(x: Tensor, h: Tensor, c: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The whole of a usual step of LSTMs, one above the other, without gradients; None for what `forward` has to see.
+
+    As `linear.cpu.at_once`, which makes the products of the inputs.
+
+    Args:
+        x: `[1, batch, input]` or `[batch, 1, input]`, as y is.
+        h, c: `[layers, batch, hidden]`, as the final ones are.
+        layers: of each V and its layout, what is added, W and its layout.
+    """
+    shape, dtype = h.shape, x.dtype
+    _, batch, hidden = shape
+    h_before, c_before = ready(h, shape, dtype), ready(c, shape, SUM_DTYPES.get(dtype, dtype))
+    if not (h_before and c_before):
+        return None
+    core, isa, _ = cpu_core.operands()
+    (h_final, h_after), (c_final, c_after) = cpu_core.new(shape, h), cpu_core.new(shape, c)
+    z, z_address = cpu_core.new((4 * batch * hidden,), x)
+    of_h, of_c = (batch * hidden * state.element_size() for state in (h, c))  # bytes from one layer to the next
+    y = x
+    for input_values, input_layout, biases, values, layout in layers:
+        values = values.data  # as in `linear`
+        address, tasks = ready(values, layout.values_shape, dtype), layout._derived.get(("linear tasks", False))
+        bias = torch.add(*biases) if biases else None
+        pre = linear_at_once(y, input_values, bias, input_layout, False, None) if address and tasks else None
+        if pre is None or pre.numel() != z.numel():
+            return None
+        y, y_address = cpu_core.new((*x.shape[:-1], hidden), x)
+        core.lstm_forward(
+            isa=isa, dtype=cpu_core.DTYPES[dtype], rows=batch, hidden=hidden, step=_starts((0, batch)), reverse=False,
+            weights=[(address, tasks)], z=z_address, pre=(pre.data_ptr(), 4 * hidden), index=0,
+            h_before=(h_before, hidden), h_after=(y_address, hidden), h_final=h_after,
+            c_before=(c_before, hidden), c_after=(c_after, hidden), c_final=0, gates=(0, 0),
+        )  # fmt: skip
+        h_before, h_after, c_before, c_after = h_before + of_h, h_after + of_h, c_before + of_c, c_after + of_c
+    return y, h_final, c_final
 
 
 def backward(

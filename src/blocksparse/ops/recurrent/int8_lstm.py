@@ -56,7 +56,7 @@ class Int8LSTM(Recurrence):
             if not steps.aligned:
                 hs.advance(t)
                 cs.advance(t)
-        return outputs(hs, cs), ()
+        return outputs(hs, cs, keep=False), ()
 
     def _products(self, weights: Sequence[Any]) -> list[_Product]:
         triples = zip(weights[::2], weights[1::2], self.layouts[1:], strict=True)

@@ -69,7 +69,7 @@ class LSTM(Recurrence):
         in_core = None if projection else at_once([recurrent])
         if in_core is not None:
             cpu.forward(in_core, steps, pre, index, hs, cs, gates)
-            return outputs(hs, cs), () if gates is None else (gates, cs.all_before, cs.all_after, hs.all_before)
+            return outputs(hs, cs, keep), () if gates is None else (gates, cs.all_before, cs.all_after, hs.all_before)
         activated, left = None if gates is None else gates.split(steps.sizes), raw.split(steps.sizes)
         step = forward_step(recurrent, Rows(steps, pre, index), c)
         for t in steps.order:
@@ -81,7 +81,7 @@ class LSTM(Recurrence):
                 hs.advance(t)
                 cs.advance(t)
         kept = () if gates is None else (gates, cs.all_before, cs.all_after, hs.all_before)
-        return outputs(hs, cs), (*kept, raw) if projection else kept
+        return outputs(hs, cs, keep), (*kept, raw) if projection else kept
 
     def backward(
         self, tensors: Any, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]
@@ -149,8 +149,11 @@ def gates(pre: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     return (torch.sigmoid(o) * torch.tanh(c)).to(pre.dtype), c
 
 
-def outputs(hs: Trajectory, cs: Trajectory) -> tuple[Tensor, Tensor, Tensor]:
+def outputs(hs: Trajectory, cs: Trajectory, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y and the final states, in memory of their own: users write into what they are given."""
+    if not keep:  # `.data`: autograd would take y for a view, and restrict who writes into it
+        c = cs.final if cs.final is cs.all_after else cs.final.clone()
+        return hs.all_after.data, hs.final.clone(), c
     rows, features = hs.all_after.shape
     y = empty(rows, features, hs.all_after).copy_(hs.all_after)
     return y, hs.final.clone(), cs.final.clone()

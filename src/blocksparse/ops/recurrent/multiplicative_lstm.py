@@ -57,7 +57,7 @@ class MultiplicativeLSTM(Recurrence):
         if in_core is not None:
             multiplied = cpu.Multiplied(of_x, of_h, m)
             cpu.forward(in_core, steps, pre, index, hs, cs, gates if keep else None, multiplied)
-            return outputs(hs, cs), kept
+            return outputs(hs, cs, keep), kept
         views, factors = [each.split(steps.sizes) for each in (gates, of_h, m)], Rows(steps, of_x, index)
         step = forward_step(product, Rows(steps, pre, index), c)
         for t in steps.order:
@@ -69,7 +69,7 @@ class MultiplicativeLSTM(Recurrence):
             if not steps.aligned:
                 hs.advance(t)
                 cs.advance(t)
-        return outputs(hs, cs), kept
+        return outputs(hs, cs, keep), kept
 
     def backward(
         self, tensors: Any, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]

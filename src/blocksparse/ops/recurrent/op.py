@@ -100,7 +100,10 @@ class Trajectory:
     def __init__(self, steps: Steps, initial: Tensor) -> None:
         self.steps = steps
         rows, batch, features = steps.rows, *initial.shape
-        if steps.aligned:
+        if len(steps.sizes) == 1:
+            self.all_before = initial.contiguous()
+            self.all_after = self.final = empty(rows, features, initial)
+        elif steps.aligned:
             memory = empty(rows + batch, features, initial)
             first, last = memory[:rows], memory[batch:]
             self.all_before, self.all_after = (last, first) if steps.reverse else (first, last)

@@ -83,7 +83,7 @@ class SmallWorldLSTM(Recurrence):
         if in_core is not None:
             inputs = features_together(factors), features_together(terms) if depth > 1 else None
             cpu.small_world_forward(in_core, steps, inputs, index, gains, biases, EPSILON, hs, cs, activated, norms)
-            return outputs(hs, cs), kept
+            return outputs(hs, cs, keep), kept
         factor, term = Rows(steps, factors, index), Rows(steps, terms, index)
         wide = [(gain.to(c.dtype), bias.to(c.dtype)) for gain, bias in zip(gains, biases, strict=True)]
         run = LSTM_GATES.on(factors.device, factors.dtype).forward
@@ -112,7 +112,7 @@ class SmallWorldLSTM(Recurrence):
             if not steps.aligned:
                 hs.advance(t)
                 cs.advance(t)
-        return outputs(hs, cs), kept
+        return outputs(hs, cs, keep), kept
 
     def backward(
         self, tensors: Any, kept: tuple[Tensor, ...], grads: tuple[Tensor, ...], needed: Sequence[bool]

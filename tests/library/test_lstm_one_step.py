@@ -1,0 +1,247 @@
+"""An LSTM's short way for one step in inference: what the long way gives, from the weights as they are now."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import blocksparse as bs
+from blocksparse.nn.recurrent import Recurrent
+from blocksparse.ops import cpu_core
+
+pytestmark = pytest.mark.skipif(cpu_core.unavailable() is not None, reason="the way is that to the compiled core")
+
+INPUT, HIDDEN = 32, 64
+MODULES = {
+    "one layer": {},
+    "three layers": {"num_layers": 3},
+    "batch first": {"batch_first": True},
+    "no bias": {"bias": False},
+    "dropout": {"num_layers": 2, "dropout": 0.5},
+    "float64": {"dtype": torch.float64},
+    "bfloat16": {"dtype": torch.bfloat16},
+}
+SEQUENCES = [1, 3, 32]
+
+
+def of(options=None, batch=3):
+    """A module, the input of one step, and initial states."""
+    torch.manual_seed(0)
+    module = bs.nn.LSTM(INPUT, HIDDEN, density=0.5, block_size=16, **(options or {})).eval()
+    dtype = module.bias_ih_l0.dtype if module.bias else torch.float32
+    x = torch.randn(batch, 1, INPUT) if module.batch_first else torch.randn(1, batch, INPUT)
+    states = [torch.randn(module.num_layers, batch, HIDDEN) for _ in range(2)]
+    return module, x.to(dtype), tuple(state.to(dtype) for state in states)
+
+
+def flat(results):
+    y, states = results
+    return [y, *states]
+
+
+def check(module, x, hx=None, short=True):
+    """The results are the long way's, through the short one or not."""
+    with torch.no_grad():
+        expected = flat(Recurrent.forward(module, x, hx))
+        found = module._one_step(x, hx)
+        assert (found is not None) == short
+        got = flat(module(x, hx))
+    for mine, wanted in zip(got, expected, strict=True):
+        assert torch.equal(mine, wanted)
+        assert (mine.dtype, mine.is_contiguous()) == (wanted.dtype, wanted.is_contiguous())
+    return got
+
+
+@pytest.mark.parametrize("batch", SEQUENCES)
+@pytest.mark.parametrize("options", MODULES.values(), ids=MODULES)
+def test_the_same_bits_as_the_long_way(options, batch):
+    module, x, (h, c) = of(options, batch)
+    check(module, x)
+    wide = c if c.dtype == torch.float64 else c.float()
+    check(module, x, (h, wide))
+    check(module, x, [h, c])  # cast first where they are of 16 bits
+
+
+def test_several_steps_one_by_one():
+    module, _, hx = of()
+    x = torch.randn(5, 3, INPUT)
+    with torch.no_grad():
+        expected, last = module(x, hx)
+        for t in range(5):
+            y, hx = module(x[t : t + 1], hx)
+            torch.testing.assert_close(y[0], expected[t])
+    torch.testing.assert_close(hx, last)
+
+
+# -- weights as they are ---------------------------------------------------------------------------------------------
+
+
+def layout_and_values(module):
+    weight = module.weight_hh_l0
+    other = bs.patterns.random(weight.layout.shape, 16, density=0.25, seed=7)
+    weight.set_layout(other, torch.randn(other.values_shape))
+
+
+def loaded(module):
+    other = bs.nn.LSTM(INPUT, HIDDEN, density=0.25, block_size=16)
+    module.load_state_dict(other.state_dict())
+
+
+CHANGES = {
+    "in place": lambda module: module.weight_hh_l0.values.mul_(2),
+    "bias in place": lambda module: module.bias_hh_l0.add_(1),
+    "data": lambda module: setattr(module.weight_ih_l0.values, "data", torch.ones_like(module.weight_ih_l0.values)),
+    "parameter": lambda module: setattr(
+        module.weight_ih_l0, "values", torch.nn.Parameter(torch.rand_like(module.weight_ih_l0.values))
+    ),
+    "layout": layout_and_values,
+    "state dict": loaded,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_results_are_those_of_the_weights_as_they_are(change):
+    module, x, hx = of()
+    before = check(module, x, hx)[0]
+    with torch.no_grad():
+        change(module)
+    assert not torch.equal(before, check(module, x, hx)[0])
+
+
+def test_another_dtype_and_a_parametrized_weight():
+    module, x, hx = of()
+    check(module.double(), x.double(), tuple(state.double() for state in hx))
+    module = module.float()
+    torch.nn.utils.parametrize.register_parametrization(module.weight_hh_l0, "values", torch.nn.Tanh())
+    check(module, x, hx)
+
+
+# -- what is given ---------------------------------------------------------------------------------------------------
+
+
+def negated(tensor):
+    """The same numbers, whose sign PyTorch puts off."""
+    return torch._neg_view(-tensor)
+
+
+# And whether one that lies so is for the short way.
+STRIDED = {
+    "rows of more": (lambda t: t.new_zeros(*t.shape[:2], 2 * t.shape[2])[..., : t.shape[2]].copy_(t), False),
+    "features apart": (lambda t: t.new_zeros(*t.shape, 2)[..., 0].copy_(t), False),
+    "sequences first": (lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), True),
+    "an offset": (lambda t: torch.cat([t, t]).narrow(0, 1, 1).copy_(t), True),
+    "negated": (negated, False),
+}
+
+
+@pytest.mark.parametrize("operand", ["x", "h", "c"])
+@pytest.mark.parametrize(("lay", "short"), STRIDED.values(), ids=STRIDED)
+def test_operands_that_lie_otherwise(lay, short, operand):
+    module, x, (h, c) = of()
+    expected = check(module, x, (h, c))
+    given = {"x": x, "h": h, "c": c}
+    given[operand] = lay(given[operand])
+    got = check(module, given["x"], (given["h"], given["c"]), short)
+    torch.testing.assert_close(got, expected)
+
+
+def test_inputs_and_states_of_other_dtypes():
+    module, x, (h, c) = of()
+    check(module, x.double(), (h, c), short=False)
+    check(module, x, (h.double(), c.double()))
+
+
+def test_a_state_that_all_sequences_share():
+    module, x, (h, c) = of()
+    shared = h[:, :1].expand(-1, 3, -1), c[:, :1].expand(-1, 3, -1)
+    check(module, x, shared, short=False)
+
+
+def freed(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+BAD = {
+    "input: expected": lambda module, x, hx: module(x[..., :-1], hx),
+    "input: expected floating point": lambda module, x, hx: module(x.long(), hx),
+    "the initial h: expected": lambda module, x, hx: module(x, (hx[0][:, :2], hx[1])),
+    "the initial c: expected": lambda module, x, hx: module(x, (hx[0], hx[1][..., :-1])),
+    "hx: expected": lambda module, x, hx: module(x, hx[0]),
+    "(?i)device": lambda module, x, hx: module(x.to("meta"), hx),
+    "device|CPU": lambda module, x, hx: module(x, (hx[0].to("meta"), hx[1])),
+    "storage was freed": lambda module, x, hx: module(freed(x), hx),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_refused_as_on_the_long_way(message):
+    module, x, hx = of()
+    module(x, hx)
+    with pytest.raises(bs.BlockSparseError, match=message):
+        BAD[message](module, x, hx)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("state", [0, 1], ids=["h", "c"])
+def test_a_state_whose_storage_was_freed_is_refused(state):
+    module, x, hx = of()
+    module(x, hx)
+    freed(hx[state])
+    with pytest.raises(RuntimeError, match="out of bounds for storage"):  # PyTorch's own
+        module(x, hx)
+
+
+@torch.no_grad()
+def test_results_have_memory_of_their_own():
+    module, x, hx = of({"num_layers": 2})
+    given = [x.clone(), *(state.clone() for state in hx)]
+    first = flat(module(x, hx))
+    kept = [tensor.clone() for tensor in first]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (*first, x, *hx)}) == 6
+    second = flat(module(x, tuple(first[1:])))
+    assert all(torch.equal(mine, wanted) for mine, wanted in zip([*first, x, *hx], [*kept, *given], strict=True))
+    for tensor in first:
+        tensor.zero_()
+    again = flat(module(x, tuple(kept[1:])))
+    assert all(torch.equal(mine, wanted) for mine, wanted in zip(again, second, strict=True))
+
+
+# -- what the long way has to see ------------------------------------------------------------------------------------
+
+
+LONG = {
+    "two directions": {"bidirectional": True},
+    "a projection": {"proj_size": 16},
+    "padding": {"block_size": 24},
+    "dense weights": {"density": None},
+    "single weights": {"block_size": 1},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", LONG.values(), ids=LONG)
+def test_modules_without_a_short_way(options):
+    module = bs.nn.LSTM(INPUT, HIDDEN, **{"density": 0.5, "block_size": 16, **options}).eval()
+    x = torch.randn(1, 3, INPUT)
+    module(x)
+    assert module._one_step(x, None) is None
+    y, (h, c) = module(x)
+    assert y.shape[:2] == (1, 3)
+    assert h.shape[1] == c.shape[1] == 3
+
+
+def test_calls_without_a_short_way():
+    module, x, hx = of({"num_layers": 2, "dropout": 0.5})
+    assert module._one_step(x, hx) is None  # gradients
+    with torch.no_grad():
+        for other in (x[0], torch.cat([x, x]), x[:, :0], torch.nn.utils.rnn.pack_sequence([x[0]])):
+            assert module._one_step(other, None) is None
+        with torch.autocast("cpu", torch.bfloat16):
+            assert module._one_step(x, hx) is None
+        with bs.use_backend("reference"):
+            assert module._one_step(x, hx) is None
+        assert module.train()._one_step(x, hx) is None
+        batched = torch.vmap(module.eval())(torch.stack([x, 2 * x]))[0]
+        torch.testing.assert_close(batched, torch.stack([module(x)[0], module(2 * x)[0]]))
