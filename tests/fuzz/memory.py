@@ -51,7 +51,7 @@ def _full(*shape: int, dtype: torch.dtype) -> Tensor:
 @contextmanager
 def tight():
     """Makes the CPU backends allocate new memory per call, of just the requested size, full of NaN."""
-    empty, least, working = torch.empty, workspace.MIN_BYTES, linear_cpu._working
+    empty, least, working = torch.empty, workspace.MIN_BYTES, linear_cpu.working_memory
 
     # Bytes of 0xFF are NaN in every dtype.
     def poisoned(*args, **kwargs):
@@ -59,8 +59,8 @@ def tight():
         return tensor.fill_(torch.nan if tensor.is_floating_point() else 0xFF)
 
     torch.empty, workspace.MIN_BYTES = poisoned, 1 << 62
-    linear_cpu._working = lambda size: poisoned(size, dtype=torch.uint8)
+    linear_cpu.working_memory = lambda size: poisoned(size, dtype=torch.uint8)
     try:
         yield
     finally:
-        torch.empty, workspace.MIN_BYTES, linear_cpu._working = empty, least, working
+        torch.empty, workspace.MIN_BYTES, linear_cpu.working_memory = empty, least, working

@@ -94,8 +94,8 @@ class Parts(nn.Module):
 
     def _weight(self, name: str) -> tuple[Tensor, BlockLayout | None]:
         """A weight in use, and its layout."""
-        weight = getattr(self, name)
-        return (weight.values, weight.layout) if isinstance(weight, Weight) else (weight, None)
+        weight = self._modules.get(name)  # Module's own way to it takes as long as a small product
+        return (weight.values, weight.layout) if isinstance(weight, Weight) else (getattr(self, name), None)
 
     def _product_with(self, x: Tensor, name: str, parts: slice, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias of some parts of a weight, without padding: `[..., in] -> [..., parts * out]`."""

@@ -85,7 +85,7 @@ def linear(
     if layout.block_shape == (1, 1):
         x_address, x_stride = rows
         start, col, position = column_plan(layout) if transpose else (layout.row_start, layout.col_of_block, None)
-        working = _working(core.csr_working_bytes(isa, name, tokens, in_features))
+        working = working_memory(core.csr_working_bytes(isa, name, tokens, in_features))
         core.csr_linear(
             isa=isa, dtype=name, activation=activation, tokens=tokens,
             x=x_address, x_stride=x_stride, in_features=in_features, values=values_address, bias=bias_address,
@@ -113,7 +113,7 @@ def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout) -> Tensor:
     core = cpu_core.core()
     if layout.block_shape == (1, 1):
         size = core.csr_wgrad_working_bytes(operands["isa"], operands["dtype"], operands["tokens"], *layout.shape)
-        working = _working(size)
+        working = working_memory(size)
         core.csr_wgrad(**operands, **_handed(working), start=layout.row_start, col=layout.col_of_block)
         return values
     plan = block_plan(layout)
@@ -133,7 +133,7 @@ def gradients(
     if not size:
         return None
     grad, x, values = features_together(grad), features_together(x), values.data.contiguous()
-    operands, working = _gradient_operands(grad, x, layout), _working(size)
+    operands, working = _gradient_operands(grad, x, layout), working_memory(size)
     grad_x, grad_x_address = cpu_core.new(tuple(x.shape), x) if needs_x else (None, 0)
     grad_values = workspace.empty(layout.values_shape, x.dtype, _CPU)
     grad_bias = torch.empty(layout.shape[:1], dtype=dtype, device=_CPU) if needs_bias else None
@@ -175,7 +175,7 @@ class _Small(threading.local):
 _small = _Small()
 
 
-def _working(size: int) -> Tensor:
+def working_memory(size: int) -> Tensor:
     """Returns memory for one call, at least `size` bytes."""
     if size > workspace.MIN_BYTES:
         return workspace.empty((size,), torch.uint8, _CPU)

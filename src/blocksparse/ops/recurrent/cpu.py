@@ -15,7 +15,7 @@ from .. import cpu_core, workspace
 from ..checks import SUM_DTYPES, check_rows_of_table
 from ..cpu_core import Operand, ready
 from ..linear.cpu import at_once as linear_at_once
-from ..linear.cpu import tasks_of
+from ..linear.cpu import tasks_of, working_memory
 from .recurrence import Steps
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ def one_step(x: Tensor, h: Tensor, c: Tensor, layers: Sequence[Layer]) -> tuple[
         return None
     core, isa, _ = cpu_core.operands()
     (h_final, h_after), (c_final, c_after) = cpu_core.new(shape, h), cpu_core.new(shape, c)
-    z, z_address = cpu_core.new((4 * batch * hidden,), x)
+    gates = 4 * batch * hidden
+    z = working_memory(gates * x.element_size())
     of_h, of_c = (batch * hidden * state.element_size() for state in (h, c))  # bytes from one layer to the next
     y = x
     for input_values, input_layout, biases, values, layout in layers:
@@ -92,12 +93,12 @@ def one_step(x: Tensor, h: Tensor, c: Tensor, layers: Sequence[Layer]) -> tuple[
         address, tasks = ready(values, layout.values_shape, dtype), layout._derived.get(("linear tasks", False))
         bias = torch.add(*biases) if biases else None
         pre = linear_at_once(y, input_values, bias, input_layout, False, None) if address and tasks else None
-        if pre is None or pre.numel() != z.numel():
+        if pre is None or pre.numel() != gates:
             return None
         y, y_address = cpu_core.new((*x.shape[:-1], hidden), x)
         core.lstm_forward(
             isa=isa, dtype=cpu_core.DTYPES[dtype], rows=batch, hidden=hidden, step=_starts((0, batch)), reverse=False,
-            weights=[(address, tasks)], z=z_address, pre=(pre.data_ptr(), 4 * hidden), index=0,
+            weights=[(address, tasks)], z=z.data_ptr(), pre=(pre.data_ptr(), 4 * hidden), index=0,
             h_before=(h_before, hidden), h_after=(y_address, hidden), h_final=h_after,
             c_before=(c_before, hidden), c_after=(c_after, hidden), c_final=0, gates=(0, 0),
         )  # fmt: skip
