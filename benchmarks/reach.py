@@ -19,7 +19,18 @@ from rich.progress import Progress
 
 from blocksparse.ops import cpu_core
 from blocksparse_lab import machine
-from blocksparse_lab.bench import attention, int8, libxsmm, lstm_reach, mlp, models, pixelcnn, product_reach, rows
+from blocksparse_lab.bench import (
+    attention,
+    bounds,
+    int8,
+    libxsmm,
+    lstm_reach,
+    mlp,
+    models,
+    pixelcnn,
+    product_reach,
+    rows,
+)
 from blocksparse_lab.bench.rows import Row
 
 RESULTS = Path(__file__).parent / "results"
@@ -28,6 +39,7 @@ BUDGET = 5.0  # seconds of timing per row of an op
 # What it is, how it is measured, and how many times the seconds its rows take.
 OPS: dict[str, tuple[str, Callable[[float, bool], rows.Rows], int]] = {
     "linear": ("targets of the linear op", product_reach.linear_rows, 1),
+    "bounds": ("products as parts of their bounds", bounds.rows, 1),
     "int8": ("targets of products in 8 bits", int8.rows, 1),
     "libxsmm": ("the linear op against libxsmm", libxsmm.rows, 1),
     "conv2d": ("targets of the convolutions", product_reach.conv_rows, 1),

@@ -1,7 +1,8 @@
 """The linear products against their peers: correct first, then timed in alternation.
 
 The peers:
-    dense       PyTorch's dense product of the same pass, with a weight that is random everywhere.
+    dense       PyTorch's dense product of the same pass, with a weight that is random everywhere: MKL's in float32.
+    onednn      the forward one of oneDNN, its weight packed for this number of tokens beforehand: a CPU.
     torch-bsr   `torch.nn.functional.linear(x, weight)` with a `torch.sparse_bsr` weight; on a GPU its forward pass is
                 the kernel behind it, tuned for the shape by PyTorch's own tuner.
     bsr-matmul  `(weight @ x.T).T` with the same weight.
@@ -36,11 +37,13 @@ from blocksparse.ops.linear.op import LINEAR, linear_op, linear_wgrad_op
 from blocksparse.ops.linear.specs import LinearSpec
 
 from . import peers as elsewhere
-from .case import OURS, Bench, Case, CaseResult, relative_error, within
+from .case import OURS, Bench, Case, CaseResult, forward, relative_error, within
 
 __all__ = ["OURS", "PEERS", "CaseResult", "LinearBench", "LinearCase"]
 
-PEERS = ("dense", "torch-bsr", "bsr-matmul", "csr-matmul", "stk")
+PEERS = ("dense", "onednn", "torch-bsr", "bsr-matmul", "csr-matmul", "stk")
+
+DENSE = ("dense", "onednn")  # with a weight of their own
 
 # The check forms at most this many numbers of a dense float64 weight (all of hidden 4096), and multiplies at most
 # this many tokens with them: beyond, it looks at a random part of the rows, columns or blocks, and of the tokens.
@@ -97,7 +100,7 @@ class LinearCase(Case):
 
     def size(self, name: str) -> int:
         """The bytes of one copy of the weight of a contender."""
-        blocks = self.layout.grid[0] * self.layout.grid[1] if name == "dense" else self.layout.nnz
+        blocks = self.layout.grid[0] * self.layout.grid[1] if name in DENSE else self.layout.nnz
         return blocks * self.spec.block**2 * self.spec.torch_dtype.itemsize
 
     def facts(self, names: Sequence[str] = ()) -> dict[str, Any]:
@@ -132,6 +135,8 @@ class LinearCase(Case):
     def _peer(self, name: str, copy: int) -> Call:
         if name == "dense":
             return self._dense(copy)
+        if name == "onednn":
+            return self._onednn(copy)
         if self.spec.pass_ == "wgrad":
             raise NotImplementedError(f"{name} has no sampled product: its gradient is the whole dense one, if any")
         values, infers = self.copy_of_values(copy), self.spec.pass_ == "forward"
@@ -162,6 +167,11 @@ class LinearCase(Case):
             return lambda: torch.mm(grad.t(), x, out=result)
         return self.through(F.linear, x, weight)
 
+    def _onednn(self, copy: int) -> Call:
+        if self.spec.pass_ != "forward" or self.x.is_cuda:
+            raise NotImplementedError("its packed weights are for inference on a CPU")
+        return forward(elsewhere.onednn(self.inputs.weight(copy), self.spec.tokens), self.x)
+
     # -- the check -------------------------------------------------------------------------------------------------
 
     def check(self, seed: int) -> dict[str, float]:
@@ -178,7 +188,7 @@ class LinearCase(Case):
     def wrong(self, name: str, call: Call) -> str | None:
         """Of a peer with our weight: the bound is ten times ours."""
         rng = np.random.default_rng(0)
-        for what, found in named_results(self.spec.pass_, call()).items() if name != "dense" else ():
+        for what, found in named_results(self.spec.pass_, call()).items() if name not in DENSE else ():
             if what == "grad_values":  # in the format of the peer
                 continue
             error = self._error(what, found, rng)

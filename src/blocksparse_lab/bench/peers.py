@@ -1,4 +1,4 @@
-"""Block-sparse products of other libraries on a GPU, each as a function of a layout that gives `product(x, weight)`.
+"""Products of other libraries: block-sparse ones on a GPU, and oneDNN's dense one on a CPU.
 
 What a library refuses it raises, in its own words.
 """
@@ -17,6 +17,12 @@ from blocksparse.convert import block_coordinates
 from blocksparse.layout import BlockLayout
 
 Product = Callable[[Tensor], Tensor]
+
+
+def onednn(weight: Tensor, tokens: int) -> Product:
+    """oneDNN's dense product in PyTorch, with the weight packed for so many tokens."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, tokens)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
 def csr(layout: BlockLayout, values: Tensor) -> Tensor:

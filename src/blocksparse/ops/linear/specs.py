@@ -116,8 +116,8 @@ TRAINING = LinearSpec(4096, 4096, tokens=1024, density=0.1)
 WIDE = LinearSpec(12288, 12288, tokens=32, density=0.03)
 
 REACH: dict[str, Target] = {
-    "fp32 forward": Target(TRAINING, (("dense", 8.5), ("torch-bsr", 25), ("bsr-matmul", 4.5))),
-    "fp32 forward, few tokens": Target(replace(TRAINING, tokens=64), (("dense", 12),)),
+    "fp32 forward": Target(TRAINING, (("dense", 8.5), ("onednn", 9), ("torch-bsr", 25), ("bsr-matmul", 4.5))),
+    "fp32 forward, few tokens": Target(replace(TRAINING, tokens=64), (("dense", 12), ("onednn", 9))),
     "fp32 forward, wide": Target(WIDE, (("dense", 40),)),
     "fp32 dgrad": Target(replace(TRAINING, pass_="dgrad"), (("dense", 8),)),
     "fp32 wgrad": Target(replace(TRAINING, pass_="wgrad"), (("dense", 8),)),
@@ -130,6 +130,12 @@ REACH: dict[str, Target] = {
         )
         for pass_ in ("forward", "dgrad", "wgrad")
         for density, ratio in ((0.7, 1.0), (1.0, 1 / 1.1))
+    },
+    **{
+        f"bf16 {pass_}, all blocks": Target(
+            replace(TRAINING, pass_=pass_, density=1.0, dtype="bfloat16"), (("dense", 0.95),)
+        )
+        for pass_ in ("forward", "dgrad", "wgrad")
     },
 }
 

@@ -1,0 +1,140 @@
+"""Products on a CPU as parts of what the machine can do, which is measured in the same rounds.
+
+The bound of a few tokens is memory: the time in which PyTorch sums as many bytes as the weights have, read from the
+caches (the same weights in each call) or from memory (weights that take turns). That of many tokens is arithmetic: the
+time of as many multiplications and additions at the rate of PyTorch's fastest dense product of 2,048 rows and columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blocksparse.measure import Call, Spread
+from blocksparse.ops import cpu_core
+from blocksparse.ops.conv.specs import ConvSpec
+from blocksparse.ops.linear.specs import TRAINING, LinearSpec
+
+from .case import OURS, Bench
+from .conv import ConvBench
+from .device import Device
+from .linear import LinearBench
+from .peers import onednn
+from .report import duration
+from .rows import Row, Rows, race, timing
+
+# Bytes of weights that take turns: more than any cache that a CPU has for two cores.
+COLD_BYTES = 256 << 20
+DENSE = 2048
+
+
+@dataclass(frozen=True)
+class Work:
+    """A product and its goal: the least part of its bound, or on AVX-512 the least 10^9 operations a second."""
+
+    spec: LinearSpec | ConvSpec
+    part: float | None = None
+    gflops: float | None = None
+
+
+MEMORY = {
+    "fp32 forward": Work(replace(TRAINING, tokens=1), 0.85),
+    "bf16 forward": Work(replace(TRAINING, tokens=1, dtype="bfloat16"), 0.85),
+}
+ARITHMETIC = {
+    "fp32 forward, few tokens": Work(replace(TRAINING, tokens=64)),
+    "fp32 forward": Work(TRAINING),
+    "fp32 dgrad": Work(replace(TRAINING, pass_="dgrad")),
+    "fp32 wgrad": Work(replace(TRAINING, pass_="wgrad")),
+    "fp32 wgrad, a gradient of 58 MiB": Work(
+        LinearSpec(12288, 12288, tokens=1024, density=0.1, pass_="wgrad"), None, 250
+    ),
+    "fp32 forward, x larger than the caches": Work(LinearSpec(131072, 131072, tokens=64, density=0.001), None, 200),
+    "fp32 convolution, 3x3, 256 channels, 56x56, 1 image": Work(
+        ConvSpec(256, 256, kernel=3, size=56, images=1, density=0.1), None, 250
+    ),
+}
+
+
+@torch.no_grad()
+def rows(budget: float, quick: bool = False) -> Rows:
+    """A row for each product; `quick` takes small shapes, to see that it runs.
+
+    >>> next(rows(0.1, quick=True)).work
+    'fp32 forward, hidden 256, 1 token, density 0.1, weights in the caches'
+    """
+    shrink = 16 if quick else 1
+    for name, work in MEMORY.items():
+        for cold in (False, True):
+            yield _of_memory(name, replace(work, spec=work.spec.shrunk(shrink)), cold, budget, quick)
+    for name, work in ARITHMETIC.items():
+        yield _of_arithmetic(name, replace(work, spec=work.spec.shrunk(shrink)), budget, quick)
+
+
+def _of_memory(name: str, work: Work, cold: bool, budget: float, quick: bool) -> Row:
+    spec = work.spec
+    assert isinstance(spec, LinearSpec)
+    bench = LinearBench(**timing(budget, quick))
+    case = _checked(bench, spec)
+    size = case.size(OURS)
+    copies = 2 if cold and quick else -(-COLD_BYTES // size) if cold else 1
+    device = Device(copies)
+    calls: dict[str, Call] = {
+        OURS: device.ready([case.call(OURS, copy) for copy in range(copies)]),
+        "reading": device.ready([partial(_read, case.copy_of_values(copy)) for copy in range(copies)]),
+    }
+    samples = race(calls, **timing(budget, quick)).samples.per(dict.fromkeys(calls, copies))
+    part, rate = samples.ratio("reading", OURS), size / samples.time("reading").median
+    title = f"{name}, hidden {spec.out_features}, 1 token, density {spec.density:g}, weights in "
+    said = f"of reading the weights at {rate / 1e9:.3g} GB/s; {duration(samples.time(OURS).median)}"
+    return _row(title + ("memory" if cold else "the caches"), work, part, said, {"copies": copies})
+
+
+def _read(values: Tensor) -> Tensor:
+    # 16-bit numbers in pairs: their sum in 16 bits would be arithmetic.
+    return values.view(-1).view(torch.float32).sum()
+
+
+def _of_arithmetic(name: str, work: Work, budget: float, quick: bool) -> Row:
+    spec, size = work.spec, DENSE // 16 if quick else DENSE
+    bench = (LinearBench if isinstance(spec, LinearSpec) else ConvBench)(**timing(budget, quick))
+    case = _checked(bench, spec)
+    x, weight = torch.randn(size, size), torch.randn(size, size)
+    calls: dict[str, Call] = {OURS: case.call(OURS), "MKL": partial(F.linear, x, weight)}
+    if torch.backends.mkldnn.is_available():
+        calls["oneDNN"] = partial(onednn(weight, size), x)
+    samples = race(calls, **timing(budget, quick)).samples
+    operations = 2 * case.layout.nnz * spec.block**2 * spec.tokens
+    scale = operations / (2 * size**3)
+    best = min(set(calls) - {OURS}, key=lambda peer: samples.time(peer).median)
+    part = samples.ratio(best, OURS)
+    part = Spread(scale * part.median, scale * part.low, scale * part.high, part.count)
+    peak, rate = 2e-9 * size**3 / samples.time(best).median, 1e-9 * operations / samples.time(OURS).median
+    shape = f", hidden {spec.out_features}, {spec.tokens} tokens" if isinstance(spec, LinearSpec) else ""
+    title = f"{name}{shape}, density {spec.density:g}"
+    said = f"of {best}'s dense rate, {peak:.0f} GFLOP/s; {rate:.0f} GFLOP/s"
+    wide = cpu_core.isa() not in ("portable", "avx2")
+    return _row(title, work, part, said, {"gflops": rate, "peak": peak}, rate if wide else None)
+
+
+def _row(title: str, work: Work, part: Spread, said: str, details: dict[str, Any], rate: float | None = None) -> Row:
+    met = None
+    target = "-"
+    if work.part is not None:
+        met, target = part.median >= work.part, f">= {work.part:.0%} of the bound"
+    elif work.gflops is not None:
+        target = f">= {work.gflops:g} GFLOP/s with AVX-512"
+        met = None if rate is None else rate >= work.gflops
+    measured = f"{part.median:.0%} ({part.low:.0%}-{part.high:.0%}) {said}"
+    return Row(title, target, measured, met, {**asdict(work.spec), **details, "part": vars(part)})
+
+
+def _checked(bench: Bench, spec: LinearSpec | ConvSpec) -> Any:
+    case = bench.case(spec)
+    case.check(seed=0)
+    return case
