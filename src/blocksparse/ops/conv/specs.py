@@ -125,6 +125,7 @@ REACH = (
     ConvTarget(LAYER, "dense", 7.0),
     ConvTarget(replace(LAYER, density=0.25), "dense", 2.8),
     ConvTarget(replace(LAYER, pattern="block-diagonal"), "grouped", 1.0),
+    ConvTarget(replace(LAYER, images=1, pattern="block-diagonal"), "grouped", 1.0),
 )
 
 # Time is linear in nnz in each pass, as in the linear op: the fixed part is at most this part of the dense time.
