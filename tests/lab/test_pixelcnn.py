@@ -118,6 +118,11 @@ def test_channels_last_is_the_same():
     torch.testing.assert_close(net(x.to(memory_format=torch.channels_last)), net(x), atol=1e-5, rtol=1e-5)
 
 
+def test_under_vmap():
+    net, x = model("blocks"), torch.rand(2, 1, 3, 8, 8) * 2 - 1
+    torch.testing.assert_close(torch.vmap(net)(x), torch.stack([net(one) for one in x]), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "subject"),
     [

@@ -116,6 +116,30 @@ def test_compiled_and_transformed():
     assert bs.nn.concat_elu(x.to("meta")).shape == (2, 6, 4)
 
 
+@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
+def test_outputs_may_be_changed_in_place(memory):
+    x = torch.randn(2, 3, 4, 5).contiguous(memory_format=memory).requires_grad_()
+    F.relu_(bs.nn.concat_elu(x)).sum().backward()
+    (expected,) = torch.autograd.grad(F.elu(torch.cat([x, -x], 1)).relu().sum(), x)
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_saved_tensors_in_another_memory_format_have_the_same_mask():
+    x = torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda saved: saved):
+        y = bs.nn.concat_elu(x, 0.5)
+    y.sum().backward()
+    upper, lower = y.detach().chunk(2, 1)
+    assert torch.equal(x.grad == 0, (upper == 0) & (lower == 0))
+
+
+def test_gradients_without_numbers_of_their_own():
+    x = torch.randn(2, 3, requires_grad=True)
+    expected = torch.autograd.grad(F.elu(torch.cat([x, -x], 1)), x, torch.ones(2, 6))[0]
+    found = torch.autograd.grad(bs.nn.concat_elu(x), x, torch._neg_view(torch.ones(2, 6)))[0]
+    torch.testing.assert_close(found, -expected)
+
+
 @pytest.mark.parametrize(
     ("call", "subject"),
     [

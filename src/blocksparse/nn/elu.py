@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ..checked import number
 from ..errors import BlockSparseError
 from ..ops import concat_elu as op
 from ..ops import dropout
+from ..ops.checks import SUM_DTYPES
 from ..ops.conv import is_channels_last
 from ..ops.registry import is_eager
 from .dropout import seed
@@ -38,41 +40,32 @@ def concat_elu(x: Tensor, p: float = 0.0) -> Tensor:
     if x.dim() < 2:
         raise BlockSparseError.expected("x", "[n, channels, *]", list(x.shape))
     p = number("p", p, 0, below=1)
-    if x.device.type != "cpu" or not is_eager(x) or not x.is_floating_point():
+    if x.device.type != "cpu" or x.dtype not in SUM_DTYPES or not is_eager(x):
         return F.dropout(F.elu(torch.cat([x, -x], 1), inplace=True), p)
     least = dropout.least_of(p)
-    y: Tensor = _ConcatElu.apply(x, dropout.scale_of(least), seed() if least else 0, least)  # type: ignore[no-untyped-call]
-    return y
+    drawn = dropout.scale_of(least), seed() if least else 0, least
+    n, channels, *space = x.shape
+    if space and is_channels_last(x):
+        rows: Tensor = _ConcatElu.apply(x.movedim(1, -1).reshape(-1, channels), *drawn)  # type: ignore[no-untyped-call]
+        return rows.view(n, *space, 2 * channels).movedim(-1, 1)
+    samples: Tensor = _ConcatElu.apply(x.reshape(n, math.prod(x.shape[1:])), *drawn)  # type: ignore[no-untyped-call]
+    return samples.view(n, 2 * channels, *space)
 
 
 class _ConcatElu(torch.autograd.Function):
+    """`ops.concat_elu` of rows."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float, seed: int, least: int) -> Tensor:
         ctx.save_for_backward(x)
         ctx.drawn = scale, seed, least
-        return _like(x, op.forward(_rows(x), *ctx.drawn), 2 * x.shape[1])
+        return op.forward(x, *ctx.drawn)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for second derivatives
-            found = _gradient(_rows(grad, like=x), _rows(x), *ctx.drawn)
-        else:
-            found = op.backward(_rows(grad, like=x), _rows(x), *ctx.drawn)
-        return _like(x, found, x.shape[1]), None, None, None
-
-
-def _rows(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """[rows, features]: of positions if `like` is channels-last, else of samples."""
-    like = x if like is None else like
-    return x.movedim(1, -1).flatten(0, -2) if like.dim() > 2 and is_channels_last(like) else x.flatten(1)
-
-
-def _like(x: Tensor, rows: Tensor, channels: int) -> Tensor:
-    n, _, *space = x.shape
-    if x.dim() > 2 and is_channels_last(x):
-        return rows.view(n, *space, channels).movedim(-1, 1)
-    return rows.view(n, channels, *space)
+        plain = is_eager(grad, x) and not torch.is_grad_enabled()  # enabled for second derivatives
+        return (op.backward if plain else _gradient)(grad, x, *ctx.drawn), None, None, None
 
 
 def _gradient(grad: Tensor, x: Tensor, scale: float, seed: int, least: int) -> Tensor:

@@ -119,7 +119,7 @@ class PixelCNN(nn.Module):
         x = F.pad(images, (0, 0, 0, 0, 0, 1), value=1.0)
         if x.device.type == "cpu":
             # Ours want channels side by side, oneDNN is faster on planes where channels are few.
-            x = x.contiguous(memory_format=torch.channels_last if self.in_blocks else torch.contiguous_format)
+            x = x.movedim(1, -1).contiguous().movedim(-1, 1) if self.in_blocks else x.contiguous()
         state = _State.of(self.above(x), self.above_in_row(x) + self.left(x))
         states = [state.active]
         for layer in self.there:
