@@ -69,7 +69,10 @@ def test_bench_linear_writes_its_numbers_and_its_chart(pass_, tmp_path):
     [
         (["--dtype", "float8"], "dtype: expected one of float32, float64, bfloat16, float16, got 'float8'"),
         (["--pass", "both"], "pass: expected one of forward, dgrad, wgrad, train, got 'both'"),
-        (["--against", "dense,cublas"], "expected some of dense, torch-bsr, bsr-matmul, csr-matmul, stk, got 'cublas'"),
+        (
+            ["--against", "dense,cublas"],
+            "expected some of dense, onednn, torch-bsr, bsr-matmul, csr-matmul, stk, got 'cublas'",
+        ),
         (["--densities", "1,many"], "densities: expected numbers with commas between"),
         (["--densities", ""], "densities: expected numbers with commas between"),
         (["--densities", "2"], "density: expected a number from 0 to 1, got 2.0"),
