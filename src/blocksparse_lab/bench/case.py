@@ -244,6 +244,12 @@ class Bench:
         """The tensors of `spec`, and the calls on them."""
         return self.kind(spec, self.seed, self.device.torch)
 
+    def checked(self, spec: Any) -> Any:
+        """The case of `spec`, our work on which has been compared with float64."""
+        case = self.case(spec)
+        case.check(self.seed)
+        return case
+
     def run(self, spec: Any, against: Sequence[str] | None = None) -> CaseResult:
         """Checks our work on `spec` against float64, then times it and its peers (other ones, if given here).
 

@@ -20,7 +20,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 def onednn(weight: Tensor, tokens: int) -> Product:
-    """oneDNN's dense product in PyTorch, with the weight packed for so many tokens."""
+    """oneDNN's dense product in PyTorch, with the weight packed for this number of tokens."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, tokens)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -87,7 +86,7 @@ def _small_blocks(bench: Bench, shape: LinearSpec) -> Rows:
     """Small blocks against blocks of 32 at the same shape and density: how much of their speed is left."""
     for pass_ in PASSES:
         specs = {f"{block}": replace(shape, block=block, pass_=pass_) for block in (32, *SMALL_BLOCKS)}
-        samples = bench.alternate({name: _checked(bench.case(spec)).call(OURS) for name, spec in specs.items()})
+        samples = bench.alternate({name: bench.checked(spec).call(OURS) for name, spec in specs.items()})
         for block, least in SMALL_BLOCKS.items():
             part = samples.ratio("32", f"{block}")
             yield Row(
@@ -101,7 +100,7 @@ def _small_blocks(bench: Bench, shape: LinearSpec) -> Rows:
 
 def line_row(bench: Bench, specs: Sequence[LinearSpec] | Sequence[ConvSpec], most: float) -> Row:
     """Fits a line to time against nnz of specs that differ in density; its intercept as a part of the dense time."""
-    cases = [_checked(bench.case(spec)) for spec in specs]
+    cases = [bench.checked(spec) for spec in specs]
     calls = {"dense": cases[0].call("dense")} | {f"{case.layout.nnz}": case.call(OURS) for case in cases}
     samples = race(calls, bench.rounds, 2 * bench.budget).samples
     nnz = [case.layout.nnz for case in cases]
@@ -115,11 +114,6 @@ def line_row(bench: Bench, specs: Sequence[LinearSpec] | Sequence[ConvSpec], mos
         abs(part) < most,
         {"nnz": nnz, "seconds": seconds, "dense": vars(dense)},
     )
-
-
-def _checked(case: Any) -> Any:
-    case.check(seed=0)
-    return case
 
 
 # Gates that are 0, in inference: the gated product against that of the compacted layout.
