@@ -96,15 +96,6 @@ void fetch_next(const ConvPiece& piece, int64_t part, int64_t parts) {
   }
 }
 
-// Streams only where a vector is a cache line: in parts, lines would be written more than once.
-template <class E>
-BLOCKSPARSE_INLINE void stream_sums(typename E::Storage* to, Vector<typename E::Sum> v) {
-#if defined(__AVX512F__)
-  if constexpr (sizeof *to == sizeof v[0]) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits<__m512i>(v));
-#endif
-  E::store_sums(to, v);
-}
-
 // Called as soon as the sums are ready: the stores of one run overlap with the products of the next.
 template <class E>
 void write_run(const ConvPiece& piece, int64_t run, const typename E::Sum* sums) {
@@ -123,8 +114,8 @@ void write_run(const ConvPiece& piece, int64_t run, const typename E::Sum* sums)
       Vector<Sum> v = load(from);
       if (bias) v = v + shift;
       if (piece.activation != Activation::kNone) v = activated(v, piece.activation);
-      if (wide == n && piece.streams) {
-        stream_sums<E>(to, v);
+      if (wide == n && piece.streams && sizeof *to == sizeof v[0]) {
+        stream(to, v);
       } else if (wide == n) {
         E::store_sums(to, v);
       } else {

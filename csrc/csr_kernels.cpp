@@ -140,13 +140,9 @@ BLOCKSPARSE_INLINE Vector<typename E::Sum> finished(Vector<typename E::Sum> v, c
 // A vector's outputs, or fewer; whole cache lines past the caches if it `streams`.
 template <class E>
 BLOCKSPARSE_INLINE void put(typename E::Storage* to, Vector<typename E::Sum> v, int64_t count, bool streams) {
-#if defined(__AVX512F__)
-  if constexpr (sizeof *to == sizeof v[0]) {
-    if (streams && count == kLanes<typename E::Sum> && reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0)
-      return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits<__m512i>(v));
-  }
-#endif
-  (void)streams;
+  if (streams && count == kLanes<typename E::Sum> && sizeof *to == sizeof v[0] &&
+      reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0)
+    return stream(to, v);
   if (count == kLanes<typename E::Sum>) {
     E::store_sums(to, v);
   } else {

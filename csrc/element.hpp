@@ -7,9 +7,6 @@
 #include "kernels.hpp"
 #include "simd.hpp"
 
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
 #if defined(__AVX512BF16__) || defined(BLOCKSPARSE_EMULATED_PAIRS)
 #define BLOCKSPARSE_PAIRS
 #endif
@@ -44,13 +41,19 @@ struct BFloat16Bits {
     memcpy(&narrow, from, sizeof narrow);
     return bits<Vector<float>>(__builtin_convertvector(narrow, Vector<uint32_t>) << 16);
   }
+  BLOCKSPARSE_INLINE Vector<uint32_t> rounded(Vector<float> v) {
+    const Vector<uint32_t> wide = bits<Vector<uint32_t>>(v);
+    const Vector<uint32_t> near = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;  // to nearest, ties to even
+    const Vector<uint32_t> nan = (wide >> 16) | 0x40;
+    return v == v ? near : nan;
+  }
   BLOCKSPARSE_INLINE void narrow(Half* to, Vector<float> v) {
     typedef Half Narrow __attribute__((vector_size(kVectorBytes / 2)));
-    const Vector<uint32_t> wide = bits<Vector<uint32_t>>(v);
-    const Vector<uint32_t> rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;  // to nearest, ties to even
-    const Vector<uint32_t> nan = (wide >> 16) | 0x40;
-    const Narrow narrow = __builtin_convertvector(v == v ? rounded : nan, Narrow);
+    const Narrow narrow = __builtin_convertvector(rounded(v), Narrow);
     memcpy(to, &narrow, sizeof narrow);
+  }
+  BLOCKSPARSE_INLINE Vector<uint32_t> pairs(Vector<float> low, Vector<float> high) {
+    return rounded(low) | rounded(high) << 16;
   }
 };
 
@@ -98,6 +101,13 @@ struct Float16Bits {
     for (int i = 0; i < kLanes<float>; ++i) to[i] = narrow(float(v[i]));
 #endif
   }
+  BLOCKSPARSE_INLINE Vector<uint32_t> pairs(Vector<float> low, Vector<float> high) {
+    typedef Half Narrow __attribute__((vector_size(kVectorBytes / 2)));
+    Narrow below, above;
+    narrow(reinterpret_cast<Half*>(&below), low);
+    narrow(reinterpret_cast<Half*>(&above), high);
+    return __builtin_convertvector(below, Vector<uint32_t>) | __builtin_convertvector(above, Vector<uint32_t>) << 16;
+  }
 };
 
 template <class Bits>
@@ -109,6 +119,8 @@ struct Widened {  // 16 bits in memory, float32 in registers
   static constexpr bool kConvertsWeights = true;
   BLOCKSPARSE_INLINE Vector<Unit> units(const Storage* from) { return Bits::widen(from); }
   BLOCKSPARSE_INLINE void store_sums(Storage* to, Vector<Sum> v) { Bits::narrow(to, v); }
+  // Lane by lane, as two numbers that follow each other.
+  BLOCKSPARSE_INLINE Vector<uint32_t> pairs(Vector<Sum> low, Vector<Sum> high) { return Bits::pairs(low, high); }
   BLOCKSPARSE_INLINE Sum to_sum(Storage value) { return Bits::widen(value); }
   BLOCKSPARSE_INLINE Vector<Sum> multiply_add(Unit w, Vector<Unit> x, Vector<Sum> sum) { return sum + w * x; }
   BLOCKSPARSE_INLINE Vector<Sum> multiply_add_lanes(Vector<Unit> w, Vector<Unit> x, Vector<Sum> sum) {
@@ -131,6 +143,15 @@ BLOCKSPARSE_INLINE Vector<float> multiply_add_pairs(Vector<uint32_t> a, Vector<u
 #endif
 }
 
+#if !defined(BLOCKSPARSE_EMULATED_PAIRS)
+// The first number of the lower half, the first of the upper one, and so on.
+BLOCKSPARSE_INLINE Vector<uint32_t> interleave_halves(__m512bh halves) {
+  const Vector<uint32_t> lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Vector<uint32_t> from = lane | (lane + 16) << 16;
+  return bits<Vector<uint32_t>>(_mm512_permutexvar_epi16(bits<__m512i>(from), bits<__m512i>(halves)));
+}
+#endif
+
 struct BFloat16Pairs {  // two products and two sums per lane and instruction
   using Storage = uint16_t;
   using Unit = uint32_t;
@@ -143,6 +164,13 @@ struct BFloat16Pairs {  // two products and two sums per lane and instruction
     return v;
   }
   BLOCKSPARSE_INLINE void store_sums(Storage* to, Vector<Sum> v) { BFloat16Bits::narrow(to, v); }
+  BLOCKSPARSE_INLINE Vector<Unit> pairs(Vector<Sum> low, Vector<Sum> high) {
+#if defined(BLOCKSPARSE_EMULATED_PAIRS)
+    return BFloat16Bits::pairs(low, high);
+#else
+    return interleave_halves(_mm512_cvtne2ps_pbh(bits<__m512>(high), bits<__m512>(low)));
+#endif
+  }
   BLOCKSPARSE_INLINE Sum to_sum(Storage value) { return BFloat16Bits::widen(value); }
   BLOCKSPARSE_INLINE Vector<Sum> multiply_add(Unit w, Vector<Unit> x, Vector<Sum> sum) {
     return multiply_add_pairs(broadcast(w), x, sum);

@@ -166,23 +166,23 @@ void spread_outputs(const RowPiece& piece, const typename E::Storage* x, typenam
 
 // The sums of one token to y, with bias and activation. `outputs_of(o, count)` gives those of the outputs from o on.
 template <class E, class OutputsOf>
-BLOCKSPARSE_INLINE void write_token(const RowPiece& piece, int64_t token, const OutputsOf& outputs_of) {
-  const auto* bias = static_cast<const typename E::Storage*>(piece.bias);
-  auto* y = static_cast<typename E::Storage*>(piece.y) + token * piece.y_stride;
-  in_vectors<E>(0, piece.end - piece.begin, [&](int64_t o, int64_t count) {
+BLOCKSPARSE_INLINE void write_token(const LinearOutputs& outputs, int64_t token, const OutputsOf& outputs_of) {
+  const auto* bias = static_cast<const typename E::Storage*>(outputs.bias);
+  auto* y = static_cast<typename E::Storage*>(outputs.y) + token * outputs.y_stride;
+  in_vectors<E>(0, outputs.count, [&](int64_t o, int64_t count) {
     Vector<typename E::Sum> v = outputs_of(o, count);
     if (bias) v += read_units<E>(bias + o, count);
-    if (piece.activation != Activation::kNone) v = activated(v, piece.activation);
+    if (outputs.activation != Activation::kNone) v = activated(v, outputs.activation);
     write_sums<E>(y + o, v, count, false);
   });
 }
 
 template <class E, int kOutputs>
-void write_dots(const RowPiece& piece, typename E::Sum* sums, int64_t sums_token) {
+void write_dots(const LinearOutputs& outputs, typename E::Sum* sums, int64_t sums_token) {
   using Sum = typename E::Sum;
   constexpr int n = kLanes<Sum>;
-  for (int64_t t = 0; t < piece.tokens; ++t)
-    write_token<E>(piece, t, [&](int64_t o, int64_t count) {
+  for (int64_t t = 0; t < outputs.tokens; ++t)
+    write_token<E>(outputs, t, [&](int64_t o, int64_t count) {
       Vector<Sum> v[n];
       for (int i = 0; i < n / kOutputs; ++i)
         v[i] = i * kOutputs < count ? load(sums + t * sums_token + (o / kOutputs + i) * n) : Vector<Sum>{};
@@ -215,31 +215,31 @@ struct SingleOf<BFloat16Pairs> {
 
 // `piece.panel` is x `[tokens, features]`, or its repeated copy, and `piece.width` the numbers from token to token.
 template <class E>
-void few_tokens_piece(const RowPiece& piece) {
+void few_tokens_piece(const RowPiece& piece, const LinearOutputs& outputs) {
   using Sum = typename E::Sum;
   using Single = typename SingleOf<E>::type;
   constexpr int n = kLanes<Sum>;
-  const int64_t outputs = piece.end - piece.begin;
+  const int64_t tokens = outputs.tokens, count = outputs.count;
   const auto* x = static_cast<const typename E::Storage*>(piece.panel);
   if (piece.transposed) {
-    Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, piece.tokens * outputs * int64_t(sizeof(Sum))));
-    tokens_at_once(piece.tokens, [&](auto count, int64_t t) {
-      spread_outputs<Single, decltype(count)::value>(piece, x + t * piece.width, sums + t * outputs, outputs);
+    Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, tokens * count * int64_t(sizeof(Sum))));
+    tokens_at_once(tokens, [&](auto at_once, int64_t t) {
+      spread_outputs<Single, decltype(at_once)::value>(piece, x + t * piece.width, sums + t * count, count);
     });
-    for (int64_t t = 0; t < piece.tokens; ++t)
-      write_token<Single>(piece, t, [&](int64_t o, int64_t) { return load(sums + t * outputs + o); });
+    for (int64_t t = 0; t < tokens; ++t)
+      write_token<Single>(outputs, t, [&](int64_t o, int64_t) { return load(sums + t * count + o); });
     return;
   }
-  const int64_t in_vector = rows_in_vector<E>(piece.block_out, piece.block_sum), rows = outputs / in_vector;
+  const int64_t in_vector = rows_in_vector<E>(piece.block_out, piece.block_sum), rows = count / in_vector;
   const int64_t steps = in_vector == 1 ? piece.block_sum / (n * E::kPack) : 1;
-  Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, piece.tokens * rows * n * int64_t(sizeof(Sum))));
-  tokens_at_once(piece.tokens, [&](auto count, int64_t t) {
-    dot_rows<E, decltype(count)::value>(piece, rows, steps, x + t * piece.width, sums + t * rows * n, rows * n);
+  Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, tokens * rows * n * int64_t(sizeof(Sum))));
+  tokens_at_once(tokens, [&](auto at_once, int64_t t) {
+    dot_rows<E, decltype(at_once)::value>(piece, rows, steps, x + t * piece.width, sums + t * rows * n, rows * n);
   });
-  if (in_vector == 1) write_dots<Single, 1>(piece, sums, rows * n);
+  if (in_vector == 1) write_dots<Single, 1>(outputs, sums, rows * n);
   if constexpr (n >= 4) {
-    if (in_vector == 2) write_dots<Single, 2>(piece, sums, rows * n);
-    if (in_vector == 4) write_dots<Single, 4>(piece, sums, rows * n);
+    if (in_vector == 2) write_dots<Single, 2>(outputs, sums, rows * n);
+    if (in_vector == 4) write_dots<Single, 4>(outputs, sums, rows * n);
   }
 }
 

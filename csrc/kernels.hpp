@@ -12,8 +12,8 @@ static inline int64_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8
 static inline int64_t size_of_sum(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
 enum class Activation { kNone, kRelu, kGelu, kSilu };
 
-// A piece of one block row: the outputs [begin, end) of y[tokens, out] = activation(x W^T + bias), from a packed
-// panel of x. W is a list of blocks; `transposed` blocks are stored [sum, output] instead of [output, sum].
+// A piece of one block row: the outputs [begin, end) of x W^T, from a packed panel of x. W is a list of blocks;
+// `transposed` blocks are stored [sum, output] instead of [output, sum].
 struct RowPiece {
   int64_t blocks;           // in this row
   const int32_t* col;       // [blocks], the block of inputs each one multiplies
@@ -21,13 +21,20 @@ struct RowPiece {
   const void* values;
   int64_t block_out, block_sum;  // outputs and summed inputs of a block
   bool transposed;
-  int64_t begin, end;     // outputs of the block row
-  const void* panel;      // [in_features / k_pack, width] units; of few tokens x itself, `width` numbers a token
-  int64_t width, tokens;  // of the panel: with padding, and of those the real ones
-  const void* bias;       // of output `begin`, or null
+  int64_t begin, end;  // outputs of the block row
+  const void* panel;   // [in_features / k_pack, width] units; of few tokens x itself
+  int64_t width;       // tokens of the panel, with padding; numbers of a row of x
+};
+
+// y[tokens, outputs] = activation(sums + bias), of outputs that lie side by side.
+struct LinearOutputs {
+  void* sums;  // [count, width]
+  int64_t count, width, tokens;
+  const void* bias;  // of the first output, or null
   Activation activation;
-  void* y;  // of the panel's first token, output `begin`
+  void* y;  // of the first token and output
   int64_t y_stride;
+  bool streams;  // whole cache lines go past the caches
 };
 
 // A chunk of tokens, features cut into blocks, to [blocks, tokens / k_pack, padded] units, zeros behind.
@@ -59,16 +66,19 @@ struct LinearKernels {
   size_t unit_size;
   void (*pack_panel)(const void* x, int64_t stride, int64_t tokens, int64_t first_unit, int64_t last_unit,
                      int64_t width, void* panel);
-  void (*row_piece)(const RowPiece&);
+  // sums [outputs, width]; `next` is fetched meanwhile, as it is probably computed next.
+  void (*row_piece)(const RowPiece&, const RowPiece& next, void* sums);
+  void (*write_outputs)(const LinearOutputs&);
   void (*pack_block_columns)(const BlockColumns&, int64_t first_step, int64_t last_step, int64_t first_block,
                              int64_t last_block);
   int64_t (*padded_in)(int64_t block_in);  // of the sampled product: a part of a vector, or whole vectors
   int64_t (*strip)(int64_t block_in);      // blocks of a row that it takes at a time
   void (*sampled_strip)(const SampledStrip&);
   // For a few tokens, which need no panel: how often `few_tokens_piece` wants each block of x repeated, usually once; 0
-  // where panels are better, or blocks of this shape are not taken.
+  // where panels are better, or blocks of this shape are not taken. It writes the outputs, too; of these the sums and
+  // their width are not used.
   int64_t (*few_tokens)(int64_t tokens, int64_t block_out, int64_t block_sum, bool transposed);
-  void (*few_tokens_piece)(const RowPiece&);
+  void (*few_tokens_piece)(const RowPiece&, const LinearOutputs&);
 };
 
 // The table for a dtype and the length of the blocks' sums (pairs need an even one).

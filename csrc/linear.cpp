@@ -1,6 +1,7 @@
 #include "linear.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "addresses.hpp"
@@ -16,16 +17,21 @@ constexpr int64_t kOwnPanels = 8, kOwnBytes = 1 << 20;
 // Tokens that the sampled product packs at a time, as many as have these bytes: more would leave the outer caches,
 // fewer write the values too often. 16-bit types pack all at once, as sums over chunks would round.
 constexpr int64_t kWgradBytes = 4 << 20, kLeastTokens = 256, kMostTokens = 1024;
+// Outputs of neighbouring pieces that are written together, so that a token's are whole cache lines, one behind the
+// other; and the bytes of all outputs from which on they bypass the caches. They would often be read from there, but
+// to make room for them, and to read what they replace, takes longer.
+constexpr int64_t kOutputsAtOnce = 64, kStreamed = 1 << 20, kLine = 64;
 // What one packing task takes: features of a panel, and steps and features of a block column.
 constexpr int64_t kPackUnits = 512, kPackSteps = 16, kPackFeatures = 1024;
 
-// Tokens in panels of about equal width, each a whole number of vectors.
+// Tokens in panels of about equal width, each a whole number of vectors; `max_bytes` has the widest.
 struct Panels {
   int64_t tokens, lanes, vectors, count;
 
-  Panels(int64_t tokens, const LinearKernels& kernels)
+  Panels(int64_t tokens, const LinearKernels& kernels, int64_t max_bytes)
       : tokens(tokens), lanes(kernels.lanes), vectors(ceil_div(tokens, lanes)) {
-    count = ceil_div(vectors, kernels.max_vectors);
+    // What the caches do not hold is read less often in wider panels: the weights.
+    count = ceil_div(vectors, max_bytes > kPanelBytes ? 2 * kernels.max_vectors : kernels.max_vectors);
   }
   int64_t first_vector(int64_t p) const { return vectors * p / count; }
   int64_t first(int64_t p) const { return first_vector(p) * lanes; }
@@ -52,26 +58,72 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
             int64_t out_features, const RowTasks& tasks) {
   const FlushSubnormals flush(dtype == DType::kBFloat16);
   const LinearKernels& kernels = isa.linear(dtype, block_sum);
-  const int64_t size = size_of(dtype);
-  // Of one task the outputs of some tokens, from their panel.
-  const auto run_task = [&](auto run, int64_t task, int64_t token, int64_t here, const void* panel, int64_t width) {
-    for (int64_t j = tasks.task_start[task]; j < tasks.task_start[task + 1]; ++j) {
-      const int64_t row = tasks.row[j], output = row * block_out + tasks.begin[j], start = tasks.start[row];
-      run({tasks.start[row + 1] - start, tasks.col + start, tasks.position + start, values, block_out, block_sum,
-           transposed, tasks.begin[j], tasks.end[j], panel, width, here, bias ? advance(bias, output * size) : nullptr,
-           activation, advance(y, (token * out_features + output) * size), out_features});
-    }
+  const int64_t size = size_of(dtype), size_sum = size_of_sum(dtype);
+  const bool streams = tokens * out_features * size > kStreamed && out_features * size % kLine == 0;
+  const auto output_of = [&](int64_t j) { return tasks.row[j] * block_out + tasks.begin[j]; };
+  const auto piece_of = [&](int64_t j, const void* panel, int64_t width) {
+    const int64_t row = tasks.row[j], start = tasks.start[row];
+    return RowPiece{tasks.start[row + 1] - start,
+                    tasks.col + start,
+                    tasks.position + start,
+                    values,
+                    block_out,
+                    block_sum,
+                    transposed,
+                    tasks.begin[j],
+                    tasks.end[j],
+                    panel,
+                    width};
+  };
+  // `count` outputs from `output` on, of the tokens from `token` on.
+  const auto outputs_of = [&](void* sums, int64_t output, int64_t count, int64_t width, int64_t token, int64_t here) {
+    return LinearOutputs{sums,
+                         count,
+                         width,
+                         here,
+                         bias ? advance(bias, output * size) : nullptr,
+                         activation,
+                         advance(y, (token * out_features + output) * size),
+                         out_features,
+                         streams};
   };
 
   if (const int64_t copies = kernels.few_tokens(tokens, block_out, block_sum, transposed)) {
     if (copies > 1) x = repeated(x, tokens, block_sum, block_sum * size, copies);
-    return parallel_tasks(tasks.tasks,
-                          [&](int64_t task) { run_task(kernels.few_tokens_piece, task, 0, tokens, x.data, x.stride); });
+    return parallel_tasks(tasks.tasks, [&](int64_t task) {
+      for (int64_t j = tasks.task_start[task]; j < tasks.task_start[task + 1]; ++j)
+        kernels.few_tokens_piece(piece_of(j, x.data, x.stride),
+                                 outputs_of(nullptr, output_of(j), tasks.end[j] - tasks.begin[j], 0, 0, tokens));
+    });
   }
+  // Of one task the outputs of a panel; `next_task` is probably what the thread computes then.
+  const auto run_task = [&](int64_t task, int64_t next_task, int64_t token, int64_t here, const void* panel,
+                            int64_t width) {
+    const auto after = [&](int64_t piece) {
+      if (piece + 1 < tasks.task_start[task + 1]) return piece + 1;
+      return next_task < tasks.tasks ? tasks.task_start[next_task] : piece;
+    };
+    for (int64_t j = tasks.task_start[task], next; j < tasks.task_start[task + 1]; j = next) {
+      const int64_t output = output_of(j);
+      int64_t count = tasks.end[j] - tasks.begin[j];
+      for (next = j + 1; next < tasks.task_start[task + 1] && output_of(next) == output + count; ++next) {
+        const int64_t more = tasks.end[next] - tasks.begin[next];
+        if (count + more > kOutputsAtOnce) break;
+        count += more;
+      }
+      void* sums = scratch(Scratch::kSums, count * width * size_sum);
+      for (int64_t i = j; i < next; ++i)
+        kernels.row_piece(piece_of(i, panel, width), piece_of(after(i), panel, width),
+                          advance(sums, (output_of(i) - output) * width * size_sum));
+      kernels.write_outputs(outputs_of(sums, output, count, width, token, here));
+    }
+    // The signal that a loop has ended does not order streamed stores.
+    if (streams) std::atomic_thread_fence(std::memory_order_seq_cst);
+  };
 
   const int64_t units = x.features / kernels.k_pack, token_bytes = units * kernels.unit_size;
-  const Panels panels(tokens, kernels);
   const int64_t width_bytes = token_bytes * kernels.lanes * kernels.max_vectors;
+  const Panels panels(tokens, kernels, width_bytes);
   if (width_bytes <= kOwnBytes && panels.count >= kOwnPanels * thread_count())
     // Each thread packs a panel and multiplies it while it is in its own caches.
     return parallel_tasks(panels.count, [&](int64_t p) {
@@ -79,7 +131,7 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
       kernels.pack_panel(advance(x.data, panels.first(p) * x.stride * size), x.stride, panels.real(p), 0, units,
                          panels.width(p), packed);
       for (int64_t task = 0; task < tasks.tasks; ++task)
-        run_task(kernels.row_piece, task, panels.first(p), panels.real(p), packed, panels.width(p));
+        run_task(task, task + 1, panels.first(p), panels.real(p), packed, panels.width(p));
     });
   const int64_t at_once =
       std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(width_bytes, 1), 1, std::max<int64_t>(panels.count, 1));
@@ -95,9 +147,10 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
       kernels.pack_panel(advance(x.data, panels.first(p) * x.stride * size), x.stride, panels.real(p), begin,
                          std::min(begin + kPackUnits, units), panels.width(p), panel_at(p));
     });
+    const int64_t threads = thread_count();
     parallel_tasks(here * tasks.tasks, [&](int64_t i) {
-      const int64_t p = first + i / tasks.tasks;
-      run_task(kernels.row_piece, i % tasks.tasks, panels.first(p), panels.real(p), panel_at(p), panels.width(p));
+      const int64_t p = first + i / tasks.tasks, task = i % tasks.tasks;
+      run_task(task, task + threads, panels.first(p), panels.real(p), panel_at(p), panels.width(p));
     });
   }
 }

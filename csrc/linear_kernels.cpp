@@ -1,9 +1,9 @@
 // The linear products for one instruction set: compiled once for each, with BLOCKSPARSE_ISA naming it.
-#include "activation.hpp"
 #include "amx.hpp"
 #include "element.hpp"
 #include "few_tokens.hpp"
 #include "kernels.hpp"
+#include "linear_outputs.hpp"
 #include "parallel.hpp"
 #include "tile.hpp"
 
@@ -180,7 +180,7 @@ struct BlockWeights {
 };
 
 template <class E>
-void multiply_row(const RowPiece& piece, typename E::Sum* sums) {
+void multiply_row(const RowPiece& piece, const RowPiece& next, typename E::Sum* sums) {
   using Unit = typename E::Unit;
   const int64_t sum_units = piece.block_sum / E::kPack;
   const int64_t group = sum_units < kSumGroup ? kSumGroup / sum_units : 1;
@@ -198,11 +198,13 @@ void multiply_row(const RowPiece& piece, typename E::Sum* sums) {
       w[i] = weights.prepare(piece, piece.position[first + i], i);
       x[i] = panel + piece.col[first + i] * sum_units * piece.width;
     }
-    const int64_t next_count = smaller(count, piece.blocks - first - count);
+    const bool last = first + count == piece.blocks;
+    const RowPiece& after = last ? next : piece;
+    const int64_t after_first = last ? 0 : first + count, next_count = smaller(count, after.blocks - after_first);
     for (int64_t i = 0; i < next_count; ++i) {
-      next_w[i] = static_cast<const char*>(piece.values) + piece.position[first + count + i] * block_bytes +
-                  piece.begin * block_bytes / piece.block_out;
-      next_x[i] = reinterpret_cast<const char*>(panel + piece.col[first + count + i] * sum_units * piece.width);
+      next_w[i] = static_cast<const char*>(after.values) + after.position[after_first + i] * block_bytes +
+                  after.begin * block_bytes / piece.block_out;
+      next_x[i] = reinterpret_cast<const char*>(panel + after.col[after_first + i] * sum_units * piece.width);
     }
     const int64_t tile = tile_rows(vectors);
     const int64_t shares = sum_units * ((piece.end - piece.begin + tile - 1) / tile);
@@ -238,49 +240,15 @@ bool multiply_row_on_tiles_if_pairs(const RowPiece& piece, typename E::Sum* sums
   return false;
 }
 
-// Sums [outputs, width] to y [tokens, outputs], with bias and activation.
 template <class E>
-void write_outputs(const RowPiece& piece, typename E::Sum* sums) {
+void row_piece(const RowPiece& piece, const RowPiece& next, void* to) {
   using Sum = typename E::Sum;
-  using Storage = typename E::Storage;
-  constexpr int n = kLanes<Sum>;
-  const Storage* bias = static_cast<const Storage*>(piece.bias);
-  Storage* y = static_cast<Storage*>(piece.y);
-  const int64_t outputs = piece.end - piece.begin;
-  for (int64_t t = 0; t < piece.tokens; t += n) {
-    const int64_t tokens = smaller<int64_t>(n, piece.tokens - t);
-    for (int64_t o = 0; o < outputs; o += n) {
-      const int64_t wide = smaller<int64_t>(n, outputs - o);
-      Vector<Sum> v[n];
-      for (int i = 0; i < n; ++i) {
-        v[i] = i < wide ? load(sums + (o + i) * piece.width + t) : Vector<Sum>{};
-        if (bias && i < wide) v[i] = v[i] + E::to_sum(bias[o + i]);
-        if (piece.activation != Activation::kNone && i < wide) v[i] = activated(v[i], piece.activation);
-      }
-      transpose<Sum>(v);
-      for (int i = 0; i < tokens; ++i) {
-        Storage* to = y + (t + i) * piece.y_stride + o;
-        if (wide == n) {
-          E::store_sums(to, v[i]);
-        } else {
-          write_sums<E>(to, v[i], wide, false);
-        }
-      }
-    }
-  }
-}
-
-template <class E>
-void row_piece(const RowPiece& piece) {
-  using Sum = typename E::Sum;
-  const int64_t size = (piece.end - piece.begin) * piece.width * int64_t(sizeof(Sum));
-  Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, size));
+  Sum* sums = static_cast<Sum*>(to);
   if (piece.blocks == 0) {
-    memset(sums, 0, size);
+    memset(sums, 0, (piece.end - piece.begin) * piece.width * sizeof(Sum));
   } else if (!multiply_row_on_tiles_if_pairs<E>(piece, sums)) {
-    multiply_row<E>(piece, sums);
+    multiply_row<E>(piece, next, sums);
   }
-  write_outputs<E>(piece, sums);
 }
 
 // -- grad^T x on the layout -----------------------------------------------------------------------------------------
@@ -384,17 +352,12 @@ void sampled_strip(const SampledStrip& strip) {
 
 template <class E>
 constexpr LinearKernels table(int max_vectors) {
-  return {E::kPack,
-          kLanes<typename E::Sum>,
-          max_vectors,
-          sizeof(typename E::Unit),
-          pack_panel<E>,
-          row_piece<E>,
-          pack_block_columns<E>,
-          padded_in<E>,
-          strip<E>,
-          sampled_strip<E>,
-          few_tokens<E>,
+  return {E::kPack,           kLanes<typename E::Sum>,
+          max_vectors,        sizeof(typename E::Unit),
+          pack_panel<E>,      row_piece<E>,
+          write_outputs<E>,   pack_block_columns<E>,
+          padded_in<E>,       strip<E>,
+          sampled_strip<E>,   few_tokens<E>,
           few_tokens_piece<E>};
 }
 

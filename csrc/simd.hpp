@@ -8,6 +8,10 @@
 
 #include <utility>
 
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 #if !defined(BLOCKSPARSE_ISA)
 #error "compile with -DBLOCKSPARSE_ISA=<name>"
 #endif
@@ -63,6 +67,17 @@ BLOCKSPARSE_INLINE V bits(U value) {
   return v;
 }
 
+// A vector that is a cache line goes past the caches to an address aligned to it; others, which would write lines in
+// parts, do not.
+template <class V>
+BLOCKSPARSE_INLINE void stream(void* to, V v) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(static_cast<__m512i*>(to), bits<__m512i>(v));
+#else
+  memcpy(to, &v, sizeof v);
+#endif
+}
+
 template <class V, size_t... I>
 BLOCKSPARSE_INLINE void interleave(V a, V b, V& low, V& high, std::index_sequence<I...>) {
   constexpr int n = sizeof...(I);
@@ -70,18 +85,18 @@ BLOCKSPARSE_INLINE void interleave(V a, V b, V& low, V& high, std::index_sequenc
   high = __builtin_shufflevector(a, b, (I % 2 ? n + n / 2 + I / 2 : n / 2 + I / 2)...);
 }
 
-// Transposes lanes x lanes elements: log2(lanes) rounds of interleaving row i with row i + lanes / 2.
-template <class T>
+// Of kRows vectors, as many as a vector has lanes or a part of them: the first lanes of all, side by side, then the
+// second ones. log2(kRows) rounds of interleaving row i with row i + kRows / 2.
+template <class T, int kRows = kLanes<T>>
 BLOCKSPARSE_INLINE void transpose(Vector<T>* v) {
-  constexpr int n = kLanes<T>;
 #pragma GCC unroll 4
-  for (int round = 1; round < n; round *= 2) {
-    Vector<T> w[n];
+  for (int round = 1; round < kRows; round *= 2) {
+    Vector<T> w[kRows];
 #pragma GCC unroll 8
-    for (int i = 0; i < n / 2; ++i)
-      interleave(v[i], v[i + n / 2], w[2 * i], w[2 * i + 1], std::make_index_sequence<n>{});
+    for (int i = 0; i < kRows / 2; ++i)
+      interleave(v[i], v[i + kRows / 2], w[2 * i], w[2 * i + 1], std::make_index_sequence<kLanes<T>>{});
 #pragma GCC unroll 16
-    for (int i = 0; i < n; ++i) v[i] = w[i];
+    for (int i = 0; i < kRows; ++i) v[i] = w[i];
   }
 }
 

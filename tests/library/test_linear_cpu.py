@@ -10,7 +10,7 @@ from hypothesis import given
 import blocksparse as bs
 from blocksparse.ops import cpu_core
 from blocksparse.ops.cpu_plan import OUTPUT_STEP, TASK_COST, block_plan, row_plan
-from blocksparse.ops.linear import cpu, linear_transposed
+from blocksparse.ops.linear import cpu, linear, linear_transposed
 from linear_backends import CPU, assert_close, dgrad, forward, running, wgrad
 from processes import run_script
 from strategies import layouts
@@ -55,6 +55,22 @@ def test_a_token_has_the_same_bits_among_a_few_others_and_among_many(backend, bl
             assert torch.equal(product(x[:50], values, layout), many[:50])
             assert torch.equal(product(x[:2], values, layout)[:1], alone)
             assert_close(alone, many[:1].double(), 2e-6, "alone")
+
+
+@on_every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", [4, 8, 12, 15, 32])
+def test_outputs_larger_than_the_caches_have_the_bits_of_small_ones(backend, block, dtype):
+    # Large ones are written past the caches, whole cache lines at a time; small ones are not.
+    features, tokens = 480, 1200 if dtype in (torch.float32, torch.float64) else 2400
+    layout = bs.patterns.random((features, features), block_size=block, density=0.1, seed=0)
+    x, values = torch.randn(tokens, features, dtype=dtype), torch.randn(layout.values_shape, dtype=dtype)
+    bias = torch.randn(features, dtype=dtype)
+    with running(backend):
+        for product, own in ((linear, {"bias": bias, "activation": "relu"}), (linear_transposed, {})):
+            many = product(x, values, layout, **own)
+            parts = [product(part, values, layout, **own) for part in x.split(400)]
+            assert torch.equal(many, torch.cat(parts))
 
 
 def test_from_many_python_threads_at_once():

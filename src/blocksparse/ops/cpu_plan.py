@@ -19,6 +19,8 @@ from . import cpu_core
 TASK_COST = 16_384
 # Rows are cut between outputs at multiples of this, the height of an AMX tile and two of AVX-512.
 OUTPUT_STEP = 16
+# Rows of blocks lower than this stay with their neighbours: as many outputs of 16 bits are a cache line of a token.
+LINE_OUTPUTS = 32
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,14 @@ def _row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
 
     # An empty row costs about as much as one block does: its outputs are written too.
     piece_cost = np.maximum(np.diff(start)[row], 1) * (end - begin) * width
-    order = np.argsort(-piece_cost, kind="stable")
+    together = max(LINE_OUTPUTS // height, 1) if tiles == 1 else 1  # pieces, each a whole row
+    first = np.arange(0, row.size, together)
+    cost = np.add.reduceat(piece_cost, first) if row.size else piece_cost
+    order = np.argsort(-cost, kind="stable")
+    size = np.minimum(first + together, row.size)[order] - first[order]
+    end_of = np.cumsum(size)
+    task_start = np.append(0, end_of)[_group(cost[order])]
+    order = np.repeat(first[order] - (end_of - size), size) + np.arange(row.size)
     return RowPlan(
         shape=layout.shape,
         block_shape=layout.block_shape,
@@ -106,7 +115,7 @@ def _row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
         row=row[order].astype(np.int32),
         begin=begin[order].astype(np.int32),
         end=end[order].astype(np.int32),
-        task_start=_group(piece_cost[order]),
+        task_start=task_start,
     )
 
 
