@@ -18,9 +18,9 @@ constexpr int64_t kOwnPanels = 8, kOwnBytes = 1 << 20;
 // fewer write the values too often. 16-bit types pack all at once, as sums over chunks would round.
 constexpr int64_t kWgradBytes = 4 << 20, kLeastTokens = 256, kMostTokens = 1024;
 // Outputs of neighbouring pieces that are written together, so that a token's are whole cache lines, one behind the
-// other; and the bytes of all outputs from which on they bypass the caches. They would often be read from there, but
+// other; and the bytes of all outputs from which on they bypass the caches. What reads them next has to wait then, but
 // to make room for them, and to read what they replace, takes longer.
-constexpr int64_t kOutputsAtOnce = 64, kStreamed = 1 << 20, kLine = 64;
+constexpr int64_t kOutputsAtOnce = 64, kStreamed = 4 << 20, kLine = 64;
 // What one packing task takes: features of a panel, and steps and features of a block column.
 constexpr int64_t kPackUnits = 512, kPackSteps = 16, kPackFeatures = 1024;
 
@@ -59,7 +59,7 @@ void linear(const InstructionSet& isa, DType dtype, Activation activation, bool 
   const FlushSubnormals flush(dtype == DType::kBFloat16);
   const LinearKernels& kernels = isa.linear(dtype, block_sum);
   const int64_t size = size_of(dtype), size_sum = size_of_sum(dtype);
-  const bool streams = tokens * out_features * size > kStreamed && out_features * size % kLine == 0;
+  const bool streams = tokens * out_features * size >= kStreamed && out_features * size % kLine == 0;
   const auto output_of = [&](int64_t j) { return tasks.row[j] * block_out + tasks.begin[j]; };
   const auto piece_of = [&](int64_t j, const void* panel, int64_t width) {
     const int64_t row = tasks.row[j], start = tasks.start[row];

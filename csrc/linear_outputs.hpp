@@ -55,7 +55,7 @@ void finish_sums(const LinearOutputs& outputs) {
   const auto* bias = static_cast<const typename E::Storage*>(outputs.bias);
   Sum* sums = static_cast<Sum*>(outputs.sums);
   for (int64_t o = 0; o < outputs.count; ++o, sums += outputs.width) {
-    const Vector<Sum> shift = broadcast(bias ? E::to_sum(bias[o]) : Sum(0));
+    const Vector<Sum> shift = broadcast(bias ? E::to_sum(bias[o]) : -Sum(0));  // to which -0 adds as -0
     for (int64_t t = 0; t < outputs.width; t += n)
       store(sums + t, activated(load(sums + t) + shift, outputs.activation));
   }

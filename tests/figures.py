@@ -143,4 +143,4 @@ def all_wrong() -> list[str]:
 if __name__ == "__main__":
     if "--write" in sys.argv:
         CLAIMS.write_text(claims(TEMPLATE.read_text()))
-    raise SystemExit("\n".join(all_wrong()))
+    raise SystemExit("\n".join(all_wrong()) or None)

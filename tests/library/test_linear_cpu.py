@@ -62,7 +62,7 @@ def test_a_token_has_the_same_bits_among_a_few_others_and_among_many(backend, bl
 @pytest.mark.parametrize("block", [4, 8, 12, 15, 32])
 def test_outputs_larger_than_the_caches_have_the_bits_of_small_ones(backend, block, dtype):
     # Large ones are written past the caches, whole cache lines at a time; small ones are not.
-    features, tokens = 480, 1200 if dtype in (torch.float32, torch.float64) else 2400
+    features, tokens = 480, 2400 if dtype in (torch.float32, torch.float64) else 4800
     layout = bs.patterns.random((features, features), block_size=block, density=0.1, seed=0)
     x, values = torch.randn(tokens, features, dtype=dtype), torch.randn(layout.values_shape, dtype=dtype)
     bias = torch.randn(features, dtype=dtype)
@@ -71,6 +71,16 @@ def test_outputs_larger_than_the_caches_have_the_bits_of_small_ones(backend, blo
             many = product(x, values, layout, **own)
             parts = [product(part, values, layout, **own) for part in x.split(400)]
             assert torch.equal(many, torch.cat(parts))
+
+
+@on_every_isa
+def test_zero_has_the_same_sign_behind_an_activation_with_few_tokens_and_with_many(backend):
+    layout = bs.patterns.dense((32, 32), block_size=32)
+    values, x = torch.full(layout.values_shape, -1e-30), torch.full((20, 32), 1e-30)  # whose products are -0
+    with running(backend):
+        few, many = (linear(x[:tokens], values, layout, activation="silu") for tokens in (1, 20))
+        assert not many.any()
+        assert torch.equal(torch.signbit(few[0]), torch.signbit(many[0]))
 
 
 def test_from_many_python_threads_at_once():
@@ -291,6 +301,19 @@ def test_hub_rows_are_cut_and_come_first():
     pieces = (plan.row == 5).sum()
     assert pieces == 64 // OUTPUT_STEP
     assert (plan.row[:pieces] == 5).all()
+
+
+@pytest.mark.parametrize("block", [(1, 64), (8, 8), (16, 16)])
+@pytest.mark.parametrize("inputs", [1024, 65536])
+def test_rows_of_low_blocks_stay_together_unless_that_is_too_much_for_a_task(block, inputs):
+    layout = bs.patterns.random((64, inputs), block_size=block, density=0.1, seed=0)
+    plan = row_plan(layout, transpose=False)
+    cost = np.diff(layout.row_start) * block[0] * block[1]
+    tasks = [plan.row[a:b] for a, b in zip(plan.task_start, plan.task_start[1:], strict=False)]
+    if cost.mean() * 32 // block[0] <= TASK_COST:
+        assert all(len(rows) % (32 // block[0]) == 0 for rows in tasks)  # whole cache lines
+    else:
+        assert max(cost[rows].sum() for rows in tasks) <= max(3 * TASK_COST, cost.max())
 
 
 @given(layout=layouts(max_grid=12, blocks=(1, 8, 32, 128)))

@@ -54,7 +54,10 @@ class Kept:
 
     def density_of(self, layouts: Layouts) -> float:
         """The density of all weights together when some have these layouts and the others are dense."""
-        return _mean({name: layouts[name].density if name in layouts else 1 for name in self.weights}, self.weights)
+        dense = sum(weight.tensor.numel() for name, weight in self.weights.items() if name not in layouts)
+        padded = {name: _padded(weight) for name, weight in self.weights.items() if name in layouts}
+        stored = sum(layouts[name].density * number for name, number in padded.items())
+        return (stored + dense) / (sum(padded.values()) + dense)
 
 
 class Given(Kept):
@@ -207,8 +210,13 @@ def _trained(weights: Iterable[Prunable]) -> bool:
 
 def _mean(densities: Mapping[str, float], weights: Weights) -> float:
     """The density of weights together, by their numbers in whole blocks."""
-    sizes = {name: weight.blocks.size * math.prod(weight.grid) for name, weight in weights.items()}
+    sizes = {name: _padded(weight) for name, weight in weights.items()}
     return sum(size * densities[name] for name, size in sizes.items()) / sum(sizes.values())
+
+
+def _padded(weight: Prunable) -> int:
+    """The numbers in all blocks, of padding too."""
+    return weight.blocks.size * math.prod(weight.grid)
 
 
 def _named(what: str, names: Iterable[str], weights: Weights) -> dict[str, Prunable]:

@@ -19,7 +19,7 @@ from . import cpu_core
 TASK_COST = 16_384
 # Rows are cut between outputs at multiples of this, the height of an AMX tile and two of AVX-512.
 OUTPUT_STEP = 16
-# Rows of blocks lower than this stay with their neighbours: as many outputs of 16 bits are a cache line of a token.
+# Rows of low blocks stay with their neighbours, up to this many outputs: 16 bits each are a cache line of a token.
 LINE_OUTPUTS = 32
 
 
@@ -97,7 +97,7 @@ def _row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
 
     # An empty row costs about as much as one block does: its outputs are written too.
     piece_cost = np.maximum(np.diff(start)[row], 1) * (end - begin) * width
-    together = max(LINE_OUTPUTS // height, 1) if tiles == 1 else 1  # pieces, each a whole row
+    together = _rows_together(height, cost.mean()) if row.size else 1
     first = np.arange(0, row.size, together)
     cost = np.add.reduceat(piece_cost, first) if row.size else piece_cost
     order = np.argsort(-cost, kind="stable")
@@ -117,6 +117,15 @@ def _row_plan(layout: BlockLayout, transpose: bool) -> RowPlan:
         end=end[order].astype(np.int32),
         task_start=task_start,
     )
+
+
+def _rows_together(height: int, cost: float) -> int:
+    """How many rows of this mean cost make whole cache lines of outputs, or a part of them where that is too much for
+    one task."""
+    rows = max(LINE_OUTPUTS // height, 1) if height <= OUTPUT_STEP else 1  # rows that are cut stay alone
+    while rows > 1 and rows * cost > 2 * TASK_COST:
+        rows //= 2
+    return rows
 
 
 def block_plan(layout: BlockLayout) -> BlockPlan:
