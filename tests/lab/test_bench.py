@@ -180,7 +180,7 @@ def test_json_has_the_machine_and_every_number(tmp_path):
     assert case["pass"] == "forward"
     assert case["dtype"] == "bfloat16"
     assert case["errors"]["y"] <= case["error_bound"]
-    assert set(case["seconds"]) == {OURS, "dense"}
+    assert {OURS, "dense"} <= set(case["seconds"]) <= {OURS, "dense", "onednn"}  # the last if the CPU has bfloat16
     assert case["speedup"]["dense"].keys() == {"median", "low", "high", "count"}
     assert set(case["refused"]) == set(PEERS) - {"dense"}
 
