@@ -124,11 +124,12 @@ def write(path: Path, content: Mapping[str, Any], *parts: str | Sequence[str]) -
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Results as JSON: numbers to seven digits, and what has no further parts in one line."""
+    """Results as JSON: numbers to seven digits; what has no further parts, and lists of these lists, in one line."""
     text = json.dumps(_rounded(content), indent=1, separators=(",", ":"))
     # Within strings there is neither a line break nor, behind a bracket, one to begin with.
-    flat = re.sub(r"(?<=[\[{])\n[^\[\]{}]*(?=[\]}])", lambda found: re.sub(r"\n *", "", found[0]), text)
-    write_text(path, flat + "\n")
+    for parts in (r"(?<=[\[{])\n[^\[\]{}]*(?=[\]}])", r"\[\n(?: *\[[^\[\]{}\n]*\],?\n)+ *\]"):
+        text = re.sub(parts, lambda found: re.sub(r"\n *", "", found[0]), text)
+    write_text(path, text + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
