@@ -59,7 +59,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     begin = 0 if train else load_checkpoint(net, given.folder, optimizer=optimizer)["step"]
     first = mean_loss(net)
-    # A method that is made anew draws other connections than one that went on: its seed has the step in it.
+    # A method that is made again draws other connections than one that went on: its seed has the step in it.
     method = bs.sparsity.SET(net, optimizer, zeta=0.1, every=5, seed=begin)
     end = begin + (50 if train else 10)
     for step in range(begin, end):

@@ -23,7 +23,7 @@ def sentiment(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of a byte model, or the folder of a run.")],
     data: Annotated[str, typer.Option(help="sst, imdb, or a csv file with columns text and label.")] = "sst",
     data_dir: Annotated[Path | None, typer.Option(help="A folder with sst/ or aclImdb/; else downloaded.")] = None,
-    limit: Annotated[int | None, typer.Option(help="So many texts of each part at most, for a quick look.")] = None,
+    limit: Annotated[int | None, typer.Option(help="At most this many texts of each part, for a quick look.")] = None,
     baseline: Annotated[bool, typer.Option("--baseline", help="Also words and pairs of words, TF-IDF.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON and the PNG; else the checkpoint's.")] = None,
     batch: Annotated[int, typer.Option(help="Texts side by side.")] = 128,

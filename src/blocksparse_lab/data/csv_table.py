@@ -69,7 +69,7 @@ def read(path: str | Path, columns: Sequence[str] | None = None) -> tuple[Tensor
 
     Raises:
         BlockSparseError: as of `records`; with line and column, a hole or something that is no finite number; a line
-            with fewer or more columns than the first; labels that are all the same, or numbers with so many different
+            with fewer or more columns than the first; labels that are all the same, or numbers with enough different
             values that they look like the target of a regression: more different ones than half the rows and 1000, or
             of those with fractions more than half the rows and 20, or than 1000.
 
