@@ -146,6 +146,29 @@ def step_cases(extent: str) -> list[StepCase]:
 
 
 @dataclass(frozen=True)
+class GatedCase:
+    """A gated pair of products to compile."""
+
+    dtype: str
+    block: tuple[int, int]
+    tokens: int
+    activation: str | None = "silu"  # with it, biases
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float32 if self.dtype == "tf32" else getattr(torch, self.dtype)
+
+
+def gated_cases(extent: str) -> list[GatedCase]:
+    if extent == "few":
+        return [GatedCase("bfloat16", (32, 32), TOKENS[0]), GatedCase("bfloat16", (128, 128), TOKENS[-1])]
+    blocks = BLOCKS if extent == "all" else BLOCKS[1:]
+    found = [GatedCase("bfloat16", block, tokens) for block in blocks for tokens in (TOKENS[0], TOKENS[-1])]
+    found += [GatedCase(dtype, (32, 32), tokens) for dtype in DTYPES for tokens in TOKENS]
+    return [*dict.fromkeys(found), GatedCase("bfloat16", (128, 128), TOKENS[-1], None)]
+
+
+@dataclass(frozen=True)
 class ConvCase:
     """One pass of a convolution of 64 images of 28x28, padded, with or without what its positions may share."""
 
@@ -215,6 +238,7 @@ class Device:
         from triton.runtime.jit import JITFunction
 
         from blocksparse.ops.conv import triton as convolutions
+        from blocksparse.ops.gated_linear import triton as gated
         from blocksparse.ops.linear import triton as products
         from blocksparse.ops.recurrent import quads
 
@@ -224,7 +248,8 @@ class Device:
         self.target = GPUTarget("hip", gpu.kind, 64) if amd else GPUTarget("cuda", int(gpu.kind[2:]), 32)
         self.compile = JITFunction.run
         driver.set_active(self)  # type: ignore[arg-type]
-        products.gpu_of = quads.gpu_of = convolutions.gpu_of = lambda device: gpu
+        for ops in (products, quads, convolutions, gated):
+            ops.gpu_of = lambda device: gpu  # type: ignore[attr-defined]
         JITFunction.run = lambda *args, **options: self.launch(*args, **options)
 
     # Triton's questions to a driver before it compiles.
@@ -296,6 +321,20 @@ class Device:
         self.launches.clear()
         step.forward(x, z, index, c, h_out=h, c_out=c, gates_out=z if case.split else None)
         step.wgrad(z, x)
+        return list(self.launches)
+
+    def run_gated(self, case: GatedCase) -> list[Launch]:
+        """Both products of this case."""
+        from blocksparse.ops.gated_linear.triton import gated_linear
+
+        shape = 8 * case.block[0], 16 * case.block[1]
+        layouts = [bs.patterns.random(shape, case.block, density=0.5, seed=seed) for seed in range(2)]
+        kind: dict[str, Any] = {"dtype": case.torch_dtype, "device": "meta"}
+        x, bias = torch.empty(case.tokens, shape[1], **kind), torch.empty(shape[0], **kind) if case.activation else None
+        gate, up = ((torch.empty(layout.values_shape, **kind), layout) for layout in layouts)
+        self.launches.clear()
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if case.dtype == "tf32" else "ieee"
+        gated_linear(x, *gate, *up, bias, bias, case.activation)
         return list(self.launches)
 
     def run_conv(self, case: ConvCase) -> list[Launch]:
@@ -396,7 +435,7 @@ def main(kind: str, extent: str) -> dict[str, list[dict[str, Any]]]:
     gpu = GPUS[kind]
     device = Device(gpu)
     records: dict[str, list[tuple[dict[str, Any], str]]]
-    records = {"linear": [], "lstm_gates": [], "recurrent": [], "conv": []}
+    records = {"linear": [], "lstm_gates": [], "recurrent": [], "conv": [], "gated_linear": []}
     unique = {}
     for case in cases(gpu, extent):
         with chosen(case, gpu):
@@ -414,6 +453,10 @@ def main(kind: str, extent: str) -> dict[str, list[dict[str, Any]]]:
         for launch in device.run_step(case):
             unique[launch.key()] = launch
             records["recurrent"].append((asdict(case) | {"kernel": launch.kernel.__name__}, launch.key()))
+    for case in gated_cases(extent):
+        for launch in device.run_gated(case):
+            unique[launch.key()] = launch
+            records["gated_linear"].append((asdict(case) | {"kernel": launch.kernel.__name__}, launch.key()))
     for case in conv_cases(extent):
         for launch in device.run_conv(case):
             unique[launch.key()] = launch

@@ -172,6 +172,17 @@ def test_gates_compile_without_spills(kind):
     assert {record["kernel"] for record in gates(kind)} == kernels
 
 
+# -- gated pairs of products ---------------------------------------------------------------------------------------
+
+
+@kinds(GPUS)
+def test_gated_pairs_compile_without_spills_for_tensor_cores_and_fit(kind):
+    records, most = all_compiled(kind)["gated_linear"], GPUS[kind.split()[0]].shared_memory
+    assert {record["kernel"] for record in records} == {"gated_linear_kernel"}
+    none_of(records, lambda record: "error" in record or spills(record) or record["shared"] > most)
+    none_of(records, lambda record: on_tensor_cores(record) and not (record["products"] and record.get("copies", True)))
+
+
 # -- convolutions ------------------------------------------------------------------------------------------------
 
 
