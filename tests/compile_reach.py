@@ -1,4 +1,4 @@
-"""Compiles the products of the GPU benchmark for a GPU that is not here; prints what each launch does, as JSON.
+"""Compiles what the GPU benchmark times for a GPU that is not here; prints what each launch does, as JSON.
 
     python tests/compile_reach.py sm90
     python tests/compile_reach.py sm90 "few tokens, bf16, density 0.1"        some of the rows
@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import blocksparse as bs
@@ -29,7 +30,14 @@ from blocksparse.ops.conv.specs import GPU_REACH as CONV_REACH
 from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.gpu.plan import LinearPlan
 from blocksparse.ops.linear.specs import GPU_BLOCKS, GPU_HUBS, GPU_REACH, LinearSpec
+from blocksparse_lab.bench.lstm import LstmSpec
+from blocksparse_lab.bench.lstm_reach import GPU_REACH as LSTM_REACH
+from blocksparse_lab.bench.transformer import TRANSFORMER, MlpSpec
+from blocksparse_lab.models.char_lm import parameter_count
 from compile_kernels import GPUS, Device, Launch
+
+# A launch, or None for PyTorch's own passes over memory, and what it does.
+Done = tuple[Launch | None, dict[str, Any]]
 
 # Of a warp's load from shared memory, 128 bytes each.
 WAVEFRONTS = {"128": 4, "64": 2, "4": 4, "2": 2}
@@ -37,7 +45,7 @@ PRODUCT = r"(?:FFMA|HMMA|HGMMA|DMMA|DFMA|UTC\w*MMA|v_mfma_\w+)"
 
 
 def rows() -> dict[str, list[Any]]:
-    """The products of each row, by name."""
+    """What is done in each row, by name."""
     found = {name: [target.spec] for name, target in GPU_REACH.items()}
     for block in GPU_BLOCKS:
         spec = GPU_REACH[f"many tokens, block {block}"].spec
@@ -47,6 +55,10 @@ def rows() -> dict[str, list[Any]]:
     for target in CONV_REACH[:1]:
         specs = [replace(target.spec, pass_=pass_) for pass_ in ("forward", "dgrad", "wgrad")]
         found |= {f"{spec!r}": [spec] for spec in specs}
+    for recurrent in LSTM_REACH:
+        narrow = None if recurrent.peer == "torch-wide" else recurrent.spec.narrow
+        found[recurrent.work] = [replace(recurrent.spec, narrow=narrow)]
+    found |= {f"{part}": [part] for _, part, _ in TRANSFORMER if isinstance(part, MlpSpec)}
     return found
 
 
@@ -57,11 +69,12 @@ class Reach(Device):
         super().launch(kernel, *args, grid=grid, warmup=warmup, **options)
         self.grids.append(grid)
 
-    def of(self, spec: Any) -> list[tuple[Launch, dict[str, Any]]]:
-        """The launches of a product, and what they do."""
-        return self.of_conv(spec) if isinstance(spec, ConvSpec) else self.of_linear(spec)
+    def of(self, spec: Any) -> list[Done]:
+        """The launches of a row, and what they do."""
+        of_kind = {ConvSpec: self.of_conv, MlpSpec: self.of_mlp, LstmSpec: self.of_lstm}
+        return of_kind.get(type(spec), self.of_linear)(spec)
 
-    def of_conv(self, spec: ConvSpec) -> list[tuple[Launch, dict[str, Any]]]:
+    def of_conv(self, spec: ConvSpec) -> list[Done]:
         """The same of a convolution, without what its loop does in each step: that is counted in the compiled one."""
         from blocksparse.ops.conv import triton as convolutions
         from blocksparse.ops.conv.plan import Axis
@@ -73,8 +86,7 @@ class Reach(Device):
         x = torch.empty(spec.images, spec.size, spec.size, spec.in_channels, **kind)
         grad = torch.empty(spec.images, spec.out_size, spec.out_size, spec.out_channels, **kind)
         values = torch.empty(*layout.values_shape, spec.kernel, spec.kernel, **kind)
-        self.launches.clear()
-        self.grids = []
+        self._begin()
         if spec.pass_ == "wgrad":
             convolutions.conv_wgrad(grad, x, layout, False, axes)
         elif spec.pass_ == "dgrad":
@@ -91,16 +103,74 @@ class Reach(Device):
             done.append((launch, does))
         return done
 
+    def of_mlp(self, spec: MlpSpec) -> list[Done]:
+        """The gated pair of products, and the product down."""
+        from blocksparse.ops.gated_linear.triton import gated_linear
+
+        shape = spec.hidden, spec.features
+        layouts = [bs.patterns.random(shape, spec.block, density=spec.density, seed=seed) for seed in range(2)]
+        kind: dict[str, Any] = {"dtype": spec.torch_dtype, "device": "meta"}
+        # On the CPU, as the schedule is to be looked at.
+        gate, up = ((torch.empty(layout.values_shape, dtype=spec.torch_dtype), layout) for layout in layouts)
+        self._begin()
+        gated_linear(torch.empty(spec.tokens, spec.features, dtype=spec.torch_dtype), *gate, *up, None, None, "silu")
+        ((launch, grid),) = self.recorded()
+        given, values = _given(launch), sum(layout.nnz for layout in layouts) * spec.block**2
+        # Of a row there are three loops, of blocks that both have and of those of one.
+        does = _of_rows(given, grid, given["task_ptr"][:, [1, 4]], spec.tokens, spec.block, values, loops=3)
+        does |= {"memory": kind["dtype"].itemsize * (values + spec.tokens * sum(shape)), "tensor": True}
+        down = LinearSpec(spec.features, spec.hidden, spec.tokens, spec.block, spec.density, spec.dtype)
+        return [(launch, does), *self.of_linear(down)]
+
+    def of_lstm(self, spec: LstmSpec) -> list[Done]:
+        """The products of all steps forward and back, the weight's gradient, and passes over memory for all else."""
+        from blocksparse.ops.recurrent.quads import Quads
+
+        gate, batch, rows = spec.config.layout, spec.batch, spec.tokens
+        assert gate is not None
+        hidden, block = gate.shape[0], gate.block_shape[0]
+        count = gate.grid[0]
+        row = np.concatenate([gate.row_of_block + nth * count for nth in range(4)])
+        layout = bs.BlockLayout.from_indices(row, np.tile(gate.col_of_block, 4), (4 * count, count), block)
+        kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
+        sizes = (batch, 1), (rows, 1), (256, 4), (batch, 4), (rows, 4)
+        h, all_h, pre, gates, grad = (torch.empty(n, wide * hidden, **kind) for n, wide in sizes)
+        c, index = torch.empty(batch, hidden, device="meta"), torch.empty(batch, dtype=torch.int64, device="meta")
+        quads = Quads(torch.empty(layout.values_shape, dtype=torch.bfloat16), layout, gate)
+        values = layout.nnz * block**2
+
+        self._begin()
+        quads.forward(h, pre, index, c, h_out=h, c_out=c, gates_out=gates)
+        quads.wgrad(grad, all_h)
+        (step, grid), (weights, grid_of_weights) = self.recorded()
+        given = _given(step)
+        forward = _of_rows(given, grid, given["task_ptr"][:, 1:3], batch, block, values)
+        # h and c (float32) before and after, the inputs' part of the gates, and these.
+        forward |= {"memory": 2 * (values + batch * hidden * (2 + 4 + 4 + 4)), "tensor": True, "times": spec.seq}
+        given = _given(weights)
+        wgrad = _of_weights(given, grid_of_weights, 4 * given["BLOCK_N"], rows, 2)
+        wgrad |= {"memory": 2 * (values + 5 * rows * hidden), "tensor": True}
+        of_inputs = LinearSpec(4 * hidden, hidden, batch, block, layout.density, "bfloat16", "dgrad")
+        dgrad: list[Done] = [(of, does | {"times": spec.seq}) for of, does in self.of_linear(of_inputs, layout)]
+        # The gates' gradient: these, both c, the gradients at y, h and c; those before the gates and at c.
+        at_gates = {"memory": batch * hidden * (8 + 8 + 4 + 4 + 8 + 4), "times": spec.seq}
+        # The gradient before the gates is read once more, summed up by byte; the outputs' layer reads and writes y.
+        rest = {"memory": _trained(parameter_count(spec.config)) + rows * hidden * (8 + 6)}
+        return [(step, forward), *dgrad, (weights, wgrad), (None, at_gates), (None, rest)]
+
+    def _begin(self) -> None:
+        self.launches.clear()
+        self.grids: list[Any] = []
+
     def recorded(self) -> list[tuple[Launch, Any]]:
         return list(zip(self.launches, self.grids, strict=True))
 
-    def of_linear(self, spec: LinearSpec) -> list[tuple[Launch, dict[str, Any]]]:
-        layout = spec.layout()
+    def of_linear(self, spec: LinearSpec, layout: bs.BlockLayout | None = None) -> list[Done]:
+        layout = layout or spec.layout()
         kind: dict[str, Any] = {"dtype": spec.torch_dtype, "device": "meta"}
         x, grad = (torch.empty(spec.tokens, size, **kind) for size in (spec.in_features, spec.out_features))
         values = torch.empty(layout.values_shape, **kind)
-        self.launches.clear()
-        self.grids: list[Any] = []
+        self._begin()
         if spec.pass_ == "wgrad":
             self.products.linear_wgrad(grad, x, layout)
         else:
@@ -111,41 +181,93 @@ class Reach(Device):
 
 
 def _does(launch: Launch, grid: Any, spec: LinearSpec, nnz: int, longest: int) -> dict[str, Any]:
-    given = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
-    given |= {name: value for name, value in launch.options.items() if name.isupper()}
-    programs, itemsize = math.prod(grid), spec.torch_dtype.itemsize
-    m, n, k = (given.get(f"BLOCK_{axis}", 1) for axis in "MNK")
-    values = nnz * spec.block**2
+    given, itemsize, values = _given(launch), spec.torch_dtype.itemsize, nnz * spec.block**2
     moved = itemsize * (values + spec.tokens * (spec.in_features + spec.out_features))
-    done = {"programs": programs, "longest": 0, "memory": moved, "tensor": spec.dtype != "float32"}
+    done = {"memory": moved, "tensor": spec.dtype != "float32"}
     if "task_ptr" not in given:  # sums up parts
-        return done | {"steps": 0, "macs": 0, "cache": 0, "memory": itemsize * programs * m * n}
-    tasks = given["task_ptr"].shape[0]
+        programs, m, n = math.prod(grid), given["BLOCK_M"], given["BLOCK_N"]
+        nothing = {"programs": programs, "longest": 0, "steps": 0, "macs": 0, "cache": 0}
+        return done | nothing | {"memory": itemsize * programs * m * n}
     if spec.pass_ == "wgrad":
-        steps = programs * -(-given["tokens_per_split"] // m)
-        return done | {"steps": steps, "macs": steps * m * n * k, "cache": steps * m * (n + k) * itemsize}
-    tiles = -(-spec.tokens // m)
+        return done | _of_weights(given, grid, given["BLOCK_N"], given["tokens_per_split"], itemsize)
+    return done | _of_rows(given, grid, None, spec.tokens, spec.block, values, itemsize, longest=longest)
+
+
+def _given(launch: Launch) -> dict[str, Any]:
+    """What a kernel was launched with, by name."""
+    given = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
+    return given | {name: value for name, value in launch.options.items() if name.isupper()}
+
+
+def _of_rows(
+    given: dict[str, Any], grid: Any, entries_of: Any, tokens: int, block: int, values: int, itemsize: int = 2,
+    *, loops: int = 1, longest: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """What programs do that sum up the blocks of a row for a tile of tokens; `entries_of` is where a row's begin and
+    end, if its longest is not known. Each loop over them ends with a step that is half full."""
+    programs, m, k, tasks = math.prod(grid), given["BLOCK_M"], given["BLOCK_K"], given["task_ptr"].shape[0]
+    tiles = -(-tokens // m)
     slices = programs // (tasks * tiles)
     # Inputs that several rows have in common come once: there are fewer entries than blocks.
     entries = given["col_ptr"].shape[0]
-    steps = tiles * slices * (entries * spec.block / k + tasks / 2)
-    loaded = slices * entries * spec.block * m + values
-    facts = {"longest": longest * spec.block / k, "macs": values * tiles * m, "cache": tiles * loaded * itemsize}
-    return done | {"steps": steps, **facts}
+    if entries_of is not None:
+        longest = int((entries_of[:, 1] - entries_of[:, 0]).max())
+    return {
+        "programs": programs, "longest": longest * block / k, "macs": values * tiles * m,
+        "steps": tiles * slices * (entries * block / k + loops * tasks / 2),
+        "cache": itemsize * tiles * (slices * entries * block * m + values),
+    }  # fmt: skip
 
 
-def _dense(spec: Any) -> dict[str, Any]:
-    """What the dense product does."""
+def _of_weights(given: dict[str, Any], grid: Any, n: int, tokens: int, itemsize: int) -> dict[str, Any]:
+    """What programs do that sum up the products of so many tokens, of n outputs and some lanes of inputs each."""
+    programs, m, k = math.prod(grid), given["BLOCK_M"], given["BLOCK_K"]
+    steps = programs * -(-tokens // m)
+    work = {"steps": steps, "macs": steps * m * n * k, "cache": steps * m * (n + k) * itemsize}
+    return {"programs": programs, "longest": 0, **work}
+
+
+# -- the dense peers -----------------------------------------------------------------------------------------------
+
+
+def _dense(spec: Any) -> list[dict[str, Any]]:
+    """What dense products do in place of this."""
+    if isinstance(spec, MlpSpec):
+        product = _product(spec.hidden * spec.features, spec.tokens, spec.tokens * (spec.hidden + spec.features), spec)
+        return [*3 * [product], _product(0, 0, 3 * spec.tokens * spec.hidden, spec)]
+    if isinstance(spec, LstmSpec):
+        return _cudnn(spec)
     if isinstance(spec, ConvSpec):
         pixels = spec.images * (spec.size**2 * spec.in_channels + spec.out_size**2 * spec.out_channels)
         weights = spec.out_channels * spec.in_channels
-        moved = pixels + weights * spec.kernel**2
-    else:
-        weights = spec.out_features * spec.in_features
-        moved = weights + spec.tokens * (spec.out_features + spec.in_features)
-    operations = 2 * weights * spec.tokens
-    itemsize = spec.torch_dtype.itemsize
-    return {"operations": operations, "moved": moved * itemsize, "dtype": spec.dtype, "few": spec.tokens <= 64}
+        return [_product(weights, spec.tokens, pixels + weights * (spec.kernel**2 - 1), spec)]
+    others = spec.tokens * (spec.out_features + spec.in_features)
+    return [_product(spec.out_features * spec.in_features, spec.tokens, others, spec)]
+
+
+def _cudnn(spec: LstmSpec) -> list[dict[str, Any]]:
+    """A training step with torch.nn.LSTM: two launches for each time step forward and back."""
+    config = replace(spec.config, pattern="dense", width=spec.narrow or spec.config.width)
+    width, rows = config.width, spec.tokens
+    weights = 4 * width**2
+    step = _product(weights, spec.batch, spec.batch * 5 * width, spec) | {"launches": 2, "times": 2 * spec.seq}
+    passes = {"operations": 0, "moved": _trained(parameter_count(config)) + rows * width * (24 + 14)}
+    return [step, _product(weights, rows, 5 * rows * width, spec), passes | {"dtype": spec.dtype, "few": False}]
+
+
+def _trained(parameters: int) -> int:
+    """Bytes of a training step for so many float32 parameters, besides products.
+
+    AdamW reads four numbers and writes three, the norm of the gradient and its scaling take three more; the casts to 16
+    bits and of the gradient back 12 bytes.
+    """
+    return parameters * (7 * 4 + 3 * 4 + 12)
+
+
+def _product(weights: int, tokens: int, others: int, spec: Any) -> dict[str, Any]:
+    """A product of so many weights and tokens, which moves as many numbers and others."""
+    moved = (weights + others) * getattr(torch, spec.dtype).itemsize
+    return {"operations": 2 * weights * tokens, "moved": moved, "dtype": spec.dtype, "few": tokens <= 64}
 
 
 # -- the compiled loop ---------------------------------------------------------------------------------------------
@@ -153,9 +275,11 @@ def _dense(spec: Any) -> dict[str, Any]:
 
 def _loop(asm: Any, launch: Launch) -> dict[str, Any]:
     """Of the loop with most products: instructions and shared memory's wavefronts per warp and step, and the outputs of
-    a product that reads shared memory (else None)."""
+    a product that reads shared memory (else None). Of a gated pair that with fewest: few blocks are of both."""
+    most = min if launch.kernel.__name__ == "gated_linear_kernel" else max
     if "cubin" not in asm:
-        body = max(re.split(r"\n\.LBB\w+:", asm["amdgcn"]), key=lambda part: len(re.findall(PRODUCT, part)))
+        parts = [part for part in re.split(r"\n\.LBB\w+:", asm["amdgcn"]) if re.search(PRODUCT, part)]
+        body = most(parts or [""], key=lambda part: len(re.findall(PRODUCT, part)))
         return {"instructions": len(re.findall(r"^\t[vsdgb]\w+", body, re.MULTILINE)), "wavefronts": 0, "narrow": None}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
@@ -164,12 +288,13 @@ def _loop(asm: Any, launch: Launch) -> dict[str, Any]:
         text = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     code = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)([^;]*);", text)
     lines = [(int(address, 16), name, rest) for address, name, rest in code]
-    best: Counter[str] = Counter()
+    bodies = []
     for end, name, rest in lines:
         target = re.search(r"0x([0-9a-f]+)", rest) if name.startswith("BRA") else None
         if target and int(target[1], 16) < end:
             body = Counter(name for at, name, _ in lines if int(target[1], 16) <= at <= end)
-            best = max(best, body, key=_products)
+            bodies += [body] if _products(body) else []
+    best = most(bodies, key=_products, default=Counter[str]())
     narrow = re.search(r"HGMMA\.64x(\d+)x", " ".join(best))
     loads = sum(count * WAVEFRONTS.get(name.rpartition(".")[2], 1) for name, count in best.items() if "LDS" in name)
     plain = any(name.startswith("FFMA") for name in best)
@@ -227,21 +352,24 @@ def main(kind: str, *names: str) -> dict[str, Any]:
         if names and name not in names:
             continue
         launches = [pair for spec in specs for pair in device.of(spec)]
-        unique |= {launch.key(): launch for launch, _ in launches}
+        unique |= {launch.key(): launch for launch, _ in launches if launch}
         found[name] = {
-            "dense": [_dense(spec) for spec in specs],
-            "launches": [does | {"kernel": launch.key()} for launch, does in launches],
+            "dense": [dense for spec in specs for dense in _dense(spec)],
+            "launches": [does | ({"kernel": launch.key()} if launch else {}) for launch, does in launches],
         }
     _todo[:] = [(device, launch) for launch in unique.values()]
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         kernels = dict(zip(unique, pool.map(_compiled, range(len(_todo)), chunksize=1), strict=True))
     for row in found.values():
-        row["launches"] = [_whole(launch, kernels[launch["kernel"]]) for launch in row["launches"]]
+        row["launches"] = [_whole(does, kernels) for does in row["launches"]]
     return {name: row for name, row in found.items() if None not in row["launches"]}
 
 
-def _whole(does: dict[str, Any], kernel: dict[str, Any]) -> dict[str, Any] | None:
+def _whole(does: dict[str, Any], kernels: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """A launch with its kernel; None for a convolution whose steps cannot be counted, on other kinds of GPU."""
+    if "kernel" not in does:
+        return does
+    kernel = kernels[does["kernel"]]
     if "steps" not in does:
         loop = kernel["loop"]
         if does["macs"] and not loop.get("macs"):

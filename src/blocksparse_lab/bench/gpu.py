@@ -41,7 +41,7 @@ from .device import Device
 from .linear import LinearBench
 from .lstm import LstmBench
 from .lstm_reach import GPU_REACH as LSTM_REACH
-from .lstm_reach import LstmTarget, described, sized
+from .lstm_reach import LstmTarget, sized
 from .memory import measured_step
 from .report import short
 from .rows import MEMORY, Race, Row, against, at_least, judged, memory_row, not_measured, times
@@ -149,8 +149,7 @@ class GpuReach:
                 yield f"{image!r}", at_least(conv.ratio, conv.peer), partial(self._conv, image, conv.peer, conv.ratio)
         for lstm in LSTM_REACH:
             step = replace(lstm, spec=sized(lstm.spec, self.shrink))
-            work = f"a step, {described(step.spec)}, {step.peer}"
-            yield work, at_least(step.ratio, step.peer), partial(self._lstm, step)
+            yield step.work, at_least(step.ratio, step.peer), partial(self._lstm, step)
         for kind, full, least in TRANSFORMER:
             part = full if self.shrink == 1 else full.shrunk()
             yield f"{part}", at_least(least, "dense"), partial(self._part, kind, part, least)

@@ -48,6 +48,10 @@ class LstmTarget:
     peer: str
     ratio: float
 
+    @property
+    def work(self) -> str:
+        return f"a step, {described(self.spec)}, {self.peer}"
+
 
 # On an H200, against cuDNN. The narrow net is the published one, with as many recurrent weights.
 _gpu = replace(WIDEST, batch=128, seq=64, dtype="bfloat16", narrow=3168)

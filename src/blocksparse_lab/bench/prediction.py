@@ -1,4 +1,4 @@
-"""A model of the machine: how long a product takes on a GPU, from its plan, its compiled kernel and the GPU's rates.
+"""A model of the machine: how long work takes on a GPU, from its plan, its compiled kernels and the GPU's rates.
 
 A launch takes what its slowest part takes:
 
@@ -13,7 +13,9 @@ Cache and compute overlap in part (OVERLAP). The launch and the beginning and en
 
 Calibrated on one GPU, an H100 (benchmarks/results, commit d01ed05): within 17 % of what was measured for each forward
 product in bfloat16 and float32, and 22 % for training steps; the convolutions of that time took 34 to 62 % longer than
-it said. On other GPUs it presumes the same parts of their nominal rates, and is no more than that.
+it said. Of kernels timed one by one since then, those of LSTMs and gated MLPs, it says 35 % less to 15 % more; of their
+whole steps 7 to 12 % less than the sum of those times (docs/results/gpu.md). On other GPUs it presumes the same parts
+of their nominal rates, and is no more than that.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,10 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.ops.conv.specs import GPU_REACH as CONV_REACH
 from blocksparse.ops.linear.specs import GPU_REACH, GPU_TRAINING_PART
 
+from .lstm_reach import GPU_REACH as LSTM_REACH
 from .report import short
 from .rows import Row
+from .transformer import TRANSFORMER
 
 # Of the nominal rates, what the H100 reached: a stream of values from memory (2.66 of 3.35 TB/s), dense products in
 # bfloat16 (737 of 989 TFLOP/s) and float32 (51.5 of 67), cuBLAS in float32 with few tokens (22.6 of 67).
@@ -114,8 +118,11 @@ def launch_time(launch: Mapping[str, Any], chip: Chip) -> Prediction:
             multiply-adds with those of padding, and whether of 16 bits on `tensor` cores; the bytes of `memory` and
             `cache`; of its kernel the `products` by name, `registers`, `shared`, `warps` and the `loop`: what a step
             takes of each warp, in `instructions` and in `wavefronts` of shared memory, and the outputs of a product
-            that reads shared memory, `narrow`.
+            that reads shared memory, `narrow`. Without a kernel, a pass of PyTorch's over `memory`.
     """
+    if "kernel" not in launch:
+        parts = {"launch": LAUNCH + WAVE, "memory": launch["memory"] / (MEMORY * chip.memory)}
+        return Prediction(sum(parts.values()), parts)
     kernel, loop = launch["kernel"], launch["kernel"]["loop"]
     cycles = launch["steps"] * kernel["warps"] / (chip.multiprocessors * chip.clock)
     if any("tf32" in name for name in kernel["products"]):  # float32 in three products, at half the rate
@@ -148,21 +155,27 @@ def _from_shared_memory(narrow: int | None) -> float:
 
 
 def together(launches: list[Mapping[str, Any]], chip: Chip) -> Prediction:
-    """Launches one after the other."""
-    found = [launch_time(launch, chip) for launch in launches]
-    names = dict.fromkeys(name for one in found for name in one.parts)
-    parts = {name: sum(one.parts.get(name, 0) for one in found) for name in names}
-    return Prediction(sum(one.seconds for one in found), parts)
+    """Launches one after the other, each as many `times` as it says, or once."""
+    found = [(launch.get("times", 1), launch_time(launch, chip)) for launch in launches]
+    names = dict.fromkeys(name for _, one in found for name in one.parts)
+    parts = {name: sum(times * one.parts.get(name, 0) for times, one in found) for name in names}
+    return Prediction(sum(times * one.seconds for times, one in found), parts)
 
 
-def dense_time(operations: float, moved: float, dtype: str, few: bool, chip: Chip) -> float:
-    """Seconds of one dense product of this many operations and bytes, of `few` tokens or many, as cuBLAS's on the H100.
+def dense_time(
+    operations: float, moved: float, dtype: str, few: bool, chip: Chip, launches: int = 0, times: int = 1
+) -> float:
+    """Seconds of a dense product of this many operations and bytes, of `few` tokens or many, as cuBLAS's on the H100.
+
+    Args:
+        launches: to add of each time, where one waits for the other.
+        times: how often it is computed.
 
     >>> f"{1e6 * dense_time(2 * 12288**2 * 32, 2 * 12288**2, 'bfloat16', True, CHIPS['h100']):.0f} us"  # measured: 114
     '113 us'
     """
     rate = TENSOR * chip.tensor if dtype == "bfloat16" else (PLAIN_FEW if few else PLAIN) * chip.plain
-    return max(moved / (MEMORY * chip.memory), operations / rate)
+    return times * (launches * (LAUNCH + WAVE) + max(moved / (MEMORY * chip.memory), operations / rate))
 
 
 # -- the table -----------------------------------------------------------------------------------------------------
@@ -208,14 +221,20 @@ def _us(seconds: float) -> str:
     return f"{1e6 * seconds:.1f} us"
 
 
+# The least speed-ups over dense, or over cuDNN.
+_LEAST = {name: dict(target.ratios)["dense"] for name, target in GPU_REACH.items()}
+_LEAST |= {
+    f"{replace(CONV_REACH[0].spec, pass_=pass_)!r}": CONV_REACH[0].ratio for pass_ in ("forward", "dgrad", "wgrad")
+}
+_LEAST |= {target.work: target.ratio for target in LSTM_REACH}
+_LEAST |= {f"{part}": least for _, part, least in TRANSFORMER if least is not None}
+
+
 def _target(name: str, over: Mapping[str, float]) -> tuple[str, str]:
     """The target of a row, and whether it is met."""
     forward = over.get(name.removeprefix("training step, "))
-    if name in GPU_REACH:
-        least = dict(GPU_REACH[name].ratios)["dense"]
-        said = f"{least:g}x"
-    elif name.startswith("ConvSpec"):
-        least = CONV_REACH[0].ratio
+    if name in _LEAST:
+        least = _LEAST[name]
         said = f"{least:g}x"
     elif name.startswith("training") and forward is not None:
         least, said = GPU_TRAINING_PART * forward, f"{GPU_TRAINING_PART:.0%} of forward"
