@@ -18,7 +18,7 @@ import blocksparse as bs
 from blocksparse.ops import cpu_core
 from blocksparse.ops.gpu import runtime as triton_runtime
 from blocksparse.ops.gpu.tiles import Tile, use_tiles
-from blocksparse.ops.linear.op import LINEAR, linear_op, linear_wgrad_op
+from blocksparse.ops.linear.op import linear_op, linear_wgrad_op
 
 SMALL = Tile(block_m=32, block_n=32, block_k=32, warps=1, stages=2, group_m=2)
 PAIRS = Tile(block_m=32, block_n=32, block_k=64, warps=4, stages=3, pairs=True)
@@ -137,15 +137,15 @@ def _full_of_nan() -> list[tuple]:
 
 
 def forward(x, values, layout, bias=None, activation=None):
-    return linear_op(x, values, bias, LINEAR.indices(layout, x), layout.grid[1], False, activation)
+    return linear_op(x, values, bias, layout.indices_on(x.device), layout.grid[1], False, activation)
 
 
 def dgrad(grad, values, layout):
-    return linear_op(grad, values, None, LINEAR.indices(layout, grad), layout.grid[1], True, None)
+    return linear_op(grad, values, None, layout.indices_on(grad.device), layout.grid[1], True, None)
 
 
 def wgrad(grad, x, layout):
-    return linear_wgrad_op(grad, x, LINEAR.indices(layout, x), layout.grid[1])
+    return linear_wgrad_op(grad, x, layout.indices_on(x.device), layout.grid[1])
 
 
 def assert_close(

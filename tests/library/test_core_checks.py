@@ -23,7 +23,7 @@ from blocksparse.ops.conv.plan import axes_of, channel_plan, packed_taps, runs
 from blocksparse.ops.cpu_plan import block_plan, column_plan, row_plan
 from blocksparse.ops.dropout import cpu as dropout
 from blocksparse.ops.linear import cpu as linear
-from blocksparse.ops.linear.op import LINEAR, linear_op, linear_wgrad_op
+from blocksparse.ops.linear.op import linear_op, linear_wgrad_op
 from blocksparse.ops.lstm_gates import cpu as gates
 from blocksparse.ops.momentum import cpu as momentum
 from blocksparse.ops.momentum import reference as momentum_reference
@@ -408,14 +408,14 @@ def test_ops_refuse_tensors_without_axes(name, device):
 def test_ops_take_index_tensors_of_any_int_dtype(name):
     torch.manual_seed(0)
     tensors = [torch.randn_like(tensor) for tensor in tensors_of_ops()]
-    expected = OPS[name](*tensors, LINEAR.indices(BLOCKS, tensors[0]), 3)
+    expected = OPS[name](*tensors, BLOCKS.indices_on(tensors[0].device), 3)
     assert torch.equal(OPS[name](*tensors, [CROW.int(), COL.short()], 3), expected)
 
 
 def test_a_copy_of_the_indices_that_was_written_to_is_read():
     layout = bs.patterns.dense((8, 8), 4)
-    crow, _ = LINEAR.indices(bs.BlockLayout([[True, False], [True, False]], 4), torch.ones(1))
-    own_crow, own_col = LINEAR.indices(layout, torch.ones(1))
+    crow, _ = bs.BlockLayout([[True, False], [True, False]], 4).indices_on("cpu")
+    own_crow, own_col = layout.indices_on("cpu")
     values = torch.ones(4, 4, 4)
     with pytest.raises(bs.BlockSparseError):  # rows of another layout with these columns
         linear_op(torch.ones(1, 8), values, None, [crow, own_col], 2, False, None)
@@ -474,7 +474,7 @@ def test_an_operand_without_memory_is_refused(absent):
     operands = {"x": torch.ones(3, 4), "values": torch.ones(4, 2, 2), "bias": torch.ones(4), "grad": torch.ones(3, 4)}
     if absent in operands:
         operands[absent] = operands[absent].to("meta")
-    indices = LINEAR.indices(layout, torch.ones(0, device="meta" if absent == "indices" else "cpu"))
+    indices = layout.indices_on("meta" if absent == "indices" else "cpu")
     x, values, bias, grad = operands.values()
     with pytest.raises(bs.BlockSparseError, match="expected the device of x"):  # noqa: PT012
         linear_op(x, values, bias, indices, 2, False, None)

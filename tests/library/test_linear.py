@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import blocksparse as bs
 from blocksparse.ops import cpu_core
-from blocksparse.ops.linear.op import LINEAR, linear_op, linear_wgrad_op
+from blocksparse.ops.linear.op import linear_op, linear_wgrad_op
 from linear_backends import (
     ACTIVATIONS,
     BACKENDS,
@@ -328,7 +328,7 @@ def test_special_values_through_activations(backend, dtype, activation):
 @pytest.mark.parametrize("activation", ["gelu", *(pytest.param(a, marks=pytest.mark.full) for a in (None, "relu"))])
 def test_opcheck(activation):
     layout = bs.patterns.random((12, 20), block_size=4, density=0.5, seed=0)
-    indices = LINEAR.indices(layout, torch.empty(0)), layout.grid[1]
+    indices = layout.indices_on("cpu"), layout.grid[1]
     x, grad, values = (torch.randn(shape, requires_grad=True) for shape in ((6, 20), (6, 12), layout.values_shape))
     bias = torch.randn(12, requires_grad=True)
     torch.library.opcheck(linear_op, (x, values, bias, *indices, False, activation))
@@ -338,7 +338,7 @@ def test_opcheck(activation):
 
 def test_opcheck_on_an_empty_layout_and_no_tokens():
     layout = bs.BlockLayout(torch.zeros(2, 3, dtype=torch.bool), block_size=4)
-    indices = LINEAR.indices(layout, torch.empty(0)), layout.grid[1]
+    indices = layout.indices_on("cpu"), layout.grid[1]
     torch.library.opcheck(linear_op, (torch.randn(0, 12), torch.randn(0, 4, 4), None, *indices, False, None))
     torch.library.opcheck(linear_wgrad_op, (torch.randn(0, 8), torch.randn(0, 12), *indices))
 
@@ -435,7 +435,7 @@ def test_bad_input_says_what_was_expected_and_what_came(changed, message):
 )
 def test_the_op_itself_never_leaves_the_memory_it_is_given(wrong):
     layout = bs.patterns.dense((32, 64), block_size=16)
-    indices = LINEAR.indices(layout, torch.empty(0)), layout.grid[1]
+    indices = layout.indices_on("cpu"), layout.grid[1]
     with pytest.raises(bs.BlockSparseError, match="expected"):
         wrong(torch.randn(5, 64), torch.randn(5, 32), torch.randn(8, 16, 16), indices)
 

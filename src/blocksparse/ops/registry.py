@@ -269,9 +269,9 @@ class LayoutOp(Op):
         """The gradients of the operands that are needed, by operations that can be differentiated."""
         raise NotImplementedError
 
-    def indices(self, layout: BlockLayout, x: Tensor) -> Sequence[Tensor]:
-        """The index tensors that stand for the layout in a call with x."""
-        return indices_of(layout, x.device)
+    def indices(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> Sequence[Tensor]:
+        """The index tensors that stand for the layout in this call."""
+        return indices_of(layout, tensors[0].device)
 
     # The way of a call.
 
@@ -280,7 +280,7 @@ class LayoutOp(Op):
         if isinstance(layout, BlockLayout):
             if only_autograd_active(*tensors):
                 return self.direct(tensors, layout, options)
-            layout = Pattern(self.indices(layout, tensors[0]), layout.grid[1])  # type: ignore[arg-type]
+            layout = Pattern(self.indices(layout, tensors, options), layout.grid[1])
         result: Tensor = self.torch_op(*tensors, layout.indices, layout.in_blocks, *options)
         return result
 

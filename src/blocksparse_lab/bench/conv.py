@@ -20,7 +20,7 @@ from blocksparse.convert import from_dense, to_dense
 from blocksparse.layout import BlockLayout
 from blocksparse.measure import Call
 from blocksparse.ops.conv import conv2d
-from blocksparse.ops.conv.op import CONV, conv_op, conv_wgrad_op
+from blocksparse.ops.conv.op import conv_op, conv_wgrad_op
 from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.gpu.tiles import tf32
 
@@ -68,7 +68,7 @@ class ConvCase(Case):
 
     def _ours(self) -> Call:
         x, grad, values, layout, steps = self.x, self.grad, self.values, self.layout, self.steps
-        indices, in_blocks = CONV.indices(layout, x), layout.grid[1]
+        indices, in_blocks = layout.indices_on(x.device), layout.grid[1]
         if self.spec.pass_ == "dgrad":
             last, size = grad.movedim(1, -1), x.shape[2:]
             return lambda: conv_op(last, values, None, indices, in_blocks, True, True, size, *steps, None)

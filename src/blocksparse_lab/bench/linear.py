@@ -33,7 +33,7 @@ from blocksparse.layout import BlockLayout
 from blocksparse.measure import Call
 from blocksparse.ops.gpu.tiles import PASSES, Gpu, Work, bucket, gpu_of, tile_for
 from blocksparse.ops.linear import linear
-from blocksparse.ops.linear.op import LINEAR, linear_op, linear_wgrad_op
+from blocksparse.ops.linear.op import linear_op, linear_wgrad_op
 from blocksparse.ops.linear.specs import LinearSpec
 
 from . import peers as elsewhere
@@ -125,7 +125,7 @@ class LinearCase(Case):
 
     def _ours(self, copy: int) -> Call:
         x, grad, values, layout = self.x, self.grad, self.copy_of_values(copy), self.layout
-        indices, in_blocks = LINEAR.indices(layout, x), layout.grid[1]
+        indices, in_blocks = layout.indices_on(x.device), layout.grid[1]
         if self.spec.pass_ == "dgrad":
             return lambda: linear_op(grad, values, None, indices, in_blocks, True, None)
         if self.spec.pass_ == "wgrad":

@@ -18,7 +18,9 @@ from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS, grad_before
 from ..linear import LINEAR, LINEAR_WGRAD
-from ..registry import Geometry, LayoutOp, Pattern, Tensors, features_of
+from ..linear import triton as products
+from ..registry import Geometry, LayoutOp, Pattern, Tensors, features_of, indices_of
+from ..traced import see_through, traced_layout, wants_schedule
 from . import cpu, reference, triton
 from .plan import axes_of, is_linear
 
@@ -37,6 +39,17 @@ class Conv(LayoutOp):
         out, in_ = features_of(grid, block, transpose)
         operands = [(*x.shape[:-1], in_), (nnz, *block, *values.shape[3:]), (out,)]
         return Geometry(block, operands, (x.shape[0], *size, out))
+
+    def indices(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> Sequence[Tensor]:
+        (x, values, _), (transpose, transposed, _, stride, padding, dilation, _) = tensors, options
+        indices, kernel = indices_of(layout, x.device), values.shape[3:]
+        if not wants_schedule(layout, x):
+            return indices
+        alone = all(k == s == 1 and p == 0 for k, s, p in zip(kernel, stride, padding, strict=True))
+        if alone and triton.as_linear(x.dtype):
+            return [*indices, *products.schedule(layout, x.device, x.dtype, x.shape[:-1].numel())]
+        taps, last = int(kernel.numel()), (int(kernel[-1]), int(stride[-1]), int(dilation[-1]))
+        return [*indices, *triton.schedule(layout, x.device, x.dtype, taps, last, transposed != transpose)]
 
     def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
         (x, values, bias), (transpose, transposed, size, *steps, activation) = tensors, options
@@ -112,3 +125,50 @@ CONV = Conv(
 )
 CONV_WGRAD = ConvWgrad("conv_wgrad", "Tensor grad, Tensor x", f"bool transposed, SymInt[] kernel, {STEPS}", *BACKENDS)
 conv_op, conv_wgrad_op = CONV.torch_op, CONV_WGRAD.torch_op
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------
+
+
+def conv_launched(
+    x: Tensor, values: Tensor, bias: Tensor | None, indices: Sequence[Tensor], in_blocks: int, transpose: bool,
+    transposed: bool, size: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+    activation: str | None,
+) -> Any:  # fmt: skip
+    if _open(*x.shape[1:-1], *size):
+        return NotImplemented
+    input, output = (size, x.shape[1:-1]) if transposed else (x.shape[1:-1], size)
+    axes = axes_of(input, output, values.shape[3:], stride, padding, dilation)
+    layout = traced_layout(indices, in_blocks, values.shape[1:3])
+    if is_linear(axes) and triton.as_linear(x.dtype):
+        matrix = values.reshape(layout.values_shape)
+        y = products.linear(x.reshape(-1, x.shape[-1]), matrix, bias, layout, transpose, activation)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+    if triton.in_one_launch(axes, transposed):
+        return NotImplemented
+    return triton.conv(x, values, bias, layout, transpose, transposed, axes, activation)
+
+
+def conv_wgrad_launched(
+    grad: Tensor, x: Tensor, indices: Sequence[Tensor], in_blocks: int, transposed: bool, kernel: Sequence[int],
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+) -> Any:  # fmt: skip
+    if _open(*grad.shape[1:-1], *x.shape[1:-1]):
+        return NotImplemented
+    block = grad.shape[-1] // (indices[0].shape[0] - 1), x.shape[-1] // in_blocks
+    layout = traced_layout(indices, in_blocks, block)
+    input, output = (grad, x) if transposed else (x, grad)
+    axes = axes_of(input.shape[1:-1], output.shape[1:-1], kernel, stride, padding, dilation)
+    if is_linear(axes) and triton.as_linear(x.dtype):
+        values = products.linear_wgrad(grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]), layout)
+        return values.reshape(*layout.values_shape, *kernel)
+    return triton.conv_wgrad(grad, x, layout, transposed, axes)
+
+
+def _open(*sizes: Any) -> bool:
+    """Whether sizes of space are left open, on which the kernels' geometry depends; the number of images may be."""
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+see_through(CONV, conv_launched)
+see_through(CONV_WGRAD, conv_wgrad_launched)

@@ -16,8 +16,9 @@ from ..checks import SUM_DTYPES
 from ..gpu import runtime, tiles
 from ..gpu.plan import linear_plan, wgrad_tasks
 from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common
-from ..gpu.tiles import FEW_TOKENS, Gpu, Tile, Work, bucket, fit, forced_tile, gpu_of, power_of_two
+from ..gpu.tiles import FEW_TOKENS, Gpu, Tile, Work, bucket, fit, forced, forced_tile, gpu_of, power_of_two
 from ..linear.triton import prepared
+from ..traced import TracedLayout
 from .gpu_plan import Phase, phases
 from .plan import Axis, three_axes
 
@@ -26,10 +27,15 @@ MAX_LAUNCHES = 8
 
 refusal = runtime.refusal
 
+Layout = BlockLayout | TracedLayout
+
 
 def tf32() -> bool:
     """Whether PyTorch's own switch allows TF32 in convolutions of float32."""
     return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
+
+
+tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as that of products
 
 
 def as_linear(dtype: torch.dtype) -> bool:
@@ -38,7 +44,7 @@ def as_linear(dtype: torch.dtype) -> bool:
 
 
 def conv(
-    x: Tensor, values: Tensor, bias: Tensor | None, layout: BlockLayout, transpose: bool, transposed: bool,
+    x: Tensor, values: Tensor, bias: Tensor | None, layout: Layout, transpose: bool, transposed: bool,
     axes: Sequence[Axis], activation: str | None,
 ) -> Tensor:  # fmt: skip
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
@@ -58,7 +64,7 @@ def conv(
     return y
 
 
-def conv_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, transposed: bool, axes: Sequence[Axis]) -> Tensor:
+def conv_wgrad(grad: Tensor, x: Tensor, layout: Layout, transposed: bool, axes: Sequence[Axis]) -> Tensor:
     # The input of the convolution is gathered tap by tap, the output read once for several taps.
     a, b = (grad, x) if transposed else (x, grad)
     a, b = a.contiguous(), b.contiguous()
@@ -79,7 +85,7 @@ def conv_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, transposed: bool, a
 
 
 def _conv_launches(
-    x: Tensor, layout: BlockLayout, transpose: bool, transposed: bool, axes: Sequence[Axis], activation: str | None
+    x: Tensor, layout: Layout, transpose: bool, transposed: bool, axes: Sequence[Axis], activation: str | None
 ) -> list[Launch]:
     """One launch for each phase, those with the most work first, or one for many."""
     _check_fits(layout, axes)
@@ -96,17 +102,16 @@ def _conv_launches(
     # Taps before those of a step to the next along each axis.
     taps_past = kernel[1] * kernel[2], kernel[2], 1
     launches = []
-    for some in [found] if len(found) > MAX_LAUNCHES else [[each] for each in found]:
+    for some in [found] if in_one_launch(axes, transposed) else [[each] for each in found]:
         last = some[0][2]
         tokens = x.shape[0] * math.prod(phase.count for phase in some[0])
         work = _work("dgrad" if transpose else "forward", x, layout, tokens)
         taps = last.taps if len(some) == 1 else MAX_TAPS + 1  # those of many phases differ
         tile, shared = _tile(work, tokens, last.count, taps, (in_step, last.shift_step), gpu)
         numbers = [_phase_numbers(three_phases, x.shape[0], taps_past, shared) for three_phases in some]
-        table = torch.tensor([list(each.values()) for each in numbers], dtype=torch.int32)
         arguments = {
             "task_ptr": tasks, "col_ptr": col, "block_ptr": block,
-            "phase_ptr": None if len(some) == 1 else table.to(x.device),
+            "phase_ptr": None if len(some) == 1 else _table(numbers).to(x.device),
             "tasks": tasks.shape[0], **numbers[0], "in_blocks": layout.grid[not transpose],
             "out_blocks": layout.grid[transpose], "all_taps": math.prod(kernel),
             **_each("in_size", output if transposed else input),
@@ -125,6 +130,23 @@ def _conv_launches(
     return launches
 
 
+def _most_splits(steps: int) -> int:
+    """The power of two from these steps on, by comparisons only, so that a traced size keeps its freedom."""
+    most = 1
+    while most < MAX_SPLITS and most < steps:
+        most *= 2
+    return most
+
+
+def in_one_launch(axes: Sequence[Axis], transposed: bool) -> bool:
+    """Whether all phases come in one launch, with a table."""
+    return math.prod(len(phases(axis, transposed)) for axis in axes) > MAX_LAUNCHES
+
+
+def _table(numbers: Sequence[dict[str, int]]) -> Tensor:
+    return torch.tensor([list(each.values()) for each in numbers], dtype=torch.int32)
+
+
 def _phase_numbers(
     three_phases: Sequence[Phase], images: int, taps_past: Sequence[int], shared: Shared
 ) -> dict[str, int]:
@@ -139,25 +161,24 @@ def _phase_numbers(
     return numbers | {"taps2": last.taps // shared.taps}
 
 
-def _wgrad_launches(a: Tensor, b: Tensor, layout: BlockLayout, transposed: bool, axes: Sequence[Axis]) -> list[Launch]:
+def _wgrad_launches(a: Tensor, b: Tensor, layout: Layout, transposed: bool, axes: Sequence[Axis]) -> list[Launch]:
     _check_fits(layout, axes)
-    check_fits("x", "positions in one call", max(a.shape[:-1].numel(), b.shape[:-1].numel()))
-    rows, last, gpu = layout.T if transposed else layout, axes[-1], gpu_of(a.device)
-    work = replace(_work("wgrad", a, layout, b.shape[:-1].numel()), block=rows.block_shape)
+    check_fits("x", "positions in one call", max(math.prod(a.shape[:-1]), math.prod(b.shape[:-1])))
+    rows: Layout = layout.T if transposed else layout
+    last, gpu = axes[-1], gpu_of(a.device)
+    work = replace(_work("wgrad", a, layout, math.prod(b.shape[:-1])), block=rows.block_shape)
     tile, shared = _wgrad_tile(work, last, gpu)
-    tokens = b.shape[:-1].numel() // shared.together
+    tokens = math.prod(b.shape[:-1]) // shared.together
     taps = math.prod(axis.kernel for axis in axes)
-    in_lanes = taps // shared.taps
-    tasks = _on(
-        layout,
-        ("conv wgrad tasks", transposed, tile.block_k, in_lanes),
-        a.device,
-        lambda: wgrad_tasks(rows, tile.block_k, in_lanes),
-    )
+    step = tile.block_k, taps // shared.taps
+    if isinstance(layout, TracedLayout):
+        tasks = layout.schedule[OF_ROWS + _wgrad_steps(work, last, taps, gpu).index(step)]
+    else:
+        tasks = _wgrad_tasks(layout, transposed, step, a.device)
     _, col, block = _tasks(layout, transposed, a.device)
     slices = cdiv(rows.block_shape[0], tile.block_n)
     programs = tasks.shape[0] * slices
-    splits = max(1, min(2 * gpu.multiprocessors // programs, tokens // (4 * tile.block_m), MAX_SPLITS))
+    splits = max(1, min(2 * gpu.multiprocessors // programs, _most_splits(tokens // (4 * tile.block_m))))
     block_out, block_in = layout.block_shape
     numbers = layout.nnz * block_out * block_in * taps
     three = three_axes(axes)
@@ -273,7 +294,7 @@ def _is_exact(work: Work) -> bool:
     return work.dtype in (torch.float32, torch.float64) and not work.tf32
 
 
-def _work(pass_: str, x: Tensor, layout: BlockLayout, tokens: int) -> Work:
+def _work(pass_: str, x: Tensor, layout: Layout, tokens: int) -> Work:
     return Work(pass_, x.dtype, layout.block_shape, bucket(tokens), layout.density, tf32())
 
 
@@ -287,20 +308,93 @@ def _common(dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
     return common(dtype, tile) | {"PRECISION": "tf32" if dtype == torch.float32 and tf32() else "ieee"}
 
 
-def _check_fits(layout: BlockLayout, axes: Sequence[Axis]) -> None:
+def _check_fits(layout: Layout, axes: Sequence[Axis]) -> None:
     """Raises a BlockSparseError for more blocks, channels or positions along an axis than kernels count."""
-    check_layout_fits(layout)
+    if isinstance(layout, BlockLayout):  # of others the schedule has been made
+        check_layout_fits(layout)
     for axis in axes:
         reach = axis.input + (axis.output - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + abs(axis.padding)
         check_fits("x", "positions along an axis with all that its taps reach", reach)
 
 
-def _tasks(layout: BlockLayout, transpose: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+# -- schedules --------------------------------------------------------------------------------------------------
+
+# The tensors of a schedule before those of wgrad: tasks, columns and blocks for forward and for dgrad.
+OF_ROWS = 6
+
+
+def schedule(
+    layout: BlockLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    taps: int,
+    last: tuple[int, int, int],
+    transposed: bool,
+) -> list[Tensor]:
+    """The index tensors of a layout for all passes: of wgrad, as `transposed` as this, for each kind of tile.
+
+    `taps` are those of all axes, `last` has the kernel, stride and dilation of the last. Made at the first call,
+    then kept.
+    """
+    key = ("conv schedule", device, dtype, taps, last, transposed, forced(dtype), tf32())
+    if torch.compiler.is_dynamo_compiling():
+        _schedule_while_tracing(layout, key)
+    found: list[Tensor] | None = layout._derived.get(key)
+    return layout.derived(key, lambda: _schedule(layout, *key[1:6])) if found is None else found
+
+
+def _schedule_while_tracing(layout: BlockLayout, key: Any) -> bool:
+    layout.derived(key, lambda: _schedule(layout, *key[1:6]))
+    return True
+
+
+_schedule_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as that of ops/linear/triton.py
+
+
+def _schedule(
+    layout: BlockLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    taps: int,
+    last: tuple[int, int, int],
+    transposed: bool,
+) -> list[Tensor]:
+    check_layout_fits(layout)
+    of_rows = *_tasks(layout, False, device), *_tasks(layout, True, device)
+    rows = layout.T if transposed else layout
+    work = Work("wgrad", dtype, rows.block_shape, bucket(1), layout.density, tf32())
+    kernel, stride, dilation = last
+    axis = Axis(input=1, output=1, kernel=kernel, stride=stride, padding=0, dilation=dilation)
+    steps = _wgrad_steps(work, axis, taps, gpu_of(device))
+    of_wgrad = [_wgrad_tasks(layout, transposed, step, device) for step in steps]
+    nothing = torch.empty(0, dtype=torch.int32, device=device)
+    return [*(nothing if each is None else each for each in of_rows), *of_wgrad]
+
+
+def _wgrad_steps(work: Work, last: Axis, taps: int, gpu: Gpu) -> list[tuple[int, int]]:
+    """The steps of each kind of tile that wgrad has, by how many outputs are side by side: `block_k`, lanes a block."""
+    found = (_wgrad_tile(work, replace(last, output=outputs), gpu) for outputs in (*POSITIONS, 1))
+    return [*dict.fromkeys((tile.block_k, taps // shared.taps) for tile, shared in found)]
+
+
+def _wgrad_tasks(layout: BlockLayout, transposed: bool, step: tuple[int, int], device: torch.device) -> Tensor:
+    rows = layout.T if transposed else layout
+    return _on(layout, ("conv wgrad tasks", transposed, *step), device, lambda: wgrad_tasks(rows, *step))
+
+
+def _tasks(layout: Layout, transpose: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    if isinstance(layout, TracedLayout):
+        tasks, col, block = layout.schedule[3:OF_ROWS] if transpose else layout.schedule[:3]
+        return tasks, col, block if transpose else None
     plan = layout.derived(("tasks", transpose, None), lambda: linear_plan(layout, transpose))
     tasks = _on(layout, ("conv tasks", transpose), device, lambda: plan.tasks)
     col = _on(layout, ("conv cols", transpose), device, lambda: plan.col)
-    block = plan.block
-    return tasks, col, None if block is None else _on(layout, ("conv blocks", transpose), device, lambda: block)
+    of_entries = plan.block
+    return (
+        tasks,
+        col,
+        None if of_entries is None else _on(layout, ("conv blocks", transpose), device, lambda: of_entries),
+    )
 
 
 def _on(layout: BlockLayout, key: tuple[Any, ...], device: torch.device, array: Any) -> Tensor:

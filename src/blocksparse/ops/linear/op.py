@@ -1,8 +1,7 @@
 """The two linear products.
 
 `linear` is y = x W^T + b; with `transpose` it is y = x W, the gradient of its own input. `linear_wgrad` is the
-product sampled on the layout. Graphs compiled for a GPU bring their schedule behind the index tensors and see through
-the ops to the kernels.
+product sampled on the layout. Graphs compiled for a GPU see through the ops to the kernels.
 """
 
 from __future__ import annotations
@@ -10,42 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS, grad_before
-from ..operands import OperandLayout
-from ..registry import (
-    LIBRARY,
-    Geometry,
-    LayoutOp,
-    Pattern,
-    Tensors,
-    features_of,
-    indices_of,
-    needs_grad,
-    only_autograd_active,
-)
+from ..registry import Geometry, LayoutOp, Pattern, Tensors, features_of, indices_of, needs_grad, only_autograd_active
+from ..traced import see_through, traced_layout, wants_schedule
 from . import cpu, reference, triton
 
-# Graphs compiled for devices of this type hold the launches of kernels in place of the ops.
-SEEN_THROUGH = "cuda"
 
-
-class _Product(LayoutOp):
-    def indices(self, layout: BlockLayout, x: Tensor) -> Sequence[Tensor]:
-        indices = indices_of(layout, x.device)
-        fixed = not isinstance(layout, OperandLayout)
-        if fixed and torch.compiler.is_dynamo_compiling() and x.device.type == SEEN_THROUGH:
-            return [*indices, *triton.schedule(layout, x.device, x.dtype, x.shape[0])]
-        return indices
-
-
-class Linear(_Product):
+class Linear(LayoutOp):
     """activation(x W^T + bias), or activation(x W + bias): x, values, bias; transpose, activation."""
+
+    def indices(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> Sequence[Tensor]:
+        x, indices = tensors[0], indices_of(layout, tensors[0].device)
+        if not wants_schedule(layout, x):
+            return indices
+        return [*indices, *triton.schedule(layout, x.device, x.dtype, x.shape[0])]
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
         (x, values, _), (transpose, activation) = tensors, options
@@ -80,7 +61,7 @@ class Linear(_Product):
         return grad_x, grad_values, grad.sum(0) if needed[2] else None
 
 
-class LinearWgrad(_Product):
+class LinearWgrad(LayoutOp):
     """The blocks of grad^T x that the layout stores: grad, x."""
 
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
@@ -109,41 +90,18 @@ linear_op, linear_wgrad_op = LINEAR.torch_op, LINEAR_WGRAD.torch_op
 # -- torch.compile -----------------------------------------------------------------------------------------------
 
 
-def _linear_traced(
+def linear_launched(
     x: Tensor, values: Tensor, bias: Tensor | None, indices: Sequence[Tensor], in_blocks: int, transpose: bool,
     activation: str | None,
 ) -> Tensor:  # fmt: skip
-    layout = _traced_layout(indices, in_blocks, values.shape[1:])
+    layout = traced_layout(indices, in_blocks, values.shape[1:])
     return triton.linear(x, values, bias, layout, transpose, activation)
 
 
-def _linear_wgrad_traced(grad: Tensor, x: Tensor, indices: Sequence[Tensor], in_blocks: int) -> Tensor:
+def linear_wgrad_launched(grad: Tensor, x: Tensor, indices: Sequence[Tensor], in_blocks: int) -> Tensor:
     block = grad.shape[1] // (indices[0].shape[0] - 1), x.shape[1] // in_blocks
-    return triton.linear_wgrad(grad, x, _traced_layout(indices, in_blocks, block))
+    return triton.linear_wgrad(grad, x, traced_layout(indices, in_blocks, block))
 
 
-def _traced_layout(indices: Sequence[Tensor], in_blocks: int, block: Sequence[int]) -> triton.TracedLayout:
-    crow, col, *schedule = indices
-    # Sizes of a layout are constants, whatever sizes of x the tracer takes for dynamic.
-    grid = int(crow.shape[0]) - 1, int(in_blocks)
-    return triton.TracedLayout(grid, (int(block[0]), int(block[1])), int(col.shape[0]), schedule)
-
-
-def _see_through(traced: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Replaces the op by launches of its kernels in a graph with a schedule, as `torch.library.triton_op` does."""
-
-    def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        scheduled = any(isinstance(argument, list | tuple) and len(argument) > 2 for argument in args)
-        # Exported graphs keep the op, so that they are self-contained.
-        if not scheduled or not torch._functorch.config.decompose_custom_triton_ops:
-            return mode.__torch_dispatch__(op, types, args, kwargs)
-        with mode:
-            return traced(*args, **kwargs)
-
-    return rule
-
-
-for _op, _traced in ((LINEAR, _linear_traced), (LINEAR_WGRAD, _linear_wgrad_traced)):
-    torch.library.register_torch_dispatch(
-        f"blocksparse::{_op.name}", FunctionalTensorMode, _see_through(_traced), lib=LIBRARY
-    )
+see_through(LINEAR, linear_launched)
+see_through(LINEAR_WGRAD, linear_wgrad_launched)

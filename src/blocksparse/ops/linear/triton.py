@@ -1,7 +1,6 @@
 """The linear products on a GPU: tensors, schedule and tile to a launch.
 
-What kernels need of a layout is its schedule, a few index tensors on their device. A compiled graph has no layout: it
-brings them along as inputs.
+What kernels need of a layout is its schedule, a few index tensors on their device.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from ..gpu import runtime
 from ..gpu.plan import LinearPlan, linear_plan, most_shared, pair_plan, share, wgrad_tasks
 from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common
 from ..gpu.tiles import Gpu, Work, bucket, forced, gpu_of, splits_of, tile_for, tile_of_pairs
+from ..traced import TracedLayout
 
 # Two rows at a time pay from this part of the loads of inputs on that they save: what a row lacks is multiplied too.
 WORTH_PAIRS = {"forward": 0.12, "dgrad": 0.2}
@@ -40,19 +40,6 @@ class Schedule(NamedTuple):
     dgrad_slots: Tensor
     wgrad_tasks: Tensor
     wgrad_col: Tensor
-
-
-class TracedLayout(NamedTuple):
-    """What a graph that is being traced knows of a layout."""
-
-    grid: tuple[int, int]
-    block_shape: tuple[int, int]
-    nnz: int
-    schedule: Sequence[Tensor]
-
-    @property
-    def density(self) -> float:
-        return self.nnz / (self.grid[0] * self.grid[1])
 
 
 refusal = runtime.refusal

@@ -1,0 +1,81 @@
+"""Graphs compiled for a GPU see through the operations to their kernels: they hold launches in place of an op.
+
+What kernels need of a layout is its schedule, a few index tensors on their device. A compiled graph has no layout: it
+brings the schedule along, behind the layout's own index tensors. Exported graphs keep the ops, and so do those for any
+pattern, those of CPUs, and operations that say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+from ..layout import BlockLayout
+from .operands import OperandLayout
+from .registry import LIBRARY, LayoutOp
+
+# Graphs for devices of this type hold the launches of kernels.
+SEEN_THROUGH = "cuda"
+
+
+class TracedLayout(NamedTuple):
+    """What a graph that is being traced knows of a layout."""
+
+    grid: tuple[int, int]
+    block_shape: tuple[int, int]
+    nnz: int
+    schedule: Sequence[Tensor]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.grid[0] * self.block_shape[0], self.grid[1] * self.block_shape[1]
+
+    @property
+    def values_shape(self) -> tuple[int, int, int]:
+        return self.nnz, *self.block_shape
+
+    @property
+    def density(self) -> float:
+        return self.nnz / (self.grid[0] * self.grid[1])
+
+    @property
+    def T(self) -> TracedLayout:
+        """The transposed layout, but for its schedule."""
+        return TracedLayout(self.grid[::-1], self.block_shape[::-1], self.nnz, ())
+
+
+def wants_schedule(layout: BlockLayout, x: Tensor) -> bool:
+    """Whether a call with x is part of a graph that is to bring the layout's schedule along."""
+    traced = torch.compiler.is_dynamo_compiling() and x.device.type == SEEN_THROUGH
+    return traced and not isinstance(layout, OperandLayout)
+
+
+def traced_layout(indices: Sequence[Tensor], in_blocks: int, block: Sequence[int]) -> TracedLayout:
+    """The layout of a graph's index tensors with a schedule behind them."""
+    crow, col, *schedule = indices
+    # Sizes of a layout are constants, whatever sizes of x the tracer takes for dynamic.
+    grid = int(crow.shape[0]) - 1, int(in_blocks)
+    return TracedLayout(grid, (int(block[0]), int(block[1])), int(col.shape[0]), schedule)
+
+
+def see_through(op: LayoutOp, launched: Callable[..., Any]) -> None:
+    """Replaces the op by launches of its kernels in a graph with a schedule, as `torch.library.triton_op` does.
+
+    `launched` takes what the op takes, and returns what it returns, or NotImplemented where the graph is to keep it.
+    """
+
+    def rule(mode: Any, torch_op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        indices = args[len(op.operands)]
+        # Exported graphs keep the op, so that they are self-contained.
+        if len(indices) > 2 and torch._functorch.config.decompose_custom_triton_ops:
+            with mode:
+                result = launched(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return mode.__torch_dispatch__(torch_op, types, args, kwargs)
+
+    torch.library.register_torch_dispatch(f"blocksparse::{op.name}", FunctionalTensorMode, rule, lib=LIBRARY)

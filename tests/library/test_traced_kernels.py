@@ -1,0 +1,72 @@
+"""Graphs compiled for a GPU hold launches of kernels, the same ones as without a graph."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from blocksparse.ops.gpu import runtime
+
+pytestmark = pytest.mark.skipif(not runtime._installed(), reason="Triton is not installed")
+# Of each work the kernels of a training step, forward, dgrad and wgrad.
+PRODUCTS = ["linear_kernel"] * 2 + ["linear_wgrad_kernel"]
+WGRAD = ["conv_wgrad_kernel", "sum_kernel"]
+CONVOLUTION = ["conv_kernel"] * 2 + WGRAD
+# With a stride 2 outputs along each axis meet different taps, and have a launch each.
+KERNELS = {
+    "linear": PRODUCTS,
+    "conv": CONVOLUTION,
+    "conv, 1x1": PRODUCTS,
+    "conv, stride 2": ["conv_kernel"] * 5 + WGRAD,
+    "conv, transposed": ["conv_kernel"] * 5 + WGRAD,
+    "conv1d": CONVOLUTION,
+    "conv, stride 3": ["conv_kernel", *WGRAD],
+}
+
+
+@cache
+def traced(*arguments):
+    script = Path(__file__).parent / "trace_kernels.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, script, *arguments], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    *calls, launches = done.stdout.splitlines()
+    return calls, json.loads(launches)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_compiled_graph_sees_through_to_the_kernels(name):
+    calls, _ = traced(name)
+    assert calls.count("triton_kernel_wrapper_functional") == len(KERNELS[name])
+    ops = [call for call in calls if "blocksparse" in call]
+    assert ops == (["blocksparse.conv.default"] if name == "conv, stride 3" else []), "nine phases have a table"
+    shapes = [call for call in calls if call.startswith("compiled")]
+    assert len(shapes) == 2
+    # One graph serves both sizes: the calls of the second time are none.
+    assert calls.index(shapes[1]) == calls.index(shapes[0]) + 1
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_its_launches_are_those_without_a_graph(name):
+    _, launches = traced(name)
+    of_graph, eager = launches["traced"], launches["eager"]
+    if name == "conv, stride 3":
+        eager = [each for each in eager if each[0] != "conv_kernel" or each[2][3] == "None"]
+    assert sorted({each[0] for each in eager}) == sorted(set(KERNELS[name]))
+    assert all(each in of_graph for each in eager)
+    assert all(each in eager for each in of_graph)
+
+
+def test_convolutions_of_images_of_any_size_keep_the_op():
+    calls, _ = traced("conv", "space")
+    assert "triton_kernel_wrapper_functional" not in calls
+    assert {call for call in calls if "blocksparse" in call} == {
+        "blocksparse.conv.default",
+        "blocksparse.conv_wgrad.default",
+    }
