@@ -28,6 +28,7 @@ import blocksparse as bs
 import compile_kernels
 from blocksparse.ops.conv.specs import GPU_REACH as CONV_REACH
 from blocksparse.ops.conv.specs import ConvSpec
+from blocksparse.ops.conv.triton import Shared
 from blocksparse.ops.gpu.plan import LinearPlan
 from blocksparse.ops.linear.specs import GPU_BLOCKS, GPU_HUBS, GPU_REACH, LinearSpec
 from blocksparse_lab.bench.lstm import LstmSpec
@@ -75,7 +76,7 @@ class Reach(Device):
         return of_kind.get(type(spec), self.of_linear)(spec)
 
     def of_conv(self, spec: ConvSpec) -> list[Done]:
-        """The same of a convolution, without what its loop does in each step: that is counted in the compiled one."""
+        """Those of a convolution."""
         from blocksparse.ops.conv import triton as convolutions
         from blocksparse.ops.conv.plan import Axis
 
@@ -99,8 +100,8 @@ class Reach(Device):
         for (launch, grid), part in zip(self.recorded(), products, strict=True):
             share = part / sum(products)
             macs = share * layout.nnz * spec.block**2 * spec.tokens
-            does = {"programs": math.prod(grid), "longest": 0, "macs": macs, "memory": share * moved, "tensor": True}
-            done.append((launch, does))
+            does = {"programs": math.prod(grid), "longest": 0, "memory": share * moved, "tensor": True}
+            done.append((launch, does | _of_positions(launch, macs, spec)))
         return done
 
     def of_mlp(self, spec: MlpSpec) -> list[Done]:
@@ -227,6 +228,18 @@ def _of_weights(given: dict[str, Any], grid: Any, n: int, tokens: int, itemsize:
     return {"programs": programs, "longest": 0, **work}
 
 
+def _of_positions(launch: Launch, macs: float, spec: ConvSpec) -> dict[str, Any]:
+    """What programs do that multiply the inputs of a few positions and taps in each step."""
+    given = _given(launch)
+    if not macs:
+        return {"macs": 0, "steps": 0, "cache": 0}
+    m, n, k = (given[f"BLOCK_{axis}"] for axis in "MNK")
+    shared = Shared(*(given[name] for name in ("POSITIONS", "TAPS", "IN_STEP", "SHIFT_STEP")))
+    steps = macs / (shared.together * shared.taps * m * n * k)
+    loaded = shared.inputs * m * k + (shared.together * m * n if spec.pass_ == "wgrad" else shared.taps * n * k)
+    return {"macs": macs, "steps": steps, "cache": steps * loaded * spec.torch_dtype.itemsize}
+
+
 # -- the dense peers -----------------------------------------------------------------------------------------------
 
 
@@ -300,20 +313,7 @@ def _loop(asm: Any, launch: Launch) -> dict[str, Any]:
     plain = any(name.startswith("FFMA") for name in best)
     # Of multiply-adds several threads read the same numbers: half the wavefronts of numbers that all differ.
     wavefronts = loads / 2 + _conflicts(asm["ttgir"]) if plain else loads
-    warps = launch.options["num_warps"]
-    macs = sum(count * _macs(name) for name, count in best.items()) * warps
-    copied = 16 * 32 * warps * sum(count for name, count in best.items() if re.match(r"LDGSTS.*128", name))
-    sizes = {"macs": macs, "copied": copied, "narrow": int(narrow[1]) if narrow else None}
-    return {"instructions": best.total(), "wavefronts": wavefronts, **sizes}
-
-
-def _macs(name: str) -> float:
-    """The multiply-adds of a warp in this instruction, of those in 16 bits: a quarter of a group's of four."""
-    found = re.match(r"HGMMA\.64x(\d+)x(\d+)|HMMA\.(16)(8)(16)", name)
-    if found is None:
-        return 0
-    n, k, *small = found.groups()
-    return 16 * 8 * 16 if small[0] else 64 * int(n) * int(k) / 4
+    return {"instructions": best.total(), "wavefronts": wavefronts, "narrow": int(narrow[1]) if narrow else None}
 
 
 def _products(body: Counter[str]) -> int:
@@ -361,22 +361,10 @@ def main(kind: str, *names: str) -> dict[str, Any]:
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         kernels = dict(zip(unique, pool.map(_compiled, range(len(_todo)), chunksize=1), strict=True))
     for row in found.values():
-        row["launches"] = [_whole(does, kernels) for does in row["launches"]]
-    return {name: row for name, row in found.items() if None not in row["launches"]}
-
-
-def _whole(does: dict[str, Any], kernels: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """A launch with its kernel; None for a convolution whose steps cannot be counted, on other kinds of GPU."""
-    if "kernel" not in does:
-        return does
-    kernel = kernels[does["kernel"]]
-    if "steps" not in does:
-        loop = kernel["loop"]
-        if does["macs"] and not loop.get("macs"):
-            return None
-        steps = does["macs"] / loop["macs"] if does["macs"] else 0
-        does |= {"steps": steps, "cache": steps * loop.get("copied", 0)}
-    return does | {"kernel": kernel}
+        for does in row["launches"]:
+            if "kernel" in does:
+                does["kernel"] = kernels[does["kernel"]]
+    return found
 
 
 _todo: list[tuple[Reach, Launch]] = []  # inherited by the forks: launches cannot be sent to them
