@@ -16,7 +16,7 @@ from ..recipes import compare
 from ..recipes.compare import Run
 from .experiment import Experiment, Results
 
-POINTS = 12  # of a curve that is kept, at most
+POINTS = 9  # of a curve that is kept, at most
 
 
 def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = False) -> list[Path]:
