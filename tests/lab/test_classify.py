@@ -24,6 +24,7 @@ TOPOLOGIES = {
     "set": Topology("set"),
     "fixed": Topology(),
     "rigl": Topology("rigl", every=3),
+    "elastic": Topology("set", elastic=True),
     "pruned": Topology("set", importance_from=1, importance_every=2),
 }
 
@@ -119,6 +120,25 @@ def test_when_the_topology_changes(topology, changes, tmp_path):
     assert [step for step, _ in seen] == steps
     assert len({tuple(layout.nnz for layout in layouts) for _, layouts in seen}) == 1
     assert len({layouts[-1] for _, layouts in seen}) == 1
+
+
+def test_elastic_mutation_moves_half_as_much_and_then_nothing(tmp_path):
+    made = task("elastic", epochs=16)
+    moved = []
+    change = made._change
+
+    def noting(*names):
+        before = made.model.layers[0].layout.keys_of_blocks()
+        change(*names)
+        moved.append(len(np.setdiff1d(before, made.model.layers[0].layout.keys_of_blocks())))
+
+    made._change = noting
+    made.after_update = lambda: None
+    train(tmp_path, made, SGD)
+    early, later, last = moved[:8], moved[8:11], moved[11:]
+    assert len(moved) == 15
+    assert not any(last)
+    assert 0 < 1.5 * max(later) < min(early)
 
 
 def test_new_connections_have_no_momentum_and_survivors_keep_theirs():

@@ -55,7 +55,7 @@ def test_the_papers_recipes(name, features, classes, sizes, epsilon, alpha):
     recipe = mlp.recipe_for(name)
     assert (recipe.epsilon, recipe.alpha, recipe.zeta, recipe.dropout) == (epsilon, alpha, 0.3, 0.3)
     data = Synthetic(features, rows=300, tested=3, classes=tuple("abcdefghij"[:classes]))
-    nets = {method: mlp.network(recipe, data, method) for method in mlp.METHODS if method != "dense"}
+    nets = {method: mlp.network(recipe, data, method) for method in ("set", "fixed", "rigl")}
     assert nets["set"].sizes == sizes
     # Fixed sparsity is that of SET's beginning.
     layouts = [[layer.layout for layer in net.layers] for net in nets.values()]
@@ -75,6 +75,19 @@ def test_a_dense_net_of_the_same_shape():
     data = Synthetic(20, rows=16, tested=4)
     facts = mlp.facts(mlp.network(mlp.Recipe(hidden=(30,)), data, "dense"))
     assert (facts.density, facts.connections, facts.parameters) == (1, 660, 692)
+
+
+def test_two_of_four_weights_of_each_layer_but_the_last(points, tmp_path):
+    train(points, tmp_path / "run", "--method", "2:4")
+    with checkpoint.opened(tmp_path / "run" / "last.safetensors") as (tensors, _):
+        weight = tensors["model.layers.0.parametrizations.weight.original"]
+    assert (weight != 0).all()  # all of it is trained
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["facts"]["connections"] == (12 * 40 + 40 * 30) // 2 + 30 * 3
+    assert result["parameters"] == 12 * 40 + 40 * 30 + 30 * 3 + 73
+    model = mlp.network(mlp.Recipe(hidden=(40, 28)), Synthetic(12, rows=16, tested=4), "2:4")
+    for layer in list(model.layers)[:-1]:
+        assert (layer.weight.view(layer.out_features, -1, 4) != 0).sum(-1).eq(2).all()
 
 
 def test_sizes_of_the_extreme_net():
@@ -192,7 +205,11 @@ def test_a_signal_saves_and_says_how_to_go_on(points, tmp_path, monkeypatch):
         (["--data", "madelon", "--data-dir", "HERE"], "madelon: expected HERE/madelon/madelon_train.data or"),
         (["--data", "CSV", "--hidden", "5,,5"], "hidden: expected positive ints with commas between"),
         (["--data", "CSV", "--hidden", "5,0"], "hidden: expected positive ints with commas between"),
-        (["--data", "CSV", "--method", "best"], "method: expected one of set, fixed, rigl, dense, got 'best'"),
+        (["--data", "CSV", "--method", "best"], "method: expected one of set, fixed, rigl, dense, 2:4, got 'best'"),
+        (
+            ["--data", "CSV", "--method", "2:4", "--hidden", "30,8"],
+            "2:4: expected layers whose inputs come in fours, got layers.1",
+        ),
         (["--data", "CSV", "--batch", "121"], "batch: expected an int from 1 to the rows to train on, 120, got 121"),
         (["--data", "CSV", "--batch", "60", "--epochs", "0"], "epochs: expected a positive int, got 0"),
         (["--data", "CSV", "--batch", "60", "--epsilon", "0.0001"], "density: expected one that leaves a layer"),

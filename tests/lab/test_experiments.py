@@ -267,7 +267,7 @@ def test_classifiers_from_nothing_to_the_report(table, tmp_path):
 
 
 def test_a_control_is_added_to_a_report_that_is_there(table, tmp_path):
-    _, before, _ = command(tmp_path, "--only", "set", "--only", "dense")
+    _, before, _ = command(tmp_path, "--only", "set", "--only", "dense", "--add")  # to none
     for run in (tmp_path / "runs" / "tiny").iterdir():
         run.rename(tmp_path / f"elsewhere-{run.name}")
     _, after, markdown = command(tmp_path, "--only", "fixed", "--add")

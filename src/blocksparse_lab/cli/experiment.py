@@ -121,7 +121,7 @@ def _side_by_side(
     left = queue.missing(chosen, runs, only, seeds)
     for one, of in chosen.items():
         if any(of.finished(runs / one).values()):
-            _wrote(console, experiments.write(one, of, runs / one, out, add and (out / f"{one}.json").exists()))
+            _wrote(console, experiments.write(one, of, runs / one, out, add))
     if left:
         say(console, f"{len(left)} of {len(jobs)} runs are left; the same command goes on", "yellow")
     if caught or (failed and len(left) == len(jobs)):

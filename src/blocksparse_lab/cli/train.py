@@ -145,7 +145,7 @@ def mlp(
         str | None, typer.Option(help="Or this many, as 50M, 65,536 of them inputs; synthetic rows.")
     ] = None,
     rows: Annotated[int, typer.Option(help="Of --neurons: synthetic rows to train on.")] = 512,
-    method: Annotated[str, typer.Option(help="set, rigl, fixed (sparse, never changed) or dense.")] = "set",
+    method: Annotated[str, typer.Option(help="set, rigl, fixed (never changed), dense, or 2:4 (SR-STE).")] = "set",
     given: Annotated[dict[str, Any], Given(mlp_recipe.Recipe)],
     importance: mlp_recipe.Importance,
     device: Device = "cpu",

@@ -30,6 +30,7 @@ TOPOLOGIES = {
     "fixed": "sparse, never changed",
     "set": "sparse, evolved (SET)",
     "rigl": "sparse, evolved (RigL)",
+    "2:4": "two of four weights, evolved (SR-STE)",
 }
 
 
@@ -118,7 +119,7 @@ class ClassifierExperiment(Experiment):
             Column("momentum", "settings.momentum"),
             Column("weight decay", "settings.weight_decay"),
             Column("rows of a batch", "task.batch"),
-            Column("part of the weights replaced", "task.topology.zeta"),
+            Column("part of the weights replaced", lambda run, _: _replaced(run.task["topology"])),
             Column("epochs between", "task.topology.evolve_every"),
             Column("new weights", "task.topology.regrow"),
             Column("rows to train on", "task.data.rows"),
@@ -162,6 +163,14 @@ def seconds_per_epoch(run: Run) -> float:
     return statistics.median(now - before for before, now in pairwise([0.0, *(e["seconds"] for e in run.evaluations)]))
 
 
+def _replaced(topology: Mapping[str, Any]) -> str:
+    """In an evolution, as `Topology` has it."""
+    if "zeta" not in topology:
+        return "-"
+    zeta = topology["zeta"]
+    return f"{zeta:g}, {zeta / 2:g} after 9/16 of the epochs, 0 after 3/4" if "elastic" in topology else f"{zeta:g}"
+
+
 def narrowed(sizes: Sequence[int], epsilon: float) -> tuple[int, ...]:
     """The hidden layers of a dense net, in these proportions, of as many weights as the sparse net is to have.
 
@@ -193,7 +202,8 @@ def _methods(
     importance = Importance(importance_from=2 * epochs // 5, importance_every=epochs // 5)
     return ClassifierExperiment(
         about=f"One shape of net on {called}: dense, sparse in fixed places, and sparse with an evolving "
-        "topology, by SET or RigL; SET with ReLU for All-ReLU, and with importance pruning; and a narrow dense net",
+        "topology, by SET or RigL; SET with ReLU for All-ReLU, with importance pruning, and with the elastic mutation "
+        "of MEST; 2:4 sparse; and a narrow dense net",
         data=data,
         contenders={
             "dense": Contender("dense", short),
@@ -202,7 +212,9 @@ def _methods(
             "set": Contender("set", recipe),
             "set, ReLU": Contender("set", replace(recipe, alpha=0.0)),
             "set, importance": Contender("set", recipe, importance),
+            "set, elastic": Contender("set", replace(recipe, elastic=True)),
             "rigl": Contender("rigl", recipe),
+            "2:4": Contender("2:4", short),
             **longer,
         },
         tested_on=tested_on,

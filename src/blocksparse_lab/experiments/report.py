@@ -22,7 +22,7 @@ POINTS = 9  # of a curve that is kept, at most
 def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = False) -> list[Path]:
     """Writes the results as `NAME.json`, and from it `NAME.md` and `NAME.png`.
 
-    With `add`, contenders without a finished run here stay as they are in the report that is there.
+    With `add`, contenders without a finished run here stay as they are in the report that is there, if any.
 
     Raises:
         BlockSparseError: no run is finished, or the files cannot be written.
@@ -39,7 +39,7 @@ def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = 
         contender: [replace(run, config=run.config | {"facts": run.facts | experiment.found(run)}) for run in some]
         for contender, some in of.items()
     }
-    if add:
+    if add and (out / f"{name}.json").exists():
         old = load(out / f"{name}.json").runs
         known = {one: known.get(one) or old[one] for one in experiment.contenders if one in known or one in old}
     save(out / f"{name}.json", experiment, Results(known, experiment.left_out(runs), experiment.more()))

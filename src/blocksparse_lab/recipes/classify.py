@@ -77,6 +77,8 @@ class Topology(Importance):
         method: "set", `bs.sparsity.SET` between epochs; "rigl", `bs.sparsity.RigL` every `every` steps, until three
             quarters of the steps; or "none".
         zeta, evolve_every, regrow: of "set"; epochs from one evolution to the next, first values of new connections.
+        elastic: of "set": zeta halves after 9/16 of the epochs, and after 3/4 of them the topology stays, as in the
+            elastic mutation of MEST (Yuan et al. 2021, by its code, which drops by magnitude alone).
         fraction, every: of "rigl", its alpha, and the steps from one change to the next.
     """
 
@@ -84,6 +86,7 @@ class Topology(Importance):
     zeta: float = 0.3
     evolve_every: int = 1
     regrow: str = "he"
+    elastic: bool = False
     fraction: float = 0.3
     every: int = 100
 
@@ -95,7 +98,7 @@ class Topology(Importance):
     def about(self) -> dict[str, Any]:
         """The settings that have an effect, ready for JSON."""
         used = {
-            "set": ("method", "zeta", "evolve_every", "regrow"),
+            "set": ("method", "zeta", "evolve_every", "regrow", *(["elastic"] if self.elastic else [])),
             "rigl": ("method", "fraction", "every"),
             "none": (),
         }[self.method]
@@ -163,7 +166,15 @@ class ClassifyTask(EpochTask):
 
     def before_step(self, step: int) -> None:
         if step and step % self.steps_per_epoch == 0:
+            if self.topology.elastic:
+                self._mutate_less(step / self.steps)
             self._change("importance", "set")
+
+    def _mutate_less(self, trained: float) -> None:
+        """MEST's elastic mutation, by the part of the steps that is over: 90 and 120 of 160 epochs there."""
+        method = self.methods["set"]
+        assert isinstance(method, SET)
+        method.zeta = self.topology.zeta * (1 if trained < 9 / 16 else 0.5 if trained < 3 / 4 else 0)
 
     def after_update(self) -> None:
         self._change("rigl")

@@ -91,7 +91,7 @@ def _distance(a: RunLayouts, b: RunLayouts) -> float:
 def _perceptron(path: Path, tensors: dict[str, Tensor], features: int) -> dict[str, Layer]:
     """The layers of a `SparseMLP`, whose sizes pruning may have changed: they are those of its biases."""
     layers: dict[str, Layer] = {}
-    names = {name.rpartition(".")[0] for name in tensors if re.fullmatch(r"layers\.\d{1,9}\..*", name)}
+    names = {found[0] for name in tensors if (found := re.match(r"layers\.\d{1,9}(?=\.)", name))}
     for name in sorted(names, key=_number):
         if (bias := tensors.get(f"{name}.bias")) is None:
             raise BlockSparseError.expected(f"{path}, {name}", "a bias", "none")

@@ -7,8 +7,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
 from blocksparse.checked import integer
 from blocksparse.errors import BlockSparseError
+from blocksparse.nn import Linear
+from blocksparse.sparsity import SRSTE
 
 from ..data.synthetic import Synthetic
 from ..models.mlp import SparseMLP
@@ -18,7 +23,8 @@ from .memory import check_room
 from .settings import Settings, by_epochs
 from .trainer import Trainer, device_of
 
-METHODS = ("set", "fixed", "rigl", "dense")
+METHODS = ("set", "fixed", "rigl", "dense", "2:4")
+_DENSE = ("dense", "2:4")  # what they store
 
 # Steps between checkpoints at least; epochs of a small table are a few steps.
 SAVE_EVERY = 500
@@ -35,6 +41,7 @@ class Recipe:
     # An epoch of few rows is too short to tell which connections are useful.
     evolve_every: int = option(1, "Of set: epochs from one evolution to the next.")
     regrow: str = option("zeros", "Of set: first values of new connections: zeros, he (as in the papers), xavier.")
+    elastic: bool = option(False, "Of set: half of zeta after 9/16 of the epochs, none after 3/4 (MEST).")
     alpha: float = option(0.6, "The slope of All-ReLU.")
     dropout: float = option(0.3, "Of the hidden layers' outputs.")
     learning_rate: float = option(0.01, "The learning rate, the same throughout.", "lr")
@@ -106,23 +113,30 @@ def extreme_data(rows: int, tested: int, seed: int = 0) -> Synthetic:
 
 
 def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> SparseMLP:
-    """The network of a recipe for some data: dense, or of any other method sparse in the same places."""
+    """The network of a recipe for some data: dense, dense in memory and 2:4 sparse in its products, or of any other
+    method sparse in the same places."""
     if method not in METHODS:
         raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(method))
-    sparse: dict[str, Any] = {"density": None} if method == "dense" else {"epsilon": recipe.epsilon}
+    sparse: dict[str, Any] = {"density": None} if method in _DENSE else {"epsilon": recipe.epsilon}
     sizes = (data.features, *recipe.hidden, len(data.classes))
     for size in sizes:
         integer("sizes", size, 1)
-    least = (a * b if method == "dense" else min(a * b, recipe.epsilon * (a + b)) for a, b in pairwise(sizes))
+    least = (a * b if method in _DENSE else min(a * b, recipe.epsilon * (a + b)) for a, b in pairwise(sizes))
     # For a random layout, half as many would be far off.
     check_room(f"{sum(sizes):,} neurons", sum(least) / 2)
-    return SparseMLP(sizes, alpha=recipe.alpha, dropout=recipe.dropout, init=recipe.init, seed=seed, **sparse)
+    model = SparseMLP(sizes, alpha=recipe.alpha, dropout=recipe.dropout, init=recipe.init, seed=seed, **sparse)
+    if method == "2:4":
+        # It lives in the weights, and has nothing to do after a step.
+        left = [f"{name}: {why}" for name, why in SRSTE(model, 2, 4, skip=model.output).left.items()]
+        if len(left) > 1:  # the output layer comes last
+            raise BlockSparseError.expected("2:4", "layers whose inputs come in fours", "; ".join(left[:-1]))
+    return model
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The size of a network: connections are stored weights, density is that of all its layers, and the bytes are
-    those of parameters and layouts."""
+    """The size of a network: connections are the weights that products see, density is that of all its layers, and the
+    bytes are those of parameters and layouts."""
 
     neurons: int
     connections: int
@@ -140,10 +154,15 @@ def facts(model: SparseMLP) -> Facts:
     Facts(neurons=9, connections=18, density=1.0, parameters=23, stored_bytes=92)
     """
     parameters = {name: p.numel() for name, p in model.named_parameters()}
-    connections = sum(count for name, count in parameters.items() if not name.endswith("bias"))
+    connections = sum(_connections(layer) for layer in model.layers)
     dense = sum(n_in * n_out for n_in, n_out in zip(model.sizes, model.sizes[1:], strict=False))
     stored = sum(tensor.nbytes for tensor in model.state_dict().values())
     return Facts(sum(model.sizes), connections, connections / dense, sum(parameters.values()), stored)
+
+
+def _connections(layer: nn.Module) -> int:
+    weight: Any = layer.values if isinstance(layer, Linear) else layer.weight
+    return int(weight.count_nonzero()) if is_parametrized(layer) else weight.numel()
 
 
 def task(
@@ -156,20 +175,21 @@ def task(
     importance: Importance | None = None,
 ) -> ClassifyTask:
     """The task for the trainer, of a `network` that was made with the same method: "set", "rigl", "fixed" (sparse, and
-    never changed) or "dense"."""
+    never changed), "dense", or "2:4" (SR-STE, but in the output layer)."""
     importance = importance or Importance()
-    if method == "dense" and importance.importance_from is not None:
-        raise BlockSparseError.expected("importance pruning", "a sparse net", "method dense")
+    if method in _DENSE and importance.importance_from is not None:
+        raise BlockSparseError.expected("importance pruning", "a sparse net", f"method {method}")
     topology = Topology(
         method=method if method in ("set", "rigl") else "none",
         zeta=recipe.zeta,
         evolve_every=recipe.evolve_every,
         regrow=recipe.regrow,
+        elastic=recipe.elastic,
         **asdict(importance),
     )
     about: dict[str, Any] = {"method": method, "sizes": list(model.sizes)}
     about |= {"alpha": recipe.alpha, "dropout": recipe.dropout}
-    if method != "dense":
+    if method not in _DENSE:
         about["epsilon"] = recipe.epsilon
     if recipe.init != "he":
         about["init"] = recipe.init
