@@ -64,9 +64,24 @@ def test_its_launches_are_those_without_a_graph(name):
 
 
 def test_convolutions_of_images_of_any_size_keep_the_op():
-    calls, _ = traced("conv", "space")
+    assert_ops(traced("conv", "space")[0], "conv")
+
+
+@pytest.mark.parametrize("name", ["linear", "conv"])
+def test_a_gpu_that_the_kernels_refuse_keeps_the_op(name):
+    assert_ops(traced(name, "refused")[0], name)
+
+
+@pytest.mark.parametrize("name", ["linear", "conv"])
+def test_within_use_backend_it_is_compiled_again_with_the_op(name):
+    calls, _ = traced(name, "forced")
+    second = len(calls) - calls[::-1].index(next(call for call in calls[::-1] if call.startswith("compiled")))
+    assert "triton_kernel_wrapper_functional" in calls[:second]
+    assert calls[-1] == "forced"
+    assert_ops(calls[second:], name)
+
+
+def assert_ops(calls, name):
     assert "triton_kernel_wrapper_functional" not in calls
-    assert {call for call in calls if "blocksparse" in call} == {
-        "blocksparse.conv.default",
-        "blocksparse.conv_wgrad.default",
-    }
+    ops = {call for call in calls if "blocksparse" in call}
+    assert ops == {f"blocksparse.{name}.default", f"blocksparse.{name}_wgrad.default"}

@@ -2,6 +2,8 @@
 
     python trace_kernels.py "conv, stride 2"           any number of images in one graph
     python trace_kernels.py conv space                 and of any size
+    python trace_kernels.py conv forced                then within `use_backend`
+    python trace_kernels.py conv refused               for a GPU that the kernels refuse
 
 A script of its own: Triton must not interpret, and its driver is replaced for the whole process. The tensors are on the
 CPU; the graphs are those of a GPU, and are not run. The last line has, as JSON, the launches of the graphs and those of
@@ -75,6 +77,10 @@ def main(name: str, open_: str = "rows") -> None:
     layer, *shapes = cases()[name]
     layer = layer.bfloat16()
     launches = recorded()
+    refused = [None if open_ != "refused" else "an old GPU"]
+    for each in (linear, conv):
+        each.refusal = lambda device, dtype: refused[0]
+    registry._BACKEND_OF_DEVICE["cpu"] = "triton"
     compiled = torch.compile(
         lambda x: layer(x).float().square().mean(),
         fullgraph=True,
@@ -82,12 +88,19 @@ def main(name: str, open_: str = "rows") -> None:
     )
     for shape in shapes:
         x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
-        for axis in (0,) if open_ == "rows" else range(2, x.dim()):
+        for axis in range(2, x.dim()) if open_ == "space" else (0,):
             torch._dynamo.mark_dynamic(x, axis)
         try:
             compiled(x)
         except NotRun:
             print("compiled", *shape)
+    if open_ == "forced":
+        with bs.use_backend("reference"):
+            try:
+                compiled(x)
+            except NotRun:
+                print("forced")
+    refused[0] = None
     traced_ones, launches[:] = [*launches], []
     print(json.dumps({"traced": traced_ones, "eager": eager(layer, shapes[0], launches)}))
 
@@ -110,9 +123,6 @@ def recorded() -> list[list]:
 
 
 def eager(layer, shape, launches):
-    for each in (linear, conv):
-        each.refusal = lambda device, dtype: None
-    registry._BACKEND_OF_DEVICE["cpu"] = "triton"
     layer(torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)).float().square().mean().backward()
     return launches
 

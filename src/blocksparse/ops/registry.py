@@ -101,6 +101,11 @@ def use_backend(name: str) -> Iterator[None]:
         del _forced[key]
 
 
+def is_forced() -> bool:
+    """Whether this is within `use_backend`."""
+    return len(_forced) > 0  # whose truth torch.compile would not guard
+
+
 class Op:
     """An operation and its backends.
 
@@ -192,7 +197,7 @@ def is_plain(*tensors: Any) -> bool:
 
 def is_bare(*tensors: Any) -> bool:
     """As `is_plain`, and nobody asks for a backend."""
-    return not _forced and is_plain(*tensors)
+    return not is_forced() and is_plain(*tensors)
 
 
 class Pattern(NamedTuple):

@@ -2,7 +2,8 @@
 
 What kernels need of a layout is its schedule, a few index tensors on their device. A compiled graph has no layout: it
 brings the schedule along, behind the layout's own index tensors. Exported graphs keep the ops, and so do those for any
-pattern, those of CPUs, and operations that say so.
+pattern, those of CPUs, of GPUs and dtypes that the kernels refuse, those within `use_backend`, and operations that say
+so.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
+from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from .operands import OperandLayout
-from .registry import LIBRARY, LayoutOp
+from .registry import LIBRARY, LayoutOp, is_forced
 
 # Graphs for devices of this type hold the launches of kernels.
 SEEN_THROUGH = "cuda"
@@ -51,7 +53,7 @@ class TracedLayout(NamedTuple):
 def wants_schedule(layout: BlockLayout, x: Tensor) -> bool:
     """Whether a call with x is part of a graph that is to bring the layout's schedule along."""
     traced = torch.compiler.is_dynamo_compiling() and x.device.type == SEEN_THROUGH
-    return traced and not isinstance(layout, OperandLayout)
+    return traced and not isinstance(layout, OperandLayout) and not is_forced()
 
 
 def traced_layout(indices: Sequence[Tensor], in_blocks: int, block: Sequence[int]) -> TracedLayout:
@@ -71,7 +73,7 @@ def see_through(op: LayoutOp, launched: Callable[..., Any]) -> None:
     def rule(mode: Any, torch_op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         indices = args[len(op.operands)]
         # Exported graphs keep the op, so that they are self-contained.
-        if len(indices) > 2 and torch._functorch.config.decompose_custom_triton_ops:
+        if len(indices) > 2 and torch._functorch.config.decompose_custom_triton_ops and _by_kernels(op, args[0]):
             with mode:
                 result = launched(*args, **kwargs)
             if result is not NotImplemented:
@@ -79,3 +81,11 @@ def see_through(op: LayoutOp, launched: Callable[..., Any]) -> None:
         return mode.__torch_dispatch__(torch_op, types, args, kwargs)
 
     torch.library.register_torch_dispatch(f"blocksparse::{op.name}", FunctionalTensorMode, rule, lib=LIBRARY)
+
+
+def _by_kernels(op: LayoutOp, x: Tensor) -> bool:
+    """Whether the op launches Triton's kernels. Where nothing serves it, the op is kept, and says so when it runs."""
+    try:
+        return op.on(x.device, x.dtype) is op.backends["triton"]
+    except BlockSparseError:
+        return False
