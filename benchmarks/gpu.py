@@ -35,6 +35,7 @@ from time import monotonic
 from rich.console import Console
 
 from blocksparse import BlockSparseError
+from blocksparse.checked import number
 from blocksparse_lab import machine
 from blocksparse_lab.bench import prediction, report, rows
 from blocksparse_lab.bench.contract import checks
@@ -79,6 +80,8 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> bool:
     """Whether a row failed, which is more than a target that is not met."""
+    number("--budget", arguments.budget, 0)
+    number("--minutes", arguments.minutes, 0)
     if arguments.list:
         jobs = chosen(GpuReach(None).jobs(), arguments.only)
         console.print(rows.table([Row(job.work, job.target, "", None) for job in jobs], "targets on a GPU"))
@@ -99,6 +102,8 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
     chip = facts["gpu"]["name"] if facts["gpu"] else facts["cpu"]
     folder = arguments.out or (None if quick else RESULTS)
     path = folder and folder / f"linear-{machine.slug(chip)}.json"
+    if folder:
+        report.check_folder(folder)  # before minutes of measuring
     reach = GpuReach(bench, settings["shrink"], rows.measured_before(path, facts, settings) if path else ())
     every = reach.jobs()
     jobs = chosen(every, arguments.only)
@@ -126,6 +131,8 @@ def predict(arguments: argparse.Namespace, console: Console) -> None:
     results = [rows.read(path) for path in RESULTS.glob(f"linear-*{arguments.gpu}*.json")]
     lines = prediction.table(found, chip, [row for _, of_run in results for row in of_run])
     lines = [line for line in lines if is_asked_for(line[0], arguments.only)]
+    if not lines:
+        raise BlockSparseError.expected("--only", "words of the rows that --predict shows", repr(arguments.only))
     commits = ", ".join(str(facts["machine"].get("commit", "")) for facts, _ in results)
     title = f"predicted for {chip.name}"
     if commits:
@@ -182,6 +189,8 @@ def draw(path: Path, reach: GpuReach, where: str) -> str:
         return ""
     try:
         write_chart(path, reach.cases, reach.ceiling_details(), where)
+    except KeyError as row:
+        return f"; no chart without the row {row}"
     except Exception as error:  # the numbers are written all the same
         return f"; no chart: {error}"
     return " and .png"

@@ -269,9 +269,21 @@ def test_the_program_runs_from_end_to_end(tmp_path, backend, script, monkeypatch
 
 def test_rows_are_written_as_they_come_and_late_ones_left_out(tmp_path, script):
     quick = "--quick", "--device", "cpu", "--only", "host,break-even", "--out", tmp_path
-    assert script(*quick, "--minutes", "-1")[0] == 0
+    assert script(*quick, "--minutes", "0")[0] == 0
     (path,) = tmp_path.glob("linear-*.json")
     assert {row["measured"] for row in json.loads(path.read_text())["rows"]} == {"not measured: out of time"}
+
+
+def test_what_it_cannot_do_it_says_before_it_measures(tmp_path, script, monkeypatch):
+    monkeypatch.setattr(gpu.GpuReach, "jobs", lambda reach: pytest.fail("measures"))
+    there = tmp_path / "file"
+    there.write_text("")
+    for more, message in (
+        (("--out", there), f"out: expected a folder to write to, got {there} (File exists)"),
+        (("--budget", "-1"), "--budget: expected a finite number, 0 or more, got -1.0"),
+        (("--minutes", "-1"), "--minutes: expected a finite number, 0 or more, got -1.0"),
+    ):
+        assert script("--quick", "--device", "cpu", *more) == (1, "", f"error: {message}\n")
 
 
 @pytest.mark.full

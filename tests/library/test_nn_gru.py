@@ -165,6 +165,16 @@ def test_under_autocast_results_are_close():
     assert (y.float() - expected).norm() < 0.05 * expected.norm()
 
 
+@pytest.mark.parametrize("kind", [bs.nn.GRU, bs.nn.RNN])
+def test_a_graph_for_any_number_of_sequences(kind):
+    module = kind(16, 24, density=0.5, block_size=8)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    for number in (3, 4, 7):
+        x = torch.randn(5, number, 16)
+        with torch._dynamo.config.patch(error_on_recompile=number == 7):
+            torch.testing.assert_close(compiled(x)[0], module(x)[0])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -72,6 +72,10 @@ def test_a_gpu_that_the_kernels_refuse_keeps_the_op(name):
     assert_ops(traced(name, "refused")[0], name)
 
 
+def test_a_batch_by_vmap_which_has_more_rows_than_the_schedule_is_for_keeps_the_op():
+    assert_ops(traced("linear", "vmap")[0], "linear")
+
+
 @pytest.mark.parametrize("name", ["linear", "conv"])
 def test_within_use_backend_it_is_compiled_again_with_the_op(name):
     calls, _ = traced(name, "forced")

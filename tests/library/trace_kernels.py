@@ -3,6 +3,7 @@
     python trace_kernels.py "conv, stride 2"           any number of images in one graph
     python trace_kernels.py conv space                 and of any size
     python trace_kernels.py conv forced                then within `use_backend`
+    python trace_kernels.py linear vmap                of a batch of them
     python trace_kernels.py conv refused               for a GPU that the kernels refuse
 
 A script of its own: Triton must not interpret, and its driver is replaced for the whole process. The tensors are on the
@@ -76,17 +77,19 @@ def main(name: str, open_: str = "rows") -> None:
     traced.SEEN_THROUGH = "cpu"
     layer, *shapes = cases()[name]
     layer = layer.bfloat16()
+    of_batch = torch.vmap(layer) if open_ == "vmap" else layer
     launches = recorded()
     refused = [None if open_ != "refused" else "an old GPU"]
     for each in (linear, conv):
         each.refusal = lambda device, dtype: refused[0]
     registry._BACKEND_OF_DEVICE["cpu"] = "triton"
     compiled = torch.compile(
-        lambda x: layer(x).float().square().mean(),
+        lambda x: of_batch(x).float().square().mean(),
         fullgraph=True,
         backend=aot_autograd(fw_compiler=show, bw_compiler=show),
     )
     for shape in shapes:
+        shape = (8, *shape) if open_ == "vmap" else shape
         x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
         for axis in range(2, x.dim()) if open_ == "space" else (0,):
             torch._dynamo.mark_dynamic(x, axis)

@@ -420,7 +420,9 @@ def each_entry(op: Any, rows: bool = False) -> Callable[..., tuple[Any, Any]]:
 
         if rows and isinstance(in_dims[0], int) and not any(isinstance(dim, int) for dim in in_dims[1:]):
             x = arguments[0].movedim(in_dims[0], 0)
-            return op(x.flatten(0, 1), *arguments[1:]).unflatten(0, x.shape[:2]), 0
+            # Without the schedule of a graph, which is for the rows of one entry.
+            rest = [each[:2] if _is_indices(each) else each for each in arguments[1:]]
+            return op(x.flatten(0, 1), *rest).unflatten(0, x.shape[:2]), 0
         outputs = [op(*map(entry(i), arguments, in_dims)) for i in range(info.batch_size)]
         if isinstance(outputs[0], Tensor):
             return torch.stack(outputs), 0
@@ -428,6 +430,10 @@ def each_entry(op: Any, rows: bool = False) -> Callable[..., tuple[Any, Any]]:
         return stacked, [0] * len(stacked)
 
     return rule
+
+
+def _is_indices(argument: Any) -> bool:
+    return isinstance(argument, list | tuple) and len(argument) > 0 and isinstance(argument[0], Tensor)
 
 
 # -- layouts of graphs -------------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from rich.table import Table
@@ -134,11 +136,25 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """A file of results, in a folder that is made where it is missing; raises where it cannot be written."""
-    try:
+    with _written_to(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+
+
+def check_folder(folder: Path) -> None:
+    """Makes the folder where it is missing; raises where no file can be written to it."""
+    with _written_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder):
+            pass
+
+
+@contextmanager
+def _written_to(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise BlockSparseError.expected("out", "a folder to write to", f"{path.parent} ({error.strerror})") from error
+        raise BlockSparseError.expected("out", "a folder to write to", f"{folder} ({error.strerror})") from error
 
 
 def _rounded(value: Any) -> Any:

@@ -84,8 +84,9 @@ class Steps:
         for name, value in (
             ("start", (0, *accumulate(sizes))),
             ("rows", sum(sizes)),
-            ("batch", sizes[0] if sizes else 0),
-            ("aligned", not sizes or sizes[-1] == sizes[0]),
+            # By lengths: torch.compile knows no truth of sizes that are left open.
+            ("batch", sizes[0] if len(sizes) else 0),
+            ("aligned", len(sizes) == 0 or sizes[-1] == sizes[0]),
             ("order", order[::-1] if self.reverse else order),
         ):
             object.__setattr__(self, name, value)
