@@ -18,7 +18,7 @@ from blocksparse_lab.experiments import pruned, pruning
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
 from blocksparse_lab.recipes import charlm, language_model
 from blocksparse_lab.recipes.classify import ClassifyTask
-from blocksparse_lab.recipes.prune import METHODS, PruneTask, Pruning, finished
+from blocksparse_lab.recipes.prune import FIXED, METHODS, PruneTask, Pruning, finished
 from blocksparse_lab.recipes.trainer import Settings, Trainer
 from test_data_tables import write_points
 from test_trainer import Killed, assert_same
@@ -35,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 def pruning_of(case, **other):
     method = "threshold" if case == "glp" else case
     density = None if method in STRENGTHS else 0.25
+    other |= {"search": 0} if method == FIXED else {}
     return Pruning(method, density, STRENGTHS.get(method, 0.0), 1e-4 if case == "glp" else 0.0, block_size=4, **other)
 
 
@@ -70,6 +71,27 @@ def outputs(task):
         return task.model(torch.linspace(-2, 2, 200).view(10, 20))
 
 
+def test_fixed_blocks_are_drawn_for_each_seed_and_as_large_as_their_inputs_want():
+    layouts = {}
+    for seed in (0, 1):
+        task = inner("mlp")
+        dense = task.model[0].weight.detach().clone()
+        pruning = Pruning(FIXED, 0.25, block_size=4, skip=("2",), search=0)
+        made = PruneTask(task, pruning, STEPS, seed)
+        made.attach(torch.optim.SGD(task.model.parameters()), {})
+        made.before_step(0)
+        assert made.sparse
+        assert made.pruning.about()["search"] == 0
+        layer = task.model[0]
+        layouts[seed] = layer.layout
+        assert layer.layout.nnz == round(0.25 * 6 * 5)
+        kept = dense * layer.layout.mask().repeat_interleave(4, 0).repeat_interleave(4, 1)
+        torch.testing.assert_close(layer.weight, kept / layer.layout.density**0.5)
+    assert layouts[0] != layouts[1]
+    with pytest.raises(BlockSparseError, match="search: expected 0 for fixed"):
+        Pruning(FIXED, 0.25)
+
+
 @pytest.mark.parametrize("search", [2 / 3, 1])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +101,7 @@ def test_a_run_ends_truly_sparse(kind, case, search, tmp_path):
     before = outputs(run.task)
     layouts = run.task.method.layouts()
     assert 0.01 < run.task.method.density < 0.98, "the test is about something"
-    assert run.task.sparse == (search < 1)
+    assert run.task.sparse == (search < 1 or case == FIXED)
     again = trainer(kind, case, tmp_path / "run", search)
     model = finished(again)
     assert not model.training
@@ -119,12 +141,12 @@ def test_the_same_bits_when_it_was_stopped(case, at, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_steps_after_the_search_are_sparse(kind, case, tmp_path):
     run = trainer(kind, case, tmp_path)
-    task, seen = run.task, []
+    task, seen, search = run.task, [], 0 if case == FIXED else 12
     loss = task.loss
 
     def watched(step):
         sparse = [m for m in run.model.modules() if isinstance(m, BlockSparseModule)]
-        assert bool(sparse) == task.sparse == (step >= 12)
+        assert bool(sparse) == task.sparse == (step >= search)
         assert {id(p) for p in run.model.parameters()} == {id(p) for p in run.parameters.values()}
         assert {id(p) for group in run.optimizer.param_groups for p in group["params"]} >= {
             id(p) for p in run.model.parameters()
@@ -134,8 +156,8 @@ def test_steps_after_the_search_are_sparse(kind, case, tmp_path):
 
     task.loss = watched
     run.train()
-    assert task.search == 12
-    assert all(layouts == seen[12] for layouts in seen[12:])
+    assert task.search == search
+    assert all(layouts == seen[search] for layouts in seen[search:])
     stored = sum(blocks.size * task.method.layouts()[name].nnz for name, blocks in task.method.blocks.items())
     kept = checkpoint.load(run.path)[0]
     moments = [tensor.numel() for name, tensor in kept.items() if name.endswith("values.exp_avg")]
@@ -294,6 +316,7 @@ def test_inputs(points, quick, monkeypatch, tmp_path):
     columns = {"block_size": (8, 1), "skip": ("layers.1", "layers.2")}
     experiment = pruned.ClassifierPruning(
         about="Tiny inputs",
+        seeds=(0,),
         data=points,
         hidden=(8, 8),
         epochs=2,
@@ -312,6 +335,7 @@ def test_language_models_from_nothing_to_the_report(quick, monkeypatch, tmp_path
     threshold = Pruning("threshold", strength=0.2, **small)
     experiment = pruned.LanguagePruning(
         about="Tiny LSTMs",
+        seeds=(0,),
         text="python",
         config=CharLMConfig(width=16, embedding=8),
         trained=Settings(steps=6, learning_rate=0.01, warmup=1, eval_every=3),

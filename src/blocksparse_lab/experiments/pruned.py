@@ -20,7 +20,7 @@ from ..models.char_lm import CharLMConfig
 from ..models.mlp import SparseMLP
 from ..recipes import charlm
 from ..recipes.classify import ClassifyTask
-from ..recipes.prune import Pruning
+from ..recipes.prune import FIXED, Pruning
 from ..recipes.settings import Settings, by_epochs
 from ..recipes.trainer import Task
 from .experiment import DataDir, Experiment
@@ -111,6 +111,7 @@ def _classifier() -> PruningExperiment:
         about="An MLP 784-4096-4096-10 on Fashion-MNIST, dense and made block-sparse in blocks of 32 by training",
         contenders={
             DENSE: Dense(),
+            FIXED: Pruning(FIXED, density=0.1, search=0, skip=kept),
             **_at_densities("one-shot", skip=kept),
             **_at_densities("gradual", skip=kept),
             "movement": Pruning("movement", density=0.1, skip=kept),
@@ -156,6 +157,7 @@ def _language() -> PruningExperiment:
             "dense x3": Dense(times=3),
             "one-shot": Pruning("one-shot", density=0.1, search=0.4, skip=kept),
             **_at_densities("gradual", **early),
+            "fixed x3": Pruning(FIXED, density=0.1, search=0, times=3, skip=kept),
             "gradual x3": Pruning("gradual", density=0.1, search=0.2 / 3, times=3, skip=kept),
             "movement": Pruning("movement", density=0.1, **early),
             **_at_strengths("threshold", (0.7, 0.85, 1), search=0.4, skip=kept),

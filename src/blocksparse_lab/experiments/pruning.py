@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from ..machine import machine, where
 from ..recipes.compare import Run
 from ..recipes.prune import PruneTask, Pruning, finished
 from ..recipes.trainer import Settings, Task, Trainer
-from .experiment import Column, DataDir, Experiment, Progress, Results, Table, folder, kept
+from .experiment import SEEDS, Column, DataDir, Experiment, Progress, Results, Table, folder, kept
 
 Runs = Mapping[str, Sequence[Run]]
 
@@ -56,7 +57,6 @@ class PruningExperiment(Experiment):
     """
 
     contenders: Mapping[str, Pruning | Dense]
-    seeds: tuple[int, ...] = (0,)
     pruned: tuple[float, ...] = ()
     skip: tuple[str, ...] = ()
     in_rows: ClassVar[bool] = True
@@ -195,6 +195,7 @@ class PruningExperiment(Experiment):
             "sparse": kept(run.path, PROBED),
             "inference": inference.pop("", {}) | ({"pruned": inference} if inference else {}),
             "raced on": race.get("machine"),
+            "cpu_seconds": (run.result or {}).get("cpu_seconds"),
         }
 
     @property
@@ -216,7 +217,9 @@ class PruningExperiment(Experiment):
             Column(f"against dense, {self.unit}", quality, self.digits, DENSE, self.compared),
             Column(f"ms of inference, {BATCH} at once", milliseconds, 2),
             Column("times as fast as dense", "facts.inference.speed_up", 2),
+            SEEDS,
             Column("seconds of training", "seconds", 0),
+            Column("seconds of a core", "facts.cpu_seconds", 0),
         ]
 
     def tables(self, of: Results) -> Iterator[Table]:
@@ -284,15 +287,21 @@ class PruningExperiment(Experiment):
         save(figure, path)
 
     def _points(self, of: Runs) -> dict[str, list[tuple[float, float, float]]]:
-        """Milliseconds, quality and density of each model, by method."""
+        """Milliseconds, quality and density, by method: a point for each contender, the mean over its seeds."""
         found: dict[str, list[tuple[float, float, float]]] = {}
-        for name, run in ((name, run) for name, runs in of.items() for run in runs):
-            models = [(_method(self.contenders[name]), run.facts["sparse"], run.facts["inference"])]
-            models += [(NOT_RETRAINED, one, race) for one, race in _pruned_later(run)]
-            for method, sparse, race in models:
-                if race:
-                    point = 1e3 * race["seconds"], self.shown(sparse["held_out"]), sparse["density"]
-                    found.setdefault(method, []).append(point)
+        for name, runs in of.items():
+            models = [(run.facts["sparse"], run.facts["inference"]) for run in runs]
+            later = zip(*map(_pruned_later, runs), strict=True)
+            groups = [(_method(self.contenders[name]), models), *((NOT_RETRAINED, some) for some in later)]
+            for method, some in groups:
+                points = [
+                    (1e3 * race["seconds"], self.shown(sparse["held_out"]), sparse["density"])
+                    for sparse, race in some
+                    if race
+                ]
+                if points:
+                    time, quality, density = map(fmean, zip(*points, strict=True))
+                    found.setdefault(method, []).append((time, quality, density))
         return found
 
 

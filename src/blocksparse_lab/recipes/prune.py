@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from blocksparse import sparsity
+from blocksparse import patterns, sparsity
 from blocksparse.checked import integer
 from blocksparse.checkpoint import part
 from blocksparse.errors import BlockSparseError
@@ -19,8 +19,9 @@ from blocksparse.sparsity.pruning.dense_pruner import DensePruner
 from .callback import Task
 from .trainer import Trainer
 
-METHODS = ("one-shot", "gradual", "threshold", "group lasso", "l0", "movement")
-_TO_DENSITY = ("one-shot", "gradual", "movement")
+FIXED = "fixed"
+METHODS = ("one-shot", "gradual", "threshold", "group lasso", "l0", "movement", FIXED)
+_TO_DENSITY = ("one-shot", "gradual", "movement", FIXED)
 
 # Parameters that a method learns per block have this many times the rate of the weights.
 GATES_RATE = 10
@@ -31,16 +32,18 @@ class Pruning:
     """How the blocks to keep are found: with dense weights, in the first part of a run; after it they are fixed.
 
     Args:
-        method: of `METHODS`. "one-shot" prunes by magnitude at the end of the search.
-        density: what "one-shot", "gradual" and "movement" come to, and the most that "group lasso" and "l0" leave, in
-            each weight: magnitudes of layers of different widths do not compare. None for what the strength leaves.
+        method: of `METHODS`. "one-shot" prunes by magnitude at the end of the search. "fixed" is the control of them
+            all: blocks at random from the first step, whose weights begin as large as their number of inputs wants.
+        density: what "one-shot", "gradual", "movement" and "fixed" come to, and the most that "group lasso" and "l0"
+            leave, in each weight: magnitudes of layers of different widths do not compare. None for what the strength
+            leaves.
         strength: what the density of the others depends on: of "threshold" its q, as a multiple of the 90th percentile
             of |w| of each weight of a trained dense model; of "group lasso" lambda; of "l0" the price of a weight in
             nats.
         penalty: of "threshold", the lambda of a group lasso in the loss besides (GLP).
         block_size: an int or (rows, columns).
         skip: names of what stays dense.
-        search: the part of the steps that search.
+        search: the part of the steps that search; 0 for "fixed".
         times: steps of the whole run, as a multiple of those of the dense net: truly sparse ones cost a fraction.
     """
 
@@ -58,7 +61,9 @@ class Pruning:
             raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(self.method))
         if self.density is None and self.method in _TO_DENSITY:
             raise BlockSparseError.expected("density", f"a number for {self.method}", self.density)
-        if not 0 < self.search <= 1:
+        if self.method == FIXED and self.search != 0:
+            raise BlockSparseError.expected("search", "0 for fixed", self.search)
+        if self.method != FIXED and not 0 < self.search <= 1:
             raise BlockSparseError.expected("search", "a number above 0 and at most 1", self.search)
         integer("times", self.times, 1)
 
@@ -95,7 +100,7 @@ class PruneTask(Task):
         self.loss_unit, self.bytes_per_step = task.loss_unit, task.bytes_per_step
         self.samples, self.samples_per_step = task.samples, task.samples_per_step
         self.steps_per_epoch = task.steps_per_epoch
-        self.search = max(1, round(pruning.search * steps))
+        self.search = max(1, round(pruning.search * steps)) if pruning.search else 0
         self._penalties: list[Callable[[], Tensor]] = []
         self.sparse = False  # whether the model is, truly
 
@@ -114,6 +119,8 @@ class PruneTask(Task):
 
     def _method(self, optimizer: torch.optim.Optimizer) -> DensePruner:
         p, model, end = self.pruning, self.model, self.search
+        if p.method == FIXED:
+            return DensePruner(model, optimizer, block_size=p.block_size, skip=p.skip)
         every = max(1, end // 40)
         slowly: dict[str, Any] = {"begin": end // 4, "end": end, "every": every}
         rate = GATES_RATE * float(optimizer.param_groups[0]["lr"])
@@ -141,7 +148,7 @@ class PruneTask(Task):
         """Makes the model truly sparse once the search is over."""
         self.task.before_step(step)
         if not self.sparse and self.searched:
-            self._finish()
+            self._finish(self._at_random() if self.pruning.method == FIXED else None)
 
     def after_update(self) -> None:
         self.task.after_update()
@@ -157,6 +164,16 @@ class PruneTask(Task):
         """The other task's loss; while the pattern is searched, with what the method adds to it."""
         penalties = () if self.sparse else self._penalties
         return sum((penalty() for penalty in penalties), self.task.loss(step))
+
+    @torch.no_grad()
+    def _at_random(self) -> dict[str, BlockLayout]:
+        """Layouts of "fixed"; the weights become as large as if they had been drawn for so few inputs."""
+        density, layouts = cast(float, self.pruning.density), {}
+        for nth, (name, blocks) in enumerate(self.method.blocks.items()):
+            layout = patterns.random(blocks.shape, blocks.block_shape, density, seed=1000 * self.seed + nth)
+            self.method.dense[name].mul_(layout.density**-0.5)
+            layouts[name] = layout
+        return layouts
 
     def _finish(self, layouts: Mapping[str, BlockLayout] | None = None) -> None:
         self.model = self.task.model = self.method.finish(layouts)

@@ -21,6 +21,7 @@ class Progress(NamedTuple):
 
     step: int
     seconds: float
+    cpu_seconds: float
     logged: tuple[int, float]
     held_out: float | None
 
@@ -34,8 +35,9 @@ def progress(path: Path, about: Mapping[str, Any], steps: int) -> Progress:
         raise BlockSparseError.expected(f"{path}, held_out", "a number or null", f"{held_out!r:.99}")
     step = integer(f"{path}, step", about.get("step"), 0, steps + 1, "the steps")
     seconds = number(f"{path}, seconds", about.get("seconds"), 0)
+    cpu_seconds = number(f"{path}, cpu_seconds", about.get("cpu_seconds", 0.0), 0)
     at = integer(f"{path}, logged step", logged[0], 0, step + 1), number(f"{path}, logged seconds", logged[1], 0)
-    return Progress(step, seconds, at, held_out)
+    return Progress(step, seconds, cpu_seconds, at, held_out)
 
 
 def check_tensors(path: Path, tensors: Mapping[str, Tensor], model: nn.Module, means: Collection[str]) -> None:

@@ -65,7 +65,7 @@ class Trainer:
         self.sharded = settings.shard and self.processes > 1
         if self.sharded:
             sharding.shard(task, self.processes, self.device)
-        self.step, self.seconds = 0, 0.0
+        self.step, self.seconds, self.cpu_seconds = 0, 0.0, 0.0  # of training; of all its threads
         self.held_out: float | None = None  # at the newest evaluation
         self.parameters = dict(self.model.named_parameters())
         self.ema = {name: p.detach().clone() for name, p in self.parameters.items()} if settings.ema else {}
@@ -211,6 +211,7 @@ class Trainer:
             "steps": s.steps,
             "parameters": sum(p.numel() for p in self.parameters.values()),
             "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
             "bytes": read,
             "bytes_per_second": read / max(self.seconds, 1e-9),
             "task": self.task.about(),
@@ -302,14 +303,14 @@ class Trainer:
     # -- logging and timing ------------------------------------------------------------------------------------------
 
     def _resume_clock(self) -> float:
-        self._started = time.perf_counter()
+        self._started, self._cpu_started = time.perf_counter(), time.process_time()
         return self._started
 
     def _stop_clock(self) -> None:
         """Adds the time since it was started: that of training, without evaluations and saving."""
-        now = time.perf_counter()
-        self.seconds += now - self._started
-        self._started = now
+        started, cpu_started = self._started, self._cpu_started
+        self.seconds += self._resume_clock() - started
+        self.cpu_seconds += self._cpu_started - cpu_started
 
     def _log(self, log: RunLog | NoLog) -> None:
         self._check_finite()  # on a GPU this waits for the steps, so that the time is theirs
@@ -379,6 +380,7 @@ class Trainer:
         about = {
             "step": self.step,
             "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
             "logged": self._logged,
             "held_out": self.held_out,
             "unit": self.task.unit,
@@ -421,7 +423,7 @@ class Trainer:
                 self.task.load_state_dict(state)
                 self._total.copy_(tensors["trainer.total"])
                 parallel.take_rng_states(tensors, self.device, self.settings.seed, at.step, self.rank)
-            self.step, self.seconds, self._logged, self.held_out = at
+            self.step, self.seconds, self.cpu_seconds, self._logged, self.held_out = at
             if (before := about.get("processes", 1)) != self.processes:
                 now = f"{self.processes} process{'es' * (self.processes > 1)}"
                 self._call(
