@@ -13,6 +13,7 @@ import torch
 import blocksparse as bs
 from blocksparse_lab import experiments
 from blocksparse_lab.data import planetoid
+from blocksparse_lab.data.synthetic import growing_graph
 from blocksparse_lab.models.dcnn import DCNN
 from blocksparse_lab.recipes import dcnn
 
@@ -161,14 +162,42 @@ def test_a_run_and_its_report(tmp_path):
     write_planetoid(tmp_path)
     experiment = experiments.find("diffusion-cora")
     graph = experiment.load(tmp_path)
-    for name in experiment.contenders:
+    for name, of in experiment.contenders.items():
         if name != "above 0.1":
-            dcnn.trainer(graph, tmp_path / "runs" / f"{name}-0", experiment.contenders[name], epochs=2).train()
+            run = tmp_path / "runs" / f"{name}-0"
+            dcnn.trainer(graph, run, of.threshold, epochs=2, at_random=of.at_random).train()
     paths = experiments.write("diffusion-cora", experiment, tmp_path / "runs", tmp_path / "out")
     text = paths[1].read_text()
     assert "| entries of P^2 | " in text
     assert "| accuracy, against all transitions | " in text
     assert "| 100,000 | " in text
+
+
+def test_edges_at_random_take_no_more_memory():
+    graph = growing_graph(nodes=400)
+    size = bs.nn.Diffusion(graph.edges, 400, threshold=0.1).nbytes
+    first, same, other = (dcnn.drawn(graph, size, seed) for seed in (0, 0, 1))
+    assert 0.97 * size < first.nbytes <= size
+    assert first.nnz == same.nnz
+    assert first.layouts[0] != other.layouts[0]
+    assert dcnn.drawn(graph, 0).nnz[0] == 2, "an edge at least"
+
+
+def test_growing_graph_has_hubs_and_neighbours_of_the_same_class():
+    graph = growing_graph(nodes=3000, classes=5, m=3, features=20, within=0.5)
+    degrees = torch.bincount(graph.edges.flatten(), minlength=3000)
+    assert degrees.max() > 10 * degrees.float().mean()
+    assert graph.edges.shape[1] > 0.95 * 3 * 3000
+    same = (graph.labels[graph.edges[0]] == graph.labels[graph.edges[1]]).float().mean()
+    assert same == pytest.approx(0.5 + 0.5 / 5, abs=0.03)
+    assert torch.equal(graph.edges, growing_graph(nodes=3000, classes=5, m=3, features=20, within=0.5).edges)
+    assert not torch.equal(graph.labels, growing_graph(nodes=3000, classes=5, features=20, seed=1).labels)
+    pairs = set(map(tuple, graph.edges.T.tolist()))
+    assert len(pairs) == graph.edges.shape[1]
+    assert all(a > b for a, b in pairs), "each joins those that were there"
+    classes = torch.stack([graph.features[graph.labels == nth].mean(0) for nth in range(5)])
+    assert 0.07 < classes.min() < 0.13
+    assert 0.17 < classes.max() < 0.25
 
 
 def test_thirds():

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from blocksparse.errors import BlockSparseError
 
+from .planetoid import Graph
+
 
 @dataclass(frozen=True)
 class Synthetic:
@@ -84,3 +86,46 @@ class Synthetic:
             "tested": self.tested,
             "seed": self.seed,
         }
+
+
+def growing_graph(
+    nodes: int = 100_000, classes: int = 7, m: int = 4, features: int = 64, within: float = 0.7, seed: int = 0
+) -> Graph:
+    """A graph to which nodes come one by one: each joins `m` others, likelier those that many have joined.
+
+    Args:
+        nodes, features: their numbers; a node has about a tenth of the features, those of its class twice as often.
+        classes: drawn for each node.
+        m: edges of a new node; so there are hubs, ever larger ones.
+        within: the part of the edges that are to a node of the same class; the others are to any.
+        seed: of all of it.
+
+    >>> from blocksparse_lab.data.synthetic import growing_graph
+    >>> graph = growing_graph(nodes=1000)
+    >>> graph.edges.shape, graph.features.shape
+    (torch.Size([2, 3830]), torch.Size([1000, 64]))
+
+    Source: Barabasi, Albert, Emergence of scaling in random networks (1999); the classes are added.
+    """
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(classes, size=nodes)
+    draws, stays = rng.random((nodes, m)), rng.random((nodes, m)) < within
+    # Each node once for itself and once for each of its edges, of each class and of all.
+    of_class: list[list[int]] = [[] for _ in range(classes)]
+    of_all: list[int] = []
+    edges = []
+    for node, label in enumerate(labels.tolist()):
+        near = of_class[label]
+        others = {
+            some[int(draws[node, nth] * len(some))]
+            for nth in range(m)
+            if (some := near if stays[node, nth] and near else of_all)
+        }
+        edges += [(node, other) for other in others]
+        for one in (node, *others, *[node] * len(others)):
+            of_all.append(one)
+            of_class[labels[one]].append(one)
+    own = rng.integers(classes, size=features) == labels[:, None]
+    seen = rng.random((nodes, features)) < np.where(own, 0.2, 0.1)
+    pairs = torch.tensor(edges).T
+    return Graph("growing", torch.from_numpy(seen.astype(np.float32)), torch.from_numpy(labels), pairs)

@@ -8,19 +8,31 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..data import planetoid
+from ..data.synthetic import growing_graph
 from ..recipes import dcnn
 from ..recipes.compare import Run
 from ..recipes.trainer import Trainer
 from .experiment import SEEDS, Column, DataDir, Experiment, Results, Table, said
 
 
+@dataclass(frozen=True)
+class Contender:
+    """Leaves out transitions up to a threshold, or edges `at_random` until what is left takes as much memory."""
+
+    threshold: float = 0.0
+    at_random: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiffusionExperiment(Experiment):
-    """Networks of one shape on a graph of `data.planetoid`; each contender leaves out transitions up to a threshold,
-    the first one none."""
+    """Networks of one shape on a graph; the first contender leaves out nothing.
 
-    contenders: Mapping[str, float]
-    graph: str
+    Args:
+        graph: a name of `data.planetoid`; None for one that grows, of 100,000 nodes.
+    """
+
+    contenders: Mapping[str, Contender]
+    graph: str | None
 
     caption: ClassVar[str] = (
         f"Nodes in random thirds, another draw for each seed: to train on, to choose with, and to test on. Adagrad "
@@ -30,22 +42,23 @@ class DiffusionExperiment(Experiment):
     )
 
     def load(self, data_dir: DataDir) -> planetoid.Graph:
-        return planetoid.load(self.graph, data_dir)
+        return growing_graph() if self.graph is None else planetoid.load(self.graph, data_dir)
 
     def trainer(self, contender: str, seed: int, run: Path, data: planetoid.Graph) -> Trainer:
-        return dcnn.trainer(data, run, self.contenders[contender], seed)
+        of = self.contenders[contender]
+        return dcnn.trainer(data, run, of.threshold, seed, at_random=of.at_random)
 
     def found(self, run: Run) -> dict[str, Any]:
         return {"accuracy": 100 - run.evaluations[-1]["held_out"]}
 
-    def more(self) -> list[tuple[int, int, int]]:
-        return dcnn.growth()
+    def more(self) -> list[tuple[int, int, int]] | None:
+        return None if self.graph is None else dcnn.growth()
 
     @property
     def columns(self) -> Sequence[Column]:
         first = next(iter(self.contenders))
         return [
-            Column("transitions left out, up to", lambda _, threshold: f"{threshold:g}"),
+            Column("transitions left out, up to", lambda _, of: "at random" if of.at_random else f"{of.threshold:g}"),
             Column("entries of P^1", lambda run, _: run.facts["nnz"][0]),
             Column("entries of P^2", lambda run, _: run.facts["nnz"][1]),
             Column(
@@ -66,20 +79,35 @@ class DiffusionExperiment(Experiment):
 
     def tables(self, of: Results) -> Iterator[Table]:
         yield from super().tables(of)
+        if of.more is None:
+            return
         yield Table(
             "P and P^2 of Barabasi-Albert graphs with 4 edges for each new node, without transitions up to 0.05:",
             ("nodes", "entries", "entries per node", "MB", "bytes per node"),
             [
                 (said(nodes), said(entries), f"{entries / nodes:.1f}", f"{size / 1e6:.2f}", f"{size / nodes:.0f}")
-                for nodes, entries, size in of.more or ()
+                for nodes, entries, size in of.more
             ],
         )
 
 
+CONTENDERS = {
+    "all transitions": Contender(),
+    "above 0.05": Contender(0.05),
+    "above 0.1": Contender(0.1),
+    "at random, for 0.05": Contender(0.05, at_random=True),
+    "at random, for 0.1": Contender(0.1, at_random=True),
+}
 EXPERIMENTS: dict[str, Experiment] = {
     "diffusion-cora": DiffusionExperiment(
         about="Diffusion-convolution over two hops of the citation graph Cora, with and without weak transitions",
         graph="cora",
-        contenders={"all transitions": 0.0, "above 0.05": 0.05, "above 0.1": 0.1},
-    )
+        contenders=CONTENDERS,
+    ),
+    "diffusion-hubs": DiffusionExperiment(
+        about="Diffusion-convolution over two hops of a grown graph of 100,000 nodes, which has hubs, with and without "
+        "weak transitions",
+        graph=None,
+        contenders=CONTENDERS,
+    ),
 }

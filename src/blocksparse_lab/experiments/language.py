@@ -203,6 +203,33 @@ def _small(text: str, *, patterns: bool = False, **other: Any) -> LanguageExperi
     )
 
 
+def _medium(text: str) -> LanguageExperiment:
+    """Three million parameters: a quarter of an hour a run on one core of a CPU."""
+    dense = CharLMConfig(width=848, embedding=32)
+    wide = CharLMConfig(width=2048, embedding=32, pattern="barabasi_albert", m=4)
+    return LanguageExperiment(
+        about=f"An LSTM of 3 million parameters, dense or block-sparse and 2.4 times as wide, on {text}",
+        text=text,
+        # In runs of 800 steps, by the loss of the text that they read for the first time.
+        contenders={"dense": Contender(dense, 0.012), "small-world": Contender(wide, 0.009)},
+        settings=Settings(steps=3500, warmup=100, eval_every=500, save_every=500),
+    )
+
+
+def _published_cell(text: str) -> LanguageExperiment:
+    """Ten minutes a run on one core of a CPU."""
+    dense = CharLMConfig(cell="smallworld", depth=5, width=424, embedding=32)
+    wide = replace(dense, width=1024, pattern="barabasi_albert", m=2, layouts="separate", init="identity")
+    return LanguageExperiment(
+        about="The deep-transition LSTM of 2017 with five internal steps, dense or block-sparse and 2.4 times as wide, "
+        f"with a small world of its own for each step, on {text}",
+        text=text,
+        # In runs of 800 steps, by the loss of the text that they read for the first time.
+        contenders={"dense": Contender(dense, 0.006), "small-world": Contender(wide, 0.006)},
+        settings=Settings(steps=3500, warmup=100, eval_every=500, save_every=500, ema=0.999),
+    )
+
+
 def _large(text: str, **other: Any) -> LanguageExperiment:
     """42 million parameters in the recurrent weights, the sizes of the paper: hours on a GPU."""
     wide = CharLMConfig(width=18432, pattern="barabasi_albert", m=8)
@@ -224,6 +251,8 @@ def _large(text: str, **other: Any) -> LanguageExperiment:
 EXPERIMENTS: dict[str, Experiment] = {
     "wikipedia-small": _small("wikipedia", patterns=True),
     "imdb-small": _small("imdb", reviews={"sst": None, "imdb": 2000}),
+    "wikipedia-medium": _medium("wikipedia"),
+    "wikipedia-cell": _published_cell("wikipedia"),
     "wikipedia-large": _large("wikipedia"),
     "imdb-large": _large("imdb", reviews={"sst": None, "imdb": None}),
 }

@@ -96,8 +96,11 @@ def _mlp(sizes: list[int], seed: int) -> SparseMLP:
 
 def _at_densities(method: str, **other: Any) -> dict[str, Pruning]:
     """At a tenth of the blocks, and at other densities for the curve."""
-    others = {f"{method}-{density:g}": Pruning(method, density, **other) for density in (0.05, 0.2, 0.3)}
-    return {method: Pruning(method, 0.1, **other)} | others
+    return {method: Pruning(method, 0.1, **other)} | _at(method, (0.05, 0.2, 0.3), **other)
+
+
+def _at(method: str, densities: tuple[float, ...], **other: Any) -> dict[str, Pruning]:
+    return {f"{method}-{density:g}": Pruning(method, density, **other) for density in densities}
 
 
 def _at_strengths(method: str, strengths: tuple[float, ...], **other: Any) -> dict[str, Pruning]:
@@ -134,6 +137,9 @@ def _inputs() -> PruningExperiment:
             DENSE: Dense(),
             **_at_strengths("l0", (5e-7, 7e-7, 1e-6, 2e-6), **inputs),
             **_at_strengths("group lasso", (10, 20), **inputs),
+            # As many inputs as l0 leaves: those of the largest weights, and some at random.
+            **_at("one-shot", (0.39, 0.27), **inputs),
+            **_at(FIXED, (0.39, 0.27), search=0, **inputs),
         },
         hidden=(width, width),
         epochs=20,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from pathlib import Path
 
 import networkx as nx
@@ -36,14 +37,25 @@ def table(graph: Graph, diffusion: Diffusion, seed: int = 0) -> Table:
     )
 
 
-def trainer(graph: Graph, run: str | Path, threshold: float = 0.0, seed: int = 0, epochs: int = EPOCHS) -> Trainer:
-    """A run on a third of a graph's nodes, evaluated on another; transitions up to a threshold are left out."""
+def trainer(
+    graph: Graph,
+    run: str | Path,
+    threshold: float = 0.0,
+    seed: int = 0,
+    epochs: int = EPOCHS,
+    at_random: bool = False,
+) -> Trainer:
+    """A run on a third of a graph's nodes, evaluated on another; transitions up to a threshold are left out, or
+    `at_random` edges, until what is left takes as much memory."""
     diffusion = Diffusion(graph.edges, len(graph.labels), HOPS, threshold)
+    if at_random:
+        diffusion = drawn(graph, diffusion.nbytes, seed)
     data = table(graph, diffusion, seed)
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         model = DCNN(graph.features.shape[1], graph.classes, HOPS)
     about = {"kind": "dcnn", "hops": HOPS, "threshold": threshold}
+    about |= {"at random": True} if at_random else {}
     task = ClassifyTask(model, data, epochs, min(BATCH, data.rows), seed=seed, about=about)
     constant = {"learning_rate": LEARNING_RATE, "warmup": 0, "decay": "none", "clip": 0.0}
     settings = by_epochs(task, **constant, save_every=0, seed=seed, optimizer="adagrad")
@@ -55,6 +67,18 @@ def trainer(graph: Graph, run: str | Path, threshold: float = 0.0, seed: int = 0
         "tested": len(data.test),
     }
     return Trainer(task, run, settings, facts)
+
+
+def drawn(graph: Graph, nbytes: int, seed: int = 0) -> Diffusion:
+    """Over edges of a graph drawn at random, as many of its 500ths as fit into so many bytes with their powers."""
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(graph.edges.shape[1]))
+
+    def of(edges: int) -> Diffusion:
+        return Diffusion(graph.edges[:, order[:edges]], len(graph.labels), HOPS)
+
+    numbers = range(1, len(order) + 1, max(1, len(order) // 500))
+    fitting = bisect_right(numbers, nbytes, key=lambda edges: of(edges).nbytes)
+    return of(numbers[max(0, fitting - 1)])
 
 
 def growth(
