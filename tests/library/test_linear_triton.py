@@ -115,6 +115,50 @@ def test_any_alignment_of_the_same_shapes():
     assert len(layout.derived("triton launches", dict)) == 4
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_a_call_like_one_before_it_takes_the_short_way(split):
+    # Rows of one block, or a hub that is cut in parts and summed up.
+    mask = torch.eye(6).bool()
+    mask[0] = split
+    mask[0, 0] = True
+    layout = bs.BlockLayout(mask.repeat_interleave(20, 1) if split else mask, block_size=16)
+    with running("triton-tuned"), torch.no_grad():
+        values, bias = torch.randn(layout.values_shape), torch.randn(layout.shape[0])
+        x = torch.randn(2, 10, layout.shape[1])
+
+        def at_once(x, values=values, bias=bias, activation="relu", transpose=False):
+            return backend.at_once(x, values, bias, layout, transpose, activation)
+
+        assert at_once(x) is None, "no call was before"
+        expected = (x @ bs.to_dense(values, layout).T + bias).relu()
+        for _ in range(2):
+            torch.testing.assert_close(bs.linear(x, values, layout, bias, "relu"), expected, atol=1e-4, rtol=1e-4)
+            for alike in (x, x.flatten(0, 1)):
+                found = at_once(alike)
+                torch.testing.assert_close(found.view(expected.shape), expected, atol=1e-4, rtol=1e-4)
+        launches = layout.derived("triton launches", dict).values()
+        assert {len(some) for some in launches} == {1 + split}
+        longer = torch.randn(11, layout.shape[1])
+        others = [
+            at_once(longer),  # other tokens
+            at_once(x[..., 1:]),
+            at_once(x.transpose(0, 1)),
+            at_once(longer.T.contiguous().T),
+            at_once(x, activation=None),
+            at_once(x, bias=None),
+            at_once(x, bias=bias[1:]),
+            at_once(x, bias=bias.double()),
+            at_once(x, values.double()),
+            at_once(x.bfloat16(), values.bfloat16(), bias.bfloat16()),
+            at_once(x, values[1:]),
+            at_once(x, values.mT),
+            at_once(x, transpose=True),
+            at_once(x.view(-1, 1, 1)),
+            at_once(torch.tensor(1.0)),
+        ]
+        assert others == [None] * len(others)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_layout_may_be_dropped_while_another_stream_still_uses_it():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from ..activations import ACTIVATIONS
 from ..block_gate import gated
 from ..checks import autocast, check_activation, check_kinds, check_same
 from ..registry import is_bare, needs_grad
-from . import cpu
+from . import cpu, triton
 from . import reference as definition
 from .op import LINEAR, LINEAR_WGRAD
 
@@ -116,7 +118,8 @@ def _product(
     if activation is not None:
         check_activation(activation, ACTIVATIONS)
     if bare and not torch.is_grad_enabled():
-        y = cpu.at_once(x, values, bias, layout, transpose, activation)
+        backend: Any = cpu if x.is_cpu else triton
+        y: Tensor | None = backend.at_once(x, values, bias, layout, transpose, activation)
         if y is not None:
             return y
     fused = activation

@@ -25,6 +25,7 @@ WORTH_PAIRS = {"forward": 0.12, "dgrad": 0.2}
 HUB = 2.5
 # Launches kept per layout; the cache is cleared at this many, for callers whose token counts always change.
 MAX_LAUNCHES = 64
+LAUNCHES = "triton launches"  # the place of the cache in a layout
 
 
 class Schedule(NamedTuple):
@@ -131,14 +132,43 @@ def linear(
     launches = prepared(
         layout, kind, x, (values, bias, y), lambda: _linear_launches(x, y, layout, transpose, activation)
     )
-    if len(launches) == 1:
-        launches[0](x, values, bias, y, None)
-        return y
-    product, reduction = launches
-    partial = torch.empty(product.slots, tokens, height, dtype=SUM_DTYPES[x.dtype], device=x.device)
-    product(x, values, bias, y, partial)
-    reduction(partial, bias, y)
+    _launch(launches, x, values, bias, y, height)
     return y
+
+
+def _launch(launches: list[Launch], x: Tensor, values: Tensor, bias: Tensor | None, y: Tensor, height: int) -> None:
+    product, *reductions = launches
+    shape = product.slots, y.shape[0], height
+    partial = torch.empty(shape, dtype=SUM_DTYPES[x.dtype], device=x.device) if reductions else None
+    product(x, values, bias, y, partial)
+    for reduction in reductions:
+        reduction(partial, bias, y)
+
+
+def at_once(
+    x: Tensor, values: Tensor, bias: Tensor | None, layout: BlockLayout, transpose: bool, activation: str | None
+) -> Tensor | None:
+    """The whole of a call without gradients like one before it; None for what `linear` has to see, or to refuse."""
+    known = layout._derived.get(LAUNCHES)
+    if known is None:
+        return None
+    dtype, device, shape = x.dtype, x.device, x.shape
+    in_features, out_features = layout.shape if transpose else layout.shape[::-1]
+    if shape[-1:] != (in_features,) or x.stride(-1) != 1 or not (len(shape) == 2 or x.is_contiguous()):
+        return None
+    for tensor, wanted in ((values, layout.values_shape), (bias, (out_features,))):
+        if tensor is not None and not (
+            tensor.dtype is dtype and tensor.shape == wanted and tensor.device == device and tensor.is_contiguous()
+        ):
+            return None
+    tokens, distance = (shape[0], x.stride(0)) if len(shape) == 2 else (x.numel() // in_features, in_features)
+    y = torch.empty(tokens, out_features, dtype=dtype, device=device)
+    kind = ("linear", transpose, activation, y.stride(0))
+    launches = known.get(_like(kind, x, tokens, distance, (values, bias, y)))
+    if launches is None:
+        return None
+    _launch(launches, x, values, bias, y, layout.block_shape[transpose])
+    return y if len(shape) == 2 else y.view(*shape[:-1], out_features)
 
 
 def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) -> Tensor:
@@ -172,20 +202,26 @@ def prepared(
     """
     if isinstance(layout, TracedLayout):
         return prepare()
-    aligned = tuple([None if tensor is None else tensor.data_ptr() % 16 == 0 for tensor in (x, *others)])
-    dtype = x.dtype
-    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else None
-    like = (kind, dtype, x.device, stream, x.shape[0], x.stride(0), aligned, forced(dtype))
-    known: dict[Any, list[Launch]] = layout.derived("triton launches", dict)
+    like = _like(kind, x, x.shape[0], x.stride(0), others)
+    known: dict[Any, list[Launch]] = layout.derived(LAUNCHES, dict)
     launches = known.get(like)
     if launches is None:
         if len(known) >= MAX_LAUNCHES:
             known.clear()
         launches = known[like] = prepare()
-        if stream is not None:
+        if x.is_cuda:
             for launch in launches:
                 launch.used_on(torch.cuda.current_stream(x.device))
     return launches
+
+
+def _like(
+    kind: tuple[Any, ...], x: Tensor, tokens: int, distance: int, others: tuple[Tensor | None, ...]
+) -> tuple[Any, ...]:
+    """What a launch depends on; x has rows this far from each other."""
+    aligned = tuple([None if tensor is None else tensor.data_ptr() % 16 == 0 for tensor in (x, *others)])
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else None
+    return kind, x.dtype, x.device, stream, tokens, distance, aligned, forced(x.dtype)
 
 
 def _linear_launches(
