@@ -82,6 +82,7 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
     """Whether a row failed, which is more than a target that is not met."""
     number("--budget", arguments.budget, 0)
     number("--minutes", arguments.minutes, 0)
+    number("--tuning", arguments.tuning, 0)
     if arguments.list:
         jobs = chosen(GpuReach(None).jobs(), arguments.only)
         console.print(rows.table([Row(job.work, job.target, "", None) for job in jobs], "targets on a GPU"))
@@ -111,8 +112,8 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
     found = reach.rows
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # draws and shows what was measured
     try:
-        for row in measured(reach, jobs, 60 * arguments.minutes):
-            found[row.work] = row
+        for of_job in measured(reach, jobs, 60 * arguments.minutes):
+            found |= {row.work: row for row in of_job}
             if path:
                 ordered = [row for job in every for row in found.values() if job.gives(row.work)]
                 rows.write(path, ordered, "targets on a GPU", facts, **settings)
@@ -169,18 +170,19 @@ def chosen(jobs: list[Job], only: str) -> list[Job]:
     return some
 
 
-def measured(reach: GpuReach, jobs: list[Job], seconds: float) -> Iterator[Row]:
-    """The rows as they come; on a terminal with a bar, elsewhere with a line for each."""
+def measured(reach: GpuReach, jobs: list[Job], seconds: float) -> Iterator[list[Row]]:
+    """The rows of each job as they come; on a terminal with a bar, elsewhere with a line for each, once the caller has
+    written it."""
     start = monotonic()
     with bar(Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(jobs))
         for job in jobs:
             progress.update(task, description=job.work)
             late = monotonic() - start > seconds
-            for row in [Row(job.work, job.target, rows.LATE, None)] if late else reach.run(job):
-                if progress.disable:
-                    print(f"[{monotonic() - start:4.0f} s] {row.work}: {row.measured}", file=sys.stderr, flush=True)
-                yield row
+            found = [Row(job.work, job.target, rows.LATE, None)] if late else reach.run(job)
+            yield found
+            for row in found if progress.disable else ():
+                print(f"[{monotonic() - start:4.0f} s] {row.work}: {row.measured}", file=sys.stderr, flush=True)
             progress.advance(task)
 
 

@@ -118,7 +118,8 @@ def test_each_further_target_has_its_row_and_a_refusal_its_reason():
     assert "4.00x" in first.measured
     assert first.measured.endswith("5.00x torch-bsr, csr-matmul refused")
     assert first.details["refused"]["csr-matmul"] == "no bf16"
-    assert (second.work, second.met, second.measured) == ("work, stk", None, "not measured: not here")
+    assert (second.work, second.met) == ("work, stk", None)
+    assert second.measured == "not measured: stk: not here; ours takes 1e+06 us"
     _, second = gpu.case_rows(
         "work", target, case(blocksparse=1.0, dense=4.0, stk=1.0, torch_bsr=1.0, csr_matmul=1.0), CEILINGS
     )
@@ -126,7 +127,44 @@ def test_each_further_target_has_its_row_and_a_refusal_its_reason():
     (row,) = gpu.case_rows(
         "work", Target(SPEC, (("dense", 3),)), case(blocksparse=1.0, refused={"dense": "oom"}), CEILINGS
     )
-    assert (row.met, row.measured) == (None, "not measured: oom")
+    assert row.met is None
+    assert row.measured.startswith("not measured: dense: oom; ours takes 1e+06 us, ")
+    assert row.details["seconds"][OURS]["median"] == 1.0
+    (row,) = gpu.case_rows("work", Target(SPEC, (("dense", 3),)), case(blocksparse=1.0, dense=4.0), None)
+    assert row.met is True
+    assert "part_of_copy" not in row.details
+    wanted = Target(SPEC, (("dense", 3),), bandwidth=0.75)
+    assert gpu.case_rows("work", wanted, case(blocksparse=1.0, dense=4.0), None)[0].met is None
+    assert gpu.case_rows("work", wanted, case(blocksparse=1.0, dense=2.0), None)[0].met is False
+    step = case(replace(SPEC, pass_="train"), blocksparse=1.0, refused={"dense": "oom"})
+    row = gpu.training_row("work", Spread(4.7, 4.7, 4.7, 9), step)
+    assert row.measured == "not measured: dense: oom; ours takes 1e+06 us"
+    assert row.details["seconds"]
+
+
+def test_a_peer_that_fails_while_it_is_timed_leaves_the_others(monkeypatch):
+    make = LinearCase.call
+
+    def call(self, name, copy=0):
+        done = make(self, name, copy)
+        calls = iter(range(9))
+
+        def late():
+            if name == broken and next(calls) == 8:
+                raise RuntimeError("the card\n is gone")
+            return done()
+
+        return late
+
+    monkeypatch.setattr(LinearCase, "call", call)
+    broken = "csr-matmul"
+    bench = LinearBench(["dense", "csr-matmul"], rounds=20, budget=0.01)
+    result = bench.run(SPEC)
+    assert result.peers == ["dense"]
+    assert result.refused == {"csr-matmul": "the card is gone"}
+    broken = OURS
+    with pytest.raises(RuntimeError, match="the card"):
+        bench.run(SPEC)
 
 
 def test_training_keeps_a_part_of_forward():

@@ -201,6 +201,18 @@ class CaseResult:
         }
 
 
+class PeerFailed(Exception):
+    """A peer that had run before failed while it was timed; the cause is its own error."""
+
+    def __init__(self, peer: str):
+        super().__init__(peer)
+        self.peer = peer
+
+
+def _in_a_line(error: BaseException | None) -> str:
+    return " ".join(f"{error or type(error).__name__}".split())
+
+
 class Bench:
     """Measures cases of one kind, one after the other.
 
@@ -270,8 +282,14 @@ class Bench:
                         raise BlockSparseError(wrong)
                     calls[name] = self.ready(case, name, counts)
                 except Exception as error:  # of other libraries: whatever it is, the others are still measured
-                    refused[name] = " ".join(f"{error or type(error).__name__}".split())
-            samples = self.alternate(calls, counts)
+                    refused[name] = _in_a_line(error)
+            while True:
+                try:
+                    samples = self.alternate(calls, counts)
+                    break
+                except PeerFailed as failed:
+                    del calls[failed.peer]
+                    refused[failed.peer] = _in_a_line(failed.__cause__)
         facts = {"device": self.device.torch.type, "calls_per_sample": counts, **case.facts(list(calls))}
         nnz, density = case.stored
         return CaseResult(spec, nnz, density, errors, samples, refused, case.bound, facts)
@@ -296,7 +314,21 @@ class Bench:
     def alternate(
         self, calls: Mapping[str, Call], counts: Mapping[str, int] | None = None, rounds: int | None = None
     ) -> Samples:
-        """Times calls in turn; of those that `ready` made, per call."""
+        """Times calls in turn; of those that `ready` made, per call.
+
+        Raises:
+            PeerFailed: by an error of a call that is not ours.
+        """
         self.device.settle()
-        samples = alternate(calls, rounds=rounds or self.rounds, budget=self.budget, clock=self.device.clock)
+        names = {id(call): name for name, call in calls.items()}
+
+        def clock(call: Call, repeat: int) -> float:
+            try:
+                return self.device.clock(call, repeat)
+            except Exception as error:
+                if (name := names[id(call)]) == OURS:
+                    raise
+                raise PeerFailed(name) from error
+
+        samples = alternate(calls, rounds=rounds or self.rounds, budget=self.budget, clock=clock)
         return samples if counts is None else samples.per(counts)

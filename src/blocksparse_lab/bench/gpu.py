@@ -44,7 +44,7 @@ from .lstm_reach import GPU_REACH as LSTM_REACH
 from .lstm_reach import LstmTarget, sized
 from .memory import measured_step
 from .report import short
-from .rows import MEMORY, Race, Row, against, at_least, judged, memory_row, not_measured, times
+from .rows import MEMORY, Race, Row, against, at_least, judged, memory_row, not_measured, times, without_peer
 from .transformer import TRANSFORMER
 
 
@@ -186,7 +186,8 @@ class GpuReach:
     def _target(self, target: Target, work: str) -> list[Row]:
         peers = [*(peer for peer, _ in target.ratios), *target.others]
         result = self.bench.run(self._sized(target.spec), peers)
-        return case_rows(work, target, result, Ceilings(**self.ceiling_details()))
+        ceilings = self.ceiling_details()
+        return case_rows(work, target, result, Ceilings(**ceilings) if "copy" in ceilings else None)
 
     def _training(self, block: int, work: str) -> list[Row]:
         name = f"many tokens, block {block}"
@@ -305,21 +306,28 @@ def target_text(target: Target) -> str:
     return ", ".join(parts)
 
 
-def case_rows(work: str, target: Target, result: CaseResult, ceilings: Ceilings) -> list[Row]:
-    """The row of a case, with its bandwidth; one more for each further peer that there is a target for."""
+def case_rows(work: str, target: Target, result: CaseResult, ceilings: Ceilings | None) -> list[Row]:
+    """The row of a case, with its bandwidth; one more for each further peer that there is a target for.
+
+    A peer that failed, or peak rates that could not be measured, leave our time.
+    """
     (first, ratio), *more = target.ratios
-    if first in result.refused:
-        return [not_measured(work, target_text(target), result.refused[first])]
-    part = result.bandwidth / ceilings.copy
+    part = result.bandwidth / ceilings.copy if ceilings else None
     details = {**result.as_dict(), "moved": result.moved, "bandwidth": result.bandwidth}
-    details |= {"part_of_copy": part, "least_time": ceilings.least_time(result)}
-    rate = f"{result.bandwidth / 1e12:.2f} TB/s = {part:.0%} of a copy" if target.spec.tokens <= FEW_TOKENS else ""
-    rate = rate or f"{result.gflops / 1e3:.3g} TFLOP/s"
+    if ceilings:
+        details |= {"part_of_copy": part, "least_time": ceilings.least_time(result)}
+    of_copy = f" = {part:.0%} of a copy" if part is not None else ""
+    few = target.spec.tokens <= FEW_TOKENS
+    rate = f"{result.bandwidth / 1e12:.2f} TB/s{of_copy}" if few else f"{result.gflops / 1e3:.3g} TFLOP/s"
     said = "".join(f", {text}" for text in (rate, *(_in_short(result, peer) for peer in target.others)))
     goal = target_text(replace(target, ratios=((first, ratio),)))
-    row = judged(work, result.speedup(first), first, least=ratio, target=goal, more=said, details=details)
-    if target.bandwidth is not None and part < target.bandwidth:
-        row = replace(row, met=False)
+    if first in result.refused:
+        row = without_peer(work, goal, result, first, details)
+        row = replace(row, measured=row.measured + said)
+    else:
+        row = judged(work, result.speedup(first), first, least=ratio, target=goal, more=said, details=details)
+        if target.bandwidth is not None and (part is None or part < target.bandwidth):
+            row = replace(row, met=None if part is None and row.met else False)
     return [row, *(against(f"{work}, {peer}", result, peer, least, details={}) for peer, least in more)]
 
 
@@ -330,7 +338,7 @@ def _in_short(result: CaseResult, peer: str) -> str:
 def training_row(work: str, forward: Spread, step: CaseResult) -> Row:
     """The speed-up of a training step over dense, as a part of the forward pass' one."""
     if "dense" in step.refused:
-        return not_measured(work, _PART, step.refused["dense"])
+        return without_peer(work, _PART, step, "dense", step.as_dict())
     found = step.speedup("dense")
     part = found.median / forward.median
     measured = f"{times(found)} dense, {part:.0%} of forward's {short(forward.median)}x"

@@ -78,13 +78,19 @@ def at_least(least: float | None, over: str) -> str:
     return "-" if least is None else f">= {least:.3g}x {over}"
 
 
-def not_measured(work: str, target: str, reason: object) -> Row:
-    """A row for work that could not be measured.
+def not_measured(work: str, target: str, reason: object, details: Mapping[str, Any] | None = None) -> Row:
+    """A row for work that could not be measured; with the details of what was.
 
     >>> not_measured("forward", ">= 1.1x stk", "STK is not installed").measured
     'not measured: STK is not installed'
     """
-    return Row(work, target, f"not measured: {' '.join(str(reason).split())}", None)
+    return Row(work, target, f"not measured: {' '.join(str(reason).split())}", None, dict(details or {}))
+
+
+def without_peer(work: str, target: str, result: CaseResult, peer: str, details: Mapping[str, Any]) -> Row:
+    """The row of a comparison whose peer has refused: our time is there."""
+    reason = f"{peer}: {result.refused[peer]}; ours takes {1e6 * result.time().median:.4g} us"
+    return not_measured(work, target, reason, details)
 
 
 def against(
@@ -96,9 +102,9 @@ def against(
     details: Mapping[str, Any] | None = None,
 ) -> Row:
     """The row of a speed-up over a peer, which may have refused; its details are the result's unless given."""
-    if peer in result.refused:
-        return not_measured(work, at_least(least, peer), result.refused[peer])
     found = result.as_dict() if details is None else details
+    if peer in result.refused:
+        return without_peer(work, at_least(least, peer), result, peer, found)
     return judged(work, result.speedup(peer), peer, least=least, more=more(), details=found)
 
 
