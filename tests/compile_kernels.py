@@ -463,17 +463,24 @@ def main(kind: str, extent: str) -> dict[str, list[dict[str, Any]]]:
             constants = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
             record = asdict(case) | {"kernel": launch.kernel.__name__, "together": constants.get("POSITIONS")}
             records["conv"].append((record, launch.key()))
-    records["keys"] = [({"pass_": pass_, "keys": keys_of_tokens(device, pass_)}, "") for pass_ in tiles.PASSES]
+    records["keys"] = [({"kernel": kernel, "keys": keys}, "") for kernel, keys in keys_of_tokens(device).items()]
     _todo[:] = [(device, launch) for launch in unique.values()]
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         found = dict(zip(unique, pool.map(_compiled, range(len(_todo)), chunksize=1), strict=True))
     return {op: [record | found.get(key, {}) for record, key in of_op] for op, of_op in records.items()}
 
 
-def keys_of_tokens(device: Device, pass_: str) -> int:
-    """How many kernels calls with all kinds of token counts that are of one bucket compile."""
-    counts = (4097, 5000, 6400, 7777, 8191, 8192)
-    return len({launch.key() for n in counts for launch in device.run(Case(pass_, "bfloat16", (32, 32), n))})
+def keys_of_tokens(device: Device) -> dict[str, int]:
+    """By kernel, how many are compiled for all kinds of token counts, or of a step's rows, that are of one bucket."""
+    keys: dict[str, set[str]] = {}
+    for n in (33, 47, 48, 63, 64):
+        of = {pass_: device.run(Case(pass_, "bfloat16", (32, 32), 4096 + n)) for pass_ in tiles.PASSES}
+        of["step"] = device.run_step(StepCase("bfloat16", (32, 32), n, True))
+        of["gates"] = device.run_gates(GatesCase("bfloat16", n, 1024, True))
+        for what, launches in of.items():
+            for launch in launches:
+                keys.setdefault(f"{what} {launch.kernel.__name__}", set()).add(launch.key())
+    return {kernel: len(of_kernel) for kernel, of_kernel in keys.items()}
 
 
 _todo: list[tuple[Device, Launch]] = []  # inherited by the forks: launches cannot be sent to them

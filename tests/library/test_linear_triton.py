@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import blocksparse as bs
+from blocksparse.ops.attention import triton as attention
 from blocksparse.ops.gpu import runtime as triton_runtime
 from blocksparse.ops.gpu.tiles import Tile, Work, bucket, forget_tuned, gpu_of, slug, use_tiles, write
 from blocksparse.ops.linear import triton as backend
+from blocksparse.ops.recurrent import quads
 from linear_backends import assert_close, forward, running, wgrad
 
 pytestmark = [
@@ -183,19 +185,49 @@ def test_a_layout_may_be_dropped_while_another_stream_still_uses_it():
     torch.testing.assert_close(y, expected, atol=1e-2, rtol=1e-3)
 
 
-def test_launches_tell_the_allocator_of_their_stream():
-    told = []
+@pytest.mark.parametrize("case", ["linear", "steps", "attention"])
+def test_the_allocator_is_told_which_streams_use_index_tensors(case, monkeypatch):
+    told, stream = [], [7]
+    layout = bs.patterns.random((128, 32), block_size=16, density=1, seed=0)
+    if case == "linear":
+        place = backend
+        x, values = torch.randn(5, 32), torch.randn(layout.values_shape)
 
+        def call():
+            backend.linear(x, values, None, layout, False, None)
+    elif case == "steps":
+        place = quads
+        x, values = torch.randn(5, 32).bfloat16(), torch.randn(layout.values_shape).bfloat16()
+        with bs.use_backend("triton"):
+            step = quads.quads(values, layout)
+
+        def call():
+            state = torch.zeros(5, 32)
+            step.forward(x, torch.zeros(5, 128).bfloat16(), None, state, h_out=x, c_out=state, gates_out=None)
+    else:
+        place = attention
+        q = torch.randn(1, 1, 128, 16)
+        square = bs.patterns.random((128, 128), block_size=32, density=0.5, seed=0)
+
+        def call():
+            attention.flex(q, q, q, [square], False, 1.0, lambda q, *of, **options: q)
+
+    monkeypatch.setattr(place, "stream_of", lambda x: stream[0])
+    monkeypatch.setattr(place, "keep_for_stream", lambda device, *of: told.append((stream[0], of)))
+    for stream[0] in (7, 7, 8, 7):
+        call()
+    assert [of for of, _ in told] == [7, 8]
+    assert all(any(isinstance(each, torch.Tensor) for each in of) for _, of in told)
+
+
+def test_no_stream_is_told_without_a_gpu():
     class Index(torch.Tensor):
         def record_stream(self, stream):
-            told.append(stream)
-
-    class Kernel:
-        arg_names = ("x_ptr", "task_ptr", "tokens")
+            raise AssertionError
 
     index = torch.zeros(3, dtype=torch.int32).as_subclass(Index)
-    triton_runtime.Launch(Kernel(), (1, 1, 1), 1, {"task_ptr": index, "tokens": 3}, Tile(16, 16, 16, 1, 2)).used_on(7)
-    assert told == [7]
+    triton_runtime.keep_for_stream(torch.device("cpu"), index, 3)
+    assert triton_runtime.stream_of(index) is None
 
 
 def test_more_tiles_than_a_grid_holds_are_refused(monkeypatch):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...layout import BlockLayout
+from ..gpu.runtime import keep_for_stream, stream_of
 from ..registry import needs_grad
 
 # FlexAttention's kernels work on tiles of this many queries and keys, its backward pass and the one for fewer queries
@@ -42,7 +43,9 @@ def flex(
     """`attention` by a given form of FlexAttention: compiled, or as it is written."""
     tile = TILE if needs_grad(q, k, v) or q.shape[2] < TILE else tile_of(layouts)
     key = ("flex attention", tuple(layouts), causal, q.device, tile)
-    mask = layouts[0].derived(key, partial(_block_mask, layouts, causal, q.device, tile))
+    mask, tensors = layouts[0].derived(key, partial(_block_mask, layouts, causal, q.device, tile))
+    # Once for each stream.
+    layouts[0].derived((*key, stream_of(q)), partial(keep_for_stream, q.device, *tensors))
     # One warp for a tile whose queries fit in its registers is twice as fast as four.
     warps = 1 if tile == MIN_TILE and q.shape[3] * q.dtype.itemsize <= 128 else 4
     options = {} if tile == TILE else {"BLOCK_M": tile, "BLOCK_N": tile, "num_warps": warps}
@@ -60,8 +63,11 @@ def tile_of(layouts: Sequence[BlockLayout]) -> int:
     return max(size, MIN_TILE)
 
 
-def _block_mask(layouts: Sequence[BlockLayout], causal: bool, device: torch.device, tile: int) -> Any:
-    """A BlockMask of tiles, in which a look into the layouts' own masks tells what a tile has of the smaller blocks."""
+def _block_mask(
+    layouts: Sequence[BlockLayout], causal: bool, device: torch.device, tile: int
+) -> tuple[Any, list[Tensor]]:
+    """A BlockMask of tiles, in which a look into the layouts' own masks tells what a tile has of the smaller blocks;
+    and its tensors."""
     from torch.nn.attention.flex_attention import BlockMask
 
     queries, keys = layouts[0].shape
@@ -89,9 +95,10 @@ def _block_mask(layouts: Sequence[BlockLayout], causal: bool, device: torch.devi
     for tiles in (some & ~whole, whole):
         counts += [tiles.sum(-1, dtype=torch.int32), tiles.int().argsort(dim=-1, descending=True, stable=True).int()]
     some_counts, some_cols, whole_counts, whole_cols = (tensor[None].to(device) for tensor in counts)
-    return BlockMask.from_kv_blocks(
+    mask = BlockMask.from_kv_blocks(
         some_counts, some_cols, whole_counts, whole_cols, BLOCK_SIZE=tile, mask_mod=seen, seq_lengths=(queries, keys)
     )
+    return mask, [table, *(each for each in vars(mask).values() if isinstance(each, Tensor))]
 
 
 def _tiles(mask: Tensor, block: tuple[int, int], tile: int, any_: bool) -> Tensor:

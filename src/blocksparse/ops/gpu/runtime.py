@@ -100,6 +100,24 @@ def check_layout_fits(layout: BlockLayout) -> None:
     check_fits("layout", "numbers in a block", layout.block_shape[0] * layout.block_shape[1])
 
 
+def stream_of(x: Tensor) -> int | None:
+    """The current stream of a GPU, as a number; None elsewhere."""
+    return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else None
+
+
+def keep_for_stream(device: torch.device, *tensors: Any) -> None:
+    """Keeps the tensors' memory from others until the current stream has done what is queued when they go.
+
+    Index tensors are kept with a layout. One that is dropped while another stream still reads them would give their
+    memory away too early.
+    """
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)
+        for each in tensors:
+            if isinstance(each, Tensor):
+                each.record_stream(stream)
+
+
 class Launch:
     """A kernel, its grid, and all of its arguments but the tensors of a call.
 
@@ -127,12 +145,6 @@ class Launch:
         self.options = {"num_warps": tile.warps, "num_stages": tile.stages}
         self.compiled: Any = None
         self.numbers: tuple[Any, ...] = ()  # the arguments, tensors as addresses
-
-    def used_on(self, stream: torch.cuda.Stream) -> None:
-        """Keeps the memory of its own tensors from others until this stream has done what is queued when they go."""
-        for each in self.arguments:
-            if isinstance(each, Tensor):
-                each.record_stream(stream)
 
     def __call__(self, *tensors: Tensor | None) -> None:
         x: Any = tensors[0]

@@ -15,7 +15,7 @@ from ...layout import BlockLayout
 from ..checks import SUM_DTYPES, features_together
 from ..gpu import runtime
 from ..gpu.plan import LinearPlan, linear_plan, most_shared, pair_plan, share, wgrad_tasks
-from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common
+from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common, keep_for_stream, stream_of
 from ..gpu.tiles import Gpu, Work, bucket, forced, gpu_of, splits_of, tile_for, tile_of_pairs
 from ..traced import TracedLayout
 
@@ -197,8 +197,7 @@ def prepared(
 ) -> list[Launch]:
     """The launches of a call like this one. Triton compiles for strides, and for addresses in whole 16 bytes or not.
 
-    They are prepared for each stream, which the schedule is then known to be used on: a layout that is dropped leaves
-    its memory to others only when all these streams have come that far.
+    They are prepared for each stream, which the schedule is then known to be used on.
     """
     if isinstance(layout, TracedLayout):
         return prepare()
@@ -209,9 +208,8 @@ def prepared(
         if len(known) >= MAX_LAUNCHES:
             known.clear()
         launches = known[like] = prepare()
-        if x.is_cuda:
-            for launch in launches:
-                launch.used_on(torch.cuda.current_stream(x.device))
+        for launch in launches:
+            keep_for_stream(x.device, *launch.arguments)
     return launches
 
 
@@ -220,8 +218,7 @@ def _like(
 ) -> tuple[Any, ...]:
     """What a launch depends on; x has rows this far from each other."""
     aligned = tuple([None if tensor is None else tensor.data_ptr() % 16 == 0 for tensor in (x, *others)])
-    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else None
-    return kind, x.dtype, x.device, stream, tokens, distance, aligned, forced(x.dtype)
+    return kind, x.dtype, x.device, stream_of(x), tokens, distance, aligned, forced(x.dtype)
 
 
 def _linear_launches(

@@ -68,7 +68,7 @@ def activate(i, f, g, o, c_row, h_row, c_out_row, gates_row, j, hidden, here):
         tl.store(gates_row + 3 * hidden + j, o, mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def lstm_gates_forward_kernel(
     z_ptr,  # [n, 4 hidden]
     add_ptr,  # [n, 4 hidden], or [4 hidden] with stride 0, or None
@@ -92,7 +92,7 @@ def lstm_gates_forward_kernel(
     activate(i, f, g, o, c_row, h_row, c_out_row, gates, j, hidden, here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def lstm_gates_backward_kernel(
     gates_ptr,  # [n, 4 hidden]
     c_before_ptr,  # [n, hidden], as all without another shape

@@ -13,7 +13,8 @@ from ..gpu.device import dot, lanes, load_inputs
 from ..lstm_gates.kernels import activate
 
 
-@triton.jit
+# Sizes that change from step to step, as those of packed sequences do, compile nothing again.
+@triton.jit(do_not_specialize=["n", "tasks", "nnz"])
 def step_forward_kernel(
     x_ptr,  # [n, in], what the recurrent weight multiplies
     values_ptr,  # [4 nnz, block_out, block_in]
@@ -75,7 +76,7 @@ def step_forward_kernel(
         activate(i, f, g, o, c_row, h_ptr + row * h_stride, c_out_row, gates, j, hidden, here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "nnz"])
 def step_wgrad_kernel(
     grad_ptr,  # [n, 4 hidden]
     x_ptr,  # [n, in]

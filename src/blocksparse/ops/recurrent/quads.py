@@ -11,7 +11,7 @@ from torch import Tensor
 from ...layout import BlockLayout
 from ..checks import SUM_DTYPES
 from ..gpu.plan import linear_plan, wgrad_tasks
-from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common
+from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common, keep_for_stream, stream_of
 from ..gpu.tiles import Tile, Work, bucket, fit, forced, gpu_of, power_of_two
 from ..linear import LINEAR
 
@@ -69,12 +69,14 @@ class Quads:
     def _prepared(self, pass_: str, *tensors: Tensor | None) -> tuple[Launch, int]:
         """The launch of a call like this one, and how many sums each of its programs has."""
         of_each = [None if each is None else (each.stride(0), each.data_ptr() % 16 == 0) for each in tensors]
-        key = pass_, tensors[0].shape[0], *of_each  # type: ignore[union-attr]
+        x: Any = tensors[0]
+        key = pass_, stream_of(x), x.shape[0], *of_each
         found = self._launches.get(key)
         if found is None:
             if len(self._launches) >= MAX_LAUNCHES:
                 self._launches.clear()
             found = self._launches[key] = self._launch(pass_, *tensors)
+            keep_for_stream(x.device, *found[0].arguments)
         return found
 
     def _launch(self, pass_: str, *tensors: Any) -> tuple[Launch, int]:
