@@ -76,6 +76,18 @@ def test_a_batch_by_vmap_which_has_more_rows_than_the_schedule_is_for_keeps_the_
     assert_ops(traced("linear", "vmap")[0], "linear")
 
 
+@pytest.mark.parametrize("name", ["linear", "conv", "conv, 1x1"])
+def test_as_many_rows_as_are_found_out_when_it_runs_keep_the_op(name):
+    assert_ops(traced(name, "counted")[0], "conv" if "conv" in name else name)
+
+
+@pytest.mark.parametrize("name", ["linear", "conv", "conv, 1x1"])
+def test_exported_graphs_have_the_op_for_any_number_of_rows(name):
+    calls, _ = traced(name, "exported")
+    ops = [call for call in calls if "blocksparse" in call or "triton" in call]
+    assert ops == [f"blocksparse.{'conv' if 'conv' in name else name}.default"]
+
+
 @pytest.mark.parametrize("name", ["linear", "conv"])
 def test_within_use_backend_it_is_compiled_again_with_the_op(name):
     calls, _ = traced(name, "forced")

@@ -5,6 +5,8 @@
     python trace_kernels.py conv forced                then within `use_backend`
     python trace_kernels.py linear vmap                of a batch of them
     python trace_kernels.py conv refused               for a GPU that the kernels refuse
+    python trace_kernels.py conv exported              by torch.export, for any number of images
+    python trace_kernels.py conv counted               of as many images as a mask leaves
 
 A script of its own: Triton must not interpret, and its driver is replaced for the whole process. The tensors are on the
 CPU; the graphs are those of a GPU, and are not run. The last line has, as JSON, the launches of the graphs and those of
@@ -83,15 +85,21 @@ def main(name: str, open_: str = "rows") -> None:
     for each in (linear, conv):
         each.refusal = lambda device, dtype: refused[0]
     registry._BACKEND_OF_DEVICE["cpu"] = "triton"
+    if open_ == "exported":
+        x, rows = torch.randn(shapes[0], dtype=torch.bfloat16), {0: torch.export.Dim("rows")}
+        show(torch.export.export(layer, (x,), dynamic_shapes={"input": rows}, strict=True), ())
+        print("{}")
+        return
+    torch._dynamo.config.capture_dynamic_output_shape_ops = open_ == "counted"
     compiled = torch.compile(
-        lambda x: of_batch(x).float().square().mean(),
+        lambda x: of_batch(x[x.flatten(1)[:, 0] > 0] if open_ == "counted" else x).float().square().mean(),
         fullgraph=True,
         backend=aot_autograd(fw_compiler=show, bw_compiler=show),
     )
     for shape in shapes:
         shape = (8, *shape) if open_ == "vmap" else shape
         x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
-        for axis in range(2, x.dim()) if open_ == "space" else (0,):
+        for axis in range(2, x.dim()) if open_ == "space" else () if open_ == "counted" else (0,):
             torch._dynamo.mark_dynamic(x, axis)
         try:
             compiled(x)

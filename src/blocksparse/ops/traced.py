@@ -17,6 +17,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
+from .gpu.tiles import MAX_TOKENS, MIN_TOKENS
 from .operands import OperandLayout
 from .registry import LIBRARY, LayoutOp, is_forced
 
@@ -51,9 +52,28 @@ class TracedLayout(NamedTuple):
 
 
 def wants_schedule(layout: BlockLayout, x: Tensor) -> bool:
-    """Whether a call with x is part of a graph that is to bring the layout's schedule along."""
-    traced = torch.compiler.is_dynamo_compiling() and x.device.type == SEEN_THROUGH
-    return traced and not isinstance(layout, OperandLayout) and not is_forced()
+    """Whether a call with x is part of a graph that is to bring the layout's schedule along: not one with a number of
+    rows that is found out when it runs."""
+    traced = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+    seen = traced and x.device.type == SEEN_THROUGH and not isinstance(layout, OperandLayout) and not is_forced()
+    return seen and all(_is_known(size == 0) for size in x.shape)
+
+
+def has_bucket(tokens: int) -> bool:
+    """Whether it is known while a graph is traced which schedule so many tokens want.
+
+    The comparisons are those of `bucket`, so that sizes are not bound any further.
+    """
+    size = MIN_TOKENS
+    while size < MAX_TOKENS and _is_known(tokens > size) and tokens > size:
+        size *= 2
+    return size == MAX_TOKENS or _is_known(tokens > size)
+
+
+def _is_known(condition: bool) -> bool:
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+    return bool(guard_or_false(condition) == guard_or_true(condition))
 
 
 def traced_layout(indices: Sequence[Tensor], in_blocks: int, block: Sequence[int]) -> TracedLayout:

@@ -47,7 +47,7 @@ class Conv(LayoutOp):
             return indices
         alone = all(k == s == 1 and p == 0 for k, s, p in zip(kernel, stride, padding, strict=True))
         if alone and triton.as_linear(x.dtype):
-            return [*indices, *products.schedule(layout, x.device, x.dtype, x.shape[:-1].numel())]
+            return LINEAR.indices(layout, (x.flatten(0, -2),), ())
         taps, last = int(kernel.numel()), (int(kernel[-1]), int(stride[-1]), int(dilation[-1]))
         return [*indices, *triton.schedule(layout, x.device, x.dtype, taps, last, transposed != transpose)]
 

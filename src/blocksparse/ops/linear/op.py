@@ -15,7 +15,7 @@ from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS, grad_before
 from ..registry import Geometry, LayoutOp, Pattern, Tensors, features_of, indices_of, needs_grad, only_autograd_active
-from ..traced import see_through, traced_layout, wants_schedule
+from ..traced import has_bucket, see_through, traced_layout, wants_schedule
 from . import cpu, reference, triton
 
 
@@ -24,7 +24,7 @@ class Linear(LayoutOp):
 
     def indices(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> Sequence[Tensor]:
         x, indices = tensors[0], indices_of(layout, tensors[0].device)
-        if not wants_schedule(layout, x):
+        if not (wants_schedule(layout, x) and has_bucket(x.shape[0])):
             return indices
         return [*indices, *triton.schedule(layout, x.device, x.dtype, x.shape[0])]
 
