@@ -118,3 +118,26 @@ def test_how_indices_get_to_a_device_is_not_traced(kind, monkeypatch):
     y, _ = torch.compile(net, backend="eager", fullgraph=True)(torch.randn(2, 3, 16, device="meta"))
     assert y.shape == (2, 3, 32)
     assert "meta" in found
+
+
+TRANSFORMED = {
+    "linear": (lambda: bs.nn.Linear(32, 32, block_size=16, density=0.5), (5, 32)),
+    "conv": (lambda: bs.nn.Conv2d(32, 32, 3, padding=1, block_size=16, density=0.5), (5, 32, 4, 4)),
+    "gru": (lambda: bs.nn.GRU(16, 32, block_size=16, density=0.5), (4, 3, 16)),
+}
+
+
+@pytest.mark.parametrize(("name", "batched"), [("linear", False), ("linear", True), ("conv", True), ("gru", False)])
+def test_transforms_within_a_compiled_graph(name, batched):
+    make, shape = TRANSFORMED[name]
+    layer, x = make(), torch.randn(shape)
+
+    def loss(v):
+        y = layer(v[None] if batched else v)
+        return (y[0] if name == "gru" else y).square().mean()
+
+    grad = torch.vmap(torch.func.grad(loss)) if batched else torch.func.grad(loss)
+    torch._dynamo.reset()
+    found = torch.compile(grad, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(found, grad(x), rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()

@@ -178,7 +178,8 @@ def others_in_buffers(module: Any) -> str | None:
             continue
         if index.is_quantized or index.layout != torch.strided:
             return name
-        with torch._C._DisableTorchDispatch():  # also inside of tracing or fake modes
+        # Also inside of tracing, fake modes and transforms.
+        with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
             held = index.cpu().numpy()
         if (held.shape[-1:] if batched else held.shape) != expected.shape or not (held == expected).all():
             return name
