@@ -184,6 +184,13 @@ def test_others_are_refused(mlp, any_backend):
         bs.nn.GatedMLP.of(sparse(mlp) if isinstance(mlp, Theirs) else mlp)
 
 
+def test_refusals_say_what_came():
+    with pytest.raises(bs.BlockSparseError, match="got gate_proj torch's Linear, up_proj torch's Linear"):
+        bs.nn.GatedMLP.of(Theirs(nn.SiLU()))
+    with pytest.raises(bs.BlockSparseError, match="mlp: expected weights with numbers.*, got meta tensors"):
+        bs.nn.GatedMLP.of(sparse(Theirs(nn.SiLU())).to("meta"))
+
+
 def test_hooks_of_its_layers_see_their_calls(any_backend):
     mlp, x, seen = bs.nn.GatedMLP(64, 96, density=0.5, block_size=16), torch.randn(3, 64), []
     with torch.no_grad():

@@ -94,12 +94,15 @@ class GatedMLP(nn.Module):
         layers: list[Any] = [getattr(mlp, name, None) for name in PROJECTIONS]
         ours = all(isinstance(layer, Linear) and layer.activation is None for layer in layers)
         if not ours or layers[0].layout.block_shape != layers[1].layout.block_shape:
-            got = ", ".join(f"{name} {type(layer).__name__}" for name, layer in zip(PROJECTIONS, layers, strict=True))
+            kinds = [f"{type(layer).__module__.split('.')[0]}'s {type(layer).__name__}" for layer in layers]
+            got = ", ".join(f"{name} {kind}" for name, kind in zip(PROJECTIONS, kinds, strict=True))
             raise BlockSparseError.expected("mlp", "gate_proj, up_proj and down_proj, blocksparse.nn.Linear", got)
         others = {name for name, _ in mlp.named_children()} - {*PROJECTIONS, "act_fn"}
         if others or _hooked(mlp):
             got = f"others ({', '.join(sorted(others))})" if others else "hooks on the module itself"
             raise BlockSparseError.expected("mlp", "no modules beside its projections and act_fn, and no hooks", got)
+        if layers[0].values.is_meta:
+            raise BlockSparseError.expected("mlp", "weights with numbers, to compare what it computes", "meta tensors")
         fused = cls.__new__(cls)
         nn.Module.__init__(fused)
         for name, layer in zip(PROJECTIONS, layers, strict=True):
