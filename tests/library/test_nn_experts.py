@@ -168,3 +168,44 @@ def test_tokens_without_an_expert_get_nothing():
     y = experts(torch.randn(2, 8), torch.tensor([[2, 2], [0, 2]]), torch.ones(2, 2))
     assert not y[0].any()
     assert y[1].any()
+
+
+@pytest.mark.parametrize("how", ["captured", "exported"])
+def test_where_the_host_cannot_be_asked_every_expert_takes_all_tokens(how, monkeypatch):
+    experts = bs.nn.Experts(4, 12, 20, density=0.5, block_size=8).double()
+    x = torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
+    index = torch.randint(3, (9, 2))  # one expert has none
+    index[0], index[1] = torch.tensor([4, 4]), torch.tensor([2, 2])  # a token without any, one with the same twice
+    weights = torch.rand(9, 2, dtype=torch.float64)
+    expected = experts(x, index, weights)
+    grads = torch.autograd.grad(expected.square().sum(), [x, *experts.parameters()])
+    if how == "captured":
+        monkeypatch.setattr("blocksparse.nn.experts._is_captured", lambda x: True)
+        monkeypatch.setattr(torch.Tensor, "tolist", None)
+        found = experts(x, index, weights)
+        for own, other in zip(
+            torch.autograd.grad(found.square().sum(), [x, *experts.parameters()]), grads, strict=True
+        ):
+            close(own, other)
+    else:
+        found = torch.export.export(experts, (x.detach(), index, weights)).module()(x.detach(), index, weights)
+    close(found, expected)
+    assert not found[0].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_cuda_graph_of_experts():
+    with bs.use_backend("triton"), torch.no_grad():
+        experts = bs.nn.Experts(4, 64, 96, density=0.5, device="cuda")
+        x, index, weights = torch.randn(9, 64).cuda(), torch.randint(4, (9, 2)).cuda(), torch.rand(9, 2).cuda()
+        expected = experts(x, index, weights)
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for nth in range(4):  # kernels of all experts for all tokens are compiled before
+                experts(x, torch.full_like(index[:, :1], nth), weights[:, :1])
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            found = experts(x, index, weights)
+        graph.replay()
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

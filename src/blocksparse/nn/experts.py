@@ -33,6 +33,10 @@ class Experts(Parts):
 
     What has no layout is dense, a parameter `[experts, out, in]`.
 
+    Each call asks the host which experts have tokens. Where it cannot, in a graph that is exported and while a CUDA
+    graph is captured, every expert takes all tokens: as many times the work as there are experts for each that a token
+    has.
+
     Shapes: `hidden_states` `[tokens, hidden]`, `top_k_index` int64 `[tokens, k]`, the experts of each token, with
     `num_experts` for none, and `top_k_weights` `[tokens, k]`, to `[tokens, hidden]`.
 
@@ -105,15 +109,29 @@ class Experts(Parts):
             if given.dim() != 2 or len(given) != tokens or given.shape != top_k_index.shape:
                 raise BlockSparseError.expected(name, f"[{tokens}, k]", list(given.shape))
         y = torch.zeros_like(hidden_states)
+        if torch.compiler.is_exporting() or _is_captured(hidden_states):
+            for expert in range(self.num_experts):
+                chosen = top_k_index == expert
+                weight = (top_k_weights * chosen).sum(1, keepdim=True)
+                out = self._expert(expert, hidden_states) * weight
+                y = y + torch.where(chosen.any(1, keepdim=True), out, 0).to(y.dtype)
+            return y
         for expert in top_k_index.unique().tolist():
-            if not 0 <= expert < self.num_experts:
-                continue
-            part = slice(expert, expert + 1)
-            token, place = torch.where(top_k_index == expert)
-            gate, up = self._product_with(hidden_states[token], "gate_up_proj", part).chunk(2, -1)
-            out = self._product_with(self.act_fn(gate) * up, "down_proj", part)
-            y = y.index_add(0, token, (out * top_k_weights[token, place, None]).to(y.dtype))
+            if 0 <= expert < self.num_experts:
+                token, place = torch.where(top_k_index == expert)
+                out = self._expert(expert, hidden_states[token])
+                y = y.index_add(0, token, (out * top_k_weights[token, place, None]).to(y.dtype))
         return y
+
+    def _expert(self, nth: int, x: Tensor) -> Tensor:
+        part = slice(nth, nth + 1)
+        gate, up = self._product_with(x, "gate_up_proj", part).chunk(2, -1)
+        return self._product_with(self.act_fn(gate) * up, "down_proj", part)
 
     def extra_repr(self) -> str:
         return f"{self.num_experts}, {self.hidden_dim}, {self.intermediate_dim}"
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, which cannot wait for the host."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
