@@ -30,7 +30,7 @@ class Column:
         title: its name.
         of: where the value is in a run, as "settings.steps", "task.model.width" or "facts.epochs"; or `of(run,
             contender)`. What is in settings and task was chosen, and is shown as it is. Of other floats mean and
-            standard deviation over the seeds are shown. If a value is None, no contender has this column.
+            standard deviation over the seeds are shown. None is unknown; where all are, there is no such column.
         digits: of the floats; None for those that suit their size.
         against: a contender; each run is compared with its run of the same seed.
         compared: how, by default the difference.
@@ -54,15 +54,16 @@ class Column:
         return said(value) if first in ("settings", "task") else value
 
     def cells(self, contenders: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]) -> list[str] | None:
-        """The cells, one per contender that has runs; None where one of them is unknown."""
+        """The cells, one per contender that has runs; None where none of them is known, or cannot be compared."""
         found = {
             name: {run.settings["seed"]: self.value(run, contenders[name]) for run in some}
             for name, some in runs.items()
         }
-        if any(value is None for values in found.values() for value in values.values()):
+        unknown = {name for name, values in found.items() if None in values.values()}
+        if len(unknown) == len(found) or (unknown and (self.against or self.show)):
             return None
         if self.against is None:
-            return [self._cell(list(values.values())) for values in found.values()]
+            return ["-" if name in unknown else self._cell(list(values.values())) for name, values in found.items()]
         if self.against not in found:
             return None
         base = found[self.against]
