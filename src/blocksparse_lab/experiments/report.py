@@ -16,7 +16,7 @@ from ..recipes import compare
 from ..recipes.compare import Run
 from .experiment import Experiment, Results
 
-POINTS = 9  # of a curve that is kept, at most
+POINTS = 6  # of a curve that is kept, at most
 
 
 def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = False) -> list[Path]:
@@ -96,6 +96,9 @@ def load(path: Path) -> Results:
 
 def _record(run: Run) -> dict[str, Any]:
     machine = run.result and run.result.get("machine")
+    if machine:  # of the load that of the last minute, of the date the day
+        short = {"load": 1, "commit": 12, "date": 10}
+        machine = machine | {key: machine[key][:most] for key, most in short.items() if machine.get(key)}
     curve = columns(thinned(run.evaluations))
     return {
         "run": run.name,
