@@ -1,10 +1,13 @@
-"""Every target on a GPU: a table, JSON, Markdown and a chart, in two runs of a few minutes. It needs no installation.
+"""Every target on a GPU: a table, JSON, Markdown and a chart, in two runs of a few minutes.
+
+Besides PyTorch and numpy it needs `pip install rich safetensors typer`, and matplotlib for the chart.
 
     python benchmarks/gpu.py --check                  that results are right on this GPU, and stop: a minute
     python benchmarks/gpu.py                          all of it, the most important rows first
     python benchmarks/gpu.py --predict --gpu h200     what a model of that machine predicts; needs no GPU
+    python benchmarks/gpu.py --predict --gpu h200 --linear 3072x768 --tokens 12608      ... for a layer of yours
     python benchmarks/gpu.py --list                   the rows and their targets; needs no GPU
-    python benchmarks/gpu.py --only "few,hubs"        some of them
+    python benchmarks/gpu.py --only "few,hubs"        some of them; --only with a whole name is that row alone
     python benchmarks/gpu.py --quick                  small shapes, to see that it runs
     python benchmarks/gpu.py --quick --device cpu     the same without a GPU; its numbers mean nothing
 
@@ -26,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -36,6 +40,7 @@ from rich.console import Console
 
 from blocksparse import BlockSparseError
 from blocksparse.checked import number
+from blocksparse.ops.linear.specs import LinearSpec
 from blocksparse_lab import machine
 from blocksparse_lab.bench import prediction, report, rows
 from blocksparse_lab.bench.contract import checks
@@ -47,7 +52,8 @@ from blocksparse_lab.bench.rows import Row
 from blocksparse_lab.cli.bench import parts
 from blocksparse_lab.cli.terminal import bar
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS, TESTS = Path(__file__).parent / "results", Path(__file__).parents[1] / "tests"
+DTYPES = ("bfloat16", "float16", "float32")  # of a layer to predict
 
 
 def main() -> None:
@@ -58,7 +64,17 @@ def main() -> None:
         "--predict", action="store_true", help="times by a model of the machine, and stop; needs no GPU"
     )
     parser.add_argument("--gpu", choices=tuple(prediction.CHIPS), default="h200", help="the one to predict for")
-    parser.add_argument("--only", default="", help="rows whose names have one of these words, with commas between")
+    parser.add_argument("--linear", metavar="OUTxIN", help="with --predict: the products of this linear layer")
+    parser.add_argument("--tokens", type=int, help="of that layer, at once (4096)")
+    parser.add_argument("--density", type=float, help="of that layer (0.1)")
+    parser.add_argument("--block", type=int, help="rows and columns of that layer's blocks (32)")
+    parser.add_argument("--dtype", help="of that layer: bfloat16 (the default), float16 or float32")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        help="the row of this name, or rows whose names have one of these words, with commas between; may come again",
+    )
     parser.add_argument("--quick", action="store_true", help="small shapes; writes nothing unless --out is given")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, with --quick")
     parser.add_argument("--out", type=Path, help="folder for the files")
@@ -69,7 +85,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.cache:
         os.environ["TRITON_CACHE_DIR"] = str(arguments.cache.resolve())
-    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 150, highlight=False)
     try:
         failed = run(arguments, console)
     except BlockSparseError as error:
@@ -83,12 +99,13 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
     number("--budget", arguments.budget, 0)
     number("--minutes", arguments.minutes, 0)
     number("--tuning", arguments.tuning, 0)
+    layer = layer_of(arguments)
     if arguments.list:
         jobs = chosen(GpuReach(None).jobs(), arguments.only)
         console.print(rows.table([Row(job.work, job.target, "", None) for job in jobs], "targets on a GPU"))
         return False
     if arguments.predict:
-        predict(arguments, console)
+        predict(arguments, layer, console)
         return False
     quick = arguments.quick
     if arguments.device == "cpu" and not (quick or arguments.check):
@@ -125,23 +142,49 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
     return any(row.measured.startswith("FAILED") for row in found.values())
 
 
-def predict(arguments: argparse.Namespace, console: Console) -> None:
+def layer_of(arguments: argparse.Namespace) -> LinearSpec | None:
+    """The layer that --linear names; raises where it is none, or where its other options come without it."""
+    names = ("tokens", "density", "block", "dtype")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if arguments.linear is None:
+        if given:
+            raise BlockSparseError.expected(f"--{next(iter(given))}", "--linear OUTxIN with it", "none")
+        return None
+    if not arguments.predict:
+        raise BlockSparseError.expected("--linear", "--predict with it", "none")
+    sizes = re.fullmatch(r"(\d+)x(\d+)", arguments.linear)
+    if not sizes:
+        raise BlockSparseError.expected("--linear", "OUTxIN, as in 3072x768", repr(arguments.linear))
+    if given.get("dtype", "bfloat16") not in DTYPES:
+        raise BlockSparseError.expected("--dtype", f"one of {', '.join(DTYPES)}", repr(arguments.dtype))
+    spec = LinearSpec(*map(int, sizes.groups()), **{"tokens": 4096, "dtype": "bfloat16"} | given)
+    blocks = spec.out_features * spec.in_features / spec.block**2
+    if spec.density * blocks < 1:
+        raise BlockSparseError.expected("--density", f"a block of {blocks:g}, 1, or more", f"{spec.density:g} of them")
+    return spec
+
+
+def predict(arguments: argparse.Namespace, layer: LinearSpec | None, console: Console) -> None:
     """Prints the table of predictions, beside what was measured on such a GPU; writes it as Markdown with --out."""
     chip = prediction.CHIPS[arguments.gpu]
-    found = prediction.compiled(chip, Path(__file__).parents[1] / "tests")
-    results = [rows.read(path) for path in RESULTS.glob(f"linear-*{arguments.gpu}*.json")]
+    found = prediction.compiled(chip, TESTS, *([prediction.asked(layer)] if layer else []))
+    results = [] if layer else [rows.read(path) for path in RESULTS.glob(f"linear-*{arguments.gpu}*.json")]
     lines = prediction.table(found, chip, [row for _, of_run in results for row in of_run])
-    lines = [line for line in lines if is_asked_for(line[0], arguments.only)]
-    if not lines:
-        raise BlockSparseError.expected("--only", "words of the rows that --predict shows", repr(arguments.only))
+    names = [(line[0], prediction.label(line[0])) for line in lines]
+    lines = [lines[nth] for nth in asked_for(names, arguments.only, "--predict")]
     commits = ", ".join(str(facts["machine"].get("commit", "")) for facts, _ in results)
-    title = f"predicted for {chip.name}"
+    title = f"predicted for {chip.name}: a model of one GPU that was measured, an H100, there off by {prediction.OFF}"
+    if layer:
+        shape = f"{layer.out_features}x{layer.in_features}, {layer.tokens} tokens, block {layer.block}"
+        title = f"{shape}, density {layer.density:g}, {layer.dtype}, {title}"
     if commits:
         title += f"; measured at {commits}, whose kernels may have been others"
-    console.print(report.table(prediction.HEAD, lines, title, text=3))
+    head, shown = prediction.with_something(lines)
+    brief = [(prediction.label(line[0]), *line[1:]) for line in shown]
+    console.print(report.table(head, brief, title, text=3))
     if arguments.out:
         path = arguments.out / f"predicted-{arguments.gpu}.md"
-        made = "\n".join(report.markdown(prediction.HEAD, lines, text=3))
+        made = "\n".join(report.markdown(head, shown, text=3))
         report.write_text(path, f"{made}\n\n{title}; {machine.where(machine.machine())}\n")
         console.print(f"wrote {path}", soft_wrap=True)
 
@@ -158,16 +201,24 @@ def right(device: Device) -> Iterator[bool]:
         yield holds
 
 
-def is_asked_for(work: str, only: str) -> bool:
-    words = [word.lower() for word in parts(only)]
-    return not words or any(word in work.lower() for word in words)
+def asked_for(names: list[tuple[str, ...]], only: list[str], by: str) -> list[int]:
+    """Which of these, of a name or two each, `only` asks for: by a whole name, or else by words of it."""
+    lower = [[name.lower() for name in of] for of in names]
+    some: set[int] = set()
+    for asked in only or [""]:
+        words = [word.lower() for word in parts(asked)]
+        exact = {nth for nth, of in enumerate(lower) if asked.strip().lower() in of}
+        found = exact or {
+            nth for nth, of in enumerate(lower) if not words or any(word in name for word in words for name in of)
+        }
+        if not found:
+            raise BlockSparseError.expected("--only", f"words of the rows that {by} shows", repr(asked))
+        some |= found
+    return sorted(some)
 
 
-def chosen(jobs: list[Job], only: str) -> list[Job]:
-    some = [job for job in jobs if is_asked_for(job.work, only)]
-    if not some:
-        raise BlockSparseError.expected("--only", "words of the rows that --list shows", repr(only))
-    return some
+def chosen(jobs: list[Job], only: list[str]) -> list[Job]:
+    return [jobs[nth] for nth in asked_for([(job.work,) for job in jobs], only, "--list")]
 
 
 def measured(reach: GpuReach, jobs: list[Job], seconds: float) -> Iterator[list[Row]]:

@@ -2,12 +2,14 @@
 
     python tests/compile_reach.py sm90
     python tests/compile_reach.py sm90 "few tokens, bf16, density 0.1"        some of the rows
+    python tests/compile_reach.py sm90 '{"out_features": 96, "in_features": 64, "tokens": 8}'       of a layer
 
 For `python benchmarks/gpu.py --predict`. Launches are those of the real layouts; counts are of the compiled loop.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import multiprocessing
@@ -29,7 +31,6 @@ import compile_kernels
 from blocksparse.ops.conv.specs import GPU_REACH as CONV_REACH
 from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.conv.triton import Shared
-from blocksparse.ops.gpu.plan import LinearPlan
 from blocksparse.ops.linear.specs import GPU_BLOCKS, GPU_HUBS, GPU_REACH, LinearSpec
 from blocksparse_lab.bench.lstm import LstmSpec
 from blocksparse_lab.bench.lstm_reach import GPU_REACH as LSTM_REACH
@@ -61,6 +62,12 @@ def rows() -> dict[str, list[Any]]:
         found[recurrent.work] = [replace(recurrent.spec, narrow=narrow)]
     found |= {f"{part}": [part] for _, part, _ in TRANSFORMER if isinstance(part, MlpSpec)}
     return found
+
+
+def of_layer(spec: LinearSpec) -> dict[str, list[Any]]:
+    """The products of a layer, and a step, which is all three."""
+    passes = {pass_: [replace(spec, pass_=pass_)] for pass_ in ("forward", "dgrad", "wgrad")}
+    return passes | {"step": [spec for specs in passes.values() for spec in specs]}
 
 
 class Reach(Device):
@@ -176,13 +183,18 @@ class Reach(Device):
             self.products.linear_wgrad(grad, x, layout)
         else:
             self.products.linear(x, values, None, layout, spec.pass_ == "dgrad", None)
-        plans = [plan for plan in layout._derived.values() if isinstance(plan, LinearPlan)]
-        longest = max(int((plan.tasks[:, 2] - plan.tasks[:, 1]).max()) for plan in plans)
-        return [(launch, _does(launch, grid, spec, layout.nnz, longest)) for launch, grid in self.recorded()]
+        done: list[Done] = [(of, _does(of, grid, spec, layout)) for of, grid in self.recorded()]
+        splits = self.grids[0][2]
+        if spec.pass_ == "wgrad" and splits > 1:  # PyTorch sums up the parts, in float32, and rounds the sum
+            count, itemsize = values.numel(), spec.torch_dtype.itemsize
+            done[0][1]["memory"] += (4 * splits - itemsize) * count
+            done.append((None, {"memory": 4 * (splits + 1) * count}))
+            done += [(None, {"memory": (4 + itemsize) * count})] if itemsize < 4 else []
+        return done
 
 
-def _does(launch: Launch, grid: Any, spec: LinearSpec, nnz: int, longest: int) -> dict[str, Any]:
-    given, itemsize, values = _given(launch), spec.torch_dtype.itemsize, nnz * spec.block**2
+def _does(launch: Launch, grid: Any, spec: LinearSpec, layout: bs.BlockLayout) -> dict[str, Any]:
+    given, itemsize, values = _given(launch), spec.torch_dtype.itemsize, layout.nnz * spec.block**2
     moved = itemsize * (values + spec.tokens * (spec.in_features + spec.out_features))
     done = {"memory": moved, "tensor": spec.dtype != "float32"}
     if "task_ptr" not in given:  # sums up parts
@@ -191,6 +203,12 @@ def _does(launch: Launch, grid: Any, spec: LinearSpec, nnz: int, longest: int) -
         return done | nothing | {"memory": itemsize * programs * m * n}
     if spec.pass_ == "wgrad":
         return done | _of_weights(given, grid, given["BLOCK_N"], given["tokens_per_split"], itemsize)
+    tasks = next(
+        plan.tasks
+        for (kind, *of), plan in layout._derived.items()
+        if kind in ("tasks", "pairs") and of[0] == given["TRANSPOSE"] and plan.tasks.shape == given["task_ptr"].shape
+    )
+    longest = int((tasks[:, 2] - tasks[:, 1]).max())
     return done | _of_rows(given, grid, None, spec.tokens, spec.block, values, itemsize, longest=longest)
 
 
@@ -215,6 +233,7 @@ def _of_rows(
         longest = int((entries_of[:, 1] - entries_of[:, 0]).max())
     return {
         "programs": programs, "longest": longest * block / k, "macs": values * tiles * m,
+        "saved": 1 - entries * block**2 / values,  # of the loads of inputs
         "steps": tiles * slices * (entries * block / k + loops * tasks / 2),
         "cache": itemsize * tiles * (slices * entries * block * m + values),
     }  # fmt: skip
@@ -287,13 +306,16 @@ def _product(weights: int, tokens: int, others: int, spec: Any) -> dict[str, Any
 
 
 def _loop(asm: Any, launch: Launch) -> dict[str, Any]:
-    """Of the loop with most products: instructions and shared memory's wavefronts per warp and step, and the outputs of
-    a product that reads shared memory (else None). Of a gated pair that with fewest: few blocks are of both."""
+    """Of the loop with most products: instructions, plain multiply-adds and shared memory's wavefronts per warp and
+    step, how many threads meet in a bank, and the outputs of a product that reads shared memory (else None). Of a gated
+    pair that with fewest: few blocks are of both."""
     most = min if launch.kernel.__name__ == "gated_linear_kernel" else max
     if "cubin" not in asm:
         parts = [part for part in re.split(r"\n\.LBB\w+:", asm["amdgcn"]) if re.search(PRODUCT, part)]
         body = most(parts or [""], key=lambda part: len(re.findall(PRODUCT, part)))
-        return {"instructions": len(re.findall(r"^\t[vsdgb]\w+", body, re.MULTILINE)), "wavefronts": 0, "narrow": None}
+        instructions = re.findall(r"^\t([vsdgb]\w+)", body, re.MULTILINE)
+        plain = sum(name.startswith(("v_fma", "v_pk_fma")) for name in instructions)
+        return {"instructions": len(instructions), "plain": plain, "wavefronts": 0, "ways": 1, "narrow": None}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
         file.flush()
@@ -310,10 +332,11 @@ def _loop(asm: Any, launch: Launch) -> dict[str, Any]:
     best = most(bodies, key=_products, default=Counter[str]())
     narrow = re.search(r"HGMMA\.64x(\d+)x", " ".join(best))
     loads = sum(count * WAVEFRONTS.get(name.rpartition(".")[2], 1) for name, count in best.items() if "LDS" in name)
-    plain = any(name.startswith("FFMA") for name in best)
+    plain = sum(count for name, count in best.items() if name.startswith("FFMA"))
+    found = {"instructions": best.total(), "plain": plain, "ways": _ways(asm["ttgir"])}
     # Of multiply-adds several threads read the same numbers: half the wavefronts of numbers that all differ.
     wavefronts = loads / 2 + _conflicts(asm["ttgir"]) if plain else loads
-    return {"instructions": best.total(), "wavefronts": wavefronts, "narrow": int(narrow[1]) if narrow else None}
+    return found | {"wavefronts": wavefronts, "narrow": int(narrow[1]) if narrow else None}
 
 
 def _products(body: Counter[str]) -> int:
@@ -342,15 +365,32 @@ def _conflicts(ttgir: str) -> float:
     return loads * (4 * min(threads, 8) - 2)
 
 
+def _ways(ttgir: str) -> int:
+    """How many threads of a warp meet in one bank, at worst, as operands in float32 come to the tensor cores.
+
+    A load is of eight rows, of 16 bytes each among four threads.
+    """
+    operand = r"local_load .*memdesc<(\d+)x(\d+)xf32, #(shared\d*),.*dot_op<{opIdx = (\d), parent = #mma"
+    worst = 1
+    for *sizes, name, side in re.findall(operand, ttgir):
+        shared = re.search(rf"#{name} = .*?vec = (\d+), perPhase = (\d+), maxPhase = (\d+), order = \[(\d)", ttgir)
+        if shared is None or shared[4] != "10"[int(side)]:
+            continue
+        vec, per, most = map(int, shared.groups()[:3])
+        places = (row * int(sizes[side == "0"]) + row // per % most * vec for row in range(8))
+        worst = max(worst, *Counter(place // 4 % 8 for place in places).values())
+    return worst
+
+
 # -- all of them ---------------------------------------------------------------------------------------------------
 
 
 def main(kind: str, *names: str) -> dict[str, Any]:
     device = Reach(GPUS[kind])
     found, unique = {}, {}
-    for name, specs in rows().items():
-        if names and name not in names:
-            continue
+    layers = [of_layer(LinearSpec(**json.loads(name))) for name in names if name.startswith("{")]
+    wanted = {name: specs for name, specs in rows().items() if name in names or not names}
+    for name, specs in (wanted | dict(itertools.chain(*(layer.items() for layer in layers)))).items():
         launches = [pair for spec in specs for pair in device.of(spec)]
         unique |= {launch.key(): launch for launch, _ in launches if launch}
         found[name] = {
@@ -374,6 +414,8 @@ def _compiled(nth: int) -> dict[str, Any]:
     device, launch = _todo[nth]
     kernel = device.compile(launch.kernel, *launch.arguments, grid=(1,), warmup=True, **launch.options)
     facts = {"name": launch.kernel.__name__, "warps": launch.options["num_warps"], "loop": _loop(kernel.asm, launch)}
+    # What LLVM takes to be undefined becomes a trap, and nothing else is left.
+    facts["traps"] = bool(re.search(r"^\s+trap;", kernel.asm.get("ptx", ""), re.MULTILINE))
     return device.compiled(launch) | facts
 
 

@@ -11,8 +11,19 @@ import pytest
 import blocksparse as bs
 import compile_reach
 from blocksparse.ops.gpu import runtime as triton_runtime
+from blocksparse.ops.linear.specs import LinearSpec
 from blocksparse_lab.bench import prediction
-from blocksparse_lab.bench.prediction import CHIPS, HEAD, compiled, dense_time, launch_time, resident, table, together
+from blocksparse_lab.bench.prediction import (
+    CHIPS,
+    HEAD,
+    compiled,
+    dense_time,
+    launch_time,
+    resident,
+    table,
+    together,
+    with_something,
+)
 from blocksparse_lab.bench.rows import Row
 
 TESTS = Path(__file__).parents[1]
@@ -22,7 +33,7 @@ H100 = CHIPS["h100"]
 def launch(programs, steps, longest, macs, memory, cache, registers, shared, warps, loop, tensor=True):
     instructions, wavefronts, narrow = loop
     loop = {"instructions": instructions, "wavefronts": wavefronts, "narrow": narrow}
-    kernel = {"products": {}, "registers": registers, "shared": shared, "warps": warps, "loop": loop}
+    kernel = {"products": {}, "registers": registers, "shared": shared, "warps": warps, "loop": loop, "traps": False}
     facts = {"programs": programs, "steps": steps, "longest": longest, "macs": macs, "memory": memory, "cache": cache}
     return {**facts, "tensor": tensor, "kernel": kernel}
 
@@ -69,6 +80,14 @@ def test_dense_products_take_what_cublas_took():
         (8192, 8192, "bfloat16", 1490e-6),
     ):
         assert dense_time(**dense(hidden, tokens, dtype), chip=H100) == pytest.approx(seconds, rel=0.03)
+
+
+def test_a_dense_product_takes_its_launch_and_16_bits_are_as_fast_either_way():
+    tiny = dense(64, 16, "bfloat16")
+    assert dense_time(**tiny, chip=H100) > prediction.LAUNCH
+    assert dense_time(**tiny, chip=H100, launches=2, times=3) > 6 * dense_time(**tiny, chip=H100)
+    many = dense(8192, 8192, "bfloat16")
+    assert dense_time(**{**many, "dtype": "float16"}, chip=H100) == dense_time(**many, chip=H100)
 
 
 def test_a_faster_memory_helps_where_it_is_the_bound_and_nowhere_else():
@@ -121,11 +140,31 @@ def test_the_table_has_targets_and_what_was_measured():
     lines = {line[0]: dict(zip(HEAD, line, strict=True)) for line in table(rows, H100, measured)}
     first = lines["few tokens, bf16, density 0.5"]
     assert (first["target"], first["met"], first["measured"]) == ("1.8x", "yes", "63.6 us")
+    assert "measured" in with_something(list(table(rows, H100, measured)))[0]
+    head, without = with_something(table(rows, H100))
+    assert head == HEAD[:6] == tuple(HEAD[: len(without[0])])
     assert re.fullmatch(r"-\d%", first["error"])
     assert lines["few tokens, fp32, density 0.1"]["met"] == "NO"
     assert lines["few tokens, fp32, density 0.1"]["error"] == ""
     trained = lines["training step, many tokens, block 64"]
-    assert (trained["target"], trained["met"]) == ("85% of forward", "yes")
+    target = 0.85 * float(lines["many tokens, block 64"]["speed-up"].removesuffix("x"))
+    assert float(trained["target"].removesuffix("x")) == pytest.approx(target, rel=0.01)
+    assert trained["met"] == "yes"
+
+
+def test_a_kernel_that_is_a_trap_has_no_time():
+    facts, _, _ = MEASURED["few tokens, bf16, density 0.1"]
+    broken = {**facts, "kernel": {**facts["kernel"], "traps": True}}
+    (line,) = table({"a row": {"dense": [dense(12288, 32, "bfloat16")], "launches": [facts, broken]}}, H100)
+    assert line[:4] == ("a row", "-", "not compiled", "-")
+
+
+def test_threads_that_meet_in_a_bank_are_counted():
+    text = """
+    #shared1 = #ttg.swizzled_shared<{{vec = 4, perPhase = 1, maxPhase = {}, order = [0, 1]}}>
+    ttg.local_load %w : !ttg.memdesc<{}x32xf32, #shared1, #smem> -> tensor<x, #ttg.dot_op<{{opIdx = 1, parent = #mma>
+    """
+    assert [compile_reach._ways(text.format(*of)) for of in ((8, 64), (1, 64), (2, 64), (1, 16))] == [1, 8, 4, 4]
 
 
 def test_without_the_sources_of_the_tests_it_says_so(tmp_path):
@@ -137,13 +176,30 @@ def test_without_the_sources_of_the_tests_it_says_so(tmp_path):
 
 with_triton = pytest.mark.skipif(not triton_runtime._installed(), reason="Triton is not installed")
 # Programs of a multiprocessor: four, so that some load while others end; two of the large tiles at blocks of 32.
-RESIDENT = {"few tokens, bf16, density 0.1": {"sm80": 3, "sm90": 4, "sm100": 4, "gfx942": 2}}
-RESIDENT["many tokens, block 32"] = {"sm80": 4, "sm90": 2, "sm100": 2, "gfx942": 4}
-CONVOLUTION = next(name for name in compile_reach.rows() if name.startswith("ConvSpec") and "forward" in name)
-RECURRENT, RECURRENT_WIDE = (name for name in compile_reach.rows() if "language model" in name)
-GATED = next(name for name in compile_reach.rows() if name.startswith("gated MLP") and " 32 tokens" in name)
-DESIGNED = (*RESIDENT, CONVOLUTION, RECURRENT, RECURRENT_WIDE, GATED)
+RESIDENT = {"few tokens, bf16, density 0.1": {"sm80": 3, "sm90": 4, "sm100": 4, "gfx942": 4}}
+RESIDENT["many tokens, block 32"] = {"sm80": 4, "sm90": 2, "sm100": 2, "gfx942": 6}
+EXACT = "few tokens, fp32, density 0.1"
+ROWS = compile_reach.rows()
+CONVOLUTIONS = {name.split()[-1][:-1]: name for name in ROWS if name.startswith("ConvSpec")}
+RECURRENT, RECURRENT_WIDE = (name for name in ROWS if "language model" in name)
+GATED = next(name for name in ROWS if name.startswith("gated MLP") and " 32 tokens" in name)
+SHARED = ("many tokens, block 32", "layout with hubs, many tokens")
+# From the highest density on.
+FALLING = {dtype: [name for name in ROWS if name.startswith(f"few tokens, {dtype}")] for dtype in ("bf16", "fp32")}
+DESIGNED = dict.fromkeys(
+    [*RESIDENT, *SHARED, *FALLING["bf16"], *FALLING["fp32"], *CONVOLUTIONS.values(), RECURRENT, RECURRENT_WIDE, GATED]
+)
 KINDS = {"sm80": "a100", "sm90": "h200", "sm100": "b200", "gfx942": "mi300x"}
+# The same of convolutions and of an LSTM's kernels: the step's tables leave room for three programs with its gates.
+OTHERS = {
+    "conv_kernel": {"sm80": 3, "sm90": 3, "sm100": 2, "gfx942": 2},
+    "conv_wgrad_kernel": {"sm80": 2, "sm90": 2, "sm100": 2, "gfx942": 2},
+    "step_forward_kernel": {"sm80": 3, "sm90": 3, "sm100": 3, "gfx942": 2},
+    "linear_kernel": {"sm80": 5, "sm90": 5, "sm100": 5, "gfx942": 5},
+    "step_wgrad_kernel": {"sm80": 1, "sm90": 1, "sm100": 1, "gfx942": 3},
+}
+# Bytes in memory that bring another program onto a multiprocessor.
+FEW_SPILLED = 8
 
 
 @lru_cache
@@ -151,10 +207,19 @@ def launches(kind, *names):
     return compiled(CHIPS[KINDS[kind]], TESTS, *names)
 
 
+def kinds(*without, **gaps):
+    """All kinds of GPU, of which only Hopper is not `full`; gaps are what fails, and why."""
+
+    def marks(kind):
+        failing = [pytest.mark.xfail(reason=gaps[kind], strict=True)] if kind in gaps else []
+        return [*([pytest.mark.full] if kind != "sm90" else []), *failing]
+
+    found = [pytest.param(kind, marks=marks(kind)) for kind in KINDS if kind not in without]
+    return pytest.mark.parametrize("kind", found)
+
+
 @with_triton
-@pytest.mark.parametrize(
-    "kind", ["sm90", *(pytest.param(k, marks=pytest.mark.full) for k in ("sm80", "sm100", "gfx942"))]
-)
+@kinds()
 @pytest.mark.parametrize("name", RESIDENT)
 def test_kernels_are_as_they_were_designed(kind, name):
     (does,) = launches(kind, *DESIGNED)[name]["launches"]
@@ -174,11 +239,83 @@ def test_kernels_are_as_they_were_designed(kind, name):
 
 
 @with_triton
-def test_a_convolution_has_few_instructions_for_its_addresses():
-    (does,) = launches("sm90", *DESIGNED)[CONVOLUTION]["launches"]
-    kernel = does["kernel"]
+@kinds()
+def test_float32_is_multiplied_on_tensor_cores_without_bank_conflicts(kind):
+    (does,) = launches(kind, *DESIGNED)[EXACT]["launches"]
+    kernel, chip = does["kernel"], CHIPS[KINDS[kind]]
     assert kernel["spilled"] == 0
-    assert resident(kernel, H100) >= 3
+    assert resident(kernel, chip) >= {"sm80": 3, "sm90": 4, "sm100": 4, "gfx942": 6}[kind]
+    assert kernel["loop"]["plain"] == 0
+    assert kernel["loop"]["ways"] == 1
+    # A tile of 32 x 32 x 64 has 3,072 loads of a warp's 128 bytes shared out among two warps, and indices.
+    assert kernel["loop"]["wavefronts"] <= 110
+    wanted = "v_mfma_f32_32x32x2_f32" if kind == "gfx942" else "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
+    assert wanted in kernel["products"]
+
+
+@with_triton
+@kinds("sm80", "gfx942")
+@pytest.mark.parametrize("name", SHARED)
+def test_two_rows_save_loads_of_their_inputs(kind, name):
+    (does,) = launches(kind, *DESIGNED)[name]["launches"]
+    assert does["saved"] >= 0.13
+    # Bytes of x and of the values that the programs load, by tiles of 256 tokens of 16 bits.
+    values = does["macs"] / 8192
+    assert does["cache"] <= 2 * (0.87 * 8192 / 32 + 8192 / 256) * values
+
+
+@with_triton
+@pytest.mark.parametrize("dtype", FALLING)
+@kinds(gfx942="at density 0.03 rows are cut where none was at 0.05, which takes a second launch")
+def test_fewer_blocks_take_no_longer(kind, dtype):
+    rows = launches(kind, *DESIGNED)
+    for chip in (chip for chip in CHIPS.values() if chip.kind == kind):
+        times = [together(rows[name]["launches"], chip).seconds for name in FALLING[dtype]]
+        assert times == sorted(times, reverse=True)
+
+
+@with_triton
+@kinds()
+@pytest.mark.parametrize("row", [*CONVOLUTIONS, "recurrent"])
+def test_convolutions_and_recurrences_leave_room_for_several_programs(kind, row, request):
+    if (kind, row) == ("sm100", "wgrad"):
+        request.applymarker(pytest.mark.xfail(reason="Triton 3.7 makes a trap of it", strict=True))
+    found = launches(kind, *DESIGNED)[RECURRENT if row == "recurrent" else CONVOLUTIONS[row]]["launches"]
+    kernels = [does["kernel"] for does in found if does.get("kernel", {"name": "sum"})["name"] in OTHERS]
+    assert len(kernels) == (3 if row == "recurrent" else 1)
+    for kernel in kernels:
+        assert not kernel["traps"]
+        assert kernel["products"], "on tensor cores"
+        assert kernel["spilled"] <= FEW_SPILLED
+        assert resident(kernel, CHIPS[KINDS[kind]]) >= OTHERS[kernel["name"]][kind]
+
+
+@with_triton
+@pytest.mark.parametrize("kind", ["sm90"])
+def test_a_layer_of_any_shape_is_predicted(kind):
+    spec = LinearSpec(96, 512, tokens=4096, block=16, density=0.25, dtype="float16")
+    found = launches(kind, prediction.asked(spec))
+    assert list(found) == ["forward", "dgrad", "wgrad", "step"]
+    parts = [together(found[pass_]["launches"], H100).seconds for pass_ in ("forward", "dgrad", "wgrad")]
+    assert together(found["step"]["launches"], H100).seconds == pytest.approx(sum(parts))
+    # 6 rows of 32 blocks, a quarter of them there, and 6 x 16 outputs of 512 inputs.
+    (forward,) = found["forward"]["launches"]
+    assert forward["memory"] == 2 * (48 * 16**2 + 4096 * (96 + 512))
+    # Few blocks leave most of the GPU idle: tokens are shared out among programs, whose sums PyTorch adds and rounds.
+    product, *passes = found["wgrad"]["launches"]
+    assert "kernel" in product
+    assert [sorted(each) for each in passes] == [["memory"], ["memory"]]
+    assert product["memory"] > forward["memory"]
+    assert found["forward"]["dense"][0]["operations"] == 2 * 96 * 512 * 4096
+    head, lines = with_something(table(found, H100))
+    assert head == ("work", "predicted", "bound by", "speed-up")
+    assert [line[0] for line in lines] == list(found)
+
+
+@with_triton
+def test_a_convolution_has_few_instructions_for_its_addresses():
+    (does,) = launches("sm90", *DESIGNED)[CONVOLUTIONS["forward"]]["launches"]
+    kernel = does["kernel"]
     # A group of four warps does 64 x 32 x 16 in one instruction.
     products = does["macs"] / does["steps"] / (64 * 32 * 16) / (kernel["warps"] / 4)
     assert kernel["loop"]["instructions"] <= 60 * products / 4
@@ -191,9 +328,6 @@ def test_steps_of_a_large_lstm_and_a_gated_mlp_take_about_what_their_parts_took(
     for name, ours, peers in ((RECURRENT, 17e-3, 8.14e-3), (RECURRENT_WIDE, 17e-3, 187.8e-3), (GATED, 19e-6, 133e-6)):
         assert together(rows[name]["launches"], H100).seconds == pytest.approx(ours, rel=0.15)
         assert sum(dense_time(**each, chip=H100) for each in rows[name]["dense"]) == pytest.approx(peers, rel=0.15)
-    for does in rows[RECURRENT]["launches"]:
-        if "kernel" in does:
-            assert does["kernel"]["spilled"] == 0
     step, *_ = rows[RECURRENT]["launches"]
     assert step["times"] == 64
     assert launch_time(step, H100).seconds == pytest.approx(75e-6, rel=0.2)
@@ -209,6 +343,6 @@ def test_every_row_is_predicted_for_every_kind(kind):
     assert [line[0] for line in lines] == list(compile_reach.rows())
     for line in lines:
         assert len(line) == len(HEAD)
-        assert 1 < float(line[1].removesuffix(" us")) < 30000
+        assert line[2] == "not compiled" or 1 < float(line[1].removesuffix(" us")) < 30000
     assert json.dumps(launches(kind))
     assert set(prediction.CHIPS) >= set(KINDS.values())
