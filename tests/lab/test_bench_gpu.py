@@ -286,6 +286,19 @@ def test_the_rows_are_listed_with_their_targets(script):
     assert wanted in script("--only=hub caps", "--list")[2]
 
 
+def test_a_row_is_named_whole_though_commas_separate_words(script):
+    name = "many tokens, block 32, density 0.1, hidden 8192, 8192 tokens"
+    listed = script("--list", "--only", name)[1]
+    assert name in listed
+    assert "block 64" not in listed
+    assert "hubs" not in listed
+    both = script("--list", "--only", name.upper(), "--only", "hubs,host")[1]
+    assert name in both
+    assert "hubs" in both
+    assert "block 64" not in both
+    assert "got 'hub caps'" in script("--list", "--only", name, "--only", "hub caps")[2]
+
+
 def test_the_program_runs_from_end_to_end(tmp_path, backend, script, monkeypatch):
     if backend != "cpu":
         pytest.skip("slow without the compiled core")

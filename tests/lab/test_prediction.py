@@ -2,12 +2,14 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
+import bench_parts
 import blocksparse as bs
 import compile_reach
 from blocksparse.ops.gpu import runtime as triton_runtime
@@ -170,6 +172,63 @@ def test_threads_that_meet_in_a_bank_are_counted():
 def test_without_the_sources_of_the_tests_it_says_so(tmp_path):
     with pytest.raises(bs.BlockSparseError, match="kernels: expected ones that compile for H200"):
         compiled(CHIPS["h200"], tmp_path)
+
+
+# -- the program -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(monkeypatch, capsys):
+    """`gpu.py` within this process: `script(arguments)` gives its status and what it printed."""
+    module = bench_parts.load("gpu")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            module.main()
+        return end.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_layer_to_predict_is_one(script):
+    for arguments, wanted in (
+        (("--linear", "64"), "--linear: expected OUTxIN, as in 3072x768, got '64'"),
+        (("--linear", "64x96", "--block", "64"), "in_features: expected a multiple of the block size 64, got 96"),
+        (("--linear", "64x96", "--dtype", "int8"), "--dtype: expected one of bfloat16, float16, float32, got 'int8'"),
+        (("--linear", "64x96", "--density", "0.01"), "--density: expected a block of 6, 1, or more, got 0.01 of them"),
+        (("--linear", "64x96", "--tokens", "0"), "tokens: expected a positive int, got 0"),
+        (("--density", "0.5"), "--density: expected --linear OUTxIN with it, got none"),
+    ):
+        assert script("--predict", *arguments) == (1, "", f"error: {wanted}\n")
+    assert "--linear: expected --predict with it, got none" in script("--linear", "64x96")[2]
+
+
+def test_predictions_fit_a_narrow_terminal_and_say_what_they_are(script, monkeypatch, tmp_path):
+    every, asked = {name: {} for name in ("training step, many tokens, block 32", "few tokens, bf16, density 0.1")}, []
+
+    def lines(found, chip, measured):
+        had = list(measured) and "565.5 us"
+        return [(name, "514.7 us", "L2 cache", "2.90x", "-", "-", had or "", "") for name in found]
+
+    monkeypatch.setattr(prediction, "compiled", lambda chip, tests, *names: asked.append(names) or every)
+    monkeypatch.setattr(prediction, "table", lines)
+    monkeypatch.setenv("COLUMNS", "80")
+    status, said, _ = script("--predict", "--gpu", "h200", "--only", "few tokens, bf16, density 0.1", "--out", tmp_path)
+    assert status == 0
+    assert "predicted for H200: a model of one GPU that was measured, an H100, there off by up to 60 %" in " ".join(
+        said.split()
+    )
+    assert "few tokens, bf16, 0.1  514.7 us" in said
+    assert "many" not in said
+    assert "measured  " not in said
+    assert "few tokens, bf16, density 0.1 | 514.7 us" in (tmp_path / "predicted-h200.md").read_text()
+    assert "565.5 us" in script("--predict", "--gpu", "h100")[1]
+    said = script("--predict", "--linear", "3072x768", "--tokens", "12608", "--density", "0.25", "--dtype", "float16")[
+        1
+    ]
+    assert "3072x768, 12608 tokens, block 32, density 0.25, float16, predicted for" in " ".join(said.split())
+    assert json.loads(asked[-1][0])["density"] == 0.25
 
 
 # -- figures of compiled kernels -------------------------------------------------------------------------------------
