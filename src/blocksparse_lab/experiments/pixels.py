@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,8 +82,8 @@ def _layers(model: Mapping[str, Any]) -> int:
     return model["resnets"] * model["depth"]
 
 
-def _at(run: Run, contender: Any, step: int) -> float:
-    return next((line["held_out"] for line in run.evaluations if line["step"] == step), math.nan)
+def _at(run: Run, contender: Any, step: int) -> float | None:
+    return next((line["held_out"] for line in run.evaluations if line["step"] == step), None)
 
 
 def _small(data: str, called: str) -> PixelExperiment:
