@@ -218,7 +218,7 @@ def table(found: Mapping[str, Any], chip: Chip, measured: Iterable[Row] = ()) ->
     lines: list[tuple[str, ...]] = []
     for name, row in found.items():
         if any("kernel" in launch and launch["kernel"]["traps"] for launch in row["launches"]):
-            lines.append((name, "-", "not compiled", *["-"] * 3, "", ""))
+            lines.append((name, "-", "a trap", *["-"] * 3, "", ""))
             continue
         whole = together(row["launches"], chip)
         over[name] = sum(dense_time(**dense, chip=chip) for dense in row["dense"]) / whole.seconds
