@@ -126,16 +126,16 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
     every = reach.jobs()
     jobs = chosen(every, arguments.only)
 
-    found = reach.rows
+    found, what = reach.rows, "targets on a GPU" + (", small shapes: numbers that mean nothing" if quick else "")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # draws and shows what was measured
     try:
         for of_job in measured(reach, jobs, 60 * arguments.minutes):
             found |= {row.work: row for row in of_job}
             if path:
                 ordered = [row for job in every for row in found.values() if job.gives(row.work)]
-                rows.write(path, ordered, "targets on a GPU", facts, **settings)
+                rows.write(path, ordered, what, facts, **settings)
     finally:
-        console.print(rows.table(list(found.values()), machine.where(facts)), highlight=True)
+        console.print(rows.table(list(found.values()), f"{what}; {machine.where(facts)}"), highlight=True)
         if path:
             drawn = draw(path.with_suffix(".png"), reach, machine.where(facts))
             console.print(f"wrote {path}, .md{drawn}", soft_wrap=True)
