@@ -188,6 +188,7 @@ def conv_cases(extent: str) -> list[ConvCase]:
     found = [ConvCase(*point) for point in itertools.product(tiles.PASSES, dtypes, BLOCKS)]
     found += [ConvCase(pass_, dtype, (32, 32)) for pass_ in tiles.PASSES for dtype in DTYPES]
     found += [ConvCase(pass_, "bfloat16", (32, 32), *of) for pass_ in tiles.PASSES for of in ((3, 2), (4, 2), (5, 1))]
+    found += [ConvCase(pass_, "bfloat16", (64, 64), 4, stride) for pass_ in tiles.PASSES for stride in (1, 2)]
     found.append(ConvCase("forward", "bfloat16", (32, 32), activation="gelu"))
     return list(dict.fromkeys(found))
 
@@ -366,7 +367,10 @@ class Device:
     def compiled(self, launch: Launch) -> dict[str, Any]:
         """The compiler's output for a launch."""
         kernel = self.compile(launch.kernel, *launch.arguments, grid=(1,), warmup=True, **launch.options)
-        facts = {"shared": kernel.metadata.shared}
+        # What LLVM takes to be undefined, and what has no room in tensor memory, becomes a trap; nothing else is left.
+        code = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
+        traps = bool(re.search(r"^\s+(trap;|s_trap\b)", code, re.MULTILINE))
+        facts = {"shared": kernel.metadata.shared, "traps": traps}
         return facts | (_amd(kernel.asm) if self.target.backend == "hip" else _nvidia(kernel.asm))
 
 

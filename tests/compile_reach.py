@@ -414,8 +414,6 @@ def _compiled(nth: int) -> dict[str, Any]:
     device, launch = _todo[nth]
     kernel = device.compile(launch.kernel, *launch.arguments, grid=(1,), warmup=True, **launch.options)
     facts = {"name": launch.kernel.__name__, "warps": launch.options["num_warps"], "loop": _loop(kernel.asm, launch)}
-    # What LLVM takes to be undefined becomes a trap, and nothing else is left.
-    facts["traps"] = bool(re.search(r"^\s+trap;", kernel.asm.get("ptx", ""), re.MULTILINE))
     return device.compiled(launch) | facts
 
 

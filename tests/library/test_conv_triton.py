@@ -9,7 +9,9 @@ import torch
 
 import blocksparse as bs
 from blocksparse.ops.conv import triton as backend
+from blocksparse.ops.conv.plan import Axis
 from blocksparse.ops.gpu import runtime as triton_runtime
+from blocksparse.ops.gpu.tiles import Gpu, Work
 from conv_backends import dense, sparse
 from linear_backends import assert_close, running
 
@@ -85,6 +87,19 @@ def test_positions_that_share_inputs_agree_with_float64(transposed, space, kerne
             )
         )
         assert (max(forward), max(dgrad), max(wgrad)) == together
+
+
+@pytest.mark.parametrize(("kind", "together"), [("sm90", (4, 4, 4, 4, 4)), ("sm100", (4, 1, 1, 4, 1))])
+def test_positions_share_inputs_where_tensor_memory_has_room_for_their_sums(kind, together):
+    gpu = Gpu("", kind, 132, 227 * 1024)
+
+    def of(pass_: str, block: int, taps: int) -> int:
+        work = Work(pass_, torch.bfloat16, (block, block), 8192, 0.1)
+        if pass_ == "wgrad":
+            return backend._wgrad_tile(work, Axis(28, 28, taps, 1, 1, 1), gpu)[1].together
+        return backend._tile(work, 8192, 28, taps, (1, 1), gpu)[1].together
+
+    assert (*(of("wgrad", block, 3) for block in (16, 32, 64)), *(of("forward", 64, n) for n in (3, 4))) == together
 
 
 def test_what_is_not_a_number_stays_with_the_outputs_that_exist():

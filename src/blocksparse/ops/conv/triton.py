@@ -16,7 +16,19 @@ from ..checks import SUM_DTYPES
 from ..gpu import runtime, tiles
 from ..gpu.plan import linear_plan, wgrad_tasks
 from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common
-from ..gpu.tiles import FEW_TOKENS, Gpu, Tile, Work, bucket, fit, forced, forced_tile, gpu_of, power_of_two
+from ..gpu.tiles import (
+    FEW_TOKENS,
+    Gpu,
+    Tile,
+    Work,
+    bucket,
+    fit,
+    fits_tensor_memory,
+    forced,
+    forced_tile,
+    gpu_of,
+    power_of_two,
+)
 from ..linear.triton import prepared
 from ..traced import TracedLayout
 from .gpu_plan import Phase, phases
@@ -258,6 +270,8 @@ def _tile(work: Work, tokens: int, count: int, taps: int, steps: tuple[int, int]
         small = replace(tile, block_m=max(tile.block_m // together, 16))
         if forced is None:  # the least that `wgmma` takes, and small steps: what counts is how many programs wait
             small = replace(tile, block_m=64, block_k=min(tile.block_k, 64 // work.dtype.itemsize), stages=2)
+        if not fits_tensor_memory(together, taps, small.block_m, small.block_n, gpu):
+            break  # two at a time take as many instructions as each by itself, or more
         loads = (shared.inputs * small.block_m + taps * small.block_n) * small.block_k * work.dtype.itemsize
         few = tokens <= FEW_TOKENS or block_n > 64 or cdiv(count, together) * together * 7 > count * 8
         fits = together * small.block_m * small.block_n <= 32 * small.warps * MAX_SUMS
@@ -281,6 +295,8 @@ def _wgrad_tile(work: Work, last: Axis, gpu: Gpu) -> tuple[Tile, Shared]:
         small = replace(tile, block_m=max(tile.block_m // together, 16))
         if forced is None:
             small = Tile(16, min(block_n, 64), 64 if work.tf32 else block_k, warps=4, stages=min(tile.stages, 3))
+        if not fits_tensor_memory(last.kernel, together, small.block_k, small.block_n, gpu):
+            break  # as above
         loads = (shared.inputs * small.block_k + together * small.block_n) * small.block_m * work.dtype.itemsize
         fits = last.kernel * small.block_k * small.block_n <= 32 * small.warps * MAX_SUMS
         # A group that went on beyond the end of the axis would multiply inputs that are not a number by zeros.

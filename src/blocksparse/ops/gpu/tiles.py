@@ -249,6 +249,18 @@ def _reads_shared_memory(gpu: Gpu) -> bool:
     return gpu.kind.startswith("sm") and 90 <= int(gpu.kind[2:]) < 120
 
 
+def fits_tensor_memory(sums: int, products: int, rows: int, columns: int, gpu: Gpu) -> bool:
+    """Whether a step's sums of `rows` x `columns`, each of so many products, fit the tensor memory that Blackwell has.
+
+    Triton 3.7 was seen to keep 2 n - 2 copies of a sum of n products there. A kernel whose copies do not fit compiles
+    to a trap, and Triton refuses to launch it.
+    """
+    if not (_reads_shared_memory(gpu) and int(gpu.kind[2:]) >= 100):
+        return True
+    # Of 128 rows by 512 columns. Sums of 64 rows lie in pairs, one above the other.
+    return sums * max(2 * products - 2, 1) * columns * rows <= 128 * 512
+
+
 def fit(tile: Tile, work: Work, gpu: Gpu) -> Tile:
     """The tile made to fit the shared memory of a program: fewer stages, then smaller steps."""
     while shared_memory(tile, work) > gpu.shared_memory:
