@@ -87,7 +87,7 @@ def merged(before: Sequence[Outcome], found: Sequence[Outcome]) -> list[Outcome]
 
 def read(file: Path) -> list[Outcome]:
     """What `write` wrote; nothing where it did not."""
-    return [Outcome(**each) for each in read_json(file)["outcomes"]] if file.is_file() else []
+    return [Outcome(**each) for each in report.rows(read_json(file)["outcomes"])] if file.is_file() else []
 
 
 def table(found: Sequence[Outcome]) -> list[str]:
@@ -115,4 +115,4 @@ synthetic voices speaks, under noise: no published figures. Made by `python benc
 
 def write(out: Path, found: Sequence[Outcome]) -> None:
     """JSON, and the table next to it."""
-    report.write(out, {"outcomes": [asdict(each) for each in found]}, CAPTION, table(found))
+    report.write(out, {"outcomes": report.columns([asdict(each) for each in found])}, CAPTION, table(found))

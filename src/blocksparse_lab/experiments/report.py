@@ -96,9 +96,10 @@ def load(path: Path) -> Results:
 
 def _record(run: Run) -> dict[str, Any]:
     machine = run.result and run.result.get("machine")
-    if machine:  # of the load that of the last minute, of the date the day
+    if machine:  # of the load that of the last minute, of the date the day, of the instruction sets that in use
         short = {"load": 1, "commit": 12, "date": 10}
         machine = machine | {key: machine[key][:most] for key, most in short.items() if machine.get(key)}
+        machine.pop("features", None)
     curve = columns(thinned(run.evaluations))
     return {
         "run": run.name,
