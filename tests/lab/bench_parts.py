@@ -4,6 +4,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import pytest
+
 from blocksparse.measure import Samples
 from blocksparse_lab.bench.case import CaseResult
 
@@ -17,6 +19,18 @@ def load(name):
     sys.modules[spec.name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
+
+
+def script(module, monkeypatch, capsys):
+    """A program within this process: what comes back, called with arguments, gives its status and what it printed."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", [Path(module.__file__).name, *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            module.main()
+        return end.value.code, *capsys.readouterr()
+
+    return run
 
 
 def timed(spec, layout, refused=(), facts=(), **seconds):

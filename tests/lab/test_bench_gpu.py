@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -38,14 +37,7 @@ def script(monkeypatch, capsys):
     module = bench_parts.load("gpu")
     monkeypatch.setattr(module.signal, "signal", lambda *of: None)
     monkeypatch.setenv("COLUMNS", "250")
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            module.main()
-        return end.value.code, *capsys.readouterr()
-
-    return run
+    return bench_parts.script(module, monkeypatch, capsys)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -180,15 +179,7 @@ def test_without_the_sources_of_the_tests_it_says_so(tmp_path):
 @pytest.fixture
 def script(monkeypatch, capsys):
     """`gpu.py` within this process: `script(arguments)` gives its status and what it printed."""
-    module = bench_parts.load("gpu")
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            module.main()
-        return end.value.code, *capsys.readouterr()
-
-    return run
+    return bench_parts.script(bench_parts.load("gpu"), monkeypatch, capsys)
 
 
 def test_a_layer_to_predict_is_one(script):

@@ -166,14 +166,12 @@ class ClassifyTask(EpochTask):
 
     def before_step(self, step: int) -> None:
         if step and step % self.steps_per_epoch == 0:
-            if self.topology.elastic:
-                self._mutate_less(step / self.steps)
+            if self.topology.elastic and isinstance(method := self.methods.get("set"), SET):
+                self._mutate_less(method, step / self.steps)
             self._change("importance", "set")
 
-    def _mutate_less(self, trained: float) -> None:
+    def _mutate_less(self, method: SET, trained: float) -> None:
         """MEST's elastic mutation, by the part of the steps that is over: 90 and 120 of 160 epochs there."""
-        method = self.methods["set"]
-        assert isinstance(method, SET)
         method.zeta = self.topology.zeta * (1 if trained < 9 / 16 else 0.5 if trained < 3 / 4 else 0)
 
     def after_update(self) -> None:
