@@ -43,8 +43,9 @@ class Bytes(torch.nn.Module):
 class Running(Bytes):
     """One that can leave the scores out."""
 
-    def run(self, text, state):
-        return super().forward(text, state)[1]
+    def outputs(self, text, state):
+        self.calls.append(tuple(text.shape))
+        return self.lstm(self.embedding(text), state)
 
     def forward(self, text, state):
         raise AssertionError("the scores are not needed")
@@ -59,40 +60,48 @@ def words(count, seed=0):
 
 def alone(model, text):
     """The definition: one text, byte after byte."""
-    state = model.initial_state(1)
+    state, hidden = model.initial_state(1), []
     with torch.no_grad():
         for byte in encode(text):
             state = Bytes.forward(model, torch.tensor([[byte]]), state)[1]
-    return state[1][-1, 0].numpy()
+            hidden.append(state[0][-1, 0])
+    return {"cell": state[1][-1, 0], "hidden": state[0][-1, 0], "mean": torch.stack(hidden).mean(0)}
 
 
 # -- features ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Bytes, Running])
-def test_features_are_the_cell_state_after_the_last_byte(kind):
+@pytest.mark.parametrize(("kind", "states"), [(Bytes, {"cell", "hidden"}), (Running, set(sentiment.STATES))])
+def test_features_are_the_states_of_a_text(kind, states):
     model, texts = kind(), words(6)
-    found = sentiment.features(model, texts)
-    assert found.shape == (10, WIDTH)
-    assert found.dtype == np.float32
+    found = sentiment.features(model, texts, chunk=16)
+    assert found.keys() == states
     model.eval()
-    np.testing.assert_allclose(found, np.stack([alone(model, text) for text in texts]), atol=1e-6)
+    for name, of in found.items():
+        assert of.shape == (10, WIDTH)
+        assert of.dtype == np.float32
+        np.testing.assert_allclose(of, np.stack([alone(model, text)[name] for text in texts]), atol=1e-6)
+
+
+def states(*args, **how):
+    """Those of a text side by side."""
+    return np.hstack(list(sentiment.features(*args, **how).values()))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 128])
 @pytest.mark.parametrize("chunk", [3, 32, 1000])
 def test_features_depend_on_no_batch_and_no_chunk(batch, chunk):
-    model, texts = Bytes(), words(16)
-    expected = sentiment.features(model, texts, batch=7)
-    np.testing.assert_allclose(sentiment.features(model, texts, batch=batch, chunk=chunk), expected, atol=1e-6)
+    model, texts = Running(), words(16)
+    expected = states(model, texts, batch=7)
+    np.testing.assert_allclose(states(model, texts, batch=batch, chunk=chunk), expected, atol=1e-6)
 
 
 def test_features_depend_on_no_other_text():
-    model, texts = Bytes(), words(20)
-    found = sentiment.features(model, texts)
-    backwards = sentiment.features(model, texts[::-1])[::-1]
+    model, texts = Running(), words(20)
+    found = states(model, texts)
+    backwards = states(model, texts[::-1])[::-1]
     np.testing.assert_allclose(backwards, found, atol=1e-6)
-    among = sentiment.features(model, [*texts[:5], "x" * 700], batch=4)
+    among = states(model, [*texts[:5], "x" * 700], batch=4)
     np.testing.assert_allclose(among[:5], found[:5], atol=1e-6)
 
 
@@ -130,7 +139,7 @@ def test_features_that_cannot_be():
 def test_half_precision_comes_out_as_float32():
     model = Bytes().bfloat16()
     model.initial_state = lambda batch: tuple(torch.zeros(2, batch, WIDTH, dtype=torch.bfloat16) for _ in range(2))
-    assert sentiment.features(model, ["a", "bc"]).dtype == np.float32
+    assert sentiment.features(model, ["a", "bc"])["cell"].dtype == np.float32
 
 
 # -- the probe -----------------------------------------------------------------------------------------------------
@@ -224,11 +233,13 @@ def test_features_are_kept_by_checkpoint_and_text(tmp_path):
     checkpoint = tmp_path / "last.safetensors"
     checkpoint.write_bytes(b"weights")
     cache = sentiment.CachedFeatures(checkpoint)
-    found = np.arange(6, dtype=np.float32).reshape(2, 3)
+    found = {"cell": np.arange(6, dtype=np.float32).reshape(2, 3), "hidden": np.ones((2, 4), dtype=np.float32)}
     assert cache.load(["a", "b"]) is None
     cache.save(["a", "b"], found)
-    cache.save(["c"], found[:1])
-    assert np.array_equal(sentiment.CachedFeatures(checkpoint).load(["a", "b"]), found)
+    cache.save(["c"], {name: of[:1] for name, of in found.items()})
+    kept = sentiment.CachedFeatures(checkpoint).load(["a", "b"])
+    assert kept.keys() == found.keys()
+    assert all(np.array_equal(kept[name], of) for name, of in found.items())
     assert cache.load(["ab", ""]) is None
     assert len(list(tmp_path.glob("features/*"))) == 2
     (tmp_path / "features" / "best-1-2.safetensors").touch()
@@ -243,7 +254,7 @@ def test_features_are_kept_by_checkpoint_and_text(tmp_path):
 def test_kept_features_that_are_broken_are_made_again(tmp_path):
     (tmp_path / "last.safetensors").write_bytes(b"weights")
     cache = sentiment.CachedFeatures(tmp_path / "last.safetensors")
-    cache.save(["a"], np.ones((1, 3), dtype=np.float32))
+    cache.save(["a"], {"cell": np.ones((1, 3), dtype=np.float32)})
     path = cache.path(["a"])
     path.write_bytes(path.read_bytes()[:-1])
     assert cache.load(["a"]) is None
@@ -255,7 +266,7 @@ def test_features_that_cannot_be_kept_are_no_error(tmp_path):
     (tmp_path / "last.safetensors").write_bytes(b"weights")
     (tmp_path / "features").touch()
     cache = sentiment.CachedFeatures(tmp_path / "last.safetensors")
-    cache.save(["a"], np.ones((1, 3), dtype=np.float32))
+    cache.save(["a"], {"cell": np.ones((1, 3), dtype=np.float32)})
     assert "the features could not be kept in" in cache.note
 
 
@@ -313,6 +324,32 @@ def test_the_command_reports_and_writes(run, tmp_path):
     )
 
 
+def test_other_states_and_deviation_1(run, tmp_path):
+    said = call("run", "--data", "films.csv", "--of", "hidden", "--standardize")
+    assert said.exit_code == 0, said.output
+    found = json.loads((tmp_path / "run" / "sentiment-films-hidden-standardized.json").read_text())["result"]
+    assert (found["of"], found["standardize"]) == ("hidden", True)
+    plain = call("run", "--data", "films.csv", "--of", "hidden")
+    assert plain.exit_code == 0, plain.output
+    assert len(run) == 1, "one reading gives all states"
+    other = json.loads((tmp_path / "run" / "sentiment-films-hidden.json").read_text())["result"]
+    assert other["probe"]["coefficients"] != found["probe"]["coefficients"]
+
+    said = call("run", "--data", "films.csv", "--of", "mean")
+    assert said.exit_code == 1
+    assert "of: expected one of cell, hidden for a model without `outputs`, got mean" in said.stderr
+
+
+def test_standardized_by_the_training_part_alone():
+    rng = np.random.default_rng(0)
+    large = rng.standard_normal((3, 50, 4)) * [1, 1000, 1e-3, 0] + [0, 5, 1, 7]
+    train, *others = sentiment.standardized(large.astype(np.float32))
+    np.testing.assert_allclose(train.mean(0), 0, atol=1e-3)
+    np.testing.assert_allclose(train.std(0), [1, 1, 1, 0], atol=1e-3)
+    expected = (large[1] - large[0].mean(0)) / [*large[0].std(0)[:3], 1]
+    np.testing.assert_allclose(others[0], expected, rtol=1e-3, atol=1e-3)
+
+
 def test_a_limit_is_said(run, tmp_path):
     said = call("run", "--data", "films.csv", "--limit", "20")
     assert "20 texts to fit, 12 to choose with, 12 to test" in said.stdout
@@ -321,7 +358,9 @@ def test_a_limit_is_said(run, tmp_path):
 
 
 def test_a_probe_that_uses_nothing_says_so(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(sentiment, "features", lambda model, texts, **_: np.zeros((len(texts), 4), dtype=np.float32))
+    monkeypatch.setattr(
+        sentiment, "features", lambda model, texts, **_: {"cell": np.zeros((len(texts), 4), np.float32)}
+    )
     said = call("run", "--data", "films.csv")
     assert said.exit_code == 0, said.output
     assert "all coefficients are zero, so there is no best unit" in said.stdout
@@ -335,6 +374,7 @@ def test_a_probe_that_uses_nothing_says_so(run, tmp_path, monkeypatch):
         (["nowhere"], "checkpoint: expected a file, or a folder with last.safetensors, got nowhere"),
         (["run", "--data", "yelp"], "data: expected sst, imdb or a csv file, got yelp"),
         (["run", "--data", "films.csv", "--limit", "1"], "limit: expected 2 texts or more"),
+        (["run", "--data", "films.csv", "--of", "gate"], "of: expected one of cell, hidden, mean, got gate"),
         (["run", "--data", "films.csv", "--batch", "0"], "batch: expected a positive number, got 0"),
         (["run", "--data", "sst", "--data-dir", "."], "sst: expected sst/train_binary_sent.csv or"),
         (["run", "--data", "films.csv", "--out", "films.csv"], "out: expected a folder to write to"),

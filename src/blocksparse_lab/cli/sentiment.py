@@ -24,6 +24,10 @@ def sentiment(
     data: Annotated[str, typer.Option(help="sst, imdb, or a csv file with columns text and label.")] = "sst",
     data_dir: Annotated[Path | None, typer.Option(help="A folder with sst/ or aclImdb/; else downloaded.")] = None,
     limit: Annotated[int | None, typer.Option(help="At most this many texts of each part, for a quick look.")] = None,
+    of: Annotated[
+        str, typer.Option(help="What the probe sees: the last cell or hidden state, or the mean hidden.")
+    ] = "cell",
+    standardize: Annotated[bool, typer.Option("--standardize", help="Give each feature deviation 1 first.")] = False,
     baseline: Annotated[bool, typer.Option("--baseline", help="Also words and pairs of words, TF-IDF.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the JSON and the PNG; else the checkpoint's.")] = None,
     batch: Annotated[int, typer.Option(help="Texts side by side.")] = 128,
@@ -31,7 +35,7 @@ def sentiment(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of what is drawn of the data.")] = 0,
 ) -> None:
-    """A sparse linear probe on a language model's last state after each text: accuracy, features used, best unit.
+    """A sparse linear probe on a language model's states of each text: accuracy, features used, best unit.
 
     L1 logistic regression, C chosen on the validation part, tested once. The features are kept with the checkpoint:
     a second call reads them.
@@ -49,6 +53,8 @@ def sentiment(
     for name, number in (("batch", batch), ("chunk", chunk)):
         if number < 1:
             raise BlockSparseError.expected(name, "a positive number", number)
+    if of not in recipe.STATES:
+        raise BlockSparseError.expected("of", f"one of {', '.join(recipe.STATES)}", of)
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise BlockSparseError.expected("device", "cpu, or cuda where there is a GPU", device)
     report.figure_and_axes((1, 1))  # a missing package is reported now, not after the features
@@ -65,8 +71,9 @@ def sentiment(
         splits = splits if limit is None else splits.limited(limit, seed)
         cache = recipe.CachedFeatures(path)
         result = recipe.evaluate(
-            load, splits, cache=cache, with_baseline=baseline, batch=batch, chunk=chunk, progress=tell
-        )
+            load, splits, of=of, standardize=standardize, cache=cache, with_baseline=baseline,
+            batch=batch, chunk=chunk, progress=tell,
+        )  # fmt: skip
 
     sizes = [len(part) for part in (splits.train, splits.validation, splits.test)]
     console.print(f"[bold]{splits.name}[/]: {splits.classes[0]} or {splits.classes[1]}", highlight=False)
@@ -80,13 +87,14 @@ def sentiment(
         say(console, line, "yellow")
 
     facts = machine.machine(device)
-    base = folder / f"sentiment-{Path(splits.name).stem}{'' if limit is None else f'-limit{limit}'}"
+    kind = f"-{of}" * (of != "cell") + "-standardized" * standardize + f"-limit{limit}" * (limit is not None)
+    base = folder / f"sentiment-{Path(splits.name).stem}{kind}"
     settings = {
         "checkpoint": str(path), "checkpoint digest": cache.state, "limit": limit, "seed": seed, "device": device,
         "batch": batch, "chunk": chunk, "strengths": list(recipe.STRENGTHS), "solver seed": recipe.SEED,
     }  # fmt: skip
     content = {
-        "what": "sentiment probe on the last state of a byte language model",
+        "what": "sentiment probe on the states of a byte language model",
         "machine": facts | {"scikit-learn": recipe.sklearn_version()},
         "settings": settings,
         "result": result.as_dict(),

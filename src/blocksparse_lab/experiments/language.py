@@ -23,6 +23,9 @@ from .experiment import SEEDS, Column, DataDir, Experiment, Progress, kept
 
 PROBES = "probes.json"
 
+# What is probed beside the protocol's last cell state, each feature brought to mean 0 and deviation 1.
+OTHER_STATES = ("cell", "hidden", "mean")
+
 
 @dataclass(frozen=True, kw_only=True)
 class OnText(Experiment):
@@ -91,28 +94,32 @@ class LanguageExperiment(OnText):
         """The sentiment probes; by data, what `sentiment` finds."""
         found, path = kept(run, PROBES), run / "last.safetensors"
         for data, limit in self.reviews.items():
-            if data in found:
+            wanted = {data: ("cell", False)} | {_named(data, of): (of, True) for of in OTHER_STATES}
+            if found.keys() >= wanted.keys():
                 continue
             splits = reviews.load(data, data_dir)
             splits = splits if limit is None else splits.limited(limit)
             cache = sentiment.CachedFeatures(path)
-            result = sentiment.evaluate(
-                lambda: charlm.load(path).to(self.settings.device),
-                splits,
-                cache=cache,
-                with_baseline=True,
-                progress=progress,
-            )
-            found[data] = result.as_dict() | {"limit": limit}
-            checkpoint.write_text(run / PROBES, json.dumps(found, indent=1) + "\n")
+            for name, (of, standardize) in wanted.items():
+                result = sentiment.evaluate(
+                    lambda: charlm.load(path).to(self.settings.device),
+                    splits,
+                    of=of,
+                    standardize=standardize,
+                    cache=cache,
+                    with_baseline=name == data,
+                    progress=progress,
+                )
+                found[name] = result.as_dict() | {"limit": limit}
+                checkpoint.write_text(run / PROBES, json.dumps(found, indent=1) + "\n")
 
     def found(self, run: Run) -> dict[str, Any]:
-        # What is long is left in the folder of the run.
+        # What is long is left in the folder of the run, and what is known of the data where it is said.
         long = ("coefficients", "validation of each C")
-        probes = {
-            data: found | {"probe": {key: value for key, value in found["probe"].items() if key not in long}}
-            for data, found in kept(run.path, PROBES).items()
-        }
+        probes = {}
+        for name, found in kept(run.path, PROBES).items():
+            short = {key: value for key, value in found["probe"].items() if key not in long}
+            probes[name] = (found if name in self.reviews else {}) | {"probe": short}
         speed = run.as_dict()["bytes_per_second"]
         return {"held_out": run.held_out, "bytes_per_second": speed, "probes": probes}
 
@@ -144,19 +151,28 @@ class LanguageExperiment(OnText):
 def _probed(data: str, limit: int | None) -> Iterator[Column]:
     """The columns of a probe."""
     some = "" if limit is None else f" of {limit:,}"
-    for title, key in ((f"part of test texts{some} taken wrongly", "test error"), ("features used", "used")):
+    wrong = f"part of test texts{some} taken wrongly"
+    columns = [(f"{data}, {wrong}", data, "test error"), (f"{data}, features used", data, "used")]
+    for of in OTHER_STATES:
+        what = {"cell": "last cell state", "hidden": "last hidden state", "mean": "mean hidden state"}[of]
+        columns.append((f"{data}, {wrong}, {what}, standardized", _named(data, of), "test error"))
+    for title, name, key in columns:
 
-        def of(run: Run, _: Any, key: str = key) -> float | None:
+        def of_probe(run: Run, _: Any, name: str = name, key: str = key) -> float | None:
             probes = run.facts["probes"]
-            return float(probes[data]["probe"][key]) if data in probes else None
+            return float(probes[name]["probe"][key]) if name in probes else None
 
-        yield Column(f"{data}, {title}", of)
+        yield Column(title, of_probe)
 
     def of_words(run: Run, _: Any) -> float | None:
         words = run.facts["probes"].get(data, {}).get("tf-idf baseline")
         return None if words is None else 1 - words["test"]
 
     yield Column(f"{data}, the same by words alone (TF-IDF)", of_words)
+
+
+def _named(data: str, of: str) -> str:
+    return f"{data}, {of}, standardized"
 
 
 def _path_length(model: Mapping[str, Any]) -> float:

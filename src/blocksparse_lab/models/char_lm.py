@@ -174,20 +174,17 @@ class CharLM(nn.Module):
                     on = layout.row_of_block % layout.grid[1] == layout.col_of_block
                     parameter[torch.from_numpy(on)] = torch.eye(layout.block_shape[0])
 
-    def run(self, text: Tensor, state: State | None = None) -> State:
-        """The state after the text, without scores for what comes next."""
-        return self._hidden(text, state)[1]
-
-    def forward(self, text: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        y, state = self._hidden(text, state)
-        if type(self.outlet) is not nn.Linear:  # made block-sparse
-            return self.outlet(y), state
-        return linear_of(y.flatten(0, 1), self.outlet.weight, None, self.outlet.bias).unflatten(0, y.shape[:2]), state
-
-    def _hidden(self, text: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def outputs(self, text: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """The hidden state after each byte, `[time, batch, hidden]`, and the state after the text: without scores."""
         check_bytes("text", text)
         state = state or self.initial_state(text.shape[1])
         return self.recurrent(text.long(), state, table=self.embedding.weight)
+
+    def forward(self, text: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        y, state = self.outputs(text, state)
+        if type(self.outlet) is not nn.Linear:  # made block-sparse
+            return self.outlet(y), state
+        return linear_of(y.flatten(0, 1), self.outlet.weight, None, self.outlet.bias).unflatten(0, y.shape[:2]), state
 
 
 def parameter_count(config: CharLMConfig) -> int:

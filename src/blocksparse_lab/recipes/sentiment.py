@@ -17,12 +17,12 @@ import numpy as np
 from blocksparse.errors import BlockSparseError
 
 from ..data.reviews import Labelled, Splits, encode
-from .text_features import CachedFeatures, Progress, digest, features
+from .text_features import STATES, CachedFeatures, Progress, digest, features
 
 __all__ = [
-    "Baseline", "CachedFeatures", "Probe", "Result", "Unit",
+    "STATES", "Baseline", "CachedFeatures", "Probe", "Result", "Unit",
     "baseline", "digest", "encode", "evaluate", "features", "picture", "probe", "single_unit",
-    "sklearn_version",
+    "sklearn_version", "standardized",
 ]  # fmt: skip
 
 # The strengths to choose from, in the order they are tried: where several are as good, the first is chosen, which is
@@ -198,6 +198,8 @@ class Result:
     """The results of a model on labelled texts; `values` is the single unit after each text of the test part."""
 
     splits: Splits
+    of: str
+    standardize: bool
     width: int
     probe: Probe
     unit: Unit | None
@@ -216,6 +218,8 @@ class Result:
             "texts": {name: len(part) for name, part in parts.items()},
             "of class 1": {name: sum(part.labels) for name, part in parts.items()},
             "text digests": {name: digest(*part.texts) for name, part in parts.items()},
+            "of": self.of,
+            "standardize": self.standardize,
             "width": self.width,
             "probe": {
                 **probe,
@@ -232,6 +236,8 @@ def evaluate(
     load: Callable[[], Any],
     splits: Splits,
     *,
+    of: str = "cell",
+    standardize: bool = False,
     cache: CachedFeatures | None = None,
     with_baseline: bool = False,
     batch: int = 128,
@@ -244,11 +250,16 @@ def evaluate(
     Args:
         load: gives the model; not called where all features are in the cache.
         splits: the texts.
+        of: what the probe sees of a text, one of `STATES`; the protocol's is the last cell state.
+        standardize: whether each feature is first given mean 0 and deviation 1 on the training part, so that the
+            penalty does not prefer large ones; not in the protocol.
         cache: where features are looked for and kept.
         with_baseline: whether to fit the TF-IDF baseline as well.
         batch, chunk: as of `features`.
     """
     _sklearn()  # before the features, which may take hours
+    if of not in STATES:
+        raise BlockSparseError.expected("of", f"one of {', '.join(STATES)}", of)
 
     def tell(what: str) -> Progress:
         return lambda done, total: progress(what, done, total) if progress is not None else None
@@ -264,14 +275,24 @@ def evaluate(
             found = features(model, part.texts, batch=batch, chunk=chunk, progress=told)
             if cache is not None:
                 cache.save(part.texts, found)
-        parts.append(found)
+        if of not in found:
+            raise BlockSparseError.expected("of", f"one of {', '.join(found)} for a model without `outputs`", of)
+        parts.append(found[of])
+    if standardize:
+        parts = standardized(parts)
     labels = [part.labels for part in labelled.values()]
     fitted = probe(parts, labels, seed=seed, progress=tell("fitting the probe"))
     unit = single_unit(parts, labels, fitted.coefficients)
     values = None if unit is None else parts[2][:, unit.index]
-    return Result(
-        splits, parts[0].shape[1], fitted, unit, values, baseline(splits, seed=seed) if with_baseline else None
-    )
+    words = baseline(splits, seed=seed) if with_baseline else None
+    return Result(splits, of, standardize, parts[0].shape[1], fitted, unit, values, words)
+
+
+def standardized(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Each feature by its mean and deviation in the first part, which is to be the one that is fitted."""
+    mean, deviation = parts[0].mean(0, dtype=np.float64), parts[0].std(0, dtype=np.float64)
+    scale = np.where(deviation > 0, deviation, 1)  # what never changes stays 0
+    return [((part - mean) / scale).astype(np.float32) for part in parts]
 
 
 def _finite(found: dict[str, Any]) -> dict[str, Any]:

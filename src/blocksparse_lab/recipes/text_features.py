@@ -1,10 +1,10 @@
-"""A language model's state after texts, as features, kept next to its checkpoint."""
+"""A language model's states of texts, as features, kept next to its checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -21,19 +21,25 @@ from ..data.reviews import encode
 # Called with the work done and the total.
 Progress = Callable[[int, int], None]
 
+STATES = ("cell", "hidden", "mean")
+
 
 def features(
     model: Any, texts: Sequence[str], *, batch: int = 128, chunk: int = 64, progress: Progress | None = None
-) -> np.ndarray:
-    """The last cell state of a model after each text, which is read as `encode` gives it: float32 `[texts, width]`.
+) -> dict[str, np.ndarray]:
+    """A model's states of each text, which is read as `encode` gives it, by the names of `STATES`.
+
+    float32 `[texts, width]` each: the last "cell" state, the last "hidden" state, and the "mean" of the hidden states
+    over time, which is left out for a model without `outputs`.
 
     There is no padding: texts of nearly equal length go side by side, and a text leaves its batch where it ends. So a
     text's features do not depend on the others, but for the rounding of products with more or fewer rows.
 
     Args:
-        model: a module with `initial_state(batch)`, a tuple of tensors `[layers, batch, width]` of which the last is
-            the cell state, and `run(text, state)`, the state after bytes `[time, batch]`; or else
-            `forward(text, state)`, the logits and that state.
+        model: a module with `initial_state(batch)`, a tuple of tensors `[layers, batch, width]` of which the first is
+            the hidden state, the last the cell state, and `outputs(text, state)`, the hidden states
+            `[time, batch, width]` and the state after bytes `[time, batch]`; or else `forward(text, state)`, the
+            logits and that state.
         texts: what to read; an empty one is three bytes too.
         batch: texts side by side.
         chunk: bytes per call at most; more cost memory, fewer cost time.
@@ -42,7 +48,8 @@ def features(
     lengths = np.array([len(one) for one in data], dtype=np.int64)
     order = np.argsort(lengths, kind="stable")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    out: np.ndarray | None = None
+    with_mean = hasattr(model, "outputs")
+    out: dict[str, np.ndarray] = {}
     read, total = 0, int(lengths.sum())
     training = model.training
     model.eval()
@@ -56,18 +63,21 @@ def features(
                     side[: lengths[row], column] = data[row]
                 text = torch.from_numpy(side).to(device)
                 state = tuple(part.to(device) for part in model.initial_state(len(rows)))
+                so_far: Tensor | float = 0.0  # the sum of the hidden states over time
                 ended = 0
                 for begin, end in pairwise(_cuts(lengths[rows], chunk)):
-                    state = _run(model, text[begin:end, ended:], state)
+                    # Without the scores of 256 bytes where the model can leave them out.
+                    y, state = (model.outputs if with_mean else model)(text[begin:end, ended:], state)
                     read += (end - begin) * (len(rows) - ended)
+                    if with_mean:
+                        so_far = so_far + y.float().sum(0)
                     now = int(np.searchsorted(lengths[rows], end, side="right"))
                     if now > ended:
-                        done = state[-1][-1, : now - ended].float().cpu().numpy()
-                        if not np.isfinite(done).all():
-                            raise BlockSparseError.expected("model", "a finite state after a text", "infinity or NaN")
-                        if out is None:
-                            out = np.empty((len(texts), done.shape[1]), dtype=np.float32)
-                        out[rows[ended:now]] = done
+                        done = {"cell": state[-1][-1, : now - ended], "hidden": state[0][-1, : now - ended]}
+                        if isinstance(so_far, Tensor):
+                            done["mean"] = so_far[: now - ended] / end
+                            so_far = so_far[now - ended :]
+                        _keep(out, done, rows[ended:now], len(texts))
                         # Copies, so that what follows has the layout of a batch of its own.
                         state = tuple(part[:, now - ended :].contiguous() for part in state)
                         ended = now
@@ -75,9 +85,20 @@ def features(
                         progress(read, total)
     finally:
         model.train(training)
-    if out is None:
+    if not out:
         raise BlockSparseError.expected("texts", "one or more", "none")
     return out
+
+
+def _keep(out: dict[str, np.ndarray], done: dict[str, Tensor], rows: np.ndarray, texts: int) -> None:
+    """The states of some texts, into the rows of all."""
+    for name, of in done.items():
+        values = of.float().cpu().numpy()
+        if not np.isfinite(values).all():
+            raise BlockSparseError.expected("model", "a finite state after a text", "infinity or NaN")
+        if name not in out:
+            out[name] = np.empty((texts, values.shape[1]), dtype=np.float32)
+        out[name][rows] = values
 
 
 def _cuts(lengths: np.ndarray, chunk: int) -> list[int]:
@@ -86,11 +107,6 @@ def _cuts(lengths: np.ndarray, chunk: int) -> list[int]:
     for end in np.unique(lengths).tolist():
         cuts += [*range(cuts[-1] + chunk, end, chunk), end]
     return cuts
-
-
-def _run(model: Any, text: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    # Without the scores of 256 bytes where the model can leave them out.
-    return tuple(model.run(text, state) if hasattr(model, "run") else model(text, state)[1])
 
 
 def digest(*parts: bytes | str | Path) -> str:
@@ -117,7 +133,7 @@ class CachedFeatures:
 
     def __init__(self, checkpoint: Path):
         # A number to count up where features change for the same checkpoint and text.
-        self.state = digest("1", checkpoint)
+        self.state = digest("2", checkpoint)
         self.folder = checkpoint.parent / "features"
         self.name = checkpoint.stem
         self.note: str | None = None
@@ -126,18 +142,19 @@ class CachedFeatures:
         """Where the features of these texts are, or will be."""
         return self.folder / f"{self.name}-{self.state}-{digest(*texts)}.safetensors"
 
-    def load(self, texts: Sequence[str]) -> np.ndarray | None:
+    def load(self, texts: Sequence[str]) -> dict[str, np.ndarray] | None:
         """The features of these texts, if they are there and whole."""
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
 
         try:
-            found = load_file(self.path(texts))["features"]
-        except (OSError, SafetensorError, KeyError):
+            found = load_file(self.path(texts))
+        except (OSError, SafetensorError):
             return None
-        return found if found.ndim == 2 and len(found) == len(texts) else None
+        whole = all(of.ndim == 2 and len(of) == len(texts) for of in found.values())
+        return found if "cell" in found and whole else None
 
-    def save(self, texts: Sequence[str], found: np.ndarray) -> None:
+    def save(self, texts: Sequence[str], found: Mapping[str, np.ndarray]) -> None:
         """Keeps the features of these texts."""
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
@@ -150,7 +167,7 @@ class CachedFeatures:
                 name, state, _ = old.stem.rsplit("-", 2)
                 if name == self.name and state != self.state:
                     old.unlink(missing_ok=True)
-            save_file({"features": np.ascontiguousarray(found)}, part)
+            save_file({name: np.ascontiguousarray(of) for name, of in found.items()}, part)
             part.replace(path)
         except (OSError, SafetensorError) as error:
             self.note = f"the features could not be kept in {self.folder}: {error}"
