@@ -371,7 +371,7 @@ def test_definitions(name):
     assert next(iter(experiment.contenders.items())) == ("dense", pruning.Dense())
     assert len(set(map(str, experiment.contenders.values()))) == len(experiment.contenders)
     for title, of in experiment.contenders.items():
-        longer = f" x{of.times}" if of.times > 1 else ""
+        longer = f" x{of.times}" * (of.times > 1) + f", rate x{of.rate:g}" * (of.rate != 1)
         assert title.endswith(longer)
         name = title.removesuffix(longer)
         if isinstance(of, Pruning):

@@ -41,6 +41,7 @@ class Dense:
     """The net as it is, trained for `times` the steps: a `Pruning` that prunes nothing."""
 
     times: int = 1
+    rate: ClassVar[float] = 1.0
     method: ClassVar[str] = DENSE
     penalty: ClassVar[float] = 0.0
     search: ClassVar[float] = 1.0
@@ -98,7 +99,8 @@ class PruningExperiment(Experiment):
 
     def trainer(self, contender: str, seed: int, run: Path, data: Any) -> Trainer:
         pruning, (task, settings, facts) = self.contenders[contender], self.dense(seed, data)
-        settings = replace(settings, steps=pruning.times * settings.steps)
+        rate = pruning.rate * settings.learning_rate
+        settings = replace(settings, steps=pruning.times * settings.steps, learning_rate=rate)
         if isinstance(pruning, Pruning):
             q = self._percentiles(folder(run.parent, DENSE, seed)) if self.needs(contender) else None
             task = PruneTask(task, pruning, settings.steps, seed, q)
@@ -209,6 +211,7 @@ class PruningExperiment(Experiment):
         inputs = any(_of_inputs(one.block_size) for one in self.contenders.values() if isinstance(one, Pruning))
         return [
             Column("density", lambda run, _: float(run.facts["sparse"]["density"]), 3),
+            Column("learning rate", "settings.learning_rate"),
             Column("steps", "settings.steps"),
             Column("of them dense, %", lambda _, of: f"{100 * of.search:.0f}"),
             *([Column("inputs used", _inputs_used, 0)] if inputs else ()),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from blocksparse import patterns, sparsity
-from blocksparse.checked import integer
+from blocksparse.checked import integer, number
 from blocksparse.checkpoint import part
 from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
@@ -45,6 +45,7 @@ class Pruning:
         skip: names of what stays dense.
         search: the part of the steps that search; 0 for "fixed".
         times: steps of the whole run, as a multiple of those of the dense net: truly sparse ones cost a fraction.
+        rate: the learning rate, as a multiple of that of the dense net.
     """
 
     method: str
@@ -55,6 +56,7 @@ class Pruning:
     skip: tuple[str, ...] = ()
     search: float = 2 / 3
     times: int = 1
+    rate: float = 1.0
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -66,6 +68,7 @@ class Pruning:
         if self.method != FIXED and not 0 < self.search <= 1:
             raise BlockSparseError.expected("search", "a number above 0 and at most 1", self.search)
         integer("times", self.times, 1)
+        number("rate", self.rate, 0)
 
     def about(self) -> dict[str, Any]:
         """The settings that have an effect, ready for JSON."""
@@ -73,6 +76,7 @@ class Pruning:
         unused |= {"density"} if self.method == "threshold" or self.density is None else set()
         unused |= set() if self.method == "threshold" else {"penalty"}
         unused |= set() if self.times > 1 else {"times"}
+        unused |= set() if self.rate != 1 else {"rate"}
         return {key: value for key, value in asdict(self).items() if key not in unused}
 
 
