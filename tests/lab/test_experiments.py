@@ -19,10 +19,12 @@ from blocksparse_lab import experiments
 from blocksparse_lab.cli import app
 from blocksparse_lab.experiments import classifiers, language, queue, report
 from blocksparse_lab.experiments.classifiers import ClassifierExperiment
+from blocksparse_lab.experiments.experiment import Column
 from blocksparse_lab.experiments.language import Contender, LanguageExperiment
 from blocksparse_lab.models.char_lm import CharLMConfig, multiply_adds, parameter_count
 from blocksparse_lab.recipes import mlp
 from blocksparse_lab.recipes.classify import Importance
+from blocksparse_lab.recipes.compare import Run
 from blocksparse_lab.recipes.trainer import Settings
 from processes import CONTEXT
 from test_data_tables import write_madelon, write_points
@@ -233,6 +235,17 @@ def table(tmp_path, monkeypatch):
     )
     monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", experiment)
     return experiment
+
+
+def test_runs_of_two_instruction_sets_are_no_pairs():
+    def runs(isa, *figures):
+        configs = [{"settings": {"seed": seed}, "facts": {"error": error}} for seed, error in enumerate(figures)]
+        return [Run(Path(isa), config, [], {"machine": {"isa": isa}}) for config in configs]
+
+    column = Column("error, against set", "facts.error", 2, against="set")
+    of = {"set": runs("avx2", 1.0, 2.0, 3.0), "rigl": runs("avx2", 2.0, 3.0, 4.0), "narrow": runs("amx", 2.0, 3.0, 4.0)}
+    apart = f"+1.00 ± {2**0.5:.2f} (unpaired)"
+    assert column.cells(dict.fromkeys(of), of) == ["+0.00 ± 0.00", "+1.00 ± 0.00", apart]
 
 
 def test_classifiers_from_nothing_to_the_report(table, tmp_path):

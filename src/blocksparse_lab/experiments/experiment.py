@@ -5,8 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import hypot
 from operator import sub
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, ClassVar
 
 from blocksparse.checkpoint import read_json
@@ -32,7 +34,9 @@ class Column:
             contender)`. What is in settings and task was chosen, and is shown as it is. Of other floats mean and
             standard deviation over the seeds are shown. None is unknown; where all are, there is no such column.
         digits: of the floats; None for those that suit their size.
-        against: a contender; each run is compared with its run of the same seed.
+        against: a contender; each run is compared with its run of the same seed. Where the two were not trained with
+            the same instruction set, pairs mean nothing: the deviations are then added as of independent runs, and the
+            cell has `UNPAIRED`.
         compared: how, by default the difference.
         show: makes the cell from the values of all seeds.
     """
@@ -66,14 +70,33 @@ class Column:
             return ["-" if name in unknown else self._cell(list(values.values())) for name, values in found.items()]
         if self.against not in found:
             return None
-        base = found[self.against]
-        compared = [[self.compared(v, base[seed]) for seed, v in of.items() if seed in base] for of in found.values()]
-        return [self._cell(values, "+") for values in compared]
+        base, sets = found[self.against], {name: _instruction_sets(some) for name, some in runs.items()}
+        cells = []
+        for name, of in found.items():
+            if sets[name] == sets[self.against]:
+                pairs = [self.compared(value, base[seed]) for seed, value in of.items() if seed in base]
+                cells.append(self._cell(pairs, "+"))
+            else:
+                cells.append(self._unpaired(list(of.values()), list(base.values())))
+        return cells
+
+    def _unpaired(self, found: list[float], base: list[float]) -> str:
+        ours = [self.compared(value, fmean(base)) for value in found]
+        theirs = [self.compared(fmean(found), value) for value in base]
+        deviation = hypot(*(stdev(values) if len(values) > 1 else 0.0 for values in (ours, theirs)))
+        return f"{fmean(ours):+,.{self.digits}f} ± {deviation:,.{self.digits}f} {UNPAIRED}"
 
     def _cell(self, values: list[Any], sign: str = "") -> str:
         if self.show or not values:
             return self.show(values) if self.show and values else "-"
         return spread(values, self.digits, sign) if isinstance(values[0], float) else said(values[0])
+
+
+UNPAIRED = "(unpaired)"
+
+
+def _instruction_sets(runs: Sequence[Run]) -> set[str | None]:
+    return {((run.result or {}).get("machine") or {}).get("isa") for run in runs}
 
 
 SEEDS = Column("seeds", lambda run, _: run, show=lambda found: str(len(found)))

@@ -14,7 +14,7 @@ from ..bench.report import columns, markdown, rows, write_json, write_text
 from ..machine import where
 from ..recipes import compare
 from ..recipes.compare import Run
-from .experiment import Experiment, Results
+from .experiment import UNPAIRED, Experiment, Results
 
 POINTS = 6  # of a curve that is kept, at most
 
@@ -54,6 +54,11 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
     parts = [f"# {name}", f"{experiment.about}."]
     for table in experiment.tables(of):
         parts += [table.caption, "\n".join(markdown(table.head, table.rows))]
+    if any(UNPAIRED in part for part in parts):
+        parts.append(
+            f"{UNPAIRED}: of runs on a machine with another instruction set, where the same recipe may come out "
+            "otherwise, on Madelon by two points."
+        )
     commits = sorted({machine["commit"][:8] for machine in machines if machine["commit"]})
     more = f"; the runs are of commits {', '.join(commits)}" if len(commits) > 1 else ""
     if len({machine["isa"] for machine in machines}) > 1:  # their seconds do not compare
