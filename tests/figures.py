@@ -7,7 +7,8 @@ A line of that list is `"text around {9.1} times" = "folder/result.md | words of
 default "measured"), or `"folder/result.json | path.to.0.number"`: each number in braces is in that cell, as the text
 rounds it. Several numbers may have a list of references, one for each. The text, without links and code, is in the
 document once. The page of claims is made of `docs/claims.md.in`, where such references stand in the text, each with
-the digits to round to: {result.md | words of the row | head of the column | 2}, or 2% for parts of one in percent.
+the digits to round to: {result.md | words of the row | head of the column | 2}, 2% for parts of one in percent,
+"2 unsigned" where words say the sign, and "2 judged" for a difference over seeds, to say whether it is sure.
 "not recorded" instead of a reference needs these words in the section. `not_measured` lists texts around
 settings, targets and sizes.
 """
@@ -32,6 +33,8 @@ SETTING = re.compile(
 PLACE = re.compile(r"\{([^{}]+ \| [^{}]+)\}")
 TEMPLATE, CLAIMS = ROOT / "docs" / "claims.md.in", ROOT / "docs" / "results" / "claims.md"
 BREAK = "\N{PILCROW SIGN}"
+# Of Student's t, two-sided, by the number of pairs.
+T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
 def plain(text: str) -> str:
@@ -79,14 +82,52 @@ def claims(template: str, root: Path = ROOT) -> str:
     """The page of claims, with the figures of the results where they are named."""
 
     def shown(place: re.Match[str]) -> str:
-        *reference, digits = place[1].split(" | ")
+        *reference, how = place[1].split(" | ")
+        digits, _, manner = how.partition(" ")
         folder = "" if reference[0].startswith("benchmarks/") else "docs/results/"
         text = cell(folder + " | ".join(reference), root)
         scale = 100 if digits.endswith("%") else 1
-        parts = numbers(text)[: 2 if "±" in text else 1]
-        return " ± ".join(f"{abs(scale * float(part)):,.{digits.rstrip('%')}f}" for part in parts)
+        signs = "+" if text.startswith("+") and manner != "unsigned" else ""
+        parts = [scale * float(part) for part in numbers(text)[: 2 if "±" in text else 1]]
+        if manner == "unsigned":
+            parts[0] = abs(parts[0])
+        told = [f"{part:{sign},.{digits.rstrip('%')}f}" for part, sign in zip(parts, [signs, ""], strict=False)]
+        judged = f" ({judgement(text, seeds(folder, *reference, root=root))})" if manner == "judged" else ""
+        return " ± ".join(told) + judged
 
     return PLACE.sub(shown, template)
+
+
+def seeds(folder: str, name: str, row: str, column: str, root: Path) -> int:
+    """How many seeds a figure is of: the table has a row of them, or a column."""
+    try:
+        return int(cell(f"{folder}{name} | seeds | {column}", root))
+    except LookupError:
+        return int(cell(f"{folder}{name} | {row} | seeds", root))
+
+
+def judgement(text: str, n: int) -> str:
+    """Whether a difference, its mean and deviation over n pairs of runs, is sure."""
+    if "unpaired" in text:
+        return "unpaired"
+    if n == 1:
+        return "one seed"
+    mean, deviation = (float(part) for part in numbers(text)[:2])
+    return "sure" if abs(mean) * n**0.5 > T_95[n] * deviation else "not sure"
+
+
+def unfounded(page: str) -> list[str]:
+    """The lines of tables whose verdict is not that of their differences: won and lost want one that is sure, a tie and
+    what is open one that is not."""
+    wanted = {"won": "(sure)", "lost": "(sure)", "tie": "(not sure)", "open": "("}
+    faults = []
+    for line in page.splitlines():
+        verdict = line.rstrip("| ").rpartition(" | ")[2]
+        judged = re.findall(r"\((?:not sure|sure|unpaired|one seed)\)", line)
+        need = wanted.get(re.split(r"\W", verdict)[0], "")
+        if judged and not any(one.startswith(need) for one in judged):
+            faults.append(f"the verdict '{verdict}' of '{line[:60]}...': its differences are {', '.join(judged)}")
+    return faults
 
 
 def wrong(name: str, entries: dict[str, Any], document: str, root: Path = ROOT) -> list[str]:
@@ -137,6 +178,7 @@ def all_wrong() -> list[str]:
     faults = [f"{name}: no such document" for name in listed if name not in names]
     if claims(TEMPLATE.read_text()) != CLAIMS.read_text():
         faults.append(f"{CLAIMS}: not what {TEMPLATE} and the results make, python tests/figures.py --write")
+    faults += unfounded(CLAIMS.read_text())
     return faults + [one for name, text in names.items() for one in wrong(name, listed.get(name, {}), text)]
 
 

@@ -12,11 +12,31 @@ def test_figures_are_those_of_committed_results():
 def test_the_page_of_claims_is_made_of_results(tmp_path):
     results = tmp_path / "docs" / "results"
     results.mkdir(parents=True)
-    (results / "a.md").write_text("|  | dense | set |\n|---|---|---|\n| error | -0.1416 ± 0.02 | 1234.5 |\n")
-    template = "{a.md | error | dense | 2}, {a.md | error | dense | 0%} %, {a.md | error | set | 0} of {x} words"
-    assert figures.claims(template, tmp_path) == "0.14 ± 0.02, 14 ± 2 %, 1,234 of {x} words"
+    table = "|  | dense | set |\n|---|---|---|\n| seeds | 3 | 5 |\n| error | -0.1416 ± 0.02 | 1234.5 |\n"
+    (results / "a.md").write_text(table + "| more | +0.25 ± 0.11 | +0.25 ± 0.19 |\n")
+    (results / "b.md").write_text("|  | less | seeds |\n|---|---|---|\n| set | -0.25 ± 0.11 | 3 |\n")
+    template = (
+        "{a.md | error | dense | 2}, {a.md | error | dense | 0% unsigned} %, {a.md | error | set | 0} of {x} words"
+    )
+    assert figures.claims(template, tmp_path) == "-0.14 ± 0.02, 14 ± 2 %, 1,234 of {x} words"
+    judged = "{a.md | more | dense | 2 judged}, {a.md | more | set | 2 judged}, {b.md | set | less | 1 judged}"
+    assert figures.claims(judged, tmp_path) == "+0.25 ± 0.11 (not sure), +0.25 ± 0.19 (sure), -0.2 ± 0.1 (not sure)"
+    assert figures.judgement("+0.25", 1) == "one seed"
+    assert figures.judgement("+0.25 ± 0.01 (unpaired)", 3) == "unpaired"
     with pytest.raises(LookupError, match="0 cells"):
         figures.claims("{a.md | error | rigl | 2}", tmp_path)
+
+
+def test_verdicts_are_those_of_the_differences():
+    lines = [
+        f"| {claim} | +1.0 ± 0.1 ({judged}) | {verdict} |"
+        for claim, judged, verdict in [
+            ("a", "sure", "won: by far"), ("b", "not sure", "won"), ("c", "unpaired", "lost, if"),
+            ("d", "sure", "tie"), ("e", "one seed", "open"), ("f", "not sure", "tie"),
+        ]
+    ]  # fmt: skip
+    found = figures.unfounded("\n".join([*lines, "| g | 1.0 | won |"]))
+    assert [fault.partition("' of '")[2][2] for fault in found] == ["b", "c", "d"]
 
 
 def test_what_is_wrong_is_noticed(tmp_path):

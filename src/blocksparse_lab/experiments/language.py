@@ -143,6 +143,10 @@ class LanguageExperiment(OnText):
             Column("bytes of a step", lambda run, _: run.config["bytes_per_step"]),
             SEEDS,
             Column("bits per character, held out", "facts.held_out"),
+            *(
+                Column(f"the same, against {name}", "facts.held_out", 3, name)
+                for name in list(self.contenders)[: 1 if len(self.contenders) < 3 else 2]
+            ),
             *(column for data, limit in self.reviews.items() for column in _probed(data, limit)),
             Column("bytes/s", "facts.bytes_per_second"),
         ]
