@@ -22,6 +22,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from blocksparse_lab import experiments
+
 ROOT = Path(__file__).parents[1]
 NUMBER = r"(?<![\w.,-])[+-]?\d[\d,]*(?:\.\d+)?"
 UNIT = r" ?(?:x|%|times|points?|bits per|bytes per|[KMGT]i?B|[nmu]?s|seconds|minutes|hours|samples|tokens/s)(?![\w/])"
@@ -95,7 +97,25 @@ def claims(template: str, root: Path = ROOT) -> str:
         judged = f" ({judgement(text, seeds(folder, *reference, root=root))})" if manner == "judged" else ""
         return " ± ".join(told) + judged
 
-    return PLACE.sub(shown, template)
+    return PLACE.sub(shown, template).replace("{runs that were not made}", "\n".join(not_made(root)))
+
+
+def not_made(root: Path = ROOT) -> list[str]:
+    """The lines of a table of the runs of experiments that no result has, with the hours that they would take."""
+    lines = ["| experiment | runs | hours |", "|---|---|---:|"]
+    for name, of in experiments.EXPERIMENTS.items():
+        path = root / "docs" / "results" / f"{name}.json"
+        there = experiments.load(path) if path.exists() else None
+        lacking = {
+            contender: len(of.seeds) - len(there.runs.get(contender, ()) if there else ())
+            for contender in of.contenders
+            if there is None or contender not in {left.rpartition("-")[0] for left in there.left_out}
+        }
+        runs = [f"{contender} ({count})" for contender, count in lacking.items() if count > 0]
+        total = sum(count for count in lacking.values() if count > 0)
+        hours = "days of a GPU" if of.minutes is None else f"{max(0.1, total * of.minutes / 60):.1f}"
+        lines += [f"| `{name}` | {'; '.join(runs)} | {hours} |"] if runs else []
+    return lines
 
 
 def seeds(folder: str, name: str, row: str, column: str, root: Path) -> int:

@@ -113,7 +113,7 @@ def at_work(request, monkeypatch):
 def test_the_queue_trains_what_is_missing(tiny, tmp_path, at_work):
     command(tmp_path, "--only", "dense", "--seed", "1")
     said, runs, _ = command(tmp_path, "--cores", "2", "--seed", "1", "--seed", "0", "--only", "dense")
-    assert "1 runs are missing; 2 at a time" in said
+    assert "1 runs are missing, some 0.2 hours of a core; 2 at a time" in said
     assert "tiny dense-0: " in said
     assert {name: len(of) for name, of in runs.items()} == {"dense": 2}
     assert {run.result["machine"]["threads"] for of in runs.values() for run in of[:1]} == {1}

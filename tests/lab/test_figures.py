@@ -3,6 +3,7 @@
 import pytest
 
 import figures
+from blocksparse_lab import experiments
 
 
 def test_figures_are_those_of_committed_results():
@@ -25,6 +26,15 @@ def test_the_page_of_claims_is_made_of_results(tmp_path):
     assert figures.judgement("+0.25 ± 0.01 (unpaired)", 3) == "unpaired"
     with pytest.raises(LookupError, match="0 cells"):
         figures.claims("{a.md | error | rigl | 2}", tmp_path)
+
+
+def test_runs_that_were_not_made_are_listed(tmp_path):
+    lines = figures.not_made(tmp_path)
+    assert len(lines) == 2 + len(experiments.EXPERIMENTS)
+    assert "| `wikipedia-large` | dense (1); small-world (1) | days of a GPU |" in lines
+    assert "| `wikipedia-medium` | dense (3); small-world (3) | 1.3 |" in lines
+    assert len(figures.not_made()) < len(lines)
+    assert figures.claims("# A page\n\n{runs that were not made}\n", tmp_path).splitlines()[2:] == lines
 
 
 def test_verdicts_are_those_of_the_differences():

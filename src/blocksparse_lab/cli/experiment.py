@@ -33,7 +33,7 @@ class Experiments(TyperCommand):
 def experiment(
     name: Annotated[list[str], typer.Argument(help="Some of those below, or all.")],
     runs: Annotated[Path, typer.Option(help="A folder for the runs; those that are there go on.")] = Path("runs"),
-    out: Annotated[Path, typer.Option(help="A folder for the report.")] = Path("docs/results"),
+    out: Annotated[Path, typer.Option(help="A folder for the report.")] = Path("results"),
     data_dir: Annotated[
         Path | None, typer.Option(help="The folder of all data, or the data's own; else it is downloaded.")
     ] = None,
@@ -104,7 +104,8 @@ def _side_by_side(
         raise BlockSparseError.expected("hours", "a positive number", hours)
     jobs = queue.missing(chosen, runs, only, seeds)
     cores = queue.idle_cores() if cores is None else cores
-    say(console, f"{len(jobs)} runs are missing; {cores} at a time")
+    hours_of = sum(job.experiment.minutes or 0 for job in jobs) / 60
+    say(console, f"{len(jobs)} runs are missing, some {hours_of:.1f} hours of a core; {cores} at a time")
     bars: dict[Path, Any] = {}
     failed = 0
     columns = *COUNT, TextColumn("{task.fields[text]}")

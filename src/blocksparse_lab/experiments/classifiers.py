@@ -205,6 +205,7 @@ def _methods(
         "topology, by SET or RigL; SET with ReLU for All-ReLU, with importance pruning, and with the elastic mutation "
         "of MEST; 2:4 sparse; and a narrow dense net",
         data=data,
+        minutes=MINUTES[data],
         contenders={
             "dense": Contender("dense", short),
             "narrow": _narrow(data, replace(recipe, **NARROW.get(data, {}))),
@@ -234,6 +235,7 @@ def _rates(data: str, called: str, epochs: int) -> ClassifierExperiment:
     return ClassifierExperiment(
         about=f"Learning rates on {called}, by a validation part: SET, and a narrow dense net of as many weights",
         data=data,
+        minutes=MINUTES[data],
         contenders={
             f"{name}, {rate:g}": replace(one, recipe=replace(one.recipe, learning_rate=rate))
             for name, one in of.items()
@@ -256,6 +258,7 @@ def _texts(data: str) -> TextExperiment:
         about="A million neurons on the words of IMDB's reviews, sparse with an evolving topology or a fixed one; a "
         "linear model and a narrow dense net of as many weights",
         data=data,
+        minutes=25,
         contenders={
             "linear": Contender("dense", replace(recipe, hidden=())),
             "narrow": _narrow(data, recipe),
@@ -275,6 +278,7 @@ SIZES = {
     "higgs": (28, 2),
 }
 RATES = (0.003, 0.01, 0.03)
+MINUTES = {"fashion_mnist": 7, "cifar10": 12, "madelon": 0.7, "higgs": 3}
 # What the narrow dense net is best with on the validation part, by the tables of rates, where it is not SET's recipe.
 NARROW: dict[str, dict[str, Any]] = {"fashion_mnist": {"dropout": 0.0, "learning_rate": 0.003}}
 _PUBLISHED = "split as published"

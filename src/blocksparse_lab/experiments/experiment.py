@@ -143,11 +143,13 @@ class Experiment(ABC):
     Args:
         about: the question, in a line.
         contenders: by name, the dense one first.
+        minutes: what a run takes of one core of a CPU, very roughly; None where it wants a GPU.
         seeds: of each contender's runs.
     """
 
     about: str
     contenders: Mapping[str, Any]
+    minutes: float | None = 10
     seeds: tuple[int, ...] = (0, 1, 2)
 
     caption: ClassVar[str]  # of the table

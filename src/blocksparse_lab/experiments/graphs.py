@@ -103,11 +103,13 @@ EXPERIMENTS: dict[str, Experiment] = {
         about="Diffusion-convolution over two hops of the citation graph Cora, with and without weak transitions",
         graph="cora",
         contenders=CONTENDERS,
+        minutes=0.1,
     ),
     "diffusion-hubs": DiffusionExperiment(
         about="Diffusion-convolution over two hops of a grown graph of 100,000 nodes, which has hubs, with and without "
         "weak transitions",
         graph=None,
         contenders=CONTENDERS,
+        minutes=1,
     ),
 }

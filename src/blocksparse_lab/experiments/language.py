@@ -230,6 +230,7 @@ def _medium(text: str) -> LanguageExperiment:
     return LanguageExperiment(
         about=f"An LSTM of 3 million parameters, dense or block-sparse and 2.4 times as wide, on {text}",
         text=text,
+        minutes=13,
         # In runs of 800 steps, of the text that they read for the first time, the wide one takes 2.27, 2.23 and 2.23
         # bits at 0.006, 0.009 and 0.012. The dense one 2.61, 2.44, 2.38 and 2.34 at 0.003, 0.006, 0.009 and 0.012, but
         # from 0.009 on its state runs away in a stream of the held-out text, which then costs it 30 bits a byte.
@@ -260,6 +261,7 @@ def _large(text: str, **other: Any) -> LanguageExperiment:
     return LanguageExperiment(
         about=f"LSTMs of 3,168 dense and of 18,432 block-sparse units, as in the paper of 2017, on {text}",
         text=text,
+        minutes=None,
         contenders={"dense": Contender(CharLMConfig(width=3168), 0.0005), "small-world": Contender(wide, 0.001)},
         settings=Settings(
             steps=20_000, warmup=500, eval_every=1000, save_every=1000, dtype="bfloat16", device="cuda", cuda_graph=True

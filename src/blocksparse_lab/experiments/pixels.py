@@ -113,6 +113,7 @@ def _large(data: str, called: str) -> PixelExperiment:
     return PixelExperiment(
         about=f"PixelCNN++ of 160 filters on {called}: dense, and in 5 groups of channels with 5 times the layers",
         data=data,
+        minutes=None,
         contenders={"dense": dense, "sparse x5": replace(dense, sparse=5, block_size=16, depth=5)},
         settings=pixelcnn.settings(100_000, device="cuda", dtype="bfloat16", eval_every=1000, save_every=500),
         evaluated=1000,

@@ -143,6 +143,7 @@ def _inputs() -> PruningExperiment:
         },
         hidden=(width, width),
         epochs=20,
+        minutes=3,
     )
 
 
@@ -155,6 +156,7 @@ def _language() -> PruningExperiment:
         about="An LSTM of 1,536 units on Wikipedia, dense and made block-sparse in blocks of 32 by training",
         config=CharLMConfig(width=1536, embedding=32),
         text="wikipedia",
+        minutes=15,
         # Half an hour on one core.
         trained=Settings(steps=2000, learning_rate=0.006, warmup=50, eval_every=500, save_every=0, save_minutes=2.0),
         evaluated=150_000,
