@@ -56,8 +56,7 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
         parts += [table.caption, "\n".join(markdown(table.head, table.rows))]
     if any(UNPAIRED in part for part in parts):
         parts.append(
-            f"{UNPAIRED}: of runs on a machine with another instruction set, where the same recipe may come out "
-            "otherwise, on Madelon by two points."
+            f"{UNPAIRED}: of runs on a machine with another instruction set, where the same seed gives another run."
         )
     commits = sorted({machine["commit"][:8] for machine in machines if machine["commit"]})
     more = f"; the runs are of commits {', '.join(commits)}" if len(commits) > 1 else ""
