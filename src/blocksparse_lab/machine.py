@@ -7,7 +7,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -129,6 +129,12 @@ def where(facts: Mapping[str, Any]) -> str:
     """The machine in a line, with versions and commit."""
     commit = f", commit {facts['commit'][:8]}{' with changes' if facts['dirty'] else ''}" if facts["commit"] else ""
     return f"{chip(facts)}, torch {facts['torch']}, blocksparse {facts['blocksparse']}{commit}"
+
+
+def commits(machines: Iterable[Mapping[str, Any]]) -> str:
+    """What `where` of one of them leaves out: the commits, if they are several."""
+    found = sorted({facts["commit"][:8] for facts in machines if facts["commit"]})
+    return f"; the runs are of commits {', '.join(found)}" if len(found) > 1 else ""
 
 
 def available_memory() -> int:

@@ -27,7 +27,7 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.sparsity import erdos_renyi_density
 from blocksparse.topology.drawings.style import COLORS
 
-from ..machine import available_memory, machine, where
+from ..machine import available_memory, commits, machine, where
 from ..recipes import mlp
 from ..recipes.trainer import Callback, Trainer
 from . import report
@@ -285,7 +285,8 @@ def write(path: Path, found: Sequence[Found]) -> None:
         parts.append(report.markdown(("line", "for each connection", "and", "the runs are within"), rows))
     if _sizes(found) > 1:
         parts.append(f"![Memory and time against connections]({path.stem}.png)")
-    report.write(path, content, *parts, where(found[-1].machine))
+    machines = [one.machine for one in found]
+    report.write(path, content, *parts, where(machines[-1]) + commits(machines))
     if _sizes(found) > 1:
         _draw(path.with_suffix(".png"), found, fits)
 

@@ -11,7 +11,7 @@ from blocksparse.checkpoint import read_json
 from blocksparse.errors import BlockSparseError
 
 from ..bench.report import columns, markdown, rows, write_json, write_text
-from ..machine import where
+from ..machine import commits, where
 from ..recipes import compare
 from ..recipes.compare import Run
 from .experiment import UNPAIRED, Experiment, Results
@@ -58,8 +58,7 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
         parts.append(
             f"{UNPAIRED}: of runs on a machine with another instruction set, where the same seed gives another run."
         )
-    commits = sorted({machine["commit"][:8] for machine in machines if machine["commit"]})
-    more = f"; the runs are of commits {', '.join(commits)}" if len(commits) > 1 else ""
+    more = commits(machines)
     if len({machine["isa"] for machine in machines}) > 1:  # their seconds do not compare
         used = {one: sorted({(run.result or {})["machine"]["isa"] for run in runs}) for one, runs in of.runs.items()}
         more += ". " + ", ".join(f"{one}: {' and '.join(sets)}" for one, sets in used.items())
