@@ -161,7 +161,8 @@ def wrong(name: str, entries: dict[str, Any], document: str, root: Path = ROOT) 
             faults.append(f"'{entry}' is there {len(places)} times")
         for place in places[:1]:
             covered.append((place.start(), place.end()))
-            figures = numbers(" ; ".join(re.findall(r"\{([^}]*)\}", entry)))
+            braces = " ; ".join(re.findall(r"\{([^}]*)\}", entry))
+            figures = [(figure, before == "± ") for before, figure in re.findall(rf"(± )?({NUMBER})", braces)]
             section = text[max(0, text.rfind(f"{BREAK} #", 0, place.start())) :].split(f"{BREAK} #")[:2]
             of = [given] * len(figures) if isinstance(given, str) else given
             if not figures or len(of) != len(figures):
@@ -169,7 +170,8 @@ def wrong(name: str, entries: dict[str, Any], document: str, root: Path = ROOT) 
             elif given == "not recorded":
                 faults += [f"'{entry}': its section does not say 'not recorded'"] * (given not in " ".join(section))
             else:
-                faults += [f"'{entry}': {why}" for pair in zip(figures, of, strict=True) if (why := fault(*pair, root))]
+                pairs = zip(figures, of, strict=True)
+                faults += [f"'{entry}': {why}" for figure, place in pairs if (why := fault(*figure, place, root))]
     for found in FIGURE.finditer(text):
         if not any(a <= found.start() < b for a, b in covered) and not SETTING.search(text[: found.start()]):
             around = text[max(0, found.start() - 40) : found.end() + 30]
@@ -181,12 +183,16 @@ def spans(words: str, text: str) -> list[re.Match[str]]:
     return list(re.finditer(re.escape(re.sub(r"[{}]", "", words)), text))
 
 
-def fault(figure: str, reference: str, root: Path) -> str:
+def fault(figure: str, is_deviation: bool, reference: str, root: Path) -> str:
+    """Why a figure is not what is where its reference leads, of "mean ± deviation" the one that it is."""
     try:
-        found = [float(number) for number in numbers(cell(reference, root))]
+        text = cell(reference, root)
+        found = [float(number) for number in numbers(text)]
+        found = found[int(is_deviation) :][:1] if "±" in text else found
     except (LookupError, ValueError, TypeError, OSError) as error:
         return f"{reference}: {error}"
-    return "" if any(agree(figure, value) for value in found) else f"{figure}, but {reference} has {found}"
+    right = any(agree(figure.replace(",", ""), value) for value in found)
+    return "" if right else f"{figure}, but {reference} has {found}"
 
 
 def all_wrong() -> list[str]:

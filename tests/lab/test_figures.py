@@ -63,6 +63,10 @@ def test_what_is_wrong_is_noticed(tmp_path):
     good = {"of {3.1 ± 0.2} %": cell, "[{9.1} times]": path}
     assert faults(good) == ""
     assert "3.2, but docs/results/a.md" in faults({"of {3.2 ± 0.2} %": cell}, text.replace("3.1", "3.2"))
+    assert "0.2, but docs/results/a.md" in faults(
+        {"of {0.2} %": cell}, text.replace("3.1 ±", "0.2 ±").replace(" ± 0.2", "")
+    )
+    assert "3.1, but docs/results/a.md" in faults({"of {3.1 ± 3.1} %": cell}, text.replace("± 0.2", "± 3.1"))
     assert "9.2, but docs/results/a.json" in faults({"[{9.2} times]": path}, text.replace("9.1", "9.2"))
     assert "'9.1' has no entry" in faults({"of {3.1 ± 0.2} %": cell})
     assert "'{7} times' is there 0 times" in faults(good | {"{7} times": path})
