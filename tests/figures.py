@@ -9,6 +9,7 @@ rounds it. Several numbers may have a list of references, one for each. The text
 document once. The page of claims is made of `docs/claims.md.in`, where such references stand in the text, each with
 the digits to round to: {result.md | words of the row | head of the column | 2}, 2% for parts of one in percent,
 "2 unsigned" where words say the sign, and "2 judged" for a difference over seeds, to say whether it is sure.
+{hours | experiment | contender; contender} says what was not run, and how long it would take.
 "not recorded" instead of a reference needs these words in the section. `not_measured` lists texts around
 settings, targets and sizes.
 """
@@ -19,6 +20,7 @@ import json
 import re
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,8 @@ def claims(template: str, root: Path = ROOT) -> str:
 
     def shown(place: re.Match[str]) -> str:
         *reference, how = place[1].split(" | ")
+        if reference[0] == "hours":
+            return f"not run, {hours(reference[1], how.split('; '), root)} h"
         digits, _, manner = how.partition(" ")
         folder = "" if reference[0].startswith("benchmarks/") else "docs/results/"
         text = cell(folder + " | ".join(reference), root)
@@ -104,18 +108,28 @@ def not_made(root: Path = ROOT) -> list[str]:
     """The lines of a table of the runs of experiments that no result has, with the hours that they would take."""
     lines = ["| experiment | runs | hours |", "|---|---|---:|"]
     for name, of in experiments.EXPERIMENTS.items():
-        path = root / "docs" / "results" / f"{name}.json"
-        there = experiments.load(path) if path.exists() else None
-        lacking = {
-            contender: len(of.seeds) - len(there.runs.get(contender, ()) if there else ())
-            for contender in of.contenders
-            if there is None or contender not in {left.rpartition("-")[0] for left in there.left_out}
-        }
-        runs = [f"{contender} ({count})" for contender, count in lacking.items() if count > 0]
-        total = sum(count for count in lacking.values() if count > 0)
-        hours = "days of a GPU" if of.minutes is None else f"{max(0.1, total * of.minutes / 60):.1f}"
-        lines += [f"| `{name}` | {'; '.join(runs)} | {hours} |"] if runs else []
+        runs = [f"{contender} ({count})" for contender in of.contenders if (count := lacking(name, contender, root))]
+        lines += [f"| `{name}` | {'; '.join(runs)} | {hours(name, of.contenders, root)} |"] if runs else []
     return lines
+
+
+def lacking(name: str, contender: str, root: Path) -> int:
+    """How many runs of a contender no result has."""
+    path, seeds = root / "docs" / "results" / f"{name}.json", len(experiments.find(name).seeds)
+    there = experiments.load(path) if path.exists() else None
+    if there and any(left.rpartition("-")[0] == contender for left in there.left_out):
+        return 0
+    return max(0, seeds - len(there.runs.get(contender, ()) if there else ()))
+
+
+def hours(name: str, contenders: Iterable[str], root: Path) -> str:
+    """Those of the runs of contenders that no result has."""
+    of = experiments.find(name)
+    each = [of.hours(contender) for contender in contenders]
+    if None in each:
+        return "days of a GPU"
+    total = sum(lacking(name, one, root) * (of.hours(one) or 0) for one in contenders)
+    return f"{max(0.1, total):.1f}"
 
 
 def seeds(folder: str, name: str, row: str, column: str, root: Path) -> int:

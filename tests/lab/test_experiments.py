@@ -129,7 +129,7 @@ def test_a_queue_that_trains_nothing_fails(tiny, tmp_path, at_work):
     done = CliRunner().invoke(app, ["experiment", "tiny", "--cores", "2", *folders])
     assert done.exit_code == 1
     assert "2 of 2 runs are left" in done.output
-    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_the_queue_ends_after_a_step(tiny, tmp_path, at_work):
@@ -161,10 +161,45 @@ def test_the_queue_waits_for_what_a_run_needs(tmp_path):
             bad()
 
 
+def refused(*arguments):
+    done = CliRunner().invoke(app, ["experiment", *map(str, arguments)])
+    assert done.exit_code == 1, done.output
+    assert isinstance(done.exception, SystemExit)
+    return " ".join(done.output.split())
+
+
+def test_a_report_loses_no_runs(tiny, tmp_path):
+    command(tmp_path, "--seed", "0", "--seed", "1", "--only", "dense")
+    fresh = ["tiny", "--runs", tmp_path / "fresh", "--out", tmp_path / "out"]
+    said = refused(*fresh, "--seed", "1")
+    assert "out: expected a folder without another report of tiny, or --add" in said
+    assert "dense, seed 0 too" in said
+    assert not (tmp_path / "fresh").exists(), "nothing was trained"
+    # A seed of one's own is one more; with --add, runs stay where none of their contender and seed is new.
+    before = experiments.load(tmp_path / "out" / "tiny.json").runs
+    assert CliRunner().invoke(app, ["experiment", *map(str, fresh), "--seed", "7", "--add"]).exit_code == 0
+    after = experiments.load(tmp_path / "out" / "tiny.json").runs
+    seeds = {name: [run.settings["seed"] for run in runs] for name, runs in after.items()}
+    assert seeds == {"dense": [0, 1, 7], "wide": [7]}
+    assert [run.evaluations for run in after["dense"][:2]] == [run.evaluations for run in before["dense"]]
+
+
+def test_mistakes_are_said_before_the_training(tiny, tmp_path):
+    place = ["--runs", tmp_path / "runs", "--out", tmp_path / "out"]
+    assert "seed: expected an int, 0 or more and below 4294967296, got -1" in refused("tiny", *place, "--seed", "-1")
+    assert "got 99999999999999999999" in refused("tiny", *place, "--seed", "99999999999999999999", "--cores", "1")
+    assert "expected some of 'dense', 'wide', got 'deep'" in refused("tiny", *place, "--only", "deep")
+    (tmp_path / "file").touch()
+    assert "out: expected a folder to write to" in refused(
+        "tiny", "--runs", tmp_path / "runs", "--out", tmp_path / "file"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
 def test_bad_input(tiny, tmp_path):
     with pytest.raises(bs.BlockSparseError, match="experiment: expected one of wikipedia-small"):
         experiments.find("nothing")
-    with pytest.raises(bs.BlockSparseError, match="only: expected some of dense, wide, got narrow"):
+    with pytest.raises(bs.BlockSparseError, match="only: expected some of 'dense', 'wide', got 'narrow'"):
         list(tiny.trainers(tmp_path, only=["narrow"]))
     with pytest.raises(bs.BlockSparseError, match="runs: expected finished runs of the experiment"):
         experiments.write("tiny", tiny, tmp_path, tmp_path)

@@ -292,6 +292,15 @@ def test_nets_from_nothing_to_the_report(points, quick, monkeypatch, tmp_path):
     assert "pruned in one shot after its training" in markdown
     assert "| gradual | 0.250, " in markdown
     assert (out / "tiny.png").read_bytes().startswith(b"\x89PNG")
+    # Times that were measured elsewhere do not stand beside those of the dense net.
+    results = experiments.load(out / "tiny.json")
+    elsewhere = [
+        replace(run, config=run.config | {"facts": run.facts | {"raced on": run.facts["raced on"] | {"load": [9.0]}}})
+        for run in results.runs["gradual"]
+    ]
+    first, *_ = experiments.find("tiny").tables(replace(results, runs=results.runs | {"gradual": elsewhere}))
+    milliseconds = {row[0]: row[first.head.index("ms of inference, 64 at once")] for row in first.rows}
+    assert {name for name, cell in milliseconds.items() if cell == "-"} == {"gradual"}
 
 
 def test_what_comes_to_nothing_is_told(points, quick, monkeypatch, tmp_path):

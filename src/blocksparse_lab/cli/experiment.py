@@ -11,10 +11,11 @@ from rich.markup import escape
 from rich.progress import TextColumn
 from typer.core import TyperCommand
 
+from blocksparse.checked import integer
 from blocksparse.errors import BlockSparseError
 
 from .progress import show
-from .terminal import COUNT, bar, say, stages
+from .terminal import COUNT, bar, make_folder, say, stages
 
 if TYPE_CHECKING:
     from ..experiments import Experiment
@@ -57,6 +58,11 @@ def experiment(
 
     console = Console()
     chosen = experiments.EXPERIMENTS if "all" in name else {one: experiments.find(one) for one in name}
+    make_folder(out)
+    _check(chosen, only or (), seed or ())
+    if not (redraw or add):
+        for one, of in chosen.items():
+            _check_kept(one, of, runs / one, out, only or (), seed or ())
     if redraw:
         there = {one: of for one, of in chosen.items() if (out / f"{one}.json").exists()}
         for one, of in (there or chosen).items():  # where there is none, the first one says so
@@ -68,6 +74,25 @@ def experiment(
         console.print(f"[bold]{one}[/]: {of.about}", highlight=False)
         _one_by_one(console, of, runs / one, data_dir, only or (), seed or ())
         _wrote(console, experiments.write(one, of, runs / one, out, add))
+
+
+def _check(chosen: dict[str, Experiment], only: Any, seeds: Any) -> None:
+    contenders = [contender for of in chosen.values() for contender in of.contenders]
+    if unknown := set(only) - set(contenders):
+        known = ", ".join(map(repr, dict.fromkeys(contenders)))
+        raise BlockSparseError.expected("only", f"some of {known}", ", ".join(map(repr, sorted(unknown))))
+    for one in seeds:
+        integer("seed", one, 0, below=2**32)
+
+
+def _check_kept(name: str, of: Experiment, runs: Path, out: Path, only: Any, seeds: Any) -> None:
+    """The report that is there must not lose runs: said now, not after the training."""
+    from .. import experiments
+
+    made = {one: {int(run.name.rpartition("-")[2]) for run in some} for one, some in of.finished(runs).items()}
+    for contender in only or of.contenders:
+        made.setdefault(contender, set()).update(seeds or of.seeds)
+    experiments.check_kept(name, out, made)
 
 
 def _one_by_one(console: Console, of: Experiment, runs: Path, data_dir: Path | None, only: Any, seeds: Any) -> None:
@@ -104,8 +129,8 @@ def _side_by_side(
         raise BlockSparseError.expected("hours", "a positive number", hours)
     jobs = queue.missing(chosen, runs, only, seeds)
     cores = queue.idle_cores() if cores is None else cores
-    hours_of = sum(job.experiment.minutes or 0 for job in jobs) / 60
-    say(console, f"{len(jobs)} runs are missing, some {hours_of:.1f} hours of a core; {cores} at a time")
+    work = sum(job.experiment.hours(job.contender) or 0 for job in jobs)
+    say(console, f"{len(jobs)} runs are missing, some {work:.1f} hours of a core; {cores} at a time")
     bars: dict[Path, Any] = {}
     failed = 0
     columns = *COUNT, TextColumn("{task.fields[text]}")

@@ -144,12 +144,14 @@ class Experiment(ABC):
         about: the question, in a line.
         contenders: by name, the dense one first.
         minutes: what a run takes of one core of a CPU, very roughly; None where it wants a GPU.
+        longer: those of contenders that take much longer.
         seeds: of each contender's runs.
     """
 
     about: str
     contenders: Mapping[str, Any]
     minutes: float | None = 10
+    longer: Mapping[str, float] = field(default_factory=dict)
     seeds: tuple[int, ...] = (0, 1, 2)
 
     caption: ClassVar[str]  # of the table
@@ -222,20 +224,24 @@ class Experiment(ABC):
             BlockSparseError: a contender that is unknown; what loaders and trainers refuse.
         """
         if unknown := set(only) - set(self.contenders):
-            raise BlockSparseError.expected("only", f"some of {', '.join(self.contenders)}", ", ".join(unknown))
+            known = ", ".join(map(repr, self.contenders))
+            raise BlockSparseError.expected("only", f"some of {known}", ", ".join(map(repr, sorted(unknown))))
         data = self.load(data_dir)
         for seed in seeds or self.seeds:
             for name in only or self.contenders:
                 yield self.trainer(name, seed, folder(runs, name, seed), data)
+
+    def hours(self, contender: str) -> float | None:
+        """What a run of the contender takes of one core, very roughly."""
+        return None if self.minutes is None else self.longer.get(contender, self.minutes) / 60
 
     def is_finished(self, run: Path) -> bool:
         """Whether a run's folder has its result."""
         return (run / "result.json").is_file()
 
     def finished(self, runs: Path) -> dict[str, list[Path]]:
-        """The folders of the finished runs, by contender."""
-        folders = {name: [folder(runs, name, seed) for seed in self.seeds] for name in self.contenders}
-        return {name: list(filter(self.is_finished, of)) for name, of in folders.items()}
+        """The folders of the finished runs, by contender: those of the experiment's seeds and of any other."""
+        return {name: list(filter(self.is_finished, folders(runs, name))) for name in self.contenders}
 
     def failed(self, trainer: Trainer, error: BlockSparseError) -> bool:
         """Whether the error that ended a run is a result, which is then kept in the run's folder."""
@@ -247,14 +253,22 @@ class Experiment(ABC):
 
     def left_out(self, runs: Path) -> dict[str, str]:
         """Runs that ended without a result, with the reason."""
-        folders = [folder(runs, name, seed) for name in self.contenders for seed in self.seeds]
-        reasons = {path.name: kept(path, FAILED).get("failed") for path in folders if not self.is_finished(path)}
+        all_runs = [run for name in self.contenders for run in folders(runs, name)]
+        reasons = {run.name: kept(run, FAILED).get("failed") for run in all_runs if not self.is_finished(run)}
         return {name: why for name, why in reasons.items() if why}
 
 
 def folder(runs: Path, contender: str, seed: int) -> Path:
     """Where a run is."""
     return runs / f"{contender}-{seed}"
+
+
+def folders(runs: Path, contender: str) -> list[Path]:
+    """The folders of a contender's runs, by seed."""
+    named = [
+        run for run in runs.glob("*") if (found := run.name.rpartition("-"))[0] == contender and found[2].isdigit()
+    ]
+    return sorted(named, key=lambda run: int(run.name.rpartition("-")[2]))
 
 
 def kept(run: Path, name: str) -> dict[str, Any]:

@@ -147,26 +147,36 @@ class LanguageExperiment(OnText):
                 Column(f"the same, against {name}", "facts.held_out", 3, name)
                 for name in list(self.contenders)[: 1 if len(self.contenders) < 3 else 2]
             ),
-            *(column for data, limit in self.reviews.items() for column in _probed(data, limit)),
+            *(
+                column
+                for data, limit in self.reviews.items()
+                for column in _probed(data, limit, next(iter(self.contenders)))
+            ),
             Column("bytes/s", "facts.bytes_per_second"),
         ]
 
 
-def _probed(data: str, limit: int | None) -> Iterator[Column]:
-    """The columns of a probe."""
+def _probed(data: str, limit: int | None, first: str) -> Iterator[Column]:
+    """The columns of a probe; the first contender is what the others are compared with."""
     some = "" if limit is None else f" of {limit:,}"
     wrong = f"part of test texts{some} taken wrongly"
-    columns = [(f"{data}, {wrong}", data, "test error"), (f"{data}, features used", data, "used")]
+    columns = [
+        (f"{data}, {wrong}", data, "test error", None),
+        (f"{data}, the same, against {first}", data, "test error", first),
+        (f"{data}, features used", data, "used", None),
+    ]
     for of in OTHER_STATES:
         what = {"cell": "last cell state", "hidden": "last hidden state", "mean": "mean hidden state"}[of]
-        columns.append((f"{data}, {wrong}, {what}, standardized", _named(data, of), "test error"))
-    for title, name, key in columns:
+        title = f"{data}, {wrong}, {what}, standardized"
+        columns.append((title, _named(data, of), "test error", None))
+        columns.append((f"{title}, against {first}", _named(data, of), "test error", first))
+    for title, name, key, against in columns:
 
         def of_probe(run: Run, _: Any, name: str = name, key: str = key) -> float | None:
             probes = run.facts["probes"]
             return float(probes[name]["probe"][key]) if name in probes else None
 
-        yield Column(title, of_probe)
+        yield Column(title, of_probe, 4 if against else None, against)
 
     def of_words(run: Run, _: Any) -> float | None:
         words = run.facts["probes"].get(data, {}).get("tf-idf baseline")

@@ -65,8 +65,8 @@ class PruningExperiment(Experiment):
         "Each sparse one looks for its blocks in the first part of its steps, with dense weights, and then trains what "
         "is left, truly sparse. Density is of the weights that may become sparse, with the numbers of their stored "
         "blocks. How dense threshold comes out depends on its strength; group lasso and l0 leave no more than a "
-        "density that they are given, where they are given one. Inference: all models in turn, in one process, "
-        "medians, float32."
+        "density that they are given, where they are given one. Differences are of runs of the same seed. Inference: "
+        "in turn, in one process, medians, float32; - where a model was not measured beside the dense one."
     )
 
     # -- defined by subclasses --------------------------------------------------------------------------------------
@@ -226,6 +226,7 @@ class PruningExperiment(Experiment):
         ]
 
     def tables(self, of: Results) -> Iterator[Table]:
+        of = _of_one_race(of)
         yield from super().tables(of)
         dense = of.runs[DENSE][0] if DENSE in of.runs else None
         if dense and dense.facts["sparse"].get("pruned"):
@@ -261,6 +262,7 @@ class PruningExperiment(Experiment):
 
     def picture(self, path: Path, of: Results) -> None:
         """A point for each model, by its time and its quality; curves of the training where no times are known."""
+        of = _of_one_race(of)
         found = self._points(of.runs)
         if not found:
             super().picture(path, of)
@@ -306,6 +308,17 @@ class PruningExperiment(Experiment):
                     time, quality, density = map(fmean, zip(*points, strict=True))
                     found.setdefault(method, []).append((time, quality, density))
         return found
+
+
+def _of_one_race(of: Results) -> Results:
+    """The results without times that were not measured together with those of the dense net."""
+    dense = next((run.facts["raced on"] for run in of.runs.get(DENSE, ())), None)
+
+    def here(run: Run) -> Run:
+        facts = run.facts if run.facts["raced on"] == dense else run.facts | {"inference": {}}
+        return replace(run, config=run.config | {"facts": facts})
+
+    return replace(of, runs={name: [here(run) for run in runs] for name, runs in of.runs.items()})
 
 
 def _pruned_later(run: Run) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

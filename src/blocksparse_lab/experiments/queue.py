@@ -65,7 +65,7 @@ def missing(
 ) -> list[Job]:
     """The runs of experiments without a result, each experiment's in a folder of its name."""
     if unknown := set(only) - {contender for of in named.values() for contender in of.contenders}:
-        raise BlockSparseError.expected("only", "some of the models", ", ".join(unknown))
+        raise BlockSparseError.expected("only", "some of the models", ", ".join(map(repr, sorted(unknown))))
     left_out = {name: of.left_out(runs / name) for name, of in named.items()}
     jobs = [
         Job(name, of, contender, seed, runs / name)

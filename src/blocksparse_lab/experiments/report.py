@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ POINTS = 6  # of a curve that is kept, at most
 def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = False) -> list[Path]:
     """Writes the results as `NAME.json`, and from it `NAME.md` and `NAME.png`.
 
-    With `add`, contenders without a finished run here stay as they are in the report that is there, if any.
+    With `add`, runs of the report that is there, if any, stay in it where none of their contender and seed is finished
+    here.
 
     Raises:
-        BlockSparseError: no run is finished, or the files cannot be written.
+        BlockSparseError: no run is finished; the report that is there has runs that would be lost; or the files cannot
+            be written.
     """
     of = {
         contender: [compare.read(path) for path in paths]
@@ -39,11 +41,35 @@ def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = 
         contender: [replace(run, config=run.config | {"facts": run.facts | experiment.found(run)}) for run in some]
         for contender, some in of.items()
     }
-    if add and (out / f"{name}.json").exists():
-        old = load(out / f"{name}.json").runs
-        known = {one: known.get(one) or old[one] for one in experiment.contenders if one in known or one in old}
+    if add:
+        old = there(name, out)
+        known = {
+            one: sorted({**old.get(one, {}), **{_seed(run): run for run in known.get(one, ())}}.values(), key=_seed)
+            for one in experiment.contenders
+            if one in known or one in old
+        }
+    else:
+        check_kept(name, out, {one: {_seed(run) for run in some} for one, some in known.items()})
     save(out / f"{name}.json", experiment, Results(known, experiment.left_out(runs), experiment.more()))
     return [out / f"{name}.json", *draw(name, experiment, out)]
+
+
+def there(name: str, out: Path) -> dict[str, dict[int, Run]]:
+    """The runs of a report, by contender and seed; none where there is no report."""
+    path = out / f"{name}.json"
+    return {one: {_seed(run): run for run in some} for one, some in load(path).runs.items()} if path.exists() else {}
+
+
+def check_kept(name: str, out: Path, seeds: Mapping[str, Collection[int]]) -> None:
+    """Refuses to write a report of these contenders and seeds over one that has others."""
+    lost = {one: sorted(runs.keys() - set(seeds.get(one, ()))) for one, runs in there(name, out).items()}
+    if said := [f"{one}, seed {', '.join(map(str, some))}" for one, some in lost.items() if some]:
+        wanted = f"a folder without another report of {name}, or --add, which keeps its runs"
+        raise BlockSparseError.expected("out", wanted, f"{out}, whose report has {'; '.join(said)} too")
+
+
+def _seed(run: Run) -> int:
+    return int(run.settings["seed"])
 
 
 def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
