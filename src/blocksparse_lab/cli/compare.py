@@ -43,6 +43,9 @@ def compare(
     grouped = recipe.groups(found)
     console = Console()
     console.print(_table(found, narrow=console.width < 100))
+    texts = [text for run in found if isinstance(text := run.task.get("text"), dict)]
+    if any(text != texts[0] for text in texts):
+        say(console, "these runs read different texts: their bits per character do not compare", "yellow")
     if len(grouped) < len(found):
         console.print()
         console.print(_seeds(grouped))

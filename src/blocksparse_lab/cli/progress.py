@@ -29,6 +29,9 @@ def show(console: Console, trainer: Trainer, *about: str) -> None:
     """Trains with progress shown; prints before it what is trained, and at the end the result, or how to resume."""
     for nth, line in enumerate(about, 1):
         console.print(line, style="dim" if 1 < nth == len(about) else None, highlight=False)
+    if trainer.settings.warmup > trainer.settings.steps:
+        rises = f"the learning rate rises over {trainer.settings.warmup:,} steps (--warmup)"
+        say(console, f"{rises}, more than there are: it stays below its highest", "yellow")
     try:
         counted = TaskProgressColumn() if trainer.facts.get("epochs") else MofNCompleteColumn()
         columns = TextColumn("{task.fields[shown]}"), BarColumn(bar_width=16), counted, *LEFT

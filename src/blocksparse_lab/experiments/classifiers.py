@@ -106,6 +106,7 @@ class ClassifierExperiment(Experiment):
     @property
     def columns(self) -> Sequence[Column]:
         error = "validation error" if self.choosing else "test error"
+        base = "set" if "set" in self.contenders else next(iter(self.contenders))
         return [
             Column("topology", lambda run, _: TOPOLOGIES[run.task["model"]["method"]]),
             Column("neurons", "task.model.sizes"),
@@ -129,8 +130,8 @@ class ClassifierExperiment(Experiment):
             Column(f"{error} after the last epoch, %", "facts.last", 2),
             *(Column(f"{error} after epoch {epochs:,}, %", "facts.early", 2) for epochs in self._early),
             Column(f"lowest {error} after any epoch, %", "facts.lowest", 2),
-            Column(f"last {error}, against set", "facts.last", 2, against="set"),
-            Column(f"lowest {error}, against set", "facts.lowest", 2, against="set"),
+            Column(f"last {error}, against {base}", "facts.last", 2, against=base),
+            Column(f"lowest {error}, against {base}", "facts.lowest", 2, against=base),
             Column("parameters after the last epoch", "facts.left"),
             Column(
                 "distance of its topology to the other seeds' (NNSTD)",
