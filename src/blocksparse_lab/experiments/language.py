@@ -250,6 +250,8 @@ def _medium(text: str) -> LanguageExperiment:
             "dense, 0.009": Contender(dense, 0.009),
         },
         settings=Settings(steps=3500, warmup=100, eval_every=500, save_every=500),
+        # Three were too few to tell: the wide one ahead by 0.045 with a deviation of 0.018.
+        seeds=(0, 1, 2, 3, 4),
     )
 
 
