@@ -213,7 +213,7 @@ def test_bad_input(tiny, tmp_path):
 @pytest.mark.parametrize("name", language.EXPERIMENTS)
 def test_contenders_are_of_equal_size(name):
     dense, *others = (contender.config for contender in experiments.find(name).contenders.values())
-    for other in others:
+    for other in (other for other in others if other != dense):  # which may be there at another rate
         assert other.width > dense.width
         # The wide one may be the smaller by more than it is the larger: whole blocks, and the paper's sizes.
         for size in (parameter_count, multiply_adds):

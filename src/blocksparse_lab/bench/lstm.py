@@ -226,7 +226,7 @@ class _TorchCharLM(CharLM):
         self.recurrent = nn.LSTM(config.embedding, config.width, config.layers)
         self.recurrent.load_state_dict(ours)
 
-    def _hidden(self, text, state):
+    def outputs(self, text, state=None):
         return self.recurrent(self.embedding(text), state)
 
 

@@ -144,7 +144,7 @@ class LanguageExperiment(OnText):
             SEEDS,
             Column("bits per character, held out", "facts.held_out"),
             *(
-                Column(f"the same, against {name}", "facts.held_out", 3, name)
+                Column(f"the same, against {name}", "facts.held_out", 4, name)
                 for name in list(self.contenders)[: 1 if len(self.contenders) < 3 else 2]
             ),
             *(

@@ -109,7 +109,7 @@ class TransformerExperiment(OnText):
             Column("bytes of a step", lambda run, _: run.config["bytes_per_step"]),
             SEEDS,
             Column("bits per character, held out", "facts.held_out", 3),
-            Column("the same, against dense", "facts.held_out", 3, "dense"),
+            Column("the same, against dense", "facts.held_out", 4, "dense"),
             Column("bytes/s of training", "facts.bytes_per_second"),
             Column(f"ms of inference, {WINDOWS} windows", lambda run, of: milliseconds(run, of) or 0.0, show=first),
         ]
