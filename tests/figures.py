@@ -21,6 +21,8 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable
+from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +50,13 @@ def plain(text: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"\n\s*\n", f" {BREAK} ", text))
 
 
+def apart(text: str) -> str:
+    """The two numbers of a range are two, and the second is not negative."""
+    return re.sub(r"(?<=\d)-(?=\d)", " ", text)
+
+
 def numbers(text: str) -> list[str]:
-    return [found.replace(",", "") for found in re.findall(NUMBER, re.sub(r"(?<=\d)-(?=\d)", " ", text))]
+    return [found.replace(",", "") for found in re.findall(NUMBER, apart(text))]
 
 
 def agree(figure: str, value: float) -> bool:
@@ -113,13 +120,21 @@ def not_made(root: Path = ROOT) -> list[str]:
     return lines
 
 
-def lacking(name: str, contender: str, root: Path) -> int:
+def lacking(name: str, contender: str, root: Path) -> float:
     """How many runs of a contender no result has."""
-    path, seeds = root / "docs" / "results" / f"{name}.json", len(experiments.find(name).seeds)
-    there = experiments.load(path) if path.exists() else None
-    if there and any(left.rpartition("-")[0] == contender for left in there.left_out):
-        return 0
-    return max(0, seeds - len(there.runs.get(contender, ()) if there else ()))
+    made = runs_made(name, root).get(contender, 0)
+    return max(0, len(experiments.find(name).seeds) - made)
+
+
+@cache
+def runs_made(name: str, root: Path) -> dict[str, float]:
+    """How many runs an experiment's result has of each contender; of one that was left out with a reason, enough."""
+    path = root / "docs" / "results" / f"{name}.json"
+    if not path.exists():
+        return {}
+    of = experiments.load(path)
+    made: dict[str, float] = {contender: len(runs) for contender, runs in of.runs.items()}
+    return made | {left.rpartition("-")[0]: inf for left in of.left_out}
 
 
 def hours(name: str, contenders: Iterable[str], root: Path) -> str:
@@ -151,9 +166,9 @@ def judgement(text: str, n: int) -> str:
 
 
 def unfounded(page: str) -> list[str]:
-    """The lines of tables whose verdict is not that of their differences: won and lost want one that is sure, a tie and
-    what is open one that is not."""
-    wanted = {"won": "(sure)", "lost": "(sure)", "tie": "(not sure)", "open": "("}
+    """The lines of tables whose verdict is not that of their differences: won and lost want one that is sure, a tie one
+    that is not."""
+    wanted = {"won": "(sure)", "lost": "(sure)", "tie": "(not sure)"}
     faults = []
     for line in page.splitlines():
         verdict = line.rstrip("| ").rpartition(" | ")[2]
@@ -175,7 +190,7 @@ def wrong(name: str, entries: dict[str, Any], document: str, root: Path = ROOT) 
             faults.append(f"'{entry}' is there {len(places)} times")
         for place in places[:1]:
             covered.append((place.start(), place.end()))
-            braces = " ; ".join(re.findall(r"\{([^}]*)\}", entry))
+            braces = apart(" ; ".join(re.findall(r"\{([^}]*)\}", entry)))
             figures = [(figure, before == "± ") for before, figure in re.findall(rf"(± )?({NUMBER})", braces)]
             section = text[max(0, text.rfind(f"{BREAK} #", 0, place.start())) :].split(f"{BREAK} #")[:2]
             of = [given] * len(figures) if isinstance(given, str) else given
