@@ -77,10 +77,9 @@ def experiment(
 
 
 def _check(chosen: dict[str, Experiment], only: Any, seeds: Any) -> None:
-    contenders = [contender for of in chosen.values() for contender in of.contenders]
-    if unknown := set(only) - set(contenders):
-        known = ", ".join(map(repr, dict.fromkeys(contenders)))
-        raise BlockSparseError.expected("only", f"some of {known}", ", ".join(map(repr, sorted(unknown))))
+    from ..experiments.experiment import check_only
+
+    check_only(only, (contender for of in chosen.values() for contender in of.contenders))
     for one in seeds:
         integer("seed", one, 0, below=2**32)
 
@@ -88,8 +87,9 @@ def _check(chosen: dict[str, Experiment], only: Any, seeds: Any) -> None:
 def _check_kept(name: str, of: Experiment, runs: Path, out: Path, only: Any, seeds: Any) -> None:
     """The report that is there must not lose runs: said now, not after the training."""
     from .. import experiments
+    from ..experiments.experiment import seed_of
 
-    made = {one: {int(run.name.rpartition("-")[2]) for run in some} for one, some in of.finished(runs).items()}
+    made = {one: set(map(seed_of, some)) for one, some in of.finished(runs).items()}
     for contender in only or of.contenders:
         made.setdefault(contender, set()).update(seeds or of.seeds)
     experiments.check_kept(name, out, made)

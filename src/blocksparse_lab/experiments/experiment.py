@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import hypot
 from operator import sub
@@ -223,9 +223,7 @@ class Experiment(ABC):
         Raises:
             BlockSparseError: a contender that is unknown; what loaders and trainers refuse.
         """
-        if unknown := set(only) - set(self.contenders):
-            known = ", ".join(map(repr, self.contenders))
-            raise BlockSparseError.expected("only", f"some of {known}", ", ".join(map(repr, sorted(unknown))))
+        check_only(only, self.contenders)
         data = self.load(data_dir)
         for seed in seeds or self.seeds:
             for name in only or self.contenders:
@@ -265,10 +263,21 @@ def folder(runs: Path, contender: str, seed: int) -> Path:
 
 def folders(runs: Path, contender: str) -> list[Path]:
     """The folders of a contender's runs, by seed."""
-    named = [
-        run for run in runs.glob("*") if (found := run.name.rpartition("-"))[0] == contender and found[2].isdigit()
-    ]
-    return sorted(named, key=lambda run: int(run.name.rpartition("-")[2]))
+    split = {run: run.name.rpartition("-") for run in runs.glob("*")}
+    return sorted((run for run, (name, _, seed) in split.items() if name == contender and seed.isdigit()), key=seed_of)
+
+
+def seed_of(run: Path) -> int:
+    """The seed of the run that a folder is for."""
+    return int(run.name.rpartition("-")[2])
+
+
+def check_only(only: Sequence[str], contenders: Iterable[str]) -> None:
+    """Refuses a contender that is unknown."""
+    known = list(dict.fromkeys(contenders))
+    if unknown := sorted(set(only) - set(known)):
+        said = ", ".join(map(repr, known))
+        raise BlockSparseError.expected("only", f"some of {said}", ", ".join(map(repr, unknown)))
 
 
 def kept(run: Path, name: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from blocksparse.errors import BlockSparseError
 
 from ..recipes.signals import Interrupted
 from ..recipes.trainer import Callback, Trainer
-from .experiment import DataDir, Experiment, folder
+from .experiment import DataDir, Experiment, check_only, folder
 
 SECONDS_BETWEEN_NEWS = 0.2
 
@@ -64,8 +64,7 @@ def missing(
     named: Mapping[str, Experiment], runs: Path, only: Sequence[str] = (), seeds: Sequence[int] = ()
 ) -> list[Job]:
     """The runs of experiments without a result, each experiment's in a folder of its name."""
-    if unknown := set(only) - {contender for of in named.values() for contender in of.contenders}:
-        raise BlockSparseError.expected("only", "some of the models", ", ".join(map(repr, sorted(unknown))))
+    check_only(only, (contender for of in named.values() for contender in of.contenders))
     left_out = {name: of.left_out(runs / name) for name, of in named.items()}
     jobs = [
         Job(name, of, contender, seed, runs / name)

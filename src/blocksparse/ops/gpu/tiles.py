@@ -250,7 +250,7 @@ def _reads_shared_memory(gpu: Gpu) -> bool:
 
 
 def fits_tensor_memory(sums: int, products: int, rows: int, columns: int, gpu: Gpu) -> bool:
-    """Whether a step's sums of `rows` x `columns`, each of so many products, fit the tensor memory that Blackwell has.
+    """Whether a step's sums of `rows` x `columns`, each of `products` products, fit the tensor memory of Blackwell.
 
     Triton 3.7 was seen to keep 2 n - 2 copies of a sum of n products there. A kernel whose copies do not fit compiles
     to a trap, and Triton refuses to launch it.
