@@ -127,13 +127,17 @@ def chip(facts: Mapping[str, Any]) -> str:
 
 def where(facts: Mapping[str, Any]) -> str:
     """The machine in a line, with versions and commit."""
-    commit = f", commit {facts['commit'][:8]}{' with changes' if facts['dirty'] else ''}" if facts["commit"] else ""
+    commit = f", commit {_commit(facts)}" if facts["commit"] else ""
     return f"{chip(facts)}, torch {facts['torch']}, blocksparse {facts['blocksparse']}{commit}"
+
+
+def _commit(facts: Mapping[str, Any]) -> str:
+    return facts["commit"][:8] + " with changes" * facts["dirty"]
 
 
 def commits(machines: Iterable[Mapping[str, Any]]) -> str:
     """What `where` of one of them leaves out: the commits, if they are several."""
-    found = sorted({facts["commit"][:8] for facts in machines if facts["commit"]})
+    found = sorted({_commit(facts) for facts in machines if facts["commit"]})
     return f"; the runs are of commits {', '.join(found)}" if len(found) > 1 else ""
 
 
