@@ -18,6 +18,7 @@ from ..data.text import Text
 from ..models.char_lm import CharLMConfig, width_for
 from ..models.gpt import GPTConfig
 from ..recipes import charlm as charlm_recipe
+from ..recipes import finetune as finetune_recipe
 from ..recipes import gpt as gpt_recipe
 from ..recipes import mlp as mlp_recipe
 from ..recipes import pixelcnn as pixelcnn_recipe
@@ -258,6 +259,45 @@ def resnet(
         f"{plural(found.images, 'test image')}; logits differ by up to {found.difference:.1e}",
         highlight=False,
         soft_wrap=True,
+    )
+
+
+@train.command("sentiment")
+@with_options
+@_together
+def sentiment(
+    *,
+    out: Run,
+    model: Annotated[Path, typer.Option(help="The language model: the folder of a charlm run, or its checkpoint.")],
+    data: Annotated[str, typer.Option(help="sst, imdb, or a csv file with columns text and label.")] = "imdb",
+    data_dir: DataDir = None,
+    limit: Annotated[int | None, typer.Option(help="At most this many texts of each part, for a quick look.")] = None,
+    recipe: finetune_recipe.Recipe,
+    device: Device = "cpu",
+    seed: Seed = 0,
+    parallel: Parallel,
+) -> None:
+    """A language model of bytes, trained further to tell two classes of texts apart, end to end.
+
+    Ctrl-C finishes the step and saves. Under torchrun all processes train together.
+    """
+    from ..data import reviews
+    from ..recipes.text_features import digest
+
+    reader = charlm_recipe.load(model)
+    with stages(console()) as tell:
+        splits = reviews.load(data, data_dir, seed, lambda done, total: tell(f"downloading {data}", done, total))
+    splits = splits if limit is None else splits.limited(limit, seed)
+    weights = digest(model / "last.safetensors" if model.is_dir() else model)
+    trainer = finetune_recipe.trainer(reader, splits, out, recipe, seed, device, parallel.shard, weights)
+    facts = trainer.facts
+    show(
+        console(),
+        trainer,
+        f"[bold]{_named(reader.config)}[/], width {reader.config.width:,}, of {model}",
+        f"{facts['parameters']:,} parameters; the last {recipe.longest:,} bytes of a text at most",
+        f"{splits.name}: {len(splits.train):,} texts to train on, {facts['tested']:,} to evaluate on, "
+        f"{splits.classes[0]} or {splits.classes[1]}; {plural(recipe.epochs, 'epoch')}",
     )
 
 

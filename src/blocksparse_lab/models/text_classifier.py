@@ -1,0 +1,80 @@
+"""A classifier of texts: the hidden states of a language model over bytes, pooled over time, and a linear layer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blocksparse.checked import integer, number
+from blocksparse.errors import BlockSparseError
+
+from .char_lm import CharLM, CharLMConfig
+
+END = -1  # what stands after the end of a text
+
+
+@dataclass(frozen=True)
+class TextClassifierConfig(CharLMConfig):
+    """The configuration of a TextClassifier: that of its language model, how many classes, the part of the pooled
+    states that dropout leaves out, and what the weights were before, in some words or a digest."""
+
+    classes: int = 2
+    dropout: float = 0.5
+    begun_with: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        integer("classes", self.classes, 2)
+        number("dropout", self.dropout, 0, 1)
+
+
+class TextClassifier(nn.Module):
+    """Scores the classes of texts by the last, the mean and the largest of the hidden states after their bytes.
+
+    Args:
+        config: the configuration, whose seed draws the weights.
+        reader: a language model that was trained before, which becomes a part of this one and loses its outlet; it has
+            the configuration's sizes. Without one all weights are drawn.
+
+    Shapes: integer bytes `[texts, time]`, -1 after the end of a text, to logits `[texts, classes]`.
+
+    Example:
+        >>> import torch
+        >>> from blocksparse_lab.models.text_classifier import TextClassifier, TextClassifierConfig
+        >>> model = TextClassifier(TextClassifierConfig(width=512, pattern="barabasi_albert", m=2))
+        >>> model(torch.tensor([[72, 105, -1], [72, 111, 33]])).shape
+        torch.Size([2, 2])
+
+    Source: Howard, Ruder, Universal language model fine-tuning for text classification (2018), for the pooling.
+    """
+
+    def __init__(self, config: TextClassifierConfig, reader: CharLM | None = None):
+        super().__init__()
+        self.config = config
+        self.reader = CharLM(config) if reader is None else reader
+        del self.reader.outlet
+        self.dropout = nn.Dropout(config.dropout)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.outlet = nn.Linear(3 * config.hidden, config.classes)
+
+    @classmethod
+    def of(cls, reader: CharLM, **options: Any) -> TextClassifier:
+        """A classifier that begins with the weights of a language model, which it takes over; options as of the
+        configuration."""
+        return cls(TextClassifierConfig(**asdict(reader.config) | options), reader)
+
+    def forward(self, text: Tensor) -> Tensor:
+        if text.dim() != 2 or not text.numel() or bool((text[:, 0] == END).any()):
+            got = list(text.shape) if text.dim() != 2 or not text.numel() else "an empty text"
+            raise BlockSparseError.expected("text", "bytes [texts, time], one or more of each text", got)
+        is_byte = (text != END).T.unsqueeze(-1)
+        lengths = is_byte.sum(0)
+        y, _ = self.reader.outputs(text.clamp(min=0).T)
+        last = y.gather(0, (lengths - 1).unsqueeze(0).expand(1, -1, y.shape[-1])).squeeze(0)
+        mean = (y * is_byte).sum(0) / lengths
+        largest = y.masked_fill(~is_byte, -torch.inf).amax(0)
+        return self.outlet(self.dropout(torch.cat([last, mean, largest], -1)))
