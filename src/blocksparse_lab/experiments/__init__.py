@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from blocksparse.errors import BlockSparseError
 
-from . import classifiers, graphs, language, pixels, pruned, resnets, transformers
+from . import classifiers, finetuning, graphs, language, pixels, pruned, resnets, transformers
 from .experiment import Experiment
 from .report import check_kept, draw, load, write
 
@@ -12,7 +12,7 @@ __all__ = ["EXPERIMENTS", "Experiment", "check_kept", "draw", "find", "load", "w
 
 EXPERIMENTS: dict[str, Experiment] = {
     name: experiment
-    for module in (language, transformers, classifiers, graphs, pruned, resnets, pixels)
+    for module in (language, finetuning, transformers, classifiers, graphs, pruned, resnets, pixels)
     for name, experiment in module.EXPERIMENTS.items()
 }
 

@@ -173,8 +173,8 @@ class Experiment(ABC):
     def columns(self) -> Sequence[Column]:
         """The columns of the report's table."""
 
-    def needs(self, contender: str) -> str | None:
-        """The contender whose run of the same seed must be there before."""
+    def needs(self, run: Path) -> Path | None:
+        """The run that must be finished before this one."""
         return None
 
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:  # noqa: B027
@@ -265,6 +265,11 @@ def folders(runs: Path, contender: str) -> list[Path]:
     """The folders of a contender's runs, by seed."""
     split = {run: run.name.rpartition("-") for run in runs.glob("*")}
     return sorted((run for run, (name, _, seed) in split.items() if name == contender and seed.isdigit()), key=seed_of)
+
+
+def contender_of(run: Path) -> str:
+    """The contender whose run a folder is for."""
+    return run.name.rpartition("-")[0]
 
 
 def seed_of(run: Path) -> int:

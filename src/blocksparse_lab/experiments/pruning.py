@@ -23,7 +23,19 @@ from ..machine import machine, where
 from ..recipes.compare import Run
 from ..recipes.prune import PruneTask, Pruning, finished
 from ..recipes.trainer import Settings, Task, Trainer
-from .experiment import SEEDS, Column, DataDir, Experiment, Progress, Results, Table, folder, kept
+from .experiment import (
+    SEEDS,
+    Column,
+    DataDir,
+    Experiment,
+    Progress,
+    Results,
+    Table,
+    contender_of,
+    folder,
+    kept,
+    seed_of,
+)
 
 Runs = Mapping[str, Sequence[Run]]
 
@@ -102,12 +114,14 @@ class PruningExperiment(Experiment):
         rate = pruning.rate * settings.learning_rate
         settings = replace(settings, steps=pruning.times * settings.steps, learning_rate=rate)
         if isinstance(pruning, Pruning):
-            q = self._percentiles(folder(run.parent, DENSE, seed)) if self.needs(contender) else None
+            dense = self.needs(run)
+            q = None if dense is None else self._percentiles(dense)
             task = PruneTask(task, pruning, settings.steps, seed, q)
         return Trainer(task, run, settings, facts)
 
-    def needs(self, contender: str) -> str | None:
-        return DENSE if self.contenders[contender].method == "threshold" else None
+    def needs(self, run: Path) -> Path | None:
+        threshold = self.contenders[contender_of(run)].method == "threshold"
+        return folder(run.parent, DENSE, seed_of(run)) if threshold else None
 
     def _percentiles(self, dense: Path) -> dict[str, float]:
         if not (dense / MODEL).is_file():
@@ -119,8 +133,8 @@ class PruningExperiment(Experiment):
         """Saves the truly sparse model and its quality."""
         if self.is_finished(run):
             return
-        contender, _, seed = run.name.rpartition("-")
-        trainer = self.trainer(contender, int(seed), run, self.load(data_dir))
+        contender = contender_of(run)
+        trainer = self.trainer(contender, seed_of(run), run, self.load(data_dir))
         try:
             model = finished(trainer)
         except BlockSparseError as error:

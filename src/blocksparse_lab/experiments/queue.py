@@ -42,8 +42,7 @@ class Job:
     @property
     def needs(self) -> Path | None:
         """The run that must be finished before."""
-        needed = self.experiment.needs(self.contender)
-        return None if needed is None else folder(self.runs, needed, self.seed)
+        return self.experiment.needs(self.run)
 
     def is_ready(self) -> bool:
         return self.needs is None or self.experiment.is_finished(self.needs)

@@ -68,9 +68,7 @@ class TextClassifier(nn.Module):
         return cls(TextClassifierConfig(**asdict(reader.config) | options), reader)
 
     def forward(self, text: Tensor) -> Tensor:
-        if text.dim() != 2 or not text.numel() or bool((text[:, 0] == END).any()):
-            got = list(text.shape) if text.dim() != 2 or not text.numel() else "an empty text"
-            raise BlockSparseError.expected("text", "bytes [texts, time], one or more of each text", got)
+        _check(text)
         is_byte = (text != END).T.unsqueeze(-1)
         lengths = is_byte.sum(0)
         y, _ = self.reader.outputs(text.clamp(min=0).T)
@@ -78,3 +76,20 @@ class TextClassifier(nn.Module):
         mean = (y * is_byte).sum(0) / lengths
         largest = y.masked_fill(~is_byte, -torch.inf).amax(0)
         return self.outlet(self.dropout(torch.cat([last, mean, largest], -1)))
+
+
+def _check(text: Tensor) -> None:
+    got: Any = None
+    if text.dim() != 2 or not text.numel():
+        got = list(text.shape)
+    elif bool((text < END).any()):
+        got = int(text.min())
+    else:
+        ended = text == END
+        if bool(ended[:, 0].any()):
+            got = "a text of none"
+        elif bool((ended[:, :-1] & ~ended[:, 1:]).any()):
+            got = f"bytes after {END}"
+    if got is not None:
+        wanted = f"bytes [texts, time], one or more of each text, and {END} after its end"
+        raise BlockSparseError.expected("text", wanted, got)

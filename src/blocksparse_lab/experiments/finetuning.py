@@ -1,0 +1,116 @@
+"""Language models of another experiment, trained further to tell texts apart; and the same ones with nothing learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from blocksparse.errors import BlockSparseError
+
+from ..data import reviews
+from ..recipes import charlm, finetune
+from ..recipes.compare import Run
+from ..recipes.text_features import digest
+from ..recipes.trainer import Trainer
+from .experiment import SEEDS, Column, DataDir, Experiment, contender_of, folder, seed_of
+from .language import EXPERIMENTS as LANGUAGE
+from .language import LanguageExperiment
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A language model of another experiment, by its name there; with what it learnt in the run of the same seed, or
+    newly drawn."""
+
+    model: str
+    recipe: finetune.Recipe
+    pretrained: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuningExperiment(Experiment):
+    """Classifiers of texts.
+
+    Args:
+        begins: the name of the experiment whose language models they were, with its runs beside this one's.
+        data: a name of `data.reviews`, or a csv file.
+
+    The seeds are those of the language models, of the order of the texts and of dropout. All have the same parts.
+    """
+
+    contenders: Mapping[str, Contender]
+    begins: str
+    data: str
+
+    caption: ClassVar[str] = (
+        "All weights are trained, the language model's too. The rates were chosen on the validation part; the errors "
+        "are those on the test part after the last epoch. Mean and standard deviation over the seeds; differences are "
+        "of runs of the same seed."
+    )
+
+    @property
+    def _models(self) -> LanguageExperiment:
+        of = LANGUAGE[self.begins]
+        assert isinstance(of, LanguageExperiment)
+        return of
+
+    def load(self, data_dir: DataDir) -> reviews.Splits:
+        return reviews.load(self.data, data_dir)
+
+    def needs(self, run: Path) -> Path | None:
+        of = self.contenders[contender_of(run)]
+        return folder(run.parent.parent / self.begins, of.model, seed_of(run)) if of.pretrained else None
+
+    def trainer(self, contender: str, seed: int, run: Path, data: reviews.Splits) -> Trainer:
+        of, begun = self.contenders[contender], self.needs(run)
+        if begun is None:
+            reader = charlm.network(replace(self._models.contenders[of.model].config, seed=seed))
+            return finetune.trainer(reader, data, run, of.recipe, seed)
+        if not self._models.is_finished(begun):
+            needed = f"the run of {self.begins} that it begins with: blocksparse experiment {self.begins}"
+            raise BlockSparseError.expected(contender, needed, f"none in {begun}")
+        weights = digest(begun / "last.safetensors")
+        return finetune.trainer(charlm.load(begun), data, run, of.recipe, seed, begun_with=weights)
+
+    def found(self, run: Run) -> dict[str, Any]:
+        return {"error": run.held_out, "seconds": run.seconds}
+
+    @property
+    def columns(self) -> Sequence[Column]:
+        first = next(iter(self.contenders))
+        return [
+            Column("begins with what it learnt of unlabelled texts", lambda run, of: "yes" if of.pretrained else "no"),
+            Column("hidden units", "task.model.width"),
+            Column("pattern of the recurrent weights", "task.model.pattern"),
+            Column("parameters", "facts.parameters"),
+            Column("learning rate", "settings.learning_rate"),
+            Column("texts of a step", "task.batch"),
+            Column("last bytes of a text that are read, at most", "task.data.longest"),
+            Column("epochs", "facts.epochs"),
+            SEEDS,
+            Column("texts to test on", "facts.tested"),
+            Column("test error, %", "facts.error", 2),
+            Column(f"test error, against {first}", "facts.error", 2, first),
+            Column("seconds of training", "facts.seconds", 0),
+        ]
+
+
+def _finetuned(begins: str, data: str, minutes: float) -> FineTuningExperiment:
+    recipe = finetune.Recipe()
+    return FineTuningExperiment(
+        about=f"The language models of {begins}, fine-tuned on {data} end to end, and the same ones from scratch",
+        begins=begins,
+        data=data,
+        minutes=minutes,
+        contenders={
+            "dense": Contender("dense", recipe),
+            "small-world": Contender("small-world", recipe),
+            "dense, from scratch": Contender("dense", recipe, pretrained=False),
+            "small-world, from scratch": Contender("small-world", recipe, pretrained=False),
+        },
+    )
+
+
+EXPERIMENTS: dict[str, Experiment] = {"imdb-finetuned": _finetuned("imdb-small", "imdb", 40)}

@@ -1,0 +1,205 @@
+"""Language models fine-tuned to classify texts: what is read, resuming with the same bits, the command, mistakes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from blocksparse import BlockSparseError
+from blocksparse_lab import experiments
+from blocksparse_lab.cli import app
+from blocksparse_lab.data.reviews import Labelled, Splits, encode
+from blocksparse_lab.experiments import finetuning
+from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
+from blocksparse_lab.models.text_classifier import TextClassifier, TextClassifierConfig
+from blocksparse_lab.recipes import charlm, finetune
+from blocksparse_lab.recipes.finetune import Recipe, Rows
+from blocksparse_lab.recipes.trainer import Callback, Interrupted, Settings
+
+pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
+
+DENSE = CharLMConfig(width=24, embedding=8)
+SPARSE = CharLMConfig(width=48, embedding=8, pattern="random", density=0.4, block_size=8, seed=1)
+KINDS = [DENSE, SPARSE, replace(SPARSE, cell="mlstm", layers=2), replace(DENSE, projection=8)]
+QUICK = Recipe(epochs=3, batch=8, longest=20, learning_rate=0.02)
+
+
+def opinions(count=64, seed=0):
+    """Texts of which each says what its label is, of very different lengths."""
+    rng = np.random.default_rng(seed)
+    labels = (np.arange(count) % 2).tolist()
+    words = ("bad", "good")
+    texts = ["".join(rng.choice(list("abc é"), rng.integers(0, 40))) + words[label] for label in labels]
+    return Labelled(texts, labels)
+
+
+def splits():
+    return Splits("opinions", ("bad", "good"), opinions(), opinions(12, 1), opinions(20, 2))
+
+
+def batch(texts):
+    data = [encode(text) for text in texts]
+    return torch.tensor([[*one, *[-1] * (max(map(len, data)) - len(one))] for one in data])
+
+
+@pytest.mark.parametrize("config", KINDS, ids=lambda of: f"{of.cell}-{of.pattern}-{of.projection}")
+def test_scores_are_those_of_a_text_alone_byte_after_byte(config):
+    reader = CharLM(config)
+    texts = ["", "some text", "é", "x" * 70]
+    with torch.no_grad():
+        pooled = []
+        for text in texts:
+            state, hidden = reader.initial_state(1), []
+            for byte in encode(text):
+                y, state = reader.outputs(torch.tensor([[byte]]), state)
+                hidden.append(y[0, 0])
+            of = torch.stack(hidden)
+            pooled.append(torch.cat([of[-1], of.mean(0), of.amax(0)]))
+    model = TextClassifier.of(reader, dropout=0.9).eval()
+    expected = model.outlet(torch.stack(pooled))
+    torch.testing.assert_close(model(batch(texts)), expected, atol=1e-5, rtol=1e-5)
+    assert not any("reader.outlet" in name for name, _ in model.named_parameters())
+
+
+def test_what_stands_after_a_text_has_no_gradient():
+    model = TextClassifier(TextClassifierConfig(width=8, embedding=4, dropout=0)).double()
+    text = batch(["a", "aaaaaaaaaa"])
+    model(text)[0].sum().backward()
+    alone = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(batch(["a"]))[0].sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, alone[name], atol=1e-12, rtol=1e-9)
+
+
+def test_the_last_bytes_of_each_text_are_read():
+    rows = Rows(splits(), longest=9)
+    text, labels = rows.take(np.array([5, 2]))
+    assert labels.tolist() == [1, 0]
+    for row, nth in zip(text.tolist(), (5, 2), strict=True):
+        assert bytes(byte for byte in row if byte >= 0) == encode(rows._train.texts[nth])[-9:]
+    pairs = (pair for part in rows.held_out(3) for pair in zip(*part, strict=True))
+    found = [(bytes(byte for byte in row if byte >= 0), label) for row, label in pairs]
+    test = splits().test
+    expected = [(encode(text)[-9:], label) for text, label in zip(test.texts, test.labels, strict=True)]
+    assert sorted((text, int(label)) for text, label in found) == sorted(expected)
+    assert Rows(splits(), 9, "validation").tested == 12
+
+
+@pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_it_learns_and_is_found_again(tmp_path, config):
+    trainer = finetune.trainer(CharLM(config), splits(), tmp_path, QUICK)
+    trainer.train()
+    assert trainer.held_out == 0
+    model, again = trainer.model.eval(), finetune.load(tmp_path)
+    assert again.config == model.config
+    text = batch(opinions(9, 3).texts)
+    assert torch.equal(again(text), model(text))
+
+
+class Stops(Callback):
+    def after_step(self, step):
+        if step == 5:
+            raise Interrupted(2, step)
+
+
+def test_a_run_that_stopped_ends_with_the_same_bits(tmp_path):
+    def trainer(run, weights="1"):
+        return finetune.trainer(CharLM(SPARSE), splits(), tmp_path / run, QUICK, begun_with=weights)
+
+    whole = trainer("whole")
+    whole.train()
+    with pytest.raises(Interrupted):
+        trainer("stopped").train(Stops())
+    with pytest.raises(BlockSparseError, match=r"begun_with 1, got .*begun_with 2"):
+        trainer("stopped", "2").train()
+    again = trainer("stopped")
+    again.train()
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, again.model.state_dict()[name]), name
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def test_the_command(tmp_path):
+    train = opinions(80)
+    rows = [f'"{text}",{label}' for text, label in zip(train.texts, train.labels, strict=True)]
+    (tmp_path / "opinions.csv").write_text("\n".join(["text,label", *rows]))
+    text = ["--data", "python", "--width", "32", "--embedding", "8", "--steps", "3", "--batch", "4", "--seq", "16"]
+    run("train", "charlm", "--out", tmp_path / "model", *text)
+    command = ["train", "sentiment", "--model", tmp_path / "model", "--data", tmp_path / "opinions.csv"]
+    command += ["--epochs", "1", "--batch", "8", "--longest", "30"]
+    said = run(*command, "--out", tmp_path / "run")
+    assert "lstm, dense, width 32" in said
+    assert "opinions.csv: 64 texts to train on, 8 to evaluate on, 0 or 1; 1 epoch" in said
+    assert "this run is finished" in run(*command, "--out", tmp_path / "run")
+    limited = run(*command, "--out", tmp_path / "quick", "--limit", "20", "--evaluated", "validation")
+    assert "20 texts to train on, 8 to evaluate on" in limited
+    # A language model is no classifier, nor the other way round.
+    with pytest.raises(BlockSparseError, match="expected a recurrent language model of bytes, got classify"):
+        charlm.load(tmp_path / "run")
+    with pytest.raises(BlockSparseError, match="expected a classifier of texts, got charlm"):
+        finetune.load(tmp_path / "model")
+
+
+def test_the_experiment(tmp_path, monkeypatch):
+    small = replace(
+        experiments.find("imdb-small"),
+        text="python",
+        contenders={
+            name: replace(one, config=config)
+            for (name, one), config in zip(
+                experiments.find("imdb-small").contenders.items(), (DENSE, SPARSE), strict=True
+            )
+        },
+        settings=Settings(steps=2, warmup=1),
+        batch=4,
+        seq=8,
+        evaluated=100,
+        reviews={},
+    )
+    of = experiments.find("imdb-finetuned")
+    contenders = {name: replace(one, recipe=QUICK) for name, one in of.contenders.items()}
+    of = replace(of, contenders=contenders, seeds=(0, 1))
+    monkeypatch.setitem(finetuning.LANGUAGE, "imdb-small", small)
+    monkeypatch.setattr(type(of), "load", lambda self, data_dir: splits())
+    runs = tmp_path / "imdb-finetuned"
+    with pytest.raises(BlockSparseError, match="dense: expected the run of imdb-small that it begins with"):
+        of.trainer("dense", 0, runs / "dense-0", splits())
+    for trainer in small.trainers(tmp_path / "imdb-small", seeds=of.seeds):
+        trainer.train()
+    for trainer in of.trainers(runs):
+        trainer.train()
+    paths = experiments.write("imdb-finetuned", of, runs, tmp_path)
+    text = paths[1].read_text()
+    assert "| begins with what it learnt of unlabelled texts | yes | yes | no | no |" in text
+    assert "| hidden units | 24 | 48 | 24 | 48 |" in text
+    assert text.count("| test error, against dense | +0.00 ± 0.00 |") == 1
+
+
+def test_bad_input(tmp_path):
+    model = TextClassifier(TextClassifierConfig(width=8, embedding=4))
+    for call, message in [
+        (lambda: model(torch.tensor([[-1, -1], [3, 4]])), "text: expected bytes .*, got a text of none"),
+        (lambda: model(torch.tensor([[3, -1, 4]])), "text: expected bytes .*, got bytes after -1"),
+        (lambda: model(torch.tensor([[3, -2]])), "text: expected bytes .*, got -2"),
+        (lambda: model(torch.tensor([3, 4])), r"text: expected bytes .*, got \[2\]"),
+        (lambda: model(torch.empty(0, 4, dtype=torch.long)), r"text: expected bytes .*, got \[0, 4\]"),
+        (lambda: model(torch.tensor([[256]])), "expected rows of a table that has 256, got 256"),
+        (lambda: Recipe(longest=0), "longest: expected an int, 1 or more"),
+        (lambda: Recipe(evaluated="train"), "evaluated: expected one of test, validation"),
+        (lambda: TextClassifierConfig(classes=1), "classes: expected an int, 2 or more"),
+        (lambda: TextClassifierConfig(dropout=2), "dropout: expected a number"),
+        (lambda: finetune.trainer(CharLM(DENSE), splits(), tmp_path, Recipe(batch=99)), "batch: expected an int"),
+        (lambda: finetune.load(tmp_path), "last.safetensors"),
+    ]:
+        with pytest.raises(BlockSparseError, match=message):
+            call()
