@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -81,13 +82,13 @@ def test_the_last_bytes_of_each_text_are_read():
     text, labels = rows.take(np.array([5, 2]))
     assert labels.tolist() == [1, 0]
     for row, nth in zip(text.tolist(), (5, 2), strict=True):
-        assert bytes(byte for byte in row if byte >= 0) == encode(rows._train.texts[nth])[-9:]
+        assert bytes(byte for byte in row if byte >= 0) == encode(splits().train.texts[nth])[-9:]
     pairs = (pair for part in rows.held_out(3) for pair in zip(*part, strict=True))
     found = [(bytes(byte for byte in row if byte >= 0), label) for row, label in pairs]
-    test = splits().test
-    expected = [(encode(text)[-9:], label) for text, label in zip(test.texts, test.labels, strict=True)]
+    of = splits().validation
+    expected = [(encode(text)[-9:], label) for text, label in zip(of.texts, of.labels, strict=True)]
     assert sorted((text, int(label)) for text, label in found) == sorted(expected)
-    assert Rows(splits(), 9, "validation").tested == 12
+    assert rows.tested == len(expected) == 12
 
 
 @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
@@ -95,6 +96,12 @@ def test_it_learns_and_is_found_again(tmp_path, config):
     trainer = finetune.trainer(CharLM(config), splits(), tmp_path, QUICK)
     trainer.train()
     assert trainer.held_out == 0
+    told = []
+    assert finetune.evaluate(tmp_path, splits(), QUICK, progress=lambda *at: told.append(at)) == 0
+    assert told == [(20, 20)]
+    wrong = splits()
+    wrong.test.labels[3] = 1 - wrong.test.labels[3]
+    assert finetune.evaluate(tmp_path, wrong, QUICK) == 5
     model, again = trainer.model.eval(), finetune.load(tmp_path)
     assert again.config == model.config
     text = batch(opinions(9, 3).texts)
@@ -139,10 +146,11 @@ def test_the_command(tmp_path):
     command += ["--epochs", "1", "--batch", "8", "--longest", "30"]
     said = run(*command, "--out", tmp_path / "run")
     assert "lstm, dense, width 32" in said
-    assert "opinions.csv: 64 texts to train on, 8 to evaluate on, 0 or 1; 1 epoch" in said
+    assert "opinions.csv, 0 or 1: 64 texts to train on, 8 to choose with, 8 to test" in said
+    assert re.search(r"test error \d+\.\d\d % of 8 texts", said)
     assert "this run is finished" in run(*command, "--out", tmp_path / "run")
-    limited = run(*command, "--out", tmp_path / "quick", "--limit", "20", "--evaluated", "validation")
-    assert "20 texts to train on, 8 to evaluate on" in limited
+    limited = run(*command, "--out", tmp_path / "quick", "--limit", "20")
+    assert "20 texts to train on, 8 to choose with, 8 to test" in limited
     # A language model is no classifier, nor the other way round.
     with pytest.raises(BlockSparseError, match="expected a recurrent language model of bytes, got classify"):
         charlm.load(tmp_path / "run")
@@ -152,12 +160,12 @@ def test_the_command(tmp_path):
 
 def test_the_experiment(tmp_path, monkeypatch):
     small = replace(
-        experiments.find("imdb-small"),
+        experiments.find("imdb-long"),
         text="python",
         contenders={
             name: replace(one, config=config)
             for (name, one), config in zip(
-                experiments.find("imdb-small").contenders.items(), (DENSE, SPARSE), strict=True
+                experiments.find("imdb-long").contenders.items(), (DENSE, SPARSE), strict=True
             )
         },
         settings=Settings(steps=2, warmup=1),
@@ -169,15 +177,16 @@ def test_the_experiment(tmp_path, monkeypatch):
     of = experiments.find("imdb-finetuned")
     contenders = {name: replace(one, recipe=QUICK) for name, one in of.contenders.items()}
     of = replace(of, contenders=contenders, seeds=(0, 1))
-    monkeypatch.setitem(finetuning.LANGUAGE, "imdb-small", small)
+    monkeypatch.setitem(finetuning.LANGUAGE, "imdb-long", small)
     monkeypatch.setattr(type(of), "load", lambda self, data_dir: splits())
     runs = tmp_path / "imdb-finetuned"
-    with pytest.raises(BlockSparseError, match="dense: expected the run of imdb-small that it begins with"):
+    with pytest.raises(BlockSparseError, match="dense: expected the run of imdb-long that it begins with"):
         of.trainer("dense", 0, runs / "dense-0", splits())
-    for trainer in small.trainers(tmp_path / "imdb-small", seeds=of.seeds):
+    for trainer in small.trainers(tmp_path / "imdb-long", seeds=of.seeds):
         trainer.train()
     for trainer in of.trainers(runs):
         trainer.train()
+        of.probe(trainer.run)
     paths = experiments.write("imdb-finetuned", of, runs, tmp_path)
     text = paths[1].read_text()
     assert "| begins with what it learnt of unlabelled texts | yes | yes | no | no |" in text
@@ -195,7 +204,6 @@ def test_bad_input(tmp_path):
         (lambda: model(torch.empty(0, 4, dtype=torch.long)), r"text: expected bytes .*, got \[0, 4\]"),
         (lambda: model(torch.tensor([[256]])), "expected rows of a table that has 256, got 256"),
         (lambda: Recipe(longest=0), "longest: expected an int, 1 or more"),
-        (lambda: Recipe(evaluated="train"), "evaluated: expected one of test, validation"),
         (lambda: TextClassifierConfig(classes=1), "classes: expected an int, 2 or more"),
         (lambda: TextClassifierConfig(dropout=2), "dropout: expected a number"),
         (lambda: finetune.trainer(CharLM(DENSE), splits(), tmp_path, Recipe(batch=99)), "batch: expected an int"),

@@ -290,15 +290,21 @@ def sentiment(
     splits = splits if limit is None else splits.limited(limit, seed)
     weights = digest(model / "last.safetensors" if model.is_dir() else model)
     trainer = finetune_recipe.trainer(reader, splits, out, recipe, seed, device, parallel.shard, weights)
-    facts = trainer.facts
+    out_console = console()
+    sizes = [len(part) for part in (splits.train, splits.validation, splits.test)]
     show(
-        console(),
+        out_console,
         trainer,
         f"[bold]{_named(reader.config)}[/], width {reader.config.width:,}, of {model}",
-        f"{facts['parameters']:,} parameters; the last {recipe.longest:,} bytes of a text at most",
-        f"{splits.name}: {len(splits.train):,} texts to train on, {facts['tested']:,} to evaluate on, "
-        f"{splits.classes[0]} or {splits.classes[1]}; {plural(recipe.epochs, 'epoch')}",
+        f"{trainer.facts['parameters']:,} parameters; the last {recipe.longest:,} bytes of a text at most",
+        f"{splits.name}, {splits.classes[0]} or {splits.classes[1]}: "
+        + "{:,} texts to train on, {:,} to choose with, {:,} to test".format(*sizes),
     )
+    if not parallel.first:
+        return
+    with stages(out_console) as tell:
+        error = finetune_recipe.evaluate(out, splits, recipe, device, lambda done, of: tell("testing", done, of))
+    out_console.print(f"test error [bold]{error:.2f} %[/] of {plural(sizes[2], 'text')}", highlight=False)
 
 
 def _parts(text: Path | None, data: str | None, data_dir: Path | None, seq: int, held_out: float) -> Text:

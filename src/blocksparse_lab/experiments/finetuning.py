@@ -14,7 +14,7 @@ from ..recipes import charlm, finetune
 from ..recipes.compare import Run
 from ..recipes.text_features import digest
 from ..recipes.trainer import Trainer
-from .experiment import SEEDS, Column, DataDir, Experiment, contender_of, folder, seed_of
+from .experiment import SEEDS, Column, DataDir, Experiment, Progress, contender_of, folder, kept, seed_of
 from .language import EXPERIMENTS as LANGUAGE
 from .language import LanguageExperiment
 
@@ -31,7 +31,7 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuningExperiment(Experiment):
-    """Classifiers of texts.
+    """Classifiers of texts that begin as language models.
 
     Args:
         begins: the name of the experiment whose language models they were, with its runs beside this one's.
@@ -44,10 +44,11 @@ class FineTuningExperiment(Experiment):
     begins: str
     data: str
 
+    curves: ClassVar[str] = "Validation error against epochs and seconds"
     caption: ClassVar[str] = (
-        "All weights are trained, the language model's too. The rates were chosen on the validation part; the errors "
-        "are those on the test part after the last epoch. Mean and standard deviation over the seeds; differences are "
-        "of runs of the same seed."
+        "All weights are trained, the language model's too. Rates were chosen on the validation part; errors are those "
+        "on the test part after the last epoch. Mean and standard deviation over the seeds; differences are of runs of "
+        "the same seed."
     )
 
     @property
@@ -74,8 +75,15 @@ class FineTuningExperiment(Experiment):
         weights = digest(begun / "last.safetensors")
         return finetune.trainer(charlm.load(begun), data, run, of.recipe, seed, begun_with=weights)
 
+    def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
+        """The error on the test part."""
+        if not kept(run, finetune.TESTED):
+            told = (lambda done, of: progress("testing", done, of)) if progress else None
+            recipe = self.contenders[contender_of(run)].recipe
+            finetune.evaluate(run, self.load(data_dir), recipe, progress=told)
+
     def found(self, run: Run) -> dict[str, Any]:
-        return {"error": run.held_out, "seconds": run.seconds}
+        return {"validation error": run.held_out, **kept(run.path, finetune.TESTED), "seconds": run.seconds}
 
     @property
     def columns(self) -> Sequence[Column]:
@@ -90,9 +98,10 @@ class FineTuningExperiment(Experiment):
             Column("last bytes of a text that are read, at most", "task.data.longest"),
             Column("epochs", "facts.epochs"),
             SEEDS,
-            Column("texts to test on", "facts.tested"),
-            Column("test error, %", "facts.error", 2),
-            Column(f"test error, against {first}", "facts.error", 2, first),
+            Column("validation error, %", "facts.validation error", 2),
+            Column("texts to test on", "facts.texts"),
+            Column("test error, %", "facts.test error", 2),
+            Column(f"test error, against {first}", "facts.test error", 2, first),
             Column("seconds of training", "facts.seconds", 0),
         ]
 
@@ -113,4 +122,4 @@ def _finetuned(begins: str, data: str, minutes: float) -> FineTuningExperiment:
     )
 
 
-EXPERIMENTS: dict[str, Experiment] = {"imdb-finetuned": _finetuned("imdb-small", "imdb", 40)}
+EXPERIMENTS: dict[str, Experiment] = {"imdb-finetuned": _finetuned("imdb-long", "imdb", 40)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blocksparse import checkpoint
 from blocksparse.checked import integer
-from blocksparse.errors import BlockSparseError
 
 from ..data.reviews import Labelled, Splits, encode
 from ..models.char_lm import CharLM
@@ -21,10 +22,10 @@ from ..option import option
 from . import stored
 from .classify import KIND, ClassifyTask
 from .settings import by_epochs
-from .text_features import digest
+from .text_features import Progress, digest
 from .trainer import Trainer, device_of
 
-PARTS = ("test", "validation")
+TESTED = "tested.json"
 
 
 @dataclass(frozen=True)
@@ -36,43 +37,45 @@ class Recipe:
     longest: int = option(512, "Bytes of a text that are read at most: its last ones.")
     dropout: float = option(0.5, "The part of the pooled states that is left out.")
     learning_rate: float = option(0.001, "The highest learning rate.", "lr")
-    evaluated: str = option("test", "The part that is evaluated on: test; or validation, to choose settings.")
 
     def __post_init__(self) -> None:
         integer("longest", self.longest, 1)
-        if self.evaluated not in PARTS:
-            raise BlockSparseError.expected("evaluated", f"one of {', '.join(PARTS)}", repr(self.evaluated))
 
 
 class Rows:
-    """Texts as `ClassifyTask` takes them: bytes `[n, time]`, as `encode` gives them, the last `longest` of each."""
+    """Texts as `ClassifyTask` takes them: bytes `[n, time]`, as `encode` gives them, the last `longest` of each; held
+    out is the validation part."""
 
-    def __init__(self, splits: Splits, longest: int, evaluated: str = "test"):
-        self._train, self._held_out = splits.train, getattr(splits, evaluated)
-        self.name, self.classes = splits.name, splits.classes
-        self.rows, self.tested, self.features = len(self._train), len(self._held_out), longest
-        self._about = {"evaluated": evaluated}
+    def __init__(self, splits: Splits, longest: int):
+        self._splits, self.name, self.classes = splits, splits.name, splits.classes
+        self.rows, self.tested, self.features = len(splits.train), len(splits.validation), longest
 
     def take(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-        return self._padded(self._train.take(rows.tolist()))
+        return padded(self._splits.train.take(rows.tolist()), self.features)
 
     def held_out(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        texts = self._held_out.texts
-        order = sorted(range(len(texts)), key=lambda row: len(texts[row]))  # little is read beyond an end
-        for start in range(0, len(order), batch):
-            yield self._padded(self._held_out.take(order[start : start + batch]))
+        return in_batches(self._splits.validation, self.features, batch)
 
     def digest(self) -> dict[str, Any]:
-        said = {"name": self.name, "classes": list(self.classes), "longest": self.features, **self._about}
-        parts = {"train": self._train, "held out": self._held_out}
-        return said | {name: digest(*part.texts, bytes(part.labels)) for name, part in parts.items()}
+        parts = {name: getattr(self._splits, name) for name in ("train", "validation")}
+        digests = {name: digest(*part.texts, bytes(part.labels)) for name, part in parts.items()}
+        return {"name": self.name, "classes": list(self.classes), "longest": self.features, **digests}
 
-    def _padded(self, some: Labelled) -> tuple[Tensor, Tensor]:
-        data = [np.frombuffer(encode(text)[-self.features :], np.uint8) for text in some.texts]
-        found = np.full((len(data), max(map(len, data))), END, np.int64)
-        for row, one in zip(found, data, strict=True):
-            row[: len(one)] = one
-        return torch.from_numpy(found), torch.tensor(some.labels)
+
+def in_batches(some: Labelled, longest: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Texts of about the same length together, so that little is read beyond an end, and their labels."""
+    order = sorted(range(len(some)), key=lambda row: len(some.texts[row]))
+    for start in range(0, len(order), batch):
+        yield padded(some.take(order[start : start + batch]), longest)
+
+
+def padded(some: Labelled, longest: int) -> tuple[Tensor, Tensor]:
+    """The last bytes of texts, `[texts, time]`, and their labels."""
+    data = [np.frombuffer(encode(text)[-longest:], np.uint8) for text in some.texts]
+    found = np.full((len(data), max(map(len, data))), END, np.int64)
+    for row, one in zip(found, data, strict=True):
+        row[: len(one)] = one
+    return torch.from_numpy(found), torch.tensor(some.labels)
 
 
 def trainer(
@@ -93,21 +96,41 @@ def trainer(
     """
     recipe = recipe or Recipe()
     model = TextClassifier.of(reader, dropout=recipe.dropout, seed=seed, begun_with=begun_with)
-    rows = Rows(splits, recipe.longest, recipe.evaluated)
+    rows = Rows(splits, recipe.longest)
     task = ClassifyTask(
         model, rows, recipe.epochs, recipe.batch, seed=seed, device=device_of(device), about=asdict(model.config)
     )
+    task.unit = "% validation error"
     task.bytes_per_step = recipe.batch * recipe.longest  # bytes, and not numbers of four
     settings = by_epochs(
         task, recipe, warmup=task.steps // 10, save_every=0, save_minutes=2.0, seed=seed, device=device, shard=shard
     )
     facts = {
         "data": splits.name,
-        "tested": rows.tested,
         "epochs": recipe.epochs,
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     return Trainer(task, run, settings, facts)
+
+
+def evaluate(
+    run: str | Path, splits: Splits, recipe: Recipe, device: str = "cpu", progress: Progress | None = None
+) -> float:
+    """The part of the test texts that a finished run puts in the wrong class, in %; kept in the run as `tested.json`.
+
+    The training evaluates on the validation part, by which settings are chosen.
+    """
+    wrong, count = 0, 0
+    model = load(run).to(device_of(device))
+    with torch.inference_mode():
+        for text, labels in in_batches(splits.test, recipe.longest, 4 * recipe.batch):
+            found = model(text.to(device)).argmax(1).cpu()
+            wrong, count = wrong + int((found != labels).sum()), count + len(labels)
+            if progress is not None:
+                progress(count, len(splits.test))
+    kept = {"test error": 100 * wrong / count, "texts": count}
+    checkpoint.write_text(Path(run) / TESTED, f"{json.dumps(kept)}\n")
+    return kept["test error"]
 
 
 def load(path: str | Path) -> TextClassifier:
