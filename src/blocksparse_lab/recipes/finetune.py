@@ -32,11 +32,11 @@ TESTED = "tested.json"
 class Recipe:
     """Adam, whose rate rises over the first tenth of the steps and falls to 0 in a line."""
 
-    epochs: int = option(2, "Of the whole run.")
+    epochs: int = option(3, "Of the whole run.")
     batch: int = option(32, "Texts of a step.")
     longest: int = option(512, "Bytes of a text that are read at most: its last ones.")
     dropout: float = option(0.5, "The part of the pooled states that is left out.")
-    learning_rate: float = option(0.001, "The highest learning rate.", "lr")
+    learning_rate: float = option(0.01, "The highest learning rate.", "lr")
 
     def __post_init__(self) -> None:
         integer("longest", self.longest, 1)
