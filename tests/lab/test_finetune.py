@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -13,12 +14,17 @@ from typer.testing import CliRunner
 from blocksparse import BlockSparseError
 from blocksparse_lab import experiments
 from blocksparse_lab.cli import app
+from blocksparse_lab.data import reviews
+from blocksparse_lab.data import text as texts
 from blocksparse_lab.data.reviews import Labelled, Splits, encode
-from blocksparse_lab.experiments import finetuning
+from blocksparse_lab.experiments import finetuning, queue
+from blocksparse_lab.experiments.experiment import FAILED
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
 from blocksparse_lab.models.text_classifier import TextClassifier, TextClassifierConfig
 from blocksparse_lab.recipes import charlm, finetune
 from blocksparse_lab.recipes.finetune import Recipe, Rows
+from blocksparse_lab.recipes.streams import Batches
+from blocksparse_lab.recipes.text_features import digest
 from blocksparse_lab.recipes.trainer import Callback, Interrupted, Settings
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
@@ -97,15 +103,49 @@ def test_it_learns_and_is_found_again(tmp_path, config):
     trainer.train()
     assert trainer.held_out == 0
     told = []
-    assert finetune.evaluate(tmp_path, splits(), QUICK, progress=lambda *at: told.append(at)) == 0
+    assert finetune.evaluate(tmp_path, splits(), progress=lambda *at: told.append(at)) == 0
     assert told == [(20, 20)]
     wrong = splits()
     wrong.test.labels[3] = 1 - wrong.test.labels[3]
-    assert finetune.evaluate(tmp_path, wrong, QUICK) == 5
+    assert finetune.evaluate(tmp_path, wrong) == 5
     model, again = trainer.model.eval(), finetune.load(tmp_path)
     assert again.config == model.config
     text = batch(opinions(9, 3).texts)
     assert torch.equal(again(text), model(text))
+
+
+def test_what_a_recipe_asks_for(tmp_path):
+    recipe = replace(QUICK, dropout=0.25, dtype="bfloat16", batch=4)
+    trainer = finetune.trainer(CharLM(SPARSE).double(), splits(), tmp_path, recipe, seed=7)
+    model, settings, task = trainer.model, trainer.settings, trainer.task
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert (model.dropout.p, model.config.dropout) == (0.25, 0.25)
+    assert (settings.steps, settings.eval_every, settings.warmup) == (48, 16, 4)
+    assert (settings.learning_rate, settings.dtype, settings.seed) == (0.02, "bfloat16", 7)
+    assert (task.unit, task.samples, task.bytes_per_step) == ("% validation error", "texts", 80)
+    # The seed is not that of the layouts, which the language model brings.
+    assert model.config.seed == task.about()["model"]["seed"] == SPARSE.seed
+    outlets = [TextClassifier.of(CharLM(SPARSE), seed).outlet.weight for seed in (7, 8)]
+    assert torch.equal(model.outlet.weight, outlets[0])
+    assert not torch.equal(model.outlet.weight, outlets[1])
+
+
+def test_a_run_goes_on_only_with_the_same_texts():
+    def changed(part):
+        other = splits()
+        getattr(other, part).labels[0] ^= 1
+        return other
+
+    others = [replace(splits(), classes=("no", "yes")), *map(changed, ("train", "validation", "test"))]
+    digests = [Rows(of, 9).digest() for of in (splits(), *others)] + [Rows(splits(), 8).digest()]
+    assert len({str(digest) for digest in digests}) == 6
+
+
+def test_more_epochs(tmp_path):
+    for epochs in (1, 2):
+        trainer = finetune.trainer(CharLM(DENSE), splits(), tmp_path, replace(QUICK, epochs=epochs))
+        trainer.train()
+        assert trainer.step == epochs * 8
 
 
 class Stops(Callback):
@@ -149,8 +189,19 @@ def test_the_command(tmp_path):
     assert "opinions.csv, 0 or 1: 64 texts to train on, 8 to choose with, 8 to test" in said
     assert re.search(r"test error \d+\.\d\d % of 8 texts", said)
     assert "this run is finished" in run(*command, "--out", tmp_path / "run")
-    limited = run(*command, "--out", tmp_path / "quick", "--limit", "20")
+    limited = run(*command, "--out", tmp_path / "quick", "--limit", "20", "--seed", "3")
     assert "20 texts to train on, 8 to choose with, 8 to test" in limited
+    same = reviews.load(tmp_path / "opinions.csv", seed=3).limited(20, 3)
+    config = json.loads((tmp_path / "quick" / "config.json").read_text())
+    assert config["task"]["data"] == Rows(same, 30).digest()
+    assert config["settings"]["seed"] == 3
+    run("train", "charlm", "--out", tmp_path / "other", *text, "--seed", "1")
+    command[3] = tmp_path / "other"
+    said = run(*command, "--out", tmp_path / "run", code=1)
+    assert re.search(r"begun_with \w{16}, got .*begun_with \w{16}", said)
+    assert "seed: expected an int, 0 or more, got -1" in run(
+        *command, "--out", tmp_path / "none", "--seed", "-1", code=1
+    )
     # A language model is no classifier, nor the other way round.
     with pytest.raises(BlockSparseError, match="expected a recurrent language model of bytes, got classify"):
         charlm.load(tmp_path / "run")
@@ -158,7 +209,34 @@ def test_the_command(tmp_path):
         finetune.load(tmp_path / "model")
 
 
-def test_the_experiment(tmp_path, monkeypatch):
+def test_names_with_brackets_are_printed_as_they_are(tmp_path):
+    rows = [
+        f'"{text}",{"[/b]" if label else "[red]"}' for text, label in zip(*vars(opinions(80)).values(), strict=True)
+    ]
+    (tmp_path / "[i].csv").write_text("\n".join(["text,label", *rows]))
+    model = tmp_path / "[bold]"
+    text = ["--data", "python", "--width", "32", "--embedding", "8", "--steps", "1", "--batch", "4", "--seq", "16"]
+    run("train", "charlm", "--out", model, *text)
+    said = run(
+        "train",
+        "sentiment",
+        "--model",
+        model,
+        "--data",
+        tmp_path / "[i].csv",
+        "--epochs",
+        "1",
+        "--out",
+        tmp_path / "run",
+    )
+    assert "[bold]" in said
+    assert "[i].csv, [/b] or [red]:" in said
+    assert "[i].csv: [/b] or [red]" in run("sentiment", model, "--data", tmp_path / "[i].csv")
+
+
+@pytest.fixture
+def beginnings(monkeypatch):
+    """The experiment, tiny, with the one that it begins with."""
     small = replace(
         experiments.find("imdb-long"),
         text="python",
@@ -178,32 +256,92 @@ def test_the_experiment(tmp_path, monkeypatch):
     contenders = {name: replace(one, recipe=QUICK) for name, one in of.contenders.items()}
     of = replace(of, contenders=contenders, seeds=(0, 1))
     monkeypatch.setitem(finetuning.LANGUAGE, "imdb-long", small)
-    monkeypatch.setattr(type(of), "load", lambda self, data_dir: splits())
+
+    def upside_down(self, data_dir):
+        found = splits()
+        found.test.labels[:] = [1 - label for label in found.test.labels]
+        return found
+
+    monkeypatch.setattr(type(of), "load", upside_down)
+    return small, of
+
+
+def test_the_experiment(tmp_path, beginnings):
+    small, of = beginnings
     runs = tmp_path / "imdb-finetuned"
     with pytest.raises(BlockSparseError, match="dense: expected the run of imdb-long that it begins with"):
         of.trainer("dense", 0, runs / "dense-0", splits())
     for trainer in small.trainers(tmp_path / "imdb-long", seeds=of.seeds):
         trainer.train()
     for trainer in of.trainers(runs):
+        contender, _, seed = trainer.run.name.rpartition("-")
+        model, _, scratch = contender.partition(", ")
+        begun = tmp_path / "imdb-long" / f"{model}-{seed}"
+        config = replace(small.contenders[model].config, seed=int(seed))
+        reader = charlm.network(config) if scratch else charlm.load(begun)
+        for name, tensor in trainer.model.reader.state_dict().items():
+            assert torch.equal(tensor, reader.state_dict()[name]), (trainer.run.name, name)
+        begun_with = "" if scratch else digest(begun / "last.safetensors")
+        assert trainer.task.about()["model"]["begun_with"] == begun_with
+        assert trainer.settings.seed == int(seed)
         trainer.train()
+        assert not of.is_probed(trainer.run)
         of.probe(trainer.run)
+        assert of.is_probed(trainer.run)
     paths = experiments.write("imdb-finetuned", of, runs, tmp_path)
     text = paths[1].read_text()
     assert "| begins with what it learnt of unlabelled texts | yes | yes | no | no |" in text
     assert "| hidden units | 24 | 48 | 24 | 48 |" in text
+    assert "| validation error, % | 0.00 ± 0.00 | 0.00 ± 0.00 | 0.00 ± 0.00 | 0.00 ± 0.00 |" in text
+    assert "| test error, % | 100.00 ± 0.00 | 100.00 ± 0.00 | 100.00 ± 0.00 | 100.00 ± 0.00 |" in text
     assert text.count("| test error, against dense | +0.00 ± 0.00 |") == 1
+
+
+def test_runs_without_a_test_are_missing_and_those_that_cannot_begin_are_left_out(tmp_path, beginnings):
+    small, of = beginnings
+    runs = tmp_path / "imdb-finetuned"
+    for trainer in small.trainers(tmp_path / "imdb-long", only=["dense"], seeds=[0]):
+        trainer.train()
+    failed = tmp_path / "imdb-long" / "small-world-0"
+    failed.mkdir()
+    (failed / FAILED).write_text('{"failed": "a loss is NaN"}')
+    named = {"imdb-finetuned": replace(of, seeds=(0,))}
+
+    def missing():
+        return [job.run.name for job in queue.missing(named, tmp_path)]
+
+    assert missing() == ["dense-0", "dense, from scratch-0", "small-world, from scratch-0"]
+    assert of.left_out(runs) == {"small-world-0": "imdb-long small-world-0: a loss is NaN"}
+    made = [trainer.run.name for trainer in of.trainers(runs, seeds=[0])]
+    assert made == missing()
+    trainer = next(of.trainers(runs))
+    trainer.train()
+    assert "dense-0" in missing()
+    of.probe(trainer.run)
+    assert "dense-0" not in missing()
+    # A run of another net in the place of the one that is wanted.
+    other = replace(DENSE, width=16)
+    text = texts.split(b"abc " * 99, 8, name="abc", held_out=0.1)
+    charlm.trainer(other, text, tmp_path / "imdb-long" / "dense-1", Settings(steps=1, warmup=0), Batches(4, 8)).train()
+    with pytest.raises(BlockSparseError, match=r"expected a run of imdb-long, of .*width=24.*, got .*width=16"):
+        of.trainer("dense", 1, runs / "dense-1", splits())
 
 
 def test_bad_input(tmp_path):
     model = TextClassifier(TextClassifierConfig(width=8, embedding=4))
     for call, message in [
-        (lambda: model(torch.tensor([[-1, -1], [3, 4]])), "text: expected bytes .*, got a text of none"),
-        (lambda: model(torch.tensor([[3, -1, 4]])), "text: expected bytes .*, got bytes after -1"),
-        (lambda: model(torch.tensor([[3, -2]])), "text: expected bytes .*, got -2"),
-        (lambda: model(torch.tensor([3, 4])), r"text: expected bytes .*, got \[2\]"),
-        (lambda: model(torch.empty(0, 4, dtype=torch.long)), r"text: expected bytes .*, got \[0, 4\]"),
+        (lambda: model(torch.tensor([[-1, -1], [3, 4]])), "text: expected integers .*, got a text of none"),
+        (lambda: model(torch.tensor([[3, -1, 4]])), "text: expected integers .*, got bytes after -1"),
+        (lambda: model(torch.tensor([[3, -2]])), "text: expected integers .*, got -2"),
+        (lambda: model(torch.tensor([3, 4])), r"text: expected integers .*, got \[2\]"),
+        (lambda: model(torch.empty(0, 4, dtype=torch.long)), r"text: expected integers .*, got \[0, 4\]"),
         (lambda: model(torch.tensor([[256]])), "expected rows of a table that has 256, got 256"),
+        (lambda: model([[3, 4]]), "text: expected integers .*, got list"),
+        (lambda: model(torch.ones(1, 2)), "text: expected integers .*, got torch.float32"),
+        (lambda: TextClassifier.of(model.reader), "reader: expected a language model with its outlet"),
         (lambda: Recipe(longest=0), "longest: expected an int, 1 or more"),
+        (lambda: Recipe(batch="8"), "batch: expected an int, 1 or more, got '8'"),
+        (lambda: Recipe(dropout=None), "dropout: expected a finite number"),
         (lambda: TextClassifierConfig(classes=1), "classes: expected an int, 2 or more"),
         (lambda: TextClassifierConfig(dropout=2), "dropout: expected a number"),
         (lambda: finetune.trainer(CharLM(DENSE), splits(), tmp_path, Recipe(batch=99)), "batch: expected an int"),

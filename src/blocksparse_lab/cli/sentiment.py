@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from blocksparse.errors import BlockSparseError
@@ -76,7 +77,8 @@ def sentiment(
         )  # fmt: skip
 
     sizes = [len(part) for part in (splits.train, splits.validation, splits.test)]
-    console.print(f"[bold]{splits.name}[/]: {splits.classes[0]} or {splits.classes[1]}", highlight=False)
+    named = escape(f"{splits.classes[0]} or {splits.classes[1]}")
+    console.print(f"[bold]{escape(splits.name)}[/]: {named}", highlight=False)
     say(console, "{:,} texts to fit, {:,} to choose with, {:,} to test".format(*sizes), "dim")
     if splits != whole:
         full = len(whole.train) + len(whole.validation) + len(whole.test)

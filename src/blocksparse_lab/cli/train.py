@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from rich.markup import escape
 
 from blocksparse.checked import integer
 from blocksparse.errors import BlockSparseError
@@ -96,7 +97,7 @@ def charlm(
         f"[bold]{_named(config)}[/], width {config.width:,}",
         f"{facts['parameters']:,} parameters, recurrent density {facts['density']:.3g}, "
         f"{facts['multiply_adds_per_byte']:,} multiply-adds per byte",
-        f"{parts.name}: {len(parts.train):,} bytes to train on, {len(parts.held_out):,} held out",
+        f"{escape(parts.name)}: {len(parts.train):,} bytes to train on, {len(parts.held_out):,} held out",
     )
 
 
@@ -130,7 +131,7 @@ def gpt(
         f"[bold]gpt, {'dense' if config.density == 1 else sparse}[/], {plural(config.layers, 'layer')} of width "
         f"{config.width:,}, {plural(config.heads, 'head')}",
         f"{facts['parameters']:,} parameters, {facts['multiply_adds_per_byte']:,} multiply-adds per byte",
-        f"{parts.name}: {len(parts.train):,} bytes to train on, {len(parts.held_out):,} held out",
+        f"{escape(parts.name)}: {len(parts.train):,} bytes to train on, {len(parts.held_out):,} held out",
     )
 
 
@@ -179,7 +180,7 @@ def mlp(
         f"[bold]{method}, {'-'.join(f'{size:,}' for size in sizes)}[/], All-ReLU {recipe.alpha:g}",
         f"{facts['neurons']:,} neurons, {facts['connections']:,} connections, density {facts['density']:.3g}, "
         f"{facts['stored_bytes'] / 1e6:,.1f} MB",
-        f"{table.name}: {table.rows:,} rows to train on, {len(table.classes)} classes; "
+        f"{escape(table.name)}: {table.rows:,} rows to train on, {len(table.classes)} classes; "
         f"{plural(recipe.epochs, 'epoch')} of {trainer.task.steps_per_epoch:,} steps of {recipe.batch:,} rows",
     )
 
@@ -295,15 +296,15 @@ def sentiment(
     show(
         out_console,
         trainer,
-        f"[bold]{_named(reader.config)}[/], width {reader.config.width:,}, of {model}",
+        f"[bold]{_named(reader.config)}[/], width {reader.config.width:,}, of {escape(str(model))}",
         f"{trainer.facts['parameters']:,} parameters; the last {recipe.longest:,} bytes of a text at most",
-        f"{splits.name}, {splits.classes[0]} or {splits.classes[1]}: "
+        escape(f"{splits.name}, {splits.classes[0]} or {splits.classes[1]}: ")
         + "{:,} texts to train on, {:,} to choose with, {:,} to test".format(*sizes),
     )
     if not parallel.first:
         return
     with stages(out_console) as tell:
-        error = finetune_recipe.evaluate(out, splits, recipe, device, lambda done, of: tell("testing", done, of))
+        error = finetune_recipe.evaluate(out, splits, device, lambda done, of: tell("testing", done, of))
     out_console.print(f"test error [bold]{error:.2f} %[/] of {plural(sizes[2], 'text')}", highlight=False)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from blocksparse import files
+from blocksparse.checked import integer
 from blocksparse.errors import BlockSparseError
 
 from . import csv_table
@@ -103,6 +104,7 @@ def load(
         data: "sst", "imdb", or the path of a file for `read_csv`, which is split 80 / 10 / 10.
         seed: of what is drawn, with its share of both classes: IMDB's validation part, all parts of a csv file.
     """
+    integer("seed", seed, 0)
     if str(data) == "sst":
         return sst(data_dir, progress)
     if str(data) == "imdb":

@@ -173,9 +173,13 @@ class Experiment(ABC):
     def columns(self) -> Sequence[Column]:
         """The columns of the report's table."""
 
-    def needs(self, run: Path) -> Path | None:
+    def needs(self, runs: Path, contender: str, seed: int) -> Path | None:
         """The run that must be finished before this one."""
         return None
+
+    def is_probed(self, run: Path) -> bool:
+        """Whether what `probe` finds of a finished run is kept in its folder."""
+        return True
 
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:  # noqa: B027
         """Evaluates a finished run, once; the result is kept in its folder."""
@@ -227,7 +231,8 @@ class Experiment(ABC):
         data = self.load(data_dir)
         for seed in seeds or self.seeds:
             for name in only or self.contenders:
-                yield self.trainer(name, seed, folder(runs, name, seed), data)
+                if not self._failed_before(runs, name, seed):
+                    yield self.trainer(name, seed, folder(runs, name, seed), data)
 
     def hours(self, contender: str) -> float | None:
         """What a run of the contender takes of one core, very roughly."""
@@ -253,7 +258,19 @@ class Experiment(ABC):
         """Runs that ended without a result, with the reason."""
         all_runs = [run for name in self.contenders for run in folders(runs, name)]
         reasons = {run.name: kept(run, FAILED).get("failed") for run in all_runs if not self.is_finished(run)}
-        return {name: why for name, why in reasons.items() if why}
+        before = {
+            folder(runs, name, seed).name: self._failed_before(runs, name, seed)
+            for name in self.contenders
+            for seed in self.seeds
+        }
+        return {name: why for name, why in (before | reasons).items() if why}
+
+    def _failed_before(self, runs: Path, contender: str, seed: int) -> str:
+        """Why the run that this one needs has no result, where it ended without one."""
+        needed = self.needs(runs, contender, seed)
+        if needed is None or (needed / "result.json").is_file() or not (why := kept(needed, FAILED).get("failed")):
+            return ""
+        return f"{needed.parent.name} {needed.name}: {why}"
 
 
 def folder(runs: Path, contender: str, seed: int) -> Path:
@@ -265,11 +282,6 @@ def folders(runs: Path, contender: str) -> list[Path]:
     """The folders of a contender's runs, by seed."""
     split = {run: run.name.rpartition("-") for run in runs.glob("*")}
     return sorted((run for run, (name, _, seed) in split.items() if name == contender and seed.isdigit()), key=seed_of)
-
-
-def contender_of(run: Path) -> str:
-    """The contender whose run a folder is for."""
-    return run.name.rpartition("-")[0]
 
 
 def seed_of(run: Path) -> int:

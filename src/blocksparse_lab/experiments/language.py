@@ -94,7 +94,7 @@ class LanguageExperiment(OnText):
         """The sentiment probes; by data, what `sentiment` finds."""
         found, path = kept(run, PROBES), run / "last.safetensors"
         for data, limit in self.reviews.items():
-            wanted = {data: ("cell", False)} | {_named(data, of): (of, True) for of in OTHER_STATES}
+            wanted = _probes(data)
             if found.keys() >= wanted.keys():
                 continue
             splits = reviews.load(data, data_dir)
@@ -112,6 +112,9 @@ class LanguageExperiment(OnText):
                 )
                 found[name] = result.as_dict() | {"limit": limit}
                 checkpoint.write_text(run / PROBES, json.dumps(found, indent=1) + "\n")
+
+    def is_probed(self, run: Path) -> bool:
+        return kept(run, PROBES).keys() >= {name for data in self.reviews for name in _probes(data)}
 
     def found(self, run: Run) -> dict[str, Any]:
         # What is long is left in the folder of the run, and what is known of the data where it is said.
@@ -154,6 +157,11 @@ class LanguageExperiment(OnText):
             ),
             Column("bytes/s", "facts.bytes_per_second"),
         ]
+
+
+def _probes(data: str) -> dict[str, tuple[str, bool]]:
+    """The probes on labelled texts, by name: of which state, and whether it is standardized."""
+    return {data: ("cell", False)} | {_named(data, of): (of, True) for of in OTHER_STATES}
 
 
 def _probed(data: str, limit: int | None, first: str) -> Iterator[Column]:

@@ -31,10 +31,8 @@ from .experiment import (
     Progress,
     Results,
     Table,
-    contender_of,
     folder,
     kept,
-    seed_of,
 )
 
 Runs = Mapping[str, Sequence[Run]]
@@ -114,14 +112,13 @@ class PruningExperiment(Experiment):
         rate = pruning.rate * settings.learning_rate
         settings = replace(settings, steps=pruning.times * settings.steps, learning_rate=rate)
         if isinstance(pruning, Pruning):
-            dense = self.needs(run)
+            dense = self.needs(run.parent, contender, seed)
             q = None if dense is None else self._percentiles(dense)
             task = PruneTask(task, pruning, settings.steps, seed, q)
         return Trainer(task, run, settings, facts)
 
-    def needs(self, run: Path) -> Path | None:
-        threshold = self.contenders[contender_of(run)].method == "threshold"
-        return folder(run.parent, DENSE, seed_of(run)) if threshold else None
+    def needs(self, runs: Path, contender: str, seed: int) -> Path | None:
+        return folder(runs, DENSE, seed) if self.contenders[contender].method == "threshold" else None
 
     def _percentiles(self, dense: Path) -> dict[str, float]:
         if not (dense / MODEL).is_file():
@@ -133,8 +130,8 @@ class PruningExperiment(Experiment):
         """Saves the truly sparse model and its quality."""
         if self.is_finished(run):
             return
-        contender = contender_of(run)
-        trainer = self.trainer(contender, seed_of(run), run, self.load(data_dir))
+        contender, _, seed = run.name.rpartition("-")
+        trainer = self.trainer(contender, int(seed), run, self.load(data_dir))
         try:
             model = finished(trainer)
         except BlockSparseError as error:

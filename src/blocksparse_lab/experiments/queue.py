@@ -42,7 +42,11 @@ class Job:
     @property
     def needs(self) -> Path | None:
         """The run that must be finished before."""
-        return self.experiment.needs(self.run)
+        return self.experiment.needs(self.runs, self.contender, self.seed)
+
+    @property
+    def is_done(self) -> bool:
+        return self.experiment.is_finished(self.run) and self.experiment.is_probed(self.run)
 
     def is_ready(self) -> bool:
         return self.needs is None or self.experiment.is_finished(self.needs)
@@ -62,7 +66,7 @@ class News:
 def missing(
     named: Mapping[str, Experiment], runs: Path, only: Sequence[str] = (), seeds: Sequence[int] = ()
 ) -> list[Job]:
-    """The runs of experiments without a result, each experiment's in a folder of its name."""
+    """The runs of experiments that are not finished and probed, each experiment's in a folder of its name."""
     check_only(only, (contender for of in named.values() for contender in of.contenders))
     left_out = {name: of.left_out(runs / name) for name, of in named.items()}
     jobs = [
@@ -72,7 +76,7 @@ def missing(
         for contender in of.contenders
         if not only or contender in only
     ]
-    return [job for job in jobs if not job.experiment.is_finished(job.run) and job.run.name not in left_out[job.name]]
+    return [job for job in jobs if not job.is_done and job.run.name not in left_out[job.name]]
 
 
 def idle_cores() -> int:

@@ -35,11 +35,15 @@ class TextClassifier(nn.Module):
     """Scores the classes of texts by the last, the mean and the largest of the hidden states after their bytes.
 
     Args:
-        config: the configuration, whose seed draws the weights.
+        config: the configuration, whose seed draws the language model.
         reader: a language model that was trained before, which becomes a part of this one and loses its outlet; it has
-            the configuration's sizes. Without one all weights are drawn.
+            the configuration's sizes.
+        seed: draws the linear layer; by default the configuration's.
 
     Shapes: integer bytes `[texts, time]`, -1 after the end of a text, to logits `[texts, classes]`.
+
+    Raises:
+        BlockSparseError: a reader that is part of a classifier; a text without bytes, bytes after its end or above 255.
 
     Example:
         >>> import torch
@@ -51,27 +55,31 @@ class TextClassifier(nn.Module):
     Source: Howard, Ruder, Universal language model fine-tuning for text classification (2018), for the pooling.
     """
 
-    def __init__(self, config: TextClassifierConfig, reader: CharLM | None = None):
+    def __init__(self, config: TextClassifierConfig, reader: CharLM | None = None, seed: int | None = None):
         super().__init__()
         self.config = config
         self.reader = CharLM(config) if reader is None else reader
+        if not hasattr(self.reader, "outlet"):
+            raise BlockSparseError.expected("reader", "a language model with its outlet", "a classifier's part")
+        dtype = self.reader.outlet.weight.dtype
         del self.reader.outlet
         self.dropout = nn.Dropout(config.dropout)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
-            self.outlet = nn.Linear(3 * config.hidden, config.classes)
+            torch.manual_seed(config.seed if seed is None else seed)
+            self.outlet = nn.Linear(3 * config.hidden, config.classes, dtype=dtype)
 
     @classmethod
-    def of(cls, reader: CharLM, **options: Any) -> TextClassifier:
+    def of(cls, reader: CharLM, seed: int | None = None, **options: Any) -> TextClassifier:
         """A classifier that begins with the weights of a language model, which it takes over; options as of the
-        configuration."""
-        return cls(TextClassifierConfig(**asdict(reader.config) | options), reader)
+        configuration, seed of the linear layer."""
+        return cls(TextClassifierConfig(**asdict(reader.config) | options), reader, seed)
 
     def forward(self, text: Tensor) -> Tensor:
         _check(text)
         is_byte = (text != END).T.unsqueeze(-1)
         lengths = is_byte.sum(0)
         y, _ = self.reader.outputs(text.clamp(min=0).T)
+        y = y.to(self.outlet.weight.dtype)  # under autocast; means want more digits
         last = y.gather(0, (lengths - 1).unsqueeze(0).expand(1, -1, y.shape[-1])).squeeze(0)
         mean = (y * is_byte).sum(0) / lengths
         largest = y.masked_fill(~is_byte, -torch.inf).amax(0)
@@ -80,7 +88,9 @@ class TextClassifier(nn.Module):
 
 def _check(text: Tensor) -> None:
     got: Any = None
-    if text.dim() != 2 or not text.numel():
+    if not isinstance(text, Tensor) or text.is_floating_point() or text.dtype == torch.bool:
+        got = text.dtype if isinstance(text, Tensor) else type(text).__name__
+    elif text.dim() != 2 or not text.numel():
         got = list(text.shape)
     elif bool((text < END).any()):
         got = int(text.min())
@@ -91,5 +101,5 @@ def _check(text: Tensor) -> None:
         elif bool((ended[:, :-1] & ~ended[:, 1:]).any()):
             got = f"bytes after {END}"
     if got is not None:
-        wanted = f"bytes [texts, time], one or more of each text, and {END} after its end"
+        wanted = f"integers [texts, time], one or more bytes of each text, and {END} after its end"
         raise BlockSparseError.expected("text", wanted, got)

@@ -209,7 +209,7 @@ class ClassifyTask(EpochTask):
     def about(self) -> dict[str, Any]:
         return {
             "kind": KIND,
-            "model": self._about | {"seed": self.seed},
+            "model": {"seed": self.seed} | self._about,
             "topology": self.topology.about(),
             "data": self._digest,
             "batch": self.batch,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blocksparse import checkpoint
-from blocksparse.checked import integer
+from blocksparse.checked import integer, number
 
 from ..data.reviews import Labelled, Splits, encode
 from ..models.char_lm import CharLM
@@ -26,20 +26,25 @@ from .text_features import Progress, digest
 from .trainer import Trainer, device_of
 
 TESTED = "tested.json"
+EXPECTED = "a classifier of texts"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Adam, whose rate rises over the first tenth of the steps and falls to 0 in a line."""
+    """Adam, whose rate rises over three tenths of the first epoch and falls to 0 in a line."""
 
     epochs: int = option(3, "Of the whole run.")
     batch: int = option(32, "Texts of a step.")
     longest: int = option(512, "Bytes of a text that are read at most: its last ones.")
     dropout: float = option(0.5, "The part of the pooled states that is left out.")
     learning_rate: float = option(0.01, "The highest learning rate.", "lr")
+    dtype: str = option("float32", "float32, or bfloat16 by autocast.")
 
     def __post_init__(self) -> None:
-        integer("longest", self.longest, 1)
+        for name in ("epochs", "batch", "longest"):
+            integer(name, getattr(self, name), 1)
+        for name in ("dropout", "learning_rate"):
+            number(name, getattr(self, name), 0)
 
 
 class Rows:
@@ -57,7 +62,7 @@ class Rows:
         return in_batches(self._splits.validation, self.features, batch)
 
     def digest(self) -> dict[str, Any]:
-        parts = {name: getattr(self._splits, name) for name in ("train", "validation")}
+        parts = {name: getattr(self._splits, name) for name in ("train", "validation", "test")}
         digests = {name: digest(*part.texts, bytes(part.labels)) for name, part in parts.items()}
         return {"name": self.name, "classes": list(self.classes), "longest": self.features, **digests}
 
@@ -91,19 +96,20 @@ def trainer(
     """A classifier that begins with a language model's weights, ready to be trained in a folder.
 
     Args:
-        reader: the language model, which becomes a part of the classifier.
+        reader: the language model, which becomes a part of the classifier, in float32.
         begun_with: what its weights are; a run goes on only with the same.
     """
     recipe = recipe or Recipe()
-    model = TextClassifier.of(reader, dropout=recipe.dropout, seed=seed, begun_with=begun_with)
+    model = TextClassifier.of(reader.float(), seed, dropout=recipe.dropout, begun_with=begun_with)
     rows = Rows(splits, recipe.longest)
     task = ClassifyTask(
         model, rows, recipe.epochs, recipe.batch, seed=seed, device=device_of(device), about=asdict(model.config)
     )
-    task.unit = "% validation error"
+    task.unit, task.samples = "% validation error", "texts"
     task.bytes_per_step = recipe.batch * recipe.longest  # bytes, and not numbers of four
+    warmup = 3 * task.steps_per_epoch // 10
     settings = by_epochs(
-        task, recipe, warmup=task.steps // 10, save_every=0, save_minutes=2.0, seed=seed, device=device, shard=shard
+        task, recipe, warmup=warmup, save_every=0, save_minutes=2.0, seed=seed, device=device, shard=shard
     )
     facts = {
         "data": splits.name,
@@ -113,17 +119,16 @@ def trainer(
     return Trainer(task, run, settings, facts)
 
 
-def evaluate(
-    run: str | Path, splits: Splits, recipe: Recipe, device: str = "cpu", progress: Progress | None = None
-) -> float:
+def evaluate(run: str | Path, splits: Splits, device: str = "cpu", progress: Progress | None = None) -> float:
     """The part of the test texts that a finished run puts in the wrong class, in %; kept in the run as `tested.json`.
 
     The training evaluates on the validation part, by which settings are chosen.
     """
     wrong, count = 0, 0
+    _, _, task = stored.read(run, KIND, EXPECTED)
     model = load(run).to(device_of(device))
     with torch.inference_mode():
-        for text, labels in in_batches(splits.test, recipe.longest, 4 * recipe.batch):
+        for text, labels in in_batches(splits.test, task["data"]["longest"], 4 * task["batch"]):
             found = model(text.to(device)).argmax(1).cpu()
             wrong, count = wrong + int((found != labels).sum()), count + len(labels)
             if progress is not None:
@@ -141,4 +146,4 @@ def load(path: str | Path) -> TextClassifier:
 
     # The tensors bring the layouts.
     empty = {"pattern": "dense", "layouts": "shared", "init": "uniform"}
-    return stored.load(path, KIND, "a classifier of texts", TextClassifierConfig, TextClassifier, sizes, empty)
+    return stored.load(path, KIND, EXPECTED, TextClassifierConfig, TextClassifier, sizes, empty)
