@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from blocksparse.checked import integer
 from blocksparse.errors import BlockSparseError
+from blocksparse.nn.module import BlockSparseModule
 
 from ..data.text import Text
 from ..models.char_lm import CharLMConfig, width_for
@@ -292,11 +293,13 @@ def sentiment(
     weights = digest(model / "last.safetensors" if model.is_dir() else model)
     trainer = finetune_recipe.trainer(reader, splits, out, recipe, seed, device, parallel.shard, weights)
     out_console = console()
+    pruned = reader.config.pattern == "dense" and any(isinstance(of, BlockSparseModule) for of in reader.modules())
     sizes = [len(part) for part in (splits.train, splits.validation, splits.test)]
     show(
         out_console,
         trainer,
-        f"[bold]{_named(reader.config)}[/], width {reader.config.width:,}, of {escape(str(model))}",
+        f"[bold]{_named(reader.config)}{', made sparse' * pruned}[/], width {reader.config.width:,}, of "
+        + escape(str(model)),
         f"{trainer.facts['parameters']:,} parameters; the last {recipe.longest:,} bytes of a text at most",
         escape(f"{splits.name}, {splits.classes[0]} or {splits.classes[1]}: ")
         + "{:,} texts to train on, {:,} to choose with, {:,} to test".format(*sizes),
