@@ -202,7 +202,9 @@ def test_the_command(tmp_path):
     assert "seed: expected an int, 0 or more, got -1" in run(
         *command, "--out", tmp_path / "none", "--seed", "-1", code=1
     )
-    run("sparsify", tmp_path / "model", "--out", tmp_path / "pruned", "--density", "0.5", "--block-size", "8", "--force")
+    run(
+        "sparsify", tmp_path / "model", "--out", tmp_path / "pruned", "--density", "0.5", "--block-size", "8", "--force"
+    )
     command[3] = tmp_path / "pruned"
     assert "lstm, dense, made sparse, width 32" in run(*command, "--out", tmp_path / "of pruned")
     # A language model is no classifier, nor the other way round.
