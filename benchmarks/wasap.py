@@ -43,7 +43,7 @@ from blocksparse.checkpoint import read_json
 from blocksparse.distributed import Epoch, Settings, train
 from blocksparse.topology.drawings.style import COLORS, figure_and_axes
 from blocksparse_lab.bench import report
-from blocksparse_lab.bench.report import spread
+from blocksparse_lab.bench.report import chance, spread
 from blocksparse_lab.data import tables
 from blocksparse_lab.machine import machine, where
 from blocksparse_lab.recipes import mlp
@@ -57,7 +57,8 @@ ABOUT = (
 )
 CAPTION = (
     "The test accuracy is that of the network at the end, averaged and pruned; rows per second, the median over the "
-    "epochs of a phase. Mean and standard deviation over the seeds; comparisons are run by run with the same seed."
+    "epochs of a phase. Mean and standard deviation over the seeds; comparisons are run by run with the same seed, "
+    "p by a t-test of them."
 )
 # Of the phases, as `distributed.Epoch` calls them.
 FIRST, SECOND = ("asynchronous", "synchronous"), ("alone",)
@@ -293,12 +294,15 @@ def contenders(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _rows(of: dict[str, list[Run]]) -> Iterator[list[str]]:
-    def row(title: str, value: Callable[[Run], Any], digits: int = 0) -> list[str]:
-        """A text, or mean and standard deviation of the seeds where they have one."""
+    def row(title: str, value: Callable[[Run], Any], digits: int = 0, tested: bool = False) -> list[str]:
+        """A text, or mean and standard deviation of the seeds where they have one; tested, how likely by chance."""
 
         def cell(runs: Sequence[Run]) -> str:
             some = [x for x in map(value, runs) if x is not None]
-            return "-" if not some else some[0] if isinstance(some[0], str) else spread(some, digits)
+            if not some or isinstance(some[0], str):
+                return some[0] if some else "-"
+            likely = chance(some) if tested else ""
+            return spread(some, digits) + (f" ({likely})" if likely else "")
 
         return [title, *map(cell, of.values())]
 
@@ -320,7 +324,7 @@ def _rows(of: dict[str, list[Run]]) -> Iterator[list[str]]:
     yield row("of them in the first phase", lambda run: str(sum(epoch["phase"] in FIRST for epoch in run.epochs)))
     yield ["seeds", *(str(len(runs)) for runs in of.values())]
     yield row("test accuracy, %", lambda run: run.accuracy, 2)
-    yield row("test accuracy, against 1 process", compared(lambda run: run.accuracy, sub), 2)
+    yield row("test accuracy, against 1 process", compared(lambda run: run.accuracy, sub), 2, tested=True)
     yield from (row(f"rows per second of all, {phase}", speed) for phase, speed in speeds.items())
     yield from (
         row(f"times those of 1 process, {phase}", compared(speed, truediv), 2) for phase, speed in speeds.items()

@@ -7,8 +7,9 @@ A line of that list is `"text around {9.1} times" = "folder/result.md | words of
 default "measured"), or `"folder/result.json | path.to.0.number"`: each number in braces is in that cell, as the text
 rounds it. Several numbers may have a list of references, one for each. The text, without links and code, is in the
 document once. The page of claims is made of `docs/claims.md.in`, where such references stand in the text, each with
-the digits to round to: {result.md | words of the row | head of the column | 2}, 2% for parts of one in percent,
-"2 unsigned" where words say the sign, and "2 judged" for a difference over seeds, to say whether it is sure.
+the digits to round to: {result.md | words of the row | head of the column | 2}, 2% for parts of one in percent, and
+"2 unsigned" where words say the sign. "2 less" is a difference over seeds that is won if it is negative, "2 more" one
+that is won if it is positive: its p stands behind it, and a verdict must agree.
 {hours | experiment | contender; contender} says what was not run, and how long it would take.
 "not recorded" instead of a reference needs these words in the section. `not_measured` lists texts around
 settings, targets and sizes.
@@ -30,7 +31,7 @@ from blocksparse_lab import experiments
 
 ROOT = Path(__file__).parents[1]
 NUMBER = r"(?<![\w.,-])[+-]?\d[\d,]*(?:\.\d+)?"
-UNIT = r" ?(?:x|%|times|points?|bits per|bytes per|[KMGT]i?B|[nmu]?s|seconds|minutes|hours|samples|tokens/s)(?![\w/])"
+UNIT = r" ?(?:x|%|times|points?|bits per|bytes per|[kKMGT]i?B|[nmu]?s|seconds|minutes|hours|samples|tokens/s)(?![\w/])"
 # A decimal fraction, or a number with a unit; but not what words before it make a setting.
 FIGURE = re.compile(rf"{NUMBER}(?<=\d)(?={UNIT})|(?<![\w.,-])[+-]?\d[\d,]*\.\d+(?!\.?\w)")
 SETTING = re.compile(
@@ -39,8 +40,7 @@ SETTING = re.compile(
 PLACE = re.compile(r"\{([^{}]+ \| [^{}]+)\}")
 TEMPLATE, CLAIMS = ROOT / "docs" / "claims.md.in", ROOT / "docs" / "results" / "claims.md"
 BREAK = "\N{PILCROW SIGN}"
-# Of Student's t, two-sided, by the number of pairs.
-T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+VERDICTS = re.compile(r"won|lost|not shown")  # as a clause of a verdict begins
 
 
 def plain(text: str) -> str:
@@ -105,7 +105,8 @@ def claims(template: str, root: Path = ROOT) -> str:
         if manner == "unsigned":
             parts[0] = abs(parts[0])
         told = [f"{part:{sign},.{digits.rstrip('%')}f}" for part, sign in zip(parts, [signs, ""], strict=False)]
-        judged = f" ({judgement(text, seeds(folder, *reference, root=root))})" if manner == "judged" else ""
+        tested = re.search(r" \(.*\)$", text)
+        judged = (tested[0] if tested else " (one seed)") if manner in ("less", "more") else ""
         return " ± ".join(told) + judged
 
     return PLACE.sub(shown, template).replace("{runs that were not made}", "\n".join(not_made(root)))
@@ -147,36 +148,33 @@ def hours(name: str, contenders: Iterable[str], root: Path) -> str:
     return f"{max(0.1, total):.1f}"
 
 
-def seeds(folder: str, name: str, row: str, column: str, root: Path) -> int:
-    """How many seeds a figure is of: the table has a row of them, or a column."""
-    try:
-        return int(cell(f"{folder}{name} | seeds | {column}", root))
-    except LookupError:
-        return int(cell(f"{folder}{name} | {row} | seeds", root))
-
-
-def judgement(text: str, n: int) -> str:
-    """Whether a difference, its mean and deviation over n pairs of runs, is sure."""
-    if "unpaired" in text:
-        return "unpaired"
-    if n == 1:
-        return "one seed"
-    mean, deviation = (float(part) for part in numbers(text)[:2])
-    return "sure" if abs(mean) * n**0.5 > T_95[n] * deviation else "not sure"
-
-
-def unfounded(page: str) -> list[str]:
-    """The lines of tables whose verdict is not that of their differences: won and lost want one that is sure, a tie one
-    that is not."""
-    wanted = {"won": "(sure)", "lost": "(sure)", "tie": "(not sure)"}
+def unfounded(template: str, root: Path = ROOT) -> list[str]:
+    """The lines of tables with a verdict that no difference in them has: won and lost want one with p below 0.05 and
+    that sign, "not shown" one with a larger p."""
     faults = []
-    for line in page.splitlines():
-        verdict = line.rstrip("| ").rpartition(" | ")[2]
-        judged = re.findall(r"\((?:not sure|sure|unpaired|one seed)\)", line)
-        need = wanted.get(re.split(r"\W", verdict)[0], "")
-        if judged and not any(one.startswith(need) for one in judged):
-            faults.append(f"the verdict '{verdict}' of '{line[:60]}...': its differences are {', '.join(judged)}")
+    for line in template.splitlines():
+        found = {difference(place, root) for place in PLACE.findall(line)} - {""}
+        *_, verdict = line.rstrip("| ").rsplit(" | ", 1)
+        for clause in verdict.split("; ") if found else ():
+            told = VERDICTS.match(clause)
+            if told and told[0] not in found:
+                faults.append(f"the verdict '{clause}' of '{line[:99]}...': its differences are {sorted(found)}")
     return faults
+
+
+def difference(place: str, root: Path) -> str:
+    """Whether the difference that a reference is of was won, lost, or not shown to be one; "" of other references."""
+    *reference, how = place.split(" | ")
+    manner = how.partition(" ")[2]
+    if manner not in ("less", "more"):
+        return ""
+    text = cell("docs/results/" + " | ".join(reference), root)
+    p = re.search(r"\(.*p (<?) ?([\d.e-]+)\)$", text)
+    if not p:
+        return "of one seed"
+    if float(p[2]) >= 0.05:
+        return "not shown"
+    return "won" if (float(numbers(text)[0]) < 0) == (manner == "less") else "lost"
 
 
 def wrong(name: str, entries: dict[str, Any], document: str, root: Path = ROOT) -> list[str]:
@@ -233,7 +231,7 @@ def all_wrong() -> list[str]:
     faults = [f"{name}: no such document" for name in listed if name not in names]
     if claims(TEMPLATE.read_text()) != CLAIMS.read_text():
         faults.append(f"{CLAIMS}: not what {TEMPLATE} and the results make, python tests/figures.py --write")
-    faults += unfounded(CLAIMS.read_text())
+    faults += unfounded(TEMPLATE.read_text())
     return faults + [one for name, text in names.items() for one in wrong(name, listed.get(name, {}), text)]
 
 

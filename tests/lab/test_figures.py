@@ -14,16 +14,14 @@ def test_the_page_of_claims_is_made_of_results(tmp_path):
     results = tmp_path / "docs" / "results"
     results.mkdir(parents=True)
     table = "|  | dense | set |\n|---|---|---|\n| seeds | 3 | 5 |\n| error | -0.1416 ± 0.02 | 1234.5 |\n"
-    (results / "a.md").write_text(table + "| more | +0.25 ± 0.11 | +0.25 ± 0.19 |\n")
-    (results / "b.md").write_text("|  | less | seeds |\n|---|---|---|\n| set | -0.25 ± 0.11 | 3 |\n")
+    (results / "a.md").write_text(table + "| more | +0.25 ± 0.11 (p 0.058) | +0.25 ± 0.19 (unpaired, p 0.041) |\n")
+    (results / "b.md").write_text("|  | less | seeds |\n|---|---|---|\n| set | -0.25 | 1 |\n")
     template = (
         "{a.md | error | dense | 2}, {a.md | error | dense | 0% unsigned} %, {a.md | error | set | 0} of {x} words"
     )
     assert figures.claims(template, tmp_path) == "-0.14 ± 0.02, 14 ± 2 %, 1,234 of {x} words"
-    judged = "{a.md | more | dense | 2 judged}, {a.md | more | set | 2 judged}, {b.md | set | less | 1 judged}"
-    assert figures.claims(judged, tmp_path) == "+0.25 ± 0.11 (not sure), +0.25 ± 0.19 (sure), -0.2 ± 0.1 (not sure)"
-    assert figures.judgement("+0.25", 1) == "one seed"
-    assert figures.judgement("+0.25 ± 0.01 (unpaired)", 3) == "unpaired"
+    judged = "{a.md | more | dense | 2 less}, {a.md | more | set | 1 more}, {b.md | set | less | 1 more}"
+    assert figures.claims(judged, tmp_path) == "+0.25 ± 0.11 (p 0.058), +0.2 ± 0.2 (unpaired, p 0.041), -0.2 (one seed)"
     with pytest.raises(LookupError, match="0 cells"):
         figures.claims("{a.md | error | rigl | 2}", tmp_path)
 
@@ -37,16 +35,33 @@ def test_runs_that_were_not_made_are_listed(tmp_path):
     assert figures.claims("# A page\n\n{runs that were not made}\n", tmp_path).splitlines()[2:] == lines
 
 
-def test_verdicts_are_those_of_the_differences():
+def test_verdicts_are_those_of_the_differences(tmp_path):
+    results = tmp_path / "docs" / "results"
+    results.mkdir(parents=True)
+    cells = {
+        "up": "+1.0 ± 0.1 (p 0.003)",
+        "down": "-1.0 ± 0.1 (p < 0.001)",
+        "even": "+0.1 ± 0.1 (p 0.2)",
+        "one": "-1.0",
+    }
+    head = f"|  | {' | '.join(cells)} |\n|{'---|' * 5}\n"
+    (results / "a.md").write_text(f"{head}| x | {' | '.join(cells.values())} |\n")
     lines = [
-        f"| {claim} | +1.0 ± 0.1 ({judged}) | {verdict} |"
-        for claim, judged, verdict in [
-            ("a", "sure", "won: by far"), ("b", "not sure", "won"), ("c", "unpaired", "lost, if"),
-            ("d", "sure", "tie"), ("e", "one seed", "open"), ("f", "not sure", "tie"),
+        (of, manner, verdict)
+        for of, manner, verdict in [
+            ("up", "more", "won: by far"), ("up", "less", "won"), ("down", "less", "open; won"),
+            ("down", "more", "lost; not shown"), ("even", "more", "won"), ("even", "less", "not shown, yet"),
+            ("one", "less", "won"), ("one", "less", "open"), ("up", "more", "not shown"), ("up", "less", "lost"),
         ]
     ]  # fmt: skip
-    found = figures.unfounded("\n".join([*lines, "| g | 1.0 | won |"]))
-    assert [fault.partition("' of '")[2][2] for fault in found] == ["b", "c", "d"]
+    rows = [f"| c | {{a.md | x | {of} | 1 {manner}}} | {verdict} |" for of, manner, verdict in lines]
+    found = figures.unfounded("\n".join([*rows, "| g | 1.0 | won |"]), tmp_path)
+    wrong = [("up", "less", "won"), ("down", "more", "not shown"), ("even", "more", "won"), ("one", "less", "won")]
+    wrong += [("up", "more", "not shown")]
+    assert len(found) == len(wrong)
+    for fault, (of, manner, verdict) in zip(found, wrong, strict=True):
+        assert f"the verdict '{verdict}'" in fault
+        assert f"{of} | 1 {manner}" in fault
 
 
 def test_what_is_wrong_is_noticed(tmp_path):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from blocksparse.checkpoint import read_json
 from blocksparse.errors import BlockSparseError
 
-from ..bench.report import spread, write_json
+from ..bench.report import chance, spread, write_json
 from ..recipes import compare
 from ..recipes.compare import Run
 from ..recipes.trainer import Diverged, Trainer
@@ -34,9 +34,9 @@ class Column:
             contender)`. What is in settings and task was chosen, and is shown as it is. Of other floats mean and
             standard deviation over the seeds are shown. None is unknown; where all are, there is no such column.
         digits: of the floats; None for those that suit their size.
-        against: a contender; each run is compared with its run of the same seed. Where the two were not trained with
-            the same instruction set, pairs mean nothing: the deviations are then added as of independent runs, and the
-            cell has `UNPAIRED`.
+        against: a contender; each run is compared with its run of the same seed. Where runs of the same seed share
+            nothing, or were not trained with the same instruction set, all are compared with all, as independent; of
+            the latter the cell has `UNPAIRED`. It ends with the probability that chance alone makes such a difference.
         compared: how, by default the difference.
         show: makes the cell from the values of all seeds.
     """
@@ -57,8 +57,14 @@ class Column:
             value = value.get(key)
         return said(value) if first in ("settings", "task") else value
 
-    def cells(self, contenders: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]) -> list[str] | None:
-        """The cells, one per contender that has runs; None where none of them is known, or cannot be compared."""
+    def cells(
+        self, contenders: Mapping[str, Any], runs: Mapping[str, Sequence[Run]], paired: bool = True
+    ) -> list[str] | None:
+        """The cells, one per contender that has runs; None where none of them is known, or cannot be compared.
+
+        Args:
+            paired: whether runs of the same seed share anything.
+        """
         found = {
             name: {run.settings["seed"]: self.value(run, contenders[name]) for run in some}
             for name, some in runs.items()
@@ -73,18 +79,23 @@ class Column:
         base, sets = found[self.against], {name: _instruction_sets(some) for name, some in runs.items()}
         cells = []
         for name, of in found.items():
-            if sets[name] == sets[self.against]:
+            same = sets[name] == sets[self.against]
+            if name == self.against or (paired and same):
                 pairs = [self.compared(value, base[seed]) for seed, value in of.items() if seed in base]
-                cells.append(self._cell(pairs, "+"))
+                likely = chance(pairs)
+                cells.append(self._cell(pairs, "+") + (f" ({likely})" if likely else ""))
             else:
-                cells.append(self._unpaired(list(of.values()), list(base.values())))
+                label = UNPAIRED if paired else ""
+                cells.append(self._independent(list(of.values()), list(base.values()), label))
         return cells
 
-    def _unpaired(self, found: list[float], base: list[float]) -> str:
-        ours = [self.compared(value, fmean(base)) for value in found]
-        theirs = [self.compared(fmean(found), value) for value in base]
-        deviation = hypot(*(stdev(values) if len(values) > 1 else 0.0 for values in (ours, theirs)))
-        return f"{fmean(ours):+,.{self.digits}f} ± {deviation:,.{self.digits}f} {UNPAIRED}"
+    def _independent(self, found: list[float], base: list[float], label: str) -> str:
+        ours, theirs = ([self.compared(value, fmean(base)) for value in values] for values in (found, base))
+        cell = f"{fmean(ours):+,.{self.digits}f}"
+        if deviations := [stdev(values) for values in (ours, theirs) if len(values) > 1]:
+            cell += f" ± {hypot(*deviations):,.{self.digits}f}"
+        said = ", ".join(filter(None, [label, chance(ours, theirs)]))
+        return f"{cell} ({said})" if said else cell
 
     def _cell(self, values: list[Any], sign: str = "") -> str:
         if self.show or not values:
@@ -92,7 +103,7 @@ class Column:
         return spread(values, self.digits, sign) if isinstance(values[0], float) else said(values[0])
 
 
-UNPAIRED = "(unpaired)"
+UNPAIRED = "unpaired"
 
 
 def _instruction_sets(runs: Sequence[Run]) -> set[str | None]:
@@ -155,6 +166,7 @@ class Experiment(ABC):
     seeds: tuple[int, ...] = (0, 1, 2)
 
     caption: ClassVar[str]  # of the table
+    paired: ClassVar[bool] = True  # runs of the same seed share something: the order of the data, first weights
     curves: ClassVar[str] = "Test error against epochs and seconds"  # what the picture shows
     in_rows: ClassVar[bool] = False  # the report's table has a row for each contender, and not a column
 
@@ -201,7 +213,7 @@ class Experiment(ABC):
 
     def tables(self, of: Results) -> Iterator[Table]:
         """The tables of the report."""
-        columns = [(column.title, column.cells(self.contenders, of.runs)) for column in self.columns]
+        columns = [(column.title, column.cells(self.contenders, of.runs, self.paired)) for column in self.columns]
         table = [["", *of.runs], *([title, *cells] for title, cells in columns if cells)]
         head, *rows = zip(*table, strict=True) if self.in_rows else table
         yield Table(self.caption, head, rows)

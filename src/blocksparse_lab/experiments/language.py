@@ -76,6 +76,7 @@ class LanguageExperiment(OnText):
     settings: Settings
     reviews: Mapping[str, int | None] = field(default_factory=dict)
 
+    paired: ClassVar[bool] = False
     curves: ClassVar[str] = "Bits per character against steps and seconds"
     caption: ClassVar[str] = (
         "Mean and standard deviation over the seeds. All read the text once and in the same order; Adam with a linear "

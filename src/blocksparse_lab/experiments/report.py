@@ -80,9 +80,13 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
     parts = [f"# {name}", f"{experiment.about}."]
     for table in experiment.tables(of):
         parts += [table.caption, "\n".join(markdown(table.head, table.rows))]
+    if any("(p " in part for part in parts):
+        test = "by a t-test, of pairs of runs of the same seed" if experiment.paired else "by Welch's t-test"
+        parts.append(f"p: the probability that chance alone makes a difference as large, {test}.")
     if any(UNPAIRED in part for part in parts):
         parts.append(
-            f"{UNPAIRED}: of runs on a machine with another instruction set, where the same seed gives another run."
+            f"({UNPAIRED}): of runs on a machine with another instruction set, where the same seed gives another run; "
+            "p by Welch's t-test."
         )
     more = commits(machines)
     if len({machine["isa"] for machine in machines}) > 1:  # their seconds do not compare

@@ -52,6 +52,7 @@ class TransformerExperiment(OnText):
     contenders: Mapping[str, Contender]
     settings: Settings
 
+    paired: ClassVar[bool] = False
     curves: ClassVar[str] = "Bits per character against steps and seconds"
     caption: ClassVar[str] = (
         "Mean and standard deviation over the seeds. All read the text once and in the same order; Adam with a linear "
