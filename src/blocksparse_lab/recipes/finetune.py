@@ -37,7 +37,7 @@ class Recipe:
     batch: int = option(32, "Texts of a step.")
     longest: int = option(512, "Bytes of a text that are read at most: its last ones.")
     dropout: float = option(0.5, "The part of the pooled states that is left out.")
-    learning_rate: float = option(0.01, "The highest learning rate.", "lr")
+    learning_rate: float = option(0.002, "The highest learning rate.", "lr")
     dtype: str = option("float32", "float32, or bfloat16 by autocast.")
 
     def __post_init__(self) -> None:
