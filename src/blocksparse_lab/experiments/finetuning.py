@@ -46,8 +46,8 @@ class FineTuningExperiment(Experiment):
 
     curves: ClassVar[str] = "Validation error against epochs and seconds"
     caption: ClassVar[str] = (
-        "All weights are trained, the language model's too. The rate was chosen on the validation part, in short "
-        "runs of one seed; errors are those on the test part after the last epoch. Mean and standard deviation over the "
+        "All weights are trained, the language model's too. The rate was chosen on the validation part, in short runs "
+        "of one seed; errors are those on the test part after the last epoch. Mean and standard deviation over the "
         "seeds; differences are of runs of the same seed."
     )
 
@@ -112,9 +112,9 @@ class FineTuningExperiment(Experiment):
 
 
 def _finetuned(begins: str, data: str, minutes: float) -> FineTuningExperiment:
-    # The rate: of 4,000 texts in two epochs, by their last 512 bytes, the models of imdb-long put of the validation part
-    # 28.9 % (block-sparse) and 33.2 % (dense) in the wrong class at 0.002, the dense one 34.6 % at 0.004; at 0.01 both
-    # had learnt nothing after 200 steps of all texts. Half of the reviews have fewer than 1,000 bytes.
+    # The rate: of 4,000 texts in two epochs, by their last 512 bytes, the models of imdb-long put of the validation
+    # part 28.9 % (block-sparse) and 33.2 % (dense) in the wrong class at 0.002, the dense one 34.6 % at 0.004; at 0.01
+    # they had learnt nothing after 200 and 500 steps of all texts. Half of the reviews have fewer than 1,000 bytes.
     recipe = finetune.Recipe(epochs=2, longest=1024, learning_rate=0.002, dtype="bfloat16")
     return FineTuningExperiment(
         about=f"The language models of {begins}, fine-tuned on {data} end to end, and the same ones from scratch",
