@@ -12,6 +12,7 @@ from blocksparse.ops.conv import triton as backend
 from blocksparse.ops.conv.plan import Axis
 from blocksparse.ops.gpu import runtime as triton_runtime
 from blocksparse.ops.gpu.tiles import Gpu, Work
+from blocksparse.ops.linear import triton as linear
 from conv_backends import dense, sparse
 from linear_backends import assert_close, running
 
@@ -172,8 +173,38 @@ def test_weights_with_their_taps_first_are_used_as_they_are(monkeypatch):
         assert torch.equal(y, again)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_warm_call_copies_nothing_from_the_host_on_another_stream(transposed, monkeypatch):
+    """As a capture has a stream of its own, and keeps the addresses of all it read."""
+    stream, tables = [1], []
+    monkeypatch.setattr(linear, "stream_of", lambda x: stream[0])
+    monkeypatch.setattr(linear, "keep_for_stream", lambda *of: None)
+    layout = bs.patterns.random((32, 32), block_size=16, density=0.5, seed=0)
+    x = torch.randn(1, 32, 7, 7, requires_grad=True)
+    values = torch.randn(*layout.values_shape, 3, 3, requires_grad=True)
+    conv = bs.conv_transpose2d if transposed else bs.conv2d
+
+    def step():
+        y = conv(x, values, layout, stride=3, padding=1)
+        torch.autograd.grad(y.square().sum(), (x, values))
+        tables.append({argument(launch, "phase_ptr").data_ptr() for launch in launches(layout) if phases(launch)})
+
+    def phases(launch):
+        return "phase_ptr" in launch.kernel.arg_names and argument(launch, "phase_ptr") is not None
+
+    with running("triton-tuned"):
+        step()
+        for name in ("tensor", "from_numpy", "as_tensor"):
+            monkeypatch.setattr(torch, name, pytest.fail)
+        stream[0] = 2
+        step()
+    layout.derived("triton launches", dict).clear()
+    assert len(tables[0]) == 1
+    assert tables[0] == tables[1] == {each.data_ptr() for key, each in layout._derived.items() if "phases" in key[0]}
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("stride", [1, 2, 3])
 def test_a_training_step_is_captured_in_a_graph(stride):
     layout = bs.patterns.random((64, 96), block_size=32, density=0.5, seed=0)
     x = torch.randn(2, 96, 9, 12, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -183,11 +214,13 @@ def test_a_training_step_is_captured_in_a_graph(stride):
         y = bs.conv2d(x, values, layout, stride=stride, padding=1)
         return y, *torch.autograd.grad(y.float().square().sum(), (x, values))
 
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
+    warm, stream, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(warm):
         expected = [tensor.detach().clone() for tensor in step()]
-        with torch.cuda.graph(graph, stream=stream):
-            found = step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        found = step()
+    layout.derived("triton launches", dict).clear()
     graph.replay()
     torch.cuda.synchronize()
     for each, right in zip(found, expected, strict=True):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,7 +124,7 @@ def _conv_launches(
         numbers = [_phase_numbers(three_phases, x.shape[0], taps_past, shared) for three_phases in some]
         arguments = {
             "task_ptr": tasks, "col_ptr": col, "block_ptr": block,
-            "phase_ptr": None if len(some) == 1 else _table(numbers).to(x.device),
+            "phase_ptr": None if len(some) == 1 else _table(layout, numbers, x.device),
             "tasks": tasks.shape[0], **numbers[0], "in_blocks": layout.grid[not transpose],
             "out_blocks": layout.grid[transpose], "all_taps": math.prod(kernel),
             **_each("in_size", output if transposed else input),
@@ -155,8 +156,11 @@ def in_one_launch(axes: Sequence[Axis], transposed: bool) -> bool:
     return math.prod(len(phases(axis, transposed)) for axis in axes) > MAX_LAUNCHES
 
 
-def _table(numbers: Sequence[dict[str, int]]) -> Tensor:
-    return torch.tensor([list(each.values()) for each in numbers], dtype=torch.int32)
+def _table(layout: Layout, numbers: Sequence[dict[str, int]], device: torch.device) -> Tensor:
+    """The numbers of all phases; kept with the layout, as a captured graph may neither copy it nor lose it."""
+    assert not isinstance(layout, TracedLayout)  # has no such launch: op.py
+    rows = tuple(tuple(each.values()) for each in numbers)
+    return _on(layout, ("conv phases", rows), device, lambda: np.array(rows, np.int32))
 
 
 def _phase_numbers(
