@@ -194,7 +194,8 @@ def right(device: Device) -> Iterator[bool]:
     start = monotonic()
     for what, check in checks(device):
         try:
-            said, holds = ", ".join(f"{name} {error:.1e}" for name, error in check().items()), True
+            found = (f"{name} {error:.1e} of at most {most:.0e}" for name, (error, most) in check().items())
+            said, holds = ", ".join(found), True
         except Exception as error:  # the others are still checked
             said, holds = f"{type(error).__name__}: {error}", False
         print(f"[{monotonic() - start:4.0f} s] {'right' if holds else 'WRONG'} {what}: {said}", flush=True)

@@ -101,6 +101,10 @@ class Case(ABC):
             BlockSparseError: an error beyond the bound.
         """
 
+    def bound_for(self, name: str) -> float:
+        """The largest error that `check` takes of a result."""
+        return self.bound
+
     @abstractmethod
     def call(self, name: str, copy: int = 0) -> Call:
         """The work as we or a peer do it. Making or calling a peer's raises the library's own errors."""
