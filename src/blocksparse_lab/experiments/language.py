@@ -228,6 +228,7 @@ def _small(text: str, *, patterns: bool = False, times: int = 1, **other: Any) -
         "random": Contender(replace(wide, pattern="random", density=0.102), 0.012),
         "Watts-Strogatz": Contender(replace(wide, pattern="watts_strogatz", neighbors=4), 0.012),
         "block-diagonal": Contender(replace(wide, pattern="block_diagonal", density=0.1), 0.012),
+        "dense, 0.008": Contender(CharLMConfig(width=576, embedding=32), 0.008),
     }
     return LanguageExperiment(
         about=f"An LSTM of 1.5 million parameters, dense or block-sparse and 2.7 times as wide, on {text}"
@@ -236,7 +237,8 @@ def _small(text: str, *, patterns: bool = False, times: int = 1, **other: Any) -
         contenders={
             "dense": Contender(CharLMConfig(width=576, embedding=32), rate * 0.016),
             "small-world": Contender(wide, rate * 0.012),
-            # Weights of low rank in place of sparse ones; blocks at random, on the diagonal, of another graph.
+            # Weights of low rank in place of sparse ones; blocks at random, on the diagonal, of another graph; and the
+            # dense one at half its rate.
             **(others if patterns else {}),
         },
         settings=Settings(steps=times * 3500, warmup=100, eval_every=500, save_every=500),
