@@ -109,7 +109,17 @@ def claims(template: str, root: Path = ROOT) -> str:
         judged = (tested[0] if tested else " (one seed)") if manner in ("less", "more") else ""
         return " ± ".join(told) + judged
 
-    return PLACE.sub(shown, template).replace("{runs that were not made}", "\n".join(not_made(root)))
+    page = PLACE.sub(shown, template).replace("{runs that were not made}", "\n".join(not_made(root)))
+    return page.replace("{overview}", "\n".join(overview(page)))
+
+
+def overview(page: str) -> list[str]:
+    """The lines of a table of all claims, each linked, with the first words of its verdict."""
+    lines = ["| claim | verdict |", "|---|---|"]
+    for claim, verdict in re.findall(r"^### (.*)\n(?:(?!#).*\n)*?- \*\*Verdict\*\*: (.*)", page, re.MULTILINE):
+        anchor = re.sub(r"[^\w -]", "", claim.lower()).replace(" ", "-")
+        lines.append(f"| [{claim}](#{anchor}) | {re.split('[,;:(]', verdict)[0].strip()} |")
+    return lines
 
 
 def not_made(root: Path = ROOT) -> list[str]:
@@ -149,16 +159,18 @@ def hours(name: str, contenders: Iterable[str], root: Path) -> str:
 
 
 def unfounded(template: str, root: Path = ROOT) -> list[str]:
-    """The lines of tables with a verdict that no difference in them has: won and lost want one with p below 0.05 and
-    that sign, "not shown" one with a larger p."""
+    """The claims, and lines of tables, with a verdict that no difference in them has: won and lost want one with p
+    below 0.05 and that sign, "not shown" one with a larger p."""
     faults = []
-    for line in template.splitlines():
-        found = {difference(place, root) for place in PLACE.findall(line)} - {""}
-        *_, verdict = line.rstrip("| ").rsplit(" | ", 1)
-        for clause in verdict.split("; ") if found else ():
+    claims = re.split(r"^(?=##)", template, flags=re.MULTILINE)
+    rows = [line for line in template.splitlines() if line.startswith("|")]
+    for text in [*claims, *rows]:
+        found = {difference(place, root) for place in PLACE.findall(text)} - {""}
+        verdicts = re.findall(r"\*\*Verdict\*\*: (.*)", text) or [text.rstrip("| \n").rsplit(" | ", 1)[-1]]
+        for clause in verdicts[0].split("; ") if found else ():
             told = VERDICTS.match(clause)
             if told and told[0] not in found:
-                faults.append(f"the verdict '{clause}' of '{line[:99]}...': its differences are {sorted(found)}")
+                faults.append(f"the verdict '{clause}' of '{text[:99]}...': its differences are {sorted(found)}")
     return faults
 
 
