@@ -67,7 +67,7 @@ def test_tokens(call):
     ("images", "padding", "most", "message"),
     [
         (2, TOO_MANY - 1, TOO_MANY - 2**16, "2147418112 positions along an axis with all that its taps reach on a GPU"),
-        (9, 1, 17, "17 positions in one call on a GPU, got 27"),
+        (9, 1, 17, "17 positions in one call, with all that its taps reach, on a GPU, got 35"),
     ],
     ids=["reach", "images"],
 )
@@ -78,6 +78,67 @@ def test_positions(monkeypatch, images, padding, most, message):
     for call in (lambda: conv(x, values, LAYOUT, (3,), *steps), lambda: conv_wgrad(x, x, LAYOUT, (3,), *steps)):
         with bs.use_backend("triton"), pytest.raises(bs.BlockSparseError, match=f"x: expected at most {message}"):
             call()
+
+
+def test_positions_between_axes():
+    """Where each axis fits, and the taps of one times the positions of the next do not."""
+    x, values = torch.randn(1, 1, 2, 65536, device=DEVICE), torch.randn(1, 1, 1, 2, 1, device=DEVICE)
+    how = {"stride": (512, 65536), "padding": (32768, 0), "dilation": (32768, 1)}
+    with bs.use_backend("triton"), pytest.raises(bs.BlockSparseError, match="positions in one call, with all that"):
+        bs.conv2d(x, values, bs.patterns.dense((1, 1), 1), **how)
+
+
+def test_lanes_of_all_taps():
+    layout = bs.BlockLayout.from_indices([0], [0], (1, 2**14), 1)
+    axes = [Axis(2**18, 1, 2**18, 1, 0, 1)]
+    with pytest.raises(bs.BlockSparseError, match="once for each tap, on a GPU, got 4294967296"):
+        conv_backend.conv_wgrad(wide(1, 1, 1), wide(1, 2**18, 2**14), layout, False, axes)
+
+
+@pytest.fixture(scope="module")
+def memory():
+    """More than 2^31 numbers, of which only those that are used take memory."""
+    return torch.empty(2**31 + 2**16, dtype=torch.bfloat16, device=DEVICE)
+
+
+def far_rows(memory, rows):
+    """Rows that begin beyond 2^31, though each is less from the next."""
+    return memory.as_strided((3, rows.shape[1]), (2**30 + 64, 1)).copy_(rows)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_addresses_of_products(memory, monkeypatch, transpose):
+    layout = bs.patterns.random((32, 48), 16, density=0.7, seed=0)
+    values = torch.randn(layout.values_shape, device=DEVICE).bfloat16()
+    rows = torch.randn(3, 32 if transpose else 48, device=DEVICE).bfloat16()
+    expected = linear_backend.linear(rows, values, None, layout, transpose, None)
+    assert torch.equal(linear_backend.linear(far_rows(memory, rows), values, None, layout, transpose, None), expected)
+    monkeypatch.setattr(linear_backend.torch, "empty", lambda *size, **of: far_rows(memory, torch.zeros(*size)))
+    assert torch.equal(linear_backend.linear(rows, values, None, layout, transpose, None), expected)
+
+
+@pytest.mark.parametrize("far", ["grad", "x"])
+def test_addresses_of_gradients(memory, far):
+    layout = bs.patterns.random((32, 48), 16, density=0.7, seed=0)
+    of = {"grad": torch.randn(3, 32, device=DEVICE).bfloat16(), "x": torch.randn(3, 48, device=DEVICE).bfloat16()}
+    expected = linear_backend.linear_wgrad(of["grad"], of["x"], layout)
+    of[far] = far_rows(memory, of[far])
+    assert torch.equal(linear_backend.linear_wgrad(of["grad"], of["x"], layout), expected)
+
+
+@pytest.mark.parametrize("taps", [1, 2])
+def test_addresses_of_convolutions(memory, taps):
+    """Of two outputs with a tap each, or of two taps of one."""
+    channels, far = 2**16, 2**15
+    layout = bs.BlockLayout.from_indices([0], [channels // 16 - 1], (1, channels // 16), 16)
+    values = torch.randn(1, 16, 16, taps, device=DEVICE).bfloat16()
+    x = memory[: channels * (far + 1)].view(1, far + 1, channels)
+    read = torch.randn(2, 16, device=DEVICE).bfloat16()
+    x[0, ::far, -16:] = read
+    with bs.use_backend("triton"):
+        y = conv(x, values, layout, (3 - taps,), (far,), (0,), (far,))
+    expected = torch.einsum("tj,kijt->ki" if taps == 2 else "tj,kijs->ti", read.float(), values.float())
+    torch.testing.assert_close(y[0].float(), expected, atol=3e-2, rtol=1e-2)
 
 
 def test_features_of_gates():

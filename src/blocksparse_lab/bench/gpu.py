@@ -117,9 +117,13 @@ class GpuReach:
             raise BlockSparseError.expected("bench", "one that measures", "None")
         return self._bench
 
+    def known(self, job: Job) -> list[Row]:
+        """The rows of a job that are there."""
+        return [row for work, row in self.rows.items() if job.gives(work)]
+
     def run(self, job: Job) -> list[Row]:
         """The rows of a job: those known, or measured now."""
-        found = [row for work, row in self.rows.items() if job.gives(work)]
+        found = self.known(job)
         if not found:
             found = job.run()
             self.rows |= {row.work: row for row in found}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from blocksparse.errors import BlockSparseError
@@ -201,17 +202,21 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
     """What is in a file that `write` wrote, and its rows; raises where it is no such file."""
     found = read_json(path, "rows")
     try:
-        if not isinstance(found["machine"], dict):
-            raise TypeError("machine")
-        return found, [Row(**row) for row in found["rows"]]
-    except (KeyError, TypeError) as error:
+        rows = [Row(**row) for row in found["rows"]]
+        texts = [text for row in rows for text in (row.work, row.target, row.measured)]
+        right = all(isinstance(text, str) for text in texts) and all(row.met in (None, True, False) for row in rows)
+        details = [found["machine"], found["machine"].get("gpu") or {}, *(row.details for row in rows)]
+        if not right or not all(isinstance(of, dict) for of in details):
+            raise TypeError("types of another program")
+        return found, rows
+    except (KeyError, TypeError, AttributeError) as error:
         raise BlockSparseError.expected(str(path), "a file that this program wrote", repr(error)) from error
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
     """For the terminal."""
     colours = {None: "dim", True: "green", False: "bold red"}
-    cells = [(r.work, r.target, r.measured, f"[{colours[r.met]}]{r.verdict}[/]") for r in rows]
+    cells = [(*map(escape, (r.work, r.target, r.measured)), f"[{colours[r.met]}]{r.verdict}[/]") for r in rows]
     return report.table(HEAD, cells, title, text=3)
 
 

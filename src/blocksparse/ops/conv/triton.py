@@ -101,9 +101,7 @@ def _conv_launches(
     x: Tensor, layout: Layout, transpose: bool, transposed: bool, axes: Sequence[Axis], activation: str | None
 ) -> list[Launch]:
     """One launch for each phase, those with the most work first, or one for many."""
-    _check_fits(layout, axes)
-    for name in ("input", "output"):
-        check_fits("x", "positions in one call", x.shape[0] * math.prod(getattr(axis, name) for axis in axes))
+    _check_fits(layout, axes, x.shape[0])
     three = three_axes(axes)
     input, output, kernel, stride = (
         [getattr(axis, name) for axis in three] for name in ("input", "output", "kernel", "stride")
@@ -178,8 +176,10 @@ def _phase_numbers(
 
 
 def _wgrad_launches(a: Tensor, b: Tensor, layout: Layout, transposed: bool, axes: Sequence[Axis]) -> list[Launch]:
-    _check_fits(layout, axes)
-    check_fits("x", "positions in one call", max(math.prod(a.shape[:-1]), math.prod(b.shape[:-1])))
+    _check_fits(layout, axes, a.shape[0])
+    for blocks, size in zip(layout.grid, layout.block_shape, strict=True):
+        lanes = blocks * power_of_two(size) * math.prod(axis.kernel for axis in axes)
+        check_fits("layout", "features, in blocks of a power of two, once for each tap,", lanes)
     rows: Layout = layout.T if transposed else layout
     last, gpu = axes[-1], gpu_of(a.device)
     work = replace(_work("wgrad", a, layout, math.prod(b.shape[:-1])), block=rows.block_shape)
@@ -328,13 +328,17 @@ def _common(dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
     return common(dtype, tile) | {"PRECISION": "tf32" if dtype == torch.float32 and tf32() else "ieee"}
 
 
-def _check_fits(layout: Layout, axes: Sequence[Axis]) -> None:
-    """Raises a BlockSparseError for more blocks, channels or positions along an axis than kernels count."""
+def _check_fits(layout: Layout, axes: Sequence[Axis], images: int) -> None:
+    """Raises a BlockSparseError for more blocks, channels or positions than kernels count."""
     if isinstance(layout, BlockLayout):  # of others the schedule has been made
         check_layout_fits(layout)
+    inputs = outputs = images
     for axis in axes:
         reach = axis.input + (axis.output - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + abs(axis.padding)
         check_fits("x", "positions along an axis with all that its taps reach", reach)
+        inputs, outputs = inputs * axis.input + reach, outputs * axis.output + reach
+    for count in (inputs, outputs):  # beyond the border positions are counted too, though not read
+        check_fits("x", "positions in one call, with all that its taps reach,", count)
 
 
 # -- schedules --------------------------------------------------------------------------------------------------
