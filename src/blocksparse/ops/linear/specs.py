@@ -197,6 +197,6 @@ GPU_HUBS: dict[str, LinearSpec] = {
 GPU_HUB_TIME = 1.15
 # Host seconds per call of a product that takes the GPU almost no time.
 GPU_TINY = LinearSpec(256, 256, tokens=16, density=0.5, dtype="bfloat16")
-GPU_HOST_TIME = 15e-6
+GPU_HOST_TIME = 12e-6
 # Training steps whose memory is checked.
 GPU_MEMORY = (replace(GPU_MANY, tokens=2048), LinearSpec(131072, 131072, tokens=64, density=0.001, dtype="bfloat16"))
