@@ -12,6 +12,7 @@ import torch
 import blocksparse as bs
 from blocksparse.ops.gpu import tiles
 from blocksparse.ops.gpu.tiles import Gpu, Tile, Work
+from blocksparse.ops.linear import triton as linear
 from compile_kernels import GPUS
 
 H200 = Gpu("NVIDIA H200", "sm90", 132, 227 * 1024)
@@ -150,3 +151,36 @@ def test_a_broken_file_is_named(folder, content):
     path.write_text(content)
     with pytest.raises(bs.BlockSparseError, match=r"tuned tiles: expected .*nvidia-h200\.json"):
         tiles.tile_for(WORK, H200)
+
+
+# -- what the plan of a product makes of them ---------------------------------------------------------------------
+
+
+def parts_of_rows(lengths, multiprocessors):
+    """How many tasks each row has whose blocks are so many, on a GPU of so many multiprocessors."""
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    layout, gpu = bs.BlockLayout(mask, 32), replace(H200, multiprocessors=multiprocessors)
+    work = replace(WORK, block=(32, 32), tokens=16, density=layout.density)
+    tasks = linear._plan(layout, False, work, gpu).tasks
+    return [int((tasks[:, 0] == row).sum()) for row in range(len(lengths))]
+
+
+def test_a_hub_is_cut_sooner_than_a_row_like_the_others():
+    # 108 blocks, 27 a multiprocessor: a row of 30 is cut where the others are short, in parts of 16, the least.
+    assert parts_of_rows([30] + [2] * 39, 4) == [2] + [1] * 39
+    # 90 blocks, 22.5 a multiprocessor: as long, but so are the others.
+    assert parts_of_rows([30, 30, 30], 4) == [1, 1, 1]
+    # 15 a multiprocessor: nearly twice the mean.
+    assert parts_of_rows([30, 30, 30], 6) == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("pass_", "shared", "pairs"), [
+    ("forward", 8, True), ("dgrad", 8, True), ("forward", 2, True), ("dgrad", 2, False), ("forward", 1, False),
+])  # fmt: skip
+def test_rows_come_in_pairs_where_enough_of_their_inputs_are_shared(pass_, shared, pairs):
+    """Two rows of eight blocks each, with so many inputs in common: of 16 loads, these are saved."""
+    mask = torch.zeros(2, 16, dtype=torch.bool)
+    mask[0, :8] = mask[1, 8 - shared : 16 - shared] = True
+    layout = bs.BlockLayout(mask if pass_ == "forward" else mask.T, 32)
+    plan = linear._plan(layout, pass_ == "dgrad", replace(WORK, pass_=pass_, density=0.5), H200)
+    assert (plan.tasks.shape[1] == 5) is pairs
