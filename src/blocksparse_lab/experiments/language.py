@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -21,7 +22,7 @@ from ..recipes.compare import Run
 from ..recipes.trainer import Settings, Trainer, device_of
 from .experiment import SEEDS, Column, DataDir, Experiment, Progress, kept
 
-PROBES = "probes.json"
+PROBES, STREAMS = "probes.json", "streams.json"
 
 # What is probed beside the protocol's last cell state, each feature brought to mean 0 and deviation 1.
 OTHER_STATES = ("cell", "hidden", "mean")
@@ -92,8 +93,15 @@ class LanguageExperiment(OnText):
         return Trainer(task, run, settings, charlm.facts(config, self.text))
 
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
-        """The sentiment probes; by data, what `sentiment` finds."""
+        """Bits per character of each stream that is evaluated; and the sentiment probes: by data, what `sentiment`
+        finds."""
         found, path = kept(run, PROBES), run / "last.safetensors"
+        if not kept(run, STREAMS):
+            model = charlm.load(path)
+            task = self.reader(model.config, self.load(data_dir), self.settings.device)
+            nats, counts = task.of_streams(model.to(self.settings.device))
+            bits = {"bits": (nats / counts * task.per_nat).tolist()}
+            checkpoint.write_text(run / STREAMS, json.dumps(bits) + "\n")
         for data, limit in self.reviews.items():
             wanted = _probes(data)
             if found.keys() >= wanted.keys():
@@ -115,7 +123,8 @@ class LanguageExperiment(OnText):
                 checkpoint.write_text(run / PROBES, json.dumps(found, indent=1) + "\n")
 
     def is_probed(self, run: Path) -> bool:
-        return kept(run, PROBES).keys() >= {name for data in self.reviews for name in _probes(data)}
+        probed = kept(run, PROBES).keys() >= {name for data in self.reviews for name in _probes(data)}
+        return probed and bool(kept(run, STREAMS))
 
     def found(self, run: Run) -> dict[str, Any]:
         # What is long is left in the folder of the run, and what is known of the data where it is said.
@@ -125,7 +134,10 @@ class LanguageExperiment(OnText):
             short = {key: value for key, value in found["probe"].items() if key not in long}
             probes[name] = (found if name in self.reviews else {}) | {"probe": short}
         speed = run.as_dict()["bytes_per_second"]
-        return {"held_out": run.held_out, "bytes_per_second": speed, "probes": probes}
+        found = {"held_out": run.held_out, "bytes_per_second": speed, "probes": probes}
+        if bits := kept(run.path, STREAMS).get("bits"):
+            found["median_stream"] = statistics.median(bits)
+        return found
 
     @property
     def columns(self) -> Sequence[Column]:
@@ -147,6 +159,7 @@ class LanguageExperiment(OnText):
             Column("bytes of a step", lambda run, _: run.config["bytes_per_step"]),
             SEEDS,
             Column("bits per character, held out", "facts.held_out"),
+            Column("the same of the median stream", "facts.median_stream", 4),
             *(
                 Column(f"the same, against {name}", "facts.held_out", 4, name)
                 for name in list(self.contenders)[: 1 if len(self.contenders) < 3 else 2]
@@ -228,7 +241,6 @@ def _small(text: str, *, patterns: bool = False, times: int = 1, **other: Any) -
         "random": Contender(replace(wide, pattern="random", density=0.102), 0.012),
         "Watts-Strogatz": Contender(replace(wide, pattern="watts_strogatz", neighbors=4), 0.012),
         "block-diagonal": Contender(replace(wide, pattern="block_diagonal", density=0.1), 0.012),
-        "dense, 0.008": Contender(CharLMConfig(width=576, embedding=32), 0.008),
     }
     return LanguageExperiment(
         about=f"An LSTM of 1.5 million parameters, dense or block-sparse and 2.7 times as wide, on {text}"
@@ -237,13 +249,28 @@ def _small(text: str, *, patterns: bool = False, times: int = 1, **other: Any) -
         contenders={
             "dense": Contender(CharLMConfig(width=576, embedding=32), rate * 0.016),
             "small-world": Contender(wide, rate * 0.012),
-            # Weights of low rank in place of sparse ones; blocks at random, on the diagonal, of another graph; and the
-            # dense one at half its rate.
+            # Weights of low rank in place of sparse ones; blocks at random, on the diagonal, of another graph.
             **(others if patterns else {}),
         },
         settings=Settings(steps=times * 3500, warmup=100, eval_every=500, save_every=500),
         minutes=10 * times,
         **other,
+    )
+
+
+def _rates(text: str) -> LanguageExperiment:
+    """The models of `_small` at other rates, in whole runs."""
+    small = _small(text)
+    rates = {"dense": (0.004, 0.008, 0.016), "small-world": (0.006, 0.012)}
+    return replace(
+        small,
+        about=f"Learning rates of an LSTM of 1.5 million parameters, dense or block-sparse, on {text}",
+        contenders={
+            f"{name}, {rate:g}": replace(small.contenders[name], learning_rate=rate)
+            for name, some in rates.items()
+            for rate in some
+        },
+        seeds=(0,),
     )
 
 
@@ -306,6 +333,7 @@ def _large(text: str, **other: Any) -> LanguageExperiment:
 
 EXPERIMENTS: dict[str, Experiment] = {
     "wikipedia-small": _small("wikipedia", patterns=True),
+    "rates-wikipedia": _rates("wikipedia"),
     "imdb-small": _small("imdb", reviews={"sst": None, "imdb": 2000}),
     "imdb-long": _small("imdb", times=4, reviews={"sst": None, "imdb": None}),
     "wikipedia-medium": _medium("wikipedia"),

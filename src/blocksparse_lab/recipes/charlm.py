@@ -78,17 +78,23 @@ class CharLMTask(Streams):
 
     def evaluate(self, model: nn.Module) -> float:
         """Bits per character of the held-out text, in streams of `EVALUATION_STREAM` bytes or more, from state zero."""
+        nats, counts = self.of_streams(model)
+        return float(nats.sum() / counts.sum()) * self.per_nat
+
+    @torch.no_grad()
+    def of_streams(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        """The nats of each of these streams, and how many bytes of it are predicted; float64 `[streams]` both."""
         predicted = len(self.held_out) - 1
         streams = min(max(1, predicted // EVALUATION_STREAM), 64)
         length = -(-predicted // streams)
         # The last stream may be shorter: beyond its end nothing is counted.
         data = F.pad(self.held_out.long(), (0, streams * length - predicted), value=-1)
         inputs, targets = data[:-1].view(streams, length).T, data[1:].view(streams, length).T
-        state, total = self._zeros(streams), torch.zeros((), dtype=torch.float64, device=data.device)
+        state, total = self._zeros(streams), torch.zeros(streams, dtype=torch.float64, device=data.device)
         for text, target in zip(inputs.split(256), targets.split(256), strict=True):
             logits, state = model(text.clamp(min=0), state)
-            total += self.cross_entropy(logits, target, "sum")
-        return float(total) / predicted * self.per_nat
+            total += self.cross_entropy(logits, target, "none").view(target.shape).sum(0)
+        return total, (targets >= 0).sum(0).double()
 
     def state_dict(self) -> dict[str, Tensor]:
         if self.share == 1:
