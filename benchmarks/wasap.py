@@ -43,7 +43,7 @@ from blocksparse.checkpoint import read_json
 from blocksparse.distributed import Epoch, Settings, train
 from blocksparse.topology.drawings.style import COLORS, figure_and_axes
 from blocksparse_lab.bench import report
-from blocksparse_lab.bench.report import chance, spread
+from blocksparse_lab.bench.report import chance, noted, spread
 from blocksparse_lab.data import tables
 from blocksparse_lab.machine import machine, where
 from blocksparse_lab.recipes import mlp
@@ -301,8 +301,7 @@ def _rows(of: dict[str, list[Run]]) -> Iterator[list[str]]:
             some = [x for x in map(value, runs) if x is not None]
             if not some or isinstance(some[0], str):
                 return some[0] if some else "-"
-            likely = chance(some) if tested else ""
-            return spread(some, digits) + (f" ({likely})" if likely else "")
+            return noted(spread(some, digits), chance(some) if tested else "")
 
         return [title, *map(cell, of.values())]
 

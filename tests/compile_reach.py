@@ -240,7 +240,7 @@ def _of_rows(
 
 
 def _of_weights(given: dict[str, Any], grid: Any, n: int, tokens: int, itemsize: int) -> dict[str, Any]:
-    """What programs do that sum up the products of so many tokens, of n outputs and some lanes of inputs each."""
+    """What programs do that sum up the products of some tokens, of n outputs and some lanes of inputs each."""
     programs, m, k = math.prod(grid), given["BLOCK_M"], given["BLOCK_K"]
     steps = programs * -(-tokens // m)
     work = {"steps": steps, "macs": steps * m * n * k, "cache": steps * m * (n + k) * itemsize}
@@ -288,7 +288,7 @@ def _cudnn(spec: LstmSpec) -> list[dict[str, Any]]:
 
 
 def _trained(parameters: int) -> int:
-    """Bytes of a training step for so many float32 parameters, besides products.
+    """Bytes of a training step for a number of float32 parameters, besides products.
 
     AdamW reads four numbers and writes three, the norm of the gradient and its scaling take three more; the casts to 16
     bits and of the gradient back 12 bytes.
@@ -297,7 +297,7 @@ def _trained(parameters: int) -> int:
 
 
 def _product(weights: int, tokens: int, others: int, spec: Any) -> dict[str, Any]:
-    """A product of so many weights and tokens, which moves as many numbers and others."""
+    """A product of a number of weights and tokens, which moves as many numbers and others."""
     moved = (weights + others) * getattr(torch, spec.dtype).itemsize
     return {"operations": 2 * weights * tokens, "moved": moved, "dtype": spec.dtype, "few": tokens <= 64}
 

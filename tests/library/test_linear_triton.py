@@ -135,8 +135,8 @@ def test_a_call_like_one_before_it_takes_the_short_way(split):
         expected = (x @ bs.to_dense(values, layout).T + bias).relu()
         for _ in range(2):
             torch.testing.assert_close(bs.linear(x, values, layout, bias, "relu"), expected, atol=1e-4, rtol=1e-4)
-            for alike in (x, x.flatten(0, 1)):
-                found = at_once(alike)
+            for same in (x, x.flatten(0, 1)):
+                found = at_once(same)
                 torch.testing.assert_close(found.view(expected.shape), expected, atol=1e-4, rtol=1e-4)
         launches = layout.derived("triton launches", dict).values()
         assert {len(some) for some in launches} == {1 + split}

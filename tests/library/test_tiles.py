@@ -157,7 +157,7 @@ def test_a_broken_file_is_named(folder, content):
 
 
 def parts_of_rows(lengths, multiprocessors):
-    """How many tasks each row has whose blocks are so many, on a GPU of so many multiprocessors."""
+    """The number of tasks of each row, by its number of blocks and that of multiprocessors."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     layout, gpu = bs.BlockLayout(mask, 32), replace(H200, multiprocessors=multiprocessors)
     work = replace(WORK, block=(32, 32), tokens=16, density=layout.density)
@@ -178,7 +178,7 @@ def test_a_hub_is_cut_sooner_than_a_row_like_the_others():
     ("forward", 8, True), ("dgrad", 8, True), ("forward", 2, True), ("dgrad", 2, False), ("forward", 1, False),
 ])  # fmt: skip
 def test_rows_come_in_pairs_where_enough_of_their_inputs_are_shared(pass_, shared, pairs):
-    """Two rows of eight blocks each, with so many inputs in common: of 16 loads, these are saved."""
+    """Two rows of eight blocks each, which share a number of inputs: the loads saved, of 16."""
     mask = torch.zeros(2, 16, dtype=torch.bool)
     mask[0, :8] = mask[1, 8 - shared : 16 - shared] = True
     layout = bs.BlockLayout(mask if pass_ == "forward" else mask.T, 32)

@@ -60,7 +60,7 @@ def wants_schedule(layout: BlockLayout, x: Tensor) -> bool:
 
 
 def has_bucket(tokens: int) -> bool:
-    """Whether it is known while a graph is traced which schedule so many tokens want.
+    """Whether it is known while a graph is traced which schedule this number of tokens wants.
 
     The comparisons are those of `bucket`, so that sizes are not bound any further.
     """

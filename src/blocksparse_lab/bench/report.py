@@ -205,6 +205,16 @@ def spread(values: Sequence[float], digits: int | None = None, sign: str = "") -
     return f"{statistics.fmean(values):{sign},.{digits}f}{deviation}"
 
 
+def noted(cell: str, *notes: str) -> str:
+    """A cell with notes in brackets, those that are not empty.
+
+    >>> noted("+1.0", "", "p 0.2"), noted("+1.0", "")
+    ('+1.0 (p 0.2)', '+1.0')
+    """
+    said = ", ".join(filter(None, notes))
+    return f"{cell} ({said})" if said else cell
+
+
 def chance(found: Sequence[float], others: Sequence[float] | None = None) -> str:
     """The probability that chance alone makes a mean difference as large, by a two-sided t-test; "" of fewer than two.
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from blocksparse.checkpoint import read_json
 from blocksparse.errors import BlockSparseError
 
-from ..bench.report import chance, spread, write_json
+from ..bench.report import chance, noted, spread, write_json
 from ..recipes import compare
 from ..recipes.compare import Run
 from ..recipes.trainer import Diverged, Trainer
@@ -82,8 +82,7 @@ class Column:
             same = sets[name] == sets[self.against]
             if name == self.against or (paired and same):
                 pairs = [self.compared(value, base[seed]) for seed, value in of.items() if seed in base]
-                likely = chance(pairs)
-                cells.append(self._cell(pairs, "+") + (f" ({likely})" if likely else ""))
+                cells.append(noted(self._cell(pairs, "+"), chance(pairs)))
             else:
                 label = UNPAIRED if paired else ""
                 cells.append(self._independent(list(of.values()), list(base.values()), label))
@@ -94,8 +93,7 @@ class Column:
         cell = f"{fmean(ours):+,.{self.digits}f}"
         if deviations := [stdev(values) for values in (ours, theirs) if len(values) > 1]:
             cell += f" ± {hypot(*deviations):,.{self.digits}f}"
-        said = ", ".join(filter(None, [label, chance(ours, theirs)]))
-        return f"{cell} ({said})" if said else cell
+        return noted(cell, label, chance(ours, theirs))
 
     def _cell(self, values: list[Any], sign: str = "") -> str:
         if self.show or not values:

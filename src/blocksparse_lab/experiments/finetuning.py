@@ -53,9 +53,7 @@ class FineTuningExperiment(Experiment):
 
     @property
     def _models(self) -> LanguageExperiment:
-        of = LANGUAGE[self.begins]
-        assert isinstance(of, LanguageExperiment)
-        return of
+        return LANGUAGE[self.begins]
 
     def load(self, data_dir: DataDir) -> reviews.Splits:
         return reviews.load(self.data, data_dir)

@@ -10,6 +10,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import nn
+
 from blocksparse import checkpoint
 from blocksparse.topology import average_path_length, connected_components
 
@@ -48,8 +50,7 @@ class OnText(Experiment):
     def load(self, data_dir: DataDir) -> texts.Text:
         return texts.split(corpora.load(self.text, data_dir), self.seq, name=self.text, held_out=self.held_out)
 
-    def reader(self, config: CharLMConfig, data: texts.Text, device: str) -> charlm.CharLMTask:
-        model = charlm.network(config)
+    def reader(self, model: nn.Module, data: texts.Text, device: str) -> charlm.CharLMTask:
         return charlm.CharLMTask(model, data, self.batch, self.seq, self.evaluated, device_of(device))
 
 
@@ -89,7 +90,7 @@ class LanguageExperiment(OnText):
         of = self.contenders[contender]
         config = replace(of.config, seed=seed)
         settings = replace(self.settings, learning_rate=of.learning_rate, seed=seed)
-        task = self.reader(config, data, settings.device)
+        task = self.reader(charlm.network(config), data, settings.device)
         return Trainer(task, run, settings, charlm.facts(config, self.text))
 
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
@@ -97,9 +98,8 @@ class LanguageExperiment(OnText):
         finds."""
         found, path = kept(run, PROBES), run / "last.safetensors"
         if not kept(run, STREAMS):
-            model = charlm.load(path)
-            task = self.reader(model.config, self.load(data_dir), self.settings.device)
-            nats, counts = task.of_streams(model.to(self.settings.device))
+            task = self.reader(charlm.load(path), self.load(data_dir), self.settings.device)
+            nats, counts = task.of_streams(task.model.to(self.settings.device))
             bits = {"bits": (nats / counts * task.per_nat).tolist()}
             checkpoint.write_text(run / STREAMS, json.dumps(bits) + "\n")
         for data, limit in self.reviews.items():
@@ -331,7 +331,7 @@ def _large(text: str, **other: Any) -> LanguageExperiment:
     )
 
 
-EXPERIMENTS: dict[str, Experiment] = {
+EXPERIMENTS: dict[str, LanguageExperiment] = {
     "wikipedia-small": _small("wikipedia", patterns=True),
     "rates-wikipedia": _rates("wikipedia"),
     "imdb-small": _small("imdb", reviews={"sst": None, "imdb": 2000}),

@@ -80,7 +80,7 @@ class LanguagePruning(PruningExperiment, OnText):
         return 100 * (found / dense - 1)
 
     def dense(self, seed: int, data: texts.Text) -> tuple[Task, Settings, dict[str, Any]]:
-        task = self.reader(replace(self.config, seed=seed), data, self.trained.device)
+        task = self.reader(charlm.network(replace(self.config, seed=seed)), data, self.trained.device)
         return task, replace(self.trained, seed=seed), charlm.facts(self.config, self.text)
 
     def opened(self, run: Path) -> nn.Module:

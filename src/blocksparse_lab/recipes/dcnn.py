@@ -70,7 +70,7 @@ def trainer(
 
 
 def drawn(graph: Graph, nbytes: int, seed: int = 0) -> Diffusion:
-    """Over edges of a graph drawn at random, as many of its 500ths as fit into so many bytes with their powers."""
+    """Over edges of a graph drawn at random, as many of its 500ths as fit, with their powers, into `nbytes`."""
     order = torch.from_numpy(np.random.default_rng(seed).permutation(graph.edges.shape[1]))
 
     def of(edges: int) -> Diffusion:

@@ -26,7 +26,6 @@ from .text_features import Progress, digest
 from .trainer import Trainer, device_of
 
 TESTED = "tested.json"
-EXPECTED = "a classifier of texts"
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,8 @@ def evaluate(run: str | Path, splits: Splits, device: str = "cpu", progress: Pro
     The training evaluates on the validation part, by which settings are chosen.
     """
     wrong, count = 0, 0
-    _, _, task = stored.read(run, KIND, EXPECTED)
     model = load(run).to(device_of(device))
+    task = checkpoint.task_of(checkpoint.about(Path(run) / "last.safetensors"))
     with torch.inference_mode():
         for text, labels in in_batches(splits.test, task["data"]["longest"], 4 * task["batch"]):
             found = model(text.to(device)).argmax(1).cpu()
@@ -146,4 +145,4 @@ def load(path: str | Path) -> TextClassifier:
 
     # The tensors bring the layouts.
     empty = {"pattern": "dense", "layouts": "shared", "init": "uniform"}
-    return stored.load(path, KIND, EXPECTED, TextClassifierConfig, TextClassifier, sizes, empty)
+    return stored.load(path, KIND, "a classifier of texts", TextClassifierConfig, TextClassifier, sizes, empty)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -122,7 +122,7 @@ def _conv_launches(
         numbers = [_phase_numbers(three_phases, x.shape[0], taps_past, shared) for three_phases in some]
         arguments = {
             "task_ptr": tasks, "col_ptr": col, "block_ptr": block,
-            "phase_ptr": None if len(some) == 1 else _table(layout, numbers, x.device),
+            "phase_ptr": None if len(some) == 1 else _table(cast(BlockLayout, layout), numbers, x.device),
             "tasks": tasks.shape[0], **numbers[0], "in_blocks": layout.grid[not transpose],
             "out_blocks": layout.grid[transpose], "all_taps": math.prod(kernel),
             **_each("in_size", output if transposed else input),
@@ -150,13 +150,12 @@ def _most_splits(steps: int) -> int:
 
 
 def in_one_launch(axes: Sequence[Axis], transposed: bool) -> bool:
-    """Whether all phases come in one launch, with a table."""
+    """Whether all phases come in one launch, with a table; never of a traced layout, see op.py."""
     return math.prod(len(phases(axis, transposed)) for axis in axes) > MAX_LAUNCHES
 
 
-def _table(layout: Layout, numbers: Sequence[dict[str, int]], device: torch.device) -> Tensor:
+def _table(layout: BlockLayout, numbers: Sequence[dict[str, int]], device: torch.device) -> Tensor:
     """The numbers of all phases; kept with the layout, as a captured graph may neither copy it nor lose it."""
-    assert not isinstance(layout, TracedLayout)  # has no such launch: op.py
     rows = tuple(tuple(each.values()) for each in numbers)
     return _on(layout, ("conv phases", rows), device, lambda: np.array(rows, np.int32))
 
