@@ -60,10 +60,10 @@ void dropout_forward(const DropoutForward& d, int64_t first, int64_t last) {
   const V positive = broadcast(Sum(d.factor[1])), negative = broadcast(Sum(d.factor[2]));
   const Wide one = Wide{} + 1, two = Wide{} + 2;
   Random random;
-  Random::start(random, d.seed, first / kPartNumbers);
+  if (d.least) Random::start(random, d.seed, first / kPartNumbers);
   for (int64_t at = first; at < last; at += Random::kDraws) {
-    Random::Lanes lanes;
-    Random::step(random, lanes);
+    Random::Lanes lanes{};
+    if (d.least) Random::step(random, lanes);
     uint16_t drawn[Random::kDraws];
     memcpy(drawn, &lanes, sizeof drawn);
     in_vectors<E>(at, smaller(at + Random::kDraws, last), [&](int64_t i, int64_t count) __attribute__((always_inline)) {

@@ -89,11 +89,11 @@ def checked_mask(mask: Any) -> np.ndarray:
 
 
 def checked_indices(name: str, index: Any, bound: int) -> np.ndarray:
-    """Returns a vector of int64 from 0 to below the bound."""
+    """Returns a vector of int64 from 0 to below the bound, to be read only: it may be the caller's own."""
     array = checked_ints(name, index)
     if array.size and (array.min() < 0 or array.max() >= bound):
         raise BlockSparseError.expected(name, f"indices from 0 to {bound - 1}", f"{array.min()} to {array.max()}")
-    return array.astype(np.int64)
+    return array.astype(np.int64, copy=False)
 
 
 def checked_pairs(rows: Any, cols: Any, grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:

@@ -296,7 +296,10 @@ class BlockLayout:
             block = divmod(int(came[np.argmax(here)]), self.grid[1])
             raise BlockSparseError.expected("rows and cols", "blocks that are not here", f"block {block}")
         # Both lists are sorted: the i-th block that comes stands behind i others and those kept before it.
-        new = BlockLayout._from_keys(np.insert(kept, at, came), self.grid, self.block_shape)
+        keys = np.insert(kept, at, came)
+        del kept, came, stays, here  # of large layouts each takes as much memory as its values
+        new = BlockLayout._from_keys(keys, self.grid, self.block_shape)
+        del keys
         return new, torch.from_numpy(np.insert(source, at, -1))
 
     def keys_of_blocks(self) -> np.ndarray:

@@ -66,6 +66,31 @@ def test_the_inputs_are_left_alone_and_a_byte_a_number_is_kept():
     assert sum(size for size in kept if size > 8) == 100
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_slope_alone_is_pytorchs_leaky_relu_in_a_byte_a_number(dtype, training):
+    layer = bs.nn.Dropout(0.5 * (not training)).train(training)
+    special = [-1.0, -0.0, 0.0, 2.0, float("inf"), -float("inf"), float("nan")]
+    x = torch.cat([torch.tensor(special), torch.randn(4993)]).to(dtype)
+    grad = torch.randn(5000).to(dtype)
+    for slope in (-0.6, 0.6, 0.0):
+        mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        state, kept = torch.get_rng_state(), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):  # noqa: B023
+            y = layer(mine, slope)
+        assert sum(kept) == 5000
+        assert torch.equal(torch.get_rng_state(), state)
+        expected = torch.nn.functional.leaky_relu(other, slope)
+        y.backward(grad)
+        expected.backward(grad)
+        assert torch.equal(y.nan_to_num(7), expected.nan_to_num(7))
+        assert torch.equal(y.signbit(), expected.signbit())
+        assert torch.equal(mine.grad, other.grad)
+        assert not layer(x, slope).requires_grad
+    tangent = torch.func.jvp(lambda x: layer(x, 0.25), (x[:5],), (torch.ones(5, dtype=dtype),))[1]
+    assert tangent.tolist() == [0.25, 0.25, 0.25, 1, 1]
+
+
 def test_gradients_of_gradients():
     x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
     layer = bs.nn.Dropout(0.3)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..checked import number
 from ..ops import dropout
-from ..ops.registry import is_eager
+from ..ops.registry import is_eager, is_plain
 
 
 class Dropout(nn.Module):
@@ -45,15 +45,20 @@ class Dropout(nn.Module):
 
     def forward(self, input: Tensor, slope: float = 1.0) -> Tensor:
         x, drops = input, self.training and self.p > 0
-        if drops and x.device.type == "cpu" and is_eager(x):
-            least = dropout.least_of(self.p)
-            dropped: Tensor = _Dropped.apply(x, dropout.factors_of(least, slope), seed(), least, None)  # type: ignore[no-untyped-call]
+        if x.device.type == "cpu" and (is_eager(x) if drops else _saves(x, slope)):
+            least, drawn = (dropout.least_of(self.p), seed()) if drops else (0, 0)
+            dropped: Tensor = _Dropped.apply(x, dropout.factors_of(least, slope), drawn, least, None)  # type: ignore[no-untyped-call]
             return dropped
         x = x if slope == 1 else F.leaky_relu(x, slope)
         return F.dropout(x, self.p) if drops else x
 
     def extra_repr(self) -> str:
         return f"{self.p:g}"
+
+
+def _saves(x: Tensor, slope: float) -> bool:
+    """Whether the codes of a leaky ReLU alone are worth it: for the gradient PyTorch keeps x, four times as large."""
+    return slope != 1 and x.requires_grad and torch.is_grad_enabled() and is_plain(x)
 
 
 def seed() -> int:

@@ -108,9 +108,9 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer, activation in zip(self.layers, self.activations, strict=False):
+            x = layer(x)  # by one name, so that what was before it can go
             # All-ReLU and dropout in one pass over memory.
-            y = layer(x)
-            x = self.dropout(y, activation.slope) if isinstance(activation, AllReLU) else self.dropout(activation(y))
+            x = self.dropout(x, activation.slope) if isinstance(activation, AllReLU) else self.dropout(activation(x))
         return self.output(x)
 
     def compact(self, optimizer: torch.optim.Optimizer | None = None) -> list[int]:

@@ -24,8 +24,8 @@ from .running_means import follow
 KIND = "classify"
 METHODS = ("set", "rigl", "none")
 
-# Batches that an evaluation joins: without gradients each takes less memory.
-_EVALUATED_AT_ONCE = 4
+# Batches that an evaluation joins: without gradients the outputs of two layers are there at a time, not of all.
+_EVALUATED_AT_ONCE = 2
 
 
 class Data(Protocol):

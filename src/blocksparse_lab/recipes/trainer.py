@@ -243,7 +243,6 @@ class Trainer:
 
     def _work(self, *inputs: Any) -> None:
         """Forward, backward, update; of a step, or of a task's inputs in a graph, in which all tensors stay."""
-        self.optimizer.zero_grad()
         with self._autocast():
             if self.processes > 1 and not self.sharded:
                 loss = self._averaged_loss(*inputs)
@@ -262,6 +261,7 @@ class Trainer:
             nn.utils.clip_grads_with_norm_(given, self.settings.clip, norm)
         self.optimizer.step()
         self._call("after_update")
+        self.optimizer.zero_grad()  # now, as evaluations, evolutions and checkpoints need memory too
         with torch.no_grad():
             for name, mean in self.ema.items():
                 sharding.local(mean).lerp_(sharding.local(self.parameters[name]), self._ema_weight)

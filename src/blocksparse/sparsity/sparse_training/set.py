@@ -85,8 +85,8 @@ class SET(DynamicSparsity):
     def _evolve(self, stored: Stored, generator: np.random.Generator) -> None:
         layout = stored.layout
         drop = nearest_zero(stored, self.zeta, self.norm)
-        taken = layout.keys_of_blocks()[~drop]
-        rows, cols = draw_unused(taken, layout.grid, int(drop.sum()), generator, _lines(stored))
+        count = int(drop.sum())
+        rows, cols = draw_unused(layout.keys_of_blocks()[~drop], layout.grid, count, generator, _lines(stored))
         new = None
         if self.init != "zeros":
             torch_generator = torch.Generator().manual_seed(int(generator.integers(2**63)))
