@@ -219,6 +219,7 @@ def measure(spec: Extreme, folder: Path, say: Say = lambda text: None, force: bo
     Raises:
         BlockSparseError: too little memory or disk for what it is expected to take; it died.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     for what, needed, there in (
         ("memory", spec.predicted, available_memory()),
         ("disk", DISK_PER_CONNECTION * spec.connections, _free_disk(folder)),

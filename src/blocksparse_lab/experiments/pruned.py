@@ -169,6 +169,11 @@ def _language() -> PruningExperiment:
             # A sparse LSTM that begins sparse learns best at twice that rate: see wikipedia-small.
             "fixed x3, rate x2": Pruning(FIXED, density=0.1, search=0, times=3, rate=2, skip=kept),
             "gradual x3": Pruning("gradual", density=0.1, search=0.2 / 3, times=3, skip=kept),
+            # Whether it is the recurrent blocks that were found, or those of the outlet.
+            "fixed x3, dense outlet": Pruning(FIXED, density=0.1, search=0, times=3, skip=(*kept, "outlet")),
+            "gradual x3, dense outlet": Pruning(
+                "gradual", density=0.1, search=0.2 / 3, times=3, skip=(*kept, "outlet")
+            ),
             "gradual x3, rate x2": Pruning("gradual", density=0.1, search=0.2 / 3, times=3, rate=2, skip=kept),
             "movement": Pruning("movement", density=0.1, **early),
             **_at_strengths("threshold", (0.7, 0.85, 1), search=0.4, skip=kept),

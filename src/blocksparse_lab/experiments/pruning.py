@@ -73,10 +73,11 @@ class PruningExperiment(Experiment):
     in_rows: ClassVar[bool] = True
     caption: ClassVar[str] = (
         "Each sparse one looks for its blocks in the first part of its steps, with dense weights, and then trains what "
-        "is left, truly sparse. Density is of the weights that may become sparse, with the numbers of their stored "
-        "blocks. How dense threshold comes out depends on its strength; group lasso and l0 leave no more than a "
-        "density that they are given, where they are given one. Differences are of runs of the same seed. Inference: "
-        "in turn, in one process, medians, float32; - where a model was not measured beside the dense one."
+        "is left, truly sparse; fixed has blocks at random from the first step on. Density is of the weights that may "
+        "become sparse, with the numbers of their stored blocks. How dense threshold comes out depends on its "
+        "strength; group lasso and l0 leave no more than a density that they are given, where they are given one. "
+        "Differences are of runs of the same seed. Inference: in turn, in one process, medians, float32; - where a "
+        "model was not measured beside the dense one."
     )
 
     # -- defined by subclasses --------------------------------------------------------------------------------------
