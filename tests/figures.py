@@ -40,13 +40,14 @@ SETTING = re.compile(
 PLACE = re.compile(r"\{([^{}]+ \| [^{}]+)\}")
 TEMPLATE, CLAIMS = ROOT / "docs" / "claims.md.in", ROOT / "docs" / "results" / "claims.md"
 BREAK = "\N{PILCROW SIGN}"
-VERDICTS = re.compile(r"won|lost|not shown")  # as a clause of a verdict begins
+VERDICTS = re.compile(r"\b(won|wins|lost|not shown)\b")
+LEADING = re.compile(r"won|lost|not shown|open|behind|as published")  # clauses of a verdict that its summary has
 
 
 def plain(text: str) -> str:
     """A document in one line, without code and addresses."""
     text = re.sub(r"```.*?```|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$", "` `", text, flags=re.DOTALL)
-    text = re.sub(r"\]\([^)]*\)|<[^>\n]*>", "]", text)
+    text = re.sub(r"\]\([^)]*\)|<[/!a-zA-Z][^>\n]*>", "]", text)
     return re.sub(r"\s+", " ", re.sub(r"\n\s*\n", f" {BREAK} ", text))
 
 
@@ -114,11 +115,14 @@ def claims(template: str, root: Path = ROOT) -> str:
 
 
 def overview(page: str) -> list[str]:
-    """The lines of a table of all claims, each linked, with the first words of its verdict."""
+    """The lines of a table of all claims, each linked, with the first words of its verdict and of what else was won or
+    lost."""
     lines = ["| claim | verdict |", "|---|---|"]
     for claim, verdict in re.findall(r"^### (.*)\n(?:(?!#).*\n)*?- \*\*Verdict\*\*: (.*)", page, re.MULTILINE):
         anchor = re.sub(r"[^\w -]", "", claim.lower()).replace(" ", "-")
-        lines.append(f"| [{claim}](#{anchor}) | {re.split('[,;:(]', verdict)[0].strip()} |")
+        first, *others = (re.split("[,:(]", clause)[0].strip() for clause in verdict.split("; "))
+        told = "; ".join([first, *filter(LEADING.match, others)])
+        lines.append(f"| [{claim}](#{anchor}) | {told} |")
     return lines
 
 
@@ -165,23 +169,28 @@ def unfounded(template: str, root: Path = ROOT) -> list[str]:
     claims = re.split(r"^(?=##)", template, flags=re.MULTILINE)
     rows = [line for line in template.splitlines() if line.startswith("|")]
     for text in [*claims, *rows]:
-        found = {difference(place, root) for place in PLACE.findall(text)} - {""}
+        found = {difference(place, root) for place in PLACE.findall(text)} - {"", "unsaid"}
         verdicts = re.findall(r"\*\*Verdict\*\*: (.*)", text) or [text.rstrip("| \n").rsplit(" | ", 1)[-1]]
         for clause in verdicts[0].split("; ") if found else ():
-            told = VERDICTS.match(clause)
-            if told and told[0] not in found:
+            told = {word.replace("wins", "won") for word in VERDICTS.findall(clause)}
+            if told - found:
                 faults.append(f"the verdict '{clause}' of '{text[:99]}...': its differences are {sorted(found)}")
+    silent = [place for place in PLACE.findall(template) if difference(place, root) == "unsaid"]
+    faults += [f"{{{place}}}: a difference with p is that of a verdict: end with 'less' or 'more'" for place in silent]
     return faults
 
 
 def difference(place: str, root: Path) -> str:
-    """Whether the difference that a reference is of was won, lost, or not shown to be one; "" of other references."""
+    """Whether the difference that a reference is of was won, lost, or not shown to be one; "" of other references, but
+    "unsaid" of one with p that does not say which sign wins."""
     *reference, how = place.split(" | ")
     manner = how.partition(" ")[2]
-    if manner not in ("less", "more"):
+    if not reference[0].endswith(".md") or reference[0].startswith("benchmarks/"):
         return ""
     text = cell("docs/results/" + " | ".join(reference), root)
     p = re.search(r"\(.*p (<?) ?([\d.e-]+)\)$", text)
+    if manner not in ("less", "more"):
+        return "unsaid" if p else ""
     if not p:
         return "of one seed"
     if float(p[2]) >= 0.05:

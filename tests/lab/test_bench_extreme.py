@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +92,13 @@ def test_a_table_grows_size_by_size(tmp_path):
     assert "| 4,000,002 |" not in text
     assert "| 4,000,000 | 8,000,000 |" in text
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_committed_table_is_that_of_its_json(tmp_path, monkeypatch):
+    monkeypatch.setattr(extreme, "_draw", lambda *of: None)
+    committed = Path(__file__).parents[2] / "docs" / "results" / "extreme.json"
+    extreme.write(tmp_path / "extreme.json", extreme.read(committed))
+    assert (tmp_path / "extreme.md").read_text() == committed.with_suffix(".md").read_text()
 
 
 def test_a_line_is_off_where_a_point_is():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -240,6 +241,20 @@ def test_pictures_come_from_the_json_too(name, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_committed_runs_are_of_clean_commits_that_are_here(path):
+    if path.stem not in experiments.EXPERIMENTS:
+        pytest.skip("of a benchmark")
+    machines = [run.result["machine"] for runs in experiments.load(path).runs.values() for run in runs]
+    assert not any(machine["dirty"] for machine in machines)
+    git = ["git", "-C", str(RESULTS), "cat-file", "-e"]
+    shallow = (RESULTS / "../../.git/shallow").exists()
+    if shallow or subprocess.run([*git, "HEAD^{commit}"], capture_output=True).returncode:
+        pytest.skip("no history here")
+    for commit in {machine["commit"] for machine in machines}:
+        assert not subprocess.run([*git, f"{commit}^{{commit}}"], capture_output=True).returncode, commit
+
+
 def test_the_committed_results_are_small():
     assert sum(path.stat().st_size for path in RESULTS.glob("*.json")) < 230_000
 
@@ -281,10 +296,10 @@ def test_runs_of_two_instruction_sets_are_no_pairs():
     of = {"set": runs("avx2", 1.0, 2.0, 3.0), "rigl": runs("avx2", 2.0, 3.0, 4.0), "narrow": runs("amx", 2.0, 3.0, 4.0)}
     apart = f"+1.00 ± {2**0.5:.2f} (unpaired, p 0.29)"
     assert column.cells(dict.fromkeys(of), of) == ["+0.00 ± 0.00", "+1.00 ± 0.00", apart]
-    independent = apart.replace("unpaired, ", "")
-    assert column.cells(dict.fromkeys(of), of, paired=False) == ["+0.00 ± 0.00", independent, independent]
+    cells = ["+0.00 ± 0.00", apart.replace("unpaired, ", ""), apart.replace("unpaired", "another instruction set")]
+    assert column.cells(dict.fromkeys(of), of, paired=False) == cells
     of["narrow"] = of["narrow"][:1]
-    assert column.cells(dict.fromkeys(of), of)[-1] == "+0.00 ± 1.00 (unpaired)"
+    assert column.cells(dict.fromkeys(of), of)[-1] == "+0.00 (unpaired)"
     of["rigl"][1].config["facts"]["error"] = 3.5
     assert column.cells(dict.fromkeys(of), of)[1] == "+1.17 ± 0.29 (p 0.02)"
 
@@ -296,7 +311,10 @@ def test_classifiers_from_nothing_to_the_report(table, tmp_path):
     assert said.count("this run is finished") == 1
     assert cells(markdown, "topology") == ["dense", "sparse, never changed", "sparse, evolved (SET)"]
     assert cells(markdown, "epochs") == ["2", "3", "3"]
-    assert cells(markdown, "density")[0] == "100 %"
+    assert cells(markdown, "density, %")[0] == "100"
+    connections = [run.config["facts"]["connections"] for run in runs["set"]]
+    mean = cells(markdown, "weights, and multiply-adds of a row forward")[2].partition(" ± ")[0]
+    assert mean == f"{np.mean(connections):.0f}"
     assert cells(markdown, "rows to test on") == 3 * ["20, a fifth of each class"]
     weights = {name: of[0].config["facts"]["connections"] for name, of in runs.items()}
     assert weights["dense"] == 8 * 20 + 20 * 20 + 20 * 2 > weights["set"] == weights["fixed"]
@@ -363,7 +381,7 @@ def test_sparse_training_with_one_thing_changed(table, tmp_path):
         )
     )
     assert [name for name, slope in slopes.items() if slope == "0"] == ["set, ReLU"]
-    assert int(left["set, importance"]) < int(left["set"])
+    assert int(left["set, importance"].split()[0]) < int(left["set"].split()[0])
     assert all(0 < float(cell.split()[0]) < 1 for cell in distances.values() if cell != "-")
     assert distances["dense"] == distances["narrow"] == "-" not in (distances["set"], distances["fixed"])
 

@@ -52,16 +52,31 @@ def test_verdicts_are_those_of_the_differences(tmp_path):
             ("up", "more", "won: by far"), ("up", "less", "won"), ("down", "less", "open; won"),
             ("down", "more", "lost; not shown"), ("even", "more", "won"), ("even", "less", "not shown, yet"),
             ("one", "less", "won"), ("one", "less", "open"), ("up", "more", "not shown"), ("up", "less", "lost"),
+            ("even", "more", "clearly won"), ("up", "less", "sparse wins"),
         ]
     ]  # fmt: skip
     rows = [f"| c | {{a.md | x | {of} | 1 {manner}}} | {verdict} |" for of, manner, verdict in lines]
     found = figures.unfounded("\n".join([*rows, "| g | 1.0 | won |"]), tmp_path)
     wrong = [("up", "less", "won"), ("down", "more", "not shown"), ("even", "more", "won"), ("one", "less", "won")]
-    wrong += [("up", "more", "not shown")]
+    wrong += [("up", "more", "not shown"), ("even", "more", "clearly won"), ("up", "less", "sparse wins")]
     assert len(found) == len(wrong)
     for fault, (of, manner, verdict) in zip(found, wrong, strict=True):
         assert f"the verdict '{verdict}'" in fault
         assert f"{of} | 1 {manner}" in fault
+
+
+def test_a_difference_says_which_sign_wins(tmp_path):
+    results = tmp_path / "docs" / "results"
+    results.mkdir(parents=True)
+    (results / "a.md").write_text("|  | set |\n|---|---|\n| x | +0.1 ± 0.1 (p 0.2) |\n| y | +0.1 |\n")
+    assert figures.unfounded("{a.md | x | set | 1 more} {a.md | y | set | 1 unsigned}", tmp_path) == []
+    (fault,) = figures.unfounded("{a.md | x | set | 1}", tmp_path)
+    assert "end with 'less' or 'more'" in fault
+
+
+def test_the_overview_has_all_that_was_won_or_lost():
+    page = "### A claim (2018)\n\n- **Verdict**: won, here; behind at equal steps (one seed); faster; lost: much\n"
+    assert figures.overview(page)[2:] == ["| [A claim (2018)](#a-claim-2018) | won; behind at equal steps; lost |"]
 
 
 def test_what_is_wrong_is_noticed(tmp_path):
@@ -83,6 +98,7 @@ def test_what_is_wrong_is_noticed(tmp_path):
     )
     assert "3.1, but docs/results/a.md" in faults({"of {3.1 ± 3.1} %": cell}, text.replace("± 0.2", "± 3.1"))
     assert "9.2, but docs/results/a.json" in faults({"[{9.2} times]": path}, text.replace("9.1", "9.2"))
+    assert "'7.5' has no entry" in faults(good, f"{text} A loss < 1 took 7.5 s, not > 8.")
     assert "'9.1' has no entry" in faults({"of {3.1 ± 0.2} %": cell})
     assert "'{7} times' is there 0 times" in faults(good | {"{7} times": path})
     assert "0 cells" in faults(good | {"[{9.1} times]": cell.replace("dense", "rigl")})

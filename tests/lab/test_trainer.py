@@ -282,6 +282,15 @@ def test_a_task_that_changes_its_model_is_given_what_has_to_follow(tmp_path):
 SGD = replace(SETTINGS, optimizer="sgd", momentum=0.8, clip=0, ema=0, weight_decay=0.01, warmup=0, decay="none")
 
 
+def test_gradients_from_before_are_not_added(whole, tmp_path):
+    task = Walk()
+    for parameter in task.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    Trainer(task, tmp_path, SETTINGS).train()
+    assert_same(tmp_path, whole)
+    assert all(parameter.grad is None for parameter in task.model.parameters())
+
+
 def test_momentum_sgd_by_its_rule(tmp_path):
     task = Walk()
     w = {name: p.detach().clone() for name, p in task.model.named_parameters()}

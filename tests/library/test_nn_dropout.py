@@ -87,6 +87,9 @@ def test_a_slope_alone_is_pytorchs_leaky_relu_in_a_byte_a_number(dtype, training
         assert torch.equal(y.signbit(), expected.signbit())
         assert torch.equal(mine.grad, other.grad)
         assert not layer(x, slope).requires_grad
+    mine = x[7:12].clone().requires_grad_()
+    rows = torch.autograd.grad(layer(mine, 0.25), mine, torch.eye(5, dtype=dtype), is_grads_batched=True)[0]
+    assert torch.equal(rows.diagonal(), torch.where(mine > 0, 1, 0.25).to(dtype))
     tangent = torch.func.jvp(lambda x: layer(x, 0.25), (x[:5],), (torch.ones(5, dtype=dtype),))[1]
     assert tangent.tolist() == [0.25, 0.25, 0.25, 1, 1]
 

@@ -47,7 +47,7 @@ class Dropout(nn.Module):
         x, drops = input, self.training and self.p > 0
         if x.device.type == "cpu" and (is_eager(x) if drops else _saves(x, slope)):
             least, drawn = (dropout.least_of(self.p), seed()) if drops else (0, 0)
-            dropped: Tensor = _Dropped.apply(x, dropout.factors_of(least, slope), drawn, least, None)  # type: ignore[no-untyped-call]
+            dropped: Tensor = _Dropped.apply(x, dropout.factors_of(least, float(slope)), drawn, least, None)  # type: ignore[no-untyped-call]
             return dropped
         x = x if slope == 1 else F.leaky_relu(x, slope)
         return F.dropout(x, self.p) if drops else x
@@ -58,7 +58,7 @@ class Dropout(nn.Module):
 
 def _saves(x: Tensor, slope: float) -> bool:
     """Whether the codes of a leaky ReLU alone are worth it: for the gradient PyTorch keeps x, four times as large."""
-    return slope != 1 and x.requires_grad and torch.is_grad_enabled() and is_plain(x)
+    return slope != 1 and x.requires_grad and torch.is_grad_enabled() and is_plain(x) and x.is_contiguous()
 
 
 def seed() -> int:
@@ -83,5 +83,10 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        grad_x: Tensor = _Dropped.apply(grad, *ctx.drawn, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        (code,) = ctx.saved_tensors
+        if is_eager(grad) and not torch._C._functorch.is_legacy_batchedtensor(grad):
+            grad_x: Tensor = _Dropped.apply(grad, *ctx.drawn, code)  # type: ignore[no-untyped-call]
+        else:  # `is_grads_batched`, say
+            of = torch.tensor(ctx.drawn[0], dtype=grad.dtype, device=grad.device)[code.long()]
+            grad_x = torch.where(code == 0, 0, grad * of)
         return grad_x, None, None, None, None

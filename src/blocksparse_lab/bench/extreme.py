@@ -314,6 +314,7 @@ COLUMNS: dict[str, Callable[[Found], str]] = {
     "bytes per connection": lambda one: f"{one.most / one.connections:.1f}",
     "built, GiB": lambda one: gib(one.resident["build"]),
     "training, GiB": lambda one: gib(one.peak.get("train", 0)),
+    "evaluating, GiB": lambda one: gib(one.peak.get("evaluate", 0)),
     "evolving, GiB": lambda one: gib(one.peak.get("evolve", 0)),
     "saving, GiB": lambda one: gib(one.peak.get("save", 0)),
     "build": lambda one: duration(one.seconds["build"]),

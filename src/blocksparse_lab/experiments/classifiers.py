@@ -21,7 +21,7 @@ from ..recipes import layouts, mlp
 from ..recipes.classify import Importance
 from ..recipes.compare import Run
 from ..recipes.trainer import Trainer
-from .experiment import SEEDS, Column, DataDir, Experiment, kept
+from .experiment import SEEDS, Column, DataDir, Experiment, kept, said
 
 DISTANCES = "distances.json"
 
@@ -61,10 +61,9 @@ class ClassifierExperiment(Experiment):
     choosing: bool = False
 
     caption: ClassVar[str] = (
-        "Nets with All-ReLU; sparse ones begin as Erdos-Renyi graphs. SGD with one learning rate throughout. Mean and "
-        "standard deviation over the seeds; differences are run by run with the same seed. The lowest error is chosen "
-        "by the rows that it is measured on, and so flatters them all. Seconds are those of training alone; of an "
-        "epoch, the median over a run."
+        "Sparse nets begin as Erdos-Renyi graphs. Mean and standard deviation over the seeds; differences are run by "
+        "run with the same seed. The lowest error is chosen by the rows that it is measured on, and so flatters them "
+        "all. Seconds are those of training alone; of an epoch, the median over a run."
     )
 
     def load(self, data_dir: DataDir) -> Table:
@@ -111,13 +110,17 @@ class ClassifierExperiment(Experiment):
             Column("topology", lambda run, _: TOPOLOGIES[run.task["model"]["method"]]),
             Column("neurons", "task.model.sizes"),
             Column("weights, and multiply-adds of a row forward", "facts.connections"),
-            Column("density", lambda run, _: f"{100 * run.facts['density']:.3g} %"),
+            Column(
+                "density, %", lambda run, _: run.facts["density"], show=lambda of: f"{100 * statistics.fmean(of):.3g}"
+            ),
             Column("epsilon", "task.model.epsilon"),
             Column("slope of All-ReLU", "task.model.alpha"),
             Column("dropout", "task.model.dropout"),
             Column("weights drawn as", lambda _, of: of.recipe.init),
+            Column("optimizer", "settings.optimizer"),
             Column("learning rate", "settings.learning_rate"),
-            Column("momentum", "settings.momentum"),
+            Column("decay of the learning rate", "settings.decay"),
+            Column("momentum", lambda run, _: _if_sgd(run.settings)),
             Column("weight decay", "settings.weight_decay"),
             Column("rows of a batch", "task.batch"),
             Column("part of the weights replaced", lambda run, _: _replaced(run.task["topology"])),
@@ -162,6 +165,10 @@ class TextExperiment(ClassifierExperiment):
 def seconds_per_epoch(run: Run) -> float:
     """The median time of training in an epoch."""
     return statistics.median(now - before for before, now in pairwise([0.0, *(e["seconds"] for e in run.evaluations)]))
+
+
+def _if_sgd(settings: Mapping[str, Any]) -> str:
+    return said(settings["momentum"] if settings["optimizer"] == "sgd" else None)
 
 
 def _replaced(topology: Mapping[str, Any]) -> str:

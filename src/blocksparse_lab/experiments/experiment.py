@@ -31,12 +31,13 @@ class Column:
     Args:
         title: its name.
         of: where the value is in a run, as "settings.steps", "task.model.width" or "facts.epochs"; or `of(run,
-            contender)`. What is in settings and task was chosen, and is shown as it is. Of other floats mean and
-            standard deviation over the seeds are shown. None is unknown; where all are, there is no such column.
+            contender)`. What is in settings and task was chosen, and is shown as it is. Of other floats, and ints that
+            differ, mean and standard deviation over the seeds are shown. None is unknown; where all are, there is no
+            such column.
         digits: of the floats; None for those that suit their size.
         against: a contender; each run is compared with its run of the same seed. Where runs of the same seed share
             nothing, or were not trained with the same instruction set, all are compared with all, as independent; of
-            the latter the cell has `UNPAIRED`. It ends with the probability that chance alone makes such a difference.
+            the latter the cell says so. It ends with the probability that chance alone makes such a difference.
         compared: how, by default the difference.
         show: makes the cell from the values of all seeds.
     """
@@ -84,24 +85,27 @@ class Column:
                 pairs = [self.compared(value, base[seed]) for seed, value in of.items() if seed in base]
                 cells.append(noted(self._cell(pairs, "+"), chance(pairs)))
             else:
-                label = UNPAIRED if paired else ""
+                label = "" if same else UNPAIRED if paired else OTHER_MACHINE
                 cells.append(self._independent(list(of.values()), list(base.values()), label))
         return cells
 
     def _independent(self, found: list[float], base: list[float], label: str) -> str:
         ours, theirs = ([self.compared(value, fmean(base)) for value in values] for values in (found, base))
         cell = f"{fmean(ours):+,.{self.digits}f}"
-        if deviations := [stdev(values) for values in (ours, theirs) if len(values) > 1]:
-            cell += f" ± {hypot(*deviations):,.{self.digits}f}"
+        if min(len(ours), len(theirs)) > 1:
+            cell += f" ± {hypot(stdev(ours), stdev(theirs)):,.{self.digits}f}"
         return noted(cell, label, chance(ours, theirs))
 
     def _cell(self, values: list[Any], sign: str = "") -> str:
         if self.show or not values:
             return self.show(values) if self.show and values else "-"
-        return spread(values, self.digits, sign) if isinstance(values[0], float) else said(values[0])
+        different = list(dict.fromkeys(map(said, values)))
+        if isinstance(values[0], float) or (len(different) > 1 and isinstance(values[0], int)):
+            return spread(values, self.digits, sign)
+        return ", ".join(different)
 
 
-UNPAIRED = "unpaired"
+UNPAIRED, OTHER_MACHINE = "unpaired", "another instruction set"
 
 
 def _instruction_sets(runs: Sequence[Run]) -> set[str | None]:

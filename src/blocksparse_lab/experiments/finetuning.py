@@ -86,13 +86,21 @@ class FineTuningExperiment(Experiment):
         return bool(kept(run, finetune.TESTED))
 
     def found(self, run: Run) -> dict[str, Any]:
-        return {"validation error": run.held_out, **kept(run.path, finetune.TESTED), "seconds": run.seconds}
+        contender, _, seed = run.path.name.rpartition("-")
+        begun = self.needs(run.path.parent, contender, int(seed))
+        return {
+            "bits": kept(begun, "result.json").get("held_out") if begun else None,
+            "validation error": run.held_out,
+            **kept(run.path, finetune.TESTED),
+            "cpu_seconds": (run.result or {}).get("cpu_seconds"),
+        }
 
     @property
     def columns(self) -> Sequence[Column]:
         first = next(iter(self.contenders))
         return [
             Column("begins with what it learnt of unlabelled texts", lambda run, of: "yes" if of.pretrained else "no"),
+            Column("bits per character of it, held out", "facts.bits", 3),
             Column("hidden units", "task.model.width"),
             Column("pattern of the recurrent weights", "task.model.pattern"),
             Column("parameters", "facts.parameters"),
@@ -105,7 +113,7 @@ class FineTuningExperiment(Experiment):
             Column("texts to test on", "facts.texts"),
             Column("test error, %", "facts.test error", 2),
             Column(f"test error, against {first}", "facts.test error", 2, first),
-            Column("seconds of training", "facts.seconds", 0),
+            Column("seconds of a core", "facts.cpu_seconds", 0),
         ]
 
 

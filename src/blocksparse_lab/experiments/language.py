@@ -38,7 +38,7 @@ class OnText(Experiment):
         text: a name of `data.corpora`.
         batch, seq: streams, and bytes of each in a step.
         held_out: the part of the text, its tail, that is evaluated on.
-        evaluated: bytes of it that an evaluation along the way reads.
+        evaluated: bytes of it that an evaluation reads, from the first.
     """
 
     text: str
@@ -158,6 +158,7 @@ class LanguageExperiment(OnText):
             Column("gradients clipped at", "settings.clip"),
             Column("bytes of a step", lambda run, _: run.config["bytes_per_step"]),
             SEEDS,
+            Column("held-out bytes that are read", "task.evaluated"),
             Column("bits per character, held out", "facts.held_out"),
             Column("the same of the median stream", "facts.median_stream", 4),
             *(

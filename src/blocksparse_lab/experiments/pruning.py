@@ -85,6 +85,7 @@ class PruningExperiment(Experiment):
     figure: ClassVar[str]  # the name of the quality
     unit: ClassVar[str] = "points"  # in which it is compared with that of the dense net
     digits: ClassVar[int] = 2  # of that
+    tested: ClassVar[tuple[Column, ...]] = ()  # what it is measured on
 
     @abstractmethod
     def dense(self, seed: int, data: Any) -> tuple[Task, Settings, dict[str, Any]]:
@@ -229,6 +230,7 @@ class PruningExperiment(Experiment):
             *([Column("inputs used", _inputs_used, 0)] if inputs else ()),
             Column("numbers stored", lambda run, _: float(run.facts["sparse"]["numbers"]), 0),
             Column(self.figure, quality, 3),
+            *self.tested,
             Column(f"against dense, {self.unit}", quality, self.digits, DENSE, self.compared),
             Column(f"ms of inference, {BATCH} at once", milliseconds, 2),
             Column("times as fast as dense", "facts.inference.speed_up", 2),

@@ -108,6 +108,7 @@ class TransformerExperiment(OnText):
             Column("learning rate", "settings.learning_rate"),
             Column("steps", "settings.steps"),
             Column("bytes of a step", lambda run, _: run.config["bytes_per_step"]),
+            Column("held-out bytes that are read", "task.evaluated"),
             SEEDS,
             Column("bits per character, held out", "facts.held_out", 3),
             Column("the same, against dense", "facts.held_out", 4, "dense"),

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Interrupted(Exception):
-    """A training that a signal stopped, after saving."""
+class Interrupted(KeyboardInterrupt):
+    """A training that a signal stopped, after saving: what handles any error of a run must not go on with the next."""
 
     def __init__(self, number: int, step: int):
         super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")

@@ -243,6 +243,7 @@ class Trainer:
 
     def _work(self, *inputs: Any) -> None:
         """Forward, backward, update; of a step, or of a task's inputs in a graph, in which all tensors stay."""
+        self.optimizer.zero_grad()  # of what was stopped, or done before by others
         with self._autocast():
             if self.processes > 1 and not self.sharded:
                 loss = self._averaged_loss(*inputs)
