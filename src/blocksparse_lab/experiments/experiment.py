@@ -83,7 +83,8 @@ class Column:
             same = sets[name] == sets[self.against]
             if name == self.against or (paired and same):
                 pairs = [self.compared(value, base[seed]) for seed, value in of.items() if seed in base]
-                cells.append(noted(self._cell(pairs, "+"), chance(pairs)))
+                # Of a cell in a form of its own, a ratio say, 0 is not what chance would make.
+                cells.append(noted(self._cell(pairs, "+"), "" if self.show else chance(pairs)))
             else:
                 label = "" if same else UNPAIRED if paired else OTHER_MACHINE
                 cells.append(self._independent(list(of.values()), list(base.values()), label))
