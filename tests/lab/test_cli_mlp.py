@@ -108,7 +108,7 @@ def test_it_says_what_it_trains_and_what_came_out(points, tmp_path):
     assert "points.csv: 120 rows to train on, 3 classes; 8 epochs of 7 steps" in out
     assert re.search(r"epoch 1 of 8: \d\.\d+ nats, [\d,]+ rows/s", out)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert f"held out {result['held_out']:.4f} % test error after 8 epochs" in out
+    assert f"held out {result['held_out']:.4f} % test error of 30 rows after 8 epochs" in out
     assert result["held_out"] < 20
     assert result["unit"] == "% test error"
     assert result["facts"]["connections"] == connections

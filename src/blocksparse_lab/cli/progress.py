@@ -43,8 +43,10 @@ def show(console: Console, trainer: Trainer, *about: str) -> None:
         raise typer.Exit(128 + stop.number) from None
     epochs = trainer.facts.get("epochs")
     done = plural(epochs, "epoch") if epochs else f"{result['steps']:,} steps"
+    tested = trainer.facts.get("tested")
+    rows = f" of {tested:,} {trainer.task.samples}" if tested else ""
     console.print(
-        f"held out [bold]{result['held_out']:.4f}[/] {result['unit']} after {done}, "
+        f"held out [bold]{result['held_out']:.4f}[/] {result['unit']}{rows} after {done}, "
         f"{_duration(result['seconds'])}, {_speed(trainer, result)}",
         highlight=False,
     )
