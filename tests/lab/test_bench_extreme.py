@@ -54,7 +54,7 @@ def test_a_process_of_its_own(tmp_path):
 
 def test_no_process_without_memory_and_the_reason_of_one_that_died(tmp_path, monkeypatch):
     monkeypatch.setattr(extreme, "available_memory", lambda: 3 << 30)
-    wanted = r"memory: expected 8.7 GiB free for 99,934,466 connections, or --force, got 3.0 GiB"
+    wanted = r"memory: expected 7.5 GiB free for 99,934,466 connections, or --force, got 3.0 GiB"
     with pytest.raises(bs.BlockSparseError, match=wanted):
         extreme.measure(Extreme(50_000_000), tmp_path)
     monkeypatch.setattr(extreme.sys, "executable", "/bin/false")

@@ -381,6 +381,7 @@ def test_definitions(name):
     assert len(set(map(str, experiment.contenders.values()))) == len(experiment.contenders)
     for title, of in experiment.contenders.items():
         longer = f" x{of.times}" * (of.times > 1) + f", rate x{of.rate:g}" * (of.rate != 1)
+        longer += ", dense outlet" * (isinstance(of, Pruning) and "outlet" in of.skip)
         assert title.endswith(longer)
         name = title.removesuffix(longer)
         if isinstance(of, Pruning):
