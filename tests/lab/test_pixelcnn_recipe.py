@@ -161,7 +161,7 @@ def test_the_commands(tmp_path):
     command += ["--mixtures", 1, "--sparse", 2, "--steps", 2, "--batch", 2, "--eval-images", 2]
     said = run(*command)
     assert "PixelCNN++, 2 groups of channels, 4 filters, 1 deep" in said
-    assert "bits per dimension after 2 steps" in said
+    assert "bits per dimension of 2 images after 2 steps" in said
     assert "this run is finished" in run(*command)
     picture = tmp_path / "samples.png"
     monkey = pytest.MonkeyPatch()
