@@ -41,7 +41,7 @@ PLACE = re.compile(r"\{([^{}]+ \| [^{}]+)\}")
 TEMPLATE, CLAIMS = ROOT / "docs" / "claims.md.in", ROOT / "docs" / "results" / "claims.md"
 BREAK = "\N{PILCROW SIGN}"
 VERDICTS = re.compile(r"\b(won|wins|lost|not shown)\b")
-LEADING = re.compile(r"won|lost|not shown|open|behind|as published")  # clauses of a verdict that its summary has
+LEADING = re.compile(r"won|lost|not shown|open|behind")  # clauses of a verdict that its summary has
 
 
 def plain(text: str) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..checked import number
 from ..ops import dropout
+from ..ops.dropout import reference
 from ..ops.registry import is_eager, is_plain
 
 
@@ -87,6 +88,5 @@ class _Dropped(torch.autograd.Function):
         if is_eager(grad) and not torch._C._functorch.is_legacy_batchedtensor(grad):
             grad_x: Tensor = _Dropped.apply(grad, *ctx.drawn, code)  # type: ignore[no-untyped-call]
         else:  # `is_grads_batched`, say
-            of = torch.tensor(ctx.drawn[0], dtype=grad.dtype, device=grad.device)[code.long()]
-            grad_x = torch.where(code == 0, 0, grad * of)
+            grad_x = reference.backward(grad, code, ctx.drawn[0])
         return grad_x, None, None, None, None

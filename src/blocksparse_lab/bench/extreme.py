@@ -38,8 +38,8 @@ from .rows import Line
 NEURONS = (1_000_000, 5_000_000, 10_000_000, 20_000_000, 50_000_000, 100_000_000)
 PHASES = ("build", "save", "train", "evaluate", "evolve")
 
-# A process takes a third of it before it has a net, and smaller nets leave holes in its heap. The most of
-# runs of 10 to 100 million neurons was 71 bytes per connection beyond that, with the half neuron that comes with each.
+# A process takes a third of it before it has a net, and smaller nets leave holes in its heap. Runs of 10 to
+# 100 million neurons took 71 bytes per connection at most beyond that, with the half neuron that comes with each.
 MIN_BYTES, BYTES_PER_CONNECTION = 3 * 2**28, 72
 # Its checkpoints: the new one is written before the old one goes.
 DISK_PER_CONNECTION = 2 * 18

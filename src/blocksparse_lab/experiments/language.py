@@ -26,6 +26,8 @@ from .experiment import SEEDS, Column, DataDir, Experiment, Progress, kept
 
 PROBES, STREAMS = "probes.json", "streams.json"
 
+READ = Column("held-out bytes that are read", "task.evaluated")
+
 # What is probed beside the protocol's last cell state, each feature brought to mean 0 and deviation 1.
 OTHER_STATES = ("cell", "hidden", "mean")
 
@@ -158,7 +160,7 @@ class LanguageExperiment(OnText):
             Column("gradients clipped at", "settings.clip"),
             Column("bytes of a step", lambda run, _: run.config["bytes_per_step"]),
             SEEDS,
-            Column("held-out bytes that are read", "task.evaluated"),
+            READ,
             Column("bits per character, held out", "facts.held_out"),
             Column("the same of the median stream", "facts.median_stream", 4),
             *(

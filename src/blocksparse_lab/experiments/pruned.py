@@ -24,7 +24,7 @@ from ..recipes.prune import FIXED, Pruning
 from ..recipes.settings import Settings, by_epochs
 from ..recipes.trainer import Task
 from .experiment import Column, DataDir, Experiment
-from .language import OnText
+from .language import READ, OnText
 from .pruning import BATCH, DENSE, MODEL, Dense, PruningExperiment
 
 
@@ -75,7 +75,7 @@ class LanguagePruning(PruningExperiment, OnText):
     figure: ClassVar[str] = "bits per character, held out"
     unit: ClassVar[str] = "%"
     digits: ClassVar[int] = 1
-    tested: ClassVar[tuple[Column, ...]] = (Column("held-out bytes that are read", "task.evaluated"),)
+    tested: ClassVar[tuple[Column, ...]] = (READ,)
 
     def compared(self, found: float, dense: float) -> float:
         return 100 * (found / dense - 1)

@@ -21,7 +21,7 @@ from ..recipes.compare import Run
 from ..recipes.prune import PruneTask, Pruning
 from ..recipes.trainer import Settings, Task, Trainer, device_of
 from .experiment import SEEDS, Column, Experiment, kept
-from .language import OnText
+from .language import READ, OnText
 
 RACED = "inference.json"
 WINDOWS = 16  # of the measured inference
@@ -108,7 +108,7 @@ class TransformerExperiment(OnText):
             Column("learning rate", "settings.learning_rate"),
             Column("steps", "settings.steps"),
             Column("bytes of a step", lambda run, _: run.config["bytes_per_step"]),
-            Column("held-out bytes that are read", "task.evaluated"),
+            READ,
             SEEDS,
             Column("bits per character, held out", "facts.held_out", 3),
             Column("the same, against dense", "facts.held_out", 4, "dense"),
