@@ -247,6 +247,7 @@ def test_the_committed_runs_are_of_clean_commits_that_are_here(path):
         pytest.skip("of a benchmark")
     machines = [run.result["machine"] for runs in experiments.load(path).runs.values() for run in runs]
     assert not any(machine["dirty"] for machine in machines)
+    assert not re.search(r'"dirty": ?true', path.read_text())  # nor what was measured later
     git = ["git", "-C", str(RESULTS), "cat-file", "-e"]
     shallow = (RESULTS / "../../.git/shallow").exists()
     if shallow or subprocess.run([*git, "HEAD^{commit}"], capture_output=True).returncode:
