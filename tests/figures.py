@@ -41,6 +41,7 @@ PLACE = re.compile(r"\{([^{}]+ \| [^{}]+)\}")
 TEMPLATE, CLAIMS = ROOT / "docs" / "claims.md.in", ROOT / "docs" / "results" / "claims.md"
 BREAK = "\N{PILCROW SIGN}"
 VERDICTS = re.compile(r"\b(won|wins|lost|not shown)\b")
+TESTED = re.compile(r"\(([\w ]+, )?p (< )?[\d.]+\)")  # what a difference is shown with
 LEADING = re.compile(r"won|lost|not shown|open|behind")  # clauses of a verdict that its summary has
 
 
@@ -111,6 +112,7 @@ def claims(template: str, root: Path = ROOT) -> str:
         return " ± ".join(told) + judged
 
     page = PLACE.sub(shown, template).replace("{runs that were not made}", "\n".join(not_made(root)))
+    page = page.replace("{tested}", str(len(TESTED.findall(page))))
     return page.replace("{overview}", "\n".join(overview(page)))
 
 

@@ -127,17 +127,18 @@ def chip(facts: Mapping[str, Any]) -> str:
 
 def where(facts: Mapping[str, Any]) -> str:
     """The machine in a line, with versions and commit."""
-    commit = f", commit {_commit(facts)}" if facts["commit"] else ""
+    commit = f", commit {code(facts)}" if facts["commit"] else ""
     return f"{chip(facts)}, torch {facts['torch']}, blocksparse {facts['blocksparse']}{commit}"
 
 
-def _commit(facts: Mapping[str, Any]) -> str:
-    return facts["commit"][:8] + " with changes" * facts["dirty"]
+def code(facts: Mapping[str, Any]) -> str:
+    """Names the code of these facts: the commit and whether files differed from it, else the version."""
+    return facts["commit"][:8] + " with changes" * facts["dirty"] if facts["commit"] else facts["blocksparse"]
 
 
 def commits(machines: Iterable[Mapping[str, Any]]) -> str:
     """What `where` of one of them leaves out: the commits, if they are several."""
-    found = sorted({_commit(facts) for facts in machines if facts["commit"]})
+    found = sorted({one for facts in machines if facts["commit"] for one in facts.get("codes", [code(facts)])})
     return f"; the runs are of commits {', '.join(found)}" if len(found) > 1 else ""
 
 

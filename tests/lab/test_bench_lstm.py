@@ -193,7 +193,10 @@ run = partial(command.run, "bench", "lstm", columns=200)
     "pattern",
     [
         "random",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("barabasi_albert", "watts_strogatz", "dense")),
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("barabasi_albert", "watts_strogatz", "block_diagonal", "dense")
+        ),
     ],
 )
 def test_the_command_writes_what_it_says(tmp_path, pattern):

@@ -262,7 +262,10 @@ def test_samples_of_the_likeliest_and_of_nothing():
     assert b"".join(sample(model, b"A", 0)) == b""
 
 
-@pytest.mark.parametrize("mistake", [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": 0}, {"top_k": 257}])
+@pytest.mark.parametrize(
+    "mistake",
+    [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": 0}, {"top_k": 257}, {"seed": -1}, {"seed": 2**64}],
+)
 def test_a_mistake_about_a_sample_is_said_at_once(mistake):
     with pytest.raises(BlockSparseError, match=next(iter(mistake))):
         sample(Echo(), b"A", 5, **mistake)

@@ -205,7 +205,7 @@ def test_thirds():
     graph = planetoid.Graph("ring", graph.features, graph.labels, torch.stack([torch.arange(9), torch.arange(1, 10)]))
     diffusion = bs.nn.Diffusion(graph.edges, 10)
     first, same, other = (dcnn.table(graph, diffusion, seed) for seed in (0, 0, 1))
-    assert [len(first.train), len(first.validation), len(first.test)] == [4, 3, 3]
+    assert [len(first.train), len(first.test), first.tested] == [4, 3, 3]
     assert torch.equal(first.train, same.train)
     assert not torch.equal(first.train, other.train)
 

@@ -133,6 +133,17 @@ def test_a_queue_that_trains_nothing_fails(tiny, tmp_path, at_work):
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_a_queue_with_a_run_that_failed_fails_and_keeps_the_others(tiny, tmp_path, at_work):
+    wide = tiny.contenders["wide"]
+    broken = replace(wide, config=replace(wide.config, pattern="watts_strogatz", neighbors=4096))
+    experiments.EXPERIMENTS["tiny"] = replace(tiny, contenders=tiny.contenders | {"wide": broken}, seeds=(0,))
+    folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, ["experiment", "tiny", "--cores", "2", *folders])
+    assert done.exit_code == 1
+    assert "1 of 2 runs are left" in done.output
+    assert list(experiments.load(tmp_path / "out" / "tiny.json").runs) == ["dense"]
+
+
 def test_the_queue_ends_after_a_step(tiny, tmp_path, at_work):
     long = replace(tiny, settings=replace(tiny.settings, steps=10**6), seeds=(0,))
     refused = replace(tiny, text="nothing", seeds=(0,))
@@ -247,12 +258,12 @@ def test_the_committed_runs_are_of_clean_commits_that_are_here(path):
         pytest.skip("of a benchmark")
     machines = [run.result["machine"] for runs in experiments.load(path).runs.values() for run in runs]
     assert not any(machine["dirty"] for machine in machines)
-    assert not re.search(r'"dirty": ?true', path.read_text())  # nor what was measured later
+    assert not re.search(r'"dirty": ?true|with changes', path.read_text())  # nor before it went on, nor measured later
     git = ["git", "-C", str(RESULTS), "cat-file", "-e"]
     shallow = (RESULTS / "../../.git/shallow").exists()
     if shallow or subprocess.run([*git, "HEAD^{commit}"], capture_output=True).returncode:
         pytest.skip("no history here")
-    for commit in {machine["commit"] for machine in machines}:
+    for commit in {one for machine in machines for one in [machine["commit"], *machine.get("codes", [])]}:
         assert not subprocess.run([*git, f"{commit}^{{commit}}"], capture_output=True).returncode, commit
 
 
@@ -361,7 +372,14 @@ def test_a_run_that_diverges_is_left_out_with_the_reason(table, tmp_path, queue,
     experiments.EXPERIMENTS["tiny"] = replace(table, contenders=contenders, seeds=(0,))
     _, runs, markdown = command(tmp_path, *queue)
     assert [name for name, of in runs.items() if of] == ["dense", "set"]
-    assert re.search(r"\| wild-0 \| step \d+: expected a finite loss and gradient, got [^.]*\|", markdown)
+    left_out = re.search(r"\| wild-0 \| step \d+: expected a finite loss and gradient, got [^.]*\|", markdown)
+    assert left_out
+    # A report that another folder's runs are added to, or that is written again, still says so.
+    for run in (tmp_path / "runs" / "tiny").iterdir():
+        run.rename(tmp_path / f"elsewhere-{run.name}")
+    for more in (["--only", "set", "--add"], ["--only", "set", "--only", "dense"]):
+        _, _, markdown = command(tmp_path, *more)
+        assert left_out.group() in markdown
 
 
 def test_sparse_training_with_one_thing_changed(table, tmp_path):

@@ -29,6 +29,20 @@ def test_erdos_renyi_layers_of_a_published_network():
     assert weights < 0.06 * sum(p.numel() for p in SparseMLP(sizes, density=None).parameters())
 
 
+@pytest.mark.parametrize("epsilon", [5, None], ids=["sparse", "dense"])
+def test_no_two_layers_of_any_seed_are_alike(epsilon):
+    sizes, density = [40, 40, 40, 40, 40], ... if epsilon else None
+    models = [SparseMLP(sizes, epsilon=epsilon or 20, density=density, seed=seed) for seed in range(4)]
+    weights = [
+        layer.weight if density is None else bs.to_dense(layer.values, layer.layout)
+        for m in models
+        for layer in m.layers
+    ]
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(weights, 2))
+    masks = [weight != 0 for weight in weights]
+    assert epsilon is None or not any(torch.equal(one, other) for one, other in itertools.combinations(masks, 2))
+
+
 def test_the_forward_pass_in_order():
     model = SparseMLP([20, 30, 30, 30, 5], density=0.5, block_size=5, alpha=0.6).eval()
     x = torch.randn(4, 20)

@@ -246,6 +246,7 @@ def test_bad_input(tmp_path):
         (lambda: pixelcnn.load(other), "expected a PixelCNN, got classify"),
         (lambda: pixelcnn.sample(model, 0, 8, 8), "count: expected a positive int"),
         (lambda: pixelcnn.sample(model, 1, 8, 6), "size: expected positive and divisible by 4"),
+        (lambda: pixelcnn.sample(model, 1, 8, 8, seed=2**64), "seed: expected an int"),
         (lambda: settings(decay_per_step=0.0), "decay_per_step"),
     ]:
         with pytest.raises(bs.BlockSparseError, match=message):

@@ -167,6 +167,9 @@ def test_the_command(tmp_path):
     assert "resnet, aps, 4-8 channels, density 0.5 in blocks of 2" in said
     assert "consistency 100.00 % over all pairs of 1,024 circular shifts, 1 test image" in said
     assert "this run is finished" in run(*command)
+    command = [*command[:-1], "1000000", "--out", tmp_path / "none"]  # refused before the training
+    assert "shifted: expected an int from 1 to the images to test on" in run(*command, code=1)
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_wide_sparse_network_takes_as_many_multiply_adds_as_a_narrow_dense_one(tmp_path):

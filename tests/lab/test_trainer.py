@@ -13,6 +13,7 @@ import torch
 import blocksparse as bs
 from blocksparse import BlockSparseError, checkpoint
 from blocksparse.checkpoint import part
+from blocksparse_lab import machine
 from blocksparse_lab.recipes import run_log
 from blocksparse_lab.recipes.optimizers import learning_rate
 from blocksparse_lab.recipes.trainer import Callback, Interrupted, Settings, Task, Trainer
@@ -123,6 +124,19 @@ def test_a_run_tells_what_it_did(whole):
     assert result["machine"]["torch"] == torch.__version__
     assert json.loads((whole / "config.json").read_text())["settings"]["warmup"] == 4
     assert not list(whole.glob("*.part"))
+
+
+def test_a_result_names_the_commits_that_its_steps_are_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "checkout", lambda: ("a" * 40, False))
+    killed(tmp_path, 12)
+    monkeypatch.setattr(machine, "checkout", lambda: ("b" * 40, False))
+    later = Trainer(Walk(), tmp_path, SETTINGS)
+    monkeypatch.setattr(machine, "checkout", lambda: ("c" * 40, True))  # while it runs
+    here = later.train()["machine"]
+    assert (here["commit"], here["dirty"]) == ("b" * 40, False)
+    assert here["codes"] == ["a" * 8, "b" * 8]
+    assert machine.commits([here]) == "; the runs are of commits aaaaaaaa, bbbbbbbb"
+    assert "codes" not in Trainer(Walk(), tmp_path / "whole", SETTINGS).train()["machine"]
 
 
 def test_the_logged_loss_is_the_mean_since_the_last_line(tmp_path):

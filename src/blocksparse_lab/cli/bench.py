@@ -127,7 +127,9 @@ def lstm(
     *,
     cell: Annotated[str, typer.Option(help="lstm, mlstm or smallworld.")] = "lstm",
     width: Annotated[int, typer.Option(help="Units.")] = 2048,
-    pattern: Annotated[str, typer.Option(help="barabasi_albert, watts_strogatz, random or dense.")] = "barabasi_albert",
+    pattern: Annotated[
+        str, typer.Option(help="barabasi_albert, watts_strogatz, random, block_diagonal or dense.")
+    ] = "barabasi_albert",
     m: Annotated[str, typer.Option(help="Ties of barabasi_albert, or neighbors of watts_strogatz.")] = "8,4,2",
     densities: Densities = "0.25,0.1,0.03",
     batch: Annotated[int, typer.Option(help="Texts at once.")] = 64,
@@ -156,6 +158,7 @@ def lstm(
         "barabasi_albert": [{"m": ties} for ties in numbers("m", m, int)],
         "watts_strogatz": [{"neighbors": ties} for ties in numbers("m", m, int)],
         "random": [{"density": density} for density in numbers("densities", densities, float)],
+        "block_diagonal": [{"density": density} for density in numbers("densities", densities, float)],
         "dense": [{}],
     }
     configs = [replace(base, **changes) for changes in variants[pattern]]

@@ -41,7 +41,7 @@ def experiment(
     only: Annotated[list[str] | None, typer.Option(help="Some of the models, by name.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Some of the seeds.")] = None,
     add: Annotated[
-        bool, typer.Option("--add", help="Models without a run here stay in the report as they are.")
+        bool, typer.Option("--add", help="Runs of the report stay where none of their model and seed is here.")
     ] = False,
     redraw: Annotated[bool, typer.Option("--redraw", help="Only the report, again, from its JSON.")] = False,
     cores: Annotated[
@@ -132,7 +132,7 @@ def _side_by_side(
     work = sum(job.experiment.hours(job.contender) or 0 for job in jobs)
     say(console, f"{len(jobs)} runs are missing, some {work:.1f} hours of a core; {cores} at a time")
     bars: dict[Path, Any] = {}
-    failed = 0
+    failed: set[Path] = set()
     columns = *COUNT, TextColumn("{task.fields[text]}")
     with signals() as caught, bar(console, *columns, transient=False) as progress:
         for job, news in queue.train(jobs, cores, float("inf") if hours is None else 3600 * hours, data_dir, caught):
@@ -143,14 +143,16 @@ def _side_by_side(
             if news.finished or news.failed:
                 progress.update(bars[job.run], visible=False)
                 say(progress.console, f"{title}: {news.text}", "green" if news.finished else "yellow")
-            failed += news.failed
+            if news.failed:
+                failed.add(job.run)
     left = queue.missing(chosen, runs, only, seeds)
+    broken = failed & {job.run for job in left}
     for one, of in chosen.items():
         if any(of.finished(runs / one).values()):
             _wrote(console, experiments.write(one, of, runs / one, out, add))
     if left:
         say(console, f"{len(left)} of {len(jobs)} runs are left; the same command goes on", "yellow")
-    if caught or (failed and len(left) == len(jobs)):
+    if caught or broken:
         raise typer.Exit(128 + caught[0] if caught else 1)
 
 

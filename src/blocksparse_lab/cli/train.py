@@ -242,6 +242,8 @@ def resnet(
         raise BlockSparseError.expected("shifted", "an int, 0 or more", shifted)
     out_console = console()
     loaded = images.load(data, data_dir)
+    if shifted:
+        resnet_recipe.check_shifted(shifted, loaded)  # said now, not after the training
     trainer = resnet_recipe.trainer(recipe, loaded, out, seed, device, parallel.shard)
     channels = "-".join(str(recipe.width << stage) for stage in range(len(recipe.blocks)))
     sparse = "" if recipe.density is None else f", density {recipe.density:g} in blocks of {recipe.block_size}"

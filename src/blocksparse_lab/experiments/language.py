@@ -162,11 +162,11 @@ class LanguageExperiment(OnText):
             SEEDS,
             READ,
             Column("bits per character, held out", "facts.held_out"),
-            Column("the same of the median stream", "facts.median_stream", 4),
             *(
                 Column(f"the same, against {name}", "facts.held_out", 4, name)
                 for name in list(self.contenders)[: 1 if len(self.contenders) < 3 else 2]
             ),
+            Column("bits per character of the median stream", "facts.median_stream", 4),
             *(
                 column
                 for data, limit in self.reviews.items()

@@ -14,7 +14,7 @@ from ..bench.report import columns, markdown, rows, write_json, write_text
 from ..machine import commits, where
 from ..recipes import compare
 from ..recipes.compare import Run
-from .experiment import UNPAIRED, Experiment, Results
+from .experiment import UNPAIRED, Experiment, Results, folder
 
 POINTS = 6  # of a curve that is kept, at most
 
@@ -23,7 +23,7 @@ def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = 
     """Writes the results as `NAME.json`, and from it `NAME.md` and `NAME.png`.
 
     With `add`, runs of the report that is there, if any, stay in it where none of their contender and seed is finished
-    here.
+    here. Those that it left out stay said, with or without `add`, until they are finished.
 
     Raises:
         BlockSparseError: no run is finished; the report that is there has runs that would be lost; or the files cannot
@@ -50,7 +50,9 @@ def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = 
         }
     else:
         check_kept(name, out, {one: {_seed(run) for run in some} for one, some in known.items()})
-    save(out / f"{name}.json", experiment, Results(known, experiment.left_out(runs), experiment.more()))
+    made = {folder(runs, one, _seed(run)).name for one, some in known.items() for run in some}
+    left_out = {run: why for run, why in (_left_out(name, out) | experiment.left_out(runs)).items() if run not in made}
+    save(out / f"{name}.json", experiment, Results(known, left_out, experiment.more()))
     return [out / f"{name}.json", *draw(name, experiment, out)]
 
 
@@ -58,6 +60,11 @@ def there(name: str, out: Path) -> dict[str, dict[int, Run]]:
     """The runs of a report, by contender and seed; none where there is no report."""
     path = out / f"{name}.json"
     return {one: {_seed(run): run for run in some} for one, some in load(path).runs.items()} if path.exists() else {}
+
+
+def _left_out(name: str, out: Path) -> dict[str, str]:
+    path = out / f"{name}.json"
+    return dict(load(path).left_out) if path.exists() else {}
 
 
 def check_kept(name: str, out: Path, seeds: Mapping[str, Collection[int]]) -> None:

@@ -101,7 +101,7 @@ def small_world_layouts(
     makes a worse model.
     """
     hidden = tuple(
-        patterns.watts_strogatz(width, block_size, neighbors=neighbors, rewire=rewire, seed=seed + i)
+        patterns.watts_strogatz(width, block_size, neighbors=neighbors, rewire=rewire, seed=seed + 1_000_003 * i)
         for i in range(2 * depth)
     )
     inlet = patterns.random((width, context * embedding), block_size, density=ends, seed=seed)

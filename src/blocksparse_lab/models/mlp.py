@@ -90,14 +90,15 @@ class SparseMLP(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             for i, (n_in, n_out) in enumerate(zip(self.sizes, self.sizes[1:], strict=False)):
-                found = _layout((n_out, n_in), epsilon, densities[i], block_size, seed + i)
+                own = seed + 1_000_003 * i  # no layer of a seed is one of the next seed
+                found = _layout((n_out, n_in), epsilon, densities[i], block_size, own)
                 linear = nn.Linear if found is None else partial(Linear, layout=found)
                 layer = linear(n_in, n_out)
                 self.layers.append(layer)
                 if init == "kaiming":
                     _scale(layer, math.sqrt(6 / (1 + alpha**2)))
                 elif init != "fan_in":
-                    _draw(layer, init, seed + i)
+                    _draw(layer, init, own)
         self.activations = nn.ModuleList(ACTIVATIONS[activation](alpha, i) for i in range(2, layers + 1))
         self.dropout = Dropout(dropout)
 

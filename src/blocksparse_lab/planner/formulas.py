@@ -45,16 +45,17 @@ def ring_steps(collective: str, ranks: int) -> int:
     return ROUNDS[collective] * (ranks - 1)
 
 
-def model_state_bytes(weights: float, stored: int, optimizer: str) -> float:
+def model_state_bytes(weights: float, stored: int, optimizer: str) -> dict[str, float]:
     """Bytes of values, gradients and optimizer state of this many weights, each of `stored` bytes.
 
     Adam in float32 keeps 16 bytes for each weight, as it does in mixed precision with values in 16 bits.
     Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models (2020), section 3.
 
     >>> model_state_bytes(1000, 4, "adam")
-    16000
+    {'values': 4000, 'gradients': 4000, 'optimizer': 8000}
     """
-    return weights * stored * (2 + STATES[optimizer])
+    of_each = weights * stored
+    return {"values": of_each, "gradients": of_each, "optimizer": of_each * STATES[optimizer]}
 
 
 def flops(weights: float, tokens: float, recompute: bool = False) -> float:

@@ -139,9 +139,7 @@ class _Step:
     def memory(self, parameters: int) -> dict[str, float]:
         job = self.job
         return {
-            "values": parameters * job.stored,
-            "gradients": parameters * job.stored,
-            "optimizer": parameters * job.stored * formulas.STATES[job.optimizer],
+            **formulas.model_state_bytes(parameters, job.stored, job.optimizer),
             "layouts": sum(product.index_bytes(self.tensor_parallel) for product in self.net.products),
             "activations": activation_bytes(self.net, job, self.tensor_parallel),
         }

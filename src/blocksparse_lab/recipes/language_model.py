@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from blocksparse import checkpoint
+from blocksparse.checked import integer
 from blocksparse.errors import BlockSparseError
 
 from ..models.char_lm import CharLM
@@ -42,6 +43,7 @@ def sample(
         raise BlockSparseError.expected("top_k", "an int from 1 to 256", top_k)
     if length < 0:
         raise BlockSparseError.expected("length", "an int, not negative", length)
+    integer("seed", seed, 0, below=2**64)
     if isinstance(model, GPT):
         prompt = prompt[-model.config.context :]
     return _sample(model.eval(), prompt or b"\n", length, temperature, top_k, seed)

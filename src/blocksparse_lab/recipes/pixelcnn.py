@@ -236,6 +236,7 @@ def sample(
         raise BlockSparseError.expected("count", "a positive int", count)
     if height < 1 or width < 1 or height % STRIDE or width % STRIDE:
         raise BlockSparseError.expected("size", f"positive and divisible by {STRIDE}", (height, width))
+    integer("seed", seed, 0, below=2**64)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     images = torch.zeros(count, model.channels, height, width, device=device)

@@ -190,12 +190,17 @@ def shifted(
 ) -> Consistency:
     """The consistency of a run's network on the first `count` test images, each at all of its shifts; kept in the run
     as `consistency.json`."""
-    if not 1 <= count <= len(images.test):
-        wanted = f"an int from 1 to the images to test on, {len(images.test):,}"
-        raise BlockSparseError.expected("shifted", wanted, count)
+    check_shifted(count, images)
     found = consistency(load(run), Rows(images).standardised(images.test[:count]), progress)
     checkpoint.write_text(Path(run) / "consistency.json", f"{json.dumps(asdict(found), indent=1)}\n")
     return found
+
+
+def check_shifted(count: int, images: Images) -> None:
+    """How many test images can be shifted."""
+    if not 1 <= count <= len(images.test):
+        wanted = f"an int from 1 to the images to test on, {len(images.test):,}"
+        raise BlockSparseError.expected("shifted", wanted, count)
 
 
 def _network(of: dict[str, Any]) -> ResNet:

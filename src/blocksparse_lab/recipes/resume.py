@@ -17,27 +17,30 @@ from blocksparse.errors import BlockSparseError
 
 
 class Progress(NamedTuple):
-    """The progress of a run; `logged` is step and seconds of the newest line of the log."""
+    """The progress of a run; `logged` is step and seconds of the newest line of the log, `codes` name what ran."""
 
     step: int
     seconds: float
     cpu_seconds: float
     logged: tuple[int, float]
     held_out: float | None
+    codes: frozenset[str]
 
 
 def progress(path: Path, about: Mapping[str, Any], steps: int) -> Progress:
     """The progress of a run of `steps`, from the metadata of its checkpoint."""
-    logged, held_out = about.get("logged"), about.get("held_out")
+    logged, held_out, codes = about.get("logged"), about.get("held_out"), about.get("codes", [])
     if not isinstance(logged, list) or len(logged) != 2:
         raise BlockSparseError.expected(f"{path}, logged", "a step and seconds", f"{logged!r:.99}")
     if held_out is not None and not isinstance(held_out, float | int):
         raise BlockSparseError.expected(f"{path}, held_out", "a number or null", f"{held_out!r:.99}")
+    if not isinstance(codes, list) or not all(isinstance(one, str) for one in codes):
+        raise BlockSparseError.expected(f"{path}, codes", "a list of strings", f"{codes!r:.99}")
     step = integer(f"{path}, step", about.get("step"), 0, steps + 1, "the steps")
     seconds = number(f"{path}, seconds", about.get("seconds"), 0)
     cpu_seconds = number(f"{path}, cpu_seconds", about.get("cpu_seconds", 0.0), 0)
     at = integer(f"{path}, logged step", logged[0], 0, step + 1), number(f"{path}, logged seconds", logged[1], 0)
-    return Progress(step, seconds, cpu_seconds, at, held_out)
+    return Progress(step, seconds, cpu_seconds, at, held_out, frozenset(codes))
 
 
 def check_tensors(path: Path, tensors: Mapping[str, Tensor], model: nn.Module, means: Collection[str]) -> None:

@@ -20,7 +20,7 @@ from blocksparse.distributed.group import all_max, all_reduce, on_all
 from blocksparse.errors import BlockSparseError
 from blocksparse.surgery.fsdp import reshard
 
-from ..machine import machine
+from ..machine import code, machine
 from . import parallel, resume, sharding
 from .callback import Callback, Task
 from .cuda_graph import GraphedStep
@@ -82,6 +82,8 @@ class Trainer:
         self._finite = torch.ones((), dtype=torch.bool, device=self.device)
         self._ema_weight = torch.zeros((), device=self.device)
         self._logged = (0, 0.0)  # step and seconds
+        self._machine = machine(self.device.type)  # now: a commit made later is not what runs here
+        self._codes = {code(self._machine)}  # of a run that goes on, those before too
         self._graph: GraphedStep | None = None
         self._callbacks: tuple[Callback, ...] = (task,)
 
@@ -217,7 +219,7 @@ class Trainer:
             "task": self.task.about(),
             "settings": asdict(s),
             "facts": self.facts,
-            "machine": machine(self.device.type),
+            "machine": self._machine | ({"codes": sorted(self._codes)} if len(self._codes) > 1 else {}),
         }
         checkpoint.write_text(self.run / "result.json", json.dumps(result, indent=1) + "\n")
 
@@ -388,6 +390,7 @@ class Trainer:
             "task": self.task.about(),
             "settings": asdict(self.settings),
             "processes": self.processes,
+            "codes": sorted(self._codes),
         }
         on_all(log.sync)  # log lines must be on disk before their checkpoint
         if self.sharded:
@@ -424,7 +427,8 @@ class Trainer:
                 self.task.load_state_dict(state)
                 self._total.copy_(tensors["trainer.total"])
                 parallel.take_rng_states(tensors, self.device, self.settings.seed, at.step, self.rank)
-            self.step, self.seconds, self.cpu_seconds, self._logged, self.held_out = at
+            self.step, self.seconds, self.cpu_seconds, self._logged, self.held_out, codes = at
+            self._codes |= codes
             if (before := about.get("processes", 1)) != self.processes:
                 now = f"{self.processes} process{'es' * (self.processes > 1)}"
                 self._call(
