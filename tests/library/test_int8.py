@@ -114,6 +114,15 @@ def test_zeros_give_the_bias(backend):
         assert (int8_linear(torch.randn(2, 40), values, scales, layout, bias) == bias).all()
 
 
+def test_the_layer_that_it_was_made_of_computes_the_same_bits(any_backend):
+    layer = bs.nn.Linear(256, 192, density=0.05, block_size=1).eval()
+    x = torch.randn(64, 256)
+    with torch.no_grad():
+        y = layer(x)
+        bs.quantize(layer)(x)
+        assert torch.equal(layer(x), y)
+
+
 def test_what_was_written_to_the_values_counts(any_backend):
     layout = bs.patterns.dense((32, 40), 8)
     values, scales = quantized(torch.randn(layout.values_shape))

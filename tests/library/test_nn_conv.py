@@ -207,7 +207,7 @@ def test_autocast():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"in_channels": 0}, "in_channels: expected a positive int, got 0"),
+        ({"in_channels": 0}, "in_channels: expected an int, 1 or more, got 0"),
         ({"kernel_size": 0}, "kernel_size: expected an int, 1 or more"),
         ({"kernel_size": (3, 3, 3)}, "kernel_size: expected"),
         ({"stride": 0}, "stride: expected"),

@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 import pickle
+from functools import partial
 
 import pytest
 import safetensors.torch
@@ -59,6 +60,14 @@ def test_any_size_is_padded(in_features, out_features, block_size):
 def test_density_is_that_of_the_pattern():
     assert linear(640, 640, density=0.25).layout.nnz == 400
     assert linear(density=None).layout.density == 1
+
+
+@pytest.mark.parametrize("kind", [bs.nn.Linear, partial(bs.nn.Conv2d, kernel_size=3), bs.nn.LSTM])
+def test_a_density_that_rounds_to_no_block_is_refused(kind):
+    wanted = r"density: expected 0, or enough for one of the (1|4) blocks of \(32, 32\) in .*got 0.1"
+    with pytest.raises(bs.BlockSparseError, match=wanted):
+        kind(12, 8, density=0.1)
+    assert not any(p.numel() for name, p in kind(12, 8, density=0).named_parameters() if name.endswith("values"))
 
 
 def test_patterns_follow_the_seed_of_torch():

@@ -14,10 +14,10 @@ LAYOUT = bs.BlockLayout([[True, True]], block_size=16)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"in_features": 0}, "in_features: expected a positive int, got 0"),
-        ({"out_features": -3}, "out_features: expected a positive int, got -3"),
-        ({"out_features": 2.0}, "out_features: expected a positive int"),
-        ({"in_features": True}, "in_features: expected a positive int, got True"),
+        ({"in_features": 0}, "in_features: expected an int, 1 or more, got 0"),
+        ({"out_features": -3}, "out_features: expected an int, 1 or more, got -3"),
+        ({"out_features": 2.0}, "out_features: expected an int, 1 or more"),
+        ({"in_features": True}, "in_features: expected an int, 1 or more, got True"),
         ({"in_features": 10**30}, "grid: expected fewer than 2"),
         ({"block_size": 10**30}, "block_size: expected fewer than 2"),
         ({"activation": ["relu"]}, "activation: expected one of"),

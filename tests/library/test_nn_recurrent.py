@@ -46,6 +46,25 @@ def states(module, batch):
     )
 
 
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("density", [None, 0.5])
+@pytest.mark.parametrize("kind", [bs.nn.LSTM, bs.nn.GRU, bs.nn.MultiplicativeLSTM, bs.nn.SmallWorldLSTM])
+def test_inputs_of_another_dtype_are_refused(kind, density, train):
+    module = kind(4, 8, density=density, block_size=4).double()
+    with torch.set_grad_enabled(train), pytest.raises(bs.BlockSparseError, match=r"expected the dtype of"):
+        module(torch.randn(3, 2, 4))
+    with torch.set_grad_enabled(train):
+        assert module(torch.randn(3, 2, 4).double())[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("density", [None, 0.5])
+def test_no_sequences_at_all(density, train):
+    with torch.set_grad_enabled(train):
+        y, (h, _) = bs.nn.LSTM(4, 8, density=density, block_size=4)(torch.randn(3, 0, 4))
+    assert (y.shape, h.shape) == ((3, 0, 8), (1, 0, 8))
+
+
 # -- as torch.nn.LSTM ----------------------------------------------------------------------------------------------
 
 
@@ -376,16 +395,16 @@ def test_meta_device_and_initial_size_of_weights(cell):
 
 
 BAD = {
-    "hidden_size: expected a positive int": lambda: bs.nn.LSTM(8, 0),
-    "proj_size: expected an int from 0 to 15": lambda: bs.nn.LSTM(8, 16, proj_size=16),
-    "dropout: expected a probability": lambda: bs.nn.LSTM(8, 16, dropout=2),
+    "hidden_size: expected an int, 1 or more": lambda: bs.nn.LSTM(8, 0),
+    "proj_size: expected an int, 0 or more and below hidden_size, 16": lambda: bs.nn.LSTM(8, 16, proj_size=16),
+    "dropout: expected a number from 0 to 1": lambda: bs.nn.LSTM(8, 16, dropout=2),
     "density: expected None where a layout is given": lambda: bs.nn.LSTM(
         8, 16, density=0.5, layout=bs.patterns.dense((16, 16), 8)
     ),
     r"the layout of weight_hh_l0: expected shape \[16, 16\] or \[64, 16\]": lambda: bs.nn.LSTM(
         8, 16, layout=bs.patterns.dense((32, 32), 8)
     ),
-    "depth: expected a positive int": lambda: bs.nn.SmallWorldLSTM(8, 16, depth=0),
+    "depth: expected an int, 1 or more": lambda: bs.nn.SmallWorldLSTM(8, 16, depth=0),
     "hidden_size: expected a multiple of the block": lambda: bs.nn.SmallWorldLSTM(8, 15, density=0.5, block_size=8),
     r"input: expected \[steps, batch, 8\], at least one step, got \[3, 2, 9\]": lambda: bs.nn.LSTM(8, 16)(
         torch.randn(3, 2, 9)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checked import integer
-from ..errors import BlockSparseError
+from ..checked import integer, number
 
 
 class AllReLU(nn.Module):
@@ -34,9 +33,7 @@ class AllReLU(nn.Module):
 
     def __init__(self, alpha: float, layer: int):
         super().__init__()
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha < float("inf"):
-            raise BlockSparseError.expected("alpha", "a number, 0 or more", repr(alpha))
-        self.alpha, self.layer = float(alpha), integer("layer", layer, 1)
+        self.alpha, self.layer = number("alpha", alpha, 0), integer("layer", layer, 1)
 
     @property
     def slope(self) -> float:

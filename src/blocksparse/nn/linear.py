@@ -80,8 +80,8 @@ class Linear(LinearModule, BlockSparseModule):
     Shapes: `[..., in_features] -> [..., out_features]`. The call takes a `gate` `[nnz]` too, as `blocksparse.linear`.
 
     Raises:
-        BlockSparseError: a layout of another shape, a density outside of 0..1, sizes that are not positive, an unknown
-            activation; in the call, inputs that `blocksparse.linear` refuses.
+        BlockSparseError: a layout of another shape, a density outside of 0..1 or that rounds to no block, sizes that
+            are not positive, an unknown activation; in the call, inputs that `blocksparse.linear` refuses.
 
     Example:
         >>> import torch, blocksparse as bs

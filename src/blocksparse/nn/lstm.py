@@ -13,7 +13,7 @@ from ..ops import recurrent
 from ..ops.recurrent import Steps, cpu, scan
 from ..ops.registry import is_bare, needs_grad
 from .module import Weight
-from .recurrent import Recurrent, SparseOptions, State, cast, check_states, pad, to_dtype
+from .recurrent import Recurrent, SparseOptions, State, cast, check_dtypes, check_states, pad, to_dtype
 from .spelled_out import spelled_out
 
 
@@ -87,13 +87,14 @@ class LSTM(Recurrent):
             return super().forward(input, hx, table=table)
         rows, times, restore = self._rows(input, None)
         h, c = self._initial(hx, times.batch, rows, input)
+        check_dtypes(rows, *self._flat_weights())
         options = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional
         state = [h, c.to(h.dtype)]
         if isinstance(input, PackedSequence):
             y, h, c = torch._VF.lstm(rows, input.batch_sizes, state, self._flat_weights(), *options)
         else:
             y, h, c = torch._VF.lstm(
-                rows.view(times.number, times.batch, -1), state, self._flat_weights(), *options, False
+                rows.view(times.number, times.batch, self.input_size), state, self._flat_weights(), *options, False
             )
         return restore(y.flatten(0, -2), h, c if hx is None else c.to(hx[1].dtype))
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import patterns
-from ..checked import check_kept, is_int
+from ..checked import check_kept, integer
 from ..convert import block_coordinates, to_dense
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout, layout_of_indices
@@ -316,8 +316,7 @@ def layout_for(
     Without a density every block is stored. The random pattern is drawn with PyTorch's generator as the seed.
     """
     for name, size in zip((f"out_{what}", f"in_{what}"), shape, strict=True):
-        if not is_int(size) or size <= 0:
-            raise BlockSparseError.expected(name, "a positive int", repr(size))
+        integer(name, size, 1)
     if layout is not None:
         check_layout(layout)
         if density is not None:
@@ -328,8 +327,17 @@ def layout_for(
     padded = _padded(shape, probe.block_shape)
     if density is None:
         return patterns.dense(padded, probe.block_shape)
-    seed = int(torch.randint(2**31, (), device="cpu"))
-    return patterns.random(padded, probe.block_shape, density=density, seed=seed)
+    return random_layout(padded, probe.block_shape, density)
+
+
+def random_layout(shape: tuple[int, int], block_shape: tuple[int, int], density: float) -> BlockLayout:
+    """A pattern drawn with PyTorch's generator as the seed; a density above 0 that rounds to no block is refused."""
+    layout = patterns.random(shape, block_shape, density, seed=int(torch.randint(2**31, (), device="cpu")))
+    if not layout.nnz and density:
+        blocks = layout.grid[0] * layout.grid[1]
+        wanted = f"0, or enough for one of the {blocks} blocks of {block_shape} in {shape}, or smaller blocks"
+        raise BlockSparseError.expected("density", wanted, density)
+    return layout
 
 
 def check_shape(layout: BlockLayout, shape: tuple[int, int], what: str = "") -> None:

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .. import ops, patterns
+from .. import ops
 from ..convert import block_coordinates, to_dense
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
-from .module import Weight
+from .module import Weight, random_layout
 
 
 class Size(NamedTuple):
@@ -77,9 +77,8 @@ class Parts(nn.Module):
             layout = layout if layout.shape == shapes[1] else _stacked(layout, parts)
         elif self._density is not None:
             block = BlockLayout([[True]], self._block_size).block_shape
-            seed = int(torch.randint(2**31, (), device="cpu"))
             shape = (parts * padded_to(out.padded, block[0]), padded_to(in_.padded, block[1]))
-            layout = patterns.random(shape, block, density=self._density, seed=seed)
+            layout = random_layout(shape, block, self._density)
         if layout is None:
             self.sizes[name] = (out, in_)
             setattr(self, name, nn.Parameter(torch.empty(parts * out.padded, in_.padded, **self._options)))

@@ -15,7 +15,7 @@ from ..ops.recurrent import Steps, scan
 from .lstm import LSTM
 from .module import Weight
 from .quantized import QuantizedModule, exchanged, rounded_values
-from .recurrent import Recurrent, cast, pad
+from .recurrent import Recurrent, cast, pad, to_dtype
 
 
 class QuantizedWeight(QuantizedModule):
@@ -101,7 +101,7 @@ class QuantizedLSTM(Recurrent):
         if x.dtype not in DTYPES:
             raise BlockSparseError.expected("input", f"one of {', '.join(map(str, DTYPES))}", x.dtype)
         bias = getattr(self, f"bias_ih{suffix}") + getattr(self, f"bias_hh{suffix}") if self.bias else None
-        x, h, bias = cast(x, h, bias)
+        x, h = cast(x, h)
         layouts: list[BlockLayout | None] = []
         tensors: list[Tensor | None] = []
         for name in ("ih", "hh", *(["hr"] if self.proj_size else [])):
@@ -111,7 +111,8 @@ class QuantizedLSTM(Recurrent):
                 tensors += [weight.values, weight.scales]
             else:
                 layouts.append(None)
-                tensors += [*cast(x, weight)[1:], None]
+                tensors += [to_dtype(weight, x.dtype), None]
+        bias = None if bias is None else to_dtype(bias, x.dtype)
         return scan(
             recurrent.Int8LSTM(steps, *layouts), pad(x, layouts[0]), index, h, c, *tensors[:2], bias, *tensors[2:]
         )

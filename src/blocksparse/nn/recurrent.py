@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ..checked import is_int
+from ..checked import integer, number
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.checks import autocast, check_rows_of_table
@@ -64,17 +64,13 @@ class Recurrent(Parts):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(layouts, density, block_size, device, dtype)
-        for name, size in (("input_size", input_size), ("hidden_size", hidden_size), ("num_layers", num_layers)):
-            if not is_int(size) or size <= 0:
-                raise BlockSparseError.expected(name, "a positive int", repr(size))
-        if not is_int(self.proj_size) or not 0 <= self.proj_size < hidden_size:
-            raise BlockSparseError.expected("proj_size", f"an int from 0 to {hidden_size - 1}", repr(self.proj_size))
-        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
-            raise BlockSparseError.expected("dropout", "a probability", repr(dropout))
+        self.input_size = integer("input_size", input_size, 1)
+        self.hidden_size = integer("hidden_size", hidden_size, 1)
+        self.num_layers = integer("num_layers", num_layers, 1)
+        integer("proj_size", self.proj_size, 0, below=self.hidden_size, of="hidden_size")
         self._check_layouts(layout, input_layout)
-        self.input_size, self.hidden_size, self.num_layers = int(input_size), int(hidden_size), int(num_layers)
         self.bias, self.batch_first, self.bidirectional = bool(bias), bool(batch_first), bool(bidirectional)
-        self.dropout = float(dropout)
+        self.dropout = number("dropout", dropout, 0, 1)
         # Block-sparse gates are padded to whole blocks, and with them all that has to do with the hidden units.
         block = None
         if layout is not None or self._layouts:
@@ -284,8 +280,16 @@ def fitting(layout: BlockLayout | None, out: Size, in_: Size, parts: int = 4) ->
     return layout if layout.shape[1] == padded[1] and layout.shape[0] in (padded[0], parts * padded[0]) else None
 
 
+def check_dtypes(x: Tensor, *tensors: Tensor | None) -> None:
+    """Raises a BlockSparseError unless the tensors have the dtype of x, but under autocast, which casts them all."""
+    for tensor in () if torch._C._is_any_autocast_enabled() else tensors:
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise BlockSparseError.expected("input", f"the dtype of the weights, {tensor.dtype}", x.dtype)
+
+
 def cast(x: Tensor, *tensors: Tensor | None) -> list[Any]:
     """x and the tensors in the dtype that products with x have: under autocast another one than x's."""
+    check_dtypes(x, *tensors)
     dtype = _dtype_of_products(x)
     return [None if tensor is None else to_dtype(tensor, dtype) for tensor in (x, *tensors)]
 

@@ -7,13 +7,13 @@ from typing import Unpack
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checked import is_int
+from ..checked import integer
 from ..errors import BlockSparseError
 from ..ops import recurrent
 from ..ops.recurrent import Steps, linear_of, scan
 from ..ops.recurrent.small_world_lstm import EPSILON
 from .parts import Size
-from .recurrent import Recurrent, SparseOptions, cast, pad
+from .recurrent import Recurrent, SparseOptions, cast, check_dtypes, pad
 from .spelled_out import spelled_out
 
 
@@ -62,9 +62,7 @@ class SmallWorldLSTM(Recurrent):
         depth: int = 4,
         **options: Unpack[SparseOptions],
     ):
-        if not is_int(depth) or depth < 1:
-            raise BlockSparseError.expected("depth", "a positive int", repr(depth))
-        self.depth = int(depth)
+        self.depth = integer("depth", depth, 1)
         super().__init__(input_size, hidden_size, num_layers, True, batch_first, dropout, bidirectional, **options)
 
     def _cell(self, inputs: Size) -> dict[str, tuple[int, Size, Size | None]]:
@@ -105,6 +103,7 @@ class SmallWorldLSTM(Recurrent):
         for name in self._input_names:
             gain, bias = getattr(self, f"gain_{name}{suffix}"), getattr(self, f"bias_{name}{suffix}")
             weight, layout = self._weight(f"weight_{name}{suffix}")
+            check_dtypes(x, weight)
             y = linear_of(pad(x, layout), weight, layout)
             inputs.append(F.layer_norm(y, (self.hidden_size,), gain.to(y.dtype), bias.to(y.dtype), EPSILON).to(y.dtype))
         factors, terms = inputs[0], inputs[-1]
