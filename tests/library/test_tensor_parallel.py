@@ -185,6 +185,36 @@ def test_convolutions_equal_one_process(processes, name):
     processes(2)(convolutions, getattr(bs.nn, name), int(name[-2]))
 
 
+def autocast(kind, sizes, options, shape, style, output):
+    mesh, x = init_device_mesh("cpu", (2,)), torch.randn(shape)
+    layer = kind(*sizes, density=0.5, block_size=8, **options)
+    truth = copy.deepcopy(layer)
+    parallelize_module(layer, mesh, style(input_layouts=Replicate(), output_layouts=output))
+    with torch.autocast("cpu", torch.bfloat16):
+        y, z = truth(x), layer(x)
+        y, z = (out[0] if kind is bs.nn.LSTM else out for out in (y, z))
+    assert z.dtype == y.dtype
+    if isinstance(output, Replicate):
+        close(z.detach().double(), y.detach().double(), 0.02)
+    z.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+@pytest.mark.parametrize("output", [Replicate(), Shard(0), Shard(-1)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "sizes", "options", "shape", "style"),
+    [
+        (bs.nn.Linear, (48, 32), {"activation": "gelu"}, (4, 6, 48), ColwiseParallel),
+        (bs.nn.Linear, (48, 32), {"activation": "gelu"}, (4, 6, 48), RowwiseParallel),
+        (bs.nn.Conv2d, (16, 32, 3), {}, (4, 16, 6, 6), ColwiseParallel),
+        (bs.nn.Conv2d, (16, 32, 3), {}, (4, 16, 6, 6), RowwiseParallel),
+        (bs.nn.LSTM, (16, 32), {}, (4, 2, 16), ColwiseParallel),
+    ],
+)
+def test_autocast_gives_the_dtype_of_one_process(processes, kind, sizes, options, shape, style, output):
+    processes(2)(autocast, kind, sizes, options, shape, style, output)
+
+
 class Attention(nn.Module):
     """As in Llama: `groups` queries for each key, heads of `head` features."""
 

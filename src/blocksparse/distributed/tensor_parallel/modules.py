@@ -145,7 +145,7 @@ class Rowwise:
             y = evenly(group, y.shape[wanted.dim], "output").sum_to_parts(y, wanted.dim)
             bias = None if bias is None else copy_to_compute(bias, group)
         if bias is not None:
-            y = y + bias.view(-1, *[1] * (-1 - axis))
+            y = y + bias.to(y.dtype).view(-1, *[1] * (-1 - axis))  # y may be of autocast's dtype
         return boundary.leaving(ACTIVATIONS[self.activation](y))
 
     def _check_features(self, x: Tensor) -> None:
