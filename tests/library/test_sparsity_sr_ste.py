@@ -80,7 +80,8 @@ def test_a_whole_model():
         method.finish()
 
 
-def test_frozen_masks_and_their_checkpoint():
+@pytest.mark.parametrize("already", [True, False])
+def test_frozen_masks_and_their_checkpoint(already):
     net = model()
     x = torch.randn(2, 3, 8, 8).double()
     masks = [nm_mask(net[1].weight), nm_mask(net[4].weight)]
@@ -96,14 +97,30 @@ def test_frozen_masks_and_their_checkpoint():
         assert torch.equal(net[4].weight != 0, masks[1])
     again = model()
     other = bs.sparsity.SRSTE(again)
-    other.freeze()
+    if already:
+        other.freeze()
     again.load_state_dict(net.state_dict())
     assert torch.equal(again(x), net(x))
+    optimizer = torch.optim.SGD(again.parameters(), lr=0.05)
+    again(x).square().mean().backward()
+    optimizer.step()
+    assert torch.equal(again[4].weight != 0, masks[1])
+    again.load_state_dict(net.state_dict())
     for each, trained in ((method, net), (other, again)):
         expected = trained(x)
         each.finish()
         assert torch.equal(trained(x), expected)
     assert set(net.state_dict()) == set(model().state_dict())
+
+
+def test_a_mask_of_another_shape_is_not_loaded():
+    net = nn.Linear(8, 4)
+    bs.sparsity.SRSTE(net)
+    state = net.state_dict() | {"parametrizations.weight.0.mask": torch.zeros(4, 4, dtype=torch.bool)}
+    before = net.weight
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*0\.mask"):
+        net.load_state_dict(state)
+    assert torch.equal(net.weight, before)
 
 
 def test_what_is_left_alone():

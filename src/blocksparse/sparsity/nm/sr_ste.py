@@ -32,7 +32,7 @@ class SRSTE(TrainingMethod):
         skip: what is left as it is: modules, or names of modules or parameters.
 
     `weights` are the names of the weights; `left` has those that stay dense, with the reason. In a state dict, a weight
-    is `parametrizations.weight.original` until `finish`.
+    is `parametrizations.weight.original` until `finish`; one with frozen masks freezes the model that loads it.
 
     Raises:
         BlockSparseError: n or m out of range, a decay below 0, no weight that could be N:M sparse, something to skip
@@ -67,6 +67,8 @@ class SRSTE(TrainingMethod):
         for weight in chosen:
             swapped = weight.matrix() is not weight.tensor
             parametrize.register_parametrization(weight.module, "weight", _Masked(n, m, decay, swapped), unsafe=True)
+            parametrizations: Any = weight.module.parametrizations
+            parametrizations.weight.register_load_state_dict_pre_hook(_freeze_as_saved)
 
     def freeze(self) -> None:
         """Keeps the masks as they are from now on; the gradient is then mask * g.
@@ -121,6 +123,13 @@ class _Masked(nn.Module):
         if self.swapped:
             return nm_mask(weight.transpose(0, 1), self.n, self.m).transpose(0, 1)
         return nm_mask(weight, self.n, self.m)
+
+
+def _freeze_as_saved(weight: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Makes room for the mask of a state that is frozen: PyTorch loads only what the module has."""
+    mask = state.get(f"{prefix}0.mask")
+    if weight[0].mask is None and mask is not None and mask.shape == weight.original.shape:
+        weight[0].mask = torch.zeros_like(weight.original, dtype=torch.bool)
 
 
 class _Refined(torch.autograd.Function):
