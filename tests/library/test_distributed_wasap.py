@@ -243,6 +243,21 @@ def test_several_workers_are_as_good(workers, synchronous, tmp_path, sequential_
     assert about["epoch"] == 10
 
 
+def frozen_and_unused(synchronous):
+    model = nn.Sequential(bs.nn.Linear(20, 8, density=0.5, block_size=1), nn.Linear(8, 2))
+    model[1].weight.requires_grad_(False)
+    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    settings = Settings(epochs=2, first_phase=1.0, batch=16, weight_decay=0.1, synchronous=synchronous)
+    train(model, toy(1, 65), settings)
+    return {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_what_has_no_gradient_stays_as_it_is(processes, synchronous):
+    assert processes(2)(frozen_and_unused, synchronous)[0] == {"1.weight", "unused"}
+
+
 # -- what goes wrong ---------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from queue import SimpleQueue
@@ -23,24 +23,26 @@ from .formulas import retain_valid
 # A worker computes a gradient while the push of its last one and the answer to that are under way: with that, no
 # process waits for another of its speed. One more would only make the gradients older.
 IN_FLIGHT = 2
-HEAD = 2  # numbers of a message besides those of the parameters' shapes
 
 
 class Message:
     """Two numbers and a tensor of each parameter's shape, in one piece of memory that is sent and received as it is.
 
-    A push holds [samples, loss] and the gradients; an answer [goes on, a topology follows] and the parameters.
+    A push holds [samples, loss] and the gradients; an answer [goes on, a topology follows] and the parameters. Which of
+    the tensors are there is said too.
     """
 
     def __init__(self, flat: Flat, wire: torch.dtype):
-        head = HEAD * torch.float64.itemsize
-        self.bytes = torch.empty(head + flat.numbers * wire.itemsize, dtype=torch.uint8)
-        self.head = self.bytes[:head].view(torch.float64)
-        self.parts = flat.split(self.bytes[head:].view(wire))
+        sizes = [2 * torch.float64.itemsize, flat.numbers * wire.itemsize, len(flat.parameters)]
+        self.bytes = torch.empty(sum(sizes), dtype=torch.uint8)
+        head, parts, self.there = self.bytes.split(sizes)
+        self.head = head.view(torch.float64)
+        self.parts = flat.split(parts.view(wire))
 
-    def fill(self, head: tuple[float, float], tensors: Iterable[Tensor | None]) -> None:
-        """Writes the message; a gradient that is None counts as 0."""
+    def fill(self, head: tuple[float, float], tensors: Sequence[Tensor | None]) -> None:
+        """Writes the message; a gradient that is None takes the place of zeros."""
         self.head[0], self.head[1] = head
+        self.there.copy_(torch.tensor([tensor is not None for tensor in tensors]))
         for part, tensor in zip(self.parts, tensors, strict=True):
             part.zero_() if tensor is None else part.copy_(tensor.detach())
 
@@ -58,7 +60,7 @@ class ToMaster:
     def push(self, samples: int, loss: float) -> bool:
         """Gives the parameters' gradients, takes the answer to an earlier push; returns whether there is more to do."""
         message = next(self.pushes)
-        message.fill((samples, loss), (p.grad for p in self.flat.parameters))
+        message.fill((samples, loss), [p.grad for p in self.flat.parameters])
         self.sent.append(group.start_send(message.bytes, group.MASTER))
         if len(self.sent) < IN_FLIGHT:
             return True
@@ -167,11 +169,12 @@ class Master:
         layouts = worker.layouts.popleft()
         if self.left > 0:
             samples, loss = worker.push.head.tolist()
-            for parameter, part in zip(self.flat.parameters, worker.push.parts, strict=True):
+            parts = list(worker.push.parts)
+            for i, parameter in enumerate(self.flat.parameters):
                 module = self.flat.module_of.get(parameter)
                 if module is not None:
-                    part = retain_valid(part, layouts[module], self.layouts[module])
-                parameter.grad = part.to(parameter)
+                    parts[i] = retain_valid(parts[i], layouts[module], self.layouts[module])
+            self.flat.load_gradients(parts, worker.push.there.tolist())
             self.step(int(samples), loss)
         if worker.send(self.left > 0, self.layouts, self.flat.parameters):
             self.unserved -= 1

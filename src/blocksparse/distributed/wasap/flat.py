@@ -34,8 +34,15 @@ class Flat:
             parameter.data.copy_(values)
 
     def gradients(self) -> Tensor:
-        """The gradients `[numbers]`; 0 where there are none."""
-        return self._joined([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+        """The gradients, 0 where there are none, and whether each parameter has one: `[numbers + parameters]`."""
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        there = [p.grad is not None for p in self.parameters]
+        return self._joined([*parts, torch.tensor(there, dtype=self.dtype, device=parts[0].device)])
+
+    def load_gradients(self, parts: Sequence[Tensor], there: Sequence[float]) -> None:
+        """Sets the gradients; None where nobody had one, as steps leave what is frozen or unused as it is."""
+        for parameter, part, has in zip(self.parameters, parts, there, strict=True):
+            parameter.grad = part.to(parameter) if has else None
 
     def momentum(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """The momentum of each parameter `[numbers]`; 0 before the first step."""

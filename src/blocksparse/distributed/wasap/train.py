@@ -240,8 +240,8 @@ class _Run:
             if not len(rows):
                 self.model.zero_grad(set_to_none=True)
             mean = group.all_reduce(self.flat.gradients() * (len(rows) / samples))
-            for parameter, part in zip(self.flat.parameters, self.flat.split(mean), strict=True):
-                parameter.grad = part.to(parameter)
+            parts, there = mean.tensor_split([self.flat.numbers])
+            self.flat.load_gradients(self.flat.split(parts), there.tolist())
         self.optimizer.step()
         return loss * len(rows)
 
