@@ -28,6 +28,7 @@ from .files import path_of
 __all__ = [
     "Coming",
     "about",
+    "as_json",
     "check_sizes",
     "in_order",
     "load",
@@ -85,7 +86,8 @@ def save(path: str | Path, tensors: Mapping[str, Tensor | Coming], about: Mappin
         about: what goes with them, ready for JSON.
 
     Raises:
-        BlockSparseError: it could not be written, or a tensor is of another dtype. What was there is still there.
+        BlockSparseError: it could not be written, something that is no tensor with numbers of these dtypes, an `about`
+            that JSON cannot express. What was there is still there.
 
     >>> import tempfile, torch
     >>> from blocksparse import checkpoint
@@ -96,9 +98,13 @@ def save(path: str | Path, tensors: Mapping[str, Tensor | Coming], about: Mappin
     """
     path = path_of("checkpoint", path)
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor | Coming):
+            raise BlockSparseError.expected(name, "a tensor", type(tensor).__name__)
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            raise BlockSparseError.expected(name, "a tensor with numbers", "one on the meta device")
         if tensor.dtype not in DTYPES:
             raise BlockSparseError.expected(name, f"one of {', '.join(map(str, DTYPES))}", tensor.dtype)
-    metadata = {"format": FORMAT, "version": str(VERSION), "about": json.dumps(about)}
+    metadata = {"format": FORMAT, "version": str(VERSION), "about": as_json(about)}
     try:
         _replace(path, lambda file: _write(file, tensors, metadata))
     except OSError as error:
@@ -163,6 +169,18 @@ def about(path: str | Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError("its description is that of no checkpoint")
     return found
+
+
+def as_json(about: Mapping[str, Any]) -> str:
+    """The description that goes with tensors, as it is stored.
+
+    Raises:
+        BlockSparseError: JSON cannot express it.
+    """
+    try:
+        return json.dumps(about)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BlockSparseError.expected("about", "what JSON can express", error) from error
 
 
 def parsed(text: str | bytes) -> Any:

@@ -64,6 +64,22 @@ def test_a_dtype_that_the_format_has_not(path):
     assert checkpoint.load(path)[1] == {"step": 1}
 
 
+@pytest.mark.parametrize(
+    ("tensors", "about", "message"),
+    [
+        ({}, {"when": {1, 2}}, "about: expected what JSON can express, got Object of type set"),
+        ({}, {("a", 1): 2}, "about: expected what JSON can express, got keys must be str"),
+        ({"x": torch.ones(3, device="meta")}, {}, "x: expected a tensor with numbers, got one on the meta device"),
+        ({"x": [1.0]}, {}, "x: expected a tensor, got list"),
+    ],
+)
+def test_what_cannot_be_stored(path, tensors, about, message):
+    checkpoint.save(path, {}, {"step": 1})
+    with pytest.raises(BlockSparseError, match=message):
+        checkpoint.save(path, tensors, about)
+    assert checkpoint.load(path)[1] == {"step": 1}
+
+
 MEMORY = """
 import sys, torch
 from pathlib import Path

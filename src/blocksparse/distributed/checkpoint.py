@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import warnings
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
-from ..checkpoint import parsed
+from ..checkpoint import as_json, parsed
 from ..errors import BlockSparseError
 from ..files import path_of
 from ..layout import BlockLayout, layout_of_indices
@@ -377,10 +376,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _bytes(about: Mapping[str, Any]) -> Tensor:
-    try:
-        return torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
-    except (TypeError, ValueError) as error:
-        raise BlockSparseError.expected("about", "what JSON can express", error) from error
+    return torch.frombuffer(bytearray(as_json(about).encode()), dtype=torch.uint8)
 
 
 def _reason(error: BaseException) -> str:
