@@ -66,6 +66,18 @@ def test_bad_arguments(arguments):
         bs.sparsity.SGD([nn.Parameter(torch.ones(1))], **arguments)
 
 
+def test_bad_arguments_of_a_group():
+    w = nn.Parameter(torch.ones(1))
+    with pytest.raises(bs.BlockSparseError, match="lr: expected"):
+        bs.sparsity.SGD([{"params": [w], "lr": -1.0}])
+    optimizer = bs.sparsity.SGD([{"params": [w], "lr": 0.5}])
+    with pytest.raises(bs.BlockSparseError, match="weight_decay: expected"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "weight_decay": 5.0})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "momentum": 0.5})
+    assert [(group["lr"], group["momentum"]) for group in optimizer.param_groups] == [(0.5, 0.9), (0.01, 0.5)]
+
+
 def trained(density):
     torch.manual_seed(0)
     layer = bs.nn.Linear(64, 64, block_size=16, density=density)

@@ -53,6 +53,10 @@ class SGD(torch.optim.Optimizer):
     ):
         super().__init__(params, _checked({"lr": lr, "momentum": momentum, "weight_decay": weight_decay}))
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _checked({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state; momenta are compared with their parameters in `step`, for these may be loaded later."""
         for group in state_dict.get("param_groups", ()):
