@@ -404,6 +404,10 @@ def fitting():
         ({"activation": ["relu"]}, r"activation: expected one of .*relu.*, got \['relu'\]"),
         ({"x": [[1.0]]}, "x: expected a torch.Tensor, got list"),
         ({"x": torch.randn(5, 64).to_sparse()}, "x: expected a plain dense tensor, got layout torch.sparse_coo"),
+        (
+            {"x": torch.nested.nested_tensor([torch.randn(5, 64)], layout=torch.jagged)},
+            "x: expected a plain dense tensor, got a nested",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -26,7 +26,8 @@ def check_kinds(layout: Any, **tensors: Any) -> None:
         if not isinstance(tensor, Tensor):
             raise BlockSparseError.expected(name, "a torch.Tensor", type(tensor).__name__)
         if tensor.layout != torch.strided or tensor.is_nested:
-            raise BlockSparseError.expected(name, "a plain dense tensor", f"layout {tensor.layout}")
+            got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+            raise BlockSparseError.expected(name, "a plain dense tensor", got)
     if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None:
         check_tangents(**tensors)
 
