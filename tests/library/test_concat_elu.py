@@ -117,6 +117,19 @@ def test_compiled_and_transformed():
 
 
 @pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
+def test_gradients_in_batches(memory):
+    x = torch.randn(2, 3, 2, 2).contiguous(memory_format=memory)
+    expected = torch.autograd.functional.jacobian(bs.nn.concat_elu, x)
+    torch.testing.assert_close(torch.autograd.functional.jacobian(bs.nn.concat_elu, x, vectorize=True), expected)
+    x.requires_grad_()
+    y = bs.nn.concat_elu(x, 0.5)
+    grads = torch.randn(5, *y.shape)
+    found = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)[0]
+    for grad, each in zip(grads, found, strict=True):
+        torch.testing.assert_close(each, torch.autograd.grad(y, x, grad, retain_graph=True)[0])
+
+
+@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
 def test_outputs_may_be_changed_in_place(memory):
     x = torch.randn(2, 3, 4, 5).contiguous(memory_format=memory).requires_grad_()
     F.relu_(bs.nn.concat_elu(x)).sum().backward()

@@ -65,6 +65,7 @@ class _ConcatElu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
         plain = is_eager(grad, x) and not torch.is_grad_enabled()  # enabled for second derivatives
+        plain = plain and not torch._C._functorch.is_legacy_batchedtensor(grad)  # by `is_grads_batched`, say
         return (op.backward if plain else _gradient)(grad, x, *ctx.drawn), None, None, None
 
 
