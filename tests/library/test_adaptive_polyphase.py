@@ -72,6 +72,39 @@ def test_gradients(blur):
     assert torch.autograd.gradgradcheck(lambda x: HALF(blur)(x, index)[0] ** 2, x)
 
 
+@pytest.mark.parametrize("blur", [1, 3])
+def test_transforms(blur):
+    down, up = HALF(blur), bs.nn.AdaptivePolyphaseUpsample(blur)
+    x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
+    y, index = down(x)
+    close, vmap = torch.testing.assert_close, torch.func.vmap
+    close(vmap(lambda image: down(image[None])[0][0])(x), y)
+    close(vmap(lambda y, index: up(y[None], index[None])[0])(y, index), up(y, index))
+    several = torch.stack([index, 3 - index])
+    close(vmap(lambda index: up(y, index))(several), torch.stack([up(y, each) for each in several]))
+
+    def loss(x):
+        return down(x)[0].pow(3).sum()
+
+    for_each = vmap(torch.func.grad(lambda image: loss(image[None])))(x)
+    close(for_each, torch.func.grad(loss)(x))
+    for function, given in ((lambda x: down(x)[0], x), (lambda y: up(y, index), y)):
+        jacobian = torch.autograd.functional.jacobian(function, given)
+        close(torch.func.jacrev(function)(given), jacobian)
+        close(torch.autograd.functional.jacobian(function, given, vectorize=True), jacobian)
+    hessian = torch.autograd.functional.hessian(loss, x)
+    close(torch.autograd.functional.hessian(loss, x, vectorize=True), hessian)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of PyTorch's own making
+def test_compiled_without_a_break():
+    x = torch.randn(3, 2, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
+    y, index = torch.compile(HALF(), fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(y, HALF()(x, index)[0])
+    y.sum().backward()
+    assert x.grad.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_channels_last_stays():
     x = torch.randn(3, 2, 4, 6).contiguous(memory_format=torch.channels_last).requires_grad_()
     y, index = HALF()(x)

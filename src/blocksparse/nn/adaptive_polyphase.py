@@ -115,6 +115,8 @@ class _Take(torch.autograd.Function):
     By autograd, a gradient would not lie as the image does, channels last: all that follows would take longer.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, index: Tensor) -> Tensor:
         first, *others = (x[phase] for phase in _PHASES)
@@ -134,9 +136,16 @@ class _Take(torch.autograd.Function):
 class _Place(torch.autograd.Function):
     """An image of twice the height and width with each pixel where `_Take` takes it from, and 0 elsewhere."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(y: Tensor, index: Tensor) -> Tensor:
         n, channels, height, width = y.shape
+        if not torch.compiler.is_compiling() and (_is_batched(y) or _is_batched(index)):
+            # These say nothing of their memory format, and cannot be written into a tensor that is not batched.
+            four = [torch.where((index == number).view(-1, 1, 1, 1), y, 0) for number in range(len(_PHASES))]
+            lines = [torch.stack(four[at : at + STEP], -1) for at in range(0, len(four), STEP)]
+            return torch.stack(lines, 3).reshape(n, channels, STEP * height, STEP * width)
         last = y.is_contiguous(memory_format=torch.channels_last)
         lies = torch.channels_last if last else torch.contiguous_format
         x = torch.empty(n, channels, STEP * height, STEP * width, dtype=y.dtype, device=y.device, memory_format=lies)
@@ -151,6 +160,11 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _Take.apply(grads[0], *ctx.saved_tensors), None  # type: ignore[no-untyped-call]
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    """By vmap, or by the older one of `is_grads_batched`."""
+    return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def _blurred(x: Tensor, size: int) -> Tensor:
