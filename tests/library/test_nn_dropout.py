@@ -94,8 +94,42 @@ def test_a_slope_alone_is_pytorchs_leaky_relu_in_a_byte_a_number(dtype, training
     assert tangent.tolist() == [0.25, 0.25, 0.25, 1, 1]
 
 
-def test_gradients_of_gradients():
-    x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+STRIDED = {
+    "contiguous": lambda x: x,
+    "channels-last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "permuted": lambda x: x.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1),
+    "gaps": lambda x: x.repeat_interleave(2, 3)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("strided", STRIDED.values(), ids=STRIDED)
+def test_memory_formats_are_kept(strided):
+    x = strided(torch.rand(2, 8, 4, 3) + 1).requires_grad_()
+    y = bs.nn.Dropout(0.5)(x)
+    assert y.stride() == torch.empty_like(x).stride()
+    kept = y != 0
+    assert torch.equal(y[kept], 2 * x[kept])
+    (grad,) = torch.autograd.grad(y, x, torch.ones(y.shape))
+    assert torch.equal(grad, 2 * kept)
+    assert grad.stride() == y.stride()
+    torch.nn.functional.relu_(bs.nn.Dropout(0.5)(x)).sum().backward()  # written into
+    rows = torch.autograd.grad(bs.nn.Dropout(0.5)(x), x, torch.ones(3, *x.shape), is_grads_batched=True)[0]
+    assert torch.equal(rows[0], rows[2])
+    assert set(rows.unique().tolist()) == {0, 2}
+
+
+def test_the_mask_is_drawn_as_the_numbers_lie():
+    torch.manual_seed(5)
+    expected = bs.nn.Dropout(0.5)(torch.ones(2, 4, 3, 8))
+    torch.manual_seed(5)
+    found = bs.nn.Dropout(0.5)(torch.ones(2, 8, 4, 3).contiguous(memory_format=torch.channels_last))
+    assert torch.equal(found.movedim(1, -1), expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_gradients(transposed):
+    x = torch.randn(7, 3, dtype=torch.float64)
+    x = (x.T if transposed else x).requires_grad_()
     layer = bs.nn.Dropout(0.3)
 
     def loss(x):

@@ -48,8 +48,10 @@ class Dropout(nn.Module):
         x, drops = input, self.training and self.p > 0
         if x.device.type == "cpu" and (is_eager(x) if drops else _saves(x, slope)):
             least, drawn = (dropout.least_of(self.p), seed()) if drops else (0, 0)
-            dropped: Tensor = _Dropped.apply(x, dropout.factors_of(least, float(slope)), drawn, least, None)  # type: ignore[no-untyped-call]
-            return dropped
+            order = _order(x)
+            x = x.permute(order) if order else x
+            y: Tensor = _Dropped.apply(x, dropout.factors_of(least, float(slope)), drawn, least, None)  # type: ignore[no-untyped-call]
+            return y.permute([order.index(axis) for axis in range(x.dim())]) if order else y
         x = x if slope == 1 else F.leaky_relu(x, slope)
         return F.dropout(x, self.p) if drops else x
 
@@ -60,6 +62,14 @@ class Dropout(nn.Module):
 def _saves(x: Tensor, slope: float) -> bool:
     """Whether the codes of a leaky ReLU alone are worth it: for the gradient PyTorch keeps x, four times as large."""
     return slope != 1 and x.requires_grad and torch.is_grad_enabled() and is_plain(x) and x.is_contiguous()
+
+
+def _order(x: Tensor) -> list[int]:
+    """The axes as they lie in memory, where that is another order: images that are channels-last stay so."""
+    if x.is_contiguous():
+        return []
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    return order if x.permute(order).is_contiguous() else []  # else it has gaps
 
 
 def seed() -> int:
