@@ -43,6 +43,11 @@ def test_pages_that_messages_name_exist():
     assert not [page for page in Page if not (ROOT / page).is_file()]
 
 
+def test_no_word_of_a_docstring_was_left_alone_by_a_wrap():
+    alone = re.compile(r"^( +)[a-z]+\n\1 +\S", re.MULTILINE)  # less far in than what it continues
+    assert not [path for path in (ROOT / "src").rglob("*.py") if alone.search(path.read_text())]
+
+
 def documented():
     """(module, name) of all that pages of the reference show."""
     found = set()

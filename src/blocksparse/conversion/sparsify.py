@@ -84,8 +84,7 @@ def sparsify(
         example: instead of that, what the model is called with: a tensor, a tuple or list of its arguments, or a dict
             of arguments by name. Each module is then timed on what it gets from it, and the whole model too.
         data: some hundred samples of what the model is called with, in batches: a DataLoader say. Weights, biases and
-        the
-            statistics of batch norms are then fitted to what the dense model makes of them, as by
+            the statistics of batch norms are then fitted to what the dense model makes of them, as by
             `sparsity.reconstruct`: the criterion, or the part in a layer's outputs by default, says how many blocks
             each weight keeps, and `reconstruct` which. With `layouts` only the values are fitted.
         inplace: whether the model itself is changed, and not a copy of it.

@@ -80,8 +80,7 @@ def train(
 
     Raises:
         BlockSparseError: more workers than data, data that do not fit each other, a model without block-sparse weights
-        or
-            with running statistics (batch norm), models that differ between the processes, a checkpoint of other
+            or with running statistics (batch norm), models that differ between the processes, a checkpoint of other
             settings, a process that does not answer.
 
     Example:

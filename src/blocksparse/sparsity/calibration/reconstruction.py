@@ -89,8 +89,7 @@ def reconstruct(
 
     Raises:
         BlockSparseError: no batch, or one that the model fails on, inputs of a layer that are not finite, a density
-        that
-            leaves a weight without a block, no weight that can become block-sparse, an unknown name to skip.
+            that leaves a weight without a block, no weight that can become block-sparse, an unknown name to skip.
 
     >>> import torch, blocksparse as bs
     >>> _ = torch.manual_seed(0)

@@ -39,8 +39,8 @@ class GroupLasso(DensePruner):
 
     Raises:
         BlockSparseError: as `DensePruner`; numbers out of range, an unknown mode or scope, a density that leaves a
-        weight
-            without a block, the proximal mode without an optimizer; in `finish`, a weight of which nothing is left.
+            weight without a block, the proximal mode without an optimizer; in `finish`, a weight of which nothing is
+            left.
 
     Example:
         >>> import torch, blocksparse as bs
