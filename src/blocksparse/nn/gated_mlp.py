@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torchs
 
 from ..errors import BlockSparseError
 from ..ops.activations import ACTIVATIONS
@@ -131,8 +132,10 @@ class GatedMLP(nn.Module):
 
 
 def _is_bare(layer: Any) -> bool:
-    """Whether a call of the layer is its product: no padding, and nobody waits for its inputs or outputs."""
+    """Whether a call of the layer is its product alone, and nobody waits for its inputs or outputs."""
     if type(layer) is not Linear or "forward" in vars(layer):  # accelerate's hooks write one into the module
+        return False
+    if layer.activation is not None or torchs._has_any_global_hook():
         return False
     return (layer.out_features, layer.in_features) == layer._layout.shape and not _hooked(layer)
 
