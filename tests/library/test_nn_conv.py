@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import blocksparse as bs
+from blocksparse.nn.module import BlockSparseModule
 from processes import run_script
 
 OURS = {1: bs.nn.Conv1d, 2: bs.nn.Conv2d, 3: bs.nn.Conv3d}
@@ -387,6 +388,43 @@ MODULES = {
     "block-sparse Conv2d": lambda: (bs.nn.Conv2d(6, 10, 3, density=0.5, block_size=4), (7, 6, 5, 5)),
     "block-sparse Linear": lambda: (bs.nn.Linear(6, 10, density=0.5, block_size=4), (70, 6)),
 }
+
+
+SPARSE = {
+    "transposed": (lambda: bs.nn.ConvTranspose2d(8, 8, 2, block_size=4), (1, 8, 3, 3)),
+    "transposed, fewer outputs": (lambda: bs.nn.ConvTranspose2d(8, 4, 2, block_size=4), (1, 8, 3, 3)),
+    "padded": (lambda: bs.nn.Linear(8, 6, block_size=4), (3, 8)),
+    "activated": (lambda: bs.nn.Conv2d(8, 6, 3, density=0.5, block_size=4, activation="relu"), (1, 8, 5, 5)),
+    "an output without weights": (
+        lambda: bs.nn.Linear(8, 8, layout=bs.BlockLayout([[True, False], [False, False]], 4)),
+        (3, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_densify_keeps_a_weight_norm(name):
+    make, shape = SPARSE[name]
+    model = nn.Sequential(bs.nn.WeightNorm(make(), scale=0.3))
+    with torch.no_grad():
+        model[0].gain.mul_(torch.rand_like(model[0].gain))
+    dense, x = bs.densify(model), torch.randn(shape)
+    torch.testing.assert_close(dense(x), model(x))
+    (normed,) = (module for module in dense.modules() if isinstance(module, bs.nn.WeightNorm))
+    assert normed.scale == 0.3
+    assert not isinstance(normed.module, BlockSparseModule)
+    for each in (model, dense):
+        each(x).square().sum().backward()
+    outputs = len(normed.gain)
+    torch.testing.assert_close(normed.gain.grad, model[0].gain.grad[:outputs])
+    assert not model[0].gain.grad[outputs:].any()
+
+
+def test_a_gain_of_another_size_is_refused():
+    normed = bs.nn.WeightNorm(nn.Linear(8, 6))
+    normed.module = nn.Linear(8, 8)
+    with pytest.raises(bs.BlockSparseError, match=r"gain: expected \[8\] for a weight \[8, 8\], got \[6\]"):
+        normed(torch.randn(1, 8))
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -274,6 +274,10 @@ LAYERS = {
     ),
     "lstm": (lambda: bs.nn.LSTM(20, 40, 2, bidirectional=True, proj_size=12, density=0.5, block_size=16), (3, 2, 20)),
     "mlstm": (lambda: bs.nn.MultiplicativeLSTM(20, 40, density=0.5, block_size=16), (3, 2, 20)),
+    "mlstm, outputs without weights": (
+        lambda: bs.nn.MultiplicativeLSTM(20, 32, layout=bs.BlockLayout([[True, True], [False, False]], 16)),
+        (3, 2, 20),
+    ),
     "smallworld": (lambda: bs.nn.SmallWorldLSTM(20, 32, density=0.5, block_size=16), (3, 2, 20)),
 }
 

@@ -199,6 +199,15 @@ def test_a_layer_that_computes_its_weight_stays_dense(kind, inplace, data):
     assert reason == f"its module computes {'bias' if 'bias' in kind else 'weight'} from other parameters in each call"
 
 
+def test_the_weight_of_a_weight_norm_stays_dense(data):
+    model = nn.Sequential(bs.nn.WeightNorm(nn.Linear(32, 30)), nn.Linear(30, 32))
+    made = bs.sparsify(model, 1, 8, force=True)
+    assert list(layouts_of(made)) == ["1.weight"]
+    torch.testing.assert_close(made(data[0]), model(data[0]))
+    with pytest.raises(bs.BlockSparseError, match=r"in a WeightNorm: blocksparse.nn.fold first"):
+        bs.sparsify(model[:1], 0.5, 8, force=True)
+
+
 def test_a_scripted_module_stays_dense():
     scripted = torch.jit.script(mlp(32, 32))
     with pytest.raises(bs.BlockSparseError, match=r"0.weight: RecursiveScriptModule has no block-sparse counterpart"):

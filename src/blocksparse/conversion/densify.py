@@ -15,6 +15,7 @@ from ..nn.multihead_attention import MultiheadAttention
 from ..nn.parts import Parts
 from ..nn.quantized import QuantizedLinear
 from ..nn.quantized_conv import QuantizedConv
+from ..nn.weight_norm import WeightNorm
 from ..surgery.copies import copied
 from ..surgery.prunable import CONVOLUTIONS, RECURRENT, TRANSPOSED
 from ..surgery.replace import like, replace_modules, settings_of
@@ -63,6 +64,8 @@ def densify(model: nn.Module, inplace: bool = False) -> nn.Module:
 
 
 def _is_sparse(module: nn.Module) -> bool:
+    if isinstance(module, WeightNorm):
+        return _is_sparse(module.module)
     if isinstance(module, Parts):
         return type(module) in SEVERAL or any(isinstance(child, LayoutModule) for child in module.children())
     return type(module) in DENSE or isinstance(module, QUANTIZED)
@@ -73,6 +76,21 @@ def _dense(module: Any) -> nn.Module:
         return _with_several_weights(module.densified())
     if isinstance(module, QUANTIZED):
         return _dense(module.dequantized())
+    new = _normed(module) if isinstance(module, WeightNorm) else _layer(module)
+    activation = (module.module if isinstance(module, WeightNorm) else module).activation
+    return nn.Sequential(new, ACTIVATIONS[activation]()) if activation else new
+
+
+def _normed(module: WeightNorm) -> nn.Module:
+    """A `WeightNorm` of the dense layer, with the gains of what is no padding."""
+    new = WeightNorm(_layer(module.module), module.scale)
+    gain, outputs = module.gain, len(new.gain)
+    new.gain = gain if len(gain) == outputs else nn.Parameter(gain[:outputs].clone(), requires_grad=gain.requires_grad)
+    return like(module, new)
+
+
+def _layer(module: Any) -> Any:
+    """The dense layer, without the activation behind it."""
     kind = DENSE[type(module)]
     weight = module.dense_of(module.values.detach())
     options: dict[str, Any] = {"bias": module.bias is not None, "device": "meta"}
@@ -87,8 +105,7 @@ def _dense(module: Any) -> nn.Module:
         new = kind(module.in_channels, module.out_channels, module.kernel_size, **settings, **options)
     new.weight = nn.Parameter(weight, requires_grad=module.values.requires_grad)
     new.bias = module.bias
-    like(module, new)
-    return nn.Sequential(new, ACTIVATIONS[module.activation]()) if module.activation else new
+    return like(module, new)
 
 
 def _with_several_weights(module: Any) -> nn.Module:

@@ -13,7 +13,7 @@ from ..ops.recurrent import Steps, scan
 from .parts import Size
 from .recurrent import Recurrent, SparseOptions, cast, pad
 from .spelled_out import spelled_out
-from .weight_norm import Normed, l2_normalize, norms
+from .weight_norm import Normed, l2_normalize, l2_normalize_dense, norms
 
 
 class MultiplicativeLSTM(Normed, Recurrent):
@@ -91,7 +91,7 @@ class MultiplicativeLSTM(Normed, Recurrent):
         gain = getattr(self, name.replace("weight", "gain"))
         if layout is not None:
             return l2_normalize(weight, layout, gain), layout
-        return torch._weight_norm(weight, gain.unsqueeze(1), 0), None
+        return l2_normalize_dense(weight, gain), None
 
     @torch.no_grad()
     def fold(self) -> Self:

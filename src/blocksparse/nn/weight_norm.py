@@ -19,9 +19,11 @@ _DenseTransposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 _DenseConvolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | _DenseTransposed
 # The least variance of an output in a batch by which it is normalised.
 _MIN_VARIANCE = 1e-10
+# The least sum of squares that is divided by: outputs without weights have the norm 0.
+_EPSILON = 1e-12
 
 
-def l2_normalize(values: Tensor, layout: BlockLayout, gain: Tensor | None = None, epsilon: float = 1e-12) -> Tensor:
+def l2_normalize(values: Tensor, layout: BlockLayout, gain: Tensor | None = None, epsilon: float = _EPSILON) -> Tensor:
     """Divides the values by the l2 norm of their output's weights, over its stored inputs and all taps.
 
     Args:
@@ -67,6 +69,16 @@ def norms(values: Tensor, layout: BlockLayout) -> Tensor:
     return torch.where(total > 0, total, 1).sqrt() * (total > 0)
 
 
+def l2_normalize_dense(weight: Tensor, gain: Tensor, axis: int = 0) -> Tensor:
+    """The same of a dense weight that has the outputs on this axis: torch._weight_norm gives NaN for one of zeros."""
+    outputs = weight.shape[axis]
+    if tuple(gain.shape) != (outputs,):
+        raise BlockSparseError.expected("gain", f"[{outputs}] for a weight {list(weight.shape)}", list(gain.shape))
+    others = [other for other in range(weight.dim()) if other != axis]
+    lengths = torch.linalg.vector_norm(weight, dim=others, keepdim=True).clamp(min=_EPSILON**0.5)
+    return weight * (gain.view_as(lengths) / lengths)
+
+
 class Normed:
     """A module whose weights are trained as direction and length."""
 
@@ -109,9 +121,12 @@ class WeightNorm(Normed, nn.Module):
             expected = "a block-sparse module, a linear layer, or a convolution, a transposed one without groups"
             raise BlockSparseError.expected("module", expected, type(module).__name__)
         self.module, self.scale = module, scale
-        # The axis of a dense weight that has the outputs.
-        self._axis = 1 if isinstance(module, _DenseTransposed) else 0
         self.gain = nn.Parameter(self._norms())
+
+    @property
+    def _axis(self) -> int:
+        """Of a dense weight: the one that has the outputs."""
+        return 1 if isinstance(self.module, _DenseTransposed) else 0
 
     def _norms(self) -> Tensor:
         if isinstance(self.module, BlockSparseModule):
@@ -126,9 +141,7 @@ class WeightNorm(Normed, nn.Module):
         """The weights in use."""
         if isinstance(self.module, BlockSparseModule):
             return l2_normalize(self.module.values, self.module.layout, self.gain)
-        weight = self.module.weight
-        shape = [-1 if axis == self._axis else 1 for axis in range(weight.dim())]
-        return torch._weight_norm(weight, self.gain.view(shape), self._axis)
+        return l2_normalize_dense(self.module.weight, self.gain, self._axis)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return torch.func.functional_call(self.module, {self.name: self.values}, inputs, options)

@@ -23,6 +23,7 @@ from ..nn.lstm import LSTM
 from ..nn.module import BlockSparseModule
 from ..nn.parts import Parts
 from ..nn.recurrent import Recurrent
+from ..nn.weight_norm import WeightNorm
 from .blocks import Blocks
 from .fsdp import kind_of
 from .mixtures import is_experts
@@ -355,6 +356,8 @@ def _inside(model: nn.Module) -> dict[nn.Module, str]:
         kind = type(module)
         if isinstance(module, nn.MultiheadAttention) and kind is not nn.MultiheadAttention:
             reasons[module.out_proj] = f"inside of {kind.__name__}, a subclass of MultiheadAttention"
+        if isinstance(module, WeightNorm):
+            reasons[module.module] = "only its direction counts, in a WeightNorm: blocksparse.nn.fold first"
         if any(qualified(base) == ADAPTED for base in kind.__mro__):
             others = [child for name, child in module.named_children() if name != "base_layer"]
             reasons |= {each: "an adapter" for child in others for each in child.modules()}
