@@ -143,6 +143,33 @@ def test_what_reaches_the_weights_of_attention(together):
     torch.testing.assert_close(y.view(2, 5, 12), attention(*call.args)[0])
 
 
+class Named(nn.Module):
+    """Names the arguments of a layer in this order; `extra` are those besides x."""
+
+    def __init__(self, layer, order, **extra):
+        super().__init__()
+        self.layer, self.order, self.extra = layer, order, extra
+
+    def forward(self, x):
+        return self.layer(**{name: self.extra.get(name, x) for name in self.order})[0]
+
+
+@pytest.mark.parametrize("kind", ["attention", "lstm"])
+def test_arguments_by_name_have_no_order(kind):
+    x = torch.randn(3, 6, 8)
+    if kind == "lstm":
+        layer, extra = nn.LSTM(8, 8, batch_first=True), {"hx": (torch.randn(1, 3, 8), torch.randn(1, 3, 8))}
+        orders = [("input", "hx"), ("hx", "input")]
+    else:
+        layer = nn.MultiheadAttention(8, 2, batch_first=True)
+        extra = {"key_padding_mask": torch.zeros(3, 6, dtype=torch.bool).index_fill(1, torch.tensor([5]), True)}
+        orders = [("query", "key", "value", *extra), ("query", *extra, "key", "value")]
+    fitted = [bs.sparsify(Named(layer, order, **extra), 0.5, data=[x], **SMALL) for order in orders]
+    torch.testing.assert_close(fitted[0](x), fitted[1](x), rtol=0, atol=0)
+    scores = [bs.sparsity.activation_scores(Named(layer, order, **extra), [x], 4) for order in orders]
+    torch.testing.assert_close(dict(scores[0]), dict(scores[1]), rtol=0, atol=0)
+
+
 class Cells(nn.Module):
     def __init__(self, kind):
         super().__init__()

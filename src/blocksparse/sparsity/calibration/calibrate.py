@@ -141,7 +141,7 @@ def _failure(model: nn.Module, batch: Any, error: Exception) -> BlockSparseError
 
 
 class Call(tuple[Any, ...]):
-    """The arguments of a module, those by name behind the others; and as they were given."""
+    """The arguments of a module in the order of its parameters, in whatever order they were named; and as given."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -150,7 +150,9 @@ class Call(tuple[Any, ...]):
 
 def _seen_by(see: See) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = Call((*args, *kwargs.values()))
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        bound.apply_defaults()  # else the arguments by position end at the first that was left out
+        call = Call((*bound.args, *bound.kwargs.values()))
         call.module, call.args, call.kwargs = module, args, kwargs
         see(module, call)
 
