@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune, spectral_norm
+from torch.nn.utils import parametrize, prune, spectral_norm
 
 import blocksparse as bs
 from blocksparse.nn.module import BlockSparseModule
@@ -206,6 +206,43 @@ def test_the_weight_of_a_weight_norm_stays_dense(data):
     torch.testing.assert_close(made(data[0]), model(data[0]))
     with pytest.raises(bs.BlockSparseError, match=r"in a WeightNorm: blocksparse.nn.fold first"):
         bs.sparsify(model[:1], 0.5, 8, force=True)
+
+
+class OfAUser(bs.nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+COMPUTED_VALUES = {
+    "pruned": lambda layer: prune.l1_unstructured(layer, "values", 0.5),
+    "weight norm": lambda layer: nn.utils.weight_norm(layer, "values"),
+    "parametrized": lambda layer: parametrize.register_parametrization(layer, "values", nn.Tanh()),
+    "pruned bias": lambda layer: prune.l1_unstructured(layer, "bias", 0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("kind", [*COMPUTED_VALUES, "a user's class", "an LSTM's weight"])
+def test_what_has_no_dense_counterpart_is_not_densified(kind, data):
+    options = {"density": 0.5, "block_size": 8}
+    model = nn.Sequential(bs.nn.Linear(32, 32, **options), nn.ReLU(), bs.nn.Linear(32, 32, **options))
+    name, expected = "0", "`values` that are a parameter"
+    if kind == "a user's class":
+        model[0], expected = OfAUser(32, 32, **options), "a layer of one of blocksparse.nn's own classes, got OfAUser"
+    elif kind == "an LSTM's weight":
+        model, name = nn.Sequential(bs.nn.LSTM(32, 32, **options)), "0.weight_hh_l0"
+        prune.l1_unstructured(model[0].weight_hh_l0, "values", 0.5)
+    else:
+        COMPUTED_VALUES[kind](model[0])
+    before = list(model.modules())
+    for inplace in (False, True):
+        with pytest.raises(bs.BlockSparseError, match=f"^{name}: expected {expected}"):
+            bs.densify(model, inplace=inplace)
+    assert list(model.modules()) == before
+    made = bs.report(model, example=data[0])
+    row = next(row for row in made.rows if name in row.name)
+    assert expected in row.note or kind == "pruned bias"  # another layer like it was measured
+    assert made.speed_up is None
 
 
 def test_a_scripted_module_stays_dense():

@@ -11,10 +11,12 @@ from ..errors import BlockSparseError
 from ..nn.layout_module import LayoutModule
 from ..nn.linear import Linear
 from ..nn.lstm import LSTM
+from ..nn.module import Weight, check_parameters
 from ..nn.multihead_attention import MultiheadAttention
 from ..nn.parts import Parts
 from ..nn.quantized import QuantizedLinear
 from ..nn.quantized_conv import QuantizedConv
+from ..nn.quantized_lstm import QuantizedWeight
 from ..nn.weight_norm import WeightNorm
 from ..surgery.copies import copied
 from ..surgery.prunable import CONVOLUTIONS, RECURRENT, TRANSPOSED
@@ -45,7 +47,8 @@ def densify(model: nn.Module, inplace: bool = False) -> nn.Module:
         The model; in place another object only where the model itself is one such module.
 
     Raises:
-        BlockSparseError: no module, or one on the meta device.
+        BlockSparseError: no module, one on the meta device, or with a block-sparse layer that has no dense counterpart:
+            one of a class of the user's, or whose values are computed from other parameters. Nothing is changed then.
 
     >>> import torch, blocksparse as bs
     >>> layer = bs.nn.Linear(100, 60, density=0.25)
@@ -59,6 +62,12 @@ def densify(model: nn.Module, inplace: bool = False) -> nn.Module:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise BlockSparseError.expected("model", "parameters with values", f"{name} on the meta device")
+    for name, module in model.named_modules():
+        if isinstance(module, LayoutModule):
+            check_parameters(module, name or "model")
+            if not isinstance(module, Weight | QuantizedWeight) and not _is_sparse(module):
+                kind = type(module).__name__
+                raise BlockSparseError.expected(name or "model", "a layer of one of blocksparse.nn's own classes", kind)
     model = model if inplace else copied(model, otherwise="inplace=True")
     return replace_modules(model, {module: _dense(module) for module in model.modules() if _is_sparse(module)})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -190,13 +191,16 @@ def report(model: nn.Module, tokens: int = 64, example: Example | None = None) -
     stored: set[Tensor] = {module.values for module in owners.values() if isinstance(module, BlockSparseModule)}
     stored |= {weight.tensor for weight, _ in dense.values()}
     other = [p for p in parameters if p not in stored]
+    speed_up = None
+    with suppress(BlockSparseError):  # a layer has no dense counterpart, as its row says
+        speed_up = speed.of_sparse_model() if called else None
     return Report(
         tuple(rows),
         tokens,
         str(parameters[0].device) if parameters else "cpu",
         sum(p.numel() for p in other),
         sum(_size(p) for p in other),
-        speed.of_sparse_model() if called else None,
+        speed_up,
     )
 
 
@@ -215,7 +219,7 @@ def _sparse_row(name: str, module: BlockSparseModule, owner: nn.Module, speed: S
     sizes = values.numel(), size, values.element_size()
     try:
         return _row(name, kind, shape, sizes, layout=layout, speed_up=speed.of_module(owner))
-    except BlockSparseError as error:  # no backend runs it here
+    except BlockSparseError as error:  # no backend runs it here, or nothing dense is like it
         return _row(name, kind, shape, sizes, layout=layout, note=str(error))
 
 

@@ -270,6 +270,14 @@ class Weight(BlockSparseModule):
         return f"{self._layout.shape}, {self._stored}"
 
 
+def check_parameters(layer: nn.Module, name: str = "layer") -> None:
+    """Raises a BlockSparseError where other parameters than its values and bias make these in each call."""
+    parameters = [key for key, _ in layer.named_parameters()]
+    if not set(parameters) <= {"values", "bias"}:
+        wanted = "`values` that are a parameter: remove what makes them of others (torch.nn.utils.prune.remove, say)"
+        raise BlockSparseError.expected(name, wanted, parameters)
+
+
 def replace_data(parameter: Tensor, data: Tensor) -> None:
     """Gives a parameter data of any shape and clears its gradient; a backward pass that needs the old data raises."""
     parameter.grad = None

@@ -15,7 +15,7 @@ from ..ops.int8_linear import DTYPES, int8_linear, quantized
 from ..pages import Page
 from .layout_module import INDICES_WANTED, LayoutModule
 from .linear import Linear, LinearModule
-from .module import BlockSparseModule
+from .module import BlockSparseModule, check_parameters
 
 # Axes of the layout's blocks that each tensor has; the values of a convolution have those of its kernel besides.
 SHAPES = {"values": 3, "scales": 2}
@@ -88,10 +88,7 @@ def rounded_values(layer: Any, kind: type[BlockSparseModule]) -> tuple[Tensor, T
         got = f"{type(layer).__name__} {getattr(getattr(layer, 'values', None), 'dtype', '')}".strip()
         expected = f"a blocksparse.nn.{kind.__name__} of {', '.join(map(str, DTYPES))}"
         raise BlockSparseError.expected("layer", expected, got)
-    parameters = [name for name, _ in layer.named_parameters()]
-    if not set(parameters) <= {"values", "bias"}:
-        wanted = "`values` that are a parameter: remove what makes them of others (torch.nn.utils.prune.remove, say)"
-        raise BlockSparseError.expected("layer", wanted, parameters)
+    check_parameters(layer)
     return quantized(layer.values)
 
 
