@@ -269,6 +269,21 @@ def test_autocast(any_backend):
         assert (small(x) - net(x)).norm() < 0.03 * net(x).norm()
 
 
+def test_the_layer_shares_nothing_with_the_dequantized_one(any_backend):
+    small, x = bs.quantize(model())[0], torch.randn(4, 50)
+    before = small(x)
+    with torch.no_grad():
+        small.dequantized().bias.zero_()
+    torch.testing.assert_close(small(x), before)
+
+
+def test_densify_keeps_hooks(any_backend):
+    small, called = bs.quantize(model()), []
+    small[0].register_forward_hook(lambda *_: called.append(1))
+    bs.densify(small)(torch.randn(4, 50))
+    assert called
+
+
 def test_back_to_dense(any_backend):
     small, x = bs.quantize(model()), torch.randn(4, 50)
     dense = bs.densify(small)

@@ -84,7 +84,7 @@ def _dense(module: Any) -> nn.Module:
     if isinstance(module, Parts):
         return _with_several_weights(module.densified())
     if isinstance(module, QUANTIZED):
-        return _dense(module.dequantized())
+        return _dense(like(module, module.dequantized()))
     new = _normed(module) if isinstance(module, WeightNorm) else _layer(module)
     activation = (module.module if isinstance(module, WeightNorm) else module).activation
     return nn.Sequential(new, ACTIVATIONS[activation]()) if activation else new

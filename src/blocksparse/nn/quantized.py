@@ -167,7 +167,7 @@ class QuantizedLinear(QuantizedModule, LinearModule):
         options: dict[str, Any] = {"activation": self.activation, "bias": self.bias is not None, "device": "meta"}
         layer = Linear(self.in_features, self.out_features, layout=self.layout, **options)
         layer.values = nn.Parameter(self.numbers(torch.float32 if self.bias is None else self.bias.dtype))
-        layer.bias = None if self.bias is None else nn.Parameter(self.bias)
+        layer.bias = None if self.bias is None else nn.Parameter(self.bias.clone())
         layer.reset_layout_buffers(self.values.device)
         return layer.train(self.training)
 

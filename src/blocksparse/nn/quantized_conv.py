@@ -35,7 +35,7 @@ class QuantizedConv(QuantizedModule, ConvCall):
         """The convolution of the rounded weight, of the bias's dtype."""
         layer: Any = exchanged(self, self.kind)
         layer.values = nn.Parameter(self.numbers(torch.float32 if self.bias is None else self.bias.dtype))
-        layer.bias = None if self.bias is None else nn.Parameter(self.bias)
+        layer.bias = None if self.bias is None else nn.Parameter(self.bias.clone())
         layer.reset_layout_buffers(self.values.device)
         return layer
 

@@ -80,7 +80,7 @@ class QuantizedLSTM(Recurrent):
         """The `LSTM` of the rounded weights, of the biases' dtype."""
         new: LSTM = exchanged(self, LSTM)
         for name, buffer in self.named_buffers(recurse=False):
-            setattr(new, name, nn.Parameter(buffer))
+            setattr(new, name, nn.Parameter(buffer.clone()))
         dtype = next((tensor.dtype for tensor in self.buffers(recurse=False)), torch.float32)
         for name, child in self.named_children():
             if isinstance(child, QuantizedWeight):
