@@ -390,6 +390,17 @@ MODULES = {
 }
 
 
+def test_fold_finds_a_module_under_all_of_its_names():
+    normed, x = bs.nn.WeightNorm(nn.Linear(4, 4)), torch.randn(3, 4)
+    model = nn.Sequential(normed, nn.ReLU(), normed)
+    with torch.no_grad():
+        normed.gain.mul_(2)
+    folded = bs.nn.fold(model)
+    assert [type(module) for module in folded] == [nn.Linear, nn.ReLU, nn.Linear]
+    assert folded[0] is folded[2]
+    torch.testing.assert_close(folded(x), model(x))
+
+
 SPARSE = {
     "transposed": (lambda: bs.nn.ConvTranspose2d(8, 8, 2, block_size=4), (1, 8, 3, 3)),
     "transposed, fewer outputs": (lambda: bs.nn.ConvTranspose2d(8, 4, 2, block_size=4), (1, 8, 3, 3)),

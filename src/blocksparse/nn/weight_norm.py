@@ -221,8 +221,9 @@ def fold(model: nn.Module) -> nn.Module:
     )
     """
     found = copy.deepcopy(model)
+    folded = {module: module.fold() for module in list(found.modules()) if isinstance(module, Normed)}
     for parent in list(found.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, Normed):
-                setattr(parent, name, child.fold())
-    return found.fold() if isinstance(found, Normed) else found
+        for name, child in parent._modules.items():  # under all of its names
+            if child in folded:
+                setattr(parent, name, folded[child])
+    return folded.get(found, found)
