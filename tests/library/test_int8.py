@@ -221,6 +221,19 @@ def test_what_has_no_form_in_8_bits_is_named():
         bs.quantize(net)
 
 
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (lambda: bs.nn.Linear(8, 8, block_size=4).double(), "Linear: torch.float64 is not supported"),
+        (lambda: bs.nn.Linear(1 << 17, 1, block_size=(1, 1 << 17)), "Linear: its blocks have 131072 inputs, more than"),
+        (lambda: bs.nn.LSTM(3, 3), "LSTM: its weights are dense"),
+    ],
+)
+def test_why_a_layer_has_no_form_in_8_bits_is_said(layer, reason):
+    with pytest.raises(bs.BlockSparseError, match=rf"to quantize .*got none \({reason}"):
+        bs.quantize(layer())
+
+
 def test_on_the_meta_device():
     small = bs.quantize(bs.nn.Linear(64, 32, density=0.5)).to("meta")
     assert small(torch.empty(2, 64, device="meta")).shape == (2, 32)

@@ -232,7 +232,10 @@ def other_layout(state, values):
     [
         (lambda s: linear(48, 128).state_dict(), r"crow_indices: expected \[5\].*got \[9\]"),
         (lambda s: linear(96, 64).state_dict(), "cols: expected indices from 0 to 2"),
-        (lambda s: linear(48 * 2, 64 * 2, block_size=32).state_dict(), r"values: expected \[\d+, 16, 16\].*32, 32\]"),
+        (
+            lambda s: linear(48 * 2, 64 * 2, block_size=32).state_dict(),
+            "values: expected blocks of 16 x 16, .* got 32 x 32",
+        ),
         (lambda s: s | {"values": s["values"][1:]}, "values"),
         (lambda s: s | {"bias": s["bias"][1:]}, "bias"),
         (lambda s: s | {"crow_indices": s["crow_indices"].flip(0)}, "crow_indices: expected a rise from 0 to 6"),
@@ -275,6 +278,13 @@ def test_state_dicts_that_do_not_fit_say_so_and_change_nothing(change, message):
     assert layer.layout is layout
     for name, tensor in layer.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("change", [lambda layer: layer, bs.quantize], ids=["float", "8 bits"])
+def test_states_of_other_blocks_are_refused_as_such(change):
+    state = change(bs.nn.Linear(16, 16, block_size=4)).state_dict()
+    with pytest.raises(RuntimeError, match="values: expected blocks of 8 x 8, as the module has them, got 4 x 4"):
+        change(bs.nn.Linear(16, 16, block_size=8)).load_state_dict(state)
 
 
 def test_unsorted_columns_are_refused():

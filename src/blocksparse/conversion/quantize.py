@@ -62,17 +62,16 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
     if not isinstance(model, nn.Module):
         raise BlockSparseError.expected("model", "a torch.nn.Module", type(model).__name__)
     left, _ = skipped(model, skip)
-    chosen = {
-        name: QUANTIZED[type(layer)].of(layer)
-        for name, layer in model.named_modules()
-        if type(layer) in QUANTIZED and layer not in left and _fits(layer)
-    }
+    layers = {name: layer for name, layer in model.named_modules() if type(layer) in QUANTIZED and layer not in left}
+    chosen = {name: QUANTIZED[type(layer)].of(layer) for name, layer in layers.items() if _refusal(layer) is None}
     if not chosen:
         kinds = ", ".join(kind.__name__ for kind in QUANTIZED)
-        there = sorted(
-            {type(module).__name__ for module in model.modules() if isinstance(module, LayoutModule | Parts)}
-        )
-        got = f"none ({', '.join(there)})" if there else "none"
+        there = {
+            type(module).__name__ + (f": {_refusal(module)}" if module in layers.values() else "")
+            for module in model.modules()
+            if isinstance(module, LayoutModule | Parts)
+        }
+        got = f"none ({', '.join(sorted(there))})" if there else "none"
         raise BlockSparseError.expected("model", f"a block-sparse layer of blocksparse.nn to quantize ({kinds})", got)
     for name, module in model.named_modules():
         if isinstance(module, WeightNorm) and type(module.module) in QUANTIZED:
@@ -84,8 +83,13 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
     return replace_modules(model, {old[name]: like(old[name], layer) for name, layer in chosen.items()})
 
 
-def _fits(layer: nn.Module) -> bool:
-    weights = [each for each in layer.modules() if isinstance(each, BlockSparseModule)]
-    return bool(weights) and all(
-        each.values.dtype in DTYPES and math.prod(each.values.shape[2:]) <= MAX_INPUTS for each in weights
-    )
+def _refusal(layer: nn.Module) -> str | None:
+    """Why such a layer cannot be in 8 bits, or None."""
+    weights = [each.values for each in layer.modules() if isinstance(each, BlockSparseModule)]
+    for values in weights:
+        inputs = math.prod(values.shape[2:])
+        if values.dtype not in DTYPES:
+            return f"{values.dtype} is not supported"
+        if inputs > MAX_INPUTS:
+            return f"its blocks have {inputs} inputs, more than {MAX_INPUTS}"
+    return None if weights else "its weights are dense"

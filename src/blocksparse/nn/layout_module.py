@@ -155,6 +155,13 @@ class LayoutModule(nn.Module):
         """Takes over the layout of a state dict's tensors, after checking all of it: a refusal changes nothing."""
         raise NotImplementedError
 
+    def _check_blocks(self, values: Any) -> None:
+        """Raises a BlockSparseError for values in other blocks: for the module's, their indices would make no sense."""
+        mine = self.values.shape[1:]
+        if values is not None and values.dim() == self.values.dim() and values.shape[1:] != mine:
+            wanted, got = (" x ".join(map(str, sizes)) for sizes in (mine, values.shape[1:]))
+            raise BlockSparseError.expected("values", f"blocks of {wanted}, as the module has them", got)
+
 
 def _several_processes() -> bool:
     distributed = torch.distributed

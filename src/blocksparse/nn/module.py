@@ -198,6 +198,7 @@ class BlockSparseModule(LayoutModule):
             raise BlockSparseError.expected("layout", INDICES_WANTED, f"only {' and '.join(given)}", Page.LAYOUTS)
         if crow.is_meta and getattr(self._buffers.get("crow_indices"), "is_meta", False):
             return  # nothing is loaded
+        self._check_blocks(values)
         layout = layout_of_indices(crow, col, mine.grid, mine.block_shape)
         shape = [layout.nnz, *self.values.shape[1:]]
         if values is None and layout != mine:

@@ -59,6 +59,7 @@ class QuantizedModule(LayoutModule):
     def _adopt(self, given: dict[str, Any]) -> None:
         layout, crow, col = self._layout, given.get("crow_indices"), given.get("col_indices")
         if crow is not None and col is not None:
+            self._check_blocks(given.get("values"))
             layout = layout_of_indices(crow, col, layout.grid, layout.block_shape)
         elif given:
             raise BlockSparseError.expected("layout", INDICES_WANTED, f"only {' and '.join(given)}", Page.LAYOUTS)
