@@ -85,9 +85,9 @@ def _dense(module: Any) -> nn.Module:
         return _with_several_weights(module.densified())
     if isinstance(module, QUANTIZED):
         return _dense(like(module, module.dequantized()))
-    new = _normed(module) if isinstance(module, WeightNorm) else _layer(module)
-    activation = (module.module if isinstance(module, WeightNorm) else module).activation
-    return nn.Sequential(new, ACTIVATIONS[activation]()) if activation else new
+    layer: Any = module.module if isinstance(module, WeightNorm) else module
+    new = _layer(layer) if layer is module else _normed(module)
+    return nn.Sequential(new, ACTIVATIONS[layer.activation]()) if layer.activation else new
 
 
 def _normed(module: WeightNorm) -> nn.Module:

@@ -76,7 +76,8 @@ def l2_normalize_dense(weight: Tensor, gain: Tensor, axis: int = 0) -> Tensor:
         raise BlockSparseError.expected("gain", f"[{outputs}] for a weight {list(weight.shape)}", list(gain.shape))
     others = [other for other in range(weight.dim()) if other != axis]
     lengths = torch.linalg.vector_norm(weight, dim=others, keepdim=True).clamp(min=_EPSILON**0.5)
-    return weight * (gain.view_as(lengths) / lengths)
+    normalized: Tensor = weight * (gain.view_as(lengths) / lengths)
+    return normalized
 
 
 class Normed:
@@ -221,6 +222,7 @@ def fold(model: nn.Module) -> nn.Module:
     )
     """
     found = copy.deepcopy(model)
+    folded: dict[nn.Module | None, nn.Module]
     folded = {module: module.fold() for module in list(found.modules()) if isinstance(module, Normed)}
     for parent in list(found.modules()):
         for name, child in parent._modules.items():  # under all of its names
