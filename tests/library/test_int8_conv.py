@@ -303,7 +303,7 @@ def test_what_is_no_plain_layer(any_backend):
         (lambda: bs.nn.QuantizedConv2d.of(small), "layer: expected a blocksparse.nn.Conv2d of torch.float32"),
         (lambda: bs.nn.QuantizedConv1d.of(model()[0]), "layer: expected a blocksparse.nn.Conv1d of torch.float32"),
         (lambda: bs.nn.QuantizedConv2d.of(model()[0].double()), "layer: expected a blocksparse.nn.Conv2d"),
-        (lambda: bs.quantize(bs.nn.ConvTranspose2d(8, 8, 3, density=0.5)), "to quantize"),
+        (lambda: bs.quantize(bs.nn.ConvTranspose2d(8, 8, 3, density=0.5, block_size=4)), "to quantize"),
         (lambda: bs.quantize(model().to("meta")), "meta"),
     ):
         with pytest.raises(bs.BlockSparseError, match=message):

@@ -267,7 +267,10 @@ LAYERS = {
         lambda: bs.nn.Conv2d(20, 48, 3, stride=2, padding=1, density=0.5, block_size=16, padding_mode="reflect"),
         (2, 20, 9, 9),
     ),
-    "conv1d": (lambda: bs.nn.Conv1d(32, 32, 3, padding="same", density=0.5, activation="relu"), (2, 32, 9)),
+    "conv1d": (
+        lambda: bs.nn.Conv1d(32, 32, 3, padding="same", density=0.5, block_size=16, activation="relu"),
+        (2, 32, 9),
+    ),
     "conv_transpose2d": (
         lambda: bs.nn.ConvTranspose2d(20, 48, 3, stride=2, output_padding=1, density=0.5, block_size=16),
         (2, 20, 5, 6),
