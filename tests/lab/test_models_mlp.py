@@ -107,7 +107,7 @@ def test_padding_is_zero():
         ({"sizes": [10]}, "sizes: expected two positive ints or more"),
         ({"sizes": [10, 0, 2]}, "sizes: expected two positive ints or more"),
         ({"activation": "tanh"}, "activation: expected one of all_relu, relu"),
-        ({"alpha": -1}, "alpha: expected a number, 0 or more"),
+        ({"alpha": -1}, "alpha: expected a finite number, 0 or more"),
         ({"dropout": 1.0}, "dropout: expected a number from 0 to below 1"),
         ({"init": "zeros"}, "init: expected one of he, xavier, fan_in"),
         ({"seed": -1}, "seed: expected an int"),

@@ -18,7 +18,7 @@ def test_slopes_alternate(layer, slope):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((-0.1, 2), "alpha: expected a number, 0 or more, got -0.1"),
+        ((-0.1, 2), "alpha: expected a finite number, 0 or more, got -0.1"),
         ((float("nan"), 2), "alpha: expected"),
         (("0.5", 2), "alpha: expected"),
         ((0.5, 0), "layer: expected an int, 1 or more, got 0"),

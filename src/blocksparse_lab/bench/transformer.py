@@ -42,7 +42,8 @@ class PartSpec:
 
     def shrunk(self) -> Any:
         """A small one, to see that it runs."""
-        return replace(self, **self.small | {"tokens": min(self.tokens, self.small["tokens"])})
+        tokens, block = min(self.tokens, self.small["tokens"]), min(self.block, 32)
+        return replace(self, **self.small | {"tokens": tokens, "block": block})
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
