@@ -87,14 +87,15 @@ class LSTM(Recurrent):
             return super().forward(input, hx, table=table)
         rows, times, restore = self._rows(input, None)
         h, c = self._initial(hx, times.batch, rows, input)
-        check_dtypes(rows, *self._flat_weights())
+        weights = self._flat_weights()
+        check_dtypes(rows, *weights)
         options = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional
         state = [h, c.to(h.dtype)]
         if isinstance(input, PackedSequence):
-            y, h, c = torch._VF.lstm(rows, input.batch_sizes, state, self._flat_weights(), *options)
+            y, h, c = torch._VF.lstm(rows, input.batch_sizes, state, weights, *options)
         else:
             y, h, c = torch._VF.lstm(
-                rows.view(times.number, times.batch, self.input_size), state, self._flat_weights(), *options, False
+                rows.view(times.number, times.batch, self.input_size), state, weights, *options, False
             )
         return restore(y.flatten(0, -2), h, c if hx is None else c.to(hx[1].dtype))
 

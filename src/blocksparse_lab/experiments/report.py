@@ -51,20 +51,20 @@ def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = 
     else:
         check_kept(name, out, {one: {_seed(run) for run in some} for one, some in known.items()})
     made = {folder(runs, one, _seed(run)).name for one, some in known.items() for run in some}
-    left_out = {run: why for run, why in (_left_out(name, out) | experiment.left_out(runs)).items() if run not in made}
+    reasons = {**_kept(name, out).left_out, **experiment.left_out(runs)}
+    left_out = {run: why for run, why in reasons.items() if run not in made}
     save(out / f"{name}.json", experiment, Results(known, left_out, experiment.more()))
     return [out / f"{name}.json", *draw(name, experiment, out)]
 
 
 def there(name: str, out: Path) -> dict[str, dict[int, Run]]:
     """The runs of a report, by contender and seed; none where there is no report."""
-    path = out / f"{name}.json"
-    return {one: {_seed(run): run for run in some} for one, some in load(path).runs.items()} if path.exists() else {}
+    return {one: {_seed(run): run for run in some} for one, some in _kept(name, out).runs.items()}
 
 
-def _left_out(name: str, out: Path) -> dict[str, str]:
+def _kept(name: str, out: Path) -> Results:
     path = out / f"{name}.json"
-    return dict(load(path).left_out) if path.exists() else {}
+    return load(path) if path.exists() else Results({})
 
 
 def check_kept(name: str, out: Path, seeds: Mapping[str, Collection[int]]) -> None:
