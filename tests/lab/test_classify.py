@@ -11,6 +11,7 @@ from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab.data.synthetic import Synthetic
 from blocksparse_lab.data.table import Table
 from blocksparse_lab.models.mlp import SparseMLP
+from blocksparse_lab.recipes import mlp
 from blocksparse_lab.recipes.classify import ClassifyTask, Topology
 from blocksparse_lab.recipes.trainer import Settings, Trainer
 from test_trainer import Killed, assert_same
@@ -79,6 +80,20 @@ def test_the_figure_is_the_error_in_percent():
         validation=data.test[:2], validation_labels=torch.tensor([1, 1]),
     )  # fmt: skip
     assert made.evaluate(Constant()) == 0
+
+
+def test_a_penalty_is_added_to_the_loss():
+    for method in ("set", "dense"):
+        recipe = mlp.Recipe(hidden=(30, 30), epsilon=4, dropout=0.0, batch=16)
+        model = mlp.network(recipe, table(), method)
+        plain, penalized = (mlp.task(replace(recipe, l1=l1), model, table(), method) for l1 in (0.0, 0.5))
+        weight = model.layers[0].values if method == "set" else model.layers[0].weight
+        torch.testing.assert_close(penalized.loss(0) - plain.loss(0), 0.5 * weight.abs().sum())
+        penalized.loss(0).backward()
+        assert weight.grad is not None
+        assert ("l1" in plain.about()["model"], penalized.about()["model"]["l1"]) == (False, 0.5)
+    with pytest.raises(BlockSparseError, match="l1: expected a finite number, 0 or more, got -1"):
+        mlp.task(replace(recipe, l1=-1), model, table())
 
 
 @pytest.mark.parametrize(("topology", "dense"), [("set", False), ("fixed", False), ("rigl", False), ("fixed", True)])

@@ -464,7 +464,7 @@ def test_words_of_texts(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", [name for name in classifiers.EXPERIMENTS if name.startswith("sparse-")])
 def test_sparse_ones_have_a_twentieth_of_the_weights_at_most(name):
     chosen = experiments.find(name)
-    assert list(chosen.contenders)[:4] == ["dense", "narrow", "fixed", "set"]
+    assert list(chosen.contenders)[:5] == ["dense", "narrow", "shallow", "fixed", "set"]
     assert len(chosen.seeds) >= 3
     recipe = chosen.contenders["set"].recipe
     inputs, classes = classifiers.SIZES[chosen.data]
@@ -475,11 +475,12 @@ def test_sparse_ones_have_a_twentieth_of_the_weights_at_most(name):
         return connections / sum(m * n for m, n in pairwise(sizes))
 
     assert density(recipe.epsilon) < 0.05
-    narrow = chosen.contenders["narrow"].recipe
-    weights = sum(m * n for m, n in pairwise((inputs, *narrow.hidden, classes)))
     whole = sum(m * n for m, n in pairwise((inputs, *recipe.hidden, classes)))
-    assert 0.96 * density(recipe.epsilon) < weights / whole <= density(recipe.epsilon)
-    assert replace(narrow, hidden=recipe.hidden) == replace(recipe, **classifiers.NARROW.get(chosen.data, {}))
+    for one, own in (("narrow", classifiers.NARROW), ("shallow", classifiers.SHALLOW)):
+        dense = chosen.contenders[one].recipe
+        weights = sum(m * n for m, n in pairwise((inputs, *dense.hidden, classes)))
+        assert 0.96 * density(recipe.epsilon) < weights / whole <= density(recipe.epsilon)
+        assert replace(dense, hidden=recipe.hidden) == replace(recipe, **own.get(chosen.data, {}))
     assert name != "sparse-madelon" or density(recipe.epsilon + 1) > 0.05
     assert recipe == chosen.contenders["fixed"].recipe == replace(mlp.recipe_for(chosen.data), epochs=recipe.epochs)
     dense = chosen.contenders["dense"].recipe

@@ -80,7 +80,10 @@ class ClassifierExperiment(Experiment):
 
     def trainer(self, contender: str, seed: int, run: Path, data: Table) -> Trainer:
         of = self.contenders[contender]
-        return mlp.trainer(of.recipe, data, run, of.method, seed, importance=of.importance)
+        trainer = mlp.trainer(of.recipe, data, run, of.method, seed, importance=of.importance)
+        if self.choosing:
+            trainer.task.unit = "% validation error"
+        return trainer
 
     @property
     def _early(self) -> list[int]:
@@ -124,6 +127,7 @@ class ClassifierExperiment(Experiment):
             Column("decay of the learning rate", "settings.decay"),
             Column("momentum", lambda run, _: _if_sgd(run.settings)),
             Column("weight decay", "settings.weight_decay"),
+            Column("L1 of the first layer", lambda _, of: said(of.recipe.l1) if of.recipe.l1 else None),
             Column("rows of a batch", "task.batch"),
             Column("part of the weights replaced", lambda run, _: _replaced(run.task["topology"])),
             Column("epochs between", "task.topology.evolve_every"),
@@ -181,6 +185,11 @@ def _replaced(topology: Mapping[str, Any]) -> str:
     return f"{zeta:g}, {zeta / 2:g} after 9/16 of the epochs, 0 after 3/4" if "elastic" in topology else f"{zeta:g}"
 
 
+def erdos_renyi_weights(sizes: Sequence[int], epsilon: float) -> float:
+    """How many weights the sparse net is to have."""
+    return sum(min(epsilon * (n_in + n_out), n_in * n_out) for n_in, n_out in pairwise(sizes))
+
+
 def narrowed(sizes: Sequence[int], epsilon: float) -> tuple[int, ...]:
     """The hidden layers of a dense net, in these proportions, of as many weights as the sparse net is to have.
 
@@ -189,7 +198,7 @@ def narrowed(sizes: Sequence[int], epsilon: float) -> tuple[int, ...]:
     (121, 121, 121)
     """
     inputs, *hidden, outputs = sizes
-    most = sum(min(epsilon * (n_in + n_out), n_in * n_out) for n_in, n_out in pairwise(sizes))
+    most = erdos_renyi_weights(sizes, epsilon)
     scaled = [tuple(max(1, round(n * part / hidden[0])) for n in hidden) for part in range(1, hidden[0] + 1)]
     return max(of for of in scaled if sum(a * b for a, b in pairwise((inputs, *of, outputs))) <= most)
 
@@ -197,6 +206,13 @@ def narrowed(sizes: Sequence[int], epsilon: float) -> tuple[int, ...]:
 def _narrow(data: str, recipe: mlp.Recipe) -> Contender:
     features, classes = SIZES[data]
     return Contender("dense", replace(recipe, hidden=narrowed((features, *recipe.hidden, classes), recipe.epsilon)))
+
+
+def _shallow(data: str, recipe: mlp.Recipe) -> Contender:
+    """A dense net of one hidden layer and about as many weights."""
+    features, classes = SIZES[data]
+    most = erdos_renyi_weights((features, *recipe.hidden, classes), recipe.epsilon)
+    return Contender("dense", replace(recipe, hidden=(int(most / (features + classes)),)))
 
 
 def _methods(
@@ -208,12 +224,22 @@ def _methods(
     longer = (
         {"dense, as many epochs": Contender("dense", replace(short, epochs=epochs))} if short.epochs < epochs else {}
     )
+    own = {
+        "narrow": _narrow(data, replace(recipe, **NARROW.get(data, {}))),
+        "shallow": _shallow(data, replace(recipe, **SHALLOW.get(data, {}))),
+        "set": Contender("set", recipe),
+    }
+    penalized = {
+        f"{name}, L1": replace(own[name], recipe=replace(own[name].recipe, **chosen))
+        for name, chosen in L1.get(data, {}).items()
+    }
     # Three times; each takes the least important fifth of the neurons that are left in a layer.
     importance = Importance(importance_from=2 * epochs // 5, importance_every=epochs // 5)
     return ClassifierExperiment(
         about=f"One shape of net on {called}: dense, sparse in fixed places, and sparse with an evolving "
         "topology, by SET or RigL; SET whose new weights are drawn as the first ones, as published, with ReLU for "
-        "All-ReLU, with importance pruning, and with the elastic mutation of MEST; 2:4 sparse; and a narrow dense net",
+        "All-ReLU, with importance pruning, and with the elastic mutation of MEST; 2:4 sparse; and dense nets of as "
+        "many weights, narrow or of one hidden layer",
         data=data,
         minutes=MINUTES[data],
         longer={
@@ -223,9 +249,9 @@ def _methods(
         },
         contenders={
             "dense": Contender("dense", short),
-            "narrow": _narrow(data, replace(recipe, **NARROW.get(data, {}))),
+            **{name: own[name] for name in ("narrow", "shallow")},
             "fixed": Contender("fixed", recipe),
-            "set": Contender("set", recipe),
+            "set": own["set"],
             "set, he": Contender("set", replace(recipe, regrow="he")),
             "set, ReLU": Contender("set", replace(recipe, alpha=0.0)),
             "set, importance": Contender("set", recipe, importance),
@@ -233,6 +259,7 @@ def _methods(
             "rigl": Contender("rigl", recipe),
             "2:4": Contender("2:4", short),
             **longer,
+            **penalized,
         },
         tested_on=tested_on,
         seeds=tuple(range(seeds)),
@@ -240,25 +267,34 @@ def _methods(
 
 
 def _rates(data: str, called: str, epochs: int, seeds: int = 1) -> ClassifierExperiment:
-    """Learning rates for the sparse net, with new weights at 0 or at random, and for the dense one of as many weights,
-    with dropout and without."""
+    """Learning rates for the sparse net, with new weights at 0 or at random, and for dense ones of as many weights,
+    with dropout and without; and strengths of L1 at the papers' rate."""
     recipe = replace(mlp.recipe_for(data), epochs=epochs)
-    narrow = _narrow(data, recipe)
+    free = replace(recipe, dropout=0.0)
     of = {
-        "narrow": narrow,
-        "narrow, no dropout": replace(narrow, recipe=replace(narrow.recipe, dropout=0.0)),
+        "narrow": _narrow(data, recipe),
+        "narrow, no dropout": _narrow(data, free),
+        "shallow": _shallow(data, recipe),
+        "shallow, no dropout": _shallow(data, free),
         "set": Contender("set", recipe),
         "set, he": Contender("set", replace(recipe, regrow="he")),
     }
+    penalized = {**of, "set, no dropout": Contender("set", free)} if data in STRENGTHS else {}
+    penalized.pop("set, he", None)
     return ClassifierExperiment(
         about=f"Learning rates on {called}, by a validation part: SET, whose new weights begin at 0 or are drawn as "
-        "the first ones, as published, and a narrow dense net of as many weights",
+        "the first ones, as published, and dense nets of as many weights, narrow or of one hidden layer",
         data=data,
         minutes=MINUTES[data],
         contenders={
             f"{name}, {rate:g}": replace(one, recipe=replace(one.recipe, learning_rate=rate))
             for name, one in of.items()
-            for rate in RATES
+            for rate in RATES.get(data, (0.003, 0.01, 0.03))
+        }
+        | {
+            f"{name}, L1 {strength:g}": replace(one, recipe=replace(one.recipe, l1=strength))
+            for name, one in penalized.items()
+            for strength in STRENGTHS[data]
         },
         seeds=tuple(range(seeds)),
         tested_on="a fifth of those to train on, drawn once",
@@ -297,12 +333,15 @@ SIZES = {
     "madelon": (500, 2),
     "higgs": (28, 2),
 }
-RATES = (0.003, 0.01, 0.03)
+RATES = dict.fromkeys(("madelon", "higgs"), (0.003, 0.01, 0.03, 0.1))  # where 0.03 was the best of some
+STRENGTHS = {"madelon": (0.003, 0.01, 0.03, 0.1)}  # of L1
 # Of a run of these epochs: sparse or narrow; dense and wide.
 MINUTES = {"fashion_mnist": 5, "cifar10": 7, "madelon": 0.5, "higgs": 2}
 MINUTES_WIDE = {"fashion_mnist": 24, "cifar10": 115, "madelon": 1, "higgs": 8}
 # What the narrow dense net is best with on the validation part, by the tables of rates, where it is not SET's recipe.
 NARROW: dict[str, dict[str, Any]] = {"fashion_mnist": {"dropout": 0.0, "learning_rate": 0.003}}
+SHALLOW: dict[str, dict[str, Any]] = {}  # and the one of one hidden layer
+L1: dict[str, dict[str, dict[str, Any]]] = {}  # the same, where an L1 penalty was tried
 _PUBLISHED = "split as published"
 _OF_MADELON = "its validation part, as no labels of its test part are known"
 _OF_HIGGS = "a fifth of each class, drawn once for all runs"

@@ -14,7 +14,7 @@ from ..bench.report import columns, markdown, rows, write_json, write_text
 from ..machine import commits, where
 from ..recipes import compare
 from ..recipes.compare import Run
-from .experiment import UNPAIRED, Experiment, Results, folder
+from .experiment import UNPAIRED, Experiment, Results, folder, seed_of
 
 POINTS = 6  # of a curve that is kept, at most
 
@@ -29,11 +29,7 @@ def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = 
         BlockSparseError: no run is finished; the report that is there has runs that would be lost; or the files cannot
             be written.
     """
-    of = {
-        contender: [compare.read(path) for path in paths]
-        for contender, paths in experiment.finished(runs).items()
-        if paths
-    }
+    of = {contender: [_read(path) for path in paths] for contender, paths in experiment.finished(runs).items() if paths}
     if not of:
         raise BlockSparseError.expected("runs", "finished runs of the experiment", f"none in {runs}")
     experiment.race(of)
@@ -55,6 +51,13 @@ def write(name: str, experiment: Experiment, runs: Path, out: Path, add: bool = 
     left_out = {run: why for run, why in reasons.items() if run not in made}
     save(out / f"{name}.json", experiment, Results(known, left_out, experiment.more()))
     return [out / f"{name}.json", *draw(name, experiment, out)]
+
+
+def _read(path: Path) -> Run:
+    run = compare.read(path)
+    if (seed := run.settings.get("seed")) != seed_of(path):
+        raise BlockSparseError.expected(f"{path}, seed", f"{seed_of(path)}, as in its name", seed)
+    return run
 
 
 def there(name: str, out: Path) -> dict[str, dict[int, Run]]:

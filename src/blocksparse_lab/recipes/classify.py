@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -120,6 +120,7 @@ class ClassifyTask(EpochTask):
         batch: rows of a step.
         topology: how it changes.
         about: what the model is, ready for JSON.
+        penalty: added to the loss.
     """
 
     unit = "% test error"
@@ -136,11 +137,12 @@ class ClassifyTask(EpochTask):
         seed: int = 0,
         device: torch.device | str = "cpu",
         about: dict[str, Any] | None = None,
+        penalty: Callable[[], Tensor] | None = None,
     ):
         if epochs < 1:
             raise BlockSparseError.expected("epochs", "a positive int", epochs)
         super().__init__(model, device, data.rows, batch, seed, "rows", data.features * 4)
-        self.data, self.topology = data, topology or Topology()
+        self.data, self.topology, self.penalty = data, topology or Topology(), penalty
         self.steps = epochs * self.steps_per_epoch
         self.methods: dict[str, DynamicSparsity] = {}
         self._about = about if about is not None else {"repr": repr(model)}
@@ -183,9 +185,10 @@ class ClassifyTask(EpochTask):
                 self.methods[name].step()
 
     def loss(self, step: int) -> Tensor:
-        """The cross entropy of a step in nats."""
+        """The cross entropy of a step in nats, and the penalty."""
         rows, labels = (tensor.to(self.device) for tensor in self.take(step))
-        return F.cross_entropy(self.model(rows).float(), labels)
+        loss = F.cross_entropy(self.model(rows).float(), labels)
+        return loss if self.penalty is None else loss + self.penalty()
 
     def take(self, step: int) -> tuple[Tensor, Tensor]:
         """A step's rows and their labels, on the CPU."""

@@ -160,7 +160,11 @@ def read(path: str | Path) -> Run:
     # Anything but a number, and a number too large to compute with, counts as unknown.
     lines = [{key: value for key, value in line.items() if _is_number(value)} for line in run_log.read(path)]
     result = read_json(path / "result.json") if (path / "result.json").exists() else None
-    return Run(path, config, [line for line in lines if {"step", "seconds"} <= line.keys()], result)
+    run = Run(path, config, [line for line in lines if {"step", "seconds"} <= line.keys()], result)
+    if result is not None and _is_number(ended := result.get("held_out")) and run.held_out != ended:
+        wanted = f"{ended} last, as in result.json; take the folder away to train the run again"
+        raise BlockSparseError.expected(f"{path / 'log.jsonl'}, held_out", wanted, run.held_out)
+    return run
 
 
 def _is_number(value: Any) -> bool:

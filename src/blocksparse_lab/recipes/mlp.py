@@ -7,10 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from blocksparse.checked import integer
+from blocksparse.checked import integer, number
 from blocksparse.errors import BlockSparseError
 from blocksparse.nn import Linear
 from blocksparse.sparsity import SRSTE
@@ -47,6 +47,7 @@ class Recipe:
     learning_rate: float = option(0.01, "The learning rate, the same throughout.", "lr")
     momentum: float = option(0.9, "Of SGD.")
     weight_decay: float = option(2e-4, "Of all weights, not multiplied by the rate.")
+    l1: float = option(0.0, "Times the sum of the sizes of the first layer's weights: added to the loss.")
     batch: int = option(128, "Rows of a step.")
     clip: float = option(0.0, "The gradient's largest norm; 0 for any.")
     init: str = "he"  # of the weights, as `SparseMLP` names it
@@ -161,8 +162,14 @@ def facts(model: SparseMLP) -> Facts:
 
 
 def _connections(layer: nn.Module) -> int:
-    weight: Any = layer.values if isinstance(layer, Linear) else layer.weight
+    weight = _weight(layer)
     return int(weight.count_nonzero()) if is_parametrized(layer) else weight.numel()
+
+
+def _weight(layer: Any) -> Tensor:
+    """The numbers that it stores, or all of a dense one."""
+    weight: Tensor = layer.values if isinstance(layer, Linear) else layer.weight
+    return weight
 
 
 def task(
@@ -193,7 +200,14 @@ def task(
         about["epsilon"] = recipe.epsilon
     if recipe.init != "he":
         about["init"] = recipe.init
-    return ClassifyTask(model, data, recipe.epochs, recipe.batch, topology, seed, device_of(device), about)
+    penalty = None
+    if number("l1", recipe.l1, 0):
+        about["l1"] = recipe.l1
+
+        def penalty() -> Tensor:
+            return recipe.l1 * _weight(model.layers[0]).abs().sum()
+
+    return ClassifyTask(model, data, recipe.epochs, recipe.batch, topology, seed, device_of(device), about, penalty)
 
 
 def settings(recipe: Recipe, of: ClassifyTask, seed: int = 0, device: str = "cpu", shard: bool = False) -> Settings:
