@@ -23,7 +23,6 @@ import sys
 import tomllib
 from collections.abc import Iterable
 from functools import cache
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,34 @@ def claims(template: str, root: Path = ROOT) -> str:
 
     page = PLACE.sub(shown, template).replace("{runs that were not made}", "\n".join(not_made(root)))
     page = page.replace("{tested}", str(len(TESTED.findall(page))))
+    if "{other test}" in page:
+        page = page.replace("{other test}", by_the_other_test(template, root))
     return page.replace("{overview}", "\n".join(overview(page)))
+
+
+def by_the_other_test(template: str, root: Path) -> str:
+    """Which of the differences that verdicts rest on change sides where runs of a seed are taken as pairs, or are not,
+    other than in the tables."""
+    lost, found = [], []
+    for place in dict.fromkeys(PLACE.findall(template)):
+        name, *words, _ = place.split(" | ")
+        now = difference(place, root)
+        if now not in ("won", "lost", "not shown") or name[:-3] not in experiments.EXPERIMENTS:
+            continue
+        title, text = judged(name[:-3], words, root)
+        # On machines of several instruction sets there are no pairs.
+        p = None if "instruction set" in text else re.search(r"p (<? ?[\d.e-]+)\)$", text)
+        if p and (float(p[1].strip("< ")) >= 0.05) != (now == "not shown"):
+            (found if now == "not shown" else lost).append(f"`{name[:-3]}` {title} (p {p[1]})")
+    return f"{', '.join(lost)} would not count, and {', '.join(found)} would"
+
+
+def judged(name: str, words: list[str], root: Path) -> tuple[str, str]:
+    """The contender of a difference, and its cell by the other test."""
+    of, runs = experiments.find(name), experiments.load(root / "docs" / "results" / f"{name}.json").runs
+    column = next(column for column in of.columns if column.title in words)
+    cells = column.cells(of.contenders, runs, not of.paired) or []
+    return next((one, text) for one, text in zip(runs, cells, strict=False) if one in words)
 
 
 def overview(page: str) -> list[str]:
@@ -137,21 +163,22 @@ def not_made(root: Path = ROOT) -> list[str]:
     return lines
 
 
-def lacking(name: str, contender: str, root: Path) -> float:
+def lacking(name: str, contender: str, root: Path) -> int:
     """How many runs of a contender no result has."""
-    made = runs_made(name, root).get(contender, 0)
-    return max(0, len(experiments.find(name).seeds) - made)
+    made = runs_made(name, root).get(contender, frozenset())
+    return len(set(experiments.find(name).seeds) - made)
 
 
 @cache
-def runs_made(name: str, root: Path) -> dict[str, float]:
-    """How many runs an experiment's result has of each contender; of one that was left out with a reason, enough."""
+def runs_made(name: str, root: Path) -> dict[str, set[int]]:
+    """The seeds of the runs that an experiment's result has of each contender; of one that was left out with a reason,
+    all."""
     path = root / "docs" / "results" / f"{name}.json"
     if not path.exists():
         return {}
     of = experiments.load(path)
-    made: dict[str, float] = {contender: len(runs) for contender, runs in of.runs.items()}
-    return made | {left.rpartition("-")[0]: inf for left in of.left_out}
+    made = {contender: {run.settings["seed"] for run in runs} for contender, runs in of.runs.items()}
+    return made | {left.rpartition("-")[0]: set(experiments.find(name).seeds) for left in of.left_out}
 
 
 def hours(name: str, contenders: Iterable[str], root: Path) -> str:
@@ -161,6 +188,8 @@ def hours(name: str, contenders: Iterable[str], root: Path) -> str:
     if None in each:
         return "days of a GPU"
     total = sum(lacking(name, one, root) * (of.hours(one) or 0) for one in contenders)
+    if not total:
+        raise LookupError(f"{name}: no run of {', '.join(contenders)} is missing")
     return f"{max(0.1, total):.1f}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -122,6 +123,29 @@ def test_the_queue_trains_what_is_missing(tiny, tmp_path, at_work):
     said, again, _ = command(tmp_path, "--cores", "2", "--only", "dense")
     assert "0 runs are missing" in said
     assert {name: len(of) for name, of in again.items()} == {"dense": 2}
+
+
+def test_finished_runs_of_something_else_are_refused(tiny, tmp_path, at_work):
+    command(tmp_path, "--only", "dense")
+    runs, folders = tmp_path / "runs" / "tiny", ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "new")]
+
+    def refused(*arguments):
+        done = CliRunner().invoke(app, ["experiment", "tiny", *folders, *arguments])
+        assert done.exit_code == 1
+        assert not list((tmp_path / "new").glob("*"))
+        return " ".join(done.output.split())
+
+    log = runs / "dense-1" / "log.jsonl"
+    whole = log.read_text()
+    log.write_text("".join(whole.splitlines(keepends=True)[:-1]))
+    assert "log.jsonl, held_out: expected" in (said := refused("--only", "dense"))
+    assert "as in result.json; take the folder away to train the run again" in said
+    log.write_text(whole)
+    shutil.copytree(runs / "dense-0", runs / "wide-0")
+    assert "wide-0" in refused("--cores", "2")
+    shutil.rmtree(runs / "wide-0")
+    shutil.copytree(runs / "dense-0", runs / "dense-2")
+    assert "seed: expected 2" in refused("--only", "dense", "--seed", "1")
 
 
 def test_a_queue_that_trains_nothing_fails(tiny, tmp_path, at_work):

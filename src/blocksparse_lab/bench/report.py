@@ -216,18 +216,19 @@ def noted(cell: str, *notes: str) -> str:
 
 
 def chance(found: Sequence[float], others: Sequence[float] | None = None) -> str:
-    """The probability that chance alone makes a mean difference as large, by a two-sided t-test; "" of fewer than two.
+    """The probability that chance alone makes a mean difference as large, by a two-sided t-test; "" of fewer than three
+    on either side, or where they differ by rounding alone.
 
     Args:
         found: differences of pairs; or with `others` one of two independent samples, by Welch's test.
 
-    >>> chance([0.2, 0.3, 0.4]), chance([1, 2, 3], [2, 3, 4]), chance([1.0])
-    ('p 0.035', 'p 0.29', '')
+    >>> chance([0.2, 0.3, 0.4]), chance([1, 2, 3], [2, 3, 4]), chance([1.0, 2.0]), chance([0.3, 0.1 + 0.2, 0.3])
+    ('p 0.035', 'p 0.29', '', '')
     """
     from scipy.stats import ttest_1samp, ttest_ind
 
     samples = [found] if others is None else [found, others]
-    if min(map(len, samples)) < 2 or not any(map(statistics.stdev, samples)):
+    if min(map(len, samples)) < 3 or not any(max(of) - min(of) > 1e-9 * max(map(abs, of)) for of in samples):
         return ""
     test = ttest_1samp(found, 0) if others is None else ttest_ind(found, others, equal_var=False)
     return f"p {test.pvalue:.2g}" if test.pvalue >= 0.001 else "p < 0.001"

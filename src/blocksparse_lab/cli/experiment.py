@@ -57,7 +57,8 @@ def experiment(
     from .. import experiments
 
     console = Console()
-    chosen = experiments.EXPERIMENTS if "all" in name else {one: experiments.find(one) for one in name}
+    named = {one: experiments.find(one) for one in name if one != "all"}
+    chosen = dict(experiments.EXPERIMENTS) if "all" in name else named
     make_folder(out)
     _check(chosen, only or (), seed or ())
     if not (redraw or add):
@@ -127,6 +128,11 @@ def _side_by_side(
 
     if hours is not None and not hours > 0:
         raise BlockSparseError.expected("hours", "a positive number", hours)
+    for one, of in chosen.items():
+        with stages(console) as tell:
+            count = sum(map(len, of.finished(runs / one).values()))
+            for nth, path in enumerate(of.checked(runs / one, data_dir), 1):
+                tell(f"{one}: looks at {path.name}", nth, count)
     jobs = queue.missing(chosen, runs, only, seeds)
     cores = queue.idle_cores() if cores is None else cores
     work = sum(job.experiment.hours(job.contender) or 0 for job in jobs)

@@ -16,6 +16,7 @@ from .terminal import LEFT, bar, plural, say
 
 # Without a terminal, a line of progress is printed this often at most.
 SECONDS_BETWEEN_LINES = 10
+EVALUATIONS = 20  # that have a line, about
 
 _SHORT = {"bits per character": "bpc", "bits per dimension": "bpd"}
 
@@ -60,6 +61,7 @@ class _Bar(Callback):
         self.progress, self.trainer, self.console = progress, trainer, progress.console
         self.shown: dict[str, str] = {}
         self.last = 0.0
+        self.part = -1
 
     def began(self, step: int) -> None:
         total = self.trainer.settings.steps
@@ -86,8 +88,9 @@ class _Bar(Callback):
         parts = [self.shown[key] for key in ("loss", "held out", "speed") if key in self.shown]
         self.progress.update(self.task, shown="  ".join(parts))
         often = not self.console.is_terminal and now - self.last >= SECONDS_BETWEEN_LINES
-        if "held_out" in record or often:
-            self.last = now
+        part = EVALUATIONS * record["step"] // trainer.settings.steps
+        if ("held_out" in record and part > self.part) or often:
+            self.last, self.part = now, part
             say(self.console, f"{_at(trainer, record['step'])}: {line}")
 
     def note(self, text: str) -> None:

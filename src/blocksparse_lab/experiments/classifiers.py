@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from blocksparse.topology.drawings.style import COLORS, figure_and_axes, save
+
 from ..bench.report import spread, write_json
 from ..data import reviews, tables
 from ..data.ngrams import FEATURES, Ngrams
@@ -21,9 +23,10 @@ from ..recipes import layouts, mlp
 from ..recipes.classify import Importance
 from ..recipes.compare import Run
 from ..recipes.trainer import Trainer
-from .experiment import SEEDS, Column, DataDir, Experiment, kept, said
+from .experiment import SEEDS, Column, DataDir, Experiment, Results, kept, said
 
 DISTANCES = "distances.json"
+VALIDATION = "% validation error"
 
 TOPOLOGIES = {
     "dense": "dense",
@@ -82,8 +85,31 @@ class ClassifierExperiment(Experiment):
         of = self.contenders[contender]
         trainer = mlp.trainer(of.recipe, data, run, of.method, seed, importance=of.importance)
         if self.choosing:
-            trainer.task.unit = "% validation error"
+            trainer.task.unit = VALIDATION
         return trainer
+
+    @property
+    def in_rows(self) -> bool:
+        return self.choosing  # of which there are many
+
+    @property
+    def curves(self) -> str:  # type: ignore[override]
+        return "Validation error after the last epoch" if self.choosing else super().curves
+
+    def picture(self, path: Path, of: Results) -> None:
+        """To choose by, the error of each contender at the end; else curves."""
+        if not self.choosing:
+            super().picture(path, of)
+            return
+        figure, axes = figure_and_axes((8, 1 + 0.22 * len(of.runs)))
+        for name, runs in reversed(list(of.runs.items())):
+            errors = [run.facts["last"] for run in runs]
+            axes.plot(errors, [name] * len(errors), "o", ms=4, color=COLORS[0], alpha=0.6)
+            axes.plot(statistics.fmean(errors), name, "|", ms=12, mew=2, color=COLORS[1])
+        axes.set_xlabel(f"{self.curves.lower()}, %: the runs, and their mean")
+        axes.grid(axis="x", color="0.9", lw=0.8)
+        axes.margins(y=0.5 / len(of.runs))
+        save(figure, path)
 
     @property
     def _early(self) -> list[int]:
@@ -228,10 +254,14 @@ def _methods(
         "narrow": _narrow(data, replace(recipe, **NARROW.get(data, {}))),
         "shallow": _shallow(data, replace(recipe, **SHALLOW.get(data, {}))),
         "set": Contender("set", recipe),
+        "set, he": Contender("set", replace(recipe, regrow="he")),
     }
-    penalized = {
+    tuned = {
         f"{name}, L1": replace(own[name], recipe=replace(own[name].recipe, **chosen))
         for name, chosen in L1.get(data, {}).items()
+    } | {
+        f"{name}, {rate:g}": replace(own[name], recipe=replace(own[name].recipe, learning_rate=rate))
+        for name, rate in TUNED.get(data, {}).items()
     }
     # Three times; each takes the least important fifth of the neurons that are left in a layer.
     importance = Importance(importance_from=2 * epochs // 5, importance_every=epochs // 5)
@@ -251,15 +281,14 @@ def _methods(
             "dense": Contender("dense", short),
             **{name: own[name] for name in ("narrow", "shallow")},
             "fixed": Contender("fixed", recipe),
-            "set": own["set"],
-            "set, he": Contender("set", replace(recipe, regrow="he")),
+            **{name: own[name] for name in ("set", "set, he")},
             "set, ReLU": Contender("set", replace(recipe, alpha=0.0)),
             "set, importance": Contender("set", recipe, importance),
             "set, elastic": Contender("set", replace(recipe, elastic=True)),
             "rigl": Contender("rigl", recipe),
             "2:4": Contender("2:4", short),
             **longer,
-            **penalized,
+            **tuned,
         },
         tested_on=tested_on,
         seeds=tuple(range(seeds)),
@@ -340,8 +369,12 @@ MINUTES = {"fashion_mnist": 5, "cifar10": 7, "madelon": 0.5, "higgs": 2}
 MINUTES_WIDE = {"fashion_mnist": 24, "cifar10": 115, "madelon": 1, "higgs": 8}
 # What the narrow dense net is best with on the validation part, by the tables of rates, where it is not SET's recipe.
 NARROW: dict[str, dict[str, Any]] = {"fashion_mnist": {"dropout": 0.0, "learning_rate": 0.003}}
-SHALLOW: dict[str, dict[str, Any]] = {}  # and the one of one hidden layer
-L1: dict[str, dict[str, dict[str, Any]]] = {}  # the same, where an L1 penalty was tried
+SHALLOW: dict[str, dict[str, Any]] = {"madelon": {"dropout": 0.0, "learning_rate": 0.1}}  # and of one hidden layer
+# The same of those with an L1 penalty, which SET is worse with, and of SET's rates.
+L1: dict[str, dict[str, dict[str, Any]]] = {
+    "madelon": {"narrow": {"dropout": 0.0, "l1": 0.03}, "shallow": {"dropout": 0.0, "l1": 0.01, "learning_rate": 0.01}}
+}
+TUNED = {"madelon": {"set": 0.003, "set, he": 0.03}, "higgs": {"set": 0.03, "set, he": 0.1}}
 _PUBLISHED = "split as published"
 _OF_MADELON = "its validation part, as no labels of its test part are known"
 _OF_HIGGS = "a fifth of each class, drawn once for all runs"

@@ -171,7 +171,6 @@ class Experiment(ABC):
     caption: ClassVar[str]  # of the table
     paired: ClassVar[bool] = True  # runs of the same seed share something: the order of the data, first weights
     curves: ClassVar[str] = "Test error against epochs and seconds"  # what the picture shows
-    in_rows: ClassVar[bool] = False  # the report's table has a row for each contender, and not a column
 
     # -- defined by subclasses --------------------------------------------------------------------------------------
 
@@ -187,6 +186,11 @@ class Experiment(ABC):
     @abstractmethod
     def columns(self) -> Sequence[Column]:
         """The columns of the report's table."""
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether the report's table has a row for each contender, and not a column."""
+        return False
 
     def needs(self, runs: Path, contender: str, seed: int) -> Path | None:
         """The run that must be finished before this one."""
@@ -218,8 +222,13 @@ class Experiment(ABC):
         """The tables of the report."""
         columns = [(column.title, column.cells(self.contenders, of.runs, self.paired)) for column in self.columns]
         table = [["", *of.runs], *([title, *cells] for title, cells in columns if cells)]
+        caption = self.caption
+        if self.in_rows and len(of.runs) > 1:
+            same = [f"{title} {cells[0]}" for title, *cells in table[1:] if len(set(cells)) == 1]
+            caption += f" The same in all rows: {'; '.join(same)}." if same else ""
+            table = [column for column in table if column is table[0] or len(set(column[1:])) > 1]
         head, *rows = zip(*table, strict=True) if self.in_rows else table
-        yield Table(self.caption, head, rows)
+        yield Table(caption, head, rows)
         if of.left_out:
             yield Table("Left out:", ("run", "reason"), list(of.left_out.items()))
 
@@ -248,6 +257,18 @@ class Experiment(ABC):
             for name in only or self.contenders:
                 if not self._failed_before(runs, name, seed):
                     yield self.trainer(name, seed, folder(runs, name, seed), data)
+
+    def checked(self, runs: Path, data_dir: DataDir = None) -> Iterator[Path]:
+        """The finished runs, each after a look whether it is of its contender and seed, and of the settings of today.
+
+        Raises:
+            BlockSparseError: one that is not; what loaders and trainers refuse.
+        """
+        found = [(name, path) for name, paths in self.finished(runs).items() for path in paths]
+        data = self.load(data_dir) if found else None
+        for name, path in found:
+            self.trainer(name, seed_of(path), path, data).load()
+            yield path
 
     def hours(self, contender: str) -> float | None:
         """What a run of the contender takes of one core, very roughly."""

@@ -70,7 +70,6 @@ class PruningExperiment(Experiment):
     contenders: Mapping[str, Pruning | Dense]
     pruned: tuple[float, ...] = ()
     skip: tuple[str, ...] = ()
-    in_rows: ClassVar[bool] = True
     caption: ClassVar[str] = (
         "Each sparse one looks for its blocks in the first part of its steps, with dense weights, and then trains what "
         "is left, truly sparse; fixed has blocks at random from the first step on. Density is of the weights that may "
@@ -86,6 +85,10 @@ class PruningExperiment(Experiment):
     unit: ClassVar[str] = "points"  # in which it is compared with that of the dense net
     digits: ClassVar[int] = 2  # of that
     tested: ClassVar[tuple[Column, ...]] = ()  # what it is measured on
+
+    @property
+    def in_rows(self) -> bool:
+        return True
 
     @abstractmethod
     def dense(self, seed: int, data: Any) -> tuple[Task, Settings, dict[str, Any]]:

@@ -19,6 +19,7 @@ from . import run_log
 from .settings import Settings
 
 _DASHES = ("-", "--", "-.", ":")
+_LABEL = 40  # characters of a label, so that two have room
 _POINTS = 60  # of a curve, at most, for them to be told apart
 
 # Settings that do not set runs apart: how often they were evaluated and logged, and where they ran.
@@ -192,7 +193,8 @@ def groups(runs: Sequence[Run]) -> list[Group]:
 
 
 def picture(path: str | Path, of: Sequence[Group]) -> None:
-    """A PNG of the held-out figures against steps, or epochs where all runs have such, and against seconds.
+    """A PNG of the held-out figures against steps, or epochs where all runs have such, and against seconds unless the
+    runs had several instruction sets.
 
     The lines are the means of the seeds, the bands their deviation.
     """
@@ -200,28 +202,36 @@ def picture(path: str | Path, of: Sequence[Group]) -> None:
 
     if not any(group.curve("step")[0] for group in of):
         raise BlockSparseError.expected("runs", "one that was evaluated", "none yet")
-    figure, axes = figure_and_axes((11, 4.6), columns=2)
+    sets = {((run.result or {}).get("machine") or {}).get("isa") for group in of for run in group.runs}
+    by = ("step", "seconds") if len(sets) == 1 else ("step",)
+    columns = 2 if max(len(group.label) for group in of) < _LABEL else 1  # of the legend
+    figure, axes = figure_and_axes((11, 4.2 + 0.2 * math.ceil(len(of) / columns)), columns=len(by))
+    axes = [axes] if len(by) == 1 else axes
     epochs = all(group.steps_per_epoch for group in of)
     for nth, group in enumerate(of):
         style = {"color": COLORS[nth % len(COLORS)], "ls": _DASHES[nth // len(COLORS) % len(_DASHES)]}
-        for one, by in zip(axes, ("step", "seconds"), strict=True):
-            x, mean, deviation = group.curve(by)
+        for one, against in zip(axes, by, strict=True):
+            x, mean, deviation = group.curve(against)
             if not x:
                 continue
-            if by == "step" and epochs:
+            if against == "step" and epochs:
                 x = [step / (group.steps_per_epoch or 1) for step in x]
             count = f", {len(group.runs)} seeds" if len(group.runs) > 1 else ""
             points = {"marker": "o", "ms": 3} if len(x) <= _POINTS else {}
             one.plot(x, mean, label=f"{group.label}{count}: {mean[-1]:.3f}", lw=1.8, **points, **style)
             low, high = ([float(m + sign * d) for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
             one.fill_between(list(map(float, x)), low, high, color=style["color"], alpha=0.18, lw=0)
-    limits = _range([mean for group in of for mean in group.curve("step")[1]])
-    for one, name in zip(axes, ("epochs" if epochs else "steps", "seconds of training"), strict=True):
+    curves = [group.curve("step") for group in of]
+    lowest, top = _range([mean for _, means, _ in curves for mean in means])
+    limits = min(lowest, *(mean - d for _, means, ds in curves for mean, d in zip(means, ds, strict=True))), top
+    for one, name in zip(axes, ("epochs" if epochs else "steps", "seconds of training"), strict=False):
         one.set(xlabel=name, ylim=limits)
         one.set_xlim(left=0)
         one.grid(color="0.9", lw=0.8)
     axes[0].set_ylabel(f"held out, {of[0].runs[0].unit}")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", frameon=False, fontsize=9)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside upper left", frameon=False, fontsize=9, ncols=columns
+    )
     try:
         facts = {where(run.result["machine"]) for group in of for run in group.runs if run.result}
     except (KeyError, TypeError, AttributeError):
