@@ -175,10 +175,10 @@ def test_the_queue_ends_after_a_step(tiny, tmp_path, at_work):
     caught, heard = [], {}
     for job, news in queue.train(jobs, cores=2, caught=caught):
         heard.setdefault(job.name, []).append(news)
-        if "long" in heard and "refused" in heard:
+        if len(heard.get("long", ())) > 1 and len(heard.get("refused", ())) > 1:
             caught.append(2)
-    assert [news.failed for news in heard["refused"]] == [True]
-    assert "nothing" in heard["refused"][0].text
+    assert [news.failed for news in heard["refused"]] == [False, True]
+    assert "nothing" in heard["refused"][1].text
     step = checkpoint.about(tmp_path / "long" / "dense-0" / "last.safetensors")["step"]
     assert step >= heard["long"][-1].done > 0
     assert [job.run.name for job in queue.missing({"long": long}, tmp_path, only=["dense"])] == ["dense-0"]

@@ -32,7 +32,7 @@ class Experiments(TyperCommand):
 
 
 def experiment(
-    name: Annotated[list[str], typer.Argument(help="Some of those below, or all.")],
+    name: Annotated[list[str] | None, typer.Argument(help="Some of those below, or all. None: a list.")] = None,
     runs: Annotated[Path, typer.Option(help="A folder for the runs; those that are there go on.")] = Path("runs"),
     out: Annotated[Path, typer.Option(help="A folder for the report.")] = Path("results"),
     data_dir: Annotated[
@@ -57,6 +57,10 @@ def experiment(
     from .. import experiments
 
     console = Console()
+    if not name:
+        for one, of in experiments.EXPERIMENTS.items():
+            console.print(f"[bold]{one}[/]: {of.about}.", highlight=False)
+        return
     named = {one: experiments.find(one) for one in name if one != "all"}
     chosen = dict(experiments.EXPERIMENTS) if "all" in name else named
     make_folder(out)
@@ -122,6 +126,8 @@ def _side_by_side(
     cores: int | None,
     hours: float | None,
 ) -> None:
+    from torch import cuda
+
     from .. import experiments
     from ..experiments import queue
     from ..recipes.signals import signals
@@ -133,7 +139,10 @@ def _side_by_side(
             count = sum(map(len, of.finished(runs / one).values()))
             for nth, path in enumerate(of.checked(runs / one, data_dir), 1):
                 tell(f"{one}: looks at {path.name}", nth, count)
-    jobs = queue.missing(chosen, runs, only, seeds)
+    wanted = queue.missing(chosen, runs, only, seeds)
+    jobs = [job for job in wanted if job.experiment.minutes is not None or cuda.is_available()]
+    if without := len(wanted) - len(jobs):
+        say(console, f"{without} runs are left out, which want a GPU", "yellow")
     cores = queue.idle_cores() if cores is None else cores
     work = sum(job.experiment.hours(job.contender) or 0 for job in jobs)
     say(console, f"{len(jobs)} runs are missing, some {work:.1f} hours of a core; {cores} at a time")
@@ -151,7 +160,7 @@ def _side_by_side(
                 say(progress.console, f"{title}: {news.text}", "green" if news.finished else "yellow")
             if news.failed:
                 failed.add(job.run)
-    left = queue.missing(chosen, runs, only, seeds)
+    left = [job for job in queue.missing(chosen, runs, only, seeds) if job in jobs]
     broken = failed & {job.run for job in left}
     for one, of in chosen.items():
         if any(of.finished(runs / one).values()):

@@ -369,7 +369,10 @@ MINUTES = {"fashion_mnist": 5, "cifar10": 7, "madelon": 0.5, "higgs": 2}
 MINUTES_WIDE = {"fashion_mnist": 24, "cifar10": 115, "madelon": 1, "higgs": 8}
 # What the narrow dense net is best with on the validation part, by the tables of rates, where it is not SET's recipe.
 NARROW: dict[str, dict[str, Any]] = {"fashion_mnist": {"dropout": 0.0, "learning_rate": 0.003}}
-SHALLOW: dict[str, dict[str, Any]] = {"madelon": {"dropout": 0.0, "learning_rate": 0.1}}  # and of one hidden layer
+SHALLOW: dict[str, dict[str, Any]] = {  # and of one hidden layer
+    "madelon": {"dropout": 0.0, "learning_rate": 0.1},
+    "fashion_mnist": {"dropout": 0.0},
+}
 # The same of those with an L1 penalty, which SET is worse with, and of SET's rates.
 L1: dict[str, dict[str, dict[str, Any]]] = {
     "madelon": {"narrow": {"dropout": 0.0, "l1": 0.03}, "shallow": {"dropout": 0.0, "l1": 0.01, "learning_rate": 0.01}}

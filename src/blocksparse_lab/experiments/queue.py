@@ -105,6 +105,7 @@ def train(
                 process.start()
                 theirs.close()
                 at_work[ours] = job, process
+                yield job, News("begins")
             if not at_work:
                 break
             connection: Any

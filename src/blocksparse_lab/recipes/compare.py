@@ -15,7 +15,7 @@ from blocksparse.checkpoint import read_json
 from blocksparse.errors import BlockSparseError
 from blocksparse.topology.drawings.style import COLORS, figure_and_axes, save
 
-from . import run_log
+from . import resume, run_log
 from .settings import Settings
 
 _DASHES = ("-", "--", "-.", ":")
@@ -160,7 +160,7 @@ def read(path: str | Path) -> Run:
     integer(f"{there}, bytes_per_step", config["bytes_per_step"], 0, 2**63)
     # Anything but a number, and a number too large to compute with, counts as unknown.
     lines = [{key: value for key, value in line.items() if _is_number(value)} for line in run_log.read(path)]
-    result = read_json(path / "result.json") if (path / "result.json").exists() else None
+    result = resume.read(path / "result.json") if (path / "result.json").exists() else None
     run = Run(path, config, [line for line in lines if {"step", "seconds"} <= line.keys()], result)
     if result is not None and _is_number(ended := result.get("held_out")) and run.held_out != ended:
         wanted = f"{ended} last, as in result.json; take the folder away to train the run again"
@@ -202,7 +202,8 @@ def picture(path: str | Path, of: Sequence[Group]) -> None:
 
     if not any(group.curve("step")[0] for group in of):
         raise BlockSparseError.expected("runs", "one that was evaluated", "none yet")
-    sets = {((run.result or {}).get("machine") or {}).get("isa") for group in of for run in group.runs}
+    machines = [(run.result or {}).get("machine") for group in of for run in group.runs]
+    sets = {machine.get("isa") if isinstance(machine, dict) else None for machine in machines}
     by = ("step", "seconds") if len(sets) == 1 else ("step",)
     columns = 2 if max(len(group.label) for group in of) < _LABEL else 1  # of the legend
     figure, axes = figure_and_axes((11, 4.2 + 0.2 * math.ceil(len(of) / columns)), columns=len(by))

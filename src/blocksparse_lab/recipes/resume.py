@@ -15,6 +15,8 @@ from blocksparse.checked import integer, number
 from blocksparse.checkpoint import part
 from blocksparse.errors import BlockSparseError
 
+_AGAIN = "without this file the run writes it again"
+
 
 class Progress(NamedTuple):
     """The progress of a run; `logged` is step and seconds of the newest line of the log, `codes` name what ran."""
@@ -94,11 +96,19 @@ def taking_over(path: Path) -> Iterator[None]:
         raise BlockSparseError.expected(str(path), "the state of this task", got) from error
 
 
+def read(path: Path) -> dict[str, Any]:
+    """Reads `result.json`, whatever it has."""
+    try:
+        return checkpoint.read_json(path)
+    except BlockSparseError as error:
+        raise BlockSparseError(f"{error}; {_AGAIN}") from error
+
+
 def result(path: Path) -> dict[str, Any]:
-    """Reads `result.json`."""
-    found = checkpoint.read_json(path)
+    """Reads `result.json`, with the numbers that all have."""
+    found = read(path)
     for name in ("held_out", "steps", "seconds", "bytes_per_second"):
         if not isinstance(found.get(name), int | float):
-            wanted = "a number; without this file the run writes it again"
+            wanted = f"a number; {_AGAIN}"
             raise BlockSparseError.expected(f"{path}, {name}", wanted, f"{found.get(name)!r:.99}")
     return found
