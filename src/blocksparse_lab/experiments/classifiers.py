@@ -372,6 +372,7 @@ NARROW: dict[str, dict[str, Any]] = {"fashion_mnist": {"dropout": 0.0, "learning
 SHALLOW: dict[str, dict[str, Any]] = {  # and of one hidden layer
     "madelon": {"dropout": 0.0, "learning_rate": 0.1},
     "fashion_mnist": {"dropout": 0.0},
+    "cifar10": {"learning_rate": 0.003},
 }
 # The same of those with an L1 penalty, which SET is worse with, and of SET's rates.
 L1: dict[str, dict[str, dict[str, Any]]] = {

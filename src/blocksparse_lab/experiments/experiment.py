@@ -224,7 +224,7 @@ class Experiment(ABC):
         table = [["", *of.runs], *([title, *cells] for title, cells in columns if cells)]
         caption = self.caption
         if self.in_rows and len(of.runs) > 1:
-            same = [f"{title} {cells[0]}" for title, *cells in table[1:] if len(set(cells)) == 1]
+            same = [f"{title} {cells[0]}" for title, *cells in table[1:] if len(set(cells)) == 1 and cells[0] != "-"]
             caption += f" The same in all rows: {'; '.join(same)}." if same else ""
             table = [column for column in table if column is table[0] or len(set(column[1:])) > 1]
         head, *rows = zip(*table, strict=True) if self.in_rows else table
