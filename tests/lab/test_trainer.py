@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from contextlib import nullcontext
@@ -192,6 +193,18 @@ def test_without_tensorboard_a_note_says_so(tmp_path, monkeypatch):
 
 
 # -- going on ------------------------------------------------------------------------------------------------------
+
+
+def test_a_log_that_was_cut_is_noted(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    log = tmp_path / "run" / "log.jsonl"
+    log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if json.loads(line)["step"] < 16))
+    notes, watch = [], Callback()
+    watch.note = notes.append
+    Trainer(Walk(), tmp_path / "run", SETTINGS).train(watch)
+    assert len(notes) == 1
+    assert "log.jsonl lacks what is after step " in notes[0]
+    assert notes[0].endswith(", up to 24")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -53,16 +53,17 @@ class RunLog:
     def is_empty(self) -> bool:
         return self.path.stat().st_size == 0
 
-    def cut(self, step: int) -> None:
-        """Drops lines after `step`, and an incomplete last line."""
+    def cut(self, step: int) -> int:
+        """Drops lines after `step`, and an incomplete last line; returns the step of the last one that is left."""
         with self._room():
             self._file.seek(0)
-            kept = 0
+            kept = last = 0
             for line in self._file:
-                if _step(line) > step:
+                if (at := _step(line)) > step:
                     break
-                kept += len(line)
+                kept, last = kept + len(line), int(at)
             self._file.truncate(kept)
+        return last
 
     def draw(self, after: int) -> bool:
         """Sends further lines to TensorBoard too, which drops its points after that step; False if not installed."""

@@ -184,7 +184,8 @@ class Trainer:
     def _begin(self, log: RunLog | NoLog) -> None:
         if parallel.agreed(self.path.exists()):
             self.load()
-            log.cut(self.step)
+            if (last := int(log.cut(self.step))) < self._logged[0] and self.rank == 0:
+                self._call("note", f"{self.run / 'log.jsonl'} lacks what is after step {last:,}, up to {self.step:,}")
         elif self.rank == 0 and not log.is_empty():
             raise BlockSparseError.expected(
                 str(self.run), "last.safetensors beside log.jsonl", "none; take a new folder"
