@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from blocksparse.sparsity.sparse_training.densities import erdos_renyi_density
 from blocksparse.topology.drawings.style import COLORS, figure_and_axes, save
 
 from ..bench.report import spread, write_json
@@ -213,7 +214,7 @@ def _replaced(topology: Mapping[str, Any]) -> str:
 
 def erdos_renyi_weights(sizes: Sequence[int], epsilon: float) -> float:
     """How many weights the sparse net is to have."""
-    return sum(min(epsilon * (n_in + n_out), n_in * n_out) for n_in, n_out in pairwise(sizes))
+    return sum(erdos_renyi_density((n_out, n_in), epsilon) * n_in * n_out for n_in, n_out in pairwise(sizes))
 
 
 def narrowed(sizes: Sequence[int], epsilon: float) -> tuple[int, ...]:
@@ -308,8 +309,8 @@ def _rates(data: str, called: str, epochs: int, seeds: int = 1) -> ClassifierExp
         "set": Contender("set", recipe),
         "set, he": Contender("set", replace(recipe, regrow="he")),
     }
-    penalized = {**of, "set, no dropout": Contender("set", free)} if data in STRENGTHS else {}
-    penalized.pop("set, he", None)
+    penalized = {name: one for name, one in of.items() if name != "set, he"}
+    penalized["set, no dropout"] = Contender("set", free)
     return ClassifierExperiment(
         about=f"Learning rates on {called}, by a validation part: SET, whose new weights begin at 0 or are drawn as "
         "the first ones, as published, and dense nets of as many weights, narrow or of one hidden layer",
@@ -323,7 +324,7 @@ def _rates(data: str, called: str, epochs: int, seeds: int = 1) -> ClassifierExp
         | {
             f"{name}, L1 {strength:g}": replace(one, recipe=replace(one.recipe, l1=strength))
             for name, one in penalized.items()
-            for strength in STRENGTHS[data]
+            for strength in STRENGTHS.get(data, ())
         },
         seeds=tuple(range(seeds)),
         tested_on="a fifth of those to train on, drawn once",
