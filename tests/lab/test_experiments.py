@@ -148,6 +148,19 @@ def test_finished_runs_of_something_else_are_refused(tiny, tmp_path, at_work):
     assert "seed: expected 2" in refused("--only", "dense", "--seed", "1")
 
 
+def test_without_a_name_they_are_listed_and_what_wants_a_gpu_is_left_out(tiny, tmp_path, at_work, monkeypatch):
+    listed = CliRunner().invoke(app, ["experiment"])
+    assert listed.exit_code == 0
+    assert "tiny: Two tiny models." in listed.output
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    experiments.EXPERIMENTS["tiny"] = replace(tiny, minutes=None)
+    folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, ["experiment", "tiny", "--cores", "1", *folders])
+    assert done.exit_code == 0, done.output
+    assert "4 runs are left out, which want a GPU" in done.output
+    assert "0 runs are missing" in done.output
+
+
 def test_a_queue_that_trains_nothing_fails(tiny, tmp_path, at_work):
     experiments.EXPERIMENTS["tiny"] = replace(tiny, text="nothing", seeds=(0,))
     folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
