@@ -14,6 +14,7 @@ from blocksparse_lab.cli import app
 from blocksparse_lab.data import reviews
 from blocksparse_lab.data.reviews import Labelled, Splits, encode
 from blocksparse_lab.recipes import sentiment
+from blocksparse_lab.recipes.text_features import HALF_LIFE
 
 WIDTH = 24
 
@@ -65,13 +66,18 @@ def alone(model, text):
         for byte in encode(text):
             state = Bytes.forward(model, torch.tensor([[byte]]), state)[1]
             hidden.append(state[0][-1, 0])
-    return {"cell": state[1][-1, 0], "hidden": state[0][-1, 0], "mean": torch.stack(hidden).mean(0)}
+    hidden, cell = torch.stack(hidden), state[1][-1, 0]
+    weights = 0.5 ** (torch.arange(len(hidden) - 1, -1, -1) / HALF_LIFE)
+    fading = (weights[:, None] * hidden).sum(0) / weights.sum()
+    return {"cell": cell, "squashed": cell.tanh(), "hidden": hidden[-1], "fading": fading, "mean": hidden.mean(0)}
 
 
 # -- features ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "states"), [(Bytes, {"cell", "hidden"}), (Running, set(sentiment.STATES))])
+@pytest.mark.parametrize(
+    ("kind", "states"), [(Bytes, {"cell", "squashed", "hidden"}), (Running, set(sentiment.STATES))]
+)
 def test_features_are_the_states_of_a_text(kind, states):
     model, texts = kind(), words(6)
     found = sentiment.features(model, texts, chunk=16)
@@ -337,7 +343,7 @@ def test_other_states_and_deviation_1(run, tmp_path):
 
     said = call("run", "--data", "films.csv", "--of", "mean")
     assert said.exit_code == 1
-    assert "of: expected one of cell, hidden for a model without `outputs`, got mean" in said.stderr
+    assert "of: expected one of cell, hidden, squashed for a model without `outputs`, got mean" in said.stderr
 
 
 def test_standardized_by_the_training_part_alone():

@@ -26,7 +26,11 @@ def sentiment(
     data_dir: Annotated[Path | None, typer.Option(help="A folder with sst/ or aclImdb/; else downloaded.")] = None,
     limit: Annotated[int | None, typer.Option(help="At most this many texts of each part, for a quick look.")] = None,
     of: Annotated[
-        str, typer.Option(help="What the probe sees: the last cell or hidden state, or the mean hidden.")
+        str,
+        typer.Option(
+            help="What the probe sees: the last cell state, the same squashed by tanh, the last hidden "
+            "state, or a fading mean of the hidden states, or their mean."
+        ),
     ] = "cell",
     standardize: Annotated[bool, typer.Option("--standardize", help="Give each feature deviation 1 first.")] = False,
     baseline: Annotated[bool, typer.Option("--baseline", help="Also words and pairs of words, TF-IDF.")] = False,

@@ -21,15 +21,23 @@ from ..data import text as texts
 from ..models.char_lm import CharLMConfig
 from ..recipes import charlm, sentiment
 from ..recipes.compare import Run
+from ..recipes.forgetting import AFTER, forgetting
+from ..recipes.text_features import HALF_LIFE
 from ..recipes.trainer import Settings, Trainer, device_of
 from .experiment import SEEDS, Column, DataDir, Experiment, Progress, kept
 
-PROBES, STREAMS = "probes.json", "streams.json"
+PROBES, STREAMS, FORGETTING = "probes.json", "streams.json", "forgetting.json"
 
 READ = Column("held-out bytes that are read", "task.evaluated")
 
 # What is probed beside the protocol's last cell state, each feature brought to mean 0 and deviation 1.
-OTHER_STATES = ("cell", "hidden", "mean")
+OTHER_STATES = {
+    "cell": "last cell state",
+    "squashed": "tanh of the last cell state",
+    "hidden": "last hidden state",
+    "fading": f"fading mean of the hidden states (half in {HALF_LIFE} bytes)",
+    "mean": "mean hidden state",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +104,17 @@ class LanguageExperiment(OnText):
         return Trainer(task, run, settings, charlm.facts(config, self.text))
 
     def probe(self, run: Path, data_dir: DataDir = None, progress: Progress | None = None) -> None:
-        """Bits per character of each stream that is evaluated; and the sentiment probes: by data, what `sentiment`
-        finds."""
+        """Bits per character of each stream that is evaluated; how long cells keep what came before; and the sentiment
+        probes: by data, what `sentiment` finds."""
         found, path = kept(run, PROBES), run / "last.safetensors"
         if not kept(run, STREAMS):
             task = self.reader(charlm.load(path), self.load(data_dir), self.settings.device)
             nats, counts = task.of_streams(task.model.to(self.settings.device))
             bits = {"bits": (nats / counts * task.per_nat).tolist()}
             checkpoint.write_text(run / STREAMS, json.dumps(bits) + "\n")
+        if self.reviews and not kept(run, FORGETTING):
+            kept_of = forgetting(charlm.load(path), self.load(data_dir).held_out)
+            checkpoint.write_text(run / FORGETTING, json.dumps(kept_of) + "\n")
         for data, limit in self.reviews.items():
             wanted = _probes(data)
             if found.keys() >= wanted.keys():
@@ -126,7 +137,7 @@ class LanguageExperiment(OnText):
 
     def is_probed(self, run: Path) -> bool:
         probed = kept(run, PROBES).keys() >= {name for data in self.reviews for name in _probes(data)}
-        return probed and bool(kept(run, STREAMS))
+        return probed and bool(kept(run, STREAMS)) and (not self.reviews or bool(kept(run, FORGETTING)))
 
     def found(self, run: Run) -> dict[str, Any]:
         # What is long is left in the folder of the run, and what is known of the data where it is said.
@@ -137,6 +148,7 @@ class LanguageExperiment(OnText):
             probes[name] = (found if name in self.reviews else {}) | {"probe": short}
         speed = run.as_dict()["bytes_per_second"]
         found = {"held_out": run.held_out, "bytes_per_second": speed, "probes": probes}
+        found |= kept(run.path, FORGETTING)
         if bits := kept(run.path, STREAMS).get("bits"):
             found["median_stream"] = statistics.median(bits)
         return found
@@ -172,6 +184,8 @@ class LanguageExperiment(OnText):
                 for data, limit in self.reviews.items()
                 for column in _probed(data, limit, next(iter(self.contenders)))
             ),
+            Column(f"part of the cells that keep half of a difference for {AFTER} bytes", "facts.kept", 3),
+            Column("part of the cells' values that tanh takes to within half a percent of 1", "facts.saturated", 3),
             Column("bytes/s", "facts.bytes_per_second"),
         ]
 
@@ -190,8 +204,7 @@ def _probed(data: str, limit: int | None, first: str) -> Iterator[Column]:
         (f"{data}, the same, against {first}", data, "test error", first),
         (f"{data}, features used", data, "used", None),
     ]
-    for of in OTHER_STATES:
-        what = {"cell": "last cell state", "hidden": "last hidden state", "mean": "mean hidden state"}[of]
+    for of, what in OTHER_STATES.items():
         title = f"{data}, {wrong}, {what}, standardized"
         columns.append((title, _named(data, of), "test error", None))
         columns.append((f"{title}, against {first}", _named(data, of), "test error", first))

@@ -21,7 +21,10 @@ from ..data.reviews import encode
 # Called with the work done and the total.
 Progress = Callable[[int, int], None]
 
-STATES = ("cell", "hidden", "mean")
+STATES = ("cell", "squashed", "hidden", "fading", "mean")
+
+# Bytes after which a hidden state has half its weight in the fading mean.
+HALF_LIFE = 256
 
 
 def features(
@@ -29,8 +32,9 @@ def features(
 ) -> dict[str, np.ndarray]:
     """A model's states of each text, which is read as `encode` gives it, by the names of `STATES`.
 
-    float32 `[texts, width]` each: the last "cell" state, the last "hidden" state, and the "mean" of the hidden states
-    over time, which is left out for a model without `outputs`.
+    float32 `[texts, width]` each: the last "cell" state; the same "squashed" by tanh, which is all that an LSTM reads
+    of it; the last "hidden" state; a "fading" mean of the hidden states, in which the weight of each halves every 256
+    bytes; and their "mean" over time. The last two are left out for a model without `outputs`.
 
     There is no padding: texts of nearly equal length go side by side, and a text leaves its batch where it ends. So a
     text's features do not depend on the others, but for the rounding of products with more or fewer rows.
@@ -48,7 +52,9 @@ def features(
     lengths = np.array([len(one) for one in data], dtype=np.int64)
     order = np.argsort(lengths, kind="stable")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with_mean = hasattr(model, "outputs")
+    with_means = hasattr(model, "outputs")
+    # What is kept of a hidden state's weight from byte to byte.
+    kept = {"fading": 0.5 ** (1 / HALF_LIFE), "mean": 1.0} if with_means else {}
     out: dict[str, np.ndarray] = {}
     read, total = 0, int(lengths.sum())
     training = model.training
@@ -63,20 +69,24 @@ def features(
                     side[: lengths[row], column] = data[row]
                 text = torch.from_numpy(side).to(device)
                 state = tuple(part.to(device) for part in model.initial_state(len(rows)))
-                so_far: Tensor | float = 0.0  # the sum of the hidden states over time
+                sums: dict[str, Any] = dict.fromkeys(kept, 0.0)  # of the hidden states over time
+                totals = dict.fromkeys(kept, 0.0)  # of their weights
                 ended = 0
                 for begin, end in pairwise(_cuts(lengths[rows], chunk)):
                     # Without the scores of 256 bytes where the model can leave them out.
-                    y, state = (model.outputs if with_mean else model)(text[begin:end, ended:], state)
+                    y, state = (model.outputs if with_means else model)(text[begin:end, ended:], state)
                     read += (end - begin) * (len(rows) - ended)
-                    if with_mean:
-                        so_far = so_far + y.float().sum(0)
+                    for name, part in kept.items():
+                        weights = part ** torch.arange(end - begin - 1, -1, -1.0, device=device)
+                        sums[name] = sums[name] * part ** (end - begin) + torch.tensordot(weights, y.float(), 1)
+                        totals[name] = totals[name] * part ** (end - begin) + float(weights.sum())
                     now = int(np.searchsorted(lengths[rows], end, side="right"))
                     if now > ended:
-                        done = {"cell": state[-1][-1, : now - ended], "hidden": state[0][-1, : now - ended]}
-                        if isinstance(so_far, Tensor):
-                            done["mean"] = so_far[: now - ended] / end
-                            so_far = so_far[now - ended :]
+                        cell, hidden = (state[nth][-1, : now - ended] for nth in (-1, 0))
+                        done = {"cell": cell, "squashed": cell.float().tanh(), "hidden": hidden}
+                        for name, of in sums.items():
+                            done[name] = of[: now - ended] / totals[name]
+                            sums[name] = of[now - ended :]
                         _keep(out, done, rows[ended:now], len(texts))
                         # Copies, so that what follows has the layout of a batch of its own.
                         state = tuple(part[:, now - ended :].contiguous() for part in state)
@@ -133,7 +143,7 @@ class CachedFeatures:
 
     def __init__(self, checkpoint: Path):
         # A number to count up where features change for the same checkpoint and text.
-        self.state = digest("2", checkpoint)
+        self.state = digest("3", checkpoint)
         self.folder = checkpoint.parent / "features"
         self.name = checkpoint.stem
         self.note: str | None = None
