@@ -380,7 +380,10 @@ def test_a_probe_that_uses_nothing_says_so(run, tmp_path, monkeypatch):
         (["nowhere"], "checkpoint: expected a file, or a folder with last.safetensors, got nowhere"),
         (["run", "--data", "yelp"], "data: expected sst, imdb or a csv file, got yelp"),
         (["run", "--data", "films.csv", "--limit", "1"], "limit: expected 2 texts or more"),
-        (["run", "--data", "films.csv", "--of", "gate"], "of: expected one of cell, hidden, mean, got gate"),
+        (
+            ["run", "--data", "films.csv", "--of", "gate"],
+            "of: expected one of cell, squashed, hidden, fading, mean, got gate",
+        ),
         (["run", "--data", "films.csv", "--batch", "0"], "batch: expected a positive number, got 0"),
         (["run", "--data", "sst", "--data-dir", "."], "sst: expected sst/train_binary_sent.csv or"),
         (["run", "--data", "films.csv", "--out", "films.csv"], "out: expected a folder to write to"),

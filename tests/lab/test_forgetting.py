@@ -1,0 +1,37 @@
+"""How long cells keep what came before."""
+
+import pytest
+import torch
+
+from blocksparse import BlockSparseError
+from blocksparse_lab.recipes.forgetting import AFTER, BEFORE, forgetting
+
+FACTORS = (0.5, 0.98, 0.995, 1.0, 0.0)
+
+
+class Leaky:
+    """Each cell is a sum of the bytes before, of which a part is lost with each byte; the last is always 0."""
+
+    def initial_state(self, batch):
+        return torch.zeros(1, batch, 2), torch.zeros(1, batch, len(FACTORS))
+
+    def outputs(self, text, state):
+        h, cell = state
+        for byte in text:
+            cell = cell * torch.tensor(FACTORS) + byte[:, None] * torch.tensor([1e-3, 1e-3, 1e-3, 1e-3, 0.0])
+        return torch.zeros(*text.shape, 2), (h, cell)
+
+
+def test_the_part_of_the_cells_that_keep_half():
+    # After 64 bytes 0.98 ** 64 = 0.27 is left, 0.995 ** 64 = 0.73. The cell that never differs is not counted.
+    text = torch.randint(1, 256, (10 * (2 * BEFORE + AFTER) + 7,), dtype=torch.uint8)
+    found = forgetting(Leaky(), text)
+    assert found["kept"] == 0.5
+    # The sum of a thousand bytes of 128 on average is about 130, of the last two hundred 25, of fifty 6.
+    assert found["saturated"] == pytest.approx(3 / 5, abs=0.02)
+
+
+def test_a_text_that_is_too_short():
+    forgetting(Leaky(), torch.ones(2 * BEFORE + AFTER, dtype=torch.uint8))
+    with pytest.raises(BlockSparseError, match=r"text: expected 2,112 bytes or more, got 2,111"):
+        forgetting(Leaky(), torch.ones(2 * BEFORE + AFTER - 1, dtype=torch.uint8))
