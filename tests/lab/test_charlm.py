@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import blocksparse as bs
 from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab.data import text
-from blocksparse_lab.models.char_lm import CharLM, CharLMConfig, least_parameters, parameter_count
+from blocksparse_lab.models.char_lm import CharLM, CharLMConfig, least_parameters, multiply_adds, parameter_count
 from blocksparse_lab.recipes import charlm
 from blocksparse_lab.recipes.charlm import CharLMTask
 from blocksparse_lab.recipes.language_model import sample
@@ -137,11 +137,12 @@ def test_evaluation_is_in_streams_that_depend_on_the_text_alone(monkeypatch):
 
 
 SMALL_WORLD = {"cell": "smallworld", "depth": 2}
+AS_PUBLISHED = SMALL_WORLD | {"layouts": "separate", "init": "identity", "stride": 2, "weight_norm": True}
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"projection": 8, "pattern": "dense"}, {"cell": "mlstm"}, SMALL_WORLD, SMALL_WORLD | {"layouts": "separate"}],
+    [{}, {"projection": 8, "pattern": "dense"}, {"cell": "mlstm", "weight_norm": True}, SMALL_WORLD, AS_PUBLISHED],
 )
 def test_the_checkpoint_of_a_run_is_a_language_model(options, tmp_path):
     config = replace(CONFIG, **options)
@@ -151,8 +152,8 @@ def test_the_checkpoint_of_a_run_is_a_language_model(options, tmp_path):
     model = charlm.load(tmp_path)
     assert model.config == config
     assert not model.training
-    assert torch.equal(model.outlet.weight, trainer.ema["outlet.weight"])
-    assert not torch.equal(model.outlet.weight, task.model.outlet.weight)
+    assert torch.equal(model.outlet.bias, trainer.ema["outlet.bias"])
+    assert not torch.equal(model.outlet.bias, task.model.outlet.bias)
     with torch.no_grad():
         assert CharLMTask(model, corpus(), 4, 16).evaluate(model) == result["held_out"]
 
@@ -161,6 +162,26 @@ def test_the_checkpoint_of_a_run_is_a_language_model(options, tmp_path):
 def test_internal_steps_share_blocks_or_have_their_own(layouts, count):
     model = CharLM(replace(CONFIG, **SMALL_WORLD, width=64, layers=2, layouts=layouts))
     assert len({module.layout for module in model.modules() if hasattr(module, "layout")}) == count
+
+
+def test_units_that_meet_inputs_and_outlet():
+    model = CharLM(replace(CONFIG, **SMALL_WORLD, stride=4))
+    assert model.recurrent.weight_input1_l0.shape == (8, CONFIG.embedding)
+    text = torch.randint(256, (3, 2))
+    y, _ = model.outputs(text)
+    logits, _ = model(text)
+    torch.testing.assert_close(logits, model.outlet(y[..., ::4]))
+    assert multiply_adds(model.config) < multiply_adds(replace(CONFIG, **SMALL_WORLD))
+
+
+def test_weight_norm():
+    model = CharLM(replace(CONFIG, weight_norm=True))
+    for part in (model.embedding, model.outlet):
+        torch.testing.assert_close(part.weight.norm(dim=1), torch.ones(256))
+    assert multiply_adds(model.config) == multiply_adds(CONFIG)
+    logits, _ = model(torch.randint(256, (3, 2)))
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("cell", ["lstm", "smallworld"])
@@ -179,7 +200,14 @@ def test_identities_pass_each_unit_on(pattern):
     assert torch.equal(weights["recurrent.weight_gates_l0"], torch.eye(32).repeat(4, 1))
 
 
-WRONG = [{"projection": 4}, {"init": "identity"}, {"layouts": "separate"}, {"projection": 32, "pattern": "dense"}]
+WRONG = [
+    {"projection": 4},
+    {"init": "identity"},
+    {"layouts": "separate"},
+    {"projection": 32, "pattern": "dense"},
+    {"stride": 2},
+    {"stride": 3, **SMALL_WORLD},
+]
 
 
 @pytest.mark.parametrize("wrong", WRONG)

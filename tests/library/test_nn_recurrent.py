@@ -288,10 +288,10 @@ def test_multiplicative_lstm_by_its_formulas():
     close(cell[0].detach(), c.detach(), 1e-12)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_small_world_lstm_by_its_formulas(depth):
+@pytest.mark.parametrize(("depth", "stride"), [(1, 1), (2, 1), (4, 1), (1, 4), (4, 2)])
+def test_small_world_lstm_by_its_formulas(depth, stride):
     torch.manual_seed(0)
-    module = bs.nn.SmallWorldLSTM(20, HIDDEN, depth=depth).double()
+    module = bs.nn.SmallWorldLSTM(20, HIDDEN, depth=depth, stride=stride).double()
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.startswith(("gain", "bias")):
@@ -300,15 +300,22 @@ def test_small_world_lstm_by_its_formulas(depth):
     def lin(x, name):
         y = x @ getattr(module, f"weight_{name}_l0").T
         gain, bias = getattr(module, f"gain_{name}_l0"), getattr(module, f"bias_{name}_l0")
-        parts = [F.layer_norm(part, (HIDDEN,)) for part in y.split(HIDDEN, 1)]
+        size = HIDDEN // stride if name.startswith("input") else HIDDEN
+        parts = [F.layer_norm(part, (size,)) for part in y.split(size, 1)]
         return torch.cat(parts, 1) * gain + bias
+
+    def reached(y, others):
+        """Units 0, stride, 2 stride and so on have the numbers of y."""
+        units = torch.full((len(y), HIDDEN), float(others), dtype=y.dtype)
+        units[:, ::stride] = y
+        return units
 
     x, h, c = torch.randn(4, 3, 20).double(), torch.zeros(3, HIDDEN).double(), torch.zeros(3, HIDDEN).double()
     ys = []
     for step in x:
-        s = lin(step, "input1") * lin(h, "step1")
+        s = reached(lin(step, "input1"), 1) * lin(h, "step1")
         for k in range(2, depth + 1):
-            s = lin(s, f"step{k}") + (lin(step, "input2") if k == 2 else 0)
+            s = lin(s, f"step{k}") + (reached(lin(step, "input2"), 0) if k == 2 else 0)
             s = s.relu()
         i, f, g, o = lin(s, "gates").chunk(4, 1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
@@ -406,6 +413,11 @@ BAD = {
     ),
     "depth: expected an int, 1 or more": lambda: bs.nn.SmallWorldLSTM(8, 16, depth=0),
     "hidden_size: expected a multiple of the block": lambda: bs.nn.SmallWorldLSTM(8, 15, density=0.5, block_size=8),
+    "hidden_size: expected a multiple of the stride, 3, got 16": lambda: bs.nn.SmallWorldLSTM(8, 16, stride=3),
+    "stride: expected an int, 1 or more and below hidden_size, 16": lambda: bs.nn.SmallWorldLSTM(8, 16, stride=16),
+    "layout of weight_input1_l0: expected outputs that are a multiple of its block, 8 say, got 4": lambda: (
+        bs.nn.SmallWorldLSTM(16, 16, stride=4, density=0.5, block_size=8)
+    ),
     r"input: expected \[steps, batch, 8\], at least one step, got \[3, 2, 9\]": lambda: bs.nn.LSTM(8, 16)(
         torch.randn(3, 2, 9)
     ),

@@ -105,6 +105,11 @@ class Recurrent(Parts):
         """One cell over all steps, whose inputs are the rows of x, or those of x by index: y `[rows, output]`, h, c."""
         raise NotImplementedError
 
+    @property
+    def _reached(self) -> Size:
+        """Units that have weights from the inputs."""
+        return self._hidden
+
     # -- weights -------------------------------------------------------------------------------------------------
 
     def _add_cell(
@@ -112,7 +117,7 @@ class Recurrent(Parts):
     ) -> None:
         size = self._output.real * self.directions if layer else self.input_size
         inputs, suffix = Size(size, size), self._suffix(layer, direction)
-        of_inputs = input_layout or fitting(layout, self._hidden, inputs, self.gates)
+        of_inputs = input_layout or fitting(layout, self._reached, inputs, self.gates)
         for name, (parts, out, in_) in self._cell(inputs).items():
             if in_ is None:
                 setattr(self, name + suffix, nn.Parameter(torch.empty(parts * out.padded, **self._options)))

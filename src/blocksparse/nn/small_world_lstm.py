@@ -29,11 +29,14 @@ class SmallWorldLSTM(Recurrent):
         input_size, hidden_size, num_layers, batch_first, dropout, bidirectional: as torch.nn.LSTM.
         depth: steps within a time step: so far an input reaches in the graph at once.
         layout: the blocks of the W1 to Wdepth and of each gate in W, `[hidden, hidden]`.
-        input_layout: the blocks of the first layer's U1 and U2, `[hidden, input]`.
+        stride: every so many units, from the first, have weights from the inputs; 1: all. U1 and U2 are then
+            `[hidden / stride, input]`, and the other units see the inputs by way of those.
+        input_layout: the blocks of the first layer's U1 and U2.
         layouts, density, block_size, device, dtype: as `blocksparse.nn.LSTM`.
 
-    What no layout fits is dense. Shapes are those of `nn.LSTM`. The hidden size is a multiple of the block, since the
-    norms would count a padding. Norms have gains of 1 and biases of 0 at first; the forget gate's bias is 1.
+    What no layout fits is dense. Shapes are those of `nn.LSTM`. The hidden size, and hidden / stride where U1 and U2
+    have blocks, is a multiple of the block, since the norms would count a padding. Norms have gains of 1 and biases of
+    0 at first; the forget gate's bias is 1.
 
     Raises:
         BlockSparseError: sizes or layouts that do not fit, inputs of another shape.
@@ -60,23 +63,39 @@ class SmallWorldLSTM(Recurrent):
         bidirectional: bool = False,
         *,
         depth: int = 4,
+        stride: int = 1,
         **options: Unpack[SparseOptions],
     ):
         self.depth = integer("depth", depth, 1)
+        self.stride = integer("stride", stride, 1, integer("hidden_size", hidden_size, 1), "hidden_size")
+        if hidden_size % stride:
+            raise BlockSparseError.expected("hidden_size", f"a multiple of the stride, {stride}", hidden_size)
         super().__init__(input_size, hidden_size, num_layers, True, batch_first, dropout, bidirectional, **options)
+        for name, (out, _) in self.sizes.items():
+            if out.padded != out.real:
+                blocks = f"outputs that are a multiple of its block, {out.padded} say"
+                raise BlockSparseError.expected(f"the layout of {name}", blocks, out.real)
 
     def _cell(self, inputs: Size) -> dict[str, tuple[int, Size, Size | None]]:
         hidden = self._hidden
         if hidden.padded != hidden.real:
             raise BlockSparseError.expected("hidden_size", "a multiple of the block", self.hidden_size)
         weights = {
-            **dict.fromkeys(self._input_names, (1, hidden, inputs)),
+            **dict.fromkeys(self._input_names, (1, self._reached, inputs)),
             **dict.fromkeys(self._step_names, (1, hidden, hidden)),
             "gates": (4, hidden, hidden),
         }
         cell: dict[str, tuple[int, Size, Size | None]] = {f"weight_{name}": sizes for name, sizes in weights.items()}
-        norms = [(f"{kind}_{name}", gates) for name, (gates, *_) in weights.items() for kind in ("gain", "bias")]
-        return cell | {name: (gates, hidden, None) for name, gates in norms}
+        return cell | {
+            f"{kind}_{name}": (gates, out, None)
+            for name, (gates, out, _) in weights.items()
+            for kind in ("gain", "bias")
+        }
+
+    @property
+    def _reached(self) -> Size:
+        units = self.hidden_size // self.stride
+        return Size(units, units)
 
     @property
     def _input_names(self) -> list[str]:
@@ -105,13 +124,20 @@ class SmallWorldLSTM(Recurrent):
             weight, layout = self._weight(f"weight_{name}{suffix}")
             check_dtypes(x, weight)
             y = linear_of(pad(x, layout), weight, layout)
-            inputs.append(F.layer_norm(y, (self.hidden_size,), gain.to(y.dtype), bias.to(y.dtype), EPSILON).to(y.dtype))
-        factors, terms = inputs[0], inputs[-1]
+            inputs.append(F.layer_norm(y, gain.shape, gain.to(y.dtype), bias.to(y.dtype), EPSILON).to(y.dtype))
+        factors, terms = self._spread(inputs[0], 1), self._spread(inputs[-1], 0)
         names = [*self._step_names, "gates"]
         weights, layouts = zip(*(self._weight(f"weight_{name}{suffix}") for name in names), strict=True)
         norms = [getattr(self, f"{kind}_{name}{suffix}") for kind in ("gain", "bias") for name in names]
         _, h, *parameters = cast(factors, h, *weights, *norms)
         return scan(recurrent.SmallWorldLSTM(steps, *layouts), factors, terms, index, h, c, *parameters)
 
+    def _spread(self, of_reached: Tensor, of_others: float) -> Tensor:
+        """The numbers of all units `[rows, hidden]`, from those of every stride-th."""
+        if self.stride == 1:
+            return of_reached
+        return F.pad(of_reached.unsqueeze(-1), (0, self.stride - 1), value=of_others).flatten(1)
+
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, depth={self.depth}"
+        stride = f", stride={self.stride}" * (self.stride > 1)
+        return f"{super().extra_repr()}, depth={self.depth}{stride}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from blocksparse import patterns
 from blocksparse.checked import integer, number
@@ -44,6 +45,8 @@ class CharLMConfig:
     rewire: float = option(0.2, "Of watts_strogatz: part of the edges drawn at random.")
     density: float = option(0.1, "Of random, part of the blocks; of block_diagonal too, the nearest 1 / n.")
     layouts: str = option("shared", "Of smallworld: one shared by all internal steps, or separate, one for each.")
+    stride: int = option(1, "Of smallworld: every so many units have weights from the inputs and to the outlet.")
+    weight_norm: bool = option(False, "Weight norm of embedding and outlet.")
     init: str = option("uniform", "Of smallworld's weights from unit to unit: uniform, or identity, as in 2017.")
     seed: int = option(0, "Of pattern, weights and whatever is drawn.")
 
@@ -52,7 +55,7 @@ class CharLMConfig:
             if getattr(self, name) not in known:
                 raise BlockSparseError.expected(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
         # Those that this cell and pattern do not use too: they are written to the run's files and compared there.
-        for name in ("width", "embedding", "layers", "depth", "block_size", "m", "neighbors"):
+        for name in ("width", "embedding", "layers", "depth", "stride", "block_size", "m", "neighbors"):
             integer(name, getattr(self, name), 1)
         for name in ("rewire", "density"):
             number(name, getattr(self, name), 0, 1)
@@ -60,6 +63,9 @@ class CharLMConfig:
             given = f"{self.projection} of {self.cell}, {self.pattern}"
             raise BlockSparseError.expected("projection", "0 unless lstm and dense", given)
         integer("projection", self.projection, 0, self.width, "the width")
+        if self.stride > 1 and (self.cell != "smallworld" or self.width % self.stride):
+            given = f"{self.stride} of {self.cell}, {self.width} wide"
+            raise BlockSparseError.expected("stride", "1 unless smallworld and a divisor of the width", given)
         integer("seed", self.seed, 0, 2**32)
         if self.init == "identity" and self.cell != "smallworld":
             raise BlockSparseError.expected("init", "uniform but of a smallworld, which has norms", repr(self.init))
@@ -141,9 +147,15 @@ class CharLM(nn.Module):
                 self.recurrent = MultiplicativeLSTM(*sizes, layout=config.layout)
             else:
                 self.recurrent = SmallWorldLSTM(
-                    *sizes, depth=config.depth, layout=config.layout, layouts=config.layouts_by_name
+                    *sizes,
+                    depth=config.depth,
+                    stride=config.stride,
+                    layout=config.layout,
+                    layouts=config.layouts_by_name,
                 )
-            self.outlet = nn.Linear(config.hidden, 256)
+            self.outlet = nn.Linear(config.hidden // config.stride, 256)
+            if config.weight_norm:
+                self._normalize_weights()
         if config.init == "identity":
             self._draw_identities()
 
@@ -158,6 +170,13 @@ class CharLM(nn.Module):
         # Not weight.new_zeros, which is sharded where the weight is.
         h = torch.zeros(*sizes, self.config.hidden, dtype=weight.dtype, device=weight.device)
         return h, torch.zeros(*sizes, self.config.width, dtype=wide, device=weight.device)
+
+    @torch.no_grad()
+    def _normalize_weights(self) -> None:
+        """Each byte's weights have a norm of their own, 1 at first."""
+        for part in (self.embedding, self.outlet):
+            weight_norm(part)
+            part.get_parameter("parametrizations.weight.original0").fill_(1)
 
     @torch.no_grad()
     def _draw_identities(self) -> None:
@@ -182,6 +201,7 @@ class CharLM(nn.Module):
 
     def forward(self, text: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         y, state = self.outputs(text, state)
+        y = y[..., :: self.config.stride]
         if type(self.outlet) is not nn.Linear:  # made block-sparse
             return self.outlet(y), state
         return linear_of(y.flatten(0, 1), self.outlet.weight, None, self.outlet.bias).unflatten(0, y.shape[:2]), state
@@ -210,15 +230,15 @@ def least_parameters(config: CharLMConfig) -> float:
     }.get(config.pattern, 1)
     squares = {"lstm": 4, "mlstm": 5, "smallworld": config.depth + 3}[config.cell]
     recurrent = squares * config.width * config.hidden * max(0, min(1, kept))
-    return config.layers * (recurrent + config.width) + 256 * (config.embedding + config.hidden)
+    return config.layers * (recurrent + config.width) + 256 * (config.embedding + config.hidden // config.stride)
 
 
 def multiply_adds(config: CharLMConfig) -> int:
     """Multiply-adds per byte: one for each weight of a product; the embedding is a look-up."""
     with torch.device("meta"):
         model = CharLM(config)
-    weights = (p.numel() for name, p in model.named_parameters() if ".weight_" in name or name == "outlet.weight")
-    return sum(weights)
+    weights = (p.numel() for name, p in model.recurrent.named_parameters() if "weight_" in name)
+    return sum(weights) + model.outlet.weight.numel()
 
 
 def width_for(config: CharLMConfig, params: int) -> CharLMConfig:

@@ -38,7 +38,7 @@ _LARGEST = 1e100  # of numbers whose squares are summed up
 # Options that other cells or patterns ignore.
 _ONLY_OF = {
     "lstm": {"projection"},
-    "smallworld": {"depth", "init", "layouts"},
+    "smallworld": {"depth", "init", "layouts", "stride"},
     "barabasi_albert": {"block_size", "m"},
     "watts_strogatz": {"block_size", "neighbors", "rewire"},
     "random": {"block_size", "density"},
