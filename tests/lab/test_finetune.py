@@ -31,7 +31,13 @@ pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 
 DENSE = CharLMConfig(width=24, embedding=8)
 SPARSE = CharLMConfig(width=48, embedding=8, pattern="random", density=0.4, block_size=8, seed=1)
-KINDS = [DENSE, SPARSE, replace(SPARSE, cell="mlstm", layers=2), replace(DENSE, projection=8)]
+KINDS = [
+    DENSE,
+    SPARSE,
+    replace(SPARSE, cell="mlstm", layers=2),
+    replace(DENSE, projection=8),
+    replace(SPARSE, cell="smallworld", stride=2, weight_norm=True),
+]
 QUICK = Recipe(epochs=3, batch=8, longest=20, learning_rate=0.02)
 
 
