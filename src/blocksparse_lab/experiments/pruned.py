@@ -142,6 +142,7 @@ def _inputs() -> PruningExperiment:
             **_at("one-shot", (0.39, 0.27), **inputs),
             **_at(FIXED, (0.39, 0.27), search=0, **inputs),
         },
+        controls=(f"{FIXED}-0.39", f"{FIXED}-0.27"),
         hidden=(width, width),
         epochs=20,
         minutes=3,

@@ -65,11 +65,13 @@ class PruningExperiment(Experiment):
         contenders: how each becomes sparse; the one of the name `DENSE` is what they are measured against.
         pruned: densities at which that one is pruned after its training too, as it is.
         skip: what stays dense then.
+        controls: sparse ones that the others are measured against too.
     """
 
     contenders: Mapping[str, Pruning | Dense]
     pruned: tuple[float, ...] = ()
     skip: tuple[str, ...] = ()
+    controls: tuple[str, ...] = ()
     caption: ClassVar[str] = (
         "Each sparse one looks for its blocks in the first part of its steps, with dense weights, and then trains what "
         "is left, truly sparse; fixed has blocks at random from the first step on. Density is of the weights that may "
@@ -234,7 +236,10 @@ class PruningExperiment(Experiment):
             Column("numbers stored", lambda run, _: float(run.facts["sparse"]["numbers"]), 0),
             Column(self.figure, quality, 3),
             *self.tested,
-            Column(f"against dense, {self.unit}", quality, self.digits, DENSE, self.compared),
+            *(
+                Column(f"against {name}, {self.unit}", quality, self.digits, name, self.compared)
+                for name in (DENSE, *self.controls)
+            ),
             Column(f"ms of inference, {BATCH} at once", milliseconds, 2),
             Column("times as fast as dense", "facts.inference.speed_up", 2),
             SEEDS,
