@@ -1,13 +1,13 @@
 """One sparse net on Fashion-MNIST, trained by one process and by WASAP-SGD with several: accuracy, throughput, time.
 
     python benchmarks/wasap.py --data-dir DATA                            1, 2 and 4 processes, 100 epochs each
-    python benchmarks/wasap.py --data-dir DATA --processes 1,2 --seeds 0,1,2 --wassp
+    python benchmarks/wasap.py --data-dir DATA --processes 1,2 --seeds 0,1,2 --wassp --threads
     python benchmarks/wasap.py --data-dir DATA --epochs 1 --rows 2000 --out /tmp/wasap      to see that it runs
 
-Each run is `torchrun` with that many processes of one thread. Without --data-dir Fashion-MNIST is downloaded. Prints an
-epoch per line, and writes wasap-fashion_mnist.json, .md and .png after each run: what was measured stays when a later
-one fails. A run whose process dies, or that says nothing for --patience seconds, is ended, named in the table, and
-makes the exit status 1.
+Each run is `torchrun` with that many processes of one thread; with --threads one process has a thread on each core, too.
+Without --data-dir Fashion-MNIST is downloaded. Prints an epoch per line, and writes wasap-fashion_mnist.json, .md and
+.png after each run: what was measured stays when a later one fails. A run whose process dies, or that says nothing for
+--patience seconds, is ended, named in the table, and makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class Run:
     facts: dict[str, Any] = field(default_factory=dict)
     failure: str | None = None
     synchronous: bool = False
+    threads: int = 1  # of each process
 
     @property
     def name(self) -> str:
@@ -101,7 +102,8 @@ class Run:
 
     @property
     def contender(self) -> str:
-        return _processes(self.processes) + (", WASSP" if self.synchronous else "")
+        several = f", {self.threads} threads" if self.threads > 1 else ""
+        return _processes(self.processes) + several + (", WASSP" if self.synchronous else "")
 
     @property
     def accuracy(self) -> float:
@@ -165,7 +167,7 @@ def command(run: Run, options: Options) -> list[str]:
 
 def measure(run: Run, options: Options, say: Callable[[str], None]) -> None:
     """Trains; `run.failure` records a failure."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": str(run.threads)}
     lines: queue.Queue[str | None] = queue.Queue()
     with tempfile.TemporaryFile("w+") as errors:
         # In a session of its own: Ctrl-C is for us, who then end it.
@@ -314,8 +316,8 @@ def _rows(of: dict[str, list[Run]]) -> Iterator[list[str]]:
         title: partial(Run.rows_per_second, phases=phases)
         for title, phases in (("first phase", FIRST), ("second phase", SECOND))
     }
-    # The processes share the cores, and each has one thread.
-    yield row("cores of a process", lambda run: f"{min(1, run.facts['cores'] / run.processes):.2g}")
+    # The processes share the cores.
+    yield row("cores of a process", lambda run: f"{min(run.threads, run.facts['cores'] / run.processes):.2g}")
     for title, name in FACTS.items():
         yield row(title, lambda run, name=name: f"{run.facts[name]:,}")
     yield row("density", lambda run: f"{100 * run.facts['density']:.3g} %")
@@ -362,11 +364,13 @@ def checked(arguments: argparse.Namespace) -> tuple[list[Run], Options]:
     if not max(processes) <= rows <= there:
         raise BlockSparseError.expected("rows", f"{max(processes)}, one for each process, to {there:,}", rows)
     options = Options(arguments.epochs, arguments.rows, arguments.data_dir, arguments.patience)
+    several = [cores()] if arguments.threads and cores() > 1 else []
     return [
-        Run(count, seed, synchronous=synchronous)
+        Run(count, seed, synchronous=synchronous, threads=threads)
         for seed in seeds
         for count in sorted(processes)
         for synchronous in ((False, True) if arguments.wassp and count > 1 else (False,))
+        for threads in ((1, *several) if count == 1 else (1,))
     ], options
 
 
@@ -377,6 +381,7 @@ def main() -> None:
     parser.add_argument("--processes", default="1,2,4", help="of the runs")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--wassp", action="store_true", help="WASSP-SGD as well")
+    parser.add_argument("--threads", action="store_true", help="one process with a thread on each core as well")
     parser.add_argument("--rows", type=int, help="number of those to train on, for a quick look")
     parser.add_argument("--patience", type=float, default=900, help="seconds that an epoch may take")
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -202,12 +202,15 @@ def test_nothing_but_failures_is_a_report_too(wasap, tmp_path):
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
-def test_mistakes(wasap, tmp_path, given, message):
+def test_mistakes(wasap, tmp_path, monkeypatch, given, message):
     write(tmp_path)
     usual = {"epochs": 1, "patience": 60.0, "processes": "1,2,4", "seeds": "0", "wassp": False, "rows": None}
-    usual["data_dir"] = str(tmp_path)
+    usual |= {"data_dir": str(tmp_path), "threads": False}
     runs, options = wasap.checked(argparse.Namespace(**usual))
     assert [(run.processes, run.seed) for run in runs] == [(1, 0), (2, 0), (4, 0)]
     assert options.epochs == 1
+    monkeypatch.setattr(wasap, "cores", lambda: 2)
+    runs, _ = wasap.checked(argparse.Namespace(**usual | {"threads": True}))
+    assert [run.contender for run in runs] == ["1 process", "1 process, 2 threads", "2 processes", "4 processes"]
     with pytest.raises(BlockSparseError, match=re.escape(message)):
         wasap.checked(argparse.Namespace(**usual | given))
