@@ -4,7 +4,7 @@
     python benchmarks/wasap.py --data-dir DATA --processes 1,2 --seeds 0,1,2 --wassp --threads
     python benchmarks/wasap.py --data-dir DATA --epochs 1 --rows 2000 --out /tmp/wasap      to see that it runs
 
-Each run is `torchrun` with that many processes of one thread; with --threads one process has a thread on each core, too.
+Each run is `torchrun` with that many processes of one thread; --threads: one process with a thread on each core, too.
 Without --data-dir Fashion-MNIST is downloaded. Prints an epoch per line, and writes wasap-fashion_mnist.json, .md and
 .png after each run: what was measured stays when a later one fails. A run whose process dies, or that says nothing for
 --patience seconds, is ended, named in the table, and makes the exit status 1.
