@@ -259,6 +259,9 @@ def test_bad_input(tiny, tmp_path):
     (tmp_path / "tiny.json").write_text('{"runs": {"dense": [1]}}')
     with pytest.raises(bs.BlockSparseError, match=r"tiny\.json: expected the report of an experiment"):
         experiments.draw("tiny", tiny, tmp_path)
+    (tmp_path / "tiny.json").write_text((RESULTS / "gpt-small.json").read_text())
+    with pytest.raises(bs.BlockSparseError, match=r"expected the report of tiny, got runs of block-sparse"):
+        experiments.draw("tiny", tiny, tmp_path)
 
 
 @pytest.mark.parametrize("name", language.EXPERIMENTS)

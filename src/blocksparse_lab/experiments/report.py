@@ -84,7 +84,10 @@ def _seed(run: Run) -> int:
 
 def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
     """Writes `NAME.md` and `NAME.png` from `NAME.json` in the same folder."""
-    of = load(out / f"{name}.json")
+    path = out / f"{name}.json"
+    of = load(path)
+    if others := of.runs.keys() - experiment.contenders.keys():
+        raise BlockSparseError.expected(str(path), f"the report of {name}", f"runs of {', '.join(sorted(others))}")
     text, picture = out / f"{name}.md", out / f"{name}.png"
     machines = [(run.result or {})["machine"] for runs in of.runs.values() for run in runs]
     parts = [f"# {name}", f"{experiment.about}."]
