@@ -112,7 +112,7 @@ class LanguageExperiment(OnText):
             nats, counts = task.of_streams(task.model.to(self.settings.device))
             bits = {"bits": (nats / counts * task.per_nat).tolist()}
             checkpoint.write_text(run / STREAMS, json.dumps(bits) + "\n")
-        if self.reviews and not kept(run, FORGETTING):
+        if not kept(run, FORGETTING):
             kept_of = forgetting(charlm.load(path), self.load(data_dir).held_out)
             checkpoint.write_text(run / FORGETTING, json.dumps(kept_of) + "\n")
         for data, limit in self.reviews.items():
@@ -137,7 +137,7 @@ class LanguageExperiment(OnText):
 
     def is_probed(self, run: Path) -> bool:
         probed = kept(run, PROBES).keys() >= {name for data in self.reviews for name in _probes(data)}
-        return probed and bool(kept(run, STREAMS)) and (not self.reviews or bool(kept(run, FORGETTING)))
+        return probed and all(kept(run, name) for name in (STREAMS, FORGETTING))
 
     def found(self, run: Run) -> dict[str, Any]:
         # What is long is left in the folder of the run, and what is known of the data where it is said.
@@ -184,7 +184,11 @@ class LanguageExperiment(OnText):
                 for data, limit in self.reviews.items()
                 for column in _probed(data, limit, next(iter(self.contenders)))
             ),
-            Column(f"part of the cells that keep half of a difference for {AFTER} bytes", "facts.kept", 3),
+            Column(
+                f"part of the cells that keep half of the difference of two texts, {AFTER} bytes after they go on alike",
+                "facts.kept",
+                3,
+            ),
             Column("part of the cells' values that tanh takes to within half a percent of 1", "facts.saturated", 3),
             Column("bytes/s", "facts.bytes_per_second"),
         ]
