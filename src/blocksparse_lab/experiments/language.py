@@ -185,11 +185,11 @@ class LanguageExperiment(OnText):
                 for column in _probed(data, limit, next(iter(self.contenders)))
             ),
             Column(
-                f"part of the cells that keep half of the difference of two texts, {AFTER} bytes after they go on alike",
+                f"part of cells that keep half of the difference of two texts, {AFTER} bytes after they go on alike",
                 "facts.kept",
                 3,
             ),
-            Column("part of the cells' values that tanh takes to within half a percent of 1", "facts.saturated", 3),
+            Column("part of cell states that tanh takes to within half a percent of 1", "facts.saturated", 3),
             Column("bytes/s", "facts.bytes_per_second"),
         ]
 
