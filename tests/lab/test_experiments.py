@@ -360,6 +360,21 @@ def test_runs_of_two_instruction_sets_are_no_pairs():
     assert column.cells(dict.fromkeys(of), of)[1] == "+1.17 ± 0.29 (p 0.02)"
 
 
+def test_a_cell_says_where_it_is_not_of_all_seeds():
+    def runs(*figures):
+        configs = [{"settings": {"seed": seed}, "facts": {"error": error}} for seed, error in enumerate(figures)]
+        return [Run(Path("run"), config, [], {"machine": {"isa": "avx2"}}) for config in configs]
+
+    of = {"set": runs(1.0, 2.0, 3.0), "rigl": runs(2.0, None, 4.5), "narrow": runs(None, None, None)}
+    column = Column("error", "facts.error", 1)
+    assert column.cells(dict.fromkeys(of), of) == ["2.0 ± 1.0", "3.2 ± 1.8 (2 of 3 seeds)", "-"]
+    against = replace(column, against="set")
+    assert against.cells(dict.fromkeys(of), of) is None
+    del of["narrow"]
+    assert against.cells(dict.fromkeys(of), of) == ["+0.0 ± 0.0", "+1.2 ± 0.4 (2 of 3 seeds)"]
+    assert against.cells(dict.fromkeys(of), of, paired=False)[1] == "+1.2 ± 2.0 (2 of 3 seeds)"
+
+
 def test_classifiers_from_nothing_to_the_report(table, tmp_path):
     _, _, markdown = command(tmp_path, "--only", "set", "--seed", "1")
     assert "± " not in markdown

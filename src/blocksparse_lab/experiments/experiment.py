@@ -61,41 +61,51 @@ class Column:
     def cells(
         self, contenders: Mapping[str, Any], runs: Mapping[str, Sequence[Run]], paired: bool = True
     ) -> list[str] | None:
-        """The cells, one per contender that has runs; None where none of them is known, or cannot be compared.
+        """The cells, one per contender that has runs; None where none of them is known, or cannot be compared. A cell
+        says of how many seeds it is, where that is not all.
 
         Args:
             paired: whether runs of the same seed share anything.
         """
         found = {
-            name: {run.settings["seed"]: self.value(run, contenders[name]) for run in some}
+            name: {
+                run.settings["seed"]: value for run in some if (value := self.value(run, contenders[name])) is not None
+            }
             for name, some in runs.items()
         }
-        unknown = {name for name, values in found.items() if None in values.values()}
+        unknown = {name for name, values in found.items() if not values}
         if len(unknown) == len(found) or (unknown and (self.against or self.show)):
             return None
+        parts = {
+            name: "" if len(values) in (0, len(runs[name])) else f"{len(values)} of {len(runs[name])} seeds"
+            for name, values in found.items()
+        }
         if self.against is None:
-            return ["-" if name in unknown else self._cell(list(values.values())) for name, values in found.items()]
+            return [
+                "-" if name in unknown else noted(self._cell(list(values.values())), parts[name])
+                for name, values in found.items()
+            ]
         if self.against not in found:
             return None
         base, sets = found[self.against], {name: _instruction_sets(some) for name, some in runs.items()}
         cells = []
         for name, of in found.items():
-            same = sets[name] == sets[self.against]
+            same, part = sets[name] == sets[self.against], parts[name] or parts[self.against]
             if name == self.against or (paired and same):
                 pairs = [self.compared(value, base[seed]) for seed, value in of.items() if seed in base]
                 # Of a cell in a form of its own, a ratio say, 0 is not what chance would make.
-                cells.append(noted(self._cell(pairs, "+"), "" if self.show else chance(pairs)))
+                cells.append(noted(self._cell(pairs, "+"), part, "" if self.show else chance(pairs)))
             else:
                 label = "" if same else UNPAIRED if paired else OTHER_MACHINE
-                cells.append(self._independent(list(of.values()), list(base.values()), label))
+                cells.append(self._independent(list(of.values()), list(base.values()), label, part))
         return cells
 
-    def _independent(self, found: list[float], base: list[float], label: str) -> str:
+    def _independent(self, found: list[float], base: list[float], *notes: str) -> str:
         ours, theirs = ([self.compared(value, fmean(base)) for value in values] for values in (found, base))
         cell = f"{fmean(ours):+,.{self.digits}f}"
         if min(len(ours), len(theirs)) > 1:
             cell += f" ± {hypot(stdev(ours), stdev(theirs)):,.{self.digits}f}"
-        return noted(cell, label, chance(ours, theirs))
+        return noted(cell, *notes, chance(ours, theirs))
 
     def _cell(self, values: list[Any], sign: str = "") -> str:
         if self.show or not values:
