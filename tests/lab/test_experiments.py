@@ -373,6 +373,11 @@ def test_a_cell_says_where_it_is_not_of_all_seeds():
     del of["narrow"]
     assert against.cells(dict.fromkeys(of), of) == ["+0.0 ± 0.0", "+1.2 ± 0.4 (2 of 3 seeds)"]
     assert against.cells(dict.fromkeys(of), of, paired=False)[1] == "+1.2 ± 2.0 (2 of 3 seeds)"
+    of["set"] = runs(1.0, 2.0, None)
+    assert against.cells(dict.fromkeys(of), of)[1] == "+1.0 (1 of 3 seeds)"
+    assert against.cells(dict.fromkeys(of), of, paired=False)[1] == "+1.8 ± 1.9 (2 of 3 seeds against 2 of 3 seeds)"
+    of["rigl"] = runs(None, None, 3.0)
+    assert against.cells(dict.fromkeys(of), of)[1] == "-"
 
 
 def test_classifiers_from_nothing_to_the_report(table, tmp_path):

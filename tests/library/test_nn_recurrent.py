@@ -288,7 +288,7 @@ def test_multiplicative_lstm_by_its_formulas():
     close(cell[0].detach(), c.detach(), 1e-12)
 
 
-@pytest.mark.parametrize(("depth", "stride"), [(1, 1), (2, 1), (4, 1), (1, 4), (4, 2)])
+@pytest.mark.parametrize(("depth", "stride"), [(1, 1), (2, 1), (4, 1), (1, 4), (4, 2), (2, HIDDEN)])
 def test_small_world_lstm_by_its_formulas(depth, stride):
     torch.manual_seed(0)
     module = bs.nn.SmallWorldLSTM(20, HIDDEN, depth=depth, stride=stride).double()
@@ -414,7 +414,8 @@ BAD = {
     "depth: expected an int, 1 or more": lambda: bs.nn.SmallWorldLSTM(8, 16, depth=0),
     "hidden_size: expected a multiple of the block": lambda: bs.nn.SmallWorldLSTM(8, 15, density=0.5, block_size=8),
     "hidden_size: expected a multiple of the stride, 3, got 16": lambda: bs.nn.SmallWorldLSTM(8, 16, stride=3),
-    "stride: expected an int, 1 or more and below hidden_size, 16": lambda: bs.nn.SmallWorldLSTM(8, 16, stride=16),
+    "stride: expected an int, 1 or more, got 0": lambda: bs.nn.SmallWorldLSTM(8, 16, stride=0),
+    "hidden_size: expected a multiple of the stride, 32, got 16": lambda: bs.nn.SmallWorldLSTM(8, 16, stride=32),
     "layout of weight_input1_l0: expected outputs that are a multiple of its block, 8 say, got 4": lambda: (
         bs.nn.SmallWorldLSTM(16, 16, stride=4, density=0.5, block_size=8)
     ),

@@ -67,8 +67,8 @@ class SmallWorldLSTM(Recurrent):
         **options: Unpack[SparseOptions],
     ):
         self.depth = integer("depth", depth, 1)
-        self.stride = integer("stride", stride, 1, integer("hidden_size", hidden_size, 1), "hidden_size")
-        if hidden_size % stride:
+        self.stride = integer("stride", stride, 1)
+        if integer("hidden_size", hidden_size, 1) % stride:
             raise BlockSparseError.expected("hidden_size", f"a multiple of the stride, {stride}", hidden_size)
         super().__init__(input_size, hidden_size, num_layers, True, batch_first, dropout, bidirectional, **options)
         for name, (out, _) in self.sizes.items():

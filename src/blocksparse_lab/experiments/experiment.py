@@ -76,13 +76,9 @@ class Column:
         unknown = {name for name, values in found.items() if not values}
         if len(unknown) == len(found) or (unknown and (self.against or self.show)):
             return None
-        parts = {
-            name: "" if len(values) in (0, len(runs[name])) else f"{len(values)} of {len(runs[name])} seeds"
-            for name, values in found.items()
-        }
         if self.against is None:
             return [
-                "-" if name in unknown else noted(self._cell(list(values.values())), parts[name])
+                "-" if name in unknown else noted(self._cell(list(values.values())), _part(len(values), runs[name]))
                 for name, values in found.items()
             ]
         if self.against not in found:
@@ -90,14 +86,20 @@ class Column:
         base, sets = found[self.against], {name: _instruction_sets(some) for name, some in runs.items()}
         cells = []
         for name, of in found.items():
-            same, part = sets[name] == sets[self.against], parts[name] or parts[self.against]
+            same = sets[name] == sets[self.against]
             if name == self.against or (paired and same):
                 pairs = [self.compared(value, base[seed]) for seed, value in of.items() if seed in base]
+                part = _part(len(pairs), _both(runs[name], runs[self.against])) if pairs else ""
                 # Of a cell in a form of its own, a ratio say, 0 is not what chance would make.
                 cells.append(noted(self._cell(pairs, "+"), part, "" if self.show else chance(pairs)))
             else:
                 label = "" if same else UNPAIRED if paired else OTHER_MACHINE
-                cells.append(self._independent(list(of.values()), list(base.values()), label, part))
+                some = _part(len(of), runs[name]), _part(len(base), runs[self.against])
+                cells.append(
+                    self._independent(
+                        list(of.values()), list(base.values()), label, " against ".join(filter(None, some))
+                    )
+                )
         return cells
 
     def _independent(self, found: list[float], base: list[float], *notes: str) -> str:
@@ -114,6 +116,17 @@ class Column:
         if isinstance(values[0], float) or (len(different) > 1 and isinstance(values[0], int)):
             return spread(values, self.digits, sign)
         return ", ".join(different)
+
+
+def _part(known: int, runs: Sequence[Run]) -> str:
+    """Of how many seeds a cell is, where that is not all."""
+    return "" if known == len(runs) else f"{known} of {len(runs)} seeds"
+
+
+def _both(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
+    """The runs whose seed is among the others too."""
+    seeds = {run.settings["seed"] for run in others}
+    return [run for run in runs if run.settings["seed"] in seeds]
 
 
 UNPAIRED, OTHER_MACHINE = "unpaired", "another instruction set"
