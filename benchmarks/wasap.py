@@ -364,7 +364,10 @@ def checked(arguments: argparse.Namespace) -> tuple[list[Run], Options]:
     if not max(processes) <= rows <= there:
         raise BlockSparseError.expected("rows", f"{max(processes)}, one for each process, to {there:,}", rows)
     options = Options(arguments.epochs, arguments.rows, arguments.data_dir, arguments.patience)
-    several = [cores()] if arguments.threads and cores() > 1 else []
+    if arguments.threads and (cores() == 1 or 1 not in processes):
+        got = f"{cores()} of them, and processes {arguments.processes}"
+        raise BlockSparseError.expected("threads", "two cores or more, and one process among the runs", got)
+    several = [cores()] if arguments.threads else []
     return [
         Run(count, seed, synchronous=synchronous, threads=threads)
         for seed in seeds

@@ -198,6 +198,7 @@ def test_nothing_but_failures_is_a_report_too(wasap, tmp_path):
         ({"rows": 3}, "rows: expected 4, one for each process, to 30, got 3"),
         ({"rows": 31}, "rows: expected 4, one for each process, to 30, got 31"),
         ({"processes": "64"}, "rows: expected 64, one for each process, to 30, got 30"),
+        ({"threads": True, "processes": "2"}, "threads: expected two cores or more, and one process among the runs"),
         ({"data_dir": "nowhere"}, "folder: expected one with train-images-idx3-ubyte"),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",

@@ -10,7 +10,14 @@ import torch.nn.functional as F
 import blocksparse as bs
 from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab.data import text
-from blocksparse_lab.models.char_lm import CharLM, CharLMConfig, least_parameters, multiply_adds, parameter_count
+from blocksparse_lab.models.char_lm import (
+    CharLM,
+    CharLMConfig,
+    least_parameters,
+    multiply_adds,
+    parameter_count,
+    width_for,
+)
 from blocksparse_lab.recipes import charlm
 from blocksparse_lab.recipes.charlm import CharLMTask
 from blocksparse_lab.recipes.language_model import sample
@@ -152,8 +159,10 @@ def test_the_checkpoint_of_a_run_is_a_language_model(options, tmp_path):
     model = charlm.load(tmp_path)
     assert model.config == config
     assert not model.training
-    assert torch.equal(model.outlet.bias, trainer.ema["outlet.bias"])
-    assert not torch.equal(model.outlet.bias, task.model.outlet.bias)
+    trained = dict(task.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, trainer.ema[name]), name
+        assert not torch.equal(parameter, trained[name]), name
     with torch.no_grad():
         assert CharLMTask(model, corpus(), 4, 16).evaluate(model) == result["held_out"]
 
@@ -172,6 +181,14 @@ def test_units_that_meet_inputs_and_outlet():
     logits, _ = model(text)
     torch.testing.assert_close(logits, model.outlet(y[..., ::4]))
     assert multiply_adds(model.config) < multiply_adds(replace(CONFIG, **SMALL_WORLD))
+
+
+def test_widths_fit_the_stride():
+    small_world = replace(CONFIG, **SMALL_WORLD, width=64)
+    for stride in (3, 8, 64):
+        config = width_for(replace(small_world, pattern="dense", width=stride, stride=stride), 1_000_000)
+        assert config.width % stride == 0
+        assert abs(parameter_count(config) / 1_000_000 - 1) < 0.5
 
 
 def test_weight_norm():

@@ -259,7 +259,11 @@ def test_bad_input(tiny, tmp_path):
     (tmp_path / "tiny.json").write_text('{"runs": {"dense": [1]}}')
     with pytest.raises(bs.BlockSparseError, match=r"tiny\.json: expected the report of an experiment"):
         experiments.draw("tiny", tiny, tmp_path)
-    (tmp_path / "tiny.json").write_text((RESULTS / "gpt-small.json").read_text())
+    (tmp_path / "wikipedia-cell-strided.json").write_text((RESULTS / "wikipedia-cell.json").read_text())
+    with pytest.raises(bs.BlockSparseError, match="expected the report of wikipedia-cell-strided, got wikipedia-cell"):
+        experiments.draw("wikipedia-cell-strided", experiments.find("wikipedia-cell-strided"), tmp_path)
+    content = json.loads((RESULTS / "gpt-small.json").read_text()) | {"experiment": "tiny"}
+    (tmp_path / "tiny.json").write_text(json.dumps(content))
     with pytest.raises(bs.BlockSparseError, match=r"expected the report of tiny, got runs of block-sparse"):
         experiments.draw("tiny", tiny, tmp_path)
 

@@ -164,11 +164,12 @@ class Table:
 @dataclass(frozen=True)
 class Results:
     """What a report is made from: the finished runs of each contender, with the facts of `Experiment.found`; why others
-    ended without a result; and what `Experiment.more` computed."""
+    ended without a result; what `Experiment.more` computed; and the name of the experiment, where a report says it."""
 
     runs: Mapping[str, Sequence[Run]]
     left_out: Mapping[str, str] = field(default_factory=dict)
     more: Any = None
+    experiment: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,6 +86,8 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
     """Writes `NAME.md` and `NAME.png` from `NAME.json` in the same folder."""
     path = out / f"{name}.json"
     of = load(path)
+    if of.experiment not in (None, name):
+        raise BlockSparseError.expected(str(path), f"the report of {name}", of.experiment)
     if others := of.runs.keys() - experiment.contenders.keys():
         raise BlockSparseError.expected(str(path), f"the report of {name}", f"runs of {', '.join(sorted(others))}")
     text, picture = out / f"{name}.md", out / f"{name}.png"
@@ -119,6 +121,7 @@ def save(path: Path, experiment: Experiment, of: Results) -> None:
     own = {name: [without(run, common) for run in runs] for name, runs in every.items()}
     of_each = {name: shared(runs) for name, runs in own.items()}
     content = {
+        "experiment": path.stem,
         "what": experiment.about,
         "all": common,
         "each": of_each,
@@ -135,7 +138,7 @@ def load(path: Path) -> Results:
     try:
         common = {name: merged(content["all"], of) for name, of in content["each"].items()}
         runs = {name: [_run(merged(common[name], run)) for run in rows(of)] for name, of in content["runs"].items()}
-        return Results(runs, content.get("left_out", {}), content.get("more"))
+        return Results(runs, content.get("left_out", {}), content.get("more"), content.get("experiment"))
     except (KeyError, TypeError, AttributeError) as error:
         raise BlockSparseError.expected(str(path), "the report of an experiment", f"{error!r:.99}") from None
 

@@ -202,7 +202,7 @@ class CharLM(nn.Module):
     def forward(self, text: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         y, state = self.outputs(text, state)
         y = y[..., :: self.config.stride]
-        if type(self.outlet) is not nn.Linear:  # made block-sparse
+        if type(self.outlet) is not nn.Linear:  # made block-sparse, or with weight norm
             return self.outlet(y), state
         return linear_of(y.flatten(0, 1), self.outlet.weight, None, self.outlet.bias).unflatten(0, y.shape[:2]), state
 
@@ -244,13 +244,13 @@ def multiply_adds(config: CharLMConfig) -> int:
 def width_for(config: CharLMConfig, params: int) -> CharLMConfig:
     """The configuration at the width whose parameter_count is nearest to `params`.
 
-    Widths are multiples of the block; for dense weights of 8.
+    Widths are multiples of the block, for dense weights of 8, and of the stride.
 
     >>> from blocksparse_lab.models.char_lm import CharLMConfig, width_for
     >>> width_for(CharLMConfig(cell="mlstm"), 86_319_360).width
     4096
     """
-    step = 8 if config.pattern == "dense" else config.block_size
+    step = math.lcm(8 if config.pattern == "dense" else config.block_size, config.stride)
     # A graph needs more blocks than each one has edges.
     least = {"barabasi_albert": config.m + 1, "watts_strogatz": config.neighbors + 1}.get(config.pattern, 1)
     least = max(least, config.projection // step + 1)

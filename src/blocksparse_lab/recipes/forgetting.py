@@ -25,12 +25,15 @@ def forgetting(model: Any, text: Tensor) -> dict[str, float]:
     which there are 64, or as many as the text has.
 
     Args:
-        model: as in `text_features.features`.
+        model: one of `text_features.features`, with `outputs`.
         text: integer bytes `[length]`, 2,112 or more.
 
     Returns:
         "kept": the part of the cells that keep half of the difference or more; "saturated": the part of their values,
-        then, beyond 3 or -3, where tanh, all that an LSTM reads of a cell, hardly differs.
+        then, beyond 3 or -3, where tanh, by which the hidden state sees a cell, hardly differs.
+
+    Raises:
+        BlockSparseError: a text that is too short, or of parts that do not differ.
     """
     of_a_pair = 2 * BEFORE + AFTER
     pairs = min(PAIRS, len(text) // of_a_pair)
@@ -38,12 +41,15 @@ def forgetting(model: Any, text: Tensor) -> dict[str, float]:
         raise BlockSparseError.expected("text", f"{of_a_pair:,} bytes or more", f"{len(text):,}")
     first, second, after = text[: pairs * of_a_pair].long().split([pairs * BEFORE, pairs * BEFORE, pairs * AFTER])
     state = model.initial_state(2 * pairs)
+    device = state[-1].device
     found = []
     for part in (torch.cat([first, second]).view(2 * pairs, BEFORE), after.view(pairs, AFTER).repeat(2, 1)):
-        _, state = model.outputs(part.T.contiguous(), state)
+        _, state = model.outputs(part.T.contiguous().to(device), state)
         cell = state[-1].flatten(0, -3).movedim(-2, 0).flatten(1).float()  # [texts, cells of all layers]
         found.append((cell[:pairs] - cell[pairs:]).square().mean(0).sqrt())
     before, then = found
+    if not before.any():
+        raise BlockSparseError.expected("text", "parts that differ, and so leave different cells", "none")
     return {
         "kept": float((then >= before / 2)[before > 0].float().mean()),
         "saturated": float((cell.abs() > SATURATED).float().mean()),

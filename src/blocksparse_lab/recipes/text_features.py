@@ -32,8 +32,8 @@ def features(
 ) -> dict[str, np.ndarray]:
     """A model's states of each text, which is read as `encode` gives it, by the names of `STATES`.
 
-    float32 `[texts, width]` each: the last "cell" state; the same "squashed" by tanh, which is all that an LSTM reads
-    of it; the last "hidden" state; a "fading" mean of the hidden states, in which the weight of each halves every 256
+    float32 `[texts, width]` each: the last "cell" state; the same "squashed" by tanh, as the hidden state sees it;
+    the last "hidden" state; a "fading" mean of the hidden states, in which the weight of each halves every 256
     bytes; and their "mean" over time. The last two are left out for a model without `outputs`.
 
     There is no padding: texts of nearly equal length go side by side, and a text leaves its batch where it ends. So a
