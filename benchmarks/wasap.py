@@ -1,7 +1,7 @@
 """One sparse net on Fashion-MNIST, trained by one process and by WASAP-SGD with several: accuracy, throughput, time.
 
     python benchmarks/wasap.py --data-dir DATA                            1, 2 and 4 processes, 100 epochs each
-    python benchmarks/wasap.py --data-dir DATA --processes 1,2 --seeds 0,1,2 --wassp --threads
+    python benchmarks/wasap.py --data-dir DATA --processes 1,2 --seeds 0,1,2 --wassp --threads --rates 1,0.5
     python benchmarks/wasap.py --data-dir DATA --epochs 1 --rows 2000 --out /tmp/wasap      to see that it runs
 
 Each run is `torchrun` with that many processes of one thread; --threads: one process with a thread on each core, too.
@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from operator import sub, truediv
 from pathlib import Path
@@ -95,6 +95,7 @@ class Run:
     failure: str | None = None
     synchronous: bool = False
     threads: int = 1  # of each process
+    rate: float = 1.0  # times that of one process
 
     @property
     def name(self) -> str:
@@ -103,7 +104,8 @@ class Run:
     @property
     def contender(self) -> str:
         several = f", {self.threads} threads" if self.threads > 1 else ""
-        return _processes(self.processes) + several + (", WASSP" if self.synchronous else "")
+        rate = f", rate x{self.rate:g}" if self.rate != 1 else ""
+        return _processes(self.processes) + several + (", WASSP" if self.synchronous else "") + rate
 
     @property
     def accuracy(self) -> float:
@@ -119,7 +121,7 @@ class Run:
 # -- a process of a run ------------------------------------------------------------------------------------------------
 
 
-def work(seed: int, synchronous: bool, options: Options) -> None:
+def work(seed: int, synchronous: bool, rate: float, options: Options) -> None:
     """Trains in each process of torchrun; the first one prints the results, in lines of JSON."""
 
     def tell(**said: Any) -> None:
@@ -130,9 +132,10 @@ def work(seed: int, synchronous: bool, options: Options) -> None:
     some = slice(options.rows)
     model = mlp.network(recipe, table, "set", seed)
     net = mlp.facts(model)
-    same = ("batch", "learning_rate", "momentum", "weight_decay", "zeta", "regrow")
+    same = ("batch", "momentum", "weight_decay", "zeta", "regrow")
     settings = Settings(
         epochs=options.epochs,
+        learning_rate=rate * recipe.learning_rate,
         synchronous=synchronous,
         seed=seed,
         timeout=options.patience,
@@ -161,7 +164,7 @@ def cores() -> int:
 def command(run: Run, options: Options) -> list[str]:
     """The `torchrun` of a run."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={run.processes}"]
-    asked = {"seed": run.seed, "synchronous": run.synchronous, "options": asdict(options)}
+    asked = {"seed": run.seed, "synchronous": run.synchronous, "rate": run.rate, "options": asdict(options)}
     return [*launch, __file__, "--work", json.dumps(asked)]
 
 
@@ -363,18 +366,25 @@ def checked(arguments: argparse.Namespace) -> tuple[list[Run], Options]:
     rows = there if arguments.rows is None else arguments.rows
     if not max(processes) <= rows <= there:
         raise BlockSparseError.expected("rows", f"{max(processes)}, one for each process, to {there:,}", rows)
+    try:
+        rates = [float(part) for part in arguments.rates.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or len(set(rates)) < len(rates) or not 0 < min(rates) <= max(rates) < float("inf"):
+        raise BlockSparseError.expected("rates", "different positive numbers, with commas between", arguments.rates)
     options = Options(arguments.epochs, arguments.rows, arguments.data_dir, arguments.patience)
     if arguments.threads and (cores() == 1 or 1 not in processes):
         got = f"{cores()} of them, and processes {arguments.processes}"
         raise BlockSparseError.expected("threads", "two cores or more, and one process among the runs", got)
     several = [cores()] if arguments.threads else []
-    return [
-        Run(count, seed, synchronous=synchronous, threads=threads)
-        for seed in seeds
-        for count in sorted(processes)
-        for synchronous in ((False, True) if arguments.wassp and count > 1 else (False,))
-        for threads in ((1, *several) if count == 1 else (1,))
-    ], options
+    one = [Run(1, 0), *(Run(1, 0, threads=count) for count in several)]
+    many = [
+        Run(count, 0, synchronous=synchronous, rate=rate)
+        for count in sorted(set(processes) - {1})
+        for synchronous in ((False, True) if arguments.wassp else (False,))
+        for rate in rates
+    ]
+    return [replace(run, seed=seed) for seed in seeds for run in (*(one if 1 in processes else ()), *many)], options
 
 
 def main() -> None:
@@ -385,13 +395,15 @@ def main() -> None:
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--wassp", action="store_true", help="WASSP-SGD as well")
     parser.add_argument("--threads", action="store_true", help="one process with a thread on each core as well")
+    parser.add_argument("--rates", default="1", help="of several processes, times the rate of one")
     parser.add_argument("--rows", type=int, help="number of those to train on, for a quick look")
     parser.add_argument("--patience", type=float, default=900, help="seconds that an epoch may take")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
-        work(arguments.work["seed"], arguments.work["synchronous"], Options(**arguments.work["options"]))
+        asked = arguments.work
+        work(asked["seed"], asked["synchronous"], asked["rate"], Options(**asked["options"]))
         return
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on there is something to clean up

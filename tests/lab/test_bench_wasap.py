@@ -198,6 +198,8 @@ def test_nothing_but_failures_is_a_report_too(wasap, tmp_path):
         ({"rows": 3}, "rows: expected 4, one for each process, to 30, got 3"),
         ({"rows": 31}, "rows: expected 4, one for each process, to 30, got 31"),
         ({"processes": "64"}, "rows: expected 64, one for each process, to 30, got 30"),
+        ({"rates": "1,0"}, "rates: expected different positive numbers, with commas between, got 1,0"),
+        ({"rates": "half"}, "rates: expected different positive numbers"),
         ({"threads": True, "processes": "2"}, "threads: expected two cores or more, and one process among the runs"),
         ({"data_dir": "nowhere"}, "folder: expected one with train-images-idx3-ubyte"),
     ],
@@ -206,12 +208,18 @@ def test_nothing_but_failures_is_a_report_too(wasap, tmp_path):
 def test_mistakes(wasap, tmp_path, monkeypatch, given, message):
     write(tmp_path)
     usual = {"epochs": 1, "patience": 60.0, "processes": "1,2,4", "seeds": "0", "wassp": False, "rows": None}
-    usual |= {"data_dir": str(tmp_path), "threads": False}
+    usual |= {"data_dir": str(tmp_path), "threads": False, "rates": "1"}
     runs, options = wasap.checked(argparse.Namespace(**usual))
     assert [(run.processes, run.seed) for run in runs] == [(1, 0), (2, 0), (4, 0)]
     assert options.epochs == 1
     monkeypatch.setattr(wasap, "cores", lambda: 2)
     runs, _ = wasap.checked(argparse.Namespace(**usual | {"threads": True}))
     assert [run.contender for run in runs] == ["1 process", "1 process, 2 threads", "2 processes", "4 processes"]
+    some = {"processes": "1,2", "wassp": True, "rates": "1,0.5", "seeds": "3,4"}
+    runs, _ = wasap.checked(argparse.Namespace(**usual | some))
+    several = ["2 processes", "2 processes, rate x0.5", "2 processes, WASSP", "2 processes, WASSP, rate x0.5"]
+    assert [(run.contender, run.seed) for run in runs] == [
+        (name, seed) for seed in (3, 4) for name in ("1 process", *several)
+    ]
     with pytest.raises(BlockSparseError, match=re.escape(message)):
         wasap.checked(argparse.Namespace(**usual | given))

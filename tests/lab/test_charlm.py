@@ -224,6 +224,7 @@ WRONG = [
     {"projection": 32, "pattern": "dense"},
     {"stride": 2},
     {"stride": 3, **SMALL_WORLD},
+    {"weight_norm": "no"},
 ]
 
 

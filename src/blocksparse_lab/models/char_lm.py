@@ -62,6 +62,8 @@ class CharLMConfig:
         if self.projection and (self.cell, self.pattern) != ("lstm", "dense"):
             given = f"{self.projection} of {self.cell}, {self.pattern}"
             raise BlockSparseError.expected("projection", "0 unless lstm and dense", given)
+        if not isinstance(self.weight_norm, bool):
+            raise BlockSparseError.expected("weight_norm", "True or False", repr(self.weight_norm))
         integer("projection", self.projection, 0, self.width, "the width")
         if self.stride > 1 and (self.cell != "smallworld" or self.width % self.stride):
             given = f"{self.stride} of {self.cell}, {self.width} wide"
