@@ -1,7 +1,7 @@
 """One sparse net on Fashion-MNIST, trained by one process and by WASAP-SGD with several: accuracy, throughput, time.
 
     python benchmarks/wasap.py --data-dir DATA                            1, 2 and 4 processes, 100 epochs each
-    python benchmarks/wasap.py --data-dir DATA --processes 1,2 --seeds 0,1,2 --wassp --threads --rates 1,0.5
+    python benchmarks/wasap.py --data-dir DATA --processes 1,2 --seeds 0,1,2 --wassp --threads --rates 0.5,1,2
     python benchmarks/wasap.py --data-dir DATA --epochs 1 --rows 2000 --out /tmp/wasap      to see that it runs
 
 Each run is `torchrun` with that many processes of one thread; --threads: one process with a thread on each core, too.
@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from operator import sub, truediv
 from pathlib import Path
@@ -377,14 +377,14 @@ def checked(arguments: argparse.Namespace) -> tuple[list[Run], Options]:
         got = f"{cores()} of them, and processes {arguments.processes}"
         raise BlockSparseError.expected("threads", "two cores or more, and one process among the runs", got)
     several = [cores()] if arguments.threads else []
-    one = [Run(1, 0), *(Run(1, 0, threads=count) for count in several)]
+    one = [{"processes": 1, "threads": count} for count in (1, *several)] if 1 in processes else []
     many = [
-        Run(count, 0, synchronous=synchronous, rate=rate)
+        {"processes": count, "synchronous": synchronous, "rate": rate}
         for count in sorted(set(processes) - {1})
         for synchronous in ((False, True) if arguments.wassp else (False,))
         for rate in rates
     ]
-    return [replace(run, seed=seed) for seed in seeds for run in (*(one if 1 in processes else ()), *many)], options
+    return [Run(seed=seed, **run) for seed in seeds for run in (*one, *many)], options
 
 
 def main() -> None:

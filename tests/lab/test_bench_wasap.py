@@ -217,6 +217,7 @@ def test_mistakes(wasap, tmp_path, monkeypatch, given, message):
     assert [run.contender for run in runs] == ["1 process", "1 process, 2 threads", "2 processes", "4 processes"]
     some = {"processes": "1,2", "wassp": True, "rates": "1,0.5", "seeds": "3,4"}
     runs, _ = wasap.checked(argparse.Namespace(**usual | some))
+    assert len({id(run.epochs) for run in runs}) == len(runs)
     several = ["2 processes", "2 processes, rate x0.5", "2 processes, WASSP", "2 processes, WASSP, rate x0.5"]
     assert [(run.contender, run.seed) for run in runs] == [
         (name, seed) for seed in (3, 4) for name in ("1 process", *several)
