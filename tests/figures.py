@@ -135,11 +135,13 @@ def by_the_other_test(template: str, root: Path) -> str:
 
 
 def judged(name: str, words: list[str], root: Path) -> tuple[str, str]:
-    """The contender of a difference, and its cell by the other test."""
+    """What a difference is of, and its cell by the other test."""
     of, runs = experiments.find(name), experiments.load(root / "docs" / "results" / f"{name}.json").runs
     column = next(column for column in of.columns if column.title in words)
     cells = column.cells(of.contenders, runs, not of.paired) or []
-    return next((one, text) for one, text in zip(runs, cells, strict=False) if one in words)
+    return next(
+        (f"{one} against {column.against}", text) for one, text in zip(runs, cells, strict=False) if one in words
+    )
 
 
 def overview(page: str) -> list[str]:
