@@ -30,7 +30,7 @@ def test_runs_that_were_not_made_are_listed(tmp_path):
     lines = figures.not_made(tmp_path)
     assert len(lines) == 2 + len(experiments.EXPERIMENTS)
     assert "| `wikipedia-large` | dense (1); small-world (1) | days of a GPU |" in lines
-    assert "| `wikipedia-cell` | dense (3); small-world (3) | 1.0 |" in lines
+    assert "| `wikipedia-cell` | dense (3); small-world (3) | 1.5 |" in lines
     assert len(figures.not_made()) < len(lines)
     assert figures.claims("# A page\n\n{runs that were not made}\n", tmp_path).splitlines()[2:] == lines
 
