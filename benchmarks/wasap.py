@@ -376,8 +376,8 @@ def checked(arguments: argparse.Namespace) -> tuple[list[Run], Options]:
     if arguments.threads and (cores() == 1 or 1 not in processes):
         got = f"{cores()} of them, and processes {arguments.processes}"
         raise BlockSparseError.expected("threads", "two cores or more, and one process among the runs", got)
-    several = [cores()] if arguments.threads else []
-    one = [{"processes": 1, "threads": count} for count in (1, *several)] if 1 in processes else []
+    threads = (1, cores()) if arguments.threads else (1,)
+    one = [{"processes": 1, "threads": count} for count in threads] if 1 in processes else []
     many = [
         {"processes": count, "synchronous": synchronous, "rate": rate}
         for count in sorted(set(processes) - {1})

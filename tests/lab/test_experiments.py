@@ -87,7 +87,9 @@ def test_from_nothing_to_the_report(tiny, tmp_path):
     assert cells(table, "hidden units") == ["16", "32"]
     assert "± " in table
     assert "features used" in table
-    kept = cells(table, "part of cells that keep half of the difference of two texts, 64 bytes after they go on alike")
+    kept = cells(
+        table, "part of cells that keep half of the difference of two texts, 64 bytes after these are the same"
+    )
     assert all(0 <= float(cell.split()[0]) <= 1 for cell in kept)
     wrong = f"{next(iter(tiny.reviews))}, part of test texts taken wrongly, mean hidden state, standardized"
     assert all(0 <= float(cell.split()[0]) <= 1 for cell in cells(table, wrong))

@@ -29,8 +29,8 @@ class SmallWorldLSTM(Recurrent):
         input_size, hidden_size, num_layers, batch_first, dropout, bidirectional: as torch.nn.LSTM.
         depth: steps within a time step: so far an input reaches in the graph at once.
         layout: the blocks of the W1 to Wdepth and of each gate in W, `[hidden, hidden]`.
-        stride: every so many units, from the first, have weights from the inputs; 1: all. U1 and U2 are then
-            `[hidden / stride, input]`, and the other units see the inputs by way of those.
+        stride: units 0, stride, 2 stride and so on have weights from the inputs, which the others see by way of
+            them. U1 and U2 are `[hidden / stride, input]`.
         input_layout: the blocks of the first layer's U1 and U2.
         layouts, density, block_size, device, dtype: as `blocksparse.nn.LSTM`.
 

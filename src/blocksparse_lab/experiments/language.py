@@ -185,7 +185,7 @@ class LanguageExperiment(OnText):
                 for column in _probed(data, limit, next(iter(self.contenders)))
             ),
             Column(
-                f"part of cells that keep half of the difference of two texts, {AFTER} bytes after they go on alike",
+                f"part of cells that keep half of the difference of two texts, {AFTER} bytes after these are the same",
                 "facts.kept",
                 3,
             ),

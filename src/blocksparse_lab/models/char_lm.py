@@ -45,7 +45,7 @@ class CharLMConfig:
     rewire: float = option(0.2, "Of watts_strogatz: part of the edges drawn at random.")
     density: float = option(0.1, "Of random, part of the blocks; of block_diagonal too, the nearest 1 / n.")
     layouts: str = option("shared", "Of smallworld: one shared by all internal steps, or separate, one for each.")
-    stride: int = option(1, "Of smallworld: every so many units have weights from the inputs and to the outlet.")
+    stride: int = option(1, "Of smallworld: one unit in this number has weights from inputs and to the outlet.")
     weight_norm: bool = option(False, "Weight norm of embedding and outlet.")
     init: str = option("uniform", "Of smallworld's weights from unit to unit: uniform, or identity, as in 2017.")
     seed: int = option(0, "Of pattern, weights and whatever is drawn.")
