@@ -9,12 +9,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
 from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab.cli.options import parse_sizes
 from blocksparse_lab.data.synthetic import Synthetic
 from blocksparse_lab.models.mlp import SparseMLP
-from blocksparse_lab.recipes import compare, mlp
+from blocksparse_lab.recipes import compare, layouts, mlp
 from test_cli_train import error, killed_and_whole, run
 from test_data_tables import write_madelon
 
@@ -219,6 +220,8 @@ def test_a_signal_saves_and_says_how_to_go_on(points, tmp_path, monkeypatch):
         (["--data", "CSV", "--importance-every", "0"], "importance_every: expected an int, 1 or more"),
         (["--data", "CSV", "--seed", "9999999999999999999999"], "seed: expected an int, 0 or more and below"),
         (["--data", "CSV", "--method", "dense", "--importance-from", "1"], "importance pruning: expected a sparse net"),
+        (["--data", "CSV", "--method", "dense", "--layout-seed", "1"], "layout_seed: expected a sparse net"),
+        (["--data", "CSV", "--layout-seed", "-1"], "layout_seed: expected an int, 0 or more, got -1"),
         (["--data", "HOLES"], "holes.csv, line 3, column b: expected a finite number, got a hole"),
         (["--data", "ONE"], "one.csv: expected labels of two classes or more, got only 1 down to line 2"),
     ],
@@ -231,6 +234,18 @@ def test_a_mistake_ends_in_one_line(arguments, message, points, tmp_path):
     given = [places.get(argument, argument) for argument in arguments]
     assert message.replace("HERE", str(tmp_path)) in error("train", "mlp", "--out", tmp_path / "run", *given)
     assert not (tmp_path / "run").exists()
+
+
+def test_seeds_may_begin_with_one_layout(points, tmp_path):
+    outs = [tmp_path / name for name in ("0", "1")]
+    for seed, out in enumerate(outs):
+        train(points, out, "--method", "fixed", "--seed", seed, "--layout-seed", 7)
+    nets = [layouts.read(out) for out in outs]
+    assert layouts.distances(nets)[0] == [[0, 0], [0, 0]]
+    first, second = (SparseMLP([12, 40, 3], epsilon=6, seed=seed, layout_seed=7).layers[0].values for seed in (0, 1))
+    assert not torch.equal(first, second)
+    said = error("train", "mlp", "--data", points, "--out", outs[0], *SMALL, "--method", "fixed")
+    assert "model.layout_seed 7" in said
 
 
 def test_another_method_is_refused(points, tmp_path):

@@ -47,6 +47,7 @@ class SparseMLP(nn.Module):
             `bs.nn.Linear` draws them by the connections that there are; "kaiming", by these too, within
             sqrt(6 / ((1 + alpha^2) connections)), which keeps the size of the signal, with biases of 0.
         seed: of layouts and weights; PyTorch's generators are left alone.
+        layout_seed: of layouts, where nets of several seeds are to begin with the same ones; `seed` unless given.
 
     Shapes: `[..., sizes[0]] -> [..., sizes[-1]]`.
 
@@ -73,6 +74,7 @@ class SparseMLP(nn.Module):
         dropout: float = 0.3,
         init: str = "he",
         seed: int = 0,
+        layout_seed: int | None = None,
     ):
         super().__init__()
         self.sizes = _checked(sizes)
@@ -82,6 +84,7 @@ class SparseMLP(nn.Module):
             raise BlockSparseError.expected("init", f"one of {', '.join(INITS)}", repr(init))
         number("dropout", dropout, 0, below=1)
         integer("seed", seed, 0)
+        of_layouts = seed if layout_seed is None else integer("layout_seed", layout_seed, 0)
         layers = len(self.sizes) - 1
         densities = [density] * layers if isinstance(density, float | int | None | EllipsisType) else list(density)
         if len(densities) != layers:
@@ -90,15 +93,15 @@ class SparseMLP(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             for i, (n_in, n_out) in enumerate(zip(self.sizes, self.sizes[1:], strict=False)):
-                own = seed + 1_000_003 * i  # no layer of a seed is one of the next seed
-                found = _layout((n_out, n_in), epsilon, densities[i], block_size, own)
+                apart = 1_000_003 * i  # no layer of a seed is one of the next seed
+                found = _layout((n_out, n_in), epsilon, densities[i], block_size, of_layouts + apart)
                 linear = nn.Linear if found is None else partial(Linear, layout=found)
                 layer = linear(n_in, n_out)
                 self.layers.append(layer)
                 if init == "kaiming":
                     _scale(layer, math.sqrt(6 / (1 + alpha**2)))
                 elif init != "fan_in":
-                    _draw(layer, init, own)
+                    _draw(layer, init, seed + apart)
         self.activations = nn.ModuleList(ACTIVATIONS[activation](alpha, i) for i in range(2, layers + 1))
         self.dropout = Dropout(dropout)
 

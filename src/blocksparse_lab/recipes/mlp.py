@@ -50,6 +50,7 @@ class Recipe:
     l1: float = option(0.0, "Times the sum of the sizes of the first layer's weights: added to the loss.")
     batch: int = option(128, "Rows of a step.")
     clip: float = option(0.0, "The gradient's largest norm; 0 for any.")
+    layout_seed: int | None = option(None, "Of the first layouts, where they are to be the same for all seeds.")
     init: str = "he"  # of the weights, as `SparseMLP` names it
     decay: str = "none"  # of the learning rate, as `Settings` names it
     optimizer: str = "sgd"  # the same
@@ -118,6 +119,8 @@ def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> S
     method sparse in the same places."""
     if method not in METHODS:
         raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(method))
+    if method in _DENSE and recipe.layout_seed is not None:
+        raise BlockSparseError.expected("layout_seed", "a sparse net", f"method {method}")
     sparse: dict[str, Any] = {"density": None} if method in _DENSE else {"epsilon": recipe.epsilon}
     sizes = (data.features, *recipe.hidden, len(data.classes))
     for size in sizes:
@@ -125,7 +128,8 @@ def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> S
     least = (a * b if method in _DENSE else min(a * b, recipe.epsilon * (a + b)) for a, b in pairwise(sizes))
     # For a random layout, half as many would be far off.
     check_room(f"{sum(sizes):,} neurons", sum(least) / 2)
-    model = SparseMLP(sizes, alpha=recipe.alpha, dropout=recipe.dropout, init=recipe.init, seed=seed, **sparse)
+    drawn: dict[str, Any] = {"init": recipe.init, "seed": seed, "layout_seed": recipe.layout_seed}
+    model = SparseMLP(sizes, alpha=recipe.alpha, dropout=recipe.dropout, **drawn, **sparse)
     if method == "2:4":
         # It lives in the weights, and has nothing to do after a step.
         left = [f"{name}: {why}" for name, why in SRSTE(model, 2, 4, skip=model.output).left.items()]
@@ -198,6 +202,8 @@ def task(
     about |= {"alpha": recipe.alpha, "dropout": recipe.dropout}
     if method not in _DENSE:
         about["epsilon"] = recipe.epsilon
+        if recipe.layout_seed is not None:
+            about["layout_seed"] = recipe.layout_seed
     if recipe.init != "he":
         about["init"] = recipe.init
     penalty = None
