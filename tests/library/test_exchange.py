@@ -181,6 +181,8 @@ def test_what_cannot_be_exchanged_has_a_reason():
     assert reasons.pop("attention.in_proj_weight") == "Attention may use its weight in another way than its base class"
     assert reasons.pop("attention.out_proj.weight") == "inside of Attention, a subclass of MultiheadAttention"
     assert reasons["bilinear.weight"] == "Bilinear has no block-sparse counterpart: it multiplies two inputs"
+    remove = "parametrized: torch.nn.utils.parametrize.remove_parametrizations first"
+    assert [reasons.pop(f"normed.parametrizations.weight.original{part}") for part in (0, 1)] == [remove] * 2
     assert {"embedding.weight"} <= reasons.keys()
     assert all("counterpart" in reason for reason in reasons.values()), reasons
     assert [weight.name for weight in prunable(model)] == ["good.weight"]

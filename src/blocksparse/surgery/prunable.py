@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as OutputProjection
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..checked import checked_block
 from ..errors import BlockSparseError
@@ -33,6 +34,7 @@ __all__ = ["Prunable", "Skip", "prunable", "survey"]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Skip = str | nn.Module | Iterable[str | nn.Module]
 SKIPPED = "skipped"
+PARAMETRIZED = "parametrized: torch.nn.utils.parametrize.remove_parametrizations first"
 ALONE = "fully_shard was applied to it alone: apply it to a module that it is in, or skip it"
 
 CONVOLUTIONS: dict[type[nn.Module], Any] = {
@@ -358,6 +360,8 @@ def _inside(model: nn.Module) -> dict[nn.Module, str]:
             reasons[module.out_proj] = f"inside of {kind.__name__}, a subclass of MultiheadAttention"
         if isinstance(module, WeightNorm):
             reasons[module.module] = "only its direction counts, in a WeightNorm: blocksparse.nn.fold first"
+        if is_parametrized(module):
+            reasons |= dict.fromkeys(module.parametrizations.modules(), PARAMETRIZED)  # type: ignore[union-attr]
         if any(qualified(base) == ADAPTED for base in kind.__mro__):
             others = [child for name, child in module.named_children() if name != "base_layer"]
             reasons |= {each: "an adapter" for child in others for each in child.modules()}
