@@ -288,6 +288,8 @@ def test_the_experiment_from_nothing_to_the_report(tmp_path, monkeypatch):
     ends, begins = multiply_adds(SPARSE), multiply_adds(DENSE)
     assert f"| {round(0.25 * begins + 0.75 * ends):,} |" in table
     assert "8 x 8, dense at first, gradual pruning" in table
+    assert "Inference of 16 windows" in table
+    assert set(experiments.load(tmp_path / "tiny.json").more["seconds"]) == set(experiment.contenders)
     pruned = gpt.load(tmp_path / "runs" / "tiny" / "dense to sparse-0")
     layers = [layer.mlp[0].layout.density for layer in pruned.layers]
     assert layers == pytest.approx([0.3] * 2, abs=0.05)

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from blocksparse import checkpoint
 from blocksparse.measure import alternate
 
 from ..data.text import Text
-from ..machine import machine
+from ..machine import machine, where
 from ..models.gpt import GPTConfig
 from ..recipes import gpt
 from ..recipes.compare import Run
 from ..recipes.prune import PruneTask, Pruning
 from ..recipes.trainer import Settings, Task, Trainer, device_of
-from .experiment import SEEDS, Column, Experiment, kept
+from .experiment import SEEDS, Column, Experiment, Results, Table
 from .language import READ, OnText
 
-RACED = "inference.json"
 WINDOWS = 16  # of the measured inference
 SECONDS = 2.0  # for measuring each model
 
@@ -56,8 +53,7 @@ class TransformerExperiment(OnText):
     curves: ClassVar[str] = "Bits per character against steps and seconds"
     caption: ClassVar[str] = (
         "Mean and standard deviation over the seeds. All read the text once and in the same order; Adam with a linear "
-        "decay after the warm-up. Held-out bytes are predicted from half a window before them or more. Inference: all "
-        "models in turn, in one process, medians, float32."
+        "decay after the warm-up. Held-out bytes are predicted from half a window before them or more."
     )
 
     def trainer(self, contender: str, seed: int, run: Path, data: Text) -> Trainer:
@@ -70,34 +66,32 @@ class TransformerExperiment(OnText):
             task = PruneTask(task, of.pruning, settings.steps, seed)
         return Trainer(task, run, settings, gpt.facts(replace(of.config, seed=seed), self.text))
 
-    def race(self, of: Mapping[str, Sequence[Run]]) -> None:
-        """Inference of the first run of each contender, in turn."""
-        first = {name: runs[0].path for name, runs in of.items() if runs}
-        models = {name: gpt.load(path) for name, path in first.items()}
+    def found(self, run: Run) -> dict[str, Any]:
+        return {"held_out": run.held_out, "bytes_per_second": run.as_dict()["bytes_per_second"]}
+
+    def more(self) -> dict[str, Any]:
+        """Inference of all contenders in turn, as large as they end, untrained."""
+        here = machine()  # with the load of others, not its own
+        models = {name: gpt.network(of.config).eval() for name, of in self.contenders.items()}
         text = torch.randint(256, (self.seq, WINDOWS), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             calls = {name: (lambda model=model: model(text)) for name, model in models.items()}
             samples = alternate(calls, budget=SECONDS * len(calls))
-        here = machine()
-        for name, path in first.items():
-            found = {"seconds": asdict(samples.time(name)), "machine": here}
-            if "dense" in first:
-                found["speed_up"] = asdict(samples.ratio("dense", name))
-            checkpoint.write_text(path / RACED, json.dumps(found, indent=1) + "\n")
+        return {"seconds": {name: samples.time(name).median for name in calls}, "machine": here}
 
-    def found(self, run: Run) -> dict[str, Any]:
-        race = kept(run.path, RACED)
-        medians = {key: race[key]["median"] for key in ("seconds", "speed_up") if key in race}
-        return {"held_out": run.held_out, "bytes_per_second": run.as_dict()["bytes_per_second"], "inference": medians}
+    def tables(self, of: Results) -> Iterator[Table]:
+        yield from super().tables(of)
+        if of.more:
+            load = f"load {of.more['machine']['load'][0]:.1f}"
+            yield Table(
+                f"Inference of {WINDOWS} windows, float32: models of these sizes and densities, untrained, in turn in "
+                f"one process, medians ({where(of.more['machine'])}, {load}):",
+                ("", "ms"),
+                [(name, f"{1e3 * seconds:.1f}") for name, seconds in of.more["seconds"].items()],
+            )
 
     @property
     def columns(self) -> Sequence[Column]:
-        def milliseconds(run: Run, _: Any) -> float | None:
-            return 1e3 * of["seconds"] if (of := run.facts["inference"]) else None
-
-        def first(values: list[Any]) -> str:
-            return next((f"{value:.2f}" for value in values if value is not None), "-")
-
         return [
             Column("features of a byte", "task.model.width"),
             Column("blocks", lambda _, of: _blocks(of)),
@@ -113,7 +107,6 @@ class TransformerExperiment(OnText):
             Column("bits per character, held out", "facts.held_out", 3),
             Column("the same, against dense", "facts.held_out", 4, "dense"),
             Column("bytes/s of training", "facts.bytes_per_second"),
-            Column(f"ms of inference, {WINDOWS} windows", lambda run, of: milliseconds(run, of) or 0.0, show=first),
         ]
 
 
