@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -282,6 +283,29 @@ def test_options_that_a_pattern_does_not_look_at_set_no_runs_apart(trained):
     sparse_too.config["task"]["model"]["m"] = 5
     grouped = compare.groups([sparse, sparse_too, compare.read(trained / "sparse1")])
     assert [group.label for group in grouped] == ["m 1", "m 5"]
+
+
+def test_means_leave_out_runs_that_are_behind_and_copies(trained, tmp_path):
+    whole = [trained / "sparse0", trained / "sparse1"]
+    expected = compare.groups([compare.read(each) for each in whole])[0].held_out
+    behind, copy = tmp_path / "behind", tmp_path / "copy"
+    for source, target in zip(whole, (behind, copy), strict=True):
+        shutil.copytree(source, target)
+    (behind / "result.json").unlink()
+    config = json.loads((behind / "config.json").read_text())
+    config["settings"]["seed"] = 7
+    (behind / "config.json").write_text(json.dumps(config))
+    lines = (behind / "log.jsonl").read_text().splitlines(keepends=True)
+    evaluated = [nth for nth, line in enumerate(lines) if "held_out" in line]
+    (behind / "log.jsonl").write_text("".join(lines[: evaluated[-1]]))
+    (group,) = compare.groups([compare.read(each) for each in (*whole, behind, copy)])
+    assert len(group.runs) == 4
+    assert len(group.counted) == 2
+    assert group.held_out == expected
+    said = run("compare", *whole, behind, copy).stdout
+    assert "2 of 4" in said
+    assert "means leave out runs that are behind the others" in said
+    assert "leave out" not in run("compare", *whole).stdout
 
 
 def test_a_run_beside_itself_is_refused(trained):

@@ -49,6 +49,8 @@ def compare(
     if len(grouped) < len(found):
         console.print()
         console.print(_seeds(grouped))
+        if any(len(group.counted) < len(group.runs) for group in grouped):
+            say(console, "means leave out runs that are behind the others, and all but one of a seed", "yellow")
     if json_file is not None:
         content = {"what": "training runs side by side", "runs": [run.as_dict() for run in found]}
         write(console, "json", json_file, content)
@@ -94,8 +96,10 @@ def _seeds(groups: list[Group]) -> Table:
     rows = []
     for group in groups:
         mean, deviation = group.held_out or (None, None)
-        shown = "" if mean is None else f"{mean:.4f}" + (f" ± {deviation:.4f}" if len(group.runs) > 1 else "")
-        rows.append((escape(group.label), str(len(group.runs)), shown))
+        count = len(group.counted)
+        shown = "" if mean is None else f"{mean:.4f}" + (f" ± {deviation:.4f}" if count > 1 else "")
+        runs = str(count) if count == len(group.runs) else f"{count} of {len(group.runs)}"
+        rows.append((escape(group.label), runs, shown))
     return table(("over seeds", "runs", f"{_word(groups[0].runs[0].unit)} ± deviation"), rows)
 
 

@@ -28,8 +28,8 @@ def sentiment(
     of: Annotated[
         str,
         typer.Option(
-            help="What the probe sees: the last cell state, the same squashed by tanh, the last hidden "
-            "state, or a fading mean of the hidden states, or their mean."
+            help="What the probe sees: cell, the last cell state; squashed, the same by tanh; hidden, the last hidden "
+            "state; fading, a fading mean of the hidden states; mean, their mean."
         ),
     ] = "cell",
     standardize: Annotated[bool, typer.Option("--standardize", help="Give each feature deviation 1 first.")] = False,

@@ -123,9 +123,16 @@ class Group:
     runs: tuple[Run, ...]
 
     @property
+    def counted(self) -> tuple[Run, ...]:
+        """The runs that means are of: those evaluated after as many steps as any of the group, one of each seed."""
+        last = {run.path: max((line["step"] for line in run.evaluations), default=0) for run in self.runs}
+        furthest = [run for run in self.runs if last[run.path] == max(last.values())]
+        return tuple({json.dumps(run.settings.get("seed")): run for run in reversed(furthest)}.values())[::-1]
+
+    @property
     def held_out(self) -> tuple[float, float] | None:
-        """Mean and standard deviation of the runs' newest figures; 0 of a single one."""
-        found = [run.held_out for run in self.runs if run.held_out is not None]
+        """Mean and standard deviation of the newest figures of the runs that count; 0 of a single one."""
+        found = [run.held_out for run in self.counted if run.held_out is not None]
         return _spread(found) if found else None
 
     @property
@@ -135,8 +142,8 @@ class Group:
         return self.runs[0].settings["steps"] / epochs if _is_number(epochs) and epochs > 0 else None
 
     def curve(self, of: str) -> tuple[list[float], list[float], list[float]]:
-        """The points where all runs were evaluated: median "step" or "seconds", mean and deviation of the figures."""
-        by_step = [{line["step"]: line for line in run.evaluations if of in line} for run in self.runs]
+        """The points where all runs that count were evaluated: median "step" or "seconds", mean and deviation."""
+        by_step = [{line["step"]: line for line in run.evaluations if of in line} for run in self.counted]
         shared = sorted(set.intersection(*map(set, by_step)))
         x = [statistics.median(lines[step][of] for lines in by_step) for step in shared]
         spreads = [_spread([lines[step]["held_out"] for lines in by_step]) for step in shared]
@@ -217,7 +224,7 @@ def picture(path: str | Path, of: Sequence[Group]) -> None:
                 continue
             if against == "step" and epochs:
                 x = [step / (group.steps_per_epoch or 1) for step in x]
-            count = f", {len(group.runs)} seeds" if len(group.runs) > 1 else ""
+            count = f", {seeds} seeds" if (seeds := len(group.counted)) > 1 else ""
             points = {"marker": "o", "ms": 3} if len(x) <= _POINTS else {}
             one.plot(x, mean, label=f"{group.label}{count}: {mean[-1]:.3f}", lw=1.8, **points, **style)
             low, high = ([float(m + sign * d) for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
