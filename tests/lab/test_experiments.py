@@ -266,7 +266,7 @@ def test_bad_input(tiny, tmp_path):
         experiments.draw("wikipedia-cell-strided", experiments.find("wikipedia-cell-strided"), tmp_path)
     content = json.loads((RESULTS / "gpt-small.json").read_text()) | {"experiment": "tiny"}
     (tmp_path / "tiny.json").write_text(json.dumps(content))
-    with pytest.raises(bs.BlockSparseError, match=r"expected the report of tiny, got runs of block-sparse"):
+    with pytest.raises(bs.BlockSparseError, match=r"expected the report of tiny, got runs of RigL, block-sparse"):
         experiments.draw("tiny", tiny, tmp_path)
 
 
