@@ -264,6 +264,8 @@ def test_bad_input(tiny, tmp_path):
     (tmp_path / "wikipedia-cell-strided.json").write_text((RESULTS / "wikipedia-cell.json").read_text())
     with pytest.raises(bs.BlockSparseError, match="expected the report of wikipedia-cell-strided, got wikipedia-cell"):
         experiments.draw("wikipedia-cell-strided", experiments.find("wikipedia-cell-strided"), tmp_path)
+    with pytest.raises(bs.BlockSparseError, match="expected the report of wikipedia-cell-strided, got wikipedia-cell"):
+        report.there("wikipedia-cell-strided", tmp_path)  # what --add would keep
     content = json.loads((RESULTS / "gpt-small.json").read_text()) | {"experiment": "tiny"}
     (tmp_path / "tiny.json").write_text(json.dumps(content))
     with pytest.raises(bs.BlockSparseError, match=r"expected the report of tiny, got runs of RigL, block-sparse"):

@@ -67,7 +67,15 @@ def there(name: str, out: Path) -> dict[str, dict[int, Run]]:
 
 def _kept(name: str, out: Path) -> Results:
     path = out / f"{name}.json"
-    return load(path) if path.exists() else Results({})
+    return _of(path, name) if path.exists() else Results({})
+
+
+def _of(path: Path, name: str) -> Results:
+    """The report at a path, after a look whether it is of that experiment."""
+    of = load(path)
+    if of.experiment not in (None, name):
+        raise BlockSparseError.expected(str(path), f"the report of {name}", of.experiment)
+    return of
 
 
 def check_kept(name: str, out: Path, seeds: Mapping[str, Collection[int]]) -> None:
@@ -85,9 +93,7 @@ def _seed(run: Run) -> int:
 def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
     """Writes `NAME.md` and `NAME.png` from `NAME.json` in the same folder."""
     path = out / f"{name}.json"
-    of = load(path)
-    if of.experiment not in (None, name):
-        raise BlockSparseError.expected(str(path), f"the report of {name}", of.experiment)
+    of = _of(path, name)
     if others := of.runs.keys() - experiment.contenders.keys():
         raise BlockSparseError.expected(str(path), f"the report of {name}", f"runs of {', '.join(sorted(others))}")
     text, picture = out / f"{name}.md", out / f"{name}.png"
