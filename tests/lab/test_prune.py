@@ -14,7 +14,7 @@ from blocksparse_lab import experiments
 from blocksparse_lab.cli import app
 from blocksparse_lab.data import text
 from blocksparse_lab.data.synthetic import Synthetic
-from blocksparse_lab.experiments import pruned, pruning
+from blocksparse_lab.experiments import inference, pruned, pruning
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
 from blocksparse_lab.recipes import charlm, language_model
 from blocksparse_lab.recipes.classify import ClassifyTask
@@ -222,7 +222,7 @@ def points(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(pruning, "SECONDS", 0.02)
+    monkeypatch.setattr(inference, "SECONDS", 0.02)
 
 
 def invoke(*arguments):

@@ -146,7 +146,7 @@ class ClassifierExperiment(Experiment):
                 "density, %", lambda run, _: run.facts["density"], show=lambda of: f"{100 * statistics.fmean(of):.3g}"
             ),
             Column("epsilon", "task.model.epsilon"),
-            Column("first layout of all seeds, that of", lambda run, _: run.task["model"].get("layout_seed")),
+            Column("seed of the first layout", lambda run, _: run.task["model"].get("layout_seed")),
             Column("slope of All-ReLU", "task.model.alpha"),
             Column("dropout", "task.model.dropout"),
             Column("weights drawn as", lambda _, of: of.recipe.init),
@@ -265,8 +265,9 @@ def _methods(
         f"{name}, {rate:g}": replace(own[name], recipe=replace(own[name].recipe, learning_rate=rate))
         for name, rate in TUNED.get(data, {}).items()
     }
-    if data in ONE_LAYOUT:
-        tuned["set, one layout"] = Contender("set", replace(recipe, layout_seed=LAYOUT_SEED))
+    together = (
+        {"set, one layout": Contender("set", replace(recipe, layout_seed=LAYOUT_SEED))} if data in ONE_LAYOUT else {}
+    )
     # Three times; each takes the least important fifth of the neurons that are left in a layer.
     importance = Importance(importance_from=2 * epochs // 5, importance_every=epochs // 5)
     return ClassifierExperiment(
@@ -274,7 +275,7 @@ def _methods(
         "topology, by SET or RigL; SET whose new weights are drawn as the first ones, as published, with ReLU for "
         "All-ReLU, with importance pruning, and with the elastic mutation of MEST; 2:4 sparse; and dense nets of as "
         "many weights, narrow or of one hidden layer"
-        + ("; SET whose seeds all begin with one layout, of none of these seeds" if data in ONE_LAYOUT else ""),
+        + ("; SET whose seeds all begin with one layout, of none of these seeds" if together else ""),
         data=data,
         minutes=MINUTES[data],
         longer={
@@ -294,6 +295,7 @@ def _methods(
             "2:4": Contender("2:4", short),
             **longer,
             **tuned,
+            **together,
         },
         tested_on=tested_on,
         seeds=tuple(range(seeds)),

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from blocksparse import checkpoint, sparsity
 from blocksparse.conversion import report, sparsify
 from blocksparse.errors import BlockSparseError
-from blocksparse.measure import alternate
 from blocksparse.topology.drawings.style import COLORS, figure_and_axes, label_points, save
 
-from ..machine import machine, where
+from ..machine import where
 from ..recipes.compare import Run
 from ..recipes.prune import PruneTask, Pruning, finished
 from ..recipes.trainer import Settings, Task, Trainer
@@ -34,13 +33,13 @@ from .experiment import (
     folder,
     kept,
 )
+from .inference import race
 
 Runs = Mapping[str, Sequence[Run]]
 
 MODEL, PROBED, RACED = "sparse.safetensors", "sparse.json", "inference.json"
 
 BATCH = 64  # of the measured inference
-SECONDS = 2.0  # for measuring each model
 DENSE = "dense"
 NOT_RETRAINED = "one-shot, not retrained"
 _MARKERS = "osD^vPX"
@@ -182,11 +181,7 @@ class PruningExperiment(Experiment):
         models: dict[str, Any] = {path.name: self.opened(path).eval() for path in [dense, *paths]}
         for density in self.pruned:
             models[f"{density:g}"] = self._pruned(models[dense.name], density)
-        x = self.inputs(models[dense.name])
-        here = machine()  # with the load of others, not its own
-        with torch.no_grad():
-            calls = {name: (lambda model=model: model(x)) for name, model in models.items()}
-            samples = alternate(calls, budget=SECONDS * len(calls))
+        samples, here = race(models, self.inputs(models[dense.name]))
 
         def measured(name: str) -> dict[str, Any]:
             return {

@@ -67,11 +67,11 @@ def there(name: str, out: Path) -> dict[str, dict[int, Run]]:
 
 def _kept(name: str, out: Path) -> Results:
     path = out / f"{name}.json"
-    return _of(path, name) if path.exists() else Results({})
+    return _report(path, name) if path.exists() else Results({})
 
 
-def _of(path: Path, name: str) -> Results:
-    """The report at a path, after a look whether it is of that experiment."""
+def _report(path: Path, name: str) -> Results:
+    """The report in a file, after a check that it is of that experiment."""
     of = load(path)
     if of.experiment not in (None, name):
         raise BlockSparseError.expected(str(path), f"the report of {name}", of.experiment)
@@ -93,7 +93,7 @@ def _seed(run: Run) -> int:
 def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
     """Writes `NAME.md` and `NAME.png` from `NAME.json` in the same folder."""
     path = out / f"{name}.json"
-    of = _of(path, name)
+    of = _report(path, name)
     if others := of.runs.keys() - experiment.contenders.keys():
         raise BlockSparseError.expected(str(path), f"the report of {name}", f"runs of {', '.join(sorted(others))}")
     text, picture = out / f"{name}.md", out / f"{name}.png"

@@ -9,20 +9,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from blocksparse.measure import alternate
-
 from ..data.text import Text
-from ..machine import machine, where
+from ..machine import where
 from ..models.gpt import GPTConfig
 from ..recipes import gpt
 from ..recipes.compare import Run
 from ..recipes.prune import PruneTask, Pruning
 from ..recipes.trainer import Settings, Task, Trainer, device_of
 from .experiment import SEEDS, Column, Experiment, Results, Table
+from .inference import race
 from .language import READ, OnText
 
 WINDOWS = 16  # of the measured inference
-SECONDS = 2.0  # for measuring each model
 
 
 @dataclass(frozen=True)
@@ -71,13 +69,10 @@ class TransformerExperiment(OnText):
 
     def more(self) -> dict[str, Any]:
         """Inference of all contenders in turn, as large as they end, untrained."""
-        here = machine()  # with the load of others, not its own
         models = {name: gpt.network(of.config).eval() for name, of in self.contenders.items()}
         text = torch.randint(256, (self.seq, WINDOWS), generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            calls = {name: (lambda model=model: model(text)) for name, model in models.items()}
-            samples = alternate(calls, budget=SECONDS * len(calls))
-        return {"seconds": {name: samples.time(name).median for name in calls}, "machine": here}
+        samples, here = race(models, text)
+        return {"seconds": {name: samples.time(name).median for name in models}, "machine": here}
 
     def tables(self, of: Results) -> Iterator[Table]:
         yield from super().tables(of)

@@ -90,6 +90,11 @@ class Run:
         return [line for line in self.log if "held_out" in line]
 
     @property
+    def evaluated(self) -> int:
+        """The step of the newest figure; 0 where there is none."""
+        return self.evaluations[-1]["step"] if self.evaluations else 0
+
+    @property
     def held_out(self) -> float | None:
         """The newest figure."""
         return self.evaluations[-1]["held_out"] if self.evaluations else None
@@ -125,9 +130,12 @@ class Group:
     @property
     def counted(self) -> tuple[Run, ...]:
         """The runs that means are of: those evaluated after as many steps as any of the group, one of each seed."""
-        last = {run.path: max((line["step"] for line in run.evaluations), default=0) for run in self.runs}
-        furthest = [run for run in self.runs if last[run.path] == max(last.values())]
-        return tuple({json.dumps(run.settings.get("seed")): run for run in reversed(furthest)}.values())[::-1]
+        most = max(run.evaluated for run in self.runs)
+        of_seeds: dict[str, Run] = {}
+        for run in self.runs:
+            if run.evaluated == most:
+                of_seeds.setdefault(json.dumps(run.settings.get("seed")), run)
+        return tuple(of_seeds.values())
 
     @property
     def held_out(self) -> tuple[float, float] | None:

@@ -128,8 +128,15 @@ def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> S
     least = (a * b if method in _DENSE else min(a * b, recipe.epsilon * (a + b)) for a, b in pairwise(sizes))
     # For a random layout, half as many would be far off.
     check_room(f"{sum(sizes):,} neurons", sum(least) / 2)
-    drawn: dict[str, Any] = {"init": recipe.init, "seed": seed, "layout_seed": recipe.layout_seed}
-    model = SparseMLP(sizes, alpha=recipe.alpha, dropout=recipe.dropout, **drawn, **sparse)
+    model = SparseMLP(
+        sizes,
+        alpha=recipe.alpha,
+        dropout=recipe.dropout,
+        init=recipe.init,
+        seed=seed,
+        layout_seed=recipe.layout_seed,
+        **sparse,
+    )
     if method == "2:4":
         # It lives in the weights, and has nothing to do after a step.
         left = [f"{name}: {why}" for name, why in SRSTE(model, 2, 4, skip=model.output).left.items()]

@@ -1,0 +1,23 @@
+"""Times models against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blocksparse.measure import Samples, alternate
+
+from ..machine import machine
+
+SECONDS = 2.0  # for each model
+
+
+def race(models: Mapping[str, nn.Module], x: Tensor) -> tuple[Samples, dict[str, Any]]:
+    """Inference of models on the same input, in turn in one process; and the machine, with the load before it."""
+    here = machine()
+    with torch.no_grad():
+        calls = {name: (lambda model=model: model(x)) for name, model in models.items()}
+        return alternate(calls, budget=SECONDS * len(calls)), here
