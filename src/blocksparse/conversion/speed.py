@@ -60,7 +60,7 @@ class Speed:
         self._names = {module: name for name, module in model.named_modules()}
         self._recorded: dict[str, Arguments] = {}
         self.is_busy = False
-        """Whether the last measurement was undecided, and other programs seem to have run beside it."""
+        """Whether the last measurement was undecided, and other programs seem to have run at the same time."""
 
     @torch.no_grad()
     def record(self, modules: Iterable[nn.Module]) -> None:

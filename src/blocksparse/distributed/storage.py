@@ -81,7 +81,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class Writer(FileSystemWriter):
-    """Writes a checkpoint beside the one that is in the folder, and then puts it in its place, atomically."""
+    """Writes a checkpoint next to the one in the folder, and then replaces that, atomically."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)

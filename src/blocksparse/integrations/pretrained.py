@@ -63,7 +63,7 @@ class BlockSparseConfig(QuantizationConfigMixin):
 
     Args:
         weights: by the name of the dense weight, its `block_size` (rows, columns) and the number of `blocks`. Which
-            blocks these are is in the checkpoint, beside their values.
+            blocks these are is in the checkpoint, with their values.
         version: of this format.
     """
 

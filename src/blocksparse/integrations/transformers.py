@@ -18,7 +18,7 @@ __all__ = ["BlockSparseConfig", "SparsityCallback", "attach"]
 class SparsityCallback(TrainerCallback):
     """Calls methods of `blocksparse.sparsity` after each step of the Trainer's optimizer.
 
-    Their state is written into the Trainer's checkpoints, beside the model's. A penalty, which a method may have, joins
+    Their state is written into the Trainer's checkpoints, with the model's. A penalty, which a method may have, joins
     the loss by its gradient, after gradients were clipped.
 
     Args:

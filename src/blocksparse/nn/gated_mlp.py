@@ -101,7 +101,7 @@ class GatedMLP(nn.Module):
         others = {name for name, _ in mlp.named_children()} - {*PROJECTIONS, "act_fn"}
         if others or _hooked(mlp):
             got = f"others ({', '.join(sorted(others))})" if others else "hooks on the module itself"
-            raise BlockSparseError.expected("mlp", "no modules beside its projections and act_fn, and no hooks", got)
+            raise BlockSparseError.expected("mlp", "no modules but its projections and act_fn, and no hooks", got)
         if layers[0].values.is_meta:
             raise BlockSparseError.expected("mlp", "weights with numbers, to compare what it computes", "meta tensors")
         fused = cls.__new__(cls)

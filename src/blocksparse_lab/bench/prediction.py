@@ -193,7 +193,7 @@ def compiled(chip: Chip, tests: Path, *names: str) -> dict[str, Any]:
 
     Args:
         tests: the folder of the tests, whose `compile_reach.py` compiles.
-        names: of the rows, where not all are wanted; or a layer's `asked`.
+        names: of the rows, unless all; or a layer's `asked`.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     package = Path(__file__).parents[2]
@@ -212,7 +212,7 @@ def asked(spec: LinearSpec) -> str:
 
 
 def table(found: Mapping[str, Any], chip: Chip, measured: Iterable[Row] = ()) -> list[tuple[str, ...]]:
-    """A line for each row: HEAD's columns, with what was measured on such a GPU beside it where it was."""
+    """A line for each row: HEAD's columns, with what was measured on such a GPU, if anything."""
     seconds = {row.work: row.details.get("seconds", {}) for row in measured}
     over: dict[str, float] = {}
     lines: list[tuple[str, ...]] = []

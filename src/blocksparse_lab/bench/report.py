@@ -231,7 +231,8 @@ def chance(found: Sequence[float], others: Sequence[float] | None = None) -> str
     if min(map(len, samples)) < 3 or not any(max(of) - min(of) > 1e-9 * max(map(abs, of)) for of in samples):
         return ""
     test = ttest_1samp(found, 0) if others is None else ttest_ind(found, others, equal_var=False)
-    return f"p {test.pvalue:.2g}" if test.pvalue >= 0.001 else "p < 0.001"
+    # Of three digits where two would hide on which side of 0.05 it is.
+    return f"p {test.pvalue:.{3 if f'{test.pvalue:.2g}' == '0.05' else 2}g}" if test.pvalue >= 0.001 else "p < 0.001"
 
 
 # -- charts ----------------------------------------------------------------------------------------------------------

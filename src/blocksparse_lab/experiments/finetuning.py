@@ -34,7 +34,7 @@ class FineTuningExperiment(Experiment):
     """Classifiers of texts that begin as language models.
 
     Args:
-        begins: the name of the experiment whose language models they were, with its runs beside this one's.
+        begins: the name of the experiment whose language models they were, its runs in the same folder.
         data: a name of `data.reviews`, or a csv file.
 
     The seeds are those of the language models, of the order of the texts and of dropout. All have the same parts.

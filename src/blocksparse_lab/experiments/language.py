@@ -30,7 +30,7 @@ PROBES, STREAMS, FORGETTING = "probes.json", "streams.json", "forgetting.json"
 
 READ = Column("held-out bytes that are read", "task.evaluated")
 
-# What is probed beside the protocol's last cell state, each feature brought to mean 0 and deviation 1.
+# What is probed besides the protocol's last cell state, each feature brought to mean 0 and deviation 1.
 OTHER_STATES = {
     "cell": "last cell state",
     "squashed": "tanh of the last cell state",

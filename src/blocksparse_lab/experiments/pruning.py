@@ -77,7 +77,7 @@ class PruningExperiment(Experiment):
         "become sparse, with the numbers of their stored blocks. How dense threshold comes out depends on its "
         "strength; group lasso and l0 leave no more than a density that they are given, where they are given one. "
         "Differences are of runs of the same seed. Inference: in turn, in one process, medians, float32; - where a "
-        "model was not measured beside the dense one."
+        "model was not measured together with the dense one."
     )
 
     # -- defined by subclasses --------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class DynamicSparsity(TrainingMethod):
 def check_beside_ddp(modules: Iterable[BlockSparseModule]) -> None:
     """Raises a BlockSparseError for weights that are cut: while blocks move, parts change their size."""
     if any(module.part is not None for module in modules):
-        expected = "fully_shard (FSDP2) for data parallelism, beside tensor parallelism whose parts change their size"
+        expected = "fully_shard (FSDP2) for data parallelism, with tensor parallelism whose parts change their size"
         raise BlockSparseError.expected("model", expected, "DistributedDataParallel, whose buckets keep their sizes")
 
 
