@@ -6,8 +6,8 @@
 
 Each run is `torchrun` with that many processes of one thread; --threads: one process with a thread on each core, too.
 Without --data-dir Fashion-MNIST is downloaded. Prints an epoch per line, and writes wasap-fashion_mnist.json, .md and
-.png after each run: what was measured stays when a later one fails. A run whose process dies, or that says nothing for
---patience seconds, is ended, named in the table, and makes the exit status 1.
+.png into the folder --out after each run: what was measured stays when a later one fails. A run whose process dies, or
+that says nothing for --patience seconds, is ended, named in the table, and makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from blocksparse_lab.machine import machine, where
 from blocksparse_lab.recipes import mlp
 
 NAME = "wasap-fashion_mnist"
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = Path("results")
 ABOUT = (
     "The sparse net for Fashion-MNIST, trained by one process (sequential SET) and by WASAP-SGD with several: in the "
     "first phase they train one network asynchronously (WASSP-SGD: in step, with the mean gradient), in the second "
@@ -372,6 +372,8 @@ def checked(arguments: argparse.Namespace) -> tuple[list[Run], Options]:
         rates = []
     if not rates or len(set(rates)) < len(rates) or not 0 < min(rates) <= max(rates) < float("inf"):
         raise BlockSparseError.expected("rates", "different positive numbers, with commas between", arguments.rates)
+    if max(processes) == 1 and (arguments.wassp or rates != [1]):
+        raise BlockSparseError.expected("processes", "several somewhere, for --wassp and --rates", arguments.processes)
     options = Options(arguments.epochs, arguments.rows, arguments.data_dir, arguments.patience)
     if arguments.threads and (cores() == 1 or 1 not in processes):
         got = f"{cores()} of them, and processes {arguments.processes}"
@@ -398,7 +400,7 @@ def main() -> None:
     parser.add_argument("--rates", default="1", help="of several processes, times the rate of one")
     parser.add_argument("--rows", type=int, help="number of those to train on, for a quick look")
     parser.add_argument("--patience", type=float, default=900, help="seconds that an epoch may take")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of the report")
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:

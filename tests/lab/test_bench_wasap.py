@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -170,7 +171,7 @@ def test_the_report(wasap, tmp_path):
 
 
 def test_the_committed_table_is_that_of_its_json(wasap, tmp_path):
-    path = wasap.RESULTS / "wasap-fashion_mnist.json"
+    path = Path(__file__).parents[2] / "docs" / "results" / "wasap-fashion_mnist.json"
     (tmp_path / path.name).write_bytes(path.read_bytes())
     wasap.draw(tmp_path / path.name)
     assert (tmp_path / "wasap-fashion_mnist.md").read_text() == path.with_suffix(".md").read_text()
@@ -201,6 +202,8 @@ def test_nothing_but_failures_is_a_report_too(wasap, tmp_path):
         ({"rates": "1,0"}, "rates: expected different positive numbers, with commas between, got 1,0"),
         ({"rates": "half"}, "rates: expected different positive numbers"),
         ({"threads": True, "processes": "2"}, "threads: expected two cores or more, and one process among the runs"),
+        ({"processes": "1", "wassp": True}, "processes: expected several somewhere, for --wassp and --rates, got 1"),
+        ({"processes": "1", "rates": "2"}, "processes: expected several somewhere, for --wassp and --rates, got 1"),
         ({"data_dir": "nowhere"}, "folder: expected one with train-images-idx3-ubyte"),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",

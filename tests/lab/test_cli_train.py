@@ -206,6 +206,12 @@ def test_the_width_for_so_many_parameters_of_a_projected_lstm(book, tmp_path):
     assert json.loads((tmp_path / "result.json").read_text())["parameters"] == pytest.approx(60_000, rel=0.1)
 
 
+def test_the_width_for_so_many_parameters_and_a_stride_that_1024_is_no_multiple_of(book, tmp_path):
+    arguments = ["--cell", "smallworld", "--stride", 3, "--params", "100k", "--batch", 4, "--seq", 8, "--steps", 1]
+    run("train", "charlm", "--text", book, "--out", tmp_path, *arguments, "--eval-bytes", 100)
+    assert json.loads((tmp_path / "result.json").read_text())["parameters"] == pytest.approx(100_000, rel=0.1)
+
+
 def test_numbers_with_letters():
     numbers = {"10M": 10**7, "2.5m": 2_500_000, "800k": 800_000, "1G": 10**9, "1,234": 1234, "7": 7}
     assert {text: parse_count(text) for text in numbers} == numbers

@@ -21,7 +21,7 @@ from blocksparse_lab import experiments
 from blocksparse_lab.cli import app
 from blocksparse_lab.experiments import classifiers, language, queue, report
 from blocksparse_lab.experiments.classifiers import ClassifierExperiment
-from blocksparse_lab.experiments.experiment import Column
+from blocksparse_lab.experiments.experiment import Column, folders
 from blocksparse_lab.experiments.language import Contender, LanguageExperiment
 from blocksparse_lab.models.char_lm import CharLMConfig, multiply_adds, parameter_count
 from blocksparse_lab.recipes import mlp
@@ -242,11 +242,18 @@ def test_mistakes_are_said_before_the_training(tiny, tmp_path):
     assert "seed: expected an int, 0 or more and below 4294967296, got -1" in refused("tiny", *place, "--seed", "-1")
     assert "got 99999999999999999999" in refused("tiny", *place, "--seed", "99999999999999999999", "--cores", "1")
     assert "expected some of 'dense', 'wide', got 'deep'" in refused("tiny", *place, "--only", "deep")
+    assert "cores: expected an int, 1 or more, got 0" in refused("tiny", *place, "--cores", "0")
     (tmp_path / "file").touch()
     assert "out: expected a folder to write to" in refused(
         "tiny", "--runs", tmp_path / "runs", "--out", tmp_path / "file"
     )
     assert not (tmp_path / "runs").exists()
+
+
+def test_only_folders_that_end_in_a_seed_are_runs(tmp_path):
+    for name in ("dense-10", "dense-9", "dense-00", "dense-\u00b2", "dense-1a", "dense", "wide-1"):
+        (tmp_path / name).mkdir()
+    assert [run.name for run in folders(tmp_path, "dense")] == ["dense-9", "dense-10"]
 
 
 def test_bad_input(tiny, tmp_path):

@@ -16,6 +16,8 @@ from .parts import Size
 from .recurrent import Recurrent, SparseOptions, cast, check_dtypes, pad
 from .spelled_out import spelled_out
 
+_INPUTS = "input1", "input2"
+
 
 class SmallWorldLSTM(Recurrent):
     """An LSTM with `depth` steps through its graph of units per time step, and a layer norm after each product.
@@ -27,10 +29,10 @@ class SmallWorldLSTM(Recurrent):
 
     Args:
         input_size, hidden_size, num_layers, batch_first, dropout, bidirectional: as torch.nn.LSTM.
-        depth: steps within a time step: so far an input reaches in the graph at once.
+        depth: steps within a time step, 2 or more: so far an input reaches in the graph at once.
         layout: the blocks of the W1 to Wdepth and of each gate in W, `[hidden, hidden]`.
         stride: units 0, stride, 2 stride and so on have weights from the inputs, which the others see by way of
-            them. U1 and U2 are `[hidden / stride, input]`.
+            them. U1 and U2 are `[hidden / stride, input]`, of 2 units or more, since a norm leaves nothing of one.
         input_layout: the blocks of the first layer's U1 and U2.
         layouts, density, block_size, device, dtype: as `blocksparse.nn.LSTM`.
 
@@ -66,10 +68,12 @@ class SmallWorldLSTM(Recurrent):
         stride: int = 1,
         **options: Unpack[SparseOptions],
     ):
-        self.depth = integer("depth", depth, 1)
+        # With one step inputs are but factors of a state, which begins at 0.
+        self.depth = integer("depth", depth, 2)
         self.stride = integer("stride", stride, 1)
-        if integer("hidden_size", hidden_size, 1) % stride:
-            raise BlockSparseError.expected("hidden_size", f"a multiple of the stride, {stride}", hidden_size)
+        if integer("hidden_size", hidden_size, 1) % stride or hidden_size < 2 * stride:
+            fitting = f"a multiple of the stride, {stride}, and more than it"
+            raise BlockSparseError.expected("hidden_size", fitting, hidden_size)
         super().__init__(input_size, hidden_size, num_layers, True, batch_first, dropout, bidirectional, **options)
         for name, (out, _) in self.sizes.items():
             if out.padded != out.real:
@@ -81,7 +85,7 @@ class SmallWorldLSTM(Recurrent):
         if hidden.padded != hidden.real:
             raise BlockSparseError.expected("hidden_size", "a multiple of the block", self.hidden_size)
         weights = {
-            **dict.fromkeys(self._input_names, (1, self._reached, inputs)),
+            **dict.fromkeys(_INPUTS, (1, self._reached, inputs)),
             **dict.fromkeys(self._step_names, (1, hidden, hidden)),
             "gates": (4, hidden, hidden),
         }
@@ -96,10 +100,6 @@ class SmallWorldLSTM(Recurrent):
     def _reached(self) -> Size:
         units = self.hidden_size // self.stride
         return Size(units, units)
-
-    @property
-    def _input_names(self) -> list[str]:
-        return [f"input{k}" for k in range(1, min(self.depth, 2) + 1)]
 
     @property
     def _step_names(self) -> list[str]:
@@ -119,13 +119,13 @@ class SmallWorldLSTM(Recurrent):
         self, suffix: str, x: Tensor, index: Tensor | None, h: Tensor, c: Tensor, steps: Steps
     ) -> tuple[Tensor, ...]:
         inputs = []
-        for name in self._input_names:
+        for name in _INPUTS:
             gain, bias = getattr(self, f"gain_{name}{suffix}"), getattr(self, f"bias_{name}{suffix}")
             weight, layout = self._weight(f"weight_{name}{suffix}")
             check_dtypes(x, weight)
             y = linear_of(pad(x, layout), weight, layout)
             inputs.append(F.layer_norm(y, gain.shape, gain.to(y.dtype), bias.to(y.dtype), EPSILON).to(y.dtype))
-        factors, terms = self._spread(inputs[0], 1), self._spread(inputs[-1], 0)
+        factors, terms = self._spread(inputs[0], 1), self._spread(inputs[1], 0)
         names = [*self._step_names, "gates"]
         weights, layouts = zip(*(self._weight(f"weight_{name}{suffix}") for name in names), strict=True)
         norms = [getattr(self, f"{kind}_{name}{suffix}") for kind in ("gain", "bias") for name in names]

@@ -61,6 +61,10 @@ def experiment(
         for one, of in experiments.EXPERIMENTS.items():
             console.print(f"[bold]{one}[/]: {of.about}.", highlight=False)
         return
+    if cores is not None:
+        integer("cores", cores, 1)
+    if hours is not None and not hours > 0:
+        raise BlockSparseError.expected("hours", "a positive number", hours)
     named = {one: experiments.find(one) for one in name if one != "all"}
     chosen = dict(experiments.EXPERIMENTS) if "all" in name else named
     make_folder(out)
@@ -132,8 +136,6 @@ def _side_by_side(
     from ..experiments import queue
     from ..recipes.signals import signals
 
-    if hours is not None and not hours > 0:
-        raise BlockSparseError.expected("hours", "a positive number", hours)
     for one, of in chosen.items():
         with stages(console) as tell:
             count = sum(map(len, of.finished(runs / one).values()))

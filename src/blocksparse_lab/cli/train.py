@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
+from math import lcm
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -82,7 +83,7 @@ def charlm(
     """
     if width is not None and params is not None:
         raise BlockSparseError.expected("size", "--width or --params", "both")
-    block = max(1, model["block_size"])
+    block = lcm(max(1, model["block_size"]), max(1, model["stride"]))
     usual = max(1, max(1024, 2 * model["projection"] if params is not None else 0) // block) * block
     config = CharLMConfig(**model, width=width if width is not None else usual)
     if params is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from ..recipes.compare import Run
 from ..recipes.trainer import Diverged, Trainer
 
 FAILED = "failed.json"
+SEED = re.compile("0|[1-9][0-9]*")
 DataDir = str | Path | None
 Progress = Callable[[str, int, int], None]  # of a stage, what is done, and of how much
 
@@ -339,9 +341,10 @@ def folder(runs: Path, contender: str, seed: int) -> Path:
 
 
 def folders(runs: Path, contender: str) -> list[Path]:
-    """The folders of a contender's runs, by seed."""
+    """The folders of a contender's runs, by seed; 00 and such are no seeds."""
     split = {run: run.name.rpartition("-") for run in runs.glob("*")}
-    return sorted((run for run, (name, _, seed) in split.items() if name == contender and seed.isdigit()), key=seed_of)
+    of = (run for run, (name, _, seed) in split.items() if name == contender and SEED.fullmatch(seed))
+    return sorted(of, key=seed_of)
 
 
 def seed_of(run: Path) -> int:

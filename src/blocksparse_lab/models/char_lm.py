@@ -55,8 +55,9 @@ class CharLMConfig:
             if getattr(self, name) not in known:
                 raise BlockSparseError.expected(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
         # Those that this cell and pattern do not use too: they are written to the run's files and compared there.
-        for name in ("width", "embedding", "layers", "depth", "stride", "block_size", "m", "neighbors"):
+        for name in ("width", "embedding", "layers", "stride", "block_size", "m", "neighbors"):
             integer(name, getattr(self, name), 1)
+        integer("depth", self.depth, 2)
         for name in ("rewire", "density"):
             number(name, getattr(self, name), 0, 1)
         if self.projection and (self.cell, self.pattern) != ("lstm", "dense"):

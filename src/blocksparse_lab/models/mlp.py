@@ -83,8 +83,8 @@ class SparseMLP(nn.Module):
         if init not in INITS:
             raise BlockSparseError.expected("init", f"one of {', '.join(INITS)}", repr(init))
         number("dropout", dropout, 0, below=1)
-        integer("seed", seed, 0)
-        of_layouts = seed if layout_seed is None else integer("layout_seed", layout_seed, 0)
+        integer("seed", seed, 0, below=2**32)
+        of_layouts = seed if layout_seed is None else integer("layout_seed", layout_seed, 0, below=2**32)
         layers = len(self.sizes) - 1
         densities = [density] * layers if isinstance(density, float | int | None | EllipsisType) else list(density)
         if len(densities) != layers:
