@@ -31,7 +31,7 @@ from blocksparse_lab import experiments
 ROOT = Path(__file__).parents[1]
 NUMBER = r"(?<![\w.,-])[+-]?\d[\d,]*(?:\.\d+)?"
 UNIT = r" ?(?:x|%|times|points?|bits per|bytes per|[kKMGT]i?B|[nmu]?s|seconds|minutes|hours|samples|tokens/s)(?![\w/])"
-# A decimal fraction, or a number with a unit; but not what words before it make a setting.
+# A decimal fraction, or a number with a unit; but not a fraction that words before it make a setting.
 FIGURE = re.compile(rf"{NUMBER}(?<=\d)(?={UNIT})|(?<![\w.,-])[+-]?\d[\d,]*\.\d+(?!\.?\w)")
 SETTING = re.compile(
     r"(?:[Dd]ensity|torch|PyTorch|Triton|Python|rewire)(?: of| at)? (?:[\d.]+(?:, | and | or | / | to ))*$"
@@ -39,6 +39,7 @@ SETTING = re.compile(
 PLACE = re.compile(r"\{([^{}]+ \| [^{}]+)\}")
 TEMPLATE, CLAIMS = ROOT / "docs" / "claims.md.in", ROOT / "docs" / "results" / "claims.md"
 BREAK = "\N{PILCROW SIGN}"
+VERDICT = "won", "lost", "not shown"
 VERDICTS = re.compile(r"\b(won|wins|lost|not shown)\b")
 TESTED = re.compile(r"\(([\w ]+, )?p (< )?[\d.]+\)")  # what a difference is shown with
 LEADING = re.compile(r"won|lost|not shown|open|behind")  # clauses of a verdict that its summary has
@@ -61,8 +62,11 @@ def numbers(text: str) -> list[str]:
 
 
 def agree(figure: str, value: float) -> bool:
-    """Whether a figure is the value as it is rounded, whatever the sign; parts of one may be told in percent."""
+    """Whether a figure is the value as it is rounded; of one without a sign words say it. Parts of one may be told in
+    percent."""
     most = 0.5 * 10.0 ** -len(figure.partition(".")[2]) * (1 + 1e-9)
+    if figure[0] in "+-" and float(figure) * value < 0:
+        return False
     return any(abs(abs(float(figure)) - abs(of)) <= most for of in (value, 100 * value if abs(value) <= 1 else value))
 
 
@@ -112,36 +116,52 @@ def claims(template: str, root: Path = ROOT) -> str:
 
     page = PLACE.sub(shown, template).replace("{runs that were not made}", "\n".join(not_made(root)))
     page = page.replace("{tested}", str(len(TESTED.findall(page))))
-    if "{other test}" in page:
-        page = page.replace("{other test}", by_the_other_test(template, root))
+    for name, how in {"{other test}": by_the_other_test, "{lowest error}": by_the_lowest_error}.items():
+        if name in page:
+            page = page.replace(name, how(template, root))
     return page.replace("{overview}", "\n".join(overview(page)))
 
 
 def by_the_other_test(template: str, root: Path) -> str:
     """Which of the differences that verdicts rest on change sides where runs of a seed are taken as pairs, or are not,
     other than in the tables."""
-    lost, found = [], []
-    for place in dict.fromkeys(PLACE.findall(template)):
+    known = {}
+    for place in PLACE.findall(template):
         name, *words, _ = place.split(" | ")
+        if difference(place, root) in VERDICT and name[:-3] in experiments.EXPERIMENTS:
+            known[place] = f"`{name[:-3]}`", *judged(name[:-3], words, root)
+    pairs = [(name, pair) for name, pair, *_ in known.values()]
+    lost, found = [], []
+    for place, (name, pair, title, text) in known.items():
         now = difference(place, root)
-        if now not in ("won", "lost", "not shown") or name[:-3] not in experiments.EXPERIMENTS:
-            continue
-        title, text = judged(name[:-3], words, root)
         # On machines of several instruction sets there are no pairs.
         p = None if "instruction set" in text else re.search(r"p (<? ?[\d.e-]+)\)$", text)
         if p and (float(p[1].strip("< ")) >= 0.05) != (now == "not shown"):
-            (found if now == "not shown" else lost).append(f"`{name[:-3]}` {title} (p {p[1]})")
-    return f"{', '.join(lost)} would not count, and {', '.join(found)} would"
+            of = f", {title}" if pairs.count((name, pair)) > 1 else ""
+            (found if now == "not shown" else lost).append(f"{name} {pair}{of} (p {p[1]})")
+    return f"{'; '.join(lost)} would not count, and {'; '.join(found)} would"
 
 
-def judged(name: str, words: list[str], root: Path) -> tuple[str, str]:
-    """What a difference is of, and its cell by the other test."""
+def judged(name: str, words: list[str], root: Path) -> tuple[str, str, str]:
+    """Which two a difference is of, in what, and its cell by the other test."""
     of, runs = experiments.find(name), experiments.load(root / "docs" / "results" / f"{name}.json").runs
     column = next(column for column in of.columns if column.title in words)
     cells = column.cells(of.contenders, runs, not of.paired) or []
-    return next(
-        (f"{one} against {column.against}", text) for one, text in zip(runs, cells, strict=False) if one in words
-    )
+    one, text = next((one, text) for one, text in zip(runs, cells, strict=False) if one in words)
+    return f"{one} against {column.against}", column.title.partition(", against")[0], text
+
+
+def by_the_lowest_error(template: str, root: Path) -> str:
+    """Which of the differences of errors after the last epoch would have another verdict by the lowest of any epoch."""
+    others = []
+    for place in dict.fromkeys(PLACE.findall(template)):
+        lowest = place.replace("| last test error, against", "| lowest test error, against")
+        verdicts = [difference(one, root) for one in (place, lowest)] if lowest != place else []
+        if set(verdicts) <= set(VERDICT) and len(set(verdicts)) == 2:
+            name, _, one, _ = place.split(" | ")
+            text = cell(f"docs/results/{lowest.rpartition(' | ')[0]}", root)
+            others.append(f"`{name[:-3]}` {one} ({text.replace(' (', ', ').strip(')')})")
+    return "; ".join(others)
 
 
 def overview(page: str) -> list[str]:
@@ -254,7 +274,8 @@ def wrong(name: str, entries: dict[str, Any], document: str, root: Path = ROOT) 
                 pairs = zip(figures, of, strict=True)
                 faults += [f"'{entry}': {why}" for figure, place in pairs if (why := fault(*figure, place, root))]
     for found in FIGURE.finditer(text):
-        if not any(a <= found.start() < b for a, b in covered) and not SETTING.search(text[: found.start()]):
+        setting = SETTING.search(text[: found.start()]) and not re.match(UNIT, text[found.end() :])
+        if not setting and not any(a <= found.start() < b for a, b in covered):
             around = text[max(0, found.start() - 40) : found.end() + 30]
             faults.append(f"'{found.group()}' has no entry in docs/figures.toml: ...{around}...")
     return [f"{name}: {fault}" for fault in faults]
