@@ -74,6 +74,19 @@ def test_a_difference_says_which_sign_wins(tmp_path):
     assert "end with 'less' or 'more'" in fault
 
 
+def test_verdicts_that_the_lowest_error_would_change(tmp_path):
+    results = tmp_path / "docs" / "results"
+    results.mkdir(parents=True)
+    rows = {
+        "last": ["+2.0 ± 1.0 (p 0.02)", "-1.0 ± 2.0 (p 0.3)"],
+        "lowest": ["+1.0 ± 3.0 (p 0.4)", "-0.5 ± 2.0 (p 0.6)"],
+    }
+    lines = [f"| {of} test error, against set | {' | '.join(cells)} |" for of, cells in rows.items()]
+    (results / "a.md").write_text("\n".join(["|  | dense | fixed |", "|---|---|---|", *lines]) + "\n")
+    template = "".join(f"{{a.md | last test error, against set | {one} | 1 more}}" for one in ("dense", "fixed"))
+    assert figures.by_the_lowest_error(template, tmp_path) == "`a` dense (+1.0 ± 3.0, p 0.4)"
+
+
 def test_the_overview_has_all_that_was_won_or_lost():
     page = "### A claim (2018)\n\n- **Verdict**: won, here; behind at equal steps (one seed); faster; lost: much\n"
     assert figures.overview(page)[2:] == ["| [A claim (2018)](#a-claim-2018) | won; behind at equal steps; lost |"]
@@ -98,6 +111,15 @@ def test_what_is_wrong_is_noticed(tmp_path):
     )
     assert "3.1, but docs/results/a.md" in faults({"of {3.1 ± 3.1} %": cell}, text.replace("± 0.2", "± 3.1"))
     assert "9.2, but docs/results/a.json" in faults({"[{9.2} times]": path}, text.replace("9.1", "9.2"))
+    negative = cell.replace("dense", "narrow")
+    (results / "a.md").write_text("|  | dense | narrow |\n|---|---|---|\n| error, % | 3.14 ± 0.2 | -3.14 |\n")
+    for sign, right in (("+", False), ("-", True), ("", True)):
+        signed = faults(
+            {f"of {{{sign}3.1}} %": negative, "[{9.1} times]": path}, text.replace("3.1 ± 0.2", f"{sign}3.1")
+        )
+        assert (signed == "") is right, sign
+    assert "'0.2' has no entry" in faults(good, f"{text} At density 0.1, 0.2 times as fast.")
+    assert faults(good, f"{text} At density 0.1, 0.2 it is fast.") == ""
     assert "'7.5' has no entry" in faults(good, f"{text} A loss < 1 took 7.5 s, not > 8.")
     assert "'9.1' has no entry" in faults({"of {3.1 ± 0.2} %": cell})
     assert "'{7} times' is there 0 times" in faults(good | {"{7} times": path})

@@ -28,6 +28,7 @@ from .experiment import SEEDS, Column, DataDir, Experiment, Results, kept, said
 
 DISTANCES = "distances.json"
 VALIDATION = "% validation error"
+MOST_CURVES = 8  # that a picture tells apart
 
 TOPOLOGIES = {
     "dense": "dense",
@@ -95,11 +96,17 @@ class ClassifierExperiment(Experiment):
 
     @property
     def curves(self) -> str:  # type: ignore[override]
-        return "Validation error after the last epoch" if self.choosing else super().curves
+        if self._in_points:
+            return f"{'Validation' if self.choosing else 'Test'} error after the last epoch"
+        return super().curves
+
+    @property
+    def _in_points(self) -> bool:
+        return self.choosing or len(self.contenders) > MOST_CURVES
 
     def picture(self, path: Path, of: Results) -> None:
-        """To choose by, the error of each contender at the end; else curves."""
-        if not self.choosing:
+        """To choose by, or of many contenders, the error of each at the end; else curves."""
+        if not self._in_points:
             super().picture(path, of)
             return
         figure, axes = figure_and_axes((8, 1 + 0.22 * len(of.runs)))

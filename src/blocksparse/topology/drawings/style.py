@@ -37,17 +37,21 @@ def figure_and_axes(size: tuple[float, float], columns: int = 1, **grid: Any) ->
 
 
 def label_points(axes: Any, labels: Iterable[tuple[float, float, str, str]], size: float = 8) -> None:
-    """Puts texts next to points, moved up where they would overlap. For axes whose limits are set.
+    """Puts texts next to points, moved up where they would overlap each other or points. For axes whose limits are set.
 
     Args:
         axes: of matplotlib.
         labels: x, y, text and colour of each; those beyond the limits are left out.
         size: of the texts, in points.
     """
+    from matplotlib.transforms import Bbox
+
     axes.figure.draw_without_rendering()  # which settles where the axes are
     point = axes.figure.dpi / 72
-    taken: list[Any] = []
-    for x, y, text, color in sorted(labels, key=lambda label: label[1]):
+    labels = sorted(labels, key=lambda label: label[1])
+    marks = [axes.transData.transform((x, y)) for x, y, *_ in labels]
+    taken = [Bbox.from_bounds(x - 4 * point, y - 4 * point, 8 * point, 8 * point) for x, y in marks]
+    for x, y, text, color in labels:
         across, up = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))
         if not (0 <= across <= 1 and 0 <= up <= 1):
             continue
