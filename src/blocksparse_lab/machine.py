@@ -136,10 +136,15 @@ def code(facts: Mapping[str, Any]) -> str:
     return facts["commit"][:8] + " with changes" * facts["dirty"] if facts["commit"] else facts["blocksparse"]
 
 
-def commits(machines: Iterable[Mapping[str, Any]]) -> str:
-    """What `where` of one of them leaves out: the commits, if they are several."""
-    found = sorted({one for facts in machines if facts["commit"] for one in facts.get("codes", [code(facts)])})
-    return f"; the runs are of commits {', '.join(found)}" if len(found) > 1 else ""
+def commits(machines: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
+    """What `where` of one of them leaves out: the commits, if they are several, with the names of those whose runs are
+    of them."""
+    found: dict[str, list[str]] = {}
+    for name, some in machines.items():
+        for one in {one for facts in some if facts["commit"] for one in facts.get("codes", [code(facts)])}:
+            found.setdefault(one, []).append(name)
+    told = [one if len(of) == len(machines) else f"{one} ({'; '.join(of)})" for one, of in sorted(found.items())]
+    return f"; the runs are of commits {', '.join(told)}" if len(found) > 1 else ""
 
 
 def available_memory() -> int:

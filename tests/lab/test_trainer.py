@@ -136,7 +136,10 @@ def test_a_result_names_the_commits_that_its_steps_are_of(tmp_path, monkeypatch)
     here = later.train()["machine"]
     assert (here["commit"], here["dirty"]) == ("b" * 40, False)
     assert here["codes"] == ["a" * 8, "b" * 8]
-    assert machine.commits([here]) == "; the runs are of commits aaaaaaaa, bbbbbbbb"
+    assert machine.commits({"set": [here]}) == "; the runs are of commits aaaaaaaa, bbbbbbbb"
+    other = here | {"codes": ["b" * 8]}
+    told = "; the runs are of commits aaaaaaaa (set), bbbbbbbb"
+    assert machine.commits({"set": [here], "dense": [other]}) == told
     assert "codes" not in Trainer(Walk(), tmp_path / "whole", SETTINGS).train()["machine"]
 
 

@@ -286,8 +286,10 @@ def write(path: Path, found: Sequence[Found]) -> None:
         parts.append(report.markdown(("line", "for each connection", "and", "the runs are within"), rows))
     if _sizes(found) > 1:
         parts.append(f"![Memory and time against connections]({path.stem}.png)")
-    machines = [one.machine for one in found]
-    report.write(path, content, *parts, where(machines[-1]) + commits(machines))
+    by_size: dict[str, list[dict[str, Any]]] = {}
+    for one in found:
+        by_size.setdefault(f"{one.neurons:,} neurons", []).append(one.machine)
+    report.write(path, content, *parts, where(found[-1].machine) + commits(by_size))
     if _sizes(found) > 1:
         _draw(path.with_suffix(".png"), found, fits)
 
@@ -323,6 +325,7 @@ COLUMNS: dict[str, Callable[[Found], str]] = {
     "saving": lambda one: duration(one.seconds["save"]),
     "an epoch": lambda one: duration(one.seconds["epoch"]),
     "loss": lambda one: f"{one.losses[0]:.3f} to {one.losses[1]:.3f}",
+    "instruction set": lambda one: one.machine["isa"],
     "held-out error, %": lambda one: ", ".join(f"{error:.1f}" for error in one.held_out),
 }
 

@@ -167,6 +167,7 @@ def mlp(
         raise BlockSparseError.expected("data", "--data NAME, --data FILE.csv or --neurons", got)
     if neurons is not None and "hidden" in given:
         raise BlockSparseError.expected("size", "--neurons or --hidden", "both")
+    mlp_recipe.check_used(given, method)
     if neurons is not None:
         recipe = mlp_recipe.extreme(parse_count(neurons, "neurons"))
         table: mlp_recipe.Data = mlp_recipe.extreme_data(rows, max(1, rows // 4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
     if others := of.runs.keys() - experiment.contenders.keys():
         raise BlockSparseError.expected(str(path), f"the report of {name}", f"runs of {', '.join(sorted(others))}")
     text, picture = out / f"{name}.md", out / f"{name}.png"
-    machines = [(run.result or {})["machine"] for runs in of.runs.values() for run in runs]
+    by_contender = {one: [(run.result or {})["machine"] for run in runs] for one, runs in of.runs.items()}
+    machines = list(chain.from_iterable(by_contender.values()))
     parts = [f"# {name}", f"{experiment.about}."]
     for table in experiment.tables(of):
         parts += [table.caption, "\n".join(markdown(table.head, table.rows))]
@@ -109,9 +111,9 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
             f"({UNPAIRED}): of runs on a machine with another instruction set, where the same seed gives another run; "
             "p by Welch's t-test."
         )
-    more = commits(machines)
+    more = commits(by_contender)
     if len({machine["isa"] for machine in machines}) > 1:  # their seconds do not compare
-        used = {one: sorted({(run.result or {})["machine"]["isa"] for run in runs}) for one, runs in of.runs.items()}
+        used = {one: sorted({machine["isa"] for machine in some}) for one, some in by_contender.items()}
         more += ". " + ", ".join(f"{one}: {' and '.join(sets)}" for one, sets in used.items())
     parts += [f"![{experiment.curves}]({name}.png)", where(machines[0]) + more]
     write_text(text, "\n\n".join(parts) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -56,6 +57,8 @@ class Recipe:
     optimizer: str = "sgd"  # the same
 
 
+OF_SET = "zeta", "evolve_every", "regrow", "elastic"
+
 # Curci, Mocanu, Pechenizkiy, Truly sparse neural networks at scale (2021), and its code; but new connections begin
 # at 0. Random values disturb what is trained already: on Higgs, SET was worse with them than no evolution at all.
 RECIPES = {
@@ -89,6 +92,22 @@ def recipe_for(name: str, rows: int | None = None) -> Recipe:
     return replace(Recipe(), batch=max(1, min(Recipe.batch, rows // 4)), clip=1.0)
 
 
+def check_used(given: Iterable[str], method: str) -> None:
+    """Refuses fields of a recipe that have no effect with a method.
+
+    >>> from blocksparse_lab.recipes.mlp import check_used
+    >>> check_used(["zeta", "alpha"], "fixed")
+    Traceback (most recent call last):
+    ...
+    blocksparse.errors.BlockSparseError: zeta: expected method set, got fixed
+    """
+    for name in given:
+        if name in OF_SET and method != "set":
+            raise BlockSparseError.expected(name, "method set", method)
+        if name == "layout_seed" and method in _DENSE:
+            raise BlockSparseError.expected(name, "a sparse net", f"method {method}")
+
+
 def extreme_hidden(neurons: int, classes: int = 2) -> tuple[int, ...]:
     """The hidden layers of a net with 65,536 inputs and about `neurons` in all, inputs and outputs included.
 
@@ -119,8 +138,8 @@ def network(recipe: Recipe, data: Data, method: str = "set", seed: int = 0) -> S
     method sparse in the same places."""
     if method not in METHODS:
         raise BlockSparseError.expected("method", f"one of {', '.join(METHODS)}", repr(method))
-    if method in _DENSE and recipe.layout_seed is not None:
-        raise BlockSparseError.expected("layout_seed", "a sparse net", f"method {method}")
+    if recipe.layout_seed is not None:
+        check_used(["layout_seed"], method)
     sparse: dict[str, Any] = {"density": None} if method in _DENSE else {"epsilon": recipe.epsilon}
     sizes = (data.features, *recipe.hidden, len(data.classes))
     for size in sizes:
