@@ -141,8 +141,9 @@ def test_methods_and_seeds_side_by_side(points, tmp_path):
     for method in mlp.METHODS:
         train(points, tmp_path / method, "--method", method)
     train(points, tmp_path / "set1", "--seed", 1)
+    train(points, tmp_path / "fixed1", "--method", "fixed", "--seed", 1)
     train(points, tmp_path / "pruned", "--importance-from", 1, "--importance-every", 2, "--importance-percentile", 25)
-    runs = [tmp_path / name for name in (*mlp.METHODS, "set1", "pruned")]
+    runs = [tmp_path / name for name in (*mlp.METHODS, "set1", "fixed1", "pruned")]
     out = run("compare", *runs, "--json", tmp_path / "c.json").stdout
     for word in ("% test", "error", *mlp.METHODS, "set1", "12-40-30-3", "over seeds"):
         assert word in out
@@ -155,6 +156,10 @@ def test_methods_and_seeds_side_by_side(points, tmp_path):
     # Two seeds of SET are one group.
     shown = out[out.index("over seeds") :]
     assert re.search(r"^set\b.* 2 +\d+\.\d+ ± \d", shown, re.MULTILINE)
+    ends = {name: content[name]["held_out"] for name in ("set", "set1", "fixed", "fixed1")}
+    off = (ends["fixed"] - ends["set"] + ends["fixed1"] - ends["set1"]) / 2
+    assert f" {off:+.4f} ± " in shown
+    assert "different data" not in out
 
 
 def test_a_setting_that_there_was_not_yet_sets_no_runs_apart(points, tmp_path):

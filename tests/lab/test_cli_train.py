@@ -260,13 +260,13 @@ def test_runs_side_by_side(trained, tmp_path):
 
 def test_runs_on_different_texts_do_not_compare(trained, tmp_path):
     runs = [trained / name for name in ("dense", "sparse0")]
-    assert "different texts" not in run("compare", *runs).stdout
+    assert "different data" not in run("compare", *runs).stdout
     for name in ("config.json", "log.jsonl"):
         (tmp_path / name).write_bytes((trained / "sparse0" / name).read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
     config["task"]["text"]["sha256"] = "0" * 16
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "these runs read different texts" in " ".join(run("compare", trained / "dense", tmp_path).stdout.split())
+    assert "these runs are of different data" in " ".join(run("compare", trained / "dense", tmp_path).stdout.split())
 
 
 def test_runs_that_are_not_finished_are_shown_as_far_as_they_are(trained, tmp_path):

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from blocksparse.errors import BlockSparseError
 
+from ..bench.report import chance, noted, spread
 from .terminal import JsonFile, say, short, table, write
 
 if TYPE_CHECKING:
@@ -43,9 +44,9 @@ def compare(
     grouped = recipe.groups(found)
     console = Console()
     console.print(_table(found, narrow=console.width < 100))
-    texts = [text for run in found if isinstance(text := run.task.get("text"), dict)]
-    if any(text != texts[0] for text in texts):
-        say(console, "these runs read different texts: their bits per character do not compare", "yellow")
+    data = [of for run in found if isinstance(of := run.task.get("text", run.task.get("data")), dict)]
+    if any(of != data[0] for of in data) or len({run.unit for run in found}) > 1:
+        say(console, "these runs are of different data: their held-out figures do not compare", "yellow")
     if len(grouped) < len(found):
         console.print()
         console.print(_seeds(grouped))
@@ -93,14 +94,24 @@ def _table(runs: list[Run], narrow: bool) -> Table:
 
 
 def _seeds(groups: list[Group]) -> Table:
+    """A row per group; differences are of runs of the same seed."""
     rows = []
     for group in groups:
         mean, deviation = group.held_out or (None, None)
         count = len(group.counted)
         shown = "" if mean is None else f"{mean:.4f}" + (f" ± {deviation:.4f}" if count > 1 else "")
         runs = str(count) if count == len(group.runs) else f"{count} of {len(group.runs)}"
-        rows.append((escape(group.label), runs, shown))
-    return table(("over seeds", "runs", f"{_word(groups[0].runs[0].unit)} ± deviation"), rows)
+        rows.append((escape(group.label), runs, shown, "" if group is groups[0] else _against(groups[0], group)))
+    head = ("over seeds", "runs", f"{_word(groups[0].runs[0].unit)} ± deviation", "against the first, by seeds")
+    return table(head if any(row[-1] for row in rows) else head[:-1], [row[: len(head)] for row in rows])
+
+
+def _against(first: Group, group: Group) -> str:
+    """The difference of two groups, with the probability that it is chance; empty without two seeds that both have."""
+    figures = [{run.settings.get("seed"): run.held_out for run in of.counted} for of in (first, group)]
+    theirs, own = figures
+    found = [x - y for seed, x in own.items() if x is not None and (y := theirs.get(seed)) is not None]
+    return noted(spread(found, 4, "+"), chance(found)) if len(found) > 1 else ""
 
 
 def _word(value: Any) -> str:
