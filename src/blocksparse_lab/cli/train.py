@@ -143,7 +143,10 @@ def gpt(
 def mlp(
     *,
     out: Run,
-    data: Annotated[str | None, typer.Option(help="fashion_mnist, cifar10, madelon, higgs or a FILE.csv.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="fashion_mnist, cifar10, madelon, higgs or a FILE.csv: numbers and a column label."),
+    ] = None,
     data_dir: DataDir = None,
     neurons: Annotated[
         str | None, typer.Option(help="Or this many, as 50M, 65,536 of them inputs; synthetic rows.")
