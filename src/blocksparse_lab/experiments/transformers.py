@@ -133,6 +133,8 @@ def _small(text: str) -> TransformerExperiment:
             "RigL": Contender(replace(wide, method="rigl"), rate),
             "dense to sparse": Contender(wide, rate, Pruning("gradual", wide.density, search=0.5, skip=("outlet",))),
         },
+        minutes=12,
+        longer={"dense to sparse": 24},
         settings=Settings(steps=3400, warmup=100, eval_every=400, save_every=400),
         batch=16,
         seq=dense.context,
