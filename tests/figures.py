@@ -42,7 +42,7 @@ BREAK = "\N{PILCROW SIGN}"
 VERDICT = "won", "lost", "not shown"
 VERDICTS = re.compile(r"\b(won|wins|lost|not shown)\b")
 TESTED = re.compile(r"\(([\w ]+, )?p (< )?[\d.]+\)")  # what a difference is shown with
-LEADING = re.compile(r"won|lost|not shown|open|behind")  # clauses of a verdict that its summary has
+LEADING = re.compile(r"\b(won|lost|not shown|open|behind)\b")  # clauses of a verdict that its summary has
 
 
 def plain(text: str) -> str:
@@ -155,7 +155,7 @@ def by_the_lowest_error(template: str, root: Path) -> str:
     """Which of the differences of errors after the last epoch would have another verdict by the lowest of any epoch."""
     others = []
     for place in dict.fromkeys(PLACE.findall(template)):
-        lowest = place.replace("| last test error, against", "| lowest test error, against")
+        lowest = place.replace("| last test error, against set |", "| lowest test error, against set |")
         verdicts = [difference(one, root) for one in (place, lowest)] if lowest != place else []
         if set(verdicts) <= set(VERDICT) and len(set(verdicts)) == 2:
             name, _, one, _ = place.split(" | ")
@@ -170,8 +170,8 @@ def overview(page: str) -> list[str]:
     lines = ["| claim | verdict |", "|---|---|"]
     for claim, verdict in re.findall(r"^### (.*)\n(?:(?!#).*\n)*?- \*\*Verdict\*\*: (.*)", page, re.MULTILINE):
         anchor = re.sub(r"[^\w -]", "", claim.lower()).replace(" ", "-")
-        first, *others = (re.split("[,:(]", clause)[0].strip() for clause in verdict.split("; "))
-        told = "; ".join([first, *filter(LEADING.match, others)])
+        first, *others = (re.split("[:(]", clause)[0].strip() for clause in verdict.split("; "))
+        told = "; ".join([first, *filter(LEADING.search, others)])
         lines.append(f"| [{claim}](#{anchor}) | {told} |")
     return lines
 
