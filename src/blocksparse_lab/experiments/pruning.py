@@ -274,7 +274,7 @@ class PruningExperiment(Experiment):
 
     @property
     def curves(self) -> str:  # type: ignore[override]
-        beyond = ", what is far off left out" if self.pruned else ""
+        beyond = ", without what is far off or was not timed" if self.pruned else ""
         return f"{self.figure[0].upper()}{self.figure[1:]} against measured time of inference{beyond}"
 
     def picture(self, path: Path, of: Results) -> None:

@@ -111,11 +111,12 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
             f"({UNPAIRED}): of runs on a machine with another instruction set, where the same seed gives another run; "
             "p by Welch's t-test."
         )
-    more = commits(by_contender)
+    more, shown = commits(by_contender), experiment.curves
     if len({machine["isa"] for machine in machines}) > 1:  # their seconds do not compare
         used = {one: sorted({machine["isa"] for machine in some}) for one, some in by_contender.items()}
         more += ". " + ", ".join(f"{one}: {' and '.join(sets)}" for one, sets in used.items())
-    parts += [f"![{experiment.curves}]({name}.png)", where(machines[0]) + more]
+        shown = shown.removesuffix(" and seconds")
+    parts += [f"![{shown}]({name}.png)", where(machines[0]) + more]
     write_text(text, "\n\n".join(parts) + "\n")
     experiment.picture(picture, of)
     return [text, picture]
