@@ -12,6 +12,7 @@ docs/results/extreme.md, with JSON and a picture next to it. Runs that are in th
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from blocksparse import BlockSparseError
-from blocksparse_lab.bench import extreme
+from blocksparse_lab.bench import extreme, report
 from blocksparse_lab.bench.extreme import Extreme
 from blocksparse_lab.cli.train import parse_count
 from blocksparse_lab.machine import available_memory
@@ -39,15 +40,29 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="for checkpoints")
     arguments = parser.parse_args()
     console = Console(soft_wrap=True, highlight=False)
+    try:
+        sys.exit(measure(arguments, console))
+    except BlockSparseError as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        sys.exit(1)
+
+
+def measure(arguments: argparse.Namespace, console: Console) -> int:
+    """Trains the nets, one after the other; gives the status to exit with."""
     sizes = [parse_count(text, "neurons") for text in (arguments.neurons or "").split(",") if text]
+    if not all(text.isdecimal() for text in arguments.seeds.split(",")):
+        raise BlockSparseError.expected("seeds", "ints of 0 or more, with commas between", repr(arguments.seeds))
     seeds = [int(text) for text in arguments.seeds.split(",")]
+    if not arguments.quick:
+        report.check_folder(arguments.out.parent)
     specs = [
         Extreme(n, arguments.rows, arguments.epochs, seed=seed) for n in sizes or extreme.NEURONS for seed in seeds
     ]
-    done = [one.run for one in extreme.read(arguments.out)]
+    done = [] if arguments.quick else [one.run for one in extreme.read(arguments.out)]
     specs = [spec for spec in specs if asdict(spec) not in done]
     if arguments.quick:
         specs = [Extreme(100_000, rows=16)]
+    status = 0
     for spec in specs:
         head = f"{spec.neurons / 1e6:g} million neurons, seed {spec.seed}"
         console.print(
@@ -57,7 +72,8 @@ def main() -> None:
         try:
             found = extreme.measure(spec, arguments.scratch, lambda text: console.print(f"  {text}"), arguments.force)
         except BlockSparseError as error:
-            console.print(f"  {error}", style="red")
+            console.print(f"  {error}", style="red", markup=False)
+            status = 1
             continue
         console.print(
             f"  {found.most / 2**30:.2f} GiB at the peak, {found.most / found.connections:.1f} bytes per connection, "
@@ -67,6 +83,7 @@ def main() -> None:
         if not arguments.quick:
             extreme.write(arguments.out, extreme.merged(arguments.out, found))
             console.print(f"  wrote {arguments.out}")
+    return status
 
 
 if __name__ == "__main__":

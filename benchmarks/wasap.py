@@ -370,7 +370,7 @@ def checked(arguments: argparse.Namespace) -> tuple[list[Run], Options]:
         rates = [float(part) for part in arguments.rates.split(",")]
     except ValueError:
         rates = []
-    if not rates or len(set(rates)) < len(rates) or not 0 < min(rates) <= max(rates) < float("inf"):
+    if not rates or len(set(rates)) < len(rates) or not all(0 < rate < float("inf") for rate in rates):
         raise BlockSparseError.expected("rates", "different positive numbers, with commas between", arguments.rates)
     if max(processes) == 1 and (arguments.wassp or rates != [1]):
         raise BlockSparseError.expected("processes", "several somewhere, for --wassp and --rates", arguments.processes)
@@ -417,6 +417,9 @@ def main() -> None:
     torch.set_num_threads(1)  # as in each process: the machine's facts must record it
     try:
         runs, options = checked(arguments)
+        report.check_folder(arguments.out)
+        if (path := arguments.out / f"{NAME}.json").exists():
+            raise BlockSparseError.expected("out", "a folder without another report", path)
         done: list[Run] = []
         for run in runs:
             facts = machine()

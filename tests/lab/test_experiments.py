@@ -204,6 +204,7 @@ def test_mistakes_are_said_before_the_training(tiny, tmp_path):
     assert "got 99999999999999999999" in refused("tiny", *place, "--seed", "99999999999999999999", "--cores", "1")
     assert "expected some of 'dense', 'wide', got 'deep'" in refused("tiny", *place, "--only", "deep")
     assert "cores: expected an int, 1 or more, got 0" in refused("tiny", *place, "--cores", "0")
+    assert "--redraw: expected no --add, --only" in refused("tiny", *place, "--redraw", "--seed", "0")
     (tmp_path / "file").touch()
     assert "out: expected a folder to write to" in refused(
         "tiny", "--runs", tmp_path / "runs", "--out", tmp_path / "file"
@@ -215,6 +216,38 @@ def test_only_folders_that_end_in_a_seed_are_runs(tmp_path):
     for name in ("dense-10", "dense-9", "dense-00", "dense-\u00b2", "dense-1a", "dense", "wide-1"):
         (tmp_path / name).mkdir()
     assert [run.name for run in folders(tmp_path, "dense")] == ["dense-9", "dense-10"]
+
+
+def test_what_is_damaged_is_named_and_nothing_is_lost(tiny, tmp_path):
+    command(tmp_path, "--only", "dense", "--seed", "0", "--seed", "0")
+    run, kept = tmp_path / "runs" / "tiny" / "dense-0", tmp_path / "out" / "tiny.json"
+    log = run / "log.jsonl"
+    before = log.read_bytes()
+    log.write_bytes(b"#" + before[1:])
+    place = ["tiny", "--runs", tmp_path / "runs", "--out", tmp_path / "out", "--only", "dense", "--seed", "0"]
+    command(tmp_path, "--only", "dense", "--seed", "0")
+    assert log.read_bytes() == b"#" + before[1:]
+    log.write_bytes(before)
+    whole = kept.read_bytes()
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps({key: value for key, value in result.items() if key != "machine"}))
+    assert "result.json, machine: expected blocksparse, commit, cpu, isa, torch, got None" in refused(*place)
+    assert kept.read_bytes() == whole
+    kept.write_text('{"all": {}, "each": {}, "runs": {}}')
+    assert "expected the report of tiny, got one without runs" in refused(*place[:5], "--redraw")
+
+
+def test_what_was_found_of_a_shorter_run_goes_when_it_is_extended(tiny, tmp_path, monkeypatch):
+    command(tmp_path, "--only", "dense", "--seed", "0")
+    longer = replace(tiny, settings=replace(tiny.settings, steps=6))
+    monkeypatch.setitem(experiments.EXPERIMENTS, "tiny", longer)
+    old = tmp_path / "runs" / "tiny" / "dense-0" / "old.json"
+    old.write_text("{}")
+    command(tmp_path, "--only", "dense", "--seed", "0")
+    assert not old.exists()
+    old.write_text("{}")
+    command(tmp_path, "--only", "dense", "--seed", "0")
+    assert old.exists()
 
 
 def test_bad_input(tiny, tmp_path):

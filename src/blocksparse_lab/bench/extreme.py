@@ -261,7 +261,10 @@ def merged(path: Path, new: Found) -> list[Found]:
 
 def read(path: Path) -> list[Found]:
     """The runs of a file; none where it does not exist."""
-    return [Found(**one) for one in read_json(path)["runs"]] if path.exists() else []
+    try:
+        return [Found(**one) for one in read_json(path)["runs"]] if path.exists() else []
+    except (KeyError, TypeError) as error:
+        raise BlockSparseError.expected(str(path), "the report of extreme.py", f"{error!r:.99}") from None
 
 
 def _sizes(found: Sequence[Found]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
+from blocksparse import checkpoint
 from blocksparse.errors import BlockSparseError
 from blocksparse.measure import Spread
 from blocksparse.topology.drawings import style
@@ -135,10 +136,11 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A file of results, in a folder that is made where it is missing; raises where it cannot be written."""
+    """A file of results, whole or not at all, in a folder that is made where it is missing; raises where it cannot be
+    written."""
     with _written_to(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        checkpoint.write_text(path, text)
 
 
 def check_folder(folder: Path) -> None:

@@ -65,6 +65,8 @@ def experiment(
         integer("cores", cores, 1)
     if hours is not None and not hours > 0:
         raise BlockSparseError.expected("hours", "a positive number", hours)
+    if redraw and (add or only or seed or cores or hours):
+        raise BlockSparseError.expected("--redraw", "no --add, --only, --seed, --cores or --hours", "some")
     named = {one: experiments.find(one) for one in name if one != "all"}
     chosen = dict(experiments.EXPERIMENTS) if "all" in name else named
     make_folder(out)
@@ -164,12 +166,17 @@ def _side_by_side(
                 failed.add(job.run)
     left = [job for job in queue.missing(chosen, runs, only, seeds) if job in jobs]
     broken = failed & {job.run for job in left}
+    unwritten = False
     for one, of in chosen.items():
         if any(of.finished(runs / one).values()):
-            _wrote(console, experiments.write(one, of, runs / one, out, add))
+            try:
+                _wrote(console, experiments.write(one, of, runs / one, out, add))
+            except BlockSparseError as error:  # the other reports are written
+                unwritten = True
+                say(console, f"error: {error}", "red")
     if left:
         say(console, f"{len(left)} of {len(jobs)} runs are left; the same command goes on", "yellow")
-    if caught or broken:
+    if caught or broken or unwritten:
         raise typer.Exit(128 + caught[0] if caught else 1)
 
 

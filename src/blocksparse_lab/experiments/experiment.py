@@ -279,8 +279,8 @@ class Experiment(ABC):
         """
         check_only(only, self.contenders)
         data = self.load(data_dir)
-        for seed in seeds or self.seeds:
-            for name in only or self.contenders:
+        for seed in dict.fromkeys(seeds or self.seeds):
+            for name in dict.fromkeys(only or self.contenders):
                 if not self._failed_before(runs, name, seed):
                     yield self.trainer(name, seed, folder(runs, name, seed), data)
 

@@ -72,7 +72,7 @@ def missing(
     jobs = [
         Job(name, of, contender, seed, runs / name)
         for name, of in named.items()
-        for seed in seeds or of.seeds
+        for seed in dict.fromkeys(seeds or of.seeds)
         for contender in of.contenders
         if not only or contender in only
     ]

@@ -17,6 +17,7 @@ from ..recipes import compare
 from ..recipes.compare import Run
 from .experiment import UNPAIRED, Experiment, Results, folder, seed_of
 
+MACHINE = frozenset(("cpu", "isa", "torch", "blocksparse", "commit"))  # facts that tables tell
 POINTS = 6  # of a curve that is kept, at most
 
 
@@ -58,7 +59,15 @@ def _read(path: Path) -> Run:
     run = compare.read(path)
     if (seed := run.settings.get("seed")) != seed_of(path):
         raise BlockSparseError.expected(f"{path}, seed", f"{seed_of(path)}, as in its name", seed)
+    if run.result is not None and not _told(run):
+        got = f"{run.result.get('machine')!r:.99}"
+        raise BlockSparseError.expected(f"{path / 'result.json'}, machine", ", ".join(sorted(MACHINE)), got)
     return run
+
+
+def _told(run: Run) -> bool:
+    machine = (run.result or {}).get("machine")
+    return isinstance(machine, dict) and machine.keys() >= MACHINE
 
 
 def there(name: str, out: Path) -> dict[str, dict[int, Run]]:
@@ -95,6 +104,8 @@ def draw(name: str, experiment: Experiment, out: Path) -> list[Path]:
     """Writes `NAME.md` and `NAME.png` from `NAME.json` in the same folder."""
     path = out / f"{name}.json"
     of = _report(path, name)
+    if not any(of.runs.values()):
+        raise BlockSparseError.expected(str(path), f"the report of {name}", "one without runs")
     if others := of.runs.keys() - experiment.contenders.keys():
         raise BlockSparseError.expected(str(path), f"the report of {name}", f"runs of {', '.join(sorted(others))}")
     text, picture = out / f"{name}.md", out / f"{name}.png"
@@ -147,8 +158,10 @@ def load(path: Path) -> Results:
     try:
         common = {name: merged(content["all"], of) for name, of in content["each"].items()}
         runs = {name: [_run(merged(common[name], run)) for run in rows(of)] for name, of in content["runs"].items()}
+        if not all("seed" in run.settings and _told(run) for of in runs.values() for run in of):
+            raise KeyError("machine")
         return Results(runs, content.get("left_out", {}), content.get("more"), content.get("experiment"))
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BlockSparseError.expected(str(path), "the report of an experiment", f"{error!r:.99}") from None
 
 

@@ -137,8 +137,9 @@ class Trainer:
             self._call("began", self.step)
             if self.step == s.steps and parallel.agreed(result.exists()):
                 return
-            if self.rank == 0:
-                result.unlink(missing_ok=True)  # of a run that is extended
+            if self.rank == 0 and result.exists():  # of a run that is extended, as is what was found of it since
+                for path in {*self.run.glob("*.json")} - {self.run / "config.json"}:
+                    path.unlink()
             if not log.draw(self.step):
                 self._call("note", "no curves for TensorBoard, which is not installed: pip install tensorboard")
             self.model.train()
@@ -184,7 +185,8 @@ class Trainer:
     def _begin(self, log: RunLog | NoLog) -> None:
         if parallel.agreed(self.path.exists()):
             self.load()
-            if (last := int(log.cut(self.step))) < self._logged[0] and self.rank == 0:
+            finished = self.step == self.settings.steps and parallel.agreed((self.run / "result.json").exists())
+            if not finished and (last := int(log.cut(self.step))) < self._logged[0] and self.rank == 0:
                 self._call("note", f"{self.run / 'log.jsonl'} lacks what is after step {last:,}, up to {self.step:,}")
         elif self.rank == 0 and not log.is_empty():
             raise BlockSparseError.expected(
