@@ -89,7 +89,9 @@ def test_verdicts_that_the_lowest_error_would_change(tmp_path):
 
 def test_the_overview_has_all_that_was_won_or_lost():
     page = "### A claim (2018)\n\n- **Verdict**: won, here; behind at equal steps (one seed); faster; lost: much\n"
-    assert figures.overview(page)[2:] == ["| [A claim (2018)](#a-claim-2018) | won; behind at equal steps; lost |"]
+    assert figures.overview(page)[2:] == [
+        "| [A claim (2018)](#a-claim-2018) | won, here; behind at equal steps; lost |"
+    ]
 
 
 def test_what_is_wrong_is_noticed(tmp_path):

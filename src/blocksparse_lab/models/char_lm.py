@@ -256,7 +256,7 @@ def width_for(config: CharLMConfig, params: int) -> CharLMConfig:
     step = math.lcm(8 if config.pattern == "dense" else config.block_size, config.stride)
     # A graph needs more blocks than each one has edges.
     least = {"barabasi_albert": config.m + 1, "watts_strogatz": config.neighbors + 1}.get(config.pattern, 1)
-    least = max(least, config.projection // step + 1)
+    least = max(least, config.projection // step + 1, math.ceil(2 * config.stride / step) if config.stride > 1 else 1)
 
     def count(steps: int) -> int:
         return parameter_count(replace(config, width=steps * step))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import EllipsisType
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,15 +79,16 @@ class SparseMLP(nn.Module):
     ):
         super().__init__()
         self.sizes = _checked(sizes)
-        if activation not in ACTIVATIONS:
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
             raise BlockSparseError.expected("activation", f"one of {', '.join(ACTIVATIONS)}", repr(activation))
         if init not in INITS:
             raise BlockSparseError.expected("init", f"one of {', '.join(INITS)}", repr(init))
         number("dropout", dropout, 0, below=1)
+        number("alpha", alpha, -1e6, 1e6)
         integer("seed", seed, 0, below=2**32)
         of_layouts = seed if layout_seed is None else integer("layout_seed", layout_seed, 0, below=2**32)
         layers = len(self.sizes) - 1
-        densities = [density] * layers if isinstance(density, float | int | None | EllipsisType) else list(density)
+        densities: list[Any] = list(density) if isinstance(density, list | tuple) else [density] * layers
         if len(densities) != layers:
             raise BlockSparseError.expected("density", f"{layers} numbers, one for each layer", densities)
         self.layers = nn.ModuleList()

@@ -53,8 +53,9 @@ class RunLog:
     def is_empty(self) -> bool:
         return self.path.stat().st_size == 0
 
-    def cut(self, step: int) -> int:
-        """Drops lines after `step`, and an incomplete last line; returns the step of the last one that is left."""
+    def cut(self, step: int, drop: bool = True) -> int:
+        """Drops lines after `step`, and an incomplete last line; returns the step of the last one before them. Without
+        `drop` the file stays as it is."""
         with self._room():
             self._file.seek(0)
             kept = last = 0
@@ -62,7 +63,8 @@ class RunLog:
                 if (at := _step(line)) > step:
                     break
                 kept, last = kept + len(line), int(at)
-            self._file.truncate(kept)
+            if drop:
+                self._file.truncate(kept)
         return last
 
     def draw(self, after: int) -> bool:
@@ -108,7 +110,7 @@ class NoLog:
         pass
 
     def __getattr__(self, name: str) -> Callable[..., bool]:
-        return lambda *_: True
+        return lambda *_, **__: True
 
 
 def read(run: str | Path) -> list[dict[str, Any]]:

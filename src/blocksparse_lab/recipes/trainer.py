@@ -186,7 +186,7 @@ class Trainer:
         if parallel.agreed(self.path.exists()):
             self.load()
             finished = self.step == self.settings.steps and parallel.agreed((self.run / "result.json").exists())
-            if not finished and (last := int(log.cut(self.step))) < self._logged[0] and self.rank == 0:
+            if (last := int(log.cut(self.step, drop=not finished))) < self._logged[0] and self.rank == 0:
                 self._call("note", f"{self.run / 'log.jsonl'} lacks what is after step {last:,}, up to {self.step:,}")
         elif self.rank == 0 and not log.is_empty():
             raise BlockSparseError.expected(
