@@ -36,6 +36,7 @@ FIGURE = re.compile(rf"{NUMBER}(?<=\d)(?={UNIT})|(?<![\w.,-])[+-]?\d[\d,]*\.\d+(
 SETTING = re.compile(
     r"(?:[Dd]ensity|torch|PyTorch|Triton|Python|rewire)(?: of| at)? (?:[\d.]+(?:, | and | or | / | to ))*$"
 )
+PERCENT = re.compile(r"%|points?\b")
 PLACE = re.compile(r"\{([^{}]+ \| [^{}]+)\}")
 TEMPLATE, CLAIMS = ROOT / "docs" / "claims.md.in", ROOT / "docs" / "results" / "claims.md"
 BREAK = "\N{PILCROW SIGN}"
@@ -61,13 +62,16 @@ def numbers(text: str) -> list[str]:
     return [found.replace(",", "") for found in re.findall(NUMBER, apart(text))]
 
 
-def agree(figure: str, value: float) -> bool:
+def agree(figure: str, value: float, in_percent: bool) -> bool:
     """Whether a figure is the value as it is rounded; of one without a sign words say it. Parts of one may be told in
-    percent."""
+    percent, where the text does."""
     most = 0.5 * 10.0 ** -len(figure.partition(".")[2]) * (1 + 1e-9)
     if figure[0] in "+-" and float(figure) * value < 0:
         return False
-    return any(abs(abs(float(figure)) - abs(of)) <= most for of in (value, 100 * value if abs(value) <= 1 else value))
+    return any(
+        abs(abs(float(figure)) - abs(of)) <= most
+        for of in (value, 100 * value if abs(value) <= 1 and in_percent else value)
+    )
 
 
 def cell(reference: str, root: Path) -> str:
@@ -272,7 +276,8 @@ def wrong(name: str, entries: dict[str, Any], document: str, root: Path = ROOT) 
                 faults += [f"'{entry}': its section does not say 'not recorded'"] * (given not in " ".join(section))
             else:
                 pairs = zip(figures, of, strict=True)
-                faults += [f"'{entry}': {why}" for figure, place in pairs if (why := fault(*figure, place, root))]
+                told = PERCENT.search(text[max(0, place.start() - 80) : place.end() + 30]) is not None
+                faults += [f"'{entry}': {why}" for figure, place in pairs if (why := fault(*figure, place, told, root))]
     for found in FIGURE.finditer(text):
         setting = SETTING.search(text[: found.start()]) and not re.match(UNIT, text[found.end() :])
         if not setting and not any(a <= found.start() < b for a, b in covered):
@@ -285,7 +290,7 @@ def spans(words: str, text: str) -> list[re.Match[str]]:
     return list(re.finditer(re.escape(re.sub(r"[{}]", "", words)), text))
 
 
-def fault(figure: str, is_deviation: bool, reference: str, root: Path) -> str:
+def fault(figure: str, is_deviation: bool, reference: str, in_percent: bool, root: Path) -> str:
     """Why a figure is not what is where its reference leads, of "mean ± deviation" the one that it is."""
     try:
         text = cell(reference, root)
@@ -293,7 +298,7 @@ def fault(figure: str, is_deviation: bool, reference: str, root: Path) -> str:
         found = found[int(is_deviation) :][:1] if "±" in text else found
     except (LookupError, ValueError, TypeError, OSError) as error:
         return f"{reference}: {error}"
-    right = any(agree(figure.replace(",", ""), value) for value in found)
+    right = any(agree(figure.replace(",", ""), value, in_percent) for value in found)
     return "" if right else f"{figure}, but {reference} has {found}"
 
 

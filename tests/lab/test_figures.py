@@ -120,6 +120,10 @@ def test_what_is_wrong_is_noticed(tmp_path):
             {f"of {{{sign}3.1}} %": negative, "[{9.1} times]": path}, text.replace("3.1 ± 0.2", f"{sign}3.1")
         )
         assert (signed == "") is right, sign
+    (results / "b.json").write_text('{"part": 0.45}')
+    part = {"are {45}": "docs/results/b.json | part"}
+    assert "45, but docs/results/b.json" in "".join(figures.wrong("page", part, "These are 45 times", tmp_path))
+    assert figures.wrong("page", part, "These are 45 %", tmp_path) == []
     assert "'0.2' has no entry" in faults(good, f"{text} At density 0.1, 0.2 times as fast.")
     assert faults(good, f"{text} At density 0.1, 0.2 it is fast.") == ""
     assert "'7.5' has no entry" in faults(good, f"{text} A loss < 1 took 7.5 s, not > 8.")
