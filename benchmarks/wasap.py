@@ -49,7 +49,6 @@ from blocksparse_lab.machine import machine, where
 from blocksparse_lab.recipes import mlp
 
 NAME = "wasap-fashion_mnist"
-RESULTS = Path("results")
 ABOUT = (
     "The sparse net for Fashion-MNIST, trained by one process (sequential SET) and by WASAP-SGD with several: in the "
     "first phase they train one network asynchronously (WASSP-SGD: in step, with the mean gradient), in the second "
@@ -400,7 +399,7 @@ def main() -> None:
     parser.add_argument("--rates", default="1", help="of several processes, times the rate of one")
     parser.add_argument("--rows", type=int, help="number of those to train on, for a quick look")
     parser.add_argument("--patience", type=float, default=900, help="seconds that an epoch may take")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of the report")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="the folder of the report")
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:

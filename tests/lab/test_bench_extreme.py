@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import bench_parts
 import blocksparse as bs
 from blocksparse_lab.bench import extreme
 from blocksparse_lab.bench.extreme import Extreme, Found, Line, Phases
@@ -99,6 +100,22 @@ def test_the_committed_table_is_that_of_its_json(tmp_path, monkeypatch):
     committed = Path(__file__).parents[2] / "docs" / "results" / "extreme.json"
     extreme.write(tmp_path / "extreme.json", extreme.read(committed))
     assert (tmp_path / "extreme.md").read_text() == committed.with_suffix(".md").read_text()
+
+
+def test_mistakes_end_in_a_line_and_a_status(tmp_path, monkeypatch, capsys):
+    run = bench_parts.script(bench_parts.load("extreme"), monkeypatch, capsys)
+    (tmp_path / "other.json").write_text('{"runs": [{"x": 1}]}')
+    (tmp_path / "file").touch()
+    for arguments, message in {
+        ("--seeds", "x"): "error: seeds: expected ints of 0 or more",
+        ("--neurons", "abc"): "error: neurons: expected a number such as",
+        ("--neurons", "100k", "--out", tmp_path / "other.json"): "expected the report of extreme.py",
+        ("--neurons", "100k", "--out", tmp_path / "file" / "a.json"): "error: ",
+        ("--neurons", "10G", "--out", tmp_path / "a.json"): "GiB free for",
+    }.items():
+        status, said, _ = run(*arguments)
+        assert (status, message in said) == (1, True), said
+    assert not (tmp_path / "a.json").exists()
 
 
 def test_a_line_is_off_where_a_point_is():

@@ -186,6 +186,15 @@ def test_nothing_but_failures_is_a_report_too(wasap, tmp_path):
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_report_that_is_there_stays(wasap, tmp_path, monkeypatch, capsys):
+    write(tmp_path)
+    (tmp_path / "wasap-fashion_mnist.json").write_text("{}")
+    run = bench_parts.script(wasap, monkeypatch, capsys)
+    status, said, _ = run("--data-dir", tmp_path, "--processes", 1, "--epochs", 1, "--out", tmp_path)
+    assert (status, "out: expected a folder without another report" in said) == (1, True), said
+    assert (tmp_path / "wasap-fashion_mnist.json").read_text() == "{}"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -200,6 +209,7 @@ def test_nothing_but_failures_is_a_report_too(wasap, tmp_path):
         ({"rows": 31}, "rows: expected 4, one for each process, to 30, got 31"),
         ({"processes": "64"}, "rows: expected 64, one for each process, to 30, got 30"),
         ({"rates": "1,0"}, "rates: expected different positive numbers, with commas between, got 1,0"),
+        ({"rates": "1,nan"}, "rates: expected different positive numbers"),
         ({"rates": "half"}, "rates: expected different positive numbers"),
         ({"threads": True, "processes": "2"}, "threads: expected two cores or more, and one process among the runs"),
         ({"processes": "1", "wassp": True}, "processes: expected several somewhere, for --wassp and --rates, got 1"),

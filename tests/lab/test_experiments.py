@@ -153,6 +153,26 @@ def test_a_queue_with_a_run_that_failed_fails_and_keeps_the_others(tiny, tmp_pat
     assert list(experiments.load(tmp_path / "out" / "tiny.json").runs) == ["dense"]
 
 
+def test_a_seed_that_is_given_twice_is_one_run_and_one_report_that_is_refused_leaves_the_others(
+    tiny, tmp_path, at_work, monkeypatch
+):
+    assert len(queue.missing({"tiny": tiny}, tmp_path, only=["dense"], seeds=[0, 0])) == 1
+    monkeypatch.setitem(experiments.EXPERIMENTS, "second", replace(tiny, seeds=(0,)))
+    written = experiments.write
+
+    def write(name, *arguments):
+        if name == "tiny":
+            raise bs.BlockSparseError("refused")
+        return written(name, *arguments)
+
+    monkeypatch.setattr(experiments, "write", write)
+    folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    chosen = ["tiny", "second", "--only", "dense", "--seed", "0", "--cores", "2"]
+    done = CliRunner().invoke(app, ["experiment", *chosen, *folders])
+    assert (done.exit_code, "refused" in done.output) == (1, True), done.output
+    assert (tmp_path / "out" / "second.json").exists()
+
+
 def test_the_queue_ends_after_a_step(tiny, tmp_path, at_work):
     long = replace(tiny, settings=replace(tiny.settings, steps=10**6), seeds=(0,))
     refused = replace(tiny, text="nothing", seeds=(0,))
@@ -245,6 +265,7 @@ def test_what_was_found_of_a_shorter_run_goes_when_it_is_extended(tiny, tmp_path
     old.write_text("{}")
     command(tmp_path, "--only", "dense", "--seed", "0")
     assert not old.exists()
+    assert old.with_suffix(".json.old").read_text() == "{}"  # nothing is lost
     old.write_text("{}")
     command(tmp_path, "--only", "dense", "--seed", "0")
     assert old.exists()

@@ -84,7 +84,7 @@ class SparseMLP(nn.Module):
         if init not in INITS:
             raise BlockSparseError.expected("init", f"one of {', '.join(INITS)}", repr(init))
         number("dropout", dropout, 0, below=1)
-        number("alpha", alpha, -1e6, 1e6)
+        number("alpha", alpha, 0)  # that of activations and weights, whichever need it
         integer("seed", seed, 0, below=2**32)
         of_layouts = seed if layout_seed is None else integer("layout_seed", layout_seed, 0, below=2**32)
         layers = len(self.sizes) - 1

@@ -137,9 +137,9 @@ class Trainer:
             self._call("began", self.step)
             if self.step == s.steps and parallel.agreed(result.exists()):
                 return
-            if self.rank == 0 and result.exists():  # of a run that is extended, as is what was found of it since
+            if self.rank == 0 and result.exists():  # of a run that is extended: with what was found of it set aside
                 for path in {*self.run.glob("*.json")} - {self.run / "config.json"}:
-                    path.unlink()
+                    path.replace(path.with_suffix(".json.old"))
             if not log.draw(self.step):
                 self._call("note", "no curves for TensorBoard, which is not installed: pip install tensorboard")
             self.model.train()
