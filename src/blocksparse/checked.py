@@ -138,6 +138,8 @@ def check_state(state: Any, like: Mapping[str, torch.Tensor]) -> None:
 def check_kept(state: Mapping[str, Any], parameter: torch.Tensor, name: str, *, scalars: bool = True) -> None:
     """Raises a BlockSparseError unless what an optimizer keeps for a parameter is of its shape, or one number.
 
+    Factors of a second moment, as Adafactor keeps them, have the shape without its last axis or the one before.
+
     Args:
         state: the optimizer's, of this parameter.
         parameter: as it is, or will be when the optimizer steps.
@@ -145,6 +147,8 @@ def check_kept(state: Mapping[str, Any], parameter: torch.Tensor, name: str, *, 
         scalars: whether one number, such as a count of steps, is of any use.
     """
     for key, kept in state.items():
+        if averaged_axis(key, kept, parameter.shape) is not None:
+            continue
         size = kept.numel() if isinstance(kept, torch.Tensor) else len(kept) if isinstance(kept, list | tuple) else 1
         if (size != 1 or not scalars) and not (isinstance(kept, torch.Tensor) and kept.shape == parameter.shape):
             got = shape_of(kept)
@@ -154,6 +158,25 @@ def check_kept(state: Mapping[str, Any], parameter: torch.Tensor, name: str, *, 
                 f"{got}; after a change of the layout load the optimizer's state of the same time, or begin again with "
                 "optimizer.state.clear()",
             )
+
+
+def averaged_axis(name: str, kept: Any, shape: torch.Size) -> int | None:
+    """The axis that a factor of a second moment averages over, -1 or -2; None for anything else.
+
+    >>> import torch
+    >>> from blocksparse.checked import averaged_axis
+    >>> averaged_axis("row_var", torch.zeros(9, 8, 1), torch.Size([9, 8, 4]))
+    -1
+    >>> averaged_axis("exp_avg_sq_col", torch.zeros(9, 4), torch.Size([9, 8, 4]))
+    -2
+    """
+    axis = -1 if "row" in name or name.endswith("_r") else -2 if "col" in name or name.endswith("_c") else None
+    if axis is None or not isinstance(kept, torch.Tensor) or len(shape) < 2:
+        return None
+    without, averaged = list(shape), list(shape)
+    without.pop(axis)
+    averaged[axis] = 1
+    return axis if list(kept.shape) in (without, averaged) else None
 
 
 def shape_of(given: Any) -> object:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,17 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import patterns
-from ..checked import check_kept, integer
+from ..checked import integer
 from ..convert import block_coordinates, to_dense
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout, layout_of_indices
 from ..pages import Page
 from .dense_weight import DenseWeight, not_assigned
 from .layout_module import INDICES_WANTED, LayoutModule, others_in_buffers, was_traced
+from .optimizer_watch import note_left_behind, note_resized
 from .part import Part
 
 
@@ -117,6 +115,10 @@ class BlockSparseModule(LayoutModule):
         >>> layer.layout.nnz, layer.values.shape
         (1, torch.Size([1, 2, 2]))
         """
+        self.change_layout(layout, values, state_follows=False)
+
+    def change_layout(self, layout: BlockLayout, values: Tensor, *, state_follows: bool = True) -> None:
+        """Does what `set_layout` does, for callers that move the state of optimizers along."""
         check_layout(layout)
         mine = self._parameters.get("values")
         if mine is None:
@@ -135,6 +137,8 @@ class BlockSparseModule(LayoutModule):
         if list(values.shape) != shape or values.dtype != mine.dtype or values.device != mine.device:
             got = f"{list(values.shape)}, {values.dtype}, {values.device}"
             raise BlockSparseError.expected("values", f"{shape}, {mine.dtype}, {mine.device}", got)
+        if not state_follows and layout != self._layout:
+            note_left_behind(mine)
         replace_data(mine, values.detach())
         self.layout_changed(layout)
 
@@ -289,28 +293,8 @@ def replace_data(parameter: Tensor, data: Tensor) -> None:
         # makes a new one only where the dtype changes.
         other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
         parameter.data = data.new_empty(0, dtype=other)
-        _watch_optimizers()
-        _resized[parameter] = True
+        note_resized(parameter)
     parameter.data = data
-
-
-# Parameters whose shape has changed since an optimizer last stepped on them.
-_resized: Any = WeakIdKeyDictionary()
-
-
-@cache
-def _watch_optimizers() -> None:
-    """Has every optimizer compare what it keeps for a resized parameter: fused ones would write past its end."""
-    register_optimizer_step_pre_hook(_refuse_stale_state)
-
-
-def _refuse_stale_state(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups if _resized else ():
-        for parameter in group["params"]:
-            if parameter not in _resized:
-                continue
-            check_kept(optimizer.state.get(parameter, {}), parameter, "its parameter")
-            del _resized[parameter]
 
 
 def layout_for(

@@ -106,7 +106,7 @@ def _shrink_outputs(layer: Linear, gone: np.ndarray, kept: Tensor, optimizer: to
         source = kept.to(bias.device)
         carry_state(optimizer, bias, source)
         replace_data(bias, bias.detach()[source])
-    layer.set_layout(smaller, layer.values.detach())
+    layer.change_layout(smaller, layer.values.detach())
 
 
 def _shrink_inputs(layer: Linear, gone: np.ndarray, inputs: int, optimizer: torch.optim.Optimizer | None) -> None:
@@ -118,4 +118,4 @@ def _shrink_inputs(layer: Linear, gone: np.ndarray, inputs: int, optimizer: torc
     source = torch.from_numpy(stay).to(values.device)
     carry_state(optimizer, values, source)
     layer.in_features = inputs
-    layer.set_layout(smaller, remap_blocks(values.detach(), source))
+    layer.change_layout(smaller, remap_blocks(values.detach(), source))

@@ -1,34 +1,204 @@
-"""The optimizer's state of a parameter that changes its shape."""
+"""The state that optimizers keep for a parameter, when its blocks move or another parameter takes its place."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..checked import check_kept
+from ..checked import averaged_axis, check_kept
 from ..errors import BlockSparseError
+from ..nn.optimizer_watch import stepped_optimizers
+
+# How the state of new weights begins, by the names that PyTorch and others give it. At 0: means of gradients.
+FROM_ZERO = {"momentum_buffer", "exp_avg", "exp_avg_diff", "grad_avg", "prev", "neg_pre_grad", "last_grad", "moment1"}
+# At the weight: means and copies of it, of ASGD, schedule-free optimizers, Prodigy and Lookahead.
+FROM_WEIGHT = {"ax", "z", "p0", "x0", "slow_buffer", "slow_params", "cached_params", "lookahead_slow_buff"}
+# At the learning rate: the steps of Rprop.
+FROM_RATE = {"step_size"}
+# At the mean of the weights that stay: what has another name and is never negative, sums and means of squares.
+
+
+class ParameterState(NamedTuple):
+    """What one optimizer keeps for a parameter, which can be written to, and the parameter's group."""
+
+    kept: dict[str, Any]
+    group: Mapping[str, Any]
+
+
+def optimizers_in(optimizer: Any) -> Iterator[Any]:
+    """The optimizer and those that it wraps, as accelerate, ZeroRedundancyOptimizer and Lookahead do."""
+    waiting, seen = [optimizer] if is_optimizer(optimizer) else [], set[int]()
+    while waiting:
+        each = waiting.pop(0)
+        if id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            for held in vars(each).values():
+                inner = held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else [held]
+                waiting += [other for other in inner if isinstance(other, torch.optim.Optimizer)]
+
+
+def is_optimizer(given: Any) -> bool:
+    """Whether it is an optimizer, or a wrapper that passes on the groups and the state of one."""
+    if isinstance(given, torch.optim.Optimizer):
+        return True
+    return all(hasattr(given, name) for name in ("param_groups", "state", "step")) and isinstance(given.state, Mapping)
 
 
 def has_parameter(optimizer: Any, parameter: Tensor) -> bool:
     """Whether the optimizer trains the parameter; a BlockSparseError where it is no optimizer."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not is_optimizer(optimizer):
         raise BlockSparseError.expected("optimizer", "a torch.optim.Optimizer", type(optimizer).__name__)
-    return any(given is parameter for group in optimizer.param_groups for given in group["params"])
+    return _group_of(optimizer, parameter) is not None
+
+
+def _group_of(optimizer: Any, parameter: Tensor) -> Mapping[str, Any] | None:
+    for group in optimizer.param_groups:
+        if any(given is parameter for given in group["params"]):
+            found: Mapping[str, Any] = group
+            return found
+    return None
 
 
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer inside of what accelerate or Lightning put around it, which has neither its hooks nor its state."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
-    return optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    return next((each for each in optimizers_in(optimizer) if isinstance(each, torch.optim.Optimizer)), optimizer)
 
 
-def check_optimizer(optimizer: Any, parameter: Tensor, name: str) -> None:
-    """Raises a BlockSparseError unless the optimizer, if any, has the parameter, and a state that can follow it."""
-    if optimizer is None:
-        return
-    if not has_parameter(optimizer, parameter):
+def trainers_of(parameter: Tensor, optimizer: Any = None) -> list[Any]:
+    """The optimizer, those that it wraps, and all others that have stepped and have the parameter."""
+    others = [each for each in stepped_optimizers() if _group_of(each, parameter) is not None]
+    return list({id(each): each for each in (*optimizers_in(optimizer), *others)}.values())
+
+
+def states_of(parameter: Tensor, optimizer: Any = None) -> list[ParameterState]:
+    """What optimizers keep for the parameter: the given one, and all others that have stepped on it."""
+    found: dict[int, ParameterState] = {}
+    for each in trainers_of(parameter, optimizer):
+        kept = each.state.get(parameter)
+        if kept:  # wrappers may have the same dict
+            found.setdefault(id(kept), ParameterState(kept, _group_of(each, parameter) or {}))
+    return list(found.values())
+
+
+def follows_blocks(name: str, kept: Any, shape: torch.Size) -> bool:
+    """Whether a state has a part for each block of values of this shape: it has the shape itself, or is a factor."""
+    if isinstance(kept, Tensor) and kept.shape == shape:
+        return True
+    return len(shape) > 2 and averaged_axis(name, kept, shape) is not None
+
+
+def check_optimizer(optimizer: Any, parameter: Tensor, name: str, *, replaced: bool = False) -> None:
+    """Raises a BlockSparseError unless the optimizer, if any, has the parameter, and a state that can follow it.
+
+    Args:
+        replaced: whether another parameter, of the values, will take its place.
+    """
+    if optimizer is not None and not has_parameter(optimizer, parameter):
         raise BlockSparseError.expected("optimizer", f"one that has the parameter {name}", type(optimizer).__name__)
-    check_kept(optimizer.state.get(parameter, {}), parameter, name)
+    for each in trainers_of(parameter, optimizer):
+        kind = type(each).__name__
+        if isinstance(each, torch.optim.LBFGS):
+            raise BlockSparseError(
+                f"optimizer: {kind} keeps one vector for all parameters, which cannot follow blocks of {name}: "
+                "train with SGD or Adam while layouts change"
+            )
+        if replaced and each in optimizers_in(optimizer):
+            _check_takes_values(each, kind, name)
+        check_kept(each.state.get(parameter, {}), parameter, name)
+
+
+def _check_takes_values(optimizer: Any, kind: str, name: str) -> None:
+    if isinstance(optimizer, getattr(torch.optim, "Muon", ())):
+        raise BlockSparseError(
+            f"optimizer: {kind} trains matrices, and {name} becomes values of three axes, "
+            "[blocks, rows, columns]: give this weight to AdamW, or skip it"
+        )
+    if kind == "ZeroRedundancyOptimizer":
+        raise BlockSparseError(
+            f"optimizer: {kind} cannot exchange the parameter {name} for its values: use FSDP2 "
+            "(torch.distributed.fsdp.fully_shard), or start from block-sparse layers"
+        )
+
+
+def replace_parameter(
+    optimizer: Any,
+    old: nn.Parameter,
+    new: nn.Parameter,
+    convert: Callable[[Tensor], Tensor],
+    absent: Tensor | None = None,
+) -> None:
+    """Has the optimizer, and those that it wraps, train another parameter, with the state that it has.
+
+    Args:
+        convert: of a tensor of the old shape one of the new shape.
+        absent: bool of the new shape, the weights that did not exist before; None for none.
+    """
+    for each in optimizers_in(optimizer):
+        for group in each.param_groups:
+            group["params"] = [new if given is old else given for given in group["params"]]
+        if old in each.state:
+            group = _group_of(each, new) or {}
+            kept = _converted(each.state.pop(old), old.shape, convert)
+            if absent is not None:
+                _begin(kept, absent, new, group)
+            each.state[new] = kept
+
+
+def _converted(kept: dict[str, Any], shape: torch.Size, convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    new = {}
+    for name, each in kept.items():
+        axis = averaged_axis(name, each, shape)
+        if axis is not None:
+            # A block has other rows and columns than the matrix: averages of the squares that both stand for.
+            squares = convert(_product_of_factors(kept, name, axis, len(shape)))
+            new[name] = squares.mean(axis, keepdim=each.dim() == len(shape)).to(each.dtype)
+        else:
+            new[name] = convert(each) if isinstance(each, Tensor) and each.shape == shape else each
+    return new
+
+
+def _product_of_factors(kept: Mapping[str, Tensor], name: str, axis: int, dims: int) -> Tensor:
+    """The mean squares that a factored second moment stands for, `[..., rows, columns]`."""
+    row, col = ("row", "col") if "row" in name or "col" in name else ("_r", "_c")
+    rows, cols = kept[name.replace(col, row)], kept[name.replace(row, col)]
+    if rows.dim() < dims:
+        rows, cols = rows.unsqueeze(-1), cols.unsqueeze(-2)
+    return rows * (cols / rows.mean(-2, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny))
+
+
+def start_of(name: str, group: Mapping[str, Any], measure: Callable[[], tuple[float, int, bool]]) -> float | None:
+    """What the state of new weights begins with; None for the weights themselves.
+
+    Args:
+        measure: returns the sum of the state over the weights that stay, their number, and whether any is negative.
+    """
+    if name in FROM_ZERO:
+        return 0.0
+    if name in FROM_WEIGHT:
+        return None
+    if name in FROM_RATE:
+        return float(group.get("lr", 0))
+    total, count, negative = measure()
+    return total / count if count and not negative else 0.0
+
+
+def measure_state(tensor: Tensor) -> tuple[float, int, bool]:
+    """The sum of a state, how many numbers it has, and whether any is negative."""
+    return float(tensor.sum(dtype=torch.float64)), tensor.numel(), bool((tensor < 0).any())
+
+
+def _begin(kept: dict[str, Any], absent: Tensor, values: Tensor, group: Mapping[str, Any]) -> None:
+    """Fills in the state of weights that did not exist before."""
+    for name, each in kept.items():
+        if isinstance(each, Tensor) and each.shape == absent.shape:
+            start = start_of(name, group, partial(measure_state, each[~absent]))
+            each[absent] = values.detach()[absent] if start is None else start

@@ -21,7 +21,7 @@ from .blocks import pad
 from .dense_shard import values_of
 from .fsdp import hand_over, is_dtensor
 from .mixtures import is_experts
-from .optimizer import check_optimizer, has_parameter
+from .optimizer import check_optimizer, has_parameter, replace_parameter
 from .prunable import (
     CONV1D,
     CONVOLUTIONS,
@@ -127,17 +127,12 @@ class _Change:
     old: nn.Parameter
     new: nn.Parameter
     take: Callable[[Tensor], Tensor]
+    absent: Tensor | None = None
+    """The weights of the new parameter that did not exist before, bool of its shape; None for none."""
 
     def apply(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if optimizer is not None and has_parameter(optimizer, self.old):
-            for group in optimizer.param_groups:
-                group["params"] = [self.new if given is self.old else given for given in group["params"]]
-            if self.old in optimizer.state:
-                kept = optimizer.state.pop(self.old)
-                optimizer.state[self.new] = {
-                    key: self.take(each) if isinstance(each, Tensor) and each.shape == self.old.shape else each
-                    for key, each in kept.items()
-                }
+        if optimizer is not None:
+            replace_parameter(optimizer, self.old, self.new, self.take, self.absent)
 
 
 Chosen = Sequence[tuple[Prunable, BlockLayout]]
@@ -254,7 +249,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, changes: Sequence[
         what = f"one that has parameters of the model, {changes[0].name} say"
         raise BlockSparseError.expected("optimizer", what, type(optimizer).__name__)
     for change in trained:
-        check_optimizer(optimizer, change.old, change.name)
+        check_optimizer(optimizer, change.old, change.name, replaced=True)
 
 
 def _avoid_fused_encoders(model: nn.Module) -> None:

@@ -30,14 +30,16 @@ def rewire(
 ) -> Tensor:
     """Drops some blocks of a module's weight and grows others.
 
-    The parameter stays the same object, so that optimizers go on with it. Of what they keep for each weight (momentum,
-    say), survivors have theirs untouched and new blocks have zeros; counts of steps stay. The gradient is cleared.
+    The parameter stays the same object, so that optimizers continue with it. The state that they keep for each weight
+    follows: blocks that stay keep theirs. For new blocks momentum and first moments start at 0, second moments and sums
+    of squares at their mean over the blocks that stay, as a count of steps is one for the whole parameter: from 0, Adam
+    would correct them too little, and move new blocks by several learning rates. The gradient is cleared.
 
     Args:
         module: any block-sparse module: a layer, or one of the weights of a recurrent one.
         drop: ints, the positions in `values` of the blocks that go.
         rows, cols: ints, the place of each new block in the grid; places that are dropped in the same call too.
-        optimizer: the one that trains `module.values`, or None.
+        optimizer: one that trains `module.values`, or a wrapper of it. Others that have stepped on it are found.
         new: the values of the new blocks, `[len(rows), *values.shape[1:]]`; zeros by default. Or a function that
             returns those of some, given the positions of these, int64, among the new blocks in sorted order.
         on_layout_change: called with the module and the returned source, to take along what else is kept for each
@@ -48,7 +50,7 @@ def rewire(
 
     Raises:
         BlockSparseError: no block-sparse module, an optimizer that does not have its parameter or keeps what cannot
-            follow, positions or places out of range, given twice, or taken. Nothing is changed then.
+            follow (LBFGS), positions or places out of range, given twice, or taken. Nothing is changed then.
 
     >>> import torch, blocksparse as bs
     >>> layer = bs.nn.Linear(3, 2, layout=bs.BlockLayout([[1, 1, 0], [0, 0, 1]], block_size=1))

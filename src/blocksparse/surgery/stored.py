@@ -16,7 +16,8 @@ from torch import Tensor
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
-from .fsdp import is_dtensor, record_of, replace_shard, sharded_like
+from .fsdp import is_dtensor, local_of, record_of, replace_shard, sharded_like
+from .optimizer import follows_blocks, measure_state, start_of, states_of
 
 New = Tensor | Callable[[np.ndarray], Tensor]
 
@@ -163,8 +164,10 @@ class Stored:
             source: int64 `[nnz]`: where each block was in the layout before, rising; -1 for new ones.
             new: values of the new blocks that will be here, in their order, or a function of their positions among all
                 new ones. Zeros by default.
+            optimizer: one that trains the weight. The state of others that have stepped on it follows too.
         """
         source = source.cpu()
+        staying = source[source >= 0]
         if callable(new):
             here = np.zeros(layout.nnz, dtype=bool)
             here[self.here_of(layout)] = True
@@ -174,11 +177,21 @@ class Stored:
             source = source[after]
             kept = source >= 0
             source[kept] = torch.from_numpy(np.searchsorted(self.of_part, source[kept].numpy()))
+        move: Callable[[Tensor], Tensor] = partial(remap_blocks, source=source)
+        grown = source < 0
+        if self._shard is not None:
+            move = self._shard.moves(source.numpy(), self.parameter.shape[0])
+            grown = grown[self._shard.slice(mine.nnz)]
+        values = move(self.local)
+        if new is not None:
+            values[grown.to(values.device)] = new.to(values)
+        survivors = staying if staying.numel() < layout.nnz else None
+        self._carry_state(optimizer, move, grown, values, survivors, mine.nnz)
         if self._shard is None:
-            carry_state(optimizer, self.parameter, source)
-            self.module.set_layout(mine, remap_blocks(self.local, source, new))
+            self.module.change_layout(mine, values)
         else:
-            self._move(self._shard, mine, source, new, optimizer)
+            replace_shard(self._record, values, mine.nnz)
+            self.module.layout_changed(mine)
         self.__dict__.pop("here", None)
         self.layout = layout
 
@@ -191,24 +204,60 @@ class Stored:
         moved[new] = self.local[new]
         return sharded_like(kept, moved, source.numel())
 
-    def _move(
+    def _carry_state(
         self,
-        shard: Shard,
-        layout: BlockLayout,
-        source: Tensor,
-        new: Tensor | None,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Any,
+        move: Callable[[Tensor], Tensor],
+        grown: Tensor,
+        values: Tensor,
+        survivors: Tensor | None,
+        nnz: int,
     ) -> None:
-        moves = shard.moves(source.numpy(), self.parameter.shape[0])
-        state: dict[str, Any] = optimizer.state.get(self.parameter, {}) if optimizer is not None else {}
-        for name, kept in state.items():
-            if is_dtensor(kept) and kept.shape == self.parameter.shape:
-                state[name] = sharded_like(kept, moves(kept.to_local()), layout.nnz)
-        local = moves(self.local)
-        if new is not None:
-            local[source[shard.slice(layout.nnz)].to(local.device) < 0] = new.to(local)
-        replace_shard(self._record, local, layout.nnz)
-        self.module.layout_changed(layout)
+        """Moves what optimizers keep for each block, and begins that of new blocks; see `start_of`.
+
+        Args:
+            move: of the blocks that are here before those after the change, 0 for new ones.
+            grown: which of these are new, bool `[here]`.
+            values: of these.
+            survivors: the positions in the whole layout of the blocks that stay; None where no process has new ones.
+            nnz: the stored blocks of the part after the change.
+        """
+        grown = grown.to(values.device)
+        for kept, group in states_of(self.parameter, optimizer):
+            for name, each in kept.items():
+                if not follows_blocks(name, each, self.parameter.shape):
+                    continue
+                local = local_of(each)
+                start = 0 if survivors is None else start_of(name, group, partial(self._measure, local, survivors))
+                moved = move(local)
+                moved[grown] = values[grown].to(moved) if start is None else start
+                kept[name] = sharded_like(each, moved, nnz) if is_dtensor(each) else moved
+
+    def _measure(self, local: Tensor, survivors: Tensor) -> tuple[float, int, bool]:
+        """`measure_state` of blocks that stay, or of all where none does, in all processes, without padding."""
+        stays = torch.zeros(self.layout.nnz, dtype=torch.bool)
+        stays[survivors if survivors.numel() else slice(None)] = True
+        here = torch.from_numpy(self.here)
+        stays = stays[here]
+        kept = local[stays.to(local.device)]
+        if (used := self.used) is not None and kept.shape[1:] == self.local.shape[1:]:
+            kept = kept[self._real(used, here[stays]).to(kept.device).expand_as(kept)]
+        total, count, negative = measure_state(kept)
+        if not self._groups:
+            return total, count, negative
+        found = torch.tensor([total, count, negative], dtype=torch.float64, device=local.device)
+        for group in self._groups:
+            dist.all_reduce(found, group=group)
+        return float(found[0]), int(found[1]), bool(found[2])
+
+    def _real(self, used: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
+        """Marks the numbers of blocks that are no padding, `[blocks, block_out, block_in, ...]`."""
+        height, width = self.layout.block_shape
+        lines = self.layout.row_of_block, self.layout.col_of_block
+        rows, cols = (torch.from_numpy(each[positions.numpy()].astype(np.int64)) for each in lines)
+        out, in_ = used[0].view(-1, height)[rows], used[1].view(-1, width)[cols]
+        real = out[:, :, None] & in_[:, None, :]
+        return real.view(*real.shape, *[1] * (self.local.dim() - 3))
 
 
 def places_of_part(module: BlockSparseModule, whole: BlockLayout) -> np.ndarray:
@@ -337,12 +386,12 @@ def remap_blocks(tensor: Tensor, source: Tensor, new: Tensor | None = None) -> T
     return there
 
 
-def carry_state(optimizer: torch.optim.Optimizer | None, parameter: Tensor, source: Tensor) -> None:
-    """Remaps the optimizer's state of a parameter along its first axis, before the parameter itself changes."""
-    state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-    for name, kept in state.items():
-        if isinstance(kept, Tensor) and kept.shape == parameter.shape:
-            state[name] = remap_blocks(kept, source)
+def carry_state(optimizer: Any, parameter: Tensor, source: Tensor) -> None:
+    """Remaps the state of a parameter that loses some of its first axis, before the parameter itself changes."""
+    for kept, _ in states_of(parameter, optimizer):
+        for name, each in kept.items():
+            if follows_blocks(name, each, parameter.shape):
+                kept[name] = remap_blocks(each, source)
 
 
 def check_module(module: Any) -> None:

@@ -73,7 +73,7 @@ class DensePruner(TrainingMethod):
             if record_of(weight.module, weight.parameter) and not self.takes_shards:
                 expected = "a weight that this process has whole; GradualPruning and ThresholdPruning take sharded ones"
                 raise BlockSparseError.expected(weight.name, expected, "one that FSDP2 has sharded")
-            check_optimizer(optimizer, weight.tensor, weight.name)
+            check_optimizer(optimizer, weight.tensor, weight.name, replaced=True)
             self.dense[weight.name] = weight.tensor
         check_padding(found)
         self.blocks = {weight.name: weight.blocks for weight in found}
@@ -122,7 +122,7 @@ class DensePruner(TrainingMethod):
             if layout.nnz == 0:
                 expected = f"a block that is kept (by {self.remedy}; or leave the weight out by skip)"
                 raise BlockSparseError.expected(name, expected, repr(layout))
-            check_optimizer(self.optimizer, self.dense[name], name)
+            check_optimizer(self.optimizer, self.dense[name], name, replaced=True)
         reshard(self.model)
         with torch.no_grad():
             self._settle()

@@ -1,0 +1,94 @@
+"""Knows the optimizers that have stepped, and stops one whose state belongs to another layout."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..checked import check_kept
+from ..errors import BlockSparseError
+
+# Whether the state is that of the last step, not one loaded since. In the order of first steps, the same on all ranks.
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+
+# Parameters whose shape has changed since an optimizer last stepped on them.
+_resized: Any = WeakIdKeyDictionary()
+
+# Of parameters whose layout was set without a way from the old blocks to the new ones: the tensors that optimizers kept
+# for the old blocks, with PyTorch's counters of what was written to them.
+_left_behind: Any = WeakIdKeyDictionary()
+
+
+@cache
+def watch_optimizers() -> None:
+    """Watches the steps of all optimizers from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def stepped_optimizers() -> Iterable[torch.optim.Optimizer]:
+    """Every live optimizer that has stepped since the first block-sparse module was made."""
+    return list(_stepped)
+
+
+def note_resized(parameter: Tensor) -> None:
+    """Has the next step on the parameter compare shapes with the optimizer's state: fused ones would write past it."""
+    _resized[parameter] = True
+
+
+def note_left_behind(parameter: Tensor) -> None:
+    """Has steps on the parameter refuse the state that optimizers keep for it now, unless it is replaced before."""
+    states = (optimizer.state.get(parameter, {}) for optimizer, is_own in _stepped.items() if is_own)
+    kept = [each for state in states for each in state.values() if isinstance(each, Tensor) and each.numel() > 1]
+    if kept:
+        _left_behind[parameter] = [(weakref.ref(each), _version(each)) for each in kept]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if is_dynamo_compiling() or not (_resized or _left_behind):  # a compiled step sees no changes of layouts
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in _resized:
+                check_kept(optimizer.state.get(parameter, {}), parameter, "its parameter")
+                del _resized[parameter]
+            if parameter in _left_behind:
+                _refuse_left_behind(optimizer, parameter)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if is_dynamo_compiling():
+        return
+    if optimizer not in _stepped:
+        optimizer.register_load_state_dict_post_hook(_after_loading)
+    _stepped[optimizer] = True
+
+
+def _after_loading(optimizer: torch.optim.Optimizer) -> None:
+    _stepped[optimizer] = False
+
+
+def _refuse_left_behind(optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
+    left = {id(each): version for ref, version in _left_behind[parameter] if (each := ref()) is not None}
+    if not left:
+        del _left_behind[parameter]
+    for name, kept in optimizer.state.get(parameter, {}).items():
+        if id(kept) in left and left[id(kept)] == _version(kept):
+            raise BlockSparseError(
+                f"{name} in the state of {type(optimizer).__name__} belongs to the blocks that a weight had before its "
+                f"layout was set or loaded (values of {list(parameter.shape)} now): load the optimizer's state of the "
+                "same time, start again with optimizer.state.clear(), or change layouts by "
+                "blocksparse.sparsity.rewire, which moves the state along"
+            )
