@@ -75,6 +75,21 @@ def uneven():
     same(one, several, rtol=1e-6, atol=1e-9)
 
 
+def state_of_new_blocks():
+    """Second moments of new blocks begin at the mean over all shards: Adam moves them as one process does."""
+    one, several = network(), network()
+    fully_shard(several, mesh=mesh())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True) for model in (one, several)]
+    for model, optimizer, x in zip((one, several), optimizers, (X, mine(X)), strict=True):
+        train(model, x, bs.sparsity.SET(model, optimizer, init="zeros", skip="2"), optimizer)
+        train(model, x, bs.sparsity.RigL(model, optimizer, end=9, every=2, skip="2"), optimizer)
+    here = torch.from_numpy(Stored(several[0]).here)
+    for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        theirs, ours = optimizers[0].state[one[0].values][name], optimizers[1].state[several[0].values][name]
+        torch.testing.assert_close(ours.to_local(), theirs[here], rtol=1e-6, atol=1e-12)
+    same(one, several, rtol=1e-6, atol=1e-9)
+
+
 def accumulation(method):
     one, several = network(), network()
     one[2].requires_grad_(False)
@@ -206,7 +221,9 @@ def refused():
 
 
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("case", [uneven, bf16, running_mean, memory, refused], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [uneven, state_of_new_blocks, bf16, running_mean, memory, refused], ids=lambda case: case.__name__
+)
 def test_fsdp2(processes, count, case):
     results = processes(count)(case)
     assert all(result == results[0] for result in results) or case is memory

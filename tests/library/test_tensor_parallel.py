@@ -429,6 +429,27 @@ def test_fsdp2_on_the_other_dimension_of_a_mesh(processes):
     assert max(processes(4)(with_fsdp)) < 0.25 + 0.05
 
 
+def evolving():
+    """New blocks begin with the mean over all parts: Adam moves them as one process does."""
+    model = MLP(64, 96, density=0.5, block_size=8, dtype=torch.float64)
+    truth = copy.deepcopy(model)
+    parallelize_module(model, init_device_mesh("cpu", (2,)), PLAN)
+    x = torch.randn(5, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for each in (model, truth):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        method = bs.sparsity.SET(each, optimizer, init="zeros", every=2)
+        for _ in range(6):
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+            optimizer.step()
+            method.step()
+    close(model(x).detach(), truth(x).detach(), 1e-10)
+
+
+def test_new_blocks_of_parts_begin_as_in_one_process(processes):
+    processes(2)(evolving)
+
+
 def refusals(parallelize):
     """What `parallelize_module` refuses: said with the layer's name, on both processes, before anything is cut."""
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
