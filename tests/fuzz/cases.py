@@ -8,8 +8,10 @@ from random import Random
 import numpy as np
 import torch
 
+from blocksparse import BlockSparseError
+
 from . import attention, convolutions, elementwise, mistakes, products, recurrent
-from .calls import Calls
+from .calls import Calls, Fault
 
 # The families: how often, how they are drawn, how they run.
 FAMILIES = {
@@ -33,9 +35,20 @@ def draw(seed: int, index: int) -> dict:
 
 
 def run(case: dict, calls: Calls) -> None:
-    """Raises what went wrong, a `Fault` where a result is."""
+    """Raises what went wrong, a `Fault` where a result is.
+
+    `case["refused"]`, "argument: reason", is there if the library must refuse the case, by an error about the argument.
+    """
     torch.set_num_threads(1)
-    FAMILIES[case["family"]][2](case, np.random.default_rng(case["numbers"]), calls)
+    reason = case.get("refused")
+    try:
+        FAMILIES[case["family"]][2](case, np.random.default_rng(case["numbers"]), calls)
+    except BlockSparseError as error:
+        if not reason or reason.partition(":")[0] not in str(error):
+            raise
+    else:
+        if reason:
+            raise Fault(f"not refused, {reason}")
 
 
 def as_line(case: dict) -> str:

@@ -25,7 +25,7 @@ NORMALISED = 1e-7
 def draw(rng: Random) -> dict:
     block = rng.choice((1, 2, 3, 8, 16))
     layer = rng.choice(("LSTM", "SmallWorldLSTM", "MultiplicativeLSTM"))
-    return {
+    case = {
         "layer": layer,
         "input": block * rng.randint(1, 4),
         "hidden": block * rng.randint(1, 6),
@@ -37,6 +37,20 @@ def draw(rng: Random) -> dict:
         "dtype": "float64" if layer == "SmallWorldLSTM" else rng.choice(("float32", "float64")),
         "threads": 2 if rng.random() < 0.1 else 1,
     }
+    return {**case, "refused": _refused(case)}
+
+
+def _refused(case: dict) -> str | None:
+    """The argument that this layer must refuse, and the reason."""
+    if case["layer"] == "LSTM":
+        return None  # each weight has four gates, one block of them at least for every density that is drawn
+    if case["layer"] == "SmallWorldLSTM" and case["hidden"] == 1:
+        return "hidden_size: the normalisation of one unit is always 0"
+    hidden, inputs = (case[size] // case["block"] for size in ("hidden", "input"))
+    blocks = hidden * min(hidden, inputs)
+    if case["density"] is not None and round(case["density"] * blocks) == 0:
+        return f"density: {case['density']} * {blocks} rounds to no block"
+    return None
 
 
 def run(case: dict, numbers: np.random.Generator, calls: Calls) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import secrets
 import struct
 import time
 
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.skipif(not bs.backends()["cpu"], reason="the fuzz is of
 SEED = 20_26
 
 
-def indices_of(family: str):
-    return (index for index in itertools.count() if cases.draw(SEED, index)["family"] == family)
+def indices_of(family: str, seed: int = SEED):
+    return (index for index in itertools.count() if cases.draw(seed, index)["family"] == family)
 
 
 @pytest.mark.parametrize("family", cases.FAMILIES)
@@ -36,9 +37,31 @@ def test_cases_of(family):
     assert calls.total() >= count
 
 
+@pytest.mark.parametrize("family", cases.FAMILIES)
+def test_cases_of_a_fresh_seed(family):
+    """A few seconds of the nightly run, in every run of the tests; a fault prints the command that replays it."""
+    seed = secrets.randbits(32)
+    faults = run.run_cases(seed, itertools.islice(indices_of(family, seed), 40), Calls())
+    assert not faults, "\n".join(faults)
+
+
 @pytest.mark.parametrize("case", run.corpus(), ids=lambda case: case.get("why", case["family"]))
 def test_what_was_found_once(case):
     assert run.attempt(case, Calls()) is None
+
+
+SMALL = {"family": "recurrent", "numbers": 1, "input": 2, "hidden": 2, "block": 2, "density": 0.2, "directions": 1,
+         "lengths": [2, 1], "packed": False, "dtype": "float64", "threads": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", ["SmallWorldLSTM", "MultiplicativeLSTM"])
+def test_a_refusal_is_expected_only_for_the_reason_of_the_case(layer):
+    case = {**SMALL, "layer": layer}
+    assert run.attempt({**case, "refused": "density: 0.2 * 1 rounds to no block"}, Calls()) is None
+    for reason in (None, "hidden_size: one unit"):
+        assert run.attempt({**case, "refused": reason}, Calls()).startswith("BlockSparseError: density: expected")
+    fault = run.attempt({**case, "density": 0.6, "refused": "density: 0.6 * 1 rounds to no block"}, Calls())
+    assert fault == "Fault: not refused, density: 0.6 * 1 rounds to no block"
 
 
 def largest_off(tensor: torch.Tensor) -> None:
