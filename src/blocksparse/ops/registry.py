@@ -391,11 +391,18 @@ def of_each(backward: Callable[..., Tensors], *grads: Tensor) -> Tensors:
 _recorded: Callable[..., Tensor] = _Node.apply
 
 
-# PyTorch would have a Function come as one step before its transforms; here they have taken the operation, and the node
-# is that of one level of `torch.func.grad`, on whose tensors it calls what is below.
+class _NodeInside(torch.autograd.function._SingleLevelFunction):
+    """The node within `torch.func.grad`: of one of its levels, on whose tensors it calls what is below.
+
+    PyTorch would have a Function come as one step before its transforms; here they have taken the operation.
+    """
+
+    forward, backward = staticmethod(_Node.forward), staticmethod(_Node.backward)
+
+
 @enable_single_level_autograd_function()
 def _recorded_inside(*arguments: Any) -> Tensor:
-    node: Tensor = super(torch.autograd.Function, _Node).apply(*arguments)  # type: ignore[no-untyped-call]
+    node: Tensor = _NodeInside.apply(*arguments)  # type: ignore[attr-defined]
     return node
 
 
