@@ -10,7 +10,7 @@ import nox
 nox.options.default_venv_backend = "uv"
 
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
-TORCHES = ["2.10", "2.11", "2.12", "2.13"]
+TORCHES = ["2.10", "2.11", "2.12", "2.13", "2.14"]
 
 
 @nox.session(python=PYTHONS)

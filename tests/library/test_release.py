@@ -31,13 +31,19 @@ def test_supported_pythons_are_the_tested_ones():
 def test_the_page_on_installing_has_the_supported_versions():
     torches = re.findall(r"2\.\d+", re.search(r"^TORCHES = .+$", (ROOT / "noxfile.py").read_text(), re.M)[0])
     assert f"torch>={torches[0]}" in PROJECT["project"]["dependencies"]
-    assert re.search(r"^torch==(2\.\d+)", (ROOT / "constraints.txt").read_text(), re.M)[1] == torches[-1]
+    # Each change is tested with the one of the constraints and the newest one.
+    pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
+    first, *others = re.findall(r'torch: \[?"(\S+)"', (ROOT / ".github/workflows/tests.yml").read_text())
+    assert first == pinned
+    tested = [version.rpartition(".")[0] for version in (first, *others)]
+    assert torches[-1] in tested
     page = (ROOT / "docs/start/install.md").read_text()
     table = re.findall(r"^\| (.*) \|$", page.partition("## Versions")[2], re.M)
     assert [cell.strip() for cell in table[0].split("|")] == ["", *(f"Python {python}" for python in PYTHONS)]
     rows = [row.split(" | ") for row in table[1:]]
     assert [row[0] for row in rows] == [f"PyTorch {torch}" for torch in torches]
     assert {(row[0], len(row)) for row in rows} == {(row[0], 1 + len(PYTHONS)) for row in rows}
+    assert [row[0] for row in rows if "**tested**" in row] == [f"PyTorch {torch}" for torch in tested]
     said = f"Python {PYTHONS[0]} to {PYTHONS[-1]} with PyTorch {torches[0]} to {torches[-1]}"
     assert said in page
     assert said.replace(" with ", " and ") in (ROOT / "CONTRIBUTING.md").read_text()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import BlockSparseError
 
-# What `fully_shard` has kept in its record of a parameter, `FSDPParam`, from PyTorch 2.10 to 2.13.
+# What `fully_shard` has kept in its record of a parameter, `FSDPParam`, from PyTorch 2.10 to 2.14.
 _NEEDED = (
     "_module_info",
     "_orig_size",
@@ -82,7 +82,7 @@ def _find(module: nn.Module, name: str) -> Any:
 def _checked(record: Any, name: str) -> Any:
     missing = [key for key in _NEEDED if not hasattr(record, key)]
     if missing:
-        expected = f"what FSDP2 of PyTorch 2.10 to 2.13 keeps for a parameter: {', '.join(missing)}"
+        expected = f"what FSDP2 of PyTorch 2.10 to 2.14 keeps for a parameter: {', '.join(missing)}"
         raise BlockSparseError.expected(name, expected, f"PyTorch {torch.__version__} without")
     if record.sharded_state.name != "SHARDED":
         expected = "its shard (call `reshard()` of the module that fully_shard was applied to)"

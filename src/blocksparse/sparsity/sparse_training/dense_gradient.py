@@ -145,7 +145,7 @@ class _Compute:
 def _replicas_of_call() -> list[Any]:
     """The group of the DistributedDataParallel in whose forward pass this is, if any."""
     parallel = sys.modules.get("torch.nn.parallel.distributed")
-    # A name that is private to PyTorch, of 2.0 to 2.13 at least.
+    # A name that is private to PyTorch, of 2.0 to 2.14 at least.
     active = parallel and parallel.DistributedDataParallel._active_ddp_module
     return [active.process_group] if active else []
 
