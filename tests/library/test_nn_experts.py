@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import blocksparse as bs
 from blocksparse import BlockSparseError
 from blocksparse.nn.module import Weight
+from blocksparse.ops.expert_linear import expert_linear
 from blocksparse.surgery.prunable import survey
 
 
@@ -150,17 +152,26 @@ def test_experts_of_other_forms_are_refused_by_name():
         (lambda: called((3, 7), (3, 2), (3, 2)), "hidden_states"),
         (lambda: called((3, 8), (4, 2), (4, 2)), "top_k_index"),
         (lambda: called((3, 8), (3, 2), (3, 1)), "top_k_weights"),
+        (
+            lambda: called((3, 8), (3, 2), (3, 2), -1),
+            "top_k_index: expected numbers from 0 to 1, or 2 for no .* -1 to 0",
+        ),
+        (lambda: called((3, 8), (3, 2), (3, 2), 3), "top_k_index: expected numbers from 0 to 1, or 2 for no .* 0 to 3"),
+        (lambda: called((3, 8), (3, 2), (3, 2), 0.0), "top_k_index: expected integers.*long.*float32"),
+        (lambda: called((3, 8), (3, 2), (3, 2), True), "top_k_index: expected integers.*long.*bool"),
     ],
-    ids=["none", "shape", "name", "hidden", "index", "weights"],
+    ids=["none", "shape", "name", "hidden", "index", "weights", "negative", "above", "float", "bool"],
 )
 def test_what_does_not_fit_is_said(make, message):
     with pytest.raises(BlockSparseError, match=message):
         make()
 
 
-def called(x, index, weights):
+def called(x, index, weights, last=0):
     experts = bs.nn.Experts(2, 8, 8, density=0.5, block_size=4)
-    return experts(torch.randn(x), torch.zeros(index, dtype=torch.int64), torch.rand(weights))
+    top_k_index = torch.zeros(index, dtype=torch.tensor(last).dtype)
+    top_k_index[-1, -1] = last
+    return experts(torch.randn(x), top_k_index, torch.rand(weights))
 
 
 def test_tokens_without_an_expert_get_nothing():
@@ -168,6 +179,138 @@ def test_tokens_without_an_expert_get_nothing():
     y = experts(torch.randn(2, 8), torch.tensor([[2, 2], [0, 2]]), torch.ones(2, 2))
     assert not y[0].any()
     assert y[1].any()
+
+
+SIZES = {"padded": (5, 20, 12, 0.5, 8), "oblong blocks": (3, 16, 24, 0.3, (4, 8)), "dense": (4, 20, 12, None, 8)}
+
+
+def drawn(name):
+    """Experts in float64, and a call of them in which the last expert has no token, and some tokens have none."""
+    experts, hidden, inner, density, block = SIZES[name]
+    made = bs.nn.Experts(experts, hidden, inner, density=density, block_size=block).double()
+    index = torch.randint(experts - 1, (9, 2))
+    index[0], index[1, 1] = experts, experts
+    x, weights = torch.randn(9, hidden).double().requires_grad_(), torch.rand(9, 2).double().requires_grad_()
+    return made, (x, index, weights)
+
+
+def by_expert(experts, x, index, weights):
+    """The definition, by the dense weights of each expert."""
+    y = torch.zeros_like(x)
+    up, down = (
+        weight if isinstance(weight, nn.Parameter) else bs.to_dense(weight.values, weight.layout)
+        for weight in (experts.gate_up_proj, experts.down_proj)
+    )
+    for nth, (u, d) in enumerate(zip(up.chunk(experts.num_experts), down.chunk(experts.num_experts), strict=True)):
+        u, d = (part.flatten(0, -2) for part in (u, d))
+        u, d = u[: 2 * experts.intermediate_dim, : x.shape[1]], d[: x.shape[1], : experts.intermediate_dim]
+        gate, gated = (x @ u.T).chunk(2, -1)
+        y = y + (nn.functional.silu(gate) * gated) @ d.T * (weights * (index == nth)).sum(1, keepdim=True)
+    return y
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_it_is_the_sum_of_what_the_experts_of_a_token_compute(name, backend):
+    experts, inputs = drawn(name)
+    if not bs.backends()[backend]:
+        pytest.skip("the core is not built")
+    leaves = [inputs[0], inputs[2], *experts.parameters()]
+    with bs.use_backend(backend):
+        found = experts(*inputs)
+        grads = torch.autograd.grad(found.square().sum(), leaves)
+    expected = by_expert(experts, *inputs)
+    close(found, expected)
+    for mine, wanted in zip(grads, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
+        close(mine, wanted)
+    close(experts(inputs[0], inputs[1].int(), inputs[2]), expected)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_experts_are_twice_differentiable(name):
+    experts, (x, index, weights) = drawn(name)
+    names = [each for each, _ in experts.named_parameters()]
+
+    def run(x, weights, *values):
+        return torch.func.functional_call(experts, dict(zip(names, values, strict=True)), (x, index, weights))
+
+    leaves = x, weights, *experts.parameters()
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(run, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_compiled_experts_are_one_graph_that_computes_the_same(name):
+    experts, inputs = drawn(name)
+    leaves = [inputs[0], inputs[2], *experts.parameters()]
+    torch._dynamo.reset()
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    for own, other in zip(
+        *([f(*inputs), *torch.autograd.grad(f(*inputs).square().sum(), leaves)] for f in (compiled, experts)),
+        strict=True,
+    ):
+        close(own, other)
+    with pytest.raises(BlockSparseError, match="top_k_index: expected numbers from 0"):
+        compiled(inputs[0], inputs[1] - 7, inputs[2])
+
+
+@pytest.mark.parametrize("density", [0.5, None])
+def test_the_graph_of_compiled_experts_has_one_product_for_all_of_them(density):
+    nodes = []
+
+    def backend(graph, inputs):
+        nodes.append(len(graph.graph.nodes))
+        return graph.forward
+
+    for number in (2, 24):
+        torch._dynamo.reset()
+        experts = bs.nn.Experts(number, 16, 8, density=density, block_size=8)
+        torch.compile(experts, backend=backend)(torch.randn(9, 16), torch.randint(number, (9, 2)), torch.rand(9, 2))
+    assert len(nodes) == 2
+    assert nodes[0] == nodes[1]
+
+
+class Sizes(TorchDispatchMode):
+    """The sizes of all tensors that operations make."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        self.total += sum(each.numel() for each in torch.utils._pytree.tree_leaves(made) if isinstance(each, Tensor))
+        return made
+
+
+@pytest.mark.parametrize("how", ["asked", "captured"])
+@pytest.mark.parametrize("density", [0.5, None])
+def test_the_backward_pass_writes_the_gradient_of_all_experts_once(how, density, monkeypatch):
+    monkeypatch.setattr("blocksparse.nn.experts._is_captured", lambda x: how == "captured")
+    for number in (6, 30):
+        experts = bs.nn.Experts(number, 64, 48, density=density, block_size=16)
+        index = torch.arange(8).reshape(4, 2) % number
+        y = experts(torch.randn(4, 64), index, torch.rand(4, 2)).sum()
+        with Sizes() as sizes:
+            y.backward()
+        weights = sum(parameter.numel() for parameter in experts.parameters())
+        assert sizes.total < (4 if how == "asked" else 6) * weights
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_operations_of_experts_on_the_meta_device(name):
+    experts, (x, index, weights) = drawn(name)
+    y = experts.to("meta")(x.detach().to("meta").requires_grad_(), index.to("meta"), weights.detach().to("meta"))
+    assert (y.shape, y.device.type) == (x.shape, "meta")
+    y.sum().backward()
+    assert all(parameter.grad.shape == parameter.shape for parameter in experts.parameters())
+
+
+@pytest.mark.parametrize("starts", [[1, 2, 3], [0, 3, 2], [0, 2, 9]])
+def test_starts_that_are_none_are_refused(starts):
+    layout = bs.patterns.dense((16, 8), 8)
+    with pytest.raises(BlockSparseError, match="starts: expected 0, then rising numbers up to 5"):
+        expert_linear(torch.randn(5, 8), torch.randn(layout.values_shape), layout, torch.tensor(starts))
 
 
 @pytest.mark.parametrize("how", ["captured", "exported"])
@@ -187,8 +330,15 @@ def test_where_the_host_cannot_be_asked_every_expert_takes_all_tokens(how, monke
             torch.autograd.grad(found.square().sum(), [x, *experts.parameters()]), grads, strict=True
         ):
             close(own, other)
-    else:
-        found = torch.export.export(experts, (x.detach(), index, weights)).module()(x.detach(), index, weights)
+    else:  # of dense experts; others have an operation of their own
+        dense = experts.densified()
+        exported = torch.export.export(dense, (x.detach(), index, weights))
+        assert not any("blocksparse" in str(node.target) for node in exported.graph.nodes)
+        found = exported.module()(x.detach(), index, weights)
+        other = torch.export.export(experts, (x.detach(), index, weights)).module()
+        close(other(x.detach(), index, weights), expected)
+        with pytest.raises(BlockSparseError, match="top_k_index"):
+            other(x.detach(), index - 4, weights)
     close(found, expected)
     assert not found[0].any()
 

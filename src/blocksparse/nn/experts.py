@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import ops
 from ..checked import integer
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from .module import Weight
 from .parts import Parts, Size
+
+WEIGHTS = "gate_up_proj", "down_proj"
 
 
 class Experts(Parts):
@@ -33,15 +37,17 @@ class Experts(Parts):
 
     What has no layout is dense, a parameter `[experts, out, in]`.
 
-    Each call asks the host which experts have tokens. Where it cannot, in a graph that is exported and while a CUDA
-    graph is captured, every expert takes all tokens: as many times the work as there are experts for each that a token
-    has.
+    Tokens are sorted by expert, and each expert multiplies its own. The host waits once in a call, for the number of
+    tokens of each expert. It cannot while a CUDA graph is captured: every expert then takes all tokens, so that the
+    work grows by the number of experts over `k`, and indices outside of the range count as none. The same holds for
+    exported graphs of dense experts, which consist of PyTorch's own operations.
 
-    Shapes: `hidden_states` `[tokens, hidden]`, `top_k_index` int64 `[tokens, k]`, the experts of each token, with
+    Shapes: `hidden_states` `[tokens, hidden]`, `top_k_index` integers `[tokens, k]`, the experts of each token, with
     `num_experts` for none, and `top_k_weights` `[tokens, k]`, to `[tokens, hidden]`.
 
     Raises:
-        BlockSparseError: sizes or layouts that do not fit; in the call, shapes that do not.
+        BlockSparseError: sizes or layouts that do not fit; in the call, shapes that do not fit, indices that are not
+            integers, or are below 0 or above `num_experts`.
 
     >>> import torch, blocksparse as bs
     >>> experts = bs.nn.Experts(4, 64, 128, density=0.25)
@@ -68,7 +74,10 @@ class Experts(Parts):
         self.intermediate_dim = integer("intermediate_dim", intermediate_dim, 1)
         self.act_fn = act_fn
         inner, outer = self.intermediate_dim, self.hidden_dim
-        for name, out, in_ in (("gate_up_proj", 2 * inner, outer), ("down_proj", outer, inner)):
+        # Of dense weights, each of which is one block.
+        self._stacks: dict[str, BlockLayout] = {}
+        for name, out, in_ in zip(WEIGHTS, (2 * inner, outer), (outer, inner), strict=True):
+            self._stacks[name] = BlockLayout([[True]] * self.num_experts, (out, in_))
             self._add_weight(name, self.num_experts, Size(out, out), Size(in_, in_), None)
         self._check_names()
         self._stack()
@@ -88,12 +97,20 @@ class Experts(Parts):
         for parameter in self.parameters(recurse=False):
             nn.init.uniform_(parameter, -(parameter.shape[-1] ** -0.5), parameter.shape[-1] ** -0.5)
 
-    def _weight(self, name: str) -> tuple[Tensor, BlockLayout | None]:
+    def _weight(self, name: str) -> tuple[Tensor, BlockLayout]:
         weight, layout = super()._weight(name)
-        return weight if layout is not None else weight.flatten(0, 1), layout
+        return weight, layout or self._stacks[name]
+
+    @property
+    def _is_dense(self) -> bool:
+        return not any(map(self._is_stored, WEIGHTS))
+
+    def _is_stored(self, name: str) -> bool:
+        """Whether only some blocks of a weight are stored."""
+        return isinstance(self._modules.get(name), Weight)
 
     def size_of(self, name: str) -> tuple[Size, Size | None] | None:
-        return super().size_of(name) if isinstance(getattr(self, name), Weight) else None  # others have no padding
+        return super().size_of(name) if self._is_stored(name) else None  # others have no padding
 
     def densified(self) -> Self:
         new = super().densified()
@@ -108,30 +125,63 @@ class Experts(Parts):
         for name, given in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
             if given.dim() != 2 or len(given) != tokens or given.shape != top_k_index.shape:
                 raise BlockSparseError.expected(name, f"[{tokens}, k]", list(given.shape))
-        y = torch.zeros_like(hidden_states)
-        if torch.compiler.is_exporting() or _is_captured(hidden_states):
-            for expert in range(self.num_experts):
-                chosen = top_k_index == expert
-                weight = (top_k_weights * chosen).sum(1, keepdim=True)
-                out = self._expert(expert, hidden_states) * weight
-                y = y + torch.where(chosen.any(1, keepdim=True), out, 0).to(y.dtype)
-            return y
-        for expert in top_k_index.unique().tolist():
-            if 0 <= expert < self.num_experts:
-                token, place = torch.where(top_k_index == expert)
-                out = self._expert(expert, hidden_states[token])
-                y = y.index_add(0, token, (out * top_k_weights[token, place, None]).to(y.dtype))
+        if top_k_index.dtype == torch.bool or top_k_index.is_floating_point() or top_k_index.is_complex():
+            wanted = "integers, the numbers of experts (write top_k_index.long())"
+            raise BlockSparseError.expected("top_k_index", wanted, top_k_index.dtype)
+        exported = torch.compiler.is_exporting() and self._is_dense  # by operations of PyTorch only
+        if exported or _is_captured(hidden_states):
+            return self._by_all(hidden_states, top_k_index, top_k_weights)
+        order, place, starts = ops.route(top_k_index, self.num_experts)
+        k = top_k_index.shape[1]
+        # The gradient of an embedding is summed in a fixed order on every device.
+        out = self._units(
+            F.embedding(order // max(k, 1), hidden_states),
+            *(partial(self._product, *self._weight(name), starts) for name in WEIGHTS),
+        )
+        weights = torch.where(top_k_index.long() < self.num_experts, top_k_weights, 0)
+        y: Tensor = (F.embedding(place, out).unflatten(0, (tokens, k)) * weights[..., None]).sum(1)
+        return y.to(hidden_states.dtype)
+
+    def _units(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> Tensor:
+        """Computes gated linear units by these products, whose outputs may be padded."""
+        gate, up = gate_up(x)[:, : 2 * self.intermediate_dim].chunk(2, -1)
+        return down(self.act_fn(gate) * up)[:, : self.hidden_dim]
+
+    @staticmethod
+    def _product(weight: Tensor, layout: BlockLayout, starts: Tensor, x: Tensor) -> Tensor:
+        return ops.expert_linear(_padded(x, layout), weight, layout, starts)
+
+    def _by_all(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Computes the same without the host: every expert takes all tokens."""
+        y = torch.zeros_like(x)
+        for expert, products in enumerate(zip(*map(self._cut, WEIGHTS), strict=True)):
+            chosen = top_k_index == expert
+            weight = (top_k_weights * chosen).sum(1, keepdim=True)
+            out = self._units(x, *products) * weight
+            y = y + torch.where(chosen.any(1, keepdim=True), out, 0).to(y.dtype)
         return y
 
-    def _expert(self, nth: int, x: Tensor) -> Tensor:
-        part = slice(nth, nth + 1)
-        gate, up = self._product_with(x, "gate_up_proj", part).chunk(2, -1)
-        return self._product_with(self.act_fn(gate) * up, "down_proj", part)
+    def _cut(self, name: str) -> list[Callable[[Tensor], Tensor]]:
+        """Returns the product with each expert's weight, cut at once, so that the gradient is joined once."""
+        weight, layout = self._weight(name)
+        if not self._is_stored(name):
+            return [partial(F.linear, weight=own) for own in weight.unbind(0)]
+        layouts = [part.layout for part in ops.parts_of(layout, self.num_experts)]
+        pieces = weight.split([each.nnz for each in layouts])
+        return [partial(_linear, own, each) for own, each in zip(pieces, layouts, strict=True)]
 
     def extra_repr(self) -> str:
         return f"{self.num_experts}, {self.hidden_dim}, {self.intermediate_dim}"
 
 
+def _linear(values: Tensor, layout: BlockLayout, x: Tensor) -> Tensor:
+    return ops.linear(_padded(x, layout), values, layout)
+
+
+def _padded(x: Tensor, layout: BlockLayout) -> Tensor:
+    return x if layout.shape[1] == x.shape[1] else F.pad(x, (0, layout.shape[1] - x.shape[1]))
+
+
 def _is_captured(x: Tensor) -> bool:
     """Whether a CUDA graph is being captured, which cannot wait for the host."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not torch.compiler.is_compiling() and x.is_cuda and torch.cuda.is_current_stream_capturing()

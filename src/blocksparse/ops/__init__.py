@@ -1,6 +1,7 @@
 """The operations: one folder each, one registry of the backends that serve them."""
 
 from .conv import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
+from .expert_linear import expert_linear, parts_of, route
 from .flops import count_flops
 from .linear import linear, linear_transposed
 from .registry import BackendStatus, backends, use_backend
@@ -14,8 +15,11 @@ __all__ = [
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "expert_linear",
     "linear",
     "linear_transposed",
+    "parts_of",
+    "route",
     "use_backend",
 ]
 

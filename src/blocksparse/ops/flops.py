@@ -26,6 +26,20 @@ def linear_wgrad(grad: Any, *args: Any, out_shape: Any = None, **kwargs: Any) ->
     return int(2 * grad[0] * math.prod(out_shape))
 
 
+def expert_linear(
+    values: Any, x: Any, indices: Any, in_blocks: int, starts: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    """Of `blocksparse::expert_linear`, as if all experts had as many rows, or as many blocks."""
+    return int(2 * x[0] * math.prod(values) // (starts[0] - 1))
+
+
+def expert_linear_wgrad(
+    grad: Any, x: Any, indices: Any, in_blocks: int, starts: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    """Of `blocksparse::expert_linear_wgrad`, counted in the same way."""
+    return int(2 * x[0] * math.prod(out_shape) // (starts[0] - 1))
+
+
 def conv(
     x: Any, values: Any, bias: Any, indices: Any, in_blocks: int, transpose: bool, transposed: bool, size: Any,
     *args: Any, out_shape: Any = None, **kwargs: Any,
@@ -44,7 +58,7 @@ def conv_wgrad(
 
 
 def _register(counter: ModuleType) -> None:
-    for formula in (linear, linear_wgrad, conv, conv_wgrad):
+    for formula in (linear, linear_wgrad, expert_linear, expert_linear_wgrad, conv, conv_wgrad):
         target = getattr(torch.ops.blocksparse, formula.__name__)
         if target not in counter.flop_registry:
             counter.register_flop_formula(target)(formula)

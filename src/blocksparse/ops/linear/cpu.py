@@ -106,8 +106,8 @@ def tasks_of(layout: BlockLayout, transpose: bool = False) -> Any:
     return layout._derived.get(key) or layout.derived(key, lambda: row_plan(layout, transpose).tasks())
 
 
-def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout) -> Tensor:
-    values = workspace.empty(layout.values_shape, x.dtype, _CPU)
+def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout, out: Tensor | None = None) -> Tensor:
+    values = workspace.empty(layout.values_shape, x.dtype, _CPU) if out is None else out
     grad, x = features_together(grad), features_together(x)
     operands = _gradient_operands(grad, x, layout)
     operands["values"] = address("values", values, layout.values_shape, x.dtype)

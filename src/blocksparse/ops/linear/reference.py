@@ -34,10 +34,13 @@ def linear(
     return y if out is None else out.copy_(y)
 
 
-def linear_wgrad(grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-    """`[tokens, out], [tokens, in] -> [nnz, block_out, block_in]`: the blocks of grad^T x that the layout stores."""
+def linear_wgrad(
+    grad: torch.Tensor, x: torch.Tensor, layout: BlockLayout, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`[tokens, out], [tokens, in] -> [nnz, block_out, block_in]`: grad^T x on the layout, into `out` if given."""
     rows, cols = block_coordinates(layout, x.device)
     wide = accumulator(x.dtype)
     left = grad.to(wide).reshape(-1, layout.grid[0], layout.block_shape[0]).index_select(1, rows)
     right = x.to(wide).reshape(-1, layout.grid[1], layout.block_shape[1]).index_select(1, cols)
-    return torch.einsum("tko,tki->koi", left, right).to(x.dtype)
+    values = torch.einsum("tko,tki->koi", left, right).to(x.dtype)
+    return values if out is None else out.copy_(values)

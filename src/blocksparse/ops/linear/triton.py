@@ -171,7 +171,9 @@ def at_once(
     return y if len(shape) == 2 else y.view(*shape[:-1], out_features)
 
 
-def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout) -> Tensor:
+def linear_wgrad(grad: Tensor, x: Tensor, layout: BlockLayout | TracedLayout, out: Tensor | None = None) -> Tensor:
+    if out is not None:
+        return out.copy_(linear_wgrad(grad, x, layout))
     shape = (layout.nnz, *layout.block_shape)
     if layout.nnz == 0 or x.shape[0] == 0:
         return torch.zeros(shape, dtype=x.dtype, device=x.device)

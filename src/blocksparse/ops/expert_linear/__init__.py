@@ -1,0 +1,51 @@
+"""The linear products of a mixture's experts: tokens sorted by expert, each group multiplied by its expert's weight."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...errors import BlockSparseError
+from ...layout import BlockLayout
+from ..checks import autocast, check_kinds, check_same
+from .op import EXPERT_LINEAR, EXPERT_LINEAR_WGRAD, parts_of
+from .route import Routes, route
+
+__all__ = ["EXPERT_LINEAR", "EXPERT_LINEAR_WGRAD", "Routes", "expert_linear", "parts_of", "route"]
+
+
+def expert_linear(x: Tensor, values: Tensor, layout: BlockLayout, starts: Tensor) -> Tensor:
+    """Multiplies each group of rows by the weight of its expert: y[a:b] = x[a:b] W_e^T, a = starts[e], b = starts[e+1].
+
+    Args:
+        x: `[rows, in_features]`, sorted by expert.
+        values: `[nnz, block_out, block_in]`, the blocks of all weights, one above the other.
+        layout: which blocks of `[experts * out_features, in_features]` these are.
+        starts: int64 `[experts + 1]` on the CPU, where the group of each expert begins, and where the last one ends.
+
+    Dtypes, devices and autocast are those of `linear`. Differentiable in x and values as often as needed. Time grows
+    with the rows and stored blocks of each expert. An expert without rows costs the zeros of its gradient.
+
+    Returns:
+        `[rows, out_features]`; exactly 0 for rows outside all groups.
+
+    Raises:
+        BlockSparseError: sizes that do not fit, mixed dtypes or devices.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> layout = bs.patterns.random((3 * 64, 32), block_size=16, density=0.5, seed=0)
+        >>> starts = torch.tensor([0, 2, 2, 5])
+        >>> expert_linear(torch.randn(5, 32), torch.randn(layout.values_shape), layout, starts).shape
+        torch.Size([5, 64])
+    """
+    check_kinds(layout, x=x, values=values)
+    x, values, _ = autocast(x, values, None)
+    experts = starts.shape[0] - 1
+    if layout.grid[0] % experts:
+        raise BlockSparseError.expected("layout", f"a multiple of {experts} rows of blocks", repr(layout))
+    if x.dim() != 2 or x.shape[1] != layout.shape[1]:
+        raise BlockSparseError.expected("x", f"[rows, {layout.shape[1]}] for {layout!r}", list(x.shape))
+    if tuple(values.shape) != layout.values_shape:
+        raise BlockSparseError.expected("values", f"{list(layout.values_shape)} for {layout!r}", list(values.shape))
+    check_same(x, values, None)
+    return EXPERT_LINEAR((values, x), layout, (starts, False))

@@ -1,0 +1,143 @@
+"""The products of experts as operations: the product, its transpose, and the gradient of the values.
+
+Each is one node of autograd and of a graph, whose backward pass writes the gradient of all experts once. The backends
+are those of `linear`, called for each expert on its rows and its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import BlockSparseError
+from ...layout import BlockLayout
+from .. import workspace
+from ..linear import LINEAR
+from ..registry import Geometry, LayoutOp, Pattern, Tensors, features_of, only_autograd_active
+
+
+class ExpertPart(NamedTuple):
+    """The stored blocks of one expert within those of all, and their layout."""
+
+    blocks: slice
+    layout: BlockLayout
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the weight is one block, which is a dense matrix."""
+        return self.layout.grid == (1, 1) and self.layout.nnz == 1
+
+
+def parts_of(layout: BlockLayout, experts: int) -> list[ExpertPart]:
+    """Cuts a layout into those of its experts, one above the other; made once, and shared where they are equal."""
+
+    def make() -> list[ExpertPart]:
+        height, found = layout.grid[0] // experts, []
+        rows, cols = layout.row_of_block, layout.col_of_block
+        shared: dict[BlockLayout, BlockLayout] = {}
+        edges = rows.searchsorted(range(0, layout.grid[0] + 1, height))
+        for expert, (begin, end) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
+            own = rows[begin:end] - expert * height
+            part = BlockLayout.from_indices(own, cols[begin:end], (height, layout.grid[1]), layout.block_shape)
+            found.append(ExpertPart(slice(begin, end), shared.setdefault(part, part)))
+        return found
+
+    return layout.derived(("experts", experts), make)
+
+
+def _groups(starts: Tensor, rows: int, layout: BlockLayout) -> Iterator[tuple[slice, ExpertPart]]:
+    """Yields the rows and the part of each expert."""
+    edges = starts.tolist()
+    if edges != sorted(edges) or edges[0] != 0 or edges[-1] > rows:
+        raise BlockSparseError.expected("starts", f"0, then rising numbers up to {rows}", edges)
+    for begin, end, part in zip(edges[:-1], edges[1:], parts_of(layout, len(edges) - 1), strict=True):
+        yield slice(begin, end), part
+
+
+class ExpertLinear(LayoutOp):
+    """Of each expert's rows x W^T, or x W with `transpose`: values, x; starts, transpose."""
+
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
+        (values, x), (starts, transpose) = tensors, options
+        if values.dim() != 3 or x.dim() != 2:
+            raise BlockSparseError.expected("values, x", "3-D, 2-D", f"{values.dim()}-D, {x.dim()}-D")
+        block = values.shape[1], values.shape[2]
+        out, in_ = features_of(_grid_of_part(grid, starts), block, transpose)
+        return Geometry(block, [(nnz, *block), (x.shape[0], in_)], (x.shape[0], out))
+
+    def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
+        (values, x), (starts, transpose) = tensors, options
+        *_, shape = self.geometry(tensors, layout.nnz, layout.grid, options)
+        y = workspace.empty(shape, x.dtype, x.device)
+        for rows, part in _groups(starts, x.shape[0], layout):
+            if rows.start == rows.stop:
+                continue
+            own, out = values[part.blocks], y[rows]
+            if part.is_matrix:
+                torch.mm(x[rows], own[0] if transpose else own[0].T, out=out)
+            else:
+                LINEAR.on(x.device, x.dtype).linear(x[rows], own, None, part.layout, transpose, None, out)
+        y[int(starts[-1]) :].zero_()
+        return y
+
+    def backward(
+        self, grad: Tensor, kept: Any, layout: BlockLayout | Pattern, options: Sequence[Any], needed: Sequence[bool]
+    ) -> Tensors:
+        (values, x), (starts, transpose) = kept, options
+        grad_values = grad_x = None
+        if needed[0]:
+            pair = (x, grad) if transpose else (grad, x)
+            grad_values = _way(EXPERT_LINEAR_WGRAD, layout, *pair)(pair, layout, (starts,))
+        if needed[1]:
+            grad_x = _way(self, layout, values, grad)((values, grad), layout, (starts, not transpose))
+        return grad_values, grad_x
+
+
+class ExpertLinearWgrad(LayoutOp):
+    """Of each expert's rows the blocks of grad^T x that the layout stores: grad, x; starts."""
+
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
+        (grad, x), (starts,) = tensors, options
+        if grad.dim() != 2 or x.dim() != 2:
+            raise BlockSparseError.expected("grad, x", "2-D, 2-D", f"{grad.dim()}-D, {x.dim()}-D")
+        grid = _grid_of_part(grid, starts)
+        block = grad.shape[1] // grid[0], x.shape[1] // grid[1]
+        return Geometry(block, [(x.shape[0], size) for size in features_of(grid, block)], (nnz, *block))
+
+    def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
+        (grad, x), (starts,) = tensors, options
+        values = workspace.empty(layout.values_shape, x.dtype, x.device)
+        for rows, part in _groups(starts, x.shape[0], layout):
+            out = values[part.blocks]
+            if rows.start == rows.stop:
+                out.zero_()
+            elif part.is_matrix:
+                torch.mm(grad[rows].T, x[rows], out=out[0])
+            else:
+                LINEAR.on(x.device, x.dtype).linear_wgrad(grad[rows], x[rows], part.layout, out)
+        return values
+
+    def backward(
+        self, grad: Tensor, kept: Any, layout: BlockLayout | Pattern, options: Sequence[Any], needed: Sequence[bool]
+    ) -> Tensors:
+        (left, x), (starts,) = kept, options
+        linear = _way(EXPERT_LINEAR, layout, left, x, grad)
+        grad_left = linear((grad, x), layout, (starts, False)) if needed[0] else None
+        return grad_left, linear((grad, left), layout, (starts, True)) if needed[1] else None
+
+
+def _grid_of_part(grid: tuple[int, int], starts: Tensor) -> tuple[int, int]:
+    return grid[0] // (starts.shape[0] - 1), grid[1]
+
+
+def _way(op: LayoutOp, layout: BlockLayout | Pattern, *tensors: Tensor) -> Callable[..., Tensor]:
+    """Returns the direct call of an op where nothing but autograd needs to see it."""
+    return op.direct if isinstance(layout, BlockLayout) and only_autograd_active(*tensors) else op
+
+
+BACKENDS = LINEAR.backends.values()
+EXPERT_LINEAR = ExpertLinear("expert_linear", "Tensor values, Tensor x", "Tensor starts, bool transpose", *BACKENDS)
+EXPERT_LINEAR_WGRAD = ExpertLinearWgrad("expert_linear_wgrad", "Tensor grad, Tensor x", "Tensor starts", *BACKENDS)
