@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import blocksparse as bs
 from blocksparse.ops.attention import _check, cpu, gathered, reference
+from blocksparse.ops.attention.op import in_graph
 from blocksparse.ops.attention.triton import flex
 from linear_backends import CPU, running
 
@@ -203,6 +205,61 @@ def test_compiles_with_a_layout_that_is_new(causal, training):
     if training:
         grads = [torch.autograd.grad(f(q).square().sum(), q)[0] for f in (compiled, run)]
         torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-4)
+
+
+def test_the_compiled_graph_does_not_grow_with_the_rows():
+    nodes = []
+
+    def backend(graph, inputs):
+        nodes.append(len(graph.graph.nodes))
+        return graph.forward
+
+    for rows in (4, 40, 200):
+        torch._dynamo.reset()
+        layout = bs.patterns.banded((8 * rows, 8 * rows), block_size=8, bandwidth=1)
+        q, k, v = (tensor.detach() for tensor in draw(layout.shape, heads=2))
+        compiled = torch.compile(partial(bs.nn.attention, layout=layout), backend=backend, fullgraph=True)
+        torch.testing.assert_close(compiled(q, k, v), bs.nn.attention(q, k, v, layout))
+    assert len(nodes) == 3
+    assert len(set(nodes)) == 1
+
+
+@pytest.fixture(params=["core", "no core"])
+def core(request, monkeypatch):
+    """With the compiled core, and as if it had not been built."""
+    if request.param == "no core":
+        monkeypatch.setattr(cpu, "refusal", lambda device, dtype: "it is not there")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_compiled_attention_trains_as_eager_attention_does(per_head, causal, dtype, core):
+    torch._dynamo.reset()
+    layouts = [bs.patterns.random((36, 48), (6, 8), density=p, seed=2) for p in (0.3, 0.6, 0.3)]
+    layout = layouts if per_head else layouts[0]
+    q, k, v = draw((36, 48))
+    given = [tensor.detach().to(dtype).requires_grad_() for tensor in (q, k, v)]
+    compiled = torch.compile(bs.nn.attention, backend="aot_eager", fullgraph=True)
+    found = compiled(*given, layout, causal=causal, scale=0.4)
+    expected = bs.nn.attention(q, k, v, layout, causal=causal, scale=0.4)
+    upstream = torch.randn_like(expected).to(dtype)
+    ours = found, *torch.autograd.grad(found, given, upstream)
+    theirs = expected, *torch.autograd.grad(expected, (q, k, v), upstream.double())
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert mine.dtype == dtype
+        assert (mine - wanted).norm() <= {torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype] * wanted.norm()
+
+
+def test_the_operation_of_graphs_is_twice_differentiable(core):
+    layout = bs.BlockLayout([[True, False], [True, True], [False, False]], block_size=4)
+    qkv = draw(layout.shape, heads=2, d=2, d_v=3)
+    run = partial(in_graph, layouts=[layout], causal=True, scale=0.7)
+    assert torch.autograd.gradcheck(run, qkv, fast_mode=True)
+    assert torch.autograd.gradgradcheck(run, qkv, fast_mode=True)
+    batch = [torch.stack([tensor.detach(), 2 * tensor.detach()]) for tensor in qkv]
+    close = torch.testing.assert_close
+    close(torch.vmap(run)(*batch), torch.stack([run(*(tensor[i] for tensor in batch)) for i in range(2)]))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -15,13 +15,10 @@ from ...checked import shape_of
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, check_layout
 from ..checks import autocast
-from ..registry import Op
-from . import cpu, gathered, reference, triton
+from . import gathered
+from .op import ATTENTION, in_graph
 
 __all__ = ["attention"]
-
-# Gathered rows serve every device.
-ATTENTION = Op("attention", triton, cpu, reference, elsewhere=gathered)
 
 
 def attention(
@@ -45,8 +42,10 @@ def attention(
         scale: by default d^-0.5.
 
     Time and memory grow with the number of stored blocks. On a GPU this is PyTorch's FlexAttention with a `BlockMask`
-    made of the layout, on a CPU a kernel of the compiled core; elsewhere, on a GPU in float64, and in what PyTorch
-    traces or transforms, each row's keys are gathered for `scaled_dot_product_attention`.
+    made of the layout, on a CPU a kernel of the compiled core. Elsewhere, on a GPU in float64, and in PyTorch's
+    transforms, each row's keys are gathered for `scaled_dot_product_attention`. A compiled graph has FlexAttention or
+    one operation, whose backward pass computes the forward pass again; another layout is compiled again. An exported
+    graph grows with the rows of blocks, as it has PyTorch's own operations only.
     FlexAttention works in tiles. Without gradients, and from 128 queries on, these are of 32, 64 or 128, as fit the
     blocks: of random blocks of 32, density 0.1, 8192 tokens, d 64, bfloat16, on an H100 the forward pass is 3.8 times
     as fast as dense attention. With gradients there are only tiles of 128, of which such blocks touch 81 %, and it is
@@ -83,7 +82,11 @@ def attention(
     if scale is not None and not isinstance(scale, Real):
         raise BlockSparseError.expected("scale", "a number or None", repr(scale))
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
-    y: Tensor = ATTENTION.on(q.device, q.dtype).attention(q, k, v, layouts, bool(causal), scale)
+    backend = ATTENTION.on(q.device, q.dtype)
+    # Exported graphs consist of PyTorch's own operations, so that other runtimes can have them.
+    if backend is gathered and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        return in_graph(q, k, v, layouts, bool(causal), scale)
+    y: Tensor = backend.attention(q, k, v, layouts, bool(causal), scale)
     return y
 
 
@@ -97,14 +100,15 @@ def _check(q: Any, k: Any, v: Any, layout: Any) -> list[BlockLayout]:
     batch, heads, queries, d = q.shape
     if list(k.shape[:2]) != [batch, heads] or k.shape[3] != d:
         raise BlockSparseError.expected("k", f"[{batch}, {heads}, keys, {d}], as of q", list(k.shape))
-    if list(v.shape[:3]) != list(k.shape[:3]):
+    # Number by number: a graph in which sizes are left open has a node for each comparison.
+    if v.shape[0] != batch or v.shape[1] != heads or v.shape[2] != k.shape[2]:
         raise BlockSparseError.expected("v", f"[{batch}, {heads}, {k.shape[2]}, d_v], as of k", list(v.shape))
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
     if isinstance(layout, Sequence) and len(layouts) != heads:
         raise BlockSparseError.expected("layout", f"one for each of {heads} heads", f"{len(layouts)} layouts")
     for each in layouts:
         check_layout(each)
-        if each.shape != (queries, k.shape[2]):
+        if each.shape[0] != queries or each.shape[1] != k.shape[2]:
             wanted = f"the shape (queries, keys) = ({queries}, {k.shape[2]})"
             raise BlockSparseError.expected("layout", wanted, repr(each))
     return layouts[:1] if len(set(layouts)) == 1 else layouts

@@ -56,6 +56,18 @@ def _of_layout(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, layo
     return (y if y.shape[-1] == d_v else y[..., :d_v]).to(dtype)
 
 
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: BlockLayout, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """Computes the gradients of q, k and v from that of y, without autograd."""
+    q_, k_, v_, grad_ = (_whole_vectors(each.to(accumulator(q.dtype))) for each in (q, k, v, grad))
+    q_ = q_ * scale
+    y, log_sum = forward(q_, k_, v_, layout, causal)
+    found = [each for each in backward(q_, k_, v_, y, log_sum, grad_, layout, causal) if each is not None]
+    found[0] = found[0] * scale
+    return tuple(each[..., : like.shape[-1]].to(like.dtype) for each, like in zip(found, (q, k, v), strict=True))
+
+
 def _whole_vectors(tensor: Tensor) -> Tensor:
     more = -tensor.shape[-1] % FEATURES
     return F.pad(tensor, (0, more)) if more else tensor

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...layout import BlockLayout
+from ..checks import accumulator
 
 # Rows of blocks are batched by padding them to the longest one: at most a quarter is padding.
 FILLED = 0.75
@@ -143,6 +144,40 @@ def _gathered(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, layou
         empty = empty + sum(tensor[:0].sum() for tensor in (q, k, v))  # zeros that have a gradient
     y = torch.cat([*found, empty], 1)
     return y.index_select(1, place).reshape(batch, heads, queries, v.shape[-1])
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: BlockLayout, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """Computes the gradients of q, k and v from that of y, without autograd."""
+    groups, _ = _plan_on(layout, causal, q.device)
+    height, width = layout.block_shape
+    wide = accumulator(q.dtype)
+    q_, k_, v_, grad_ = (
+        each.to(wide).flatten(0, 1).unflatten(1, (-1, size))
+        for each, size in ((q, height), (k, width), (v, width), (grad, height))
+    )
+    found = [torch.zeros_like(each) for each in (q_, k_, v_)]
+    for rows in groups:
+        parts = _gradients_of_rows(rows, q_, k_, v_, grad_, scale)
+        for whole, index, part in zip(found, (rows.rows, rows.cols, rows.cols), parts, strict=True):
+            whole.index_add_(1, index, part.reshape(len(whole), -1, *whole.shape[2:]))
+    return tuple(each.reshape(like.shape).to(like.dtype) for each, like in zip(found, (q, k, v), strict=True))
+
+
+def _gradients_of_rows(
+    rows: _Rows, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the gradients of the gathered queries, keys and values `[n, rows, queries or keys, d]`."""
+    n = rows.rows.numel()
+    q, grad = (each.index_select(1, rows.rows) for each in (q, grad))
+    k, v = (each.index_select(1, rows.cols).reshape(len(each), n, -1, each.shape[-1]) for each in (k, v))
+    scores = scale * (q @ k.mT)
+    weights = (scores if rows.mask is None else scores.masked_fill(~rows.mask, -torch.inf)).softmax(-1)
+    grad = grad if rows.seen is None else grad.where(rows.seen, 0)
+    of_weights = grad @ v.mT
+    of_scores = scale * weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+    return of_scores @ k, of_scores.mT @ q, weights.mT @ grad
 
 
 def _of_rows(rows: _Rows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

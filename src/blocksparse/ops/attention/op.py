@@ -1,0 +1,116 @@
+"""Attention and its backends, and attention in compiled graphs: one operation, whatever its layouts are.
+
+The graph holds the layouts as index tensors, as those of `registry.LayoutOp` do. The backward pass computes the forward
+pass again. Eager calls, whose backward pass need not, do not take this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...layout import BlockLayout
+from ..registry import LIBRARY, Op, each_entry, indices_of, layout_of
+from . import cpu, gathered, reference, triton
+
+# Gathered rows serve every device.
+ATTENTION = Op("attention", triton, cpu, reference, elsewhere=gathered)
+
+_QKV, _REST = "Tensor q, Tensor k, Tensor v", "Tensor[] indices, SymInt[] sizes_of_layouts, bool causal, float scale"
+LIBRARY.define(f"attention({_QKV}, {_REST}) -> Tensor")
+LIBRARY.define(f"attention_backward({_QKV}, Tensor grad, {_REST}) -> Tensor[]")
+
+
+def in_graph(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:
+    """Computes attention as an operation of a graph."""
+    indices: list[Tensor] = []
+    sizes_of_layouts: list[int] = []  # block columns, and rows and columns of a block, of each
+    for layout in layouts:
+        indices += indices_of(layout, q.device)
+        sizes_of_layouts += [layout.grid[1], *layout.block_shape]
+    y: Tensor = torch.ops.blocksparse.attention(q, k, v, indices, sizes_of_layouts, causal, scale)
+    return y
+
+
+def _layouts(indices: Sequence[Tensor], sizes: Sequence[int]) -> list[BlockLayout]:
+    return [
+        layout_of(indices[2 * i : 2 * i + 2], sizes[3 * i], (sizes[3 * i + 1], sizes[3 * i + 2]))
+        for i in range(len(indices) // 2)
+    ]
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, indices: Sequence[Tensor], sizes: Sequence[int], causal: bool, scale: float
+) -> Tensor:
+    y: Tensor = ATTENTION.on(q.device, q.dtype).attention(q, k, v, _layouts(indices, sizes), causal, scale)
+    return y.contiguous()
+
+
+def _attention_meta(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+def _attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, indices: Sequence[Tensor], sizes: Sequence[int], causal: bool,
+    scale: float,
+) -> list[Tensor]:  # fmt: skip
+    run: Callable[..., Sequence[Tensor]] = cpu.gradients
+    if cpu.refusal(q.device, q.dtype):
+        run = gathered.gradients
+    heads: dict[BlockLayout, list[int]] = {}
+    for head, layout in enumerate(_layouts(indices, sizes)):
+        heads.setdefault(layout, []).append(head)
+    if len(heads) == 1:
+        (layout,) = heads
+        return [each.contiguous() for each in run(q, k, v, grad, layout, causal, scale)]
+    found = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k, v)]
+    for layout, same in heads.items():
+        own = run(q[:, same], k[:, same], v[:, same], grad[:, same], layout, causal, scale)
+        for whole, part in zip(found, own, strict=True):
+            whole[:, same] = part
+    return found
+
+
+def _attention_backward_meta(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    return [each.new_empty(each.shape) for each in (q, k, v)]
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, indices, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, *indices)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    q, k, v, *indices = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        found = _differentiable(q, k, v, grad, _layouts(indices, ctx.rest[0]), *ctx.rest[1:])
+    else:
+        found = torch.ops.blocksparse.attention_backward(q, k, v, grad, indices, *ctx.rest)
+    return *found, [None] * len(indices), None, None, None
+
+
+def _differentiable(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layouts: list[BlockLayout], causal: bool, scale: float
+) -> list[Tensor | None]:
+    """Computes gradients that can be differentiated again."""
+    wanted = [each for each in (q, k, v) if each.requires_grad]
+    # Of PyTorch's kernels only this one can be differentiated twice.
+    with sdpa_kernel(SDPBackend.MATH):
+        y = gathered.attention(q, k, v, layouts, causal, scale)
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True, materialize_grads=True))
+    return [next(found) if each.requires_grad else None for each in (q, k, v)]
+
+
+for _name, _run, _meta in (
+    ("attention", _attention, _attention_meta),
+    ("attention_backward", _attention_backward, _attention_backward_meta),
+):
+    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"blocksparse::{_name}", _meta, lib=LIBRARY)
+    _op = getattr(torch.ops.blocksparse, _name).default
+    torch.library.register_vmap(_op, each_entry(_op), lib=LIBRARY)
+torch.library.register_autograd("blocksparse::attention", _backward, setup_context=_keep, lib=LIBRARY)
