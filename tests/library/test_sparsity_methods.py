@@ -85,6 +85,82 @@ def test_steps_have_one_name(name):
     assert not given.keys() & {"start", "stop", "t_end", "first", "last", "from_"}
 
 
+# -- calls that follow no update ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("zero_first", [False, True], ids=["step first", "zero_grad first"])
+def test_updates_that_a_grad_scaler_skips_do_not_count(name, zero_first):
+    model, optimizer, method = start(name)
+    scaler = torch.amp.GradScaler("cpu")
+    if name == "SRSTE":
+        pytest.skip("it has no optimizer")
+    for overflow in (False, True, False, True, False):
+        factor = math.inf if overflow else 1.0
+        scaler.scale(model(torch.randn(8, 16)).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if zero_first:
+            optimizer.zero_grad()
+        before = method.calls
+        method.step()
+        assert method.calls == before + (not overflow)
+        optimizer.zero_grad()
+
+
+def test_the_first_update_may_be_skipped():
+    model, _, method = start("SET")
+    (model(torch.randn(8, 16)).sum() * math.inf).backward()
+    method.step()
+    assert method.calls == 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_calls_without_a_backward_pass_count(name):
+    """One that catches up with the schedule, or an optimizer in a CUDA graph, whose replays run no hooks."""
+    model, optimizer, method = start(name)
+    train(model, optimizer, method, 0, 2)
+    if name == "RigL":
+        method.end = 1
+    for calls in (3, 4, 5):
+        method.step()
+        assert method.calls == calls
+
+
+def test_rigl_collects_all_passes_of_an_update():
+    """A call of `step` after each pass: those without an update keep what was collected."""
+    results = []
+    for often in (False, True):
+        model, optimizer, method = start("RigL")
+        for t in range(24):
+            model(torch.randn(8, 16, generator=torch.Generator().manual_seed(t))).square().mean().backward()
+            updated = t % 3 == 2
+            if updated:
+                optimizer.step()
+            if updated or (often and t > 3):
+                method.step()
+            if updated:
+                optimizer.zero_grad()
+        assert method.calls == 8
+        results.append(model)
+    assert results[0][0].layout == results[1][0].layout
+    assert torch.equal(results[0][0].values, results[1][0].values)
+
+
+def test_rigl_changes_in_the_update_after_a_skipped_one():
+    model, optimizer, method = start("RigL")
+    train(model, optimizer, method, 0, 1)
+    scaler, before = torch.amp.GradScaler("cpu"), model[0].layout
+    for factor in (math.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(8, 16)).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        changed = method.step()
+    assert changed
+    assert model[0].layout != before
+
+
 def linears():
     return nn.Sequential(nn.Linear(80, 64), nn.Linear(64, 32))
 

@@ -131,12 +131,62 @@ def test_a_layer_alone_is_another_object_after(method):
     assert new.bias is layer.bias
 
 
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_finish_early(method, settled):
+    net, optimizer, search, x = start("mlp", method)
+    names = set(mlp().state_dict())
+    train(net, optimizer, search, x, steps=7)
+    net.eval()
+    with torch.no_grad():
+        before = net(x)
+        weights = {name: layer.weight.clone() for name, layer in net.named_children() if hasattr(layer, "weight")}
+    layouts, density = search.layouts(), search.density
+    if settled:
+        search.settle()
+        assert set(net.state_dict()) == names
+        torch.testing.assert_close(net(x), before)
+    assert search.finish(early=True) is net
+    assert search.density == density
+    assert {name: net.get_submodule(name).layout for name in weights} == {
+        name.removesuffix(".weight"): layout for name, layout in layouts.items()
+    }
+    if method not in ("penalty", "proximal"):  # which leave out blocks that are not 0
+        torch.testing.assert_close(net(x), before)
+    train(net, optimizer, None, x, steps=2)
+
+
+@pytest.mark.parametrize("method", ["l0", "movement"])
+def test_no_step_without_gates(method):
+    net, optimizer, search, x = start("conv", method)
+    train(net, optimizer, search, x, steps=3)
+    search.settle()
+    with pytest.raises(bs.BlockSparseError, match=r"step\(\) called after the gates of .* were taken off.*early=True"):
+        search.step()
+
+
+@pytest.mark.parametrize("method", ["gradual", "l0", "movement"])
+def test_finish_may_be_repeated_after_an_error(method, monkeypatch):
+    net, optimizer, search, x = start("mlp", method)
+    train(net, optimizer, search, x)
+    net.eval()
+    with torch.no_grad():
+        before = net(x)
+    with monkeypatch.context() as broken:
+        broken.setattr("blocksparse.sparsity.pruning.dense_pruner.replace_with_sparse", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            search.finish()
+    torch.testing.assert_close(net(x), before)
+    torch.testing.assert_close(search.finish()(x), before)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_out_of_order(method):
     net, optimizer, search, x = start("mlp", method)
     if search.end is not None:
         train(net, optimizer, search, x, steps=3)
-        with pytest.raises(bs.BlockSparseError, match=r"finish: expected 10 calls of step before, got 3"):
+        refusal = r"finish\(\) called after 3 of 10 steps \(end=10\): call finish\(early=True\)"
+        with pytest.raises(bs.BlockSparseError, match=refusal):
             search.finish()
     train(net, optimizer, search, x)
     state = search.state_dict()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..checked import check_state
 from ..errors import BlockSparseError
+from ..surgery.optimizer import check_optimizer, unwrapped
+from .updates import Updates
 
 
 class TrainingMethod:
@@ -23,9 +27,22 @@ class TrainingMethod:
     the first of which is number 1: nothing changes before call `begin`, the last change is at or before call `end`
     (only MovementPruning's choice moves on until `finish`).
     Where a paper counts epochs, `step` is called after each epoch, or `every` is a number of iterations.
+
+    A call does not count, and changes nothing, if the optimizer has not updated the weights since the backward pass:
+    accelerate's optimizer while gradients are accumulated, GradScaler's after an overflow.
     """
 
     calls = 0
+    optimizer: Any = None
+    _updates: Updates | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_updates": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Neither an optimizer nor a parameter takes its hooks along when it is copied or pickled.
+        self.__dict__.update(state)
+        self._watch_updates()
 
     @property
     def finished(self) -> bool:
@@ -33,12 +50,14 @@ class TrainingMethod:
         return False
 
     def step(self) -> bool:
-        """Counts a call; returns whether this one may have changed the pattern.
+        """Counts a call after an update; returns whether this one may have changed the pattern.
 
         Raises:
             BlockSparseError: the method is finished.
         """
         self._check_unfinished("step")
+        if self._updates is not None and self._updates.missing():
+            return False
         self.calls += 1
         with torch.no_grad():
             return self._step()
@@ -56,6 +75,31 @@ class TrainingMethod:
         self._check_unfinished("load_state_dict")
         check_state(state, self.state_dict())
         self.calls = int(state["calls"])
+
+    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Continues with another optimizer of the same parameters, such as that of a second run.
+
+        A method that was made without an optimizer stays without one.
+
+        Raises:
+            BlockSparseError: an optimizer without one of the weights; the method is finished.
+        """
+        self._check_unfinished("use_optimizer")
+        if self.optimizer is None or unwrapped(self.optimizer) is unwrapped(optimizer):
+            return
+        for name, parameter in self._trained().items():
+            check_optimizer(optimizer, parameter, name)
+        self.optimizer = optimizer
+        self._watch_updates()
+
+    def _trained(self) -> dict[str, Tensor]:
+        """The parameters whose pattern the method changes, by name."""
+        return {}
+
+    def _watch_updates(self) -> None:
+        if self._updates is not None:
+            self._updates.close()
+        self._updates = Updates(self.optimizer, self._trained().values())
 
     def _step(self) -> bool:
         return False

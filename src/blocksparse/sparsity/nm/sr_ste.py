@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from ...checked import number
 from ...errors import BlockSparseError
-from ...surgery.parametrized import take_off
+from ...surgery.parametrized import put_on, take_off
 from ...surgery.prunable import Prunable, Skip, sort_out
 from ..training_method import TrainingMethod
 from .mask import check_nm, nm_mask
@@ -66,9 +65,10 @@ class SRSTE(TrainingMethod):
         self._modules: list[Any] = [weight.module for weight in chosen]
         for weight in chosen:
             swapped = weight.matrix() is not weight.tensor
-            parametrize.register_parametrization(weight.module, "weight", _Masked(n, m, decay, swapped), unsafe=True)
+            put_on(weight.module, "weight", _Masked(n, m, decay, swapped))
             parametrizations: Any = weight.module.parametrizations
             parametrizations.weight.register_load_state_dict_pre_hook(_freeze_as_saved)
+        self._watch_updates()
 
     def freeze(self) -> None:
         """Keeps the masks as they are from now on; the gradient is then mask * g.
@@ -98,6 +98,10 @@ class SRSTE(TrainingMethod):
     def finished(self) -> bool:
         return not self._modules
 
+    def _trained(self) -> dict[str, Tensor]:
+        weights = zip(self.weights, self._modules, strict=False)  # no modules after `finish`
+        return {name: module.parametrizations.weight.original for name, module in weights}
+
 
 class _Masked(nn.Module):
     """Applies a weight's N:M mask, computed in each call unless it is frozen."""
@@ -113,6 +117,9 @@ class _Masked(nn.Module):
         if self.mask is not None:
             return weight * self.mask
         return _Refined.apply(weight, self._mask(weight), self.decay)
+
+    def plain(self, weight: Tensor) -> Tensor:
+        return weight * (self._mask(weight) if self.mask is None else self.mask)
 
     def freeze(self, weight: Tensor) -> None:
         if self.mask is None:

@@ -78,6 +78,7 @@ class DensePruner(TrainingMethod):
         check_padding(found)
         self.blocks = {weight.name: weight.blocks for weight in found}
         self._layouts: dict[str, BlockLayout] | None = None
+        self._watch_updates()
 
     @property
     def finished(self) -> bool:
@@ -97,26 +98,34 @@ class DensePruner(TrainingMethod):
         stored = sum(layouts[name].nnz * blocks.size for name, blocks in self.blocks.items())
         return stored / sum(blocks.grid[0] * blocks.grid[1] * blocks.size for blocks in self.blocks.values())
 
-    def finish(self, layouts: Mapping[str, BlockLayout] | None = None) -> nn.Module:
+    def finish(self, layouts: Mapping[str, BlockLayout] | None = None, *, early: bool = False) -> nn.Module:
         """Makes the weights block-sparse, with exactly the blocks that are kept; gradients of them are cleared.
 
         Args:
             layouts: instead of its own, those that `layouts()` gave after the `finish` of a run that is to go on from a
                 checkpoint behind it. May be called at once then, before states are loaded.
+            early: whether to finish before the end of the schedule too, at the density that it has reached.
 
         Returns:
             The model; another object only where the model itself is a layer that became block-sparse.
 
         Raises:
-            BlockSparseError: before the last step of a schedule, a second time, a weight without any block that is
-                kept, an optimizer whose state cannot follow, layouts that do not fit the weights.
+            BlockSparseError: before the last step of a schedule without `early`, a second time, a weight without any
+                block that is kept, an optimizer whose state cannot follow, layouts that do not fit the weights.
+
+        >>> import torch, blocksparse as bs
+        >>> method = bs.sparsity.GradualPruning(torch.nn.Linear(64, 64), density=0.25, block_size=8, end=4, every=1)
+        >>> method.step(), method.step()
+        (True, True)
+        >>> method.finish(early=True).layout.density
+        0.34375
         """
         self._check_unfinished("finish")
         if layouts is not None and set(layouts) != set(self.weights):
             raise BlockSparseError.expected("layouts", f"those of {', '.join(self.weights)}", ", ".join(layouts))
         if layouts is None:
-            if self.end is not None and self.calls < self.end:
-                raise BlockSparseError.expected("finish", f"{self.end} calls of step before", self.calls)
+            if not early:
+                self._check_end()
             layouts = self.layouts()
         for name, layout in layouts.items():
             if layout.nnz == 0:
@@ -124,8 +133,7 @@ class DensePruner(TrainingMethod):
                 raise BlockSparseError.expected(name, expected, repr(layout))
             check_optimizer(self.optimizer, self.dense[name], name, replaced=True)
         reshard(self.model)
-        with torch.no_grad():
-            self._settle()
+        self.settle()
         self.model = replace_with_sparse(self.model, layouts, self.optimizer)
         self._layouts = dict(layouts)
         # So that keeping the method does not keep the dense weights in memory.
@@ -136,8 +144,22 @@ class DensePruner(TrainingMethod):
     def _kept(self) -> Mapping[str, Tensor]:
         raise NotImplementedError
 
-    def _settle(self) -> None:
-        """Leaves the model with plain weights that have their last values, before they are replaced."""
+    def settle(self) -> None:
+        """Leaves the model dense, with plain weights that have their last values, under their own names.
+
+        So it saves and loads like any model; `finish(early=True)` may follow.
+        """
+
+    def _trained(self) -> dict[str, Tensor]:
+        return self.dense
+
+    def _check_end(self) -> None:
+        if self.end is not None and self.calls < self.end:
+            raise BlockSparseError(
+                f"finish() called after {self.calls} of {self.end} steps (end={self.end}): call finish(early=True) to "
+                f"store the blocks that are left now, or step() {self.end - self.calls} more times; next time, pass a "
+                f"smaller end"
+            )
 
 
 class Masked(DensePruner):

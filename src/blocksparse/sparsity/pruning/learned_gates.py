@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from ...checked import number
+from ...errors import BlockSparseError
 from ...surgery.blocks import Blocks
-from ...surgery.parametrized import take_off
+from ...surgery.parametrized import put_on, take_off
 from .dense_pruner import DensePruner
 
 
@@ -26,6 +26,10 @@ class Gate(nn.Module):
     def multiplier(self) -> Tensor:
         """What each block is multiplied with once the search is over, `[out_blocks, in_blocks]`."""
         raise NotImplementedError
+
+    def plain(self, weight: Tensor) -> Tensor:
+        """The weight as it is once the search is over."""
+        return weight * self.blocks.spread(self.multiplier.to(weight.dtype))
 
 
 class Gated(DensePruner):
@@ -52,6 +56,7 @@ class Gated(DensePruner):
         super().__init__(model, optimizer, **options)
         self.lr = None if lr is None else number("lr", lr, 0)
         self.gates: dict[str, Any] = {}
+        self._settled = False
 
     def parameters(self) -> list[nn.Parameter]:
         """What the method learns, one parameter `[out_blocks, in_blocks]` for each weight."""
@@ -63,23 +68,34 @@ class Gated(DensePruner):
         for name, gate in gates.items():
             weight = self.weights[name]
             gate.train(weight.module.training)
-            # Without the trial run of register_parametrization, which would draw random numbers.
-            parametrize.register_parametrization(weight.module, weight.parameter, gate, unsafe=True)
+            put_on(weight.module, weight.parameter, gate)
         if self.optimizer is not None:
             group: dict[str, Any] = {"params": self.parameters(), "weight_decay": 0.0}
             self.optimizer.add_param_group(group if self.lr is None else group | {"lr": self.lr})
 
-    def _settle(self) -> None:
+    @torch.no_grad()
+    def settle(self) -> None:
+        if self.finished or self._settled:
+            return
+        self._settled = True
         mine = {id(parameter) for parameter in self.parameters()}
         for name, gate in self.gates.items():
             weight, dense = self.weights[name], self.dense[name]
-            dense.mul_(self.blocks[name].spread(gate.multiplier.to(dense.dtype)))
+            dense.copy_(gate.plain(dense))
             take_off(weight.module, weight.parameter, leave_parametrized=False)
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) not in mine]
             for parameter in self.parameters():
                 self.optimizer.state.pop(parameter, None)
+
+    def _check_unfinished(self, what: str) -> None:
+        super()._check_unfinished(what)
+        if self._settled and what != "finish":
+            raise BlockSparseError(
+                f"{what}() called after the gates of {type(self).__name__} were taken off, when its training ended: "
+                "call finish(early=True), or make another one to prune further"
+            )
 
     def _kept(self) -> Mapping[str, Tensor]:
         return {name: gate.multiplier > 0 for name, gate in self.gates.items()}

@@ -64,6 +64,11 @@ class ConvolutionPass:
 Pass = LinearPass | ConvolutionPass
 
 
+def is_finite(one: Pass) -> bool:
+    """Whether the pass had no overflow."""
+    return bool(one.grad.isfinite().all() & one.x.isfinite().all())
+
+
 class Watch:
     """Sees the inputs of a layer, and the gradients of its outputs before any activation, until `close`.
 
@@ -86,6 +91,11 @@ class Watch:
         else:
             self.layer.__dict__.pop("compute", None)
         self.seen = []
+
+    def drop_overflows(self) -> None:
+        """Forgets passes whose update GradScaler skipped, unless all passes overflowed."""
+        if len(self.seen) > 1:
+            self.seen = [one for one in self.seen if is_finite(one)] or self.seen
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or saved layer takes its hooks along.

@@ -69,6 +69,10 @@ class DynamicSparsity(TrainingMethod):
             check_beside_ddp(self.modules.values())
         self.optimizer, self.on_layout_change = optimizer, on_layout_change
         self.every, self.seed = integer("every", every, 1), integer("seed", seed, 0)
+        self._watch_updates()
+
+    def _trained(self) -> dict[str, Tensor]:
+        return {f"{name}.values".lstrip("."): Stored(module).parameter for name, module in self.modules.items()}
 
     def _step(self) -> bool:
         due = self._due(self.calls)

@@ -20,6 +20,7 @@ from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
 from ...surgery.stored import Stored
 from ..pruning.magnitude import check_norm, magnitudes, smallest
+from ..updates import was_skipped
 from .dense_gradient import TILE, Watch, gradient_norms, largest
 from .dynamic_sparsity import DynamicSparsity, Modules
 
@@ -92,13 +93,18 @@ class RigL(DynamicSparsity):
         self._prepare()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_watches": []}
+        return super().__getstate__() | {"_watches": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Neither an optimizer nor a layer takes its hooks along when it is copied or pickled.
-        self.__dict__.update(state)
+        super().__setstate__(state)
         self._hook_optimizer()
         self._prepare()
+
+    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        before = self.optimizer
+        super().use_optimizer(optimizer)
+        if self.optimizer is not before:
+            self._hook_optimizer()
 
     def _hook_optimizer(self) -> None:
         if self.optimizer is not None:
@@ -110,13 +116,14 @@ class RigL(DynamicSparsity):
         return self.alpha / 2 * (1 + math.cos(math.pi * t / self.end))
 
     def hold_weights(self) -> None:
-        """Clears all gradients in an iteration that changes the layouts; the optimizer calls this before its step."""
+        """Clears all gradients in an iteration that changes the layouts; the optimizer calls this before its step.
+
+        Where the optimizer computes gradients within its step, this is to be called again after that.
+        """
         # Where `step` is called before the optimizer's, the layers are watched already, but for the next iteration.
         if self.optimizer is None or not any(watch.seen for watch in self._watches):
             return
-        if self._held:
-            raise BlockSparseError.expected("optimizer.step", "RigL's step after each call of it", "another call of it")
-        self.optimizer.zero_grad(set_to_none=True)
+        unwrapped(self.optimizer).zero_grad(set_to_none=True)
         self._held = True
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -126,7 +133,7 @@ class RigL(DynamicSparsity):
     def _step(self) -> bool:
         changed = super()._step()
         if changed and self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)  # where `step` is called before the optimizer's
+            unwrapped(self.optimizer).zero_grad(set_to_none=True)  # where `step` is called before the optimizer's
         self._prepare()
         return changed
 
@@ -144,6 +151,7 @@ class RigL(DynamicSparsity):
                 expected += "torch._dynamo.config.skip_nnmodule_hook_guards is False, and so do frozen layers)"
                 raise BlockSparseError.expected(f"step of {name or 'RigL'}", expected, "none")
         for watch in self._watches:
+            watch.drop_overflows()
             self._rig(watch)
 
     def _rig(self, watch: Watch) -> None:
@@ -168,6 +176,10 @@ class RigL(DynamicSparsity):
         rewire(stored, np.flatnonzero(drop), rows, cols, self.optimizer, on_layout_change=self.on_layout_change)
 
 
-def _before_update(method: ref[RigL], *_: Any) -> None:
-    if (rigl := method()) is not None:
-        rigl.hold_weights()
+def _before_update(method: ref[RigL], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    rigl = method()
+    if rigl is None or unwrapped(rigl.optimizer) is not optimizer or was_skipped(optimizer):
+        return
+    if rigl._held:
+        raise BlockSparseError.expected("optimizer.step", "RigL's step after each call of it", "another call of it")
+    rigl.hold_weights()
