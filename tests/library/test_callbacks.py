@@ -68,19 +68,20 @@ def batches():
         yield {key: torch.stack([row[key] for row in part]) for key in ("x", "labels")}
 
 
-def by_hand(name):
+def by_hand(name, accumulate=1):
     model = Net(name in SPARSE)
     method = BEFORE[name](model) if name in BEFORE else None
     optimizer = optimizer_of(model)
     method = method or {**SPARSE, **DENSE}[name](model, optimizer)
-    for batch in batches():
-        optimizer.zero_grad()
-        loss = model(**batch)["loss"]
+    for at, batch in enumerate(list(batches()) * accumulate):
+        loss = model(**batch)["loss"] / accumulate
         if hasattr(method, "penalty") and getattr(method, "mode", "penalty") == "penalty":
-            loss = loss + method.penalty()
+            loss = loss + method.penalty() / accumulate
         loss.backward()
-        optimizer.step()
-        method.step()
+        if at % accumulate == accumulate - 1:
+            optimizer.step()
+            method.step()
+            optimizer.zero_grad()
     if hasattr(method, "finish"):
         method.finish()
     return model
@@ -211,12 +212,180 @@ def test_a_checkpoint_without_the_methods_is_said(loop):
         loop.run(Net(True), loop.callback(SPARSE["SET"]), resume=True)
 
 
-@pytest.mark.parametrize("loop", [Lightning], indirect=True)
-def test_training_that_ends_early_leaves_the_model_dense_and_says_so(loop):
+@pytest.mark.parametrize("name", ["SET", "RigL", "GradualPruning", "L0Gates"])
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_accumulation_as_by_hand(name, accumulate, loop):
+    model = Net(name in SPARSE)
+    loop.run(model, loop.callback(method_of(name, model)), accumulate=accumulate)
+    same(model, by_hand(name, accumulate))
+
+
+# -- training that ends early, or by an error ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["GradualPruning", "ThresholdPruning", "MovementPruning"])
+def test_training_that_ends_early_leaves_a_dense_model_to_finish(name, loop):
     model = Net(False)
-    with pytest.warns(UserWarning, match="GradualPruning is at step 2 of 5: the model stays dense"):
-        loop.run(model, loop.callback(DENSE["GradualPruning"]), steps=2)
-    assert type(model.layers[0]) is nn.Linear
+    callback = loop.callback(method_of(name, model))
+    with pytest.warns(bs.SparsityWarning, match=rf"{name} is at step 3 of 5: the model stays dense.*early=True"):
+        loop.run(model, callback, steps=3)
+    again = Net(False)
+    again.load_state_dict(model.state_dict())
+    x = batch_of_one()
+    expected = model.eval()(**x)["logits"]
+    assert torch.equal(again.eval()(**x)["logits"], expected)
+    callback.methods[0].finish(early=True)
+    assert changed(name, model)
+    torch.testing.assert_close(model(**x)["logits"], expected)
+
+
+def batch_of_one():
+    return next(batches())
+
+
+def broken(method):
+    """A method whose `finish` fails after it has taken off what it put on the model."""
+    finish = method.finish
+
+    def fail(*_):
+        method.settle()
+        raise OSError("no space")
+
+    method.finish = fail
+    return method, finish
+
+
+@pytest.mark.parametrize("name", ["L0Gates", "MovementPruning", "GroupLasso"])
+def test_an_error_in_finish_leaves_the_trained_model(name, loop):
+    model, kept = Net(False), []
+
+    def with_error(method):
+        method, finish = broken(method)
+        kept.append(finish)
+        return method
+
+    given = method_of(name, model)
+    given = with_error(given) if name in BEFORE else (lambda m, o: with_error(DENSE[name](m, o)))
+    with pytest.warns(bs.SparsityWarning, match=rf"{name} could not finish \(no space\): the model stays dense"):
+        loop.run(model, loop.callback(given))
+    assert set(model.state_dict()) == set(Net(False).state_dict())
+    kept[0]()
+    same(model, by_hand(name))
+
+
+class Stop(Exception):
+    pass
+
+
+def test_an_error_of_others_leaves_a_model_that_loads(loop, monkeypatch):
+    """Gates are still on the model, and its checkpoints load without them."""
+    model = Net(False)
+    method = BEFORE["MovementPruning"](model)
+    step, kind = method.step, type(method)
+
+    def fail():
+        step()
+        if method.calls == 4:
+            raise Stop
+
+    monkeypatch.setattr(method, "step", fail)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(Stop):
+            loop.run(model, loop.callback(method))
+    told = [str(each.message) for each in caught if each.category is bs.SparsityWarning]
+    expected = [f"training was interrupted. {kind.__name__} is at step 4 of 5"] if type(loop) is Lightning else []
+    assert [message.split(":")[0] for message in told] == expected
+    again, x = Net(False), batch_of_one()
+    assert not again.load_state_dict(model.state_dict(), strict=False).missing_keys
+    assert torch.equal(again(**x)["logits"], model(**x)["logits"])
+    monkeypatch.undo()
+    method.finish(early=True)
+    torch.testing.assert_close(again(**x)["logits"], model(**x)["logits"])
+
+
+# -- several runs with one callback --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SET", "RigL", "GradualPruning", "GroupLasso"])
+def test_one_callback_for_several_models(name, loop):
+    callback = loop.callback(method_of(name, None))
+    for _ in range(3):
+        model = Net(name in SPARSE)
+        loop.run(model, callback)
+        same(model, by_hand(name))
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_a_method_for_one_model_is_refused_for_another(name, loop):
+    model = Net(False)
+    callback = loop.callback(BEFORE[name](model))
+    loop.run(model, callback)
+    with pytest.raises(bs.BlockSparseError, match=rf"{name} was made for the model of an earlier run.*a function of"):
+        loop.run(Net(False), callback)
+
+
+@pytest.mark.parametrize("name", ["SET", "RigL", "GradualPruning"])
+def test_a_second_run_of_one_model_continues_with_its_optimizer(name, loop):
+    callback = loop.callback(method_of(name, None), finish=False)
+    model, optimizers = Net(name in SPARSE), []
+    for steps in (3, 2):
+        loop.run(model, callback, steps=steps)
+        optimizers.append(callback.methods[0].optimizer)
+    assert callback.methods[0].calls == 5
+    assert optimizers[0] is not optimizers[1]
+    assert all(value in optimizers[1].state for value in model.parameters())
+
+
+def test_a_second_run_without_its_gates_is_refused(loop):
+    model = Net(False)
+    callback = loop.callback(BEFORE["MovementPruning"](model))
+    loop.run(model, callback, steps=2)
+    with pytest.raises(bs.BlockSparseError, match=r"after the gates of MovementPruning were taken off"):
+        loop.run(model, callback, steps=2)
+
+
+# -- the best of several checkpoints ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["GradualPruning", "MovementPruning", "SET"])
+@pytest.mark.parametrize("with_state", [True, False])
+def test_the_best_model_has_its_own_pattern(name, with_state, tmp_path):
+    import transformers
+
+    loop, model = Transformers(tmp_path), Net(name in SPARSE)
+    patterns = {}
+
+    class Note(transformers.TrainerCallback):
+        def on_evaluate(self, args, state, control, model, **_):
+            patterns[state.global_step] = [layer.weight.detach().clone() for layer in model.layers[::2]]
+
+        def on_save(self, args, state, control, **_):
+            if not with_state:
+                (tmp_path / f"checkpoint-{state.global_step}" / loop.callback.FILE).unlink()
+
+    scores = iter([3.0, 1.0, 4.0, 4.0, 4.0, 4.0])  # the second is the best
+    settings = transformers.TrainingArguments(
+        str(tmp_path), max_steps=STEPS, per_device_train_batch_size=BATCH, report_to=[], disable_tqdm=True,
+        use_cpu=True, save_strategy="steps", eval_strategy="steps", save_steps=1, eval_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=False,
+        lr_scheduler_type="constant", logging_strategy="no",
+    )  # fmt: skip
+    callback = loop.callback(method_of(name, model))
+    trainer = transformers.Trainer(
+        model, settings, train_dataset=data(), eval_dataset=data(), callbacks=[callback, Note()],
+        compute_metrics=lambda _: {"score": next(scores)},
+        optimizers=(optimizer := optimizer_of(model), torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    told = [str(each.message) for each in caught if each.category is bs.SparsityWarning]
+    for layer, best in zip(model.layers[::2], patterns[2], strict=True):
+        assert torch.equal(layer.weight, best)
+    if name != "SET":
+        start = f"{name} is at step 2 of 5" if with_state else "the best model was loaded without the state"
+        assert [message.startswith(start) for message in told] == [True]
 
 
 @pytest.mark.parametrize("loop", [Lightning], indirect=True)
@@ -253,3 +422,31 @@ def test_accelerate(name):
     if hasattr(method, "finish"):
         method.finish()
     same(accelerator.unwrap_model(model), by_hand(name))
+
+
+@pytest.mark.parametrize("name", ["SET", "RigL", "GradualPruning", "MovementPruning"])
+@pytest.mark.parametrize("prepared_first", [True, False])
+def test_accelerate_with_accumulation(name, prepared_first):
+    """`step` after each call of the optimizer's, as without accumulation; the optimizer steps in every third."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = Net(name in SPARSE)
+    make = {**SPARSE, **DENSE}.get(name)
+    method = BEFORE[name](model) if make is None else None
+    optimizer = optimizer_of(model)
+    if make and not prepared_first:
+        method = make(model, optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    method = method or make(model, optimizer)
+    for batch in list(batches()) * 3:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+            collected = any(parameter.grad is not None for parameter in model.parameters())
+            method.step()
+            assert collected == any(parameter.grad is not None for parameter in model.parameters())
+    assert method.calls == STEPS
+    if hasattr(method, "finish"):
+        method.finish()
+    same(accelerator.unwrap_model(model), by_hand(name, 3))

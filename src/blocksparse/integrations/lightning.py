@@ -19,18 +19,22 @@ __all__ = ["SparsityCallback"]
 
 
 class SparsityCallback(Callback):
-    """Calls methods of `blocksparse.sparsity` after each step of the optimizer; their state is in the checkpoints.
+    """Calls methods of `blocksparse.sparsity` after each update of the optimizer; their state is in the checkpoints.
 
-    A penalty, which a method may have, joins the loss by its gradient.
+    A penalty, which a method may have, joins the loss by its gradient. Gradients may be accumulated; updates that a
+    GradScaler skips do not count; optimization may be manual.
 
     Args:
         methods: each a function of the model and its optimizer that makes one when training begins, or a method that
             was made before: L0Gates, MovementPruning and SRSTE, which change the names of the model's parameters, have
-            to be, without an optimizer.
-        finish: whether pruning methods make the weights block-sparse when training is over.
+            to be, without an optimizer. A callback of functions may serve several runs: it makes methods for each
+            model, and those of an earlier run of the same model continue.
+        finish: whether pruning methods make the weights block-sparse when training is over. If it ends before their
+            schedules, or `finish` fails, the model stays dense, and a SparsityWarning says how to finish it. With
+            False nothing is finished, and another run can continue.
 
     Raises:
-        BlockSparseError: neither methods nor functions; more optimizers than one.
+        BlockSparseError: methods for a second model; neither methods nor functions; more optimizers than one.
 
     Example:
         >>> import blocksparse as bs
@@ -43,7 +47,6 @@ class SparsityCallback(Callback):
     def __init__(self, *methods: TrainingMethod | Maker, finish: bool = True):
         super().__init__()
         self._methods = Methods(methods, finish)
-        self._steps = 0
         self._loaded: dict[str, Tensor] | None = None
 
     @property
@@ -55,7 +58,6 @@ class SparsityCallback(Callback):
         if len(trainer.optimizers) != 1:
             raise BlockSparseError.expected("the model", "one optimizer", len(trainer.optimizers))
         self._methods.begin(pl_module, trainer.optimizers[0])
-        self._steps = trainer.global_step
         if self._loaded is not None:
             self._methods.load_state_dict(self._loaded)
             self._loaded = None
@@ -66,13 +68,11 @@ class SparsityCallback(Callback):
         if pl_module.automatic_optimization and getattr(trainer.precision_plugin, "scaler", None) is None:
             self._methods.hold_weights()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step > self._steps:  # else gradients are still being collected
-            self._steps = trainer.global_step
-            self._methods.step()
-
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._methods.finish()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._methods.warn_of_interruption()
 
     def state_dict(self) -> dict[str, Any]:
         return self._methods.state_dict()

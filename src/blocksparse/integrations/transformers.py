@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from .. import checkpoint
+from ..errors import BlockSparseError
 from ..sparsity.training_method import TrainingMethod
 from .methods import Maker, Methods
 from .pretrained import BlockSparseConfig, attach
@@ -16,19 +17,23 @@ __all__ = ["BlockSparseConfig", "SparsityCallback", "attach"]
 
 
 class SparsityCallback(TrainerCallback):
-    """Calls methods of `blocksparse.sparsity` after each step of the Trainer's optimizer.
+    """Calls methods of `blocksparse.sparsity` after each update of the Trainer's optimizer.
 
-    Their state is written into the Trainer's checkpoints, with the model's. A penalty, which a method may have, joins
-    the loss by its gradient, after gradients were clipped.
+    Their state is written into the Trainer's checkpoints, with the model's. With `load_best_model_at_end`, the state of
+    the best checkpoint is loaded too. A penalty, which a method may have, joins the loss by its gradient, after
+    gradients were clipped.
 
     Args:
         methods: each a function of the model and its optimizer that makes one when training begins, or a method that
             was made before: L0Gates, MovementPruning and SRSTE, which change the names of the model's parameters, have
-            to be, without an optimizer.
-        finish: whether pruning methods make the weights block-sparse when training is over.
+            to be, without an optimizer. A callback of functions may serve several runs: it makes methods for each
+            model, and those of an earlier run of the same model continue.
+        finish: whether pruning methods make the weights block-sparse when training is over. If it ends before their
+            schedules, or `finish` fails, the model stays dense, and a SparsityWarning says how to finish it. With
+            False nothing is finished, and another run can continue.
 
     Raises:
-        BlockSparseError: neither methods nor functions.
+        BlockSparseError: methods for a second model; neither methods nor functions.
 
     Example:
         >>> import blocksparse as bs
@@ -58,16 +63,20 @@ class SparsityCallback(TrainerCallback):
         scaler = getattr(kwargs["optimizer"], "scaler", None)
         self._methods.add_penalties(1.0 if scaler is None or args.max_grad_norm else scaler.get_scale())
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._methods.step()
-
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = _checkpoint_folder(args, state)
         if state.is_world_process_zero and os.path.isdir(folder):
             checkpoint.save(os.path.join(folder, self.FILE), self._methods.state_dict(), {"step": state.global_step})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._methods.finish()
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        try:
+            if best:  # the Trainer has just loaded its weights
+                self.load(best)
+        except BlockSparseError as error:
+            self._methods.leave_dense(f"the best model was loaded without the state of its methods ({error}).")
+        else:
+            self._methods.finish()
 
     def load(self, folder: str) -> None:
         """Loads the state of the methods from a checkpoint's folder; the Trainer finds the one it resumes from.
