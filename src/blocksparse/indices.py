@@ -9,6 +9,8 @@ from .errors import BlockSparseError
 
 # From this many blocks or rows on, avoid copies and caches; also the number of them worked on at a time.
 LARGE = 1 << 20
+# A running mean in float32 whose decay is .99999 or less stays within this fraction of an index.
+MOST_DRIFT = 32
 
 
 def index_type(nnz: int, cols: int) -> type[np.signedinteger]:
@@ -59,6 +61,46 @@ def rows_of(crow: np.ndarray, blocks: int, out_blocks: int) -> np.ndarray:
     if counts is None or (counts < 0).any():
         raise BlockSparseError.expected("crow_indices", f"a rise from 0 to {blocks}, the blocks", crow)
     return np.repeat(np.arange(out_blocks), counts)
+
+
+def is_rounded_mean(held: np.ndarray, indices: np.ndarray) -> bool:
+    """Whether these are weighted means of the indices with themselves, apart from rounding.
+
+    Running means cover buffers too. In float32 decay * i + (1 - decay) * i can differ from i, and an int buffer cuts
+    off what is below i to i - 1. Each further mean moves on, in proportion to i, until the pull of 1 - decay holds it.
+
+    Rounding treats i and 2 i alike. So of all indices with one odd factor either every one falls or none does, and the
+    powers of two, which are means without an error, do not. A mean with the indices of another layout breaks this rule.
+
+    Args:
+        held: what a buffer holds, of the shape of `indices`.
+        indices: ints, 0 or more.
+
+    >>> indices = np.array([0, 3, 4, 6, 6, 7])
+    >>> is_rounded_mean(np.array([0, 2, 4, 5, 5, 7]), indices), is_rounded_mean(np.array([0, 2, 4, 6, 5, 7]), indices)
+    (True, False)
+    """
+    if held.dtype.kind not in "iuf":
+        return False
+    indices = indices.astype(np.int64, copy=False)
+    two = np.maximum(indices & -indices, 1)  # the largest power of two in each
+    odd = indices // two
+    # Above, float32 has no digits behind the point: means are rounded up as well, and follow no rule.
+    small = indices < 2**22
+    if held.dtype.kind == "f":
+        near = np.abs(held - indices) <= indices / MOST_DRIFT
+        scaled = held / two
+    else:
+        fall = indices - held.astype(np.int64, copy=False)
+        most = (odd > 1) * (1 + indices // MOST_DRIFT)
+        near = (fall <= most) & (fall >= np.where(small, 0, -most))
+        scaled = fall > 0
+    if not near.all():
+        return False
+    odd, scaled = odd[small], scaled[small]
+    order = np.argsort(odd, kind="stable")
+    alike, differs = np.diff(odd[order]) == 0, np.diff(scaled[order]) != 0
+    return not (alike & differs).any()
 
 
 def refuse_twice(keys: np.ndarray, grid: tuple[int, int]) -> None:

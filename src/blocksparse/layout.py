@@ -20,7 +20,7 @@ from .checked import (
     checked_pairs,
 )
 from .errors import BlockSparseError
-from .indices import LARGE, compressed, few, index_type, read_only, refuse_twice, rows_of, tensor_of
+from .indices import LARGE, compressed, few, index_type, is_rounded_mean, read_only, refuse_twice, rows_of, tensor_of
 
 __all__ = ["BlockLayout", "check_layout", "import_scipy_sparse", "layout_of_indices"]
 
@@ -487,6 +487,36 @@ def layout_of_indices(crow: Any, col: Any, grid: tuple[int, int], block: tuple[i
     if not np.array_equal(layout.col_of_block, cols):
         raise BlockSparseError.expected("col_indices", "those of each row in rising order", cols)
     return layout
+
+
+def layout_of_state(crow: Any, col: Any, mine: BlockLayout) -> BlockLayout:
+    """The layout of index vectors from a state dict: `mine` for those of an averaged state of this layout.
+
+    Raises:
+        BlockSparseError: as `layout_of_indices`.
+    """
+    try:
+        return layout_of_indices(crow, col, mine.grid, mine.block_shape)
+    except BlockSparseError:
+        crow = checked_array("crow_indices", "a vector of ints", crow)
+        col = checked_array("col_indices", "a vector of ints", col)
+        if are_indices_of(mine, crow, col):
+            return mine
+        if crow.dtype.kind == col.dtype.kind == "f":
+            wanted = f"ints, or a mean of states whose layout is {mine!r}"
+            got = "a mean of other layouts (blocksparse.sparsity.sync_ema keeps those of a model and its mean the same)"
+            raise BlockSparseError.expected("crow_indices and col_indices", wanted, got) from None
+        raise
+
+
+def are_indices_of(layout: BlockLayout, crow: np.ndarray, col: np.ndarray) -> bool:
+    """Whether these arrays, or each of a batch `[..., n]`, hold the layout's indices or a rounded mean of them."""
+    pairs = [(crow, layout.row_start), (col, layout.col_of_block)]
+    if crow.dtype.kind != col.dtype.kind or any(held.shape[-1:] != own.shape for held, own in pairs):
+        return False
+    held = np.concatenate([held.ravel() for held, _ in pairs])
+    own = np.concatenate([np.broadcast_to(own, held.shape).ravel() for held, own in pairs])
+    return bool((held == own).all()) or is_rounded_mean(held, own)
 
 
 def check_layout(layout: Any) -> None:

@@ -12,6 +12,7 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import blocksparse as bs
+from blocksparse.indices import is_rounded_mean
 
 OTHERS = "got others, written to this buffer"
 SAID = f"(crow|col)_indices: expected those of .*, {OTHERS}.*DistributedDataParallel.*sparsity.sync_ema"
@@ -318,3 +319,142 @@ def test_an_optimizer_with_the_state_of_another_layout_does_not_step(fused, grow
         optimizer.step()
     optimizer.state.clear()
     optimizer.step()
+
+
+# How running means go over a model, the index buffers included: `mean` becomes decay * mean + (1 - decay) * model.
+
+
+def mean_of_states(mean, model, decay):  # timm's ModelEmaV2
+    with torch.no_grad():
+        for old, new in zip(mean.state_dict().values(), model.state_dict().values(), strict=True):
+            old.copy_(decay * old + (1 - decay) * new)
+
+
+def mean_of_lists(mean, model, decay):
+    old, new = list(mean.state_dict().values()), list(model.state_dict().values())
+    torch._foreach_copy_(old, torch._foreach_add(torch._foreach_mul(old, decay), torch._foreach_mul(new, 1 - decay)))
+
+
+def mean_of_tensors(mean, model, decay):
+    pairs = [zip(side.parameters(), side.buffers(), strict=False) for side in (mean, model)]
+    for olds, news in zip(*pairs, strict=True):
+        for old, new in zip(olds, news, strict=True):
+            old.data = decay * old.data + (1 - decay) * new.data
+
+
+def averaged_model(mean, model, decay):
+    averaged = AveragedModel(nn.Identity(), multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+    averaged.module = mean
+    averaged.n_averaged += 1
+    averaged.update_parameters(model)
+
+
+def loaded_mean(mean, model, decay):
+    new = model.state_dict()
+    mean.load_state_dict({name: decay * old + (1 - decay) * new[name] for name, old in mean.state_dict().items()})
+
+
+MEANS = [mean_of_states, mean_of_lists, mean_of_tensors, averaged_model, loaded_mean]
+
+
+def wide_net():
+    torch.manual_seed(3)
+    return nn.Sequential(
+        bs.nn.Linear(130, 210, density=0.3, block_size=4), bs.nn.Linear(210, 48, density=0.2, block_size=(8, 2))
+    )
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.9995, 0.9999])
+@pytest.mark.parametrize("update", MEANS, ids=lambda update: update.__name__)
+def test_a_running_mean_of_all_buffers_keeps_the_layout(update, decay):
+    model, x = wide_net(), torch.randn(3, 130)
+    mean = copy.deepcopy(model)
+    for _ in range(40):
+        update(mean, model, decay)
+    torch.testing.assert_close(mean(x), model(x), rtol=1e-3, atol=1e-4)
+    for name, tensor in mean.state_dict().items():
+        if name.endswith("indices"):
+            assert tensor.dtype == torch.int32
+            assert torch.equal(tensor, model.state_dict()[name]), name
+    for old, new in zip(mean, model, strict=True):
+        assert old.layout == new.layout
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.9999])
+@pytest.mark.parametrize("update", MEANS, ids=lambda update: update.__name__)
+def test_a_running_mean_of_two_layouts_is_refused(update, decay):
+    model = wide_net()
+    mean = copy.deepcopy(model)
+    for _ in range(3):
+        update(mean, model, decay)
+    bs.sparsity.SET(model, zeta=0.3).step()
+
+    def update_and_save():
+        update(mean, model, decay)
+        mean.state_dict()
+
+    with pytest.raises((bs.BlockSparseError, RuntimeError), match=r"sparsity\.sync_ema"):
+        update_and_save()
+
+
+def test_a_mean_that_is_synced_follows_with_all_its_buffers():
+    model = wide_net()
+    mean = copy.deepcopy(model)
+    method = bs.sparsity.SET(model, zeta=0.3, on_layout_change=bs.sparsity.sync_ema(model, mean))
+    for _ in range(3):
+        mean_of_states(mean, model, 0.9999)
+        method.step()
+        mean_of_states(mean, model, 0.9999)
+        assert [layer.layout for layer in mean] == [layer.layout for layer in model]
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.99, 0.9999, 0.99999])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_rounding_is_told_from_other_indices_at_any_size(decay, dtype):
+    index = torch.cat([torch.arange(2000), torch.arange(2**21, 2**27, 10_007)]).to(dtype)
+    held, rng = index.clone(), np.random.default_rng(0)
+    for _ in range(200):
+        held = (decay * held + (1 - decay) * index).to(dtype)
+    expected = index.long().numpy()
+    assert is_rounded_mean(held.numpy(), expected)
+    other = (decay * index + (1 - decay) * torch.from_numpy(rng.permutation(expected))).to(dtype)
+    assert not is_rounded_mean(other.numpy(), expected)
+
+
+def test_a_compiled_mean_of_an_evolving_model_runs():
+    torch._dynamo.reset()
+    model, x = wide_net(), torch.randn(3, 130)
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(x)
+    bs.sparsity.SET(model, zeta=0.3).step()
+    compiled(x)
+    mean = copy.deepcopy(model)
+    compiled = torch.compile(mean, backend="aot_eager")
+    for _ in range(2):
+        mean_of_tensors(mean, model, 0.9999)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-3, atol=1e-4)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("how", ["load", "set"])
+def test_another_layout_taken_over_in_inference_mode_can_be_trained(how):
+    layer, other = bs.nn.Linear(40, 72, density=0.25, block_size=8), bs.nn.Linear(40, 72, density=0.5, block_size=8)
+    with torch.inference_mode():
+        if how == "load":
+            layer.load_state_dict(other.state_dict())
+        else:
+            layer.set_layout(other.layout, other.values + 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    before = layer.values.detach().clone()
+    layer(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    assert layer.layout == other.layout
+    assert not torch.equal(layer.values, before)
+
+
+def test_codes_of_another_layout_loaded_in_inference_mode_can_be_loaded_again():
+    small = [bs.quantize(bs.nn.Linear(40, 72, density=density, block_size=8)) for density in (0.25, 0.5)]
+    with torch.inference_mode():
+        small[0].load_state_dict(small[1].state_dict())
+    small[0].load_state_dict(small[1].state_dict())
+    assert torch.equal(small[0].values, small[1].values)

@@ -229,3 +229,21 @@ def test_fx_traces_models_with_these_leaves(name):
     model, x = torch.nn.Sequential(make()), torch.randn(shape)
     traced = torch.fx.GraphModule(model, Leaves().trace(model))
     torch.testing.assert_close(traced(x), model(x))
+
+
+ON_META = MODULES | {
+    "SmallWorldLSTM, even": (lambda: bs.nn.SmallWorldLSTM(48, 48, block_size=16), (3, 2, 48)),
+    "GRU": (lambda: bs.nn.GRU(16, 24, density=0.5, block_size=8), (5, 2, 16)),
+    "GatedMLP": (lambda: bs.nn.GatedMLP(16, 24, density=0.5, block_size=8), (5, 16)),
+    "attention": (lambda: lambda q: bs.nn.attention(q, q, q, bs.patterns.butterfly(48, 8)), (2, 3, 48, 4)),
+}
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["plain", "autocast of another device"])
+@pytest.mark.parametrize("name", ON_META)
+def test_modules_run_on_the_meta_device_as_on_others(name, mixed):
+    make, shape = ON_META[name]
+    expected = torch.utils._pytree.tree_leaves(make()(torch.randn(shape)))
+    with torch.device("meta"), torch.autocast("cpu", enabled=mixed):
+        found = torch.utils._pytree.tree_leaves(make()(torch.randn(shape)))
+    assert [(y.shape, y.is_meta) for y in found] == [(y.shape, True) for y in expected]

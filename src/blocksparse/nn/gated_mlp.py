@@ -11,7 +11,7 @@ from torch.nn.modules import module as torchs
 
 from ..errors import BlockSparseError
 from ..ops.activations import ACTIVATIONS
-from ..ops.checks import check_activation
+from ..ops.checks import check_activation, without_autocast
 from ..ops.gated_linear import gated_linear
 from .linear import Linear
 
@@ -165,7 +165,7 @@ def _same(mlp: nn.Module, fused: GatedMLP) -> bool:
     tokens = torch.randn(2, 3, fused.gate_proj.in_features, generator=draw, **kind)
     tolerance = max(4 * torch.finfo(like.dtype).eps, 1e-4)
     try:
-        with torch.no_grad(), torch.random.fork_rng(), torch.autocast(like.device.type, enabled=False):
+        with torch.no_grad(), torch.random.fork_rng(), without_autocast(like.device):
             for size, training in ((1, True), (30, False)):
                 for module in modes:
                     module.training = training

@@ -7,12 +7,13 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from ..errors import BlockSparseError
-from ..layout import BlockLayout
+from ..layout import BlockLayout, are_indices_of
 from ..ops.operands import OperandLayout, make_operands
 from .optimizer_watch import watch_optimizers
 
@@ -114,12 +115,16 @@ class LayoutModule(nn.Module):
             self._resized = True
 
     def _check_buffers(self) -> None:
-        """Raises a BlockSparseError unless the buffers hold the layout, as far as they hold anything."""
-        if others := others_in_buffers(self):
+        """Raises a BlockSparseError unless the buffers hold the layout, as far as they hold anything.
+
+        Buffers that a running mean has rounded get their indices back.
+        """
+        others = others_in_buffers(self)
+        if others and not holds_mean(self):
             raise BlockSparseError.expected(others, f"those of {self._layout!r}", OTHERS)
         indices = self.crow_indices, self.col_indices
         if all(type(index) is Tensor and not _is_wrapped(index) for index in indices):
-            if any(index.is_inference() for index in indices):  # these have no version counters
+            if others or any(index.is_inference() for index in indices):  # these have no version counters
                 self.reset_layout_buffers()
             else:
                 self._trust()
@@ -147,12 +152,15 @@ class LayoutModule(nn.Module):
         unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
         try:
-            given = {name: state_dict.get(prefix + name) for name in self._described}
-            self._adopt({name: tensor for name, tensor in given.items() if tensor is not None})
+            found = {name: state_dict.get(prefix + name) for name in self._described}
+            given = {name: tensor for name, tensor in found.items() if tensor is not None}
+            self._adopt(given)
         except BlockSparseError as error:
             errors.append(f"{prefix or type(self).__name__}: {error}")
         else:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+            if "crow_indices" in given and others_in_buffers(self):  # those of an averaged state
+                self.reset_layout_buffers()
 
     def _adopt(self, given: dict[str, Any]) -> None:
         """Takes over the layout of a state dict's tensors, after checking all of it: a refusal changes nothing."""
@@ -177,23 +185,37 @@ _may_be_several = torch.distributed.is_available()
 def others_in_buffers(module: Any) -> str | None:
     """The name of a buffer that holds other indices than the layout's; meta and fake tensors hold none."""
     layout = module._layout
-    for name, expected in (("crow_indices", layout.row_start), ("col_indices", layout.col_of_block)):
-        index: Any = module._buffers.get(name)
-        if not isinstance(index, Tensor):
-            return name
-        batched = _is_wrapped(index)
-        while _is_wrapped(index):
-            index = torch._C._functorch.get_unwrapped(index)
-        if type(index) is not Tensor or index.is_meta:
-            continue
-        if index.is_quantized or index.layout != torch.strided:
-            return name
-        # Also inside of tracing, fake modes and transforms.
-        with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
-            held = index.cpu().numpy()
-        if (held.shape[-1:] if batched else held.shape) != expected.shape or not (held == expected).all():
+    for name, own in (("crow_indices", layout.row_start), ("col_indices", layout.col_of_block)):
+        held = _numbers_in(module._buffers.get(name), own)
+        if held is None or not (held == own).all():
             return name
     return None
+
+
+def holds_mean(module: Any) -> bool:
+    """Whether the buffers hold a running mean of the layout's indices, which rounding has changed."""
+    layout, buffers = module._layout, module._buffers
+    crow = _numbers_in(buffers.get("crow_indices"), layout.row_start)
+    col = _numbers_in(buffers.get("col_indices"), layout.col_of_block)
+    return crow is not None and col is not None and are_indices_of(layout, crow, col)
+
+
+def _numbers_in(index: Any, own: np.ndarray) -> np.ndarray | None:
+    """The numbers in an index buffer, `own` if it is a tensor without any; None where they cannot be of this shape."""
+    if not isinstance(index, Tensor):
+        return None
+    batched = _is_wrapped(index)
+    while _is_wrapped(index):
+        index = torch._C._functorch.get_unwrapped(index)
+    if type(index) is not Tensor or index.is_meta:
+        return own
+    if index.is_quantized or index.layout != torch.strided:
+        return None
+    # Also inside of tracing, fake modes and transforms.
+    with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
+        index = index.detach().cpu()
+        held: np.ndarray = (index.double() if index.is_floating_point() else index).numpy()
+    return held if (held.shape[-1:] if batched else held.shape) == own.shape else None
 
 
 # Modules that graphs were compiled for.
@@ -214,6 +236,8 @@ def _others_traced(number: int) -> str | None:
     module = _by_number[number]
     _traced.add(module)
     others = others_in_buffers(module)
+    if others and holds_mean(module):
+        others = None
     if module._evolves and others is None:
         module._check_buffers()  # whose operands are not known yet where it is a copy
     return others
@@ -226,6 +250,7 @@ def was_traced(module: LayoutModule) -> bool:
 
 # What torch.compiler.assume_constant_result sets, for which it would load the whole compiler.
 others_in_buffers._dynamo_marked_constant = _others_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+holds_mean._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_wrapped(tensor: Tensor) -> bool:

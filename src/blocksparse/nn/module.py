@@ -15,7 +15,7 @@ from .. import patterns
 from ..checked import integer
 from ..convert import block_coordinates, to_dense
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, check_layout, layout_of_indices
+from ..layout import BlockLayout, check_layout, layout_of_state
 from ..pages import Page
 from .dense_weight import DenseWeight, not_assigned
 from .layout_module import INDICES_WANTED, LayoutModule, others_in_buffers, was_traced
@@ -203,7 +203,7 @@ class BlockSparseModule(LayoutModule):
         if crow.is_meta and getattr(self._buffers.get("crow_indices"), "is_meta", False):
             return  # nothing is loaded
         self._check_blocks(values)
-        layout = layout_of_indices(crow, col, mine.grid, mine.block_shape)
+        layout = layout_of_state(crow, col, mine)
         shape = [layout.nnz, *self.values.shape[1:]]
         if values is None and layout != mine:
             raise BlockSparseError.expected("values", f"{shape} for {layout!r}", values)
@@ -217,7 +217,8 @@ class BlockSparseModule(LayoutModule):
             if values.is_meta and not self.values.is_meta:
                 raise BlockSparseError.expected("values", "a tensor with numbers", "one on the meta device")
         if layout != mine:
-            self.set_layout(layout, self.values.new_empty(shape))
+            with torch.inference_mode(False):
+                self.set_layout(layout, self.values.new_empty(shape))
         elif others_in_buffers(self):
             self.reset_layout_buffers(self.values.device)
 
@@ -284,15 +285,22 @@ def check_parameters(layer: nn.Module, name: str = "layer") -> None:
 
 
 def replace_data(parameter: Tensor, data: Tensor) -> None:
-    """Gives a parameter data of any shape and clears its gradient; a backward pass that needs the old data raises."""
+    """Gives a parameter data of any shape and clears its gradient; a backward pass that needs the old data raises.
+
+    Data made in inference mode is copied, so that the parameter can still be trained.
+    """
     parameter.grad = None
     if not parameter.is_inference():
         increment_version(parameter)
+        if data.is_inference():
+            with torch.inference_mode(False):
+                data = data.clone()
     if data.shape != parameter.shape:
         # A graph that is still held, that of the last loss say, has a node for the gradient in the old shape. PyTorch
         # makes a new one only where the dtype changes.
         other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
-        parameter.data = data.new_empty(0, dtype=other)
+        with torch.inference_mode(False):
+            parameter.data = data.new_empty(0, dtype=other)
         note_resized(parameter)
     parameter.data = data
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, layout_of_indices
+from ..layout import BlockLayout, layout_of_state
 from ..ops.checks import in_autocast
 from ..ops.int8_linear import DTYPES, int8_linear, quantized
 from ..pages import Page
@@ -60,7 +60,7 @@ class QuantizedModule(LayoutModule):
         layout, crow, col = self._layout, given.get("crow_indices"), given.get("col_indices")
         if crow is not None and col is not None:
             self._check_blocks(given.get("values"))
-            layout = layout_of_indices(crow, col, layout.grid, layout.block_shape)
+            layout = layout_of_state(crow, col, layout)
         elif given:
             raise BlockSparseError.expected("layout", INDICES_WANTED, f"only {' and '.join(given)}", Page.LAYOUTS)
         tensors = [name for name in SHAPES if name in given]
@@ -73,9 +73,10 @@ class QuantizedModule(LayoutModule):
                 raise BlockSparseError.expected(name, f"{list(shape)}, {mine.dtype}, of blocksparse.quantize", got)
         if layout != self._layout:
             self._layout = layout
-            for name in SHAPES:
-                mine = getattr(self, name)
-                setattr(self, name, mine.new_empty(layout.nnz, *mine.shape[1:]))
+            with torch.inference_mode(False):  # so that others can be loaded outside of it
+                for name in SHAPES:
+                    mine = getattr(self, name)
+                    setattr(self, name, mine.new_empty(layout.nnz, *mine.shape[1:]))
             self.reset_layout_buffers()
 
 

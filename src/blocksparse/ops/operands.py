@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..checked import checked_array
 from ..errors import BlockSparseError
-from ..layout import BlockLayout, layout_of_indices
+from ..layout import BlockLayout, are_indices_of
 
 
 class OperandLayout(BlockLayout):
@@ -60,7 +61,10 @@ def layout_of_operands(crow: Tensor, col: Tensor) -> BlockLayout | None:
         return None
     layout = known.layout
     if known.crow() is not crow or known.written != (crow._version, col._version):
-        if layout_of_indices(crow, col, layout.grid, layout.block_shape) != layout:
+        arrays = (
+            checked_array(name, "indices", index) for name, index in (("crow_indices", crow), ("col_indices", col))
+        )
+        if not are_indices_of(layout, *arrays):
             others = "others, written to the buffers of a module: load its values and indices again"
             raise BlockSparseError.expected("crow_indices and col_indices", f"those of {layout!r}", others)
         make_operands(layout, crow, col)

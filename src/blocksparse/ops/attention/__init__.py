@@ -14,7 +14,7 @@ from torch import Tensor
 from ...checked import shape_of
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, check_layout
-from ..checks import autocast
+from ..checks import autocast, in_autocast, without_autocast
 from . import gathered
 from .op import ATTENTION, in_graph
 
@@ -72,9 +72,9 @@ def attention(
 
     Source: Child et al., Generating long sequences with sparse transformers (2019); Dong et al., Flex attention (2024).
     """
-    if all(isinstance(tensor, Tensor) for tensor in (q, k, v)) and torch.is_autocast_enabled(q.device.type):
+    if all(isinstance(tensor, Tensor) for tensor in (q, k, v)) and in_autocast(q):
         q, k, v = (autocast(tensor, tensor, None)[0] for tensor in (q, k, v))
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             return attention(q, k, v, layout, causal=causal, scale=scale)
     layouts = _check(q, k, v, layout)
     if not isinstance(causal, bool | np.bool_):

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from ... import patterns
 from ...layout import BlockLayout
 from .. import cpu_core, workspace
+from ..checks import in_autocast
 from ..linear import LINEAR, linear
 from ..lstm_gates import LSTM_GATES
 from ..registry import is_eager, of_each
@@ -291,7 +292,7 @@ def forward_step(product: Product, inputs: Rows, c: Tensor) -> Callable[..., Non
 
 def linear_of(x: Tensor, weight: Tensor, layout: BlockLayout | None, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias, differentiable, of a weight that is block-sparse with a layout, dense without."""
-    if layout is None and not torch.is_autocast_enabled(x.device.type):
+    if layout is None and not in_autocast(x):
         layout = as_blocks(weight, len(x))
         weight = weight if layout is None else weight.view(layout.values_shape)
     return F.linear(x, weight, bias) if layout is None else linear(x, weight, layout, bias)
