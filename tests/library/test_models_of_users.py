@@ -55,7 +55,8 @@ def test_weights_that_a_hook_computes_stay_as_they_are(change):
     x = torch.randn(3, 32)
     with torch.no_grad():
         model(x)
-        sparse = bs.sparsify(model, 0.5, block_size=8, force=True, inplace=True)
+        with pytest.warns(bs.SparsityWarning, match=r"stay as they are\n  0.weight.*: its module computes weight"):
+            sparse = bs.sparsify(model, 0.5, block_size=8, force=True, inplace=True)
         assert type(sparse[0]) is nn.Linear
         assert isinstance(sparse[1], bs.nn.Linear)
         assert sparse(x).shape == (3, 64)

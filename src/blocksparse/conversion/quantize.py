@@ -19,9 +19,10 @@ from ..nn.quantized_conv import QuantizedConv1d, QuantizedConv2d, QuantizedConv3
 from ..nn.quantized_lstm import QuantizedLSTM
 from ..nn.weight_norm import WeightNorm
 from ..ops.int8_linear import DTYPES, MAX_INPUTS
+from ..surgery.carry import carry_over
 from ..surgery.copies import copied
 from ..surgery.prunable import Skip, skipped
-from ..surgery.replace import like, replace_modules
+from ..surgery.replace import check_replaceable, replace_modules
 
 QUANTIZED: dict[type[nn.Module], Any] = {
     Linear: QuantizedLinear,
@@ -51,7 +52,8 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
 
     Raises:
         BlockSparseError: no module, weights that are not finite, a `WeightNorm` of such a layer (`blocksparse.nn.fold`
-            ends it), or no layer to quantize.
+            ends it), a layer whose forward was set on the instance or that the model also uses by other ways than its
+            modules, or no layer to quantize. Nothing is changed then.
 
     >>> import torch, blocksparse as bs
     >>> model = torch.nn.Sequential(bs.nn.Linear(64, 128, density=0.5), torch.nn.ReLU(), torch.nn.Linear(128, 10))
@@ -78,9 +80,10 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
             given = f"{name or 'the model'}, a WeightNorm of one"
             wanted = "layers with weights of their own: blocksparse.nn.fold first"
             raise BlockSparseError.expected("model", wanted, given)
+    check_replaceable(model, [layers[name] for name in chosen])
     model = model if inplace else copied(model, otherwise="inplace=True")
     old = dict(model.named_modules())
-    return replace_modules(model, {old[name]: like(old[name], layer) for name, layer in chosen.items()})
+    return replace_modules(model, {old[name]: carry_over(old[name], layer, name) for name, layer in chosen.items()})
 
 
 def _refusal(layer: nn.Module) -> str | None:

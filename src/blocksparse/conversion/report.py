@@ -16,8 +16,8 @@ from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule, Weight
 from ..nn.parts import Parts
 from ..nn.quantized import QuantizedModule
+from ..surgery.carry import REASONS
 from ..surgery.prunable import survey
-from .sparsify import REASONS
 from .speed import Example, Speed, checked_tokens
 
 # Columns that a name has in the report as text, however narrow.

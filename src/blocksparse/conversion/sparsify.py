@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import warnings
 from collections.abc import Mapping
@@ -18,14 +19,12 @@ from ..pages import Page
 from ..sparsity.calibration.activations import shares
 from ..sparsity.calibration.calibrate import Batches, keep
 from ..sparsity.calibration.reconstruction import fit
+from ..surgery.carry import REASONS
 from ..surgery.copies import copied
-from ..surgery.prunable import SKIPPED, Skip, survey
+from ..surgery.prunable import Skip, Unexpected, skipped, survey
 from ..surgery.replace import replace_with_sparse
 from .choice import Choice, Criterion, Given, Kept, Layouts
 from .speed import Example, Speed, checked_tokens
-
-# The attribute in which a module keeps why weights were left dense, by the parameter's name, for the report.
-REASONS = "_left_dense"
 
 # The most weights that stay dense which a message names.
 NAMED = 6
@@ -108,12 +107,13 @@ def sparsify(
     """
     checked_tokens(tokens)
     if optimizer is not None and not inplace:
-        raise BlockSparseError.expected(
-            "optimizer", "inplace=True with it", "a copy of the model, which it does not train"
+        raise BlockSparseError(
+            "optimizer= requires inplace=True; without it, a copy is returned that the optimizer does not train."
         )
     found = survey(model, block_size, skip)  # before the copy: what is refused costs nothing
     weights = {weight.name: weight for weight, reason in found if reason is None}
     reasons = {weight.name: reason for weight, reason in found if reason is not None}
+    others = _of_other_density(model, density, skip)
     if not weights:
         got = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:NAMED]) or "none"
         got = f"{type(model).__name__} with {got}"
@@ -122,6 +122,8 @@ def sparsify(
         raise BlockSparseError.expected("model", "dense weights that can become block-sparse", got, Page.SPARSIFY)
     if inplace and data is not None and not torch.is_inference_mode_enabled():
         _check_writable(model)
+    _check_named("layouts", layouts, reasons)
+    _check_named("density", density, reasons)
     # 1. Which blocks: `choice.layouts(names)` says it for all weights, or for those that are left.
     batches = None if data is None else keep(data)
     if layouts is not None:
@@ -148,9 +150,32 @@ def sparsify(
     for name, reason in reasons.items():
         module, _, parameter = name.rpartition(".")
         model.get_submodule(module).__dict__.setdefault(REASONS, {})[parameter] = reason
-    refused = {weight.name for weight, reason in found if weight.has_own_forward and reason != SKIPPED}
-    _tell(choice, kept, refused, reasons)
+    untold: dict[str, str] = {name: reason for name, reason in reasons.items() if isinstance(reason, Unexpected)}
+    if layouts is None and not isinstance(density, Mapping):
+        untold |= others
+    _tell(choice, kept, untold, reasons)
     return model
+
+
+def _check_named(what: str, named: Any, reasons: Mapping[str, str]) -> None:
+    """Raises a BlockSparseError where something is given for a weight that stays dense."""
+    for name in named if isinstance(named, Mapping) else ():
+        if name in reasons:
+            raise BlockSparseError.expected(what, f"weights that can be block-sparse, not {name}", reasons[name])
+
+
+def _of_other_density(model: nn.Module, density: Any, skip: Skip) -> dict[str, str]:
+    """The weights that are block-sparse already, with another density than is asked for; each with its density."""
+    if isinstance(density, bool) or not isinstance(density, int | float):
+        return {}
+    left, _ = skipped(model, skip)
+    return {
+        name: f"block-sparse already, with density {module.layout.density:.3g}: blocksparse.densify(model) before"
+        for name, module in model.named_modules()
+        if isinstance(module, BlockSparseModule)
+        and module not in left
+        and abs(module.layout.density - density) > TOLERANCE * density + 0.5 / math.prod(module.layout.grid)
+    }
 
 
 def _fitted(made: nn.Module, model: nn.Module, batches: list[Any], layouts: Layouts, choose: bool) -> Layouts:
@@ -247,8 +272,8 @@ def _speed_ups(choice: Kept, layouts: Layouts, speed: Speed) -> tuple[dict[str, 
 # -- what is told ------------------------------------------------------------------------------------------------
 
 
-def _tell(choice: Kept, kept: Layouts, refused: set[str], reasons: Mapping[str, str]) -> None:
-    """Warns where the density is another one than was asked for, nothing became sparse, or modules were not known."""
+def _tell(choice: Kept, kept: Layouts, untold: Mapping[str, str], reasons: Mapping[str, str]) -> None:
+    """Warns where the density is another one than was asked for, nothing became sparse, or some stay unexpectedly."""
     reached = choice.density_of(kept)
     # Of padding: a weight of 32 x 1 x 5 in blocks of 32 x 32 has 32 times as many numbers as it had.
     dense = {name: weight.tensor.numel() for name, weight in choice.weights.items()}
@@ -263,14 +288,14 @@ def _tell(choice: Kept, kept: Layouts, refused: set[str], reasons: Mapping[str, 
         head = "nothing became block-sparse"
     elif abs(reached - choice.asked) > TOLERANCE * choice.asked + choice.half_a_block:
         head = f"the density is {reached:.2g}, not {choice.asked:.2g}"
-    elif refused:
-        head = "some layers are of classes with a forward of their own, and stay dense"
+    elif untold:
+        head = "some layers stay as they are"
     elif larger:
         head = "the blocks of some weights are larger than the weights"
     else:
         return
     denser = {name: choice.why(name) for name, layout in kept.items() if layout.density > choice.asked}
-    why = {name: reason for name, reason in reasons.items() if name in choice.weights or name in refused}
+    why = {name: reason for name, reason in reasons.items() if name in choice.weights} | dict(untold)
     why |= {name: reason for name, reason in denser.items() if reason} | larger
     lines = [f"{name}: {reason}" for name, reason in list(why.items())[:NAMED]]
     if len(why) > NAMED:

@@ -26,8 +26,10 @@ from ..nn.parts import Parts
 from ..nn.recurrent import Recurrent
 from ..nn.weight_norm import WeightNorm
 from .blocks import Blocks
+from .carry import own_forward
 from .fsdp import kind_of
 from .mixtures import is_experts
+from .references import held_elsewhere
 
 __all__ = ["Prunable", "Skip", "prunable", "survey"]
 
@@ -68,6 +70,10 @@ NO_COUNTERPART: dict[type[nn.Module], str] = {
     nn.EmbeddingBag: "its rows are looked up, not multiplied",
     nn.Bilinear: "it multiplies two inputs",
 }
+
+
+class Unexpected(str):
+    """A reason why a weight stays dense that its owner may not know of: who replaces weights says it."""
 
 
 @dataclass(frozen=True)
@@ -136,14 +142,21 @@ class Prunable:
         module, parameter = self.module, self.tensor
         kind = type(module)
         if isinstance(parameter, nn.UninitializedParameter):
-            return "not initialized yet"
+            return Unexpected("not initialized yet: call the model once before")
         if parameter.dtype not in DTYPES:
             return f"{parameter.dtype} is not supported"
         if 0 in parameter.shape:
             return f"it has no numbers, {list(parameter.shape)}"
         for key, value in vars(module).items():  # where the parameters it is computed from have longer names
             if isinstance(value, Tensor) and any(name.startswith(f"{key}_") for name in module._parameters):
-                return f"its module computes {key} from other parameters in each call"
+                return Unexpected(
+                    f"its module computes {key} from other parameters in each call (remove_weight_norm, "
+                    "remove_spectral_norm or prune.remove of torch.nn.utils makes it a parameter)"
+                )
+        if is_parametrized(module):
+            return Unexpected(PARAMETRIZED)
+        if why := own_forward(module):
+            return Unexpected(why)
         numbers, (rows, columns) = math.prod(self.shape) * self.blocks.taps, self.block_shape
         if numbers > max(MAX_PADDED, TIMES * parameter.numel()):
             return f"blocks of {rows} x {columns} would pad its {parameter.numel()} numbers to {numbers}"
@@ -165,7 +178,10 @@ class Prunable:
             if before is not kind and (before in KNOWN or qualified(before) in TRANSFORMERS):
                 return ALONE if self.parameter.startswith("weight") else "not multiplied with the inputs"
             if self.has_own_forward:
-                return f"{kind.__name__} may use its weight in another way than its base class"
+                return Unexpected(f"{kind.__name__} may use its weight in another way than its base class")
+            if isinstance(module, KNOWN) and self.parameter.startswith("weight"):
+                base = next(base.__name__ for base in KNOWN if isinstance(module, base))
+                return Unexpected(f"{kind.__name__} is a subclass of {base}, which would be lost: use {base} itself")
             unknown = "how it multiplies a stack of weights is not known" if parameter.dim() == 3 else None
             why = next((why for base, why in NO_COUNTERPART.items() if isinstance(module, base)), unknown)
             return f"{kind.__name__} has no block-sparse counterpart" + (f": {why}" if why else "")
@@ -248,7 +264,27 @@ def survey(
             if reason is None and others:
                 reason = f"tied to {', '.join(others)}"
             found.append((weight, reason))
-    return found
+    return _without_held(model, found)
+
+
+def _without_held(model: nn.Module, found: list[tuple[Prunable, str | None]]) -> list[tuple[Prunable, str | None]]:
+    """Adds a reason to weights that the model also uses by other ways than its tree of modules."""
+    attentions: dict[nn.Module, nn.Module] = {
+        each.out_proj: each for each in model.modules() if isinstance(each, nn.MultiheadAttention)
+    }
+    replaced = {
+        weight: [each for each in (weight.tensor, weight.module, attentions.get(weight.module)) if each is not None]
+        for weight, reason in found
+        if reason is None
+    }
+    held = held_elsewhere(model, [each for several in replaced.values() for each in several]) if replaced else {}
+    ways = {weight: [held[each] for each in several if each in held] for weight, several in replaced.items()}
+    return [(weight, held_by(ways[weight][0]) if ways.get(weight) else reason) for weight, reason in found]
+
+
+def held_by(where: str) -> Unexpected:
+    """The reason of a layer that something besides the modules it is in refers to."""
+    return Unexpected(f"{where} refers to it too, and would use the old one: have it look the layer up in the model")
 
 
 def sort_out(
@@ -358,10 +394,12 @@ def _inside(model: nn.Module) -> dict[nn.Module, str]:
         kind = type(module)
         if isinstance(module, nn.MultiheadAttention) and kind is not nn.MultiheadAttention:
             reasons[module.out_proj] = f"inside of {kind.__name__}, a subclass of MultiheadAttention"
+        elif isinstance(module, nn.MultiheadAttention) and (why := own_forward(module)):
+            reasons[module.out_proj] = Unexpected(why)
         if isinstance(module, WeightNorm):
             reasons[module.module] = "only its direction counts, in a WeightNorm: blocksparse.nn.fold first"
         if is_parametrized(module):
-            reasons |= dict.fromkeys(module.parametrizations.modules(), PARAMETRIZED)  # type: ignore[union-attr]
+            reasons |= dict.fromkeys(module.parametrizations.modules(), Unexpected(PARAMETRIZED))  # type: ignore[union-attr]
         if any(qualified(base) == ADAPTED for base in kind.__mro__):
             others = [child for name, child in module.named_children() if name != "base_layer"]
             reasons |= {each: "an adapter" for child in others for each in child.modules()}

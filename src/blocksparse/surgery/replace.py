@@ -15,9 +15,10 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.experts import Experts
 from ..nn.linear import Linear
-from ..nn.module import Weight
+from ..nn.module import BlockSparseModule, Weight
 from ..nn.multihead_attention import MultiheadAttention
 from .blocks import pad
+from .carry import carry_over, carry_parameter, hand_over_hooks, own_forward
 from .dense_shard import values_of
 from .fsdp import hand_over, is_dtensor
 from .mixtures import is_experts
@@ -30,12 +31,14 @@ from .prunable import (
     Prunable,
     Skip,
     has_several_weights,
+    held_by,
     is_dense_recurrent,
     prunable,
     qualified,
     survey,
     weights_of,
 )
+from .references import held_elsewhere, replace_held
 
 __all__ = [
     "Prunable",
@@ -94,7 +97,10 @@ def replace_with_sparse(
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Puts modules in the places of others; undoes it where a module of the user's refuses one, with any error."""
+    """Puts modules in the places of others, in plain attributes and containers of the model's modules too.
+
+    Undoes it where a module of the user's refuses one, with any error.
+    """
     replaced: list[tuple[nn.Module, str, Any]] = []
     try:
         for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -111,9 +117,25 @@ def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.
             setattr(holder, key, module)
         raise
     model = new.get(model, model)
+    replace_held(model, new)
+    for old, taking in new.items():
+        hand_over_hooks(old, taking)
     for call in after_replacing:
         call(model)
     return model
+
+
+def check_replaceable(model: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Raises a BlockSparseError where another module cannot take the place of one of these, whichever it is."""
+    names = {module: name or "the model" for name, module in model.named_modules()}
+    parts: dict[Any, nn.Module] = {}
+    for module in modules:
+        if why := own_forward(module):
+            raise BlockSparseError(f"{names[module]} cannot be replaced: {why}")
+        parts |= {each.values: module for each in module.modules() if isinstance(each, BlockSparseModule)}
+        parts[module] = module
+    for part, where in held_elsewhere(model, list(parts)).items():
+        raise BlockSparseError(f"{names[parts[part]]} cannot be replaced: {held_by(where)}")
 
 
 # -- one module --------------------------------------------------------------------------------------------------
@@ -155,7 +177,7 @@ def _sparse_module(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Mo
         count, hidden, intermediate = module.down_proj.shape
         experts = Experts(count, hidden, intermediate, module.act_fn, layouts=layouts, device="meta")
         return _filled_several(module, experts, chosen, changes)
-    if has_several_weights(module):  # ours, of which some more become block-sparse
+    if has_several_weights(module):  # ours, of which some more become block-sparse: a copy, with all else
         return module.with_weights(
             {weight.parameter: _filled(Weight(layout, "meta"), weight, layout, changes) for weight, layout in chosen}
         )
@@ -170,7 +192,7 @@ def _sparse_module(module: Any, chosen: Chosen, changes: list[_Change]) -> nn.Mo
     new.bias = module.bias
     if qualified(type(module)) == CONV1D:
         new.dense_kind = type(module)
-    return like(module, _filled(new, weight, layout, changes))
+    return carry_over(module, _filled(new, weight, layout, changes), _name_of(chosen))
 
 
 def _filled_several(module: Any, new: Any, chosen: Chosen, changes: list[_Change]) -> nn.Module:
@@ -180,14 +202,22 @@ def _filled_several(module: Any, new: Any, chosen: Chosen, changes: list[_Change
         if key in weights:
             _filled(getattr(new, key), *weights[key], changes)
             continue
+        if key not in new._parameters:  # one of the user's
+            continue
         shape = tuple(getattr(new, key).shape)
         if shape == tuple(old.shape):
             setattr(new, key, old)
         else:  # padded, of a recurrent layer
             take = partial(pad, shape=shape, parts=1 if key.startswith("weight_hr") else new.gates)
-            setattr(new, key, nn.Parameter(take(old.detach()), requires_grad=old.requires_grad))
-            changes.append(_Change(key, old, getattr(new, key), take))
-    return like(module, new)
+            padded = nn.Parameter(take(old.detach()), requires_grad=old.requires_grad)
+            setattr(new, key, carry_parameter(old, padded, take))
+            changes.append(_Change(key, old, padded, take))
+    return carry_over(module, new, _name_of(chosen))
+
+
+def _name_of(chosen: Chosen) -> str:
+    """The name of the module that has these weights, if any."""
+    return chosen[0][0].name.removesuffix(chosen[0][0].parameter).rstrip(".") if chosen else ""
 
 
 def _unfilled_recurrent(module: Any, chosen: Chosen) -> Any:
@@ -197,7 +227,7 @@ def _unfilled_recurrent(module: Any, chosen: Chosen) -> Any:
     for key, old in module.named_parameters(recurse=False):
         shape = getattr(new, key).shape
         if key not in layouts and shape != old.shape and is_dtensor(old):
-            name = chosen[0][0].name.removesuffix(chosen[0][0].parameter) + key
+            name = f"{_name_of(chosen)}.{key}".lstrip(".")
             expected = f"{list(shape)}, whole blocks, as FSDP2 has sharded it (by blocks that divide hidden_size)"
             raise BlockSparseError.expected(name, expected, list(old.shape))
     return new
@@ -226,18 +256,10 @@ def settings_of(module: nn.Module, kind: Callable[..., nn.Module]) -> dict[str, 
 def _filled(new: Any, weight: Prunable, layout: BlockLayout, changes: list[_Change]) -> Any:
     """A module on the meta device with the values that the weight has on the layout."""
     old, take = weight.tensor, partial(values_of, weight.blocks, layout)
-    new.values = nn.Parameter(take(old.detach()), requires_grad=old.requires_grad)
+    values = nn.Parameter(take(old.detach()), requires_grad=old.requires_grad)
+    new.values = carry_parameter(old, values, lambda tensor: values_of(weight.blocks, new.layout, tensor))
     new.reset_layout_buffers(old.device)
     changes.append(_Change(weight.name, old, new.values, take))
-    return new
-
-
-def like(module: nn.Module, new: Any) -> Any:
-    """The new module, in the mode of the old one and with its hooks."""
-    new.training = module.training
-    for name in nn.Module().__dict__:
-        if "hook" in name and "state_dict" not in name:
-            setattr(new, name, getattr(module, name))
     return new
 
 

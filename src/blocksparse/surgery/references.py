@@ -1,0 +1,196 @@
+"""Finds layers that a model holds outside of its tree of modules as well, and replaces those that can be."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dis import get_instructions
+from functools import cache, partial
+from gc import get_referents
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .carry import OF_MODULE, functions_of, own_names
+
+# More objects are not looked at, where a model holds a data set, say; the nearest ones come first.
+MOST = 1_000_000
+
+LIBRARIES = frozenset({"torch", "blocksparse", "numpy", *sys.stdlib_module_names}) - {"__main__"}
+DICTS = dict, OrderedDict, defaultdict
+CONTAINERS = list, deque, tuple, set, frozenset, *DICTS
+# The ways to a module: by attributes and containers only, by what copies copy too, by what they share.
+PLAIN, DEEP, SHARED = range(3)
+HOOKS_OF_TENSORS = "_backward_hooks", "_post_accumulate_grad_hooks"
+
+
+def held_elsewhere(model: nn.Module, targets: Collection[Any]) -> dict[Any, str]:
+    """Finds modules and parameters that functions and objects of a model refer to by themselves, and where.
+
+    Those are closures, bound methods, partials, hooks, weak references, and objects of the user's classes. Modules in
+    plain lists, tuples, dicts, sets and attributes are not among them: `replace_held` replaces these.
+
+    Args:
+        model: whose modules' attributes, hooks and methods are looked at.
+        targets: modules, and parameters of them.
+    """
+    found: dict[Any, str] = {}
+    for target, where, way in _references(model, targets):
+        if way > PLAIN or not isinstance(target, nn.Module):
+            found.setdefault(target, where)
+    return found
+
+
+def shared_with_copies(model: nn.Module) -> str | None:
+    """Where a function or a weak reference of a model refers to a part of it, which no deep copy changes; or None."""
+    parts = [*model.modules(), *model.parameters()]
+    return next((where for _, where, way in _references(model, parts) if way == SHARED), None)
+
+
+def _references(model: nn.Module, targets: Collection[Any]) -> Iterator[tuple[Any, str, int]]:
+    """Targets that a model refers to besides its tree of modules: each with where, and by which way."""
+    wanted = {id(target): target for target in targets}
+    modules = {id(module) for module in model.modules()}
+    packages = {_package(type(module).__module__) for module in model.modules()} - LIBRARIES
+    seen: set[tuple[int, int]] = set()
+    queue = deque(_roots(model))
+    while queue and len(seen) < MOST:
+        value, where, way = queue.popleft()
+        if isinstance(value, FunctionType | weakref.ref):
+            way = SHARED
+        if (id(value), way) in seen:
+            continue
+        seen.add((id(value), way))
+        if id(value) in wanted:
+            yield wanted[id(value)], where, way
+        elif id(value) not in modules:
+            way = way if _is_container(value) else max(way, DEEP)
+            queue.extend((each, where, way) for each in _referents(value, packages))
+
+
+def replace_held(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
+    """Puts modules in the places of others in the attributes of a model's modules, and in containers there."""
+    for module in model.modules():
+        for key, value in _attributes(module):
+            changed = _replaced(value, new, set())
+            if changed is not value:
+                vars(module)[key] = changed
+
+
+def _replaced(value: Any, new: Mapping[nn.Module, nn.Module], seen: set[int]) -> Any:
+    """The value, or what takes its place; a list, dict or set stays the same object."""
+    if isinstance(value, nn.Module):
+        return new.get(value, value)
+    if not _is_container(value) or id(value) in seen:
+        return value
+    seen.add(id(value))
+    if isinstance(value, dict):
+        pairs = [(_replaced(key, new, seen), _replaced(each, new, seen)) for key, each in value.items()]
+        if any(a is not c or b is not d for (a, b), (c, d) in zip(pairs, value.items(), strict=True)):
+            value.clear()
+            value.update(pairs)
+        return value
+    items = [_replaced(each, new, seen) for each in value]
+    if all(mine is its for mine, its in zip(items, value, strict=True)):
+        return value
+    if isinstance(value, tuple):
+        return type(value)._make(items) if hasattr(value, "_make") else tuple(items)
+    if isinstance(value, frozenset):
+        return frozenset(items)
+    value.clear()
+    value.update(items) if isinstance(value, set) else value.extend(items)
+    return value
+
+
+# -- where to look -----------------------------------------------------------------------------------------------
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """The attributes of a module that are neither PyTorch's own nor those of a library's class."""
+    kind = next(base for base in type(module).__mro__ if _package(base.__module__) in LIBRARIES)
+    own = OF_MODULE | own_names(kind)
+    return [(key, value) for key, value in vars(module).items() if key not in own]
+
+
+def _roots(model: nn.Module) -> Iterator[tuple[Any, str, int]]:
+    """What modules of the model hold, besides their parts: each with where it is, and by which way."""
+    kinds: set[type] = set()
+    for name, module in model.named_modules():
+        for key, value in _attributes(module):
+            yield value, f"{name}.{key}".lstrip("."), PLAIN
+        hooks = [value for key, value in vars(module).items() if "hook" in key and key in OF_MODULE]
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                yield vars(parameter), f"an attribute of a parameter of {name or 'the model'}", DEEP
+                hooks += [getattr(parameter, key, None) for key in HOOKS_OF_TENSORS]
+        for each in hooks:
+            for hook in each.values() if isinstance(each, dict) else ():
+                yield getattr(hook, "hook", hook), f"a hook of {name or 'the model'}", DEEP
+        kinds.update(base for base in type(module).__mro__ if _is_users(base.__module__))
+    for kind in kinds:
+        for function in functions_of(kind):
+            if not function.__name__.startswith("__"):  # `__setattr__` does not compute
+                yield function, f"{kind.__name__}.{function.__name__}", DEEP
+
+
+def _referents(value: Any, packages: Collection[str]) -> Iterable[Any]:
+    """What a value holds, as far as a model may call it by that way."""
+    if isinstance(value, Tensor | str | bytes | int | float | type | ModuleType | torch.optim.Optimizer):
+        return ()
+    if isinstance(value, FunctionType):
+        return _of_function(value)
+    if isinstance(value, MethodType):
+        # An object whose method is called is looked at, even if only a library's class would have it.
+        return value.__func__, value.__self__
+    if isinstance(value, BuiltinMethodType):
+        return (value.__self__,)
+    if isinstance(value, weakref.ref):
+        return (value(),)
+    if isinstance(value, dict):
+        return (*value.keys(), *value.values())
+    if isinstance(value, nn.Module | SimpleNamespace):
+        return vars(value).values()
+    package = _package(type(value).__module__)
+    if _is_container(value) or isinstance(value, partial) or package in packages or _is_users(type(value).__module__):
+        return get_referents(value)
+    return ()
+
+
+def _of_function(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it is empty
+            continue
+    yield function.__defaults__
+    yield function.__kwdefaults__
+    yield vars(function)
+    if _is_users(function.__module__):
+        for name in _globals_of(function.__code__):
+            yield function.__globals__.get(name)
+
+
+@cache
+def _globals_of(code: CodeType) -> frozenset[str]:
+    """The names of global variables that code reads, and functions in it."""
+    inside = (_globals_of(each) for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(each.argval for each in get_instructions(code) if each.opname == "LOAD_GLOBAL").union(*inside)
+
+
+def _is_container(value: Any) -> bool:
+    return type(value) in CONTAINERS or (isinstance(value, tuple) and hasattr(value, "_make"))
+
+
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+@cache
+def _is_users(module: str | None) -> bool:
+    """Whether a module of Python's is neither of a library that is installed nor one of Python's own."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return _package(module) not in LIBRARIES and "site-packages" not in file and "dist-packages" not in file
