@@ -62,6 +62,40 @@ def test_density_is_that_of_the_pattern():
     assert linear(density=None).layout.density == 1
 
 
+@pytest.mark.parametrize(
+    ("in_features", "out_features", "density", "tolerance"),
+    [(33, 33, 0.25, 0.2), (65, 70, 0.25, 0.02), (100, 300, 0.1, 0.01), (1000, 777, 0.06, 0.003), (65, 65, 1.0, 0)],
+)
+@pytest.mark.parametrize("kind", [bs.nn.Linear, partial(bs.nn.Conv1d, kernel_size=3)], ids=["linear", "conv"])
+def test_density_is_that_of_real_features(kind, in_features, out_features, density, tolerance):
+    found = []
+    for seed in range(10):
+        torch.manual_seed(seed)
+        layer = kind(in_features, out_features, density=density)
+        mask = bs.to_dense(torch.ones(layer.layout.values_shape), layer.layout)[:out_features, :in_features] > 0
+        found.append(float(mask.float().mean()))
+        if round(density * layer.layout.grid[0] * layer.layout.grid[1]) >= max(layer.layout.grid):
+            assert mask.any(1).all(), "every output has inputs"
+            assert mask.any(0).all(), "every input is used"
+    assert max(abs(each - density) for each in found) <= tolerance
+    assert max(found) - min(found) <= 0.1 * density, "whatever the seed"
+
+
+@pytest.mark.parametrize("kind", [bs.nn.LSTM, bs.nn.GRU, bs.nn.RNN])
+def test_density_is_that_of_real_features_of_each_gate(kind):
+    for seed in range(5):
+        torch.manual_seed(seed)
+        layer = kind(70, 50, density=0.3, block_size=(8, 32))
+        for name in ("weight_ih_l0", "weight_hh_l0"):
+            weight = getattr(layer, name)
+            out, in_ = weight.used
+            mask = bs.to_dense(torch.ones(weight.layout.values_shape), weight.layout)[out][:, in_] > 0
+            assert float(mask.float().mean()) == pytest.approx(0.3, rel=0.05)
+            assert mask.any(0).all()
+            rows = out.view(-1, 8).any(1)
+            assert not bs.topology.degrees(weight.layout)[0][~rows].any(), "no block of padding alone"
+
+
 @pytest.mark.parametrize("kind", [bs.nn.Linear, partial(bs.nn.Conv2d, kernel_size=3), bs.nn.LSTM])
 def test_a_density_that_rounds_to_no_block_is_refused(kind):
     wanted = r"density: expected 0, or enough for one of the (1|4) blocks of \(32, 32\) in .*got 0.1"

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocksparse import BlockLayout, BlockSparseError, patterns
+from blocksparse.patterns.weights import random_of_features
 from blocksparse.topology import degrees
 from strategies import grids
 
@@ -90,8 +91,8 @@ def test_random(grid, density, seed):
     layout = patterns.random(features(grid, (2, 3)), (2, 3), density, seed)
     assert layout.grid == grid
     assert layout.nnz == layout.mask().sum() == round(density * grid[0] * grid[1]), "no block twice"
-    if layout.nnz >= max(grid):
-        assert uses_all(layout)
+    used = [int((degree > 0).sum()) for degree in degrees(layout)]
+    assert used == [min(layout.nnz, size) for size in grid], "as many rows and columns as there are blocks for"
 
 
 @given(grids(), st.integers(0, 9))
@@ -116,6 +117,28 @@ def test_random_on_a_huge_grid(density):
     layout = patterns.random((250_000, 250_000), 1, density)
     assert layout.nnz == round(density * 250_000**2)
     assert uses_all(layout)
+
+
+@given(grids(), st.integers(0, 31), st.integers(0, 3), st.floats(0.01, 1), st.integers(0, 9))
+def test_random_of_features_counts_real_numbers(grid, padding, lines, density, seed):
+    used = [np.arange(32 * size) < 32 * size - min(padding, 31) for size in grid]
+    used[0] = np.concatenate([used[0], np.zeros(32 * lines, dtype=bool)])
+    layout = random_of_features(tuple(used), 32, density, seed)
+    sizes = [side.reshape(-1, 32).sum(1) for side in used]
+    real = (sizes[0][layout.row_of_block] * sizes[1][layout.col_of_block]).sum()
+    largest = sizes[0].max() * sizes[1].max()
+    target = density * used[0].sum() * used[1].sum()
+    assert abs(real - target) <= max(0.5 * largest, 0.05 * target) + 1
+    rows, cols = degrees(layout)
+    assert not rows[grid[0] :].any(), "a row of padding alone has no block"
+    if round(density * grid[0] * grid[1]) >= max(grid):
+        assert rows[: grid[0]].all()
+        assert cols.all()
+
+
+def test_random_of_features_is_random_where_nothing_is_padded():
+    used = np.ones(64, dtype=bool), np.ones(96, dtype=bool)
+    assert random_of_features(used, 8, 0.3, seed=5) == patterns.random((64, 96), 8, 0.3, seed=5)
 
 
 def test_erdos_renyi_on_a_huge_grid():

@@ -181,7 +181,7 @@ class Conv2d(_Conv):
         kernel_size, stride, padding, dilation: as in torch; padding may be "same" or "valid".
         layout: which blocks of the (padded) `[out_channels, in_channels]` exist. Instead of `groups`,
             `patterns.block_diagonal`.
-        density: instead of a layout, the part of the blocks that a random pattern stores; None for all.
+        density: instead of a layout, the fraction of its numbers that a random pattern stores; None for all.
         block_size: an int or (rows, columns), where no layout is given; (32, 4), say, for the colours of an image.
         bias: whether there is a bias `[out_channels]`.
         activation: None, "relu", "gelu" or "silu".

@@ -31,7 +31,7 @@ class Experts(Parts):
         act_fn: elementwise.
         layouts: of `gate_up_proj` `[2 intermediate, hidden]`, for each expert, or of all `[experts * 2 intermediate,
             hidden]`, and of `down_proj` `[hidden, intermediate]` or `[experts * hidden, intermediate]`.
-        density: instead of layouts, the part of the blocks that random patterns store in every weight.
+        density: instead of layouts, the fraction of its numbers that a random pattern stores of every weight.
         block_size: of these patterns.
         device, dtype: of the parameters.
 

@@ -26,7 +26,7 @@ class GatedMLP(nn.Module):
 
     Args:
         features, hidden: sizes.
-        density: the part of the blocks that random patterns store, each weight its own; None for all.
+        density: the fraction of its numbers that a random pattern stores of every weight; None for all.
         block_size: an int or (rows, columns).
         activation: None, "relu", "gelu" (the exact one) or "silu".
         bias: whether the layers have biases.

@@ -68,7 +68,7 @@ class Linear(LinearModule, BlockSparseModule):
     Args:
         in_features, out_features: any positive sizes; what is no multiple of the block is padded inside.
         layout: which blocks of the (padded) weight `[out_features, in_features]` exist.
-        density: instead of a layout, the part of the blocks that a random pattern stores; None for all.
+        density: instead of a layout, the fraction of its numbers that a random pattern stores; None for all.
         block_size: an int or (rows, columns), where no layout is given.
         bias: whether there is a bias `[out_features]`.
         activation: None, "relu", "gelu" or "silu".

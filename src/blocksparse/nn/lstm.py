@@ -30,7 +30,7 @@ class LSTM(Recurrent):
         input_layout: the blocks of the first layer's input weight, `[hidden, input]` or `[4 hidden, input]`.
         proj_layout: the blocks of the projection, `[proj_size, hidden]`.
         layouts: those of single weights by their names, `{"weight_hh_l0": layout}`, in place of the ones above.
-        density: instead of layouts, the part of the blocks that random patterns store in every weight.
+        density: instead of layouts, the fraction of its numbers that a random pattern stores of every weight.
         block_size: of these patterns.
         device, dtype: of the parameters.
 

@@ -17,6 +17,7 @@ from ..convert import block_coordinates, to_dense
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout, layout_of_state
 from ..pages import Page
+from ..patterns.weights import random_of_features
 from .dense_weight import DenseWeight, not_assigned
 from .layout_module import INDICES_WANTED, LayoutModule, others_in_buffers, was_traced
 from .optimizer_watch import note_left_behind, note_resized
@@ -328,12 +329,25 @@ def layout_for(
     padded = _padded(shape, probe.block_shape)
     if density is None:
         return patterns.dense(padded, probe.block_shape)
-    return random_layout(padded, probe.block_shape, density)
+    return random_layout(padded, probe.block_shape, density, _used_of(padded, shape))
 
 
-def random_layout(shape: tuple[int, int], block_shape: tuple[int, int], density: float) -> BlockLayout:
-    """A pattern drawn with PyTorch's generator as the seed; a density above 0 that rounds to no block is refused."""
-    layout = patterns.random(shape, block_shape, density, seed=int(torch.randint(2**31, (), device="cpu")))
+def random_layout(
+    shape: tuple[int, int],
+    block_shape: tuple[int, int],
+    density: float,
+    used: tuple[Tensor, Tensor] | None = None,
+) -> BlockLayout:
+    """A pattern drawn with PyTorch's generator as the seed; a density above 0 that rounds to no block is refused.
+
+    Of the outputs and inputs of `shape` those in `used` are real and not padding, bool; None where all are. The density
+    is that of real numbers.
+    """
+    seed = int(torch.randint(2**31, (), device="cpu"))
+    if used is None:
+        layout = patterns.random(shape, block_shape, density, seed)
+    else:
+        layout = random_of_features((used[0].numpy(), used[1].numpy()), block_shape, density, seed)
     if not layout.nnz and density:
         blocks = layout.grid[0] * layout.grid[1]
         wanted = f"0, or enough for one of the {blocks} blocks of {block_shape} in {shape}, or smaller blocks"
@@ -350,9 +364,13 @@ def check_shape(layout: BlockLayout, shape: tuple[int, int], what: str = "") -> 
 
 def _padding_of(layout: BlockLayout, shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
     """Which outputs and inputs of the layout are within `shape`: bool on the CPU; None where all are."""
-    if layout.shape == shape:
+    return _used_of(layout.shape, shape)
+
+
+def _used_of(padded: tuple[int, int], shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+    if padded == shape:
         return None
-    out, in_ = (torch.arange(padded, device="cpu") < size for padded, size in zip(layout.shape, shape, strict=True))
+    out, in_ = (torch.arange(more, device="cpu") < size for more, size in zip(padded, shape, strict=True))
     return out, in_
 
 

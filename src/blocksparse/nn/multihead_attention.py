@@ -27,7 +27,7 @@ class MultiheadAttention(Parts):
             `[3 embed_dim, embed_dim]`; with the shape of one, of the output's projection too.
         layouts: those of single weights by their names, `in_proj_weight`, `out_proj.weight` or, where keys or values
             have another size, `q_proj_weight`, `k_proj_weight` and `v_proj_weight`; in place of the one above.
-        density: instead of layouts, the part of the blocks that random patterns store in every weight.
+        density: instead of layouts, the fraction of its numbers that a random pattern stores of every weight.
         block_size: of these patterns.
         device, dtype: of the parameters.
 

@@ -78,7 +78,8 @@ class Parts(nn.Module):
         elif self._density is not None:
             block = BlockLayout([[True]], self._block_size).block_shape
             shape = (parts * padded_to(out.padded, block[0]), padded_to(in_.padded, block[1]))
-            layout = random_layout(shape, block, self._density)
+            real = Size(out.real, shape[0] // parts).used(shape[0]), in_.used(shape[1], parts=False)
+            layout = random_layout(shape, block, self._density, None if all(map(torch.all, real)) else real)
         if layout is None:
             self.sizes[name] = (out, in_)
             setattr(self, name, nn.Parameter(torch.empty(parts * out.padded, in_.padded, **self._options)))

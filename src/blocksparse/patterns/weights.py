@@ -7,6 +7,7 @@ of torch and numpy are left alone. No pattern makes a dense mask on its way (but
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -161,8 +162,9 @@ def random(shape: Shape, block_size: Block = 32, density: float = 0.1, seed: int
     """Exactly round(density * all blocks) blocks, drawn uniformly, with every row and every column used.
 
     Where the draw leaves a row or a column of blocks empty though the blocks suffice for all, one block for each
-    row and column is drawn first and the rest uniformly. Either way each block is equally likely. With fewer blocks
-    than the longer side has, some rows or columns stay empty.
+    row and column is drawn first and the rest uniformly. With fewer blocks than the longer side has, no two of them
+    share a line of that side, and they use as many lines of the shorter one as they can. Either way each block is
+    equally likely.
 
     Args:
         shape, block_size: as for `dense`.
@@ -180,13 +182,63 @@ def random(shape: Shape, block_size: Block = 32, density: float = 0.1, seed: int
     rng = _generator(seed)
     n = round(number("density", density, 0, 1) * grid[0] * grid[1])
     keys = _draw(rng, grid[0] * grid[1], n)
-    if n >= max(grid) and not _covers(keys, grid):
+    if n < max(grid):
+        lines = [spread(each, np.arange(size), rng) for each, size in zip(np.divmod(keys, grid[1]), grid, strict=True)]
+        keys = np.sort(lines[0] * grid[1] + lines[1])
+    elif not _covers(keys, grid):
         cover = _cover(rng, grid)
         # The k-th block outside of the cover: as many places further on as there are blocks of the cover before it.
         rest = _draw(rng, grid[0] * grid[1] - cover.size, n - cover.size)
         rest += np.searchsorted(cover - np.arange(cover.size), rest, side="right")
         keys = np.sort(np.concatenate([cover, rest]))
     return BlockLayout._from_keys(keys, grid, block)
+
+
+def random_of_features(
+    used: tuple[np.ndarray, np.ndarray], block_size: Block = 32, density: float = 0.1, seed: int = 0
+) -> BlockLayout:
+    """A random layout of a padded weight: `density` counts its real numbers, and the lines are those with some.
+
+    Blocks at the edges have fewer real numbers than others. Blocks of equal sizes are drawn by the same density each,
+    rounded up or down so that all together come near to it and leave as few rows and columns of blocks empty as they
+    can, none where the blocks suffice. Where the layout of `random` does so too, and is as near as 2 % to the density,
+    it is that one.
+
+    Args:
+        used: which outputs and which inputs are real and not padding: bool, multiples of the block each.
+        block_size, density, seed: as for `random`.
+
+    >>> import numpy as np
+    >>> from blocksparse.patterns.weights import random_of_features
+    >>> used = np.arange(64) < 33
+    >>> random_of_features((used, used), 32, density=0.25).mask().int()    # 65 of 1,089 numbers: the others are 1,024
+    tensor([[0, 1],
+            [1, 1]], dtype=torch.int32)
+    """
+    grid, block = _grid(tuple(side.size for side in used), block_size)
+    sizes = [side.reshape(lines, -1).sum(1) for side, lines in zip(used, grid, strict=True)]
+    target = number("density", density, 0, 1) * sizes[0].sum() * sizes[1].sum()
+    if all(side.all() for side in sizes):
+        plain = random((used[0].size, used[1].size), block, density, seed)
+        real = np.sum(sizes[0][plain.row_of_block] * sizes[1][plain.col_of_block])
+        if plain.nnz >= max(grid) and abs(real - target) <= 0.02 * target:
+            return plain
+    rng = _generator(seed)
+    # Rows, and columns, with the same number of features.
+    kinds = [[np.flatnonzero(side == size) for size in np.unique(side[side > 0])] for side in sizes]
+    pairs = list(itertools.product(*kinds))
+    rows, cols = [], []
+    for (i, j), count in zip(pairs, _counts(kinds, sizes, density), strict=True):
+        drawn = np.divmod(_draw(rng, i.size * j.size, count), j.size)
+        rows.append(i[drawn[0]])
+        cols.append(j[drawn[1]])
+    lines = np.concatenate(rows), np.concatenate(cols)
+    # Blocks move to lines of their own kind, so that the count of each pair stays.
+    for side, of_kind in zip(lines, kinds, strict=True):
+        for kind in of_kind:
+            mine = np.isin(side, kind)
+            side[mine] = spread(side[mine], kind, rng)
+    return BlockLayout.from_indices(*lines, grid, block)
 
 
 def erdos_renyi(shape: Shape, block_size: Block = 32, epsilon: float = 4.0, seed: int = 0) -> BlockLayout:
@@ -378,6 +430,56 @@ def _cover(rng: np.random.Generator, grid: tuple[int, int]) -> np.ndarray:
     long = max(grid)
     rows, cols = (rng.permutation(size)[np.arange(long) * size // long] for size in grid)
     return np.sort(rows * grid[1] + cols)
+
+
+def spread(
+    lines: np.ndarray, used: np.ndarray, rng: np.random.Generator, taken: np.ndarray | None = None
+) -> np.ndarray:
+    """Moves blocks that share their row (or column) with another to rows without any; returns the row of each block.
+
+    As many as possible move, drawn at random; a block keeps its column, in which its new place is free.
+
+    Args:
+        lines: the row of each block that may move.
+        used: the rows that are to have a block each, rising.
+        taken: the rows of blocks that stay.
+    """
+    taken = lines[:0] if taken is None else taken
+    empty = np.setdiff1d(used, np.concatenate([lines, taken]))
+    if not empty.size:
+        return lines
+    shares = np.ones(lines.size, dtype=bool)
+    first = np.unique(lines, return_index=True)
+    shares[first[1][~np.isin(first[0], taken)]] = False
+    moved = rng.permutation(np.flatnonzero(shares))[: empty.size]
+    lines = lines.copy()
+    lines[moved] = rng.permutation(empty)[: moved.size]
+    return lines
+
+
+def _counts(kinds: list[list[np.ndarray]], sizes: list[np.ndarray], density: float) -> tuple[int, ...]:
+    """The number of blocks of each pair of a kind of rows and a kind of columns: see `random_of_features`."""
+    lines = [np.array([kind.size for kind in side]) for side in kinds]
+    features = [np.array([size[kind[0]] for kind in side]) for side, size in zip(kinds, sizes, strict=True)]
+    every, numbers = np.outer(*lines), np.outer(*features)
+    target, nnz = density * np.sum(every * numbers), round(density * every.sum())
+    floors = np.floor(density * every).astype(int)
+    choices = [range(low, min(low + 1, most) + 1) for low, most in zip(floors.ravel(), every.ravel(), strict=True)]
+
+    def error(counts: tuple[int, ...]) -> float:
+        return float(abs(np.dot(counts, numbers.ravel()) - target))
+
+    def empty(counts: tuple[int, ...], axis: int) -> int:
+        return int((lines[axis] - np.reshape(counts, every.shape).sum(1 - axis)).clip(0).sum())
+
+    # The blocks suffice for a side where they are as many as its lines: then none of these stays empty.
+    sides = [axis for axis in (0, 1) if nnz >= lines[axis].sum()]
+    enough = [counts for counts in itertools.product(*choices) if not any(empty(counts, axis) for axis in sides)]
+    near = max(0.05 * target, min(map(error, enough)))
+    return min(
+        (counts for counts in enough if error(counts) <= near),
+        key=lambda counts: (empty(counts, 0) + empty(counts, 1), error(counts), sum(counts)),
+    )
 
 
 def torus(nodes: int) -> tuple[int, int]:
