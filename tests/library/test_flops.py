@@ -48,6 +48,18 @@ def test_recurrences_count():
     assert total >= 3 * forward - 2 * 2 * 2 * numbers  # the first state wants no gradient
 
 
+@pytest.mark.parametrize("density", [None, 0.5])
+def test_experts_count_the_tokens_that_they_have(density):
+    experts = bs.nn.Experts(6, 32, 16, density=density, block_size=8)
+    x, index = torch.randn(9, 32, requires_grad=True), torch.arange(18).view(9, 2) % 6
+    with FlopCounterMode(display=False) as counter:
+        y = experts(x, index, torch.rand(9, 2))
+        forward = counter.get_total_flops()
+        y.sum().backward()
+    assert forward == 2 * 18 * sum(weight.numel() for weight in experts.parameters()) // 6
+    assert counter.get_total_flops() == 3 * forward
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("first", ["blocksparse", "torch.utils.flop_counter"])
 def test_whichever_is_imported_first(first):

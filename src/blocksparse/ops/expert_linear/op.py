@@ -48,13 +48,12 @@ def parts_of(layout: BlockLayout, experts: int) -> list[ExpertPart]:
     return layout.derived(("experts", experts), make)
 
 
-def _groups(starts: Tensor, rows: int, layout: BlockLayout) -> Iterator[tuple[slice, ExpertPart]]:
-    """Yields the rows and the part of each expert."""
+def _groups(starts: Tensor, rows: int, layout: BlockLayout) -> Iterator[tuple[int, int, ExpertPart]]:
+    """Returns where the rows of each expert begin and end, and its part."""
     edges = starts.tolist()
     if edges != sorted(edges) or edges[0] != 0 or edges[-1] > rows:
         raise BlockSparseError.expected("starts", f"0, then rising numbers up to {rows}", edges)
-    for begin, end, part in zip(edges[:-1], edges[1:], parts_of(layout, len(edges) - 1), strict=True):
-        yield slice(begin, end), part
+    return zip(edges[:-1], edges[1:], parts_of(layout, len(edges) - 1), strict=True)
 
 
 class ExpertLinear(LayoutOp):
@@ -72,14 +71,14 @@ class ExpertLinear(LayoutOp):
         (values, x), (starts, transpose) = tensors, options
         *_, shape = self.geometry(tensors, layout.nnz, layout.grid, options)
         y = workspace.empty(shape, x.dtype, x.device)
-        for rows, part in _groups(starts, x.shape[0], layout):
-            if rows.start == rows.stop:
+        for begin, end, part in _groups(starts, x.shape[0], layout):
+            if begin == end:
                 continue
-            own, out = values[part.blocks], y[rows]
+            rows, own, out = x[begin:end], values[part.blocks], y[begin:end]
             if part.is_matrix:
-                torch.mm(x[rows], own[0] if transpose else own[0].T, out=out)
+                torch.mm(rows, own[0] if transpose else own[0].T, out=out)
             else:
-                LINEAR.on(x.device, x.dtype).linear(x[rows], own, None, part.layout, transpose, None, out)
+                LINEAR.on(x.device, x.dtype).linear(rows, own, None, part.layout, transpose, None, out)
         y[int(starts[-1]) :].zero_()
         return y
 
@@ -110,14 +109,14 @@ class ExpertLinearWgrad(LayoutOp):
     def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
         (grad, x), (starts,) = tensors, options
         values = workspace.empty(layout.values_shape, x.dtype, x.device)
-        for rows, part in _groups(starts, x.shape[0], layout):
-            out = values[part.blocks]
-            if rows.start == rows.stop:
+        for begin, end, part in _groups(starts, x.shape[0], layout):
+            left, right, out = grad[begin:end], x[begin:end], values[part.blocks]
+            if begin == end:
                 out.zero_()
             elif part.is_matrix:
-                torch.mm(grad[rows].T, x[rows], out=out[0])
+                torch.mm(left.T, right, out=out[0])
             else:
-                LINEAR.on(x.device, x.dtype).linear_wgrad(grad[rows], x[rows], part.layout, out)
+                LINEAR.on(x.device, x.dtype).linear_wgrad(left, right, part.layout, out)
         return values
 
     def backward(

@@ -49,7 +49,8 @@ def _route(top_k_index: Tensor, num_experts: int) -> list[Tensor]:
     experts, order = top_k_index.detach().flatten().long().sort(stable=True)
     edges = torch.arange(num_experts + 2, device=experts.device)
     starts = torch.searchsorted(experts, edges).cpu()
-    if starts[0] > 0 or starts[-1] < len(order):
+    first, *_, last = starts.tolist()
+    if first > 0 or last < len(order):
         wanted = f"numbers from 0 to {num_experts - 1}, or {num_experts} for no expert"
         raise BlockSparseError.expected("top_k_index", wanted, f"{int(experts[0])} to {int(experts[-1])}")
     return [order, order.argsort(), starts[:-1].clone()]
