@@ -220,6 +220,39 @@ def test_accumulation_as_by_hand(name, accumulate, loop):
     same(model, by_hand(name, accumulate))
 
 
+@pytest.mark.parametrize("name", ["SET", "RigL"])
+def test_manual_optimization_with_two_updates_a_batch(name):
+    lightning = pytest.importorskip("lightning")
+    from blocksparse.integrations.lightning import SparsityCallback
+
+    class Manual(lightning.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch, index):
+            optimizer = self.optimizers()
+            for half in (slice(0, 2), slice(2, 4)):
+                optimizer.zero_grad()
+                self.manual_backward(self.net(**{key: rows[half] for key, rows in batch.items()})["loss"])
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return optimizer_of(self)
+
+    model, callback = Net(True), SparsityCallback(SPARSE[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's own
+        lightning.Trainer(
+            max_epochs=1, callbacks=[callback], accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        ).fit(Manual(model), torch.utils.data.DataLoader(data(), batch_size=4))  # fmt: skip
+    assert callback.methods[0].calls == 2 * STEPS
+    assert changed(name, model)
+
+
 # -- training that ends early, or by an error ----------------------------------------------------------------------
 
 
