@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import subprocess
 import sys
+import types
+import weakref
 
 import pytest
 import torch
@@ -70,6 +73,370 @@ def test_hooks_of_the_backward_pass_go_along(inplace):
     sparse = bs.sparsify(model, 0.5, block_size=8, force=True, inplace=inplace)
     sparse(torch.randn(2, 32)).sum().backward()
     assert seen == [1]
+
+
+# -- what a user put on a layer -----------------------------------------------------------------------------------
+
+
+def own_forward(layer):
+    layer.forward = types.MethodType(lambda self, x: 3 * nn.functional.linear(x, self.weight), layer)
+
+
+def accelerate_hook(layer):
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(layer, hooks.ModelHook())
+
+
+def own_compile(layer):
+    layer.compile()
+
+
+OWN_CALLS = {
+    own_forward: "its forward was set on the instance",
+    accelerate_hook: "accelerate has hooked it: accelerate.hooks.remove_hook_from_module",
+    own_compile: r"its own compile\(\) was called",
+}
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("change", OWN_CALLS)
+def test_a_layer_that_calls_something_else_stays_dense_and_is_named(change, inplace):
+    model, x = nn.Sequential(nn.Linear(48, 40), nn.Linear(40, 24)), torch.randn(3, 48)
+    change(model[0])
+    expected = model(x) if change is not own_compile else None
+    with pytest.raises(bs.BlockSparseError, match=f"density: expected .*, not 0.weight, got {OWN_CALLS[change]}"):
+        bs.sparsify(model, {"0.weight": 0.5}, 8, inplace=inplace)
+    with pytest.warns(bs.SparsityWarning, match=f"stay as they are\n  0.weight: {OWN_CALLS[change]}"):
+        sparse = bs.sparsify(model, 1, 8, force=True, inplace=inplace)
+    assert type(sparse[0]) is nn.Linear
+    assert isinstance(sparse[1], bs.nn.Linear)
+    if expected is not None:
+        torch.testing.assert_close(sparse(x), expected)
+
+
+@pytest.mark.parametrize("function", [bs.densify, bs.quantize])
+def test_a_block_sparse_layer_with_a_forward_of_its_own_is_refused_by_name(function):
+    model = nn.Sequential(bs.nn.Linear(48, 40, density=0.5, block_size=8))
+    own_forward(model[0])
+    layer = model[0]
+    with pytest.raises(bs.BlockSparseError, match=r"^0 cannot be replaced: its forward was set on the instance"):
+        function(model, inplace=True)
+    assert model[0] is layer
+
+
+def tagged(layer, seen, weight):
+    """A layer with all that a user may put on it."""
+    layer.tag, layer.adapter = "mine", nn.Linear(5, 5)
+    layer.register_buffer("scale", torch.tensor(3.0))
+    layer.register_buffer("cache", torch.zeros(2), persistent=False)
+    layer.gain = nn.Parameter(torch.ones(3))
+    layer.register_forward_hook(lambda module, inputs, output: seen.append("forward") or output * module.scale)
+    layer.register_full_backward_pre_hook(lambda *_: seen.append("backward"))
+    layer.register_state_dict_pre_hook(lambda *_: seen.append("before saving"))
+    layer.register_state_dict_post_hook(lambda *_: seen.append("saved"))
+    layer.register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    layer.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
+    parameter = getattr(layer, weight)
+    parameter.no_decay = True
+    parameter.register_hook(lambda grad: seen.append(list(grad.shape)))
+    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p))
+
+
+def check_tagged(layer, weight, seen, shape, x):
+    assert (layer.tag, type(layer.adapter).__name__, float(layer.scale), len(layer.gain)) == ("mine", "Linear", 3, 3)
+    seen.clear()
+    layer(x.clone().requires_grad_()).sum().backward()
+    state = layer.state_dict()
+    layer.load_state_dict(state)
+    assert getattr(layer, weight).no_decay
+    assert {"scale", "gain"} < state.keys()
+    assert "cache" not in state
+    assert seen[:3] == ["forward", "backward", shape]
+    assert seen[3] is getattr(layer, weight)
+    assert seen[4:6] == ["before saving", "saved"]
+    assert layer in seen[6:]
+    assert "loaded" in seen
+    seen.clear()  # or the hooks would refer to the layer
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        (lambda: nn.Linear(50, 42), torch.randn(3, 50)),
+        (lambda: nn.Conv2d(20, 12, 3), torch.randn(2, 20, 5, 5)),
+        (lambda: nn.ConvTranspose1d(20, 12, 3), torch.randn(2, 20, 5)),
+    ],
+    ids=["linear", "conv2d", "conv_transpose1d"],
+)
+def test_what_a_user_put_on_a_layer_goes_along_there_and_back(make, x, inplace):
+    seen, model = [], nn.Sequential(make())
+    shape = list(model[0].weight.shape)
+    tagged(model[0], seen, "weight")
+    sparse = bs.sparsify(model, {"0.weight": 0.5}, 8, force=True, inplace=inplace)
+    assert isinstance(sparse[0], bs.nn.module.BlockSparseModule)
+    check_tagged(sparse[0], "values", seen, shape, x)
+    dense = bs.densify(sparse, inplace=inplace)
+    assert type(dense[0]) is type(make())
+    check_tagged(dense[0], "weight", seen, shape, x)
+
+
+def test_a_mask_of_the_gradient_masks_the_same_weights_and_can_be_removed():
+    model, mask = nn.Sequential(nn.Linear(30, 20)), torch.rand(20, 30) > 0.5
+    handle = model[0].weight.register_hook(lambda grad: grad * mask)
+    sparse = bs.sparsify(model, 0.5, 8, force=True, inplace=True)
+    sparse(torch.randn(7, 30)).sum().backward()
+    assert not sparse[0].dense_of(sparse[0].values.grad)[~mask].any()
+    handle.remove()
+    sparse(torch.randn(7, 30)).sum().backward()
+    assert sparse[0].dense_of(sparse[0].values.grad)[~mask].any()
+
+
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNNCell, nn.MultiheadAttention])
+def test_what_a_user_put_on_a_layer_of_several_weights_goes_along(make):
+    layer = make(*((20, 30) if make is not nn.MultiheadAttention else (48, 4)))
+    layer.tag, layer.gain, layer.adapter = "mine", nn.Parameter(torch.ones(3)), nn.Identity()
+    for name, parameter in layer.named_parameters(recurse=False):
+        parameter.mark = name
+    sparse = bs.sparsify(nn.ModuleList([layer]), 0.5, 16, force=True)
+    dense = bs.densify(sparse)
+    assert not isinstance(sparse[0], make)
+    for made in (sparse[0], dense[0]):
+        assert (made.tag, len(made.gain), type(made.adapter)) == ("mine", 3, nn.Identity)
+        own = {n.removesuffix(".values"): p for n, p in made.named_parameters() if not n.startswith("out_proj")}
+        assert {name: parameter.mark for name, parameter in own.items()} == {name: name for name in own}
+
+
+@pytest.mark.parametrize("layer", ["linear", "conv", "lstm"])
+def test_what_a_user_put_on_a_layer_goes_along_into_8_bits(layer):
+    made = {
+        "linear": bs.nn.Linear(64, 32, density=0.5, block_size=16),
+        "conv": bs.nn.Conv2d(32, 32, 3, density=0.5, block_size=16),
+        "lstm": bs.nn.LSTM(32, 32, density=0.5, block_size=16),
+    }[layer]
+    made.tag, made.adapter = "mine", nn.Identity()
+    made.register_buffer("scale", torch.tensor(3.0))
+    small = bs.quantize(nn.ModuleList([made]))[0]
+    assert (small.tag, type(small.adapter), float(small.scale)) == ("mine", nn.Identity, 3)
+
+
+@pytest.mark.parametrize(("name", "value"), [("activation", "relu"), ("layout", "NHWC"), ("used", 3)])
+def test_a_name_that_means_something_else_is_refused_and_nothing_is_changed(name, value):
+    model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+    setattr(model[1], name, value)
+    before = list(model.modules())
+    with pytest.raises(bs.BlockSparseError, match=rf"^1\.{name}: expected another name"):
+        bs.sparsify(model, 0.5, 8, force=True, inplace=True)
+    assert list(model.modules()) == before
+
+
+def test_a_module_on_a_layer_with_an_activation_is_refused_by_name():
+    model = nn.Sequential(bs.nn.Linear(40, 40, block_size=8, activation="relu"))
+    model[0].adapter = nn.Identity()
+    with pytest.raises(bs.BlockSparseError, match=r"^0\.adapter: expected layers with an activation without modules"):
+        bs.densify(model)
+
+
+def test_hooks_of_a_layer_with_an_activation_stay_behind_that():
+    model, seen, x = nn.Sequential(bs.nn.Linear(40, 40, block_size=8, activation="relu")), [], torch.randn(5, 40)
+    model[0].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    expected = model(x)
+    torch.testing.assert_close(bs.densify(model)(x), expected)
+    torch.testing.assert_close(*seen)
+
+
+# -- layers that a model also holds outside of its tree ------------------------------------------------------------
+
+
+class Runner:
+    def __init__(self, layer):
+        self.layer = layer
+
+    def run(self, x):
+        return self.layer(x)
+
+
+class Held(nn.Module):
+    """Calls its first layer by another way than its name."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.first, self.last = nn.Linear(40, 48), nn.Linear(48, 24)
+        self.__dict__["held"] = WAYS[way](self.first)
+        self.way = way
+
+    def forward(self, x):
+        held = self.held
+        if self.way in ("list", "tuple", "nested"):
+            held = held[0]
+        if self.way == "nested":
+            (held,) = held["x"]
+        if self.way in ("set", "key"):
+            (held,) = held
+        if self.way == "weak":
+            held = held()
+        return self.last(held(x))
+
+
+WAYS = {
+    "attribute": lambda layer: layer,
+    "list": lambda layer: [layer],
+    "tuple": lambda layer: (layer, 3),
+    "set": lambda layer: {layer},
+    "key": lambda layer: {layer: 3},
+    "nested": lambda layer: [{"x": (layer,)}],
+    "bound method": lambda layer: layer.forward,
+    "partial": lambda layer: functools.partial(layer),
+    "object": lambda layer: Runner(layer).run,
+    "weak": weakref.ref,
+    "closure": lambda layer: lambda x: layer(x),
+    "default": lambda layer: lambda x, layer=layer: layer(x),
+    "module": lambda layer: nn.Sequential(layer),
+}
+CARRIED = "attribute", "list", "tuple", "set", "key", "nested"
+SHARED = "weak", "closure", "default"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_that_is_held_elsewhere_too(way):
+    model, x = Held(way), torch.randn(3, 40)
+    if way in SHARED:
+        with pytest.raises(bs.BlockSparseError, match=r"inplace=True.*: held refers to a part of the model"):
+            bs.sparsify(model, 0.5, 8, force=True)
+    if way in CARRIED:
+        copied = bs.sparsify(model, 0.5, 8, force=True)
+        sparse = bs.sparsify(model, 0.5, 8, force=True, inplace=True)
+        torch.testing.assert_close(copied(x), sparse(x))
+        dense = bs.densify(sparse)
+        torch.testing.assert_close(dense(x), sparse(x))
+        assert isinstance(sparse.first, bs.nn.Linear)
+    else:
+        with pytest.raises(bs.BlockSparseError, match=r"not first.weight, got held refers to it too"):
+            bs.sparsify(model, {"first.weight": 0.5}, 8, force=True, inplace=True)
+        with pytest.warns(bs.SparsityWarning, match=r"first.weight: held refers to it too"):
+            sparse = bs.sparsify(model, 0.5, 8, force=True, inplace=True)
+        assert type(sparse.first) is nn.Linear
+    sparse(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in sparse.parameters())
+
+
+@pytest.mark.parametrize("way", set(WAYS) - set(CARRIED))
+@pytest.mark.parametrize("function", [bs.densify, bs.quantize])
+def test_a_block_sparse_layer_that_is_held_elsewhere_too(function, way):
+    model = Held(way)
+    model.first = bs.nn.Linear(40, 48, density=0.5, block_size=8)
+    model.__dict__["held"] = WAYS[way](model.first)
+    with pytest.raises(bs.BlockSparseError, match=r"^first cannot be replaced: held refers to it too"):
+        function(model, inplace=True)
+    assert isinstance(model.first, bs.nn.Linear)
+
+
+def test_a_hook_that_refers_to_another_layer_or_a_weight_keeps_that_dense():
+    model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40), nn.Linear(40, 40))
+    other, weights = model[0], {model[1].weight: 3}
+    model[2].register_forward_hook(lambda module, inputs, output: output + other(inputs[0]))
+    model[1].weight.register_post_accumulate_grad_hook(lambda p: weights.pop(p) and None)
+    with pytest.warns(bs.SparsityWarning, match=r"0.weight: a hook of 2 .*\n  1.weight: a hook of 1 "):
+        sparse = bs.sparsify(model, 0.5, 8, force=True, inplace=True)
+    assert [type(layer) for layer in sparse] == [nn.Linear, nn.Linear, bs.nn.Linear]
+    sparse(torch.randn(3, 40)).sum().backward()
+
+
+def test_a_model_that_was_compiled_in_place_is_copied_as_before():
+    model = nn.Sequential(nn.Linear(40, 40), nn.ReLU())
+    model.compile()
+    assert isinstance(bs.sparsify(model, 0.5, 8, force=True)[0], bs.nn.Linear)
+
+
+# -- dense without a word ------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Linear):
+    """A subclass without a forward of its own."""
+
+
+def test_plain_subclasses_and_layers_of_another_density_are_named():
+    sparse = bs.nn.Linear(64, 48, density=0.75, block_size=8)
+    model = nn.Sequential(nn.Linear(48, 64), sparse, Plain(48, 40), nn.LazyLinear(8))
+    with pytest.warns(bs.SparsityWarning) as told:
+        bs.sparsify(model, 0.25, 8, force=True)
+    (message,) = [str(each.message) for each in told]
+    assert "2.weight: Plain is a subclass of Linear" in message
+    assert "3.weight: not initialized yet" in message
+    assert "1: block-sparse already, with density 0.75" in message
+    quiet = bs.sparsify(model, 0.25, 8, force=True, skip=["1", "2", "3"])
+    assert isinstance(quiet[0], bs.nn.Linear)
+
+
+# -- dense again ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+def test_densify_takes_the_optimizer_along(make):
+    model = nn.Sequential(
+        bs.nn.Linear(40, 48, density=0.5, block_size=8, activation="relu"),
+        nn.Unflatten(1, (48, 1)),
+        bs.nn.Conv1d(48, 20, 1, density=0.5, block_size=8),
+        nn.Flatten(),
+        bs.nn.LSTM(20, 18, density=0.5, block_size=8),
+    )
+    optimizer, x = make(model.parameters()), torch.randn(5, 40)
+
+    def step(model):
+        optimizer.zero_grad()
+        model(x)[0].square().sum().backward()
+        optimizer.step()
+
+    step(model)
+    kept = {name: next(iter(optimizer.state[p].values())).shape for name, p in model.named_parameters()}
+    state = {name: dict(optimizer.state[parameter]) for name, parameter in model.named_parameters()}
+    layer = model[0]
+    dense = bs.densify(model, inplace=True, optimizer=optimizer)
+    assert kept
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in dense.parameters()}
+    for key, value in state["0.values"].items():
+        now = optimizer.state[dense[0][0].weight][key]
+        torch.testing.assert_close(now, layer.dense_of(value) if value.dim() else value)
+    before = [parameter.clone() for parameter in dense.parameters()]
+    step(dense)
+    assert all(not torch.equal(a, b) for a, b in zip(before, dense.parameters(), strict=True))
+
+
+def test_densify_refuses_an_optimizer_that_it_cannot_take_along():
+    model = nn.Sequential(bs.nn.Linear(40, 48, density=0.5, block_size=8))
+    with pytest.raises(bs.BlockSparseError, match=r"optimizer= requires inplace=True"):
+        bs.densify(model, optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(bs.BlockSparseError, match=r"optimizer: expected one that has parameters of the model"):
+        bs.densify(model, inplace=True, optimizer=torch.optim.SGD([torch.zeros(3, requires_grad=True)]))
+    assert isinstance(model[0], bs.nn.Linear)
+
+
+def test_weights_that_are_tied_stay_tied():
+    first = bs.nn.Linear(40, 40, density=0.5, block_size=8)
+    second = bs.nn.Linear(40, 40, layout=first.layout)
+    second.values = first.values
+    model = nn.Sequential(first, second)
+    optimizer = torch.optim.Adam(model.parameters())
+    dense = bs.densify(model, inplace=True, optimizer=optimizer)
+    assert dense[0].weight is dense[1].weight
+    assert len(optimizer.param_groups[0]["params"]) == 3
+    lstms = [bs.nn.LSTM(16, 16, layouts={"weight_hh_l0": bs.patterns.dense((64, 16), 8)}) for _ in range(2)]
+    lstms[1].weight_hh_l0.values = lstms[0].weight_hh_l0.values
+    first, second = bs.densify(nn.ModuleList(lstms))
+    assert first.weight_hh_l0 is second.weight_hh_l0
+
+
+def test_tied_values_that_make_different_weights_are_refused_by_name():
+    layouts = [bs.BlockLayout(mask, 8) for mask in ([[1, 0], [0, 1]], [[0, 1], [1, 0]])]
+    model = nn.Sequential(*(bs.nn.Linear(16, 16, layout=layout) for layout in layouts))
+    model[1].values = model[0].values
+    with pytest.raises(bs.BlockSparseError, match=r"1.values: expected the same layout .* as 0.values"):
+        bs.densify(model, inplace=True)
+    model[1] = nn.Linear(16, 16)
+    model[1].own = model[0].values
+    with pytest.raises(bs.BlockSparseError, match=r"1.own: expected a parameter of its own: 0.values"):
+        bs.densify(model, inplace=True)
+    assert isinstance(model[0], bs.nn.Linear)
 
 
 def test_a_model_that_is_block_sparse_already_is_told_the_way_back():

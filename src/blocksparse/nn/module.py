@@ -279,10 +279,11 @@ class Weight(BlockSparseModule):
 
 def check_parameters(layer: nn.Module, name: str = "layer") -> None:
     """Raises a BlockSparseError where other parameters than its values and bias make these in each call."""
-    parameters = [key for key, _ in layer.named_parameters()]
-    if not set(parameters) <= {"values", "bias"}:
+    stored = layer._parameters.keys() | layer._buffers.keys()
+    computed = [key for key in ("values", "bias") if key not in stored and getattr(layer, key, None) is not None]
+    if computed:
         wanted = "`values` that are a parameter: remove what makes them of others (torch.nn.utils.prune.remove, say)"
-        raise BlockSparseError.expected(name, wanted, parameters)
+        raise BlockSparseError.expected(name, wanted, f"{' and '.join(computed)} computed in each call")
 
 
 def replace_data(parameter: Tensor, data: Tensor) -> None:

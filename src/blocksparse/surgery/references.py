@@ -113,6 +113,7 @@ def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """The attributes of a module that are neither PyTorch's own nor those of a library's class."""
     kind = next(base for base in type(module).__mro__ if _package(base.__module__) in LIBRARIES)
     own = OF_MODULE | own_names(kind)
+    own |= {"_compiled_call_impl"}  # which copies do without
     return [(key, value) for key, value in vars(module).items() if key not in own]
 
 

@@ -225,10 +225,10 @@ def _unfilled_recurrent(module: Any, chosen: Chosen) -> Any:
     layouts = {weight.parameter: layout for weight, layout in chosen}
     new = kind(**settings_of(module, kind), layouts=layouts, device="meta")
     for key, old in module.named_parameters(recurse=False):
-        shape = getattr(new, key).shape
-        if key not in layouts and shape != old.shape and is_dtensor(old):
+        made = new._parameters.get(key)  # None where it is one of the user's
+        if key not in layouts and made is not None and made.shape != old.shape and is_dtensor(old):
             name = f"{_name_of(chosen)}.{key}".lstrip(".")
-            expected = f"{list(shape)}, whole blocks, as FSDP2 has sharded it (by blocks that divide hidden_size)"
+            expected = f"{list(made.shape)}, whole blocks, as FSDP2 has sharded it (by blocks that divide hidden_size)"
             raise BlockSparseError.expected(name, expected, list(old.shape))
     return new
 
