@@ -24,4 +24,4 @@ class BlockSparseError(ValueError):
 
 
 class SparsityWarning(UserWarning):
-    """A model did not become as sparse as it was asked to be; the message says which weights stayed dense, and why."""
+    """A model does not become as sparse as it was asked to be; the message lists the weights left out, and why."""

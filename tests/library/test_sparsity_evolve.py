@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,6 +10,9 @@ import torch
 from torch import nn
 
 import blocksparse as bs
+from blocksparse.errors import SparsityWarning
+from blocksparse.sparsity.pruning.lines import lines_of
+from blocksparse.sparsity.pruning.magnitude import scattered
 from blocksparse.sparsity.sparse_training.set import nearest_zero
 from blocksparse.surgery.stored import Stored
 from blocksparse_lab.models.mlp import SparseMLP
@@ -21,6 +25,81 @@ def layer_with(values):
     layer = bs.nn.Linear(2 * len(values), 1, layout=bs.BlockLayout([[1] * len(values) + [0] * len(values)], 1))
     layer.values.data = torch.tensor(values).reshape(-1, 1, 1)
     return layer
+
+
+@pytest.mark.parametrize("n", [12, 14, 30])
+@pytest.mark.parametrize("grid", [(12, 12), (12, 9), (5, 12)], ids=str)
+def test_no_line_runs_empty_while_the_density_allows_one(grid, n):
+    layer = bs.nn.Linear(2 * grid[1], 2 * grid[0], density=n / (grid[0] * grid[1]), block_size=2)
+    method, before = bs.sparsity.SET(layer, zeta=0.7), layer.layout
+    for _ in range(10):
+        layer.values.data[layer.layout.row_of_block < 2] *= 1e-3  # these rows would go first
+        assert method.step()
+        assert layer.layout.nnz == n
+        assert all(bool((degree > 0).all()) for degree in bs.topology.degrees(layer.layout))
+    assert layer.layout != before
+
+
+def test_new_blocks_fill_empty_lines_but_those_of_padding():
+    mask = torch.zeros(24, 6, dtype=torch.bool)
+    mask[:8, :4] = True
+    layer = bs.nn.LSTM(70, 33, layouts={"weight_ih_l0": bs.BlockLayout(mask, (8, 12))}).weight_ih_l0
+    rows, cols = lines_of(Stored(layer))
+    assert (rows.size, cols.size) == (20, 6)
+    method = bs.sparsity.SET(layer, zeta=0.9)
+    for _ in range(3):
+        method.step()
+    used = bs.topology.degrees(layer.layout)
+    assert (used[0][rows] > 0).all()
+    assert (used[1][cols] > 0).all()
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_equal_blocks_go_at_random_by_the_seed(block):
+    masks = []
+    for seed in (0, 0, 1):
+        layer = bs.nn.Linear(20 * block, 20 * block, block_size=block)
+        layer.values.data.fill_(0.5)
+        gone = nearest_zero(Stored(layer), 0.3, order=partial(scattered, seed=seed))
+        masks.append(gone.tolist())
+        assert gone.sum() == round(0.3 * layer.layout.nnz)
+        assert gone[len(gone) // 2 :].any(), "not the first ones"
+    assert masks[0] == masks[1] != masks[2]
+
+
+def test_a_grid_that_no_mask_would_fit():
+    layer = bs.nn.Linear(250_000, 250_000, density=8e-6, block_size=1)
+    assert bs.sparsity.SET(layer, zeta=0.5).step()
+    assert all(bool((degree > 0).all()) for degree in bs.topology.degrees(layer.layout))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        bs.sparsity.SET,
+        partial(bs.sparsity.ImportancePruning, begin=0, every=1),
+        partial(bs.sparsity.GradualBlockPruning, end=1),
+    ],
+    ids=["SET", "importance", "gradual"],
+)
+def test_frozen_layers_stay_as_they_are(method):
+    model = nn.Sequential(*(bs.nn.Linear(48, 48, density=0.4, block_size=4) for _ in range(3)))
+    model[0].values.requires_grad_(False)
+    optimizer = torch.optim.Adam([each for each in model.parameters() if each.requires_grad])
+    with pytest.warns(SparsityWarning, match=r"leaves 0\.values as they are while they are frozen: set requires_grad_"):
+        made = method(model, optimizer)
+    model[1].requires_grad_(False)
+    before = [layer.layout for layer in model]
+    with pytest.warns(SparsityWarning, match=r"leaves 1\.values as they are"):
+        assert made.step()
+    assert [layer.layout == old for layer, old in zip(model, before, strict=True)] == [True, True, False]
+    method([model[2]], optimizer)
+    method(model, optimizer, skip=("0", "1"))
+    with pytest.raises(bs.BlockSparseError, match=r"1: expected a layer that is trained: requires_grad_\(True\) first"):
+        method([model[2], model[1]], optimizer)
+    model.requires_grad_(False)
+    with pytest.raises(bs.BlockSparseError, match="modules: expected weights that are trained"):
+        method(model, optimizer)
 
 
 def test_the_published_rule():

@@ -69,17 +69,70 @@ def test_magnitudes(norm, expected):
 
 def test_one_shot_is_the_best_blocks_of_all_or_of_each():
     torch.manual_seed(0)
-    weights = torch.randn(64, 64), 0.1 * torch.randn(32, 64)
+    weights, alone = (torch.randn(64, 64), 0.1 * torch.randn(32, 64)), {"keep_lines": False}
     for scope, counts in (("global", [24, 1]), ("layer", [16, 8])):
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
         for layer, weight in zip(model, weights, strict=True):
             layer.weight.data = weight.clone()
-        method = GradualPruning(model, density=0.25 if scope == "layer" else 25 / 96, end=1, block_size=8, scope=scope)
+        method = GradualPruning(
+            model, density=0.25 if scope == "layer" else 25 / 96, end=1, block_size=8, scope=scope, **alone
+        )
         method.step()
         for layer, weight, count in zip(method.finish(), weights, counts, strict=True):
             norms = weight.view(-1, 8, 8, 8).norm(dim=(1, 3))
             assert torch.equal(layer.layout.mask(), norms >= norms.flatten().sort(descending=True).values[count - 1])
             assert torch.equal(layer.values, bs.from_dense(weight, layer.layout))
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+@pytest.mark.parametrize("kind", ["normal", "rank one", "zero"])
+@pytest.mark.parametrize("lines", [1, 1.3, 3], ids=["just enough", "few", "more"])
+def test_no_line_runs_empty_while_the_density_allows_one(lines, kind, scope):
+    """Over several changes too, as a block that has gone does not come back."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 128), nn.Linear(128, 67))
+    density = lines * 16 / (16 * 9)  # of the wider weight, the grid of blocks is 16 x 12
+    method = GradualPruning(model, density=density, end=10, every=2, block_size=8, scope=scope)
+    for _ in range(10):
+        with torch.no_grad():
+            for layer in model:
+                out, in_ = layer.weight.shape
+                one = torch.rand(out, 1) ** 4 * torch.rand(1, in_) ** 4
+                layer.weight.copy_({"normal": torch.randn(out, in_), "rank one": one, "zero": 0 * one}[kind])
+        method.step()
+    assert method.density == pytest.approx(density, abs=0.005)
+    for layout in method.layouts().values():
+        assert all(bool((degree > 0).all()) for degree in bs.topology.degrees(layout))
+
+
+@pytest.mark.parametrize("method", [GradualPruning, bs.sparsity.MovementPruning])
+def test_equal_blocks_go_at_random_by_the_seed(method):
+    masks = []
+    for seed in (0, 0, 1):
+        layer = nn.Linear(80, 80)
+        nn.init.constant_(layer.weight, 0.5)
+        pruner = method(layer, density=0.4, end=1, block_size=4, seed=seed)
+        pruner.step()
+        masks.append(pruner.layouts()["weight"].mask())
+        assert masks[-1].sum() == 160
+        assert masks[-1].sum(1).max() < 16, "not the last rows, whole"
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])
+
+
+def test_frozen_weights_stay_dense():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    model[0].requires_grad_(False)
+    with pytest.warns(bs.errors.SparsityWarning, match=r"GradualPruning leaves 0\.weight dense, which are frozen"):
+        method = GradualPruning(model, density=0.25, end=2, every=1, block_size=8)
+    assert not method.step() or method.step()
+    kept = method.layouts()["2.weight"]
+    model[2].weight.requires_grad_(False)
+    method.step()
+    assert method.layouts()["2.weight"] == kept, "frozen later"
+    assert method.layouts()["1.weight"].nnz < 16
+    with pytest.raises(bs.BlockSparseError, match=r"frozen ones: weight"):
+        GradualPruning(nn.Linear(8, 8).requires_grad_(False), density=0.25, end=2, block_size=4)
 
 
 def test_inputs_as_blocks():

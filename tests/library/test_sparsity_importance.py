@@ -34,13 +34,28 @@ def test_the_percentile_of_the_layer(sizes, block, percentile):
     keep = expected >= np.percentile(expected, percentile)
     optimizer = torch.optim.Adam(layer.parameters())
     nnz = layer.layout.nnz
-    method = bs.sparsity.ImportancePruning(layer, optimizer, percentile=percentile, begin=0, every=1)
+    method = bs.sparsity.ImportancePruning(layer, optimizer, percentile=percentile, begin=0, every=1, keep_lines=False)
     assert method.step()
     pruned = bs.to_dense(layer.values.detach(), layer.layout)[: layer.out_features]
     rows = torch.from_numpy(keep.repeat(height))[: layer.out_features, None]
     assert torch.equal(pruned.double(), weight * rows)
     assert layer.layout.nnz < nnz
     assert (layer.layout.mask().any(1).numpy() <= keep).all()
+
+
+def test_no_input_loses_its_last_connection():
+    """Of the rows that alone reach an input the most important one stays, whole."""
+    mask = torch.tensor([[1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [1, 0, 0, 1, 0]])
+    kept = {}
+    for keep_lines in (True, False):
+        layer = bs.nn.Linear(10, 10, layout=bs.BlockLayout(mask, block_size=2))
+        scale = torch.tensor([1.0, 2.0, 3.0, 9.0, 9.0])[torch.tensor(layer.layout.row_of_block)]
+        layer.values.data = torch.ones(layer.layout.values_shape) * scale[:, None, None]
+        method = bs.sparsity.ImportancePruning(layer, percentile=70, begin=0, every=1, keep_lines=keep_lines)
+        method.step()
+        kept[keep_lines] = layer.layout.mask().any(1).tolist()
+    assert kept[False] == [False, False, False, True, True]
+    assert kept[True] == [False, True, False, True, True]
 
 
 def test_schedules_of_the_two_codes():

@@ -62,7 +62,7 @@ def test_schedule_and_choice():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 12))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    method = MovementPruning(model, optimizer, 0.3, begin=2, end=10, every=2, lr=0.05, block_size=4)
+    method = MovementPruning(model, optimizer, 0.3, begin=2, end=10, every=2, lr=0.05, block_size=4, keep_lines=False)
     x, counts, due, masks = torch.randn(16, 24), [], [], []
     for _ in range(14):
         optimizer.zero_grad()

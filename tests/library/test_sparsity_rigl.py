@@ -12,7 +12,7 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.sparsity.sparse_training import rigl
-from blocksparse.sparsity.sparse_training.dense_gradient import LinearPass, Watch, gradient_norms, largest
+from blocksparse.sparsity.sparse_training.dense_gradient import TILE, LinearPass, Watch, gradient_norms, largest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,7 +46,7 @@ def test_the_choice_is_that_of_the_dense_gradient(sizes, block, activation, norm
     layer = bs.nn.Linear(*sizes, density=0.5, block_size=block, activation=activation, dtype=torch.float64)
     layout, block_shape = layer.layout, layer.layout.block_shape
     optimizer = torch.optim.Adam(layer.parameters())
-    method = bs.sparsity.RigL(layer, optimizer, end=10, every=2, alpha=1.0, norm=norm)
+    method = bs.sparsity.RigL(layer, optimizer, end=10, every=2, alpha=1.0, norm=norm, keep_lines=False)
     passes = [(torch.randn(3, 2, sizes[0]).double(), torch.randn(3, 2, sizes[1]).double()) for _ in range(4)]
 
     def backward(passes):
@@ -131,7 +131,7 @@ def test_convolutions_grow_where_their_gradient_is():
     torch.manual_seed(0)
     model = nn.Sequential(bs.nn.Conv2d(3, 16, 3, density=None), bs.nn.Conv2d(16, 16, 3, density=0.25, block_size=4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    method = bs.sparsity.RigL(model, optimizer, end=10, every=2, alpha=1.0, skip="0")
+    method = bs.sparsity.RigL(model, optimizer, end=10, every=2, alpha=1.0, skip="0", keep_lines=False)
     layouts = {model[1].layout}
     for _ in range(6):
         optimizer.zero_grad()
@@ -141,6 +141,75 @@ def test_convolutions_grow_where_their_gradient_is():
         layouts.add(model[1].layout)
     assert len(layouts) == 4
     assert {layout.nnz for layout in layouts} == {4}
+
+
+def rigged(layer, *, gradient=False, alpha=0.6, every=1, calls=1, seed=0, keep_lines=True):
+    """The layouts after each change of a layer, without any gradient or with one of a few inputs and outputs."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    method = bs.sparsity.RigL(layer, optimizer, end=50, every=every, alpha=alpha, seed=seed, keep_lines=keep_lines)
+    layouts = []
+    for _ in range(calls):
+        x = torch.randn(5, layer.in_features, dtype=layer.values.dtype)
+        x[:, layer.in_features // 4 :] = 0
+        y = layer(x)[:, : layer.out_features // 4]
+        (y.sum() if gradient else 0 * y.sum()).backward()
+        optimizer.step()
+        method.step()
+        layouts.append(layer.layout)
+    return layouts
+
+
+@pytest.mark.parametrize("tile", [TILE, 50], ids=["one tile", "many tiles"])
+@pytest.mark.parametrize(
+    ("sizes", "block", "density"), [((90, 60), 1, 0.1), ((120, 77), 4, 0.25), ((64, 200), (8, 2), 0.2)], ids=str
+)
+def test_without_a_gradient_blocks_grow_all_over(sizes, block, density, tile, monkeypatch):
+    monkeypatch.setattr("blocksparse.sparsity.sparse_training.rigl.TILE", tile)
+    torch.manual_seed(1)
+    layer = bs.nn.Linear(*sizes, density=density, block_size=block)
+    start = layer.layout
+    before = [degree.max() for degree in bs.topology.degrees(start)]
+    twin = copy.deepcopy(layer)
+    (layout,) = rigged(layer)
+    assert layout != start
+    for degree, most in zip(bs.topology.degrees(layout), before, strict=True):
+        assert degree.min() > 0, "every row and column has a block"
+        assert degree.max() < 2 * most, "equal gradients do not fill the first rows"
+    assert rigged(copy.deepcopy(twin)) == [layout], "the same seed, the same blocks"
+    assert rigged(copy.deepcopy(twin), seed=1) != [layout]
+
+
+@pytest.mark.parametrize("n", [16, 18, 24, 40])
+def test_no_line_runs_empty_however_few_blocks_there_are(n):
+    torch.manual_seed(2)
+    layer = bs.nn.Linear(64, 64, density=n / 256, block_size=4)
+    layer.values.data[layer.layout.row_of_block < 3] *= 1e-4  # these rows would go first
+    for layout in rigged(layer, gradient=True, alpha=1.0, calls=6):
+        assert layout.nnz == n
+        assert all(degree.min() > 0 for degree in bs.topology.degrees(layout))
+    rigged(layer, gradient=True, alpha=1.0, calls=6, keep_lines=False)
+    assert any(degree.min() == 0 for degree in bs.topology.degrees(layer.layout)), "the gradient is of some lines only"
+
+
+def test_empty_lines_fill_again():
+    mask = torch.zeros(12, 10, dtype=torch.bool)
+    mask[:4, :5] = True
+    layer = bs.nn.Linear(40, 48, layout=bs.BlockLayout(mask, block_size=4))
+    rigged(layer, gradient=True, alpha=1.0, calls=4)
+    assert all(degree.min() > 0 for degree in bs.topology.degrees(layer.layout))
+
+
+def test_a_frozen_layer_stays_as_it_is():
+    model = nn.Sequential(*(bs.nn.Linear(32, 32, density=0.3, block_size=4) for _ in range(3)))
+    model[1].requires_grad_(False)
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    with pytest.warns(bs.errors.SparsityWarning, match=r"RigL leaves 1\.values as they are"):
+        method = bs.sparsity.RigL(model, optimizer, end=50, every=1)
+    before = [layer.layout for layer in model]
+    model(torch.randn(4, 32)).square().sum().backward()
+    optimizer.step()
+    assert method.step()
+    assert [layer.layout == old for layer, old in zip(model, before, strict=True)] == [False, True, False]
 
 
 def test_schedule():

@@ -71,7 +71,9 @@ def test_what_is_left_is_measured_by_q():
     for percent in (10, 50, 90):
         layer = nn.LSTM(32, 32)
         q = percentiles(layer, percent)
-        method = ThresholdPruning(layer, None, q, begin=1, ramp=20, end=100, every=10, block_size=(1, 2))
+        method = ThresholdPruning(
+            layer, None, q, begin=1, ramp=20, end=100, every=10, block_size=(1, 2), keep_lines=False
+        )
         for _ in range(100):
             method.step()
         densities.append(method.density)
@@ -79,6 +81,18 @@ def test_what_is_left_is_measured_by_q():
     with pytest.raises(bs.BlockSparseError, match=r"weight_ih_l0: expected a block that is kept \(by a lower q; or"):
         method.finish()
     assert type(layer) is nn.LSTM
+
+
+def test_no_line_runs_empty_but_inputs_as_blocks_do():
+    torch.manual_seed(0)
+    for block, empties in ((4, False), ((30, 1), True)):
+        layer = nn.Linear(50, 30)
+        method = ThresholdPruning(layer, None, 10.0, begin=1, ramp=2, end=4, every=1, block_size=block)
+        for _ in range(4):
+            method.step()
+        rows, cols = bs.topology.degrees(method.layouts()["weight"])
+        assert (rows > 0).all()
+        assert bool((cols == 0).any()) == empties
 
 
 def test_with_the_penalty_of_group_lasso():

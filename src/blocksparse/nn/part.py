@@ -40,3 +40,15 @@ class Part:
         """The rows and columns in the whole grid of the blocks of this part's layout, `[nnz]` each."""
         rows, cols = layout.row_of_block, layout.col_of_block.astype(np.int64)
         return (self.lines[rows], cols) if self.axis == 0 else (rows, self.lines[cols])
+
+    def keys(self, keys: np.ndarray, columns: int) -> np.ndarray:
+        """The numbers row * columns + column of places in this part, as those in the whole grid."""
+        lines = list(np.divmod(keys, columns))
+        lines[self.axis] = self.lines[lines[self.axis]]
+        whole: np.ndarray = lines[0] * self.grid[1] + lines[1]
+        return whole
+
+    def lines_here(self, lines: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Of rows and columns of the whole grid, rising, those that are in this part, as it numbers them."""
+        here = np.flatnonzero(np.isin(self.lines, lines[self.axis]))
+        return (here, lines[1]) if self.axis == 0 else (lines[0], here)

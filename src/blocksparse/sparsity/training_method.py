@@ -87,19 +87,20 @@ class TrainingMethod:
         self._check_unfinished("use_optimizer")
         if self.optimizer is None or unwrapped(self.optimizer) is unwrapped(optimizer):
             return
-        for name, parameter in self._trained().items():
-            check_optimizer(optimizer, parameter, name)
+        for name, parameter in self._named_parameters().items():
+            if parameter.requires_grad:
+                check_optimizer(optimizer, parameter, name)
         self.optimizer = optimizer
         self._watch_updates()
 
-    def _trained(self) -> dict[str, Tensor]:
+    def _named_parameters(self) -> dict[str, Tensor]:
         """The parameters whose pattern the method changes, by name."""
         return {}
 
     def _watch_updates(self) -> None:
         if self._updates is not None:
             self._updates.close()
-        self._updates = Updates(self.optimizer, self._trained().values())
+        self._updates = Updates(self.optimizer, self._named_parameters().values())
 
     def _step(self) -> bool:
         return False

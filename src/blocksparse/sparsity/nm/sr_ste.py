@@ -98,7 +98,7 @@ class SRSTE(TrainingMethod):
     def finished(self) -> bool:
         return not self._modules
 
-    def _trained(self) -> dict[str, Tensor]:
+    def _named_parameters(self) -> dict[str, Tensor]:
         weights = zip(self.weights, self._modules, strict=False)  # no modules after `finish`
         return {name: module.parametrizations.weight.original for name, module in weights}
 

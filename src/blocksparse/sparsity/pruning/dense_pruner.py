@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import BlockSparseError
+from ...errors import BlockSparseError, SparsityWarning
 from ...layout import BlockLayout
 from ...pages import Page
 from ...surgery.dense_shard import mask_
 from ...surgery.fsdp import record_of, reshard
 from ...surgery.optimizer import check_optimizer
-from ...surgery.prunable import ALONE, Skip, survey
+from ...surgery.prunable import ALONE, Prunable, Skip, survey
 from ...surgery.replace import check_padding, replace_with_sparse
 from ..training_method import TrainingMethod
 from .schedule import CubicSchedule, Ramp
@@ -32,10 +33,13 @@ class DensePruner(TrainingMethod):
         optimizer: the one that trains them; None without one, or if it keeps no state.
         block_size: an int or (rows, columns) of the weights `[out, in]`. Of one column and all rows a block is an
             input feature.
-        skip: what stays dense: modules, or their names in the model, or names of weights.
+        skip: what stays dense: modules, or their names in the model, or names of weights. Frozen weights
+            (`requires_grad` False) stay dense too, with a `SparsityWarning`; one that is frozen later keeps the blocks
+            that it has then.
 
     Raises:
-        BlockSparseError: a model without weights that can become block-sparse, or with one on the meta device; an
+        BlockSparseError: a model without weights that can become block-sparse and are trained, or with one on the meta
+            device; an
             optimizer without one of them; a name that the model does not have; under FSDP2, a layer that fully_shard
             was applied to alone, an LSTM whose biases blocks would pad.
     """
@@ -63,6 +67,7 @@ class DensePruner(TrainingMethod):
                 expected = "a layer in a module that fully_shard is applied to, or one in skip"
                 raise BlockSparseError.expected(weight.name, expected, "fully_shard applied to the layer alone")
         found = [weight for weight, reason in known if reason is None]
+        found = without_frozen(found, model, type(self).__name__)
         if not found:
             expected = "one with dense weights that can become block-sparse, not all of them skipped"
             raise BlockSparseError.expected("model", expected, type(model).__name__, Page.PRUNE)
@@ -150,7 +155,7 @@ class DensePruner(TrainingMethod):
         So it saves and loads like any model; `finish(early=True)` may follow.
         """
 
-    def _trained(self) -> dict[str, Tensor]:
+    def _named_parameters(self) -> dict[str, Tensor]:
         return self.dense
 
     def _check_end(self) -> None:
@@ -160,6 +165,30 @@ class DensePruner(TrainingMethod):
                 f"store the blocks that are left now, or step() {self.end - self.calls} more times; next time, pass a "
                 f"smaller end"
             )
+
+    def _trained(self) -> list[str]:
+        """The names of the weights that are not frozen now; the others keep the blocks that they have."""
+        return [name for name, dense in self.dense.items() if dense.requires_grad]
+
+
+def without_frozen(weights: list[Prunable], model: nn.Module, method: str) -> list[Prunable]:
+    """The weights that are trained; a SparsityWarning lists the others.
+
+    Raises:
+        BlockSparseError: none is.
+    """
+    frozen = [weight.name for weight in weights if not weight.tensor.requires_grad]
+    if frozen and len(frozen) == len(weights):
+        expected = "weights that are trained (sparsify prunes without training): requires_grad_(True) first"
+        raise BlockSparseError.expected("model", expected, f"frozen ones: {', '.join(frozen)}")
+    if frozen:
+        warnings.warn(
+            f"{method} leaves {', '.join(frozen)} dense, which are frozen: set requires_grad_(True) before to prune "
+            "them too, or name them in skip",
+            SparsityWarning,
+            stacklevel=4,
+        )
+    return [weight for weight in weights if weight.tensor.requires_grad]
 
 
 class Masked(DensePruner):

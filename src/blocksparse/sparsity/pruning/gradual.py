@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ...checked import integer
 from ...surgery.prunable import Skip
 from .dense_pruner import Masked
+from .lines import lines_of
 from .magnitude import check_norm, dense_norms, per_number
 from .schedule import CubicSchedule
 from .strongest import check_density, strongest
@@ -26,6 +28,9 @@ class GradualPruning(Masked):
         norm: the magnitude of a block: "l2" (for each number in it), "mean" (of |w|) or "max".
         scope: "global", where all blocks compete and each weight keeps its strongest one at least; or "layer", where
             each weight has that density.
+        seed: of which blocks of equal magnitude go.
+        keep_lines: whether each row and each column of blocks keeps its strongest block, or another one if the density
+            needs it, where the density of the weight suffices for one in each: no neuron loses all of its connections.
 
     Raises:
         BlockSparseError: as `DensePruner`; a density that leaves a weight without a block; numbers out of range, an
@@ -59,19 +64,32 @@ class GradualPruning(Masked):
         norm: str = "l2",
         scope: str = "global",
         skip: Skip = (),
+        seed: int = 0,
+        keep_lines: bool = True,
     ):
         super().__init__(model, optimizer, block_size=block_size, skip=skip)
         self.schedule = CubicSchedule(density, begin, end, every)
         check_norm(norm)
         check_density(density, self.blocks, scope)
         self.norm, self.scope, self.end = norm, scope, end
+        self.seed, self.keep_lines = integer("seed", seed, 0), keep_lines
 
     def _change(self) -> None:
         scores = {}
-        for name, keep in self.keep.items():
+        for name in self._trained():
+            keep = self.keep[name]
             norms = per_number(
                 dense_norms(self.blocks[name], self.dense[name], self.norm), self.blocks[name], self.norm
             )
             # A removed block has a lower score than any zero that is kept, so it never comes back.
-            scores[name] = norms.masked_fill(~keep.to(norms.device), -1)
-        self.keep = strongest(scores, self.blocks, self.schedule(self.calls), self.scope)
+            scores[name] = norms.masked_fill(~keep.to(norms.device), -torch.inf)
+        if scores:
+            self.keep |= strongest(
+                scores,
+                self.blocks,
+                self.schedule(self.calls),
+                self.scope,
+                seed=self.seed,
+                lines={name: lines_of(self.blocks[name]) for name in scores} if self.keep_lines else None,
+                end=self.schedule.density,
+            )

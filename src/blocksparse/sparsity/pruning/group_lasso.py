@@ -99,7 +99,8 @@ class GroupLasso(DensePruner):
         if self.mode == "penalty" or self.optimizer is None:
             return False
         rates = {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
-        for name, dense in self.dense.items():
+        for name in self._trained():
+            dense = self.dense[name]
             norms = dense_norms(self.blocks[name], dense)
             least = float(rates[id(dense)]) * self.strength * self.factors[name]
             scale = (1 - least / norms).masked_fill(norms <= least, 0)

@@ -1,8 +1,9 @@
-"""Which blocks are the smallest: exact, without a sort, the same blocks every time."""
+"""Which blocks are the smallest: exact, without a sort, of equal ones the same random ones every time."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -16,6 +17,8 @@ from ...surgery.dense_shard import per_block
 from ...surgery.stored import Stored
 
 NORMS = ("l2", "mean", "max")
+Order = Callable[[np.ndarray], np.ndarray]
+"""Numbers of places by which equal ones are put in order."""
 
 
 def check_norm(norm: object) -> None:
@@ -78,11 +81,28 @@ def _norms(blocks: Tensor, norm: str, dims: tuple[int, ...]) -> Tensor:
     return torch.linalg.vector_norm(blocks, math.inf if norm == "max" else 2, dims)
 
 
-def smallest(magnitudes: np.ndarray, count: int) -> np.ndarray:
-    """Bool `[n]`: True for the `count` smallest; of equals those that come first."""
+def scattered(places: np.ndarray, seed: int = 0) -> np.ndarray:
+    """A random number of 64 bits for each place, uint64, by which equals are put in order.
+
+    It depends on the place and the seed only: the same on every process, for any part of the places.
+
+    Source: Steele, Lea, Flood, Fast splittable pseudorandom number generators (2014): SplitMix64.
+    """
+    x = places.astype(np.uint64) + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+def smallest(magnitudes: np.ndarray, count: int, order: Order = scattered) -> np.ndarray:
+    """Bool `[n]`: True for the `count` smallest; of equals those whose positions come first in a random order."""
     if count <= 0:
         return np.zeros(magnitudes.size, dtype=bool)
     bound = np.partition(magnitudes, count - 1)[count - 1]
     chosen = magnitudes < bound
-    chosen[np.flatnonzero(magnitudes == bound)[: count - np.count_nonzero(chosen)]] = True
+    equal, missing = np.flatnonzero(magnitudes == bound), count - np.count_nonzero(chosen)
+    if missing < equal.size:
+        equal = equal[order(equal).argsort()[:missing]]
+    chosen[equal] = True
     return chosen

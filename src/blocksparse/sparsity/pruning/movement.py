@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ...checked import integer
 from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
 from .learned_gates import Gate, Gated
+from .lines import lines_of
 from .schedule import CubicSchedule
 from .strongest import check_density, strongest
 
@@ -63,7 +65,7 @@ class MovementPruning(Gated):
 
     Args:
         model, optimizer, lr, block_size, skip: as for all methods with parameters of their own; see `Gated`.
-        density, begin, end, every, scope: as for `GradualPruning`.
+        density, begin, end, every, scope, seed, keep_lines: as for `GradualPruning`, by scores.
 
     Raises:
         BlockSparseError: as `GradualPruning`.
@@ -98,18 +100,33 @@ class MovementPruning(Gated):
         lr: float | None = None,
         block_size: int | tuple[int, int] = 32,
         skip: Skip = (),
+        seed: int = 0,
+        keep_lines: bool = True,
     ):
         super().__init__(model, optimizer, lr=lr, block_size=block_size, skip=skip)
         self.schedule = CubicSchedule(density, begin, end, every)
         check_density(density, self.blocks, scope)
         self.scope, self.end = scope, end
+        self.seed = integer("seed", seed, 0)
+        self._lines = {name: lines_of(blocks) for name, blocks in self.blocks.items()} if keep_lines else None
         self._attach({name: Scored(blocks, self.dense[name]) for name, blocks in self.blocks.items()})
 
     def _step(self) -> bool:
         # After the last step of the schedule scores still move: the best blocks change, their number does not.
         due = self.schedule.due(min(self.calls, self.schedule.end))
         if due:
-            scores = {name: gate.scores for name, gate in self.gates.items()}
-            for name, keep in strongest(scores, self.blocks, self.schedule(self.calls), self.scope).items():
+            scores = {name: self.gates[name].scores for name in self._trained()}
+            if not scores:
+                return due
+            kept = strongest(
+                scores,
+                self.blocks,
+                self.schedule(self.calls),
+                self.scope,
+                seed=self.seed,
+                lines=self._lines,
+                end=self.schedule.density,
+            )
+            for name, keep in kept.items():
                 self.gates[name].keep = keep
         return due

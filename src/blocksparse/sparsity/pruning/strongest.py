@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from ...checked import number
 from ...errors import BlockSparseError
 from ...surgery.blocks import Blocks
+from .lines import Lines, cover, covered
 
 SCOPES = ("global", "layer")
 
@@ -31,15 +33,37 @@ def check_density(density: float, blocks: Mapping[str, Blocks], scope: str) -> N
 
 
 def strongest(
-    scores: Mapping[str, Tensor], blocks: Mapping[str, Blocks], density: float, scope: str
+    scores: Mapping[str, Tensor],
+    blocks: Mapping[str, Blocks],
+    density: float,
+    scope: str,
+    *,
+    seed: int = 0,
+    lines: Mapping[str, Lines] | None = None,
+    end: float | None = None,
 ) -> dict[str, Tensor]:
     """Marks the blocks with the highest scores, bool `[out_blocks, in_blocks]` for each weight, to the nearest block.
 
     In the scope "layer" that part of each weight's blocks; in "global" of all weights' numbers, for which they compete.
-    The best block of each weight is always kept.
+    The best block of each weight is always kept. Of blocks with equal scores random ones are, by the seed.
+
+    Args:
+        lines: of each weight the rows and columns of blocks that keep a block if the density suffices for one in each;
+            None for no such rule. A score of -inf is that of a block that is not there any more.
+        end: the density that is left in the end, which those blocks are to suffice for; by default `density`.
     """
+    limits = density, density if end is None else end
     groups = [list(scores)] if scope == "global" else [[name] for name in scores]
-    return {name: mask for group in groups for name, mask in _strongest(group, scores, blocks, density).items()}
+    marks: dict[str, Tensor] = {}
+    for number_of_group, names in enumerate(groups):
+        marks |= _strongest(names, scores, blocks, limits, seed + number_of_group, lines)
+    return marks
+
+
+def ranks(scores: Tensor, seed: int = 0) -> Tensor:
+    """The place of each score among all in rising order, int64 in their shape; equals are in a random order."""
+    order = _order(scores.flatten(), seed)
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device)).view_as(scores)
 
 
 @dataclass(frozen=True)
@@ -64,17 +88,61 @@ class Cap:
 
 
 def _strongest(
-    names: list[str], scores: Mapping[str, Tensor], blocks: Mapping[str, Blocks], density: float
+    names: list[str],
+    scores: Mapping[str, Tensor],
+    blocks: Mapping[str, Blocks],
+    limits: tuple[float, float],
+    seed: int,
+    lines: Mapping[str, Lines] | None,
 ) -> dict[str, Tensor]:
     device = scores[names[0]].device
     flat = [scores[name].flatten().to(device, torch.float64) for name in names]
     sizes = torch.cat([torch.full_like(each, blocks[name].size) for name, each in zip(names, flat, strict=True)])
     ranked = torch.cat([each.index_fill(0, each.argmax(), torch.inf) for each in flat])
-    order = ranked.argsort(stable=True)  # stable, so that among equal ones every run removes the same
+    order = _order(ranked, seed)
+    if lines is not None:
+        order = _lines_last(order, ranked, [(blocks[name], lines[name]) for name in names], limits)
     # A block goes where more than half of it is above what may stay.
-    gone = sizes[order].cumsum(0) - sizes[order] / 2 <= (1 - density) * sizes.sum()
+    gone = sizes[order].cumsum(0) - sizes[order] / 2 <= (1 - limits[0]) * sizes.sum()
     gone &= ranked[order] < torch.inf
     keep = torch.ones_like(order, dtype=torch.bool)
     keep[order[gone]] = False
     parts = keep.split([each.numel() for each in flat])
     return {name: part.view(blocks[name].grid).to(scores[name].device) for name, part in zip(names, parts, strict=True)}
+
+
+def _order(scores: Tensor, seed: int) -> Tensor:
+    """The positions of scores in rising order, of equal ones in a random order, the same on every device."""
+    order = scores.argsort(stable=True)
+    ranked = scores[order]
+    same = (ranked[1:] == ranked[:-1]) & ranked[1:].isfinite()
+    if same.any():
+        outside = same.new_zeros(1)
+        tied = torch.cat([same, outside]) | torch.cat([outside, same])
+        run = torch.cat([outside, ~same]).cumsum(0)[tied]
+        shuffled = torch.randperm(len(run), generator=torch.Generator().manual_seed(seed), device="cpu")
+        shuffled = shuffled.to(order.device)
+        order[tied] = order[tied][shuffled[run[shuffled].argsort(stable=True)]]
+    return order
+
+
+def _lines_last(
+    order: Tensor, scores: Tensor, weights: list[tuple[Blocks, Lines]], limits: tuple[float, float]
+) -> Tensor:
+    """The same order, but blocks that lines need come behind the others, and before those that stay in any case."""
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    rank = rank.masked_fill(scores == -torch.inf, -1)
+    marks = []
+    for (blocks, lines), mine in zip(
+        weights, rank.split([math.prod(blocks.grid) for blocks, _ in weights]), strict=True
+    ):
+        now, end = (_count(math.prod(blocks.grid), density) for density in limits)
+        needed = covered(lines, now)
+        marks.append(cover(mine.view(blocks.grid), needed, max(end, *(side.size for side in needed))).flatten())
+    late = torch.cat(marks).to(torch.uint8).masked_fill(scores == torch.inf, 2)[order]
+    return torch.cat([order[late == each] for each in range(3)])
+
+
+def _count(blocks: int, density: float) -> int:
+    """How many of the blocks of one weight stay at this density."""
+    return blocks - math.floor((1 - density) * blocks + 0.5)

@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...checked import number
+from ...checked import integer, number
 from ...errors import BlockSparseError
 from ...surgery.prunable import Skip, prunable
 from .dense_pruner import Masked
+from .lines import best_of_lines, lines_of
 from .magnitude import dense_norms
 from .schedule import Ramp
+from .strongest import ranks
 
 
 def percentiles(model: nn.Module, percent: float = 90, skip: Skip = ()) -> dict[str, float]:
@@ -52,6 +54,9 @@ class ThresholdPruning(Masked):
         begin, ramp, end, every: calls of `step`: where the pruning begins, where the threshold begins to rise faster,
             where it ends, and how often blocks are pruned in between. The paper starts in the second epoch, and
             takes 20 % and 40 % of the training for `ramp` and `end`.
+        seed: of which of equal blocks `keep_lines` keeps.
+        keep_lines: whether each row and each column of blocks keeps its largest block, so that no neuron loses all of
+            its connections; not where a row (column) is a single block.
 
     Raises:
         BlockSparseError: as `DensePruner`; a q that is negative or missing for a weight, steps that do not follow each
@@ -83,10 +88,13 @@ class ThresholdPruning(Masked):
         every: int = 100,
         block_size: int | tuple[int, int] = 32,
         skip: Skip = (),
+        seed: int = 0,
+        keep_lines: bool = True,
     ):
         super().__init__(model, optimizer, block_size=block_size, skip=skip)
         self.schedule = Ramp(begin, ramp, end, every)
         self.end = end
+        self.seed, self.keep_lines = integer("seed", seed, 0), keep_lines
         given = q if isinstance(q, Mapping) else dict.fromkeys(self.weights, q)
         missing = [name for name in self.weights if name not in given]
         if missing:
@@ -101,6 +109,12 @@ class ThresholdPruning(Masked):
         return self.schedule.threshold(t, self.theta[name])
 
     def _change(self) -> None:
-        for name, keep in self.keep.items():
+        for name in self._trained():
             largest = dense_norms(self.blocks[name], self.dense[name], "max")
-            self.keep[name] = keep.to(largest.device) & (largest >= self.threshold(name, self.calls))
+            keep = self.keep[name].to(largest.device)
+            stays = largest >= self.threshold(name, self.calls)
+            if self.keep_lines:
+                rows, cols = lines_of(self.blocks[name])
+                several = rows[: rows.size * (cols.size > 1)], cols[: cols.size * (rows.size > 1)]
+                stays |= best_of_lines(ranks(largest, self.seed).masked_fill(~keep, -1), several)
+            self.keep[name] = keep & stays

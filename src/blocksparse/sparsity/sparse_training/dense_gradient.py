@@ -17,7 +17,8 @@ from torch import Tensor
 from ...layout import BlockLayout
 from ...nn.conv import Convolution
 from ...nn.linear import Linear
-from ..pruning.magnitude import norms_of, smallest
+from ..pruning.lines import Lines
+from ..pruning.magnitude import Order, norms_of, scattered, smallest
 from .dynamic_sparsity import check_beside_ddp
 
 TILE = 1 << 20  # weights in a tile, unless one row of blocks has more
@@ -191,27 +192,55 @@ def gradient_norms(
 
 
 def largest(
-    tiles: Iterator[tuple[int, Tensor]], taken: np.ndarray, columns: int, count: int
+    tiles: Iterator[tuple[int, Tensor]],
+    taken: np.ndarray,
+    columns: int,
+    count: int,
+    order: Order = scattered,
+    lines: Lines | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The numbers row * columns + column of the `count` largest norms, rising, without those taken, and these norms.
 
-    Of equal ones those that come first. The norms are [nan] where one is not finite.
+    Of equal ones those that come first in the order. The norms are [nan] where one is not finite.
+
+    Args:
+        lines: rows and columns without any that is taken: the largest in each of them is added.
     """
     keys, norms = np.empty(0, dtype=np.int64), np.empty(0)
+    rows, cols = (np.empty(0, dtype=np.int64),) * 2 if lines is None else lines
+    of_rows, of_cols = [(keys, norms)], (np.zeros(cols.size, dtype=np.int64), np.full(cols.size, -1.0))
     for first, tile in tiles:
         mine = tile.flatten().cpu().numpy()
         if not np.isfinite(mine).all():
             return np.zeros(1, dtype=np.int64), np.full(1, np.nan)
         start = first * columns
+        if rows.size or cols.size:
+            mine = mine.reshape(-1, columns)
+            places = start + np.arange(mine.size).reshape(mine.shape)
+            inside = rows[(rows >= first) & (rows < first + len(mine))] - first
+            of_rows.append(_best(places[inside].T, mine[inside].T, order))
+            places, of_tile = _best(places[:, cols], mine[:, cols], order)
+            of_cols = _best(np.stack([of_cols[0], places]), np.stack([of_cols[1], of_tile]), order)
+            mine = mine.ravel()
         free = np.ones(mine.size, dtype=bool)
         free[taken[slice(*np.searchsorted(taken, [start, start + mine.size]))] - start] = False
         found = np.flatnonzero(free)
         keys = np.concatenate([keys, start + found])
         norms = np.concatenate([norms, mine[found]])
         if keys.size > count:
-            best = smallest(-norms, count)
+            best = smallest(-norms, count, lambda at: order(keys[at]))  # noqa: B023 (called at once)
             keys, norms = keys[best], norms[best]
-    return keys, norms
+    every = [(keys, norms), *of_rows, of_cols]
+    keys, first_of = np.unique(np.concatenate([each for each, _ in every]), return_index=True)
+    return keys, np.concatenate([each for _, each in every])[first_of]
+
+
+def _best(places: np.ndarray, norms: np.ndarray, order: Order) -> tuple[np.ndarray, np.ndarray]:
+    """The place with the largest norm in each column of these, and that norm."""
+    last = np.iinfo(np.uint64).max
+    best = np.where(norms == norms.max(0, initial=-1), order(places), last).argmin(0)
+    along = np.arange(best.size)
+    return places[best, along], norms[best, along]
 
 
 def _wide(tensor: Tensor, features: int) -> Tensor:

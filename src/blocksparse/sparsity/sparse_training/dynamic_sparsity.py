@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...checked import integer
-from ...errors import BlockSparseError
+from ...errors import BlockSparseError, SparsityWarning
 from ...nn.module import BlockSparseModule
 from ...pages import Page
 from ...surgery.agreement import check_layouts
@@ -20,8 +22,10 @@ from ...surgery.optimizer import check_optimizer
 from ...surgery.prunable import Skip, skipped
 from ...surgery.rewire import OnLayoutChange
 from ...surgery.stored import Stored
+from ..pruning.magnitude import scattered
 from ..training_method import TrainingMethod
 
+TIES = 1  # sets these random numbers apart from those of `_generator`
 Modules = nn.Module | Iterable[nn.Module]
 
 
@@ -31,8 +35,12 @@ class DynamicSparsity(TrainingMethod):
     What is drawn depends on the seed and the number of calls only, so these two are the state that a checkpoint needs
     besides the model's and the optimizer's. Arguments are as for `SET`.
 
+    A frozen weight, whose `values.requires_grad` is False at the call of `step`, keeps its layout: blocks that grow in
+    it would never be trained. A `SparsityWarning` lists such weights once.
+
     Raises:
-        BlockSparseError: a model without block-sparse weights, or with one that is empty; nothing left after `skip`; a
+        BlockSparseError: a model without block-sparse weights, or with one that is empty; nothing left after `skip`;
+            only frozen weights, or a frozen layer among the modules given; a
             name that the model does not have; an optimizer without the parameter of one of them; numbers out of range;
             DistributedDataParallel of a tensor-parallel model.
     """
@@ -49,6 +57,7 @@ class DynamicSparsity(TrainingMethod):
         skip: Skip = (),
         every: int = 1,
         seed: int = 0,
+        keep_lines: bool = True,
         on_layout_change: OnLayoutChange | None = None,
     ):
         if isinstance(modules, Iterable) and not isinstance(modules, nn.Module):
@@ -59,7 +68,10 @@ class DynamicSparsity(TrainingMethod):
         self._reshard()
         for name, module in self.modules.items():
             stored = Stored(module)
-            check_optimizer(optimizer, stored.parameter, f"{name}.values" if name else "values")
+            if not stored.parameter.requires_grad:
+                self._check_not_asked_for(name, module)
+            else:
+                check_optimizer(optimizer, stored.parameter, f"{name}.values" if name else "values")
             if stored.layout.nnz == 0:
                 raise BlockSparseError.expected(name or "modules", "a layer with connections", repr(stored.layout))
             if stored.parameter in parameters:
@@ -69,9 +81,15 @@ class DynamicSparsity(TrainingMethod):
             check_beside_ddp(self.modules.values())
         self.optimizer, self.on_layout_change = optimizer, on_layout_change
         self.every, self.seed = integer("every", every, 1), integer("seed", seed, 0)
+        self.keep_lines = keep_lines
+        self._frozen: set[str] = set()
+        if not any(Stored(module).parameter.requires_grad for module in self.modules.values()):
+            expected = "weights that are trained, not all of them frozen: layer.requires_grad_(True) first"
+            raise BlockSparseError.expected("modules", expected, "frozen ones only")
+        self._trained()
         self._watch_updates()
 
-    def _trained(self) -> dict[str, Tensor]:
+    def _named_parameters(self) -> dict[str, Tensor]:
         return {f"{name}.values".lstrip("."): Stored(module).parameter for name, module in self.modules.items()}
 
     def _step(self) -> bool:
@@ -104,9 +122,35 @@ class DynamicSparsity(TrainingMethod):
     def _change(self) -> None:
         raise NotImplementedError
 
+    def _trained(self) -> Iterator[tuple[int, str, Stored]]:
+        """The position, the name and the weight of each module that is not frozen now; warns of newly frozen ones."""
+        every = [(i, name, Stored(module)) for i, (name, module) in enumerate(self.modules.items())]
+        frozen = {name for _, name, stored in every if not stored.parameter.requires_grad}
+        if new := sorted(frozen - self._frozen):
+            values = ", ".join(f"{name}.values".lstrip(".") for name in new)
+            warnings.warn(
+                f"{type(self).__name__} leaves {values} as they are while they are frozen: set requires_grad_(True) to "
+                "change them too, or name them in skip",
+                SparsityWarning,
+                stacklevel=4,
+            )
+        self._frozen |= frozen
+        return (each for each in every if each[1] not in frozen)
+
+    def _check_not_asked_for(self, name: str, module: nn.Module) -> None:
+        """Raises a BlockSparseError for a frozen layer that was given itself, and not a model that it is in."""
+        if any(module is root for root in self._roots):
+            expected = "a layer that is trained: requires_grad_(True) first, or leave it out"
+            raise BlockSparseError.expected(name or "modules", expected, "a frozen one")
+
     def _generator(self, module: int) -> np.random.Generator:
         """For one module in one call."""
         return np.random.default_rng([self.seed, self.calls, module])
+
+    def _order(self, module: int) -> partial[np.ndarray]:
+        """The random order of equal blocks of one module in one call, by their places: see `scattered`."""
+        words = np.random.SeedSequence([self.seed, self.calls, module, TIES]).generate_state(1, np.uint64)
+        return partial(scattered, seed=int(words[0]))
 
     def state_dict(self) -> dict[str, Tensor]:
         return super().state_dict() | {"seed": torch.tensor(self.seed)}

@@ -9,6 +9,7 @@ from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
 from ...surgery.stored import Stored
+from ..pruning.lines import lines_of
 from ..pruning.magnitude import check_norm, magnitudes, per_number
 from ..pruning.schedule import CubicSchedule
 from ..pruning.strongest import check_density, strongest
@@ -26,7 +27,7 @@ class GradualBlockPruning(DynamicSparsity):
     Args:
         modules, optimizer, skip, on_layout_change: as for `SET`.
         density: of all these weights together, at the end, of all their blocks.
-        begin, end, every, norm, scope: as for `GradualPruning`.
+        begin, end, every, norm, scope, seed, keep_lines: as for `GradualPruning`.
 
     Raises:
         BlockSparseError: as `DynamicSparsity` and `GradualPruning`.
@@ -55,31 +56,45 @@ class GradualBlockPruning(DynamicSparsity):
         norm: str = "l2",
         scope: str = "global",
         skip: Skip = (),
+        seed: int = 0,
+        keep_lines: bool = True,
         on_layout_change: OnLayoutChange | None = None,
     ):
-        super().__init__(modules, optimizer, skip=skip, on_layout_change=on_layout_change)
+        super().__init__(
+            modules, optimizer, skip=skip, seed=seed, keep_lines=keep_lines, on_layout_change=on_layout_change
+        )
         self.schedule = CubicSchedule(density, begin, end, every)
         check_norm(norm)
         self.blocks: dict[str, Blocks] = {}
         for name, module in self.modules.items():
             stored = Stored(module)
             self.blocks[name] = Blocks((*stored.layout.shape, *stored.local.shape[3:]), stored.layout.block_shape)
-        check_density(density, self.blocks, scope)
+        check_density(density, {name: self.blocks[name] for _, name, _ in self._trained()}, scope)
         self.norm, self.scope = norm, scope
 
     def _due(self, call: int) -> bool:
         return self.schedule.due(call)
 
     def _change(self) -> None:
-        stored = {name: Stored(module) for name, module in self.modules.items()}
+        stored = {name: weight for _, name, weight in self._trained()}
+        if not stored:
+            return
         scores = {}
         for name, weight in stored.items():
             norms = per_number(magnitudes(weight, self.norm), self.blocks[name], self.norm)
             # An absent block has a lower score than any zero that is stored.
-            places = np.full(weight.layout.grid, -1, dtype=norms.dtype)
+            places = np.full(weight.layout.grid, -np.inf, dtype=norms.dtype)
             places[weight.layout.row_of_block, weight.layout.col_of_block] = norms
             scores[name] = torch.from_numpy(places)
-        keep = strongest(scores, self.blocks, self.schedule(self.calls), self.scope)
+        keep = strongest(
+            scores,
+            self.blocks,
+            self.schedule(self.calls),
+            self.scope,
+            seed=self.seed,
+            lines={name: lines_of(weight) for name, weight in stored.items()} if self.keep_lines else None,
+            end=self.schedule.density,
+        )
         for name, weight in stored.items():
             gone = ~keep[name].numpy()[weight.layout.row_of_block, weight.layout.col_of_block]
             if gone.any():

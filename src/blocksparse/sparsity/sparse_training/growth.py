@@ -12,7 +12,10 @@ from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule
+from ...patterns.weights import spread
 from ...surgery.stored import Stored
+from ..pruning.lines import Lines
+from ..pruning.magnitude import Order
 
 Init = str | Callable[[BlockSparseModule, tuple[int, ...], torch.Generator], Tensor]
 INITS = ("zeros", "he", "xavier")
@@ -81,13 +84,13 @@ def draw_unused(
     grid: tuple[int, int],
     count: int,
     generator: np.random.Generator,
-    lines: tuple[np.ndarray, np.ndarray] | None = None,
+    lines: Lines | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows and columns of `count` different places that are not taken, each choice equally likely, sorted.
 
     Taken are row * columns + column, rising; `lines` are the rows and columns that may be used, rising, None for all.
     """
-    if lines is not None:
+    if lines is not None and (lines[0].size, lines[1].size) != grid:
         rows, cols = np.divmod(taken, grid[1])
         among = np.isin(rows, lines[0]) & np.isin(cols, lines[1])
         small = (lines[0].size, lines[1].size)
@@ -99,6 +102,61 @@ def draw_unused(
     drawn = _different(generator, grid[0] * grid[1] - taken.size, count)
     drawn += np.searchsorted(taken - np.arange(taken.size), drawn, side="right")
     return np.divmod(drawn, grid[1])
+
+
+def refilled(
+    kept: np.ndarray,
+    drawn: tuple[np.ndarray, np.ndarray],
+    columns: int,
+    lines: Lines,
+    generator: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The places drawn, sorted, some of them moved so that as few of these lines as possible have no block.
+
+    Kept are the blocks row * columns + column that stay; with them the lines that have a block already are known.
+    """
+    rows, cols = (
+        spread(mine, side, generator, taken)
+        for mine, side, taken in zip(drawn, lines, np.divmod(kept, columns), strict=True)
+    )
+    places = np.sort(rows * columns + cols)
+    return np.divmod(places, columns)
+
+
+def grown(places: np.ndarray, norms: np.ndarray, count: int, columns: int, lines: Lines, order: Order) -> np.ndarray:
+    """The `count` places with the largest norms, but first the best one in each of some lines without any block.
+
+    Where there are too many of these, rows are paired with columns at random, as many as needed.
+
+    Args:
+        places: row * columns + column of free places; all of those with the `count` largest norms, and the best one in
+            each of the lines.
+        order: of places with equal norms, and of lines that are paired.
+    """
+    best = np.lexsort((order(places), -norms))
+    both = zip(lines, np.divmod(places[best], columns), strict=True)
+    first = np.unique(np.concatenate([_first_in(side, mine) for side, mine in both]))
+    if first.size > count:
+        return _paired(places, norms, count, columns, lines, order)
+    rest = np.delete(np.arange(best.size), first)[: count - first.size]
+    return places[best[np.concatenate([first, rest])]]
+
+
+def _paired(places: np.ndarray, norms: np.ndarray, count: int, columns: int, lines: Lines, order: Order) -> np.ndarray:
+    rows, cols = (side[order(side + offset).argsort()] for side, offset in zip(lines, (0, 1 << 32), strict=True))
+    n = min(rows.size, cols.size, rows.size + cols.size - count)
+    pairs = (rows[:n] * columns + cols[:n])[:count]
+    free = ~np.isin(places, pairs)
+    left, others = count - pairs.size, (rows[n:], cols[n:])
+    if not n:  # the blocks do not suffice for these lines
+        others = rows[:left], cols[: max(0, left - rows.size)]
+    return np.concatenate([pairs, grown(places[free], norms[free], left, columns, others, order)])
+
+
+def _first_in(wanted: np.ndarray, lines: np.ndarray) -> np.ndarray:
+    """Where each of the lines that are wanted comes first."""
+    found, first = np.unique(lines, return_index=True)
+    return first[np.isin(found, wanted)]
 
 
 def _different(generator: np.random.Generator, population: int, count: int) -> np.ndarray:

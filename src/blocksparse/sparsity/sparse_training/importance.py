@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...checked import integer, number
 from ...errors import BlockSparseError
+from ...layout import BlockLayout
 from ...nn.module import BlockSparseModule, Weight
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
@@ -22,7 +23,8 @@ class ImportancePruning(DynamicSparsity):
     A neuron's importance is the sum of |w| over its incoming connections, I_j = sum_i |w_ij|. Those below the
     percentile of their layer lose all incoming connections, and nothing grows instead: the stored blocks become fewer
     for good. With blocks of several rows a row of blocks goes as a whole, by the mean importance of its neurons.
-    Neurons without connections that are left can be taken out of the network by `compact`. Under
+    Neurons without connections that are left can be taken out of the network by `compact`. A neuron stays if it is the
+    most important one of those that an input still reaches, so that no input loses its last connection. Under
     DistributedDataParallel, wrap the model again after a call that changed it.
 
     Args:
@@ -31,6 +33,8 @@ class ImportancePruning(DynamicSparsity):
         percentile: 20 in the papers' sequential code, 10 in the parallel one.
         begin: the first call of `step` that may prune; the papers' codes leave out 200 epochs.
         every: calls from one pruning to the next: 10 in the sequential code, 20 in the parallel one.
+        keep_lines: whether each column of blocks keeps a block; False prunes as the papers do.
+        seed: of which of equally important neurons stay for that.
 
     Raises:
         BlockSparseError: as `DynamicSparsity`; weights of recurrent layers; a percentile outside of 0 to 100.
@@ -54,9 +58,19 @@ class ImportancePruning(DynamicSparsity):
         begin: int = 201,
         every: int = 10,
         skip: Skip = (),
+        seed: int = 0,
+        keep_lines: bool = True,
         on_layout_change: OnLayoutChange | None = None,
     ):
-        super().__init__(modules, optimizer, skip=skip, every=every, on_layout_change=on_layout_change)
+        super().__init__(
+            modules,
+            optimizer,
+            skip=skip,
+            every=every,
+            seed=seed,
+            keep_lines=keep_lines,
+            on_layout_change=on_layout_change,
+        )
         self.percentile = number("percentile", percentile, 0, 100)
         self.begin = integer("begin", begin, 0)
         for name, module in self.modules.items():
@@ -64,12 +78,25 @@ class ImportancePruning(DynamicSparsity):
                 raise BlockSparseError.expected(name, "a linear layer or a convolution (or it in skip)", "a weight")
 
     def _change(self) -> None:
-        for module in self.modules.values():
-            stored = Stored(module)
-            important = importance(stored).numpy()
+        for i, _, stored in self._trained():
+            important, layout = importance(stored).numpy(), stored.layout
             unimportant = important < np.percentile(important, self.percentile)
-            drop = np.flatnonzero(np.repeat(unimportant, np.diff(stored.layout.row_start)))
+            if self.keep_lines:
+                best = np.lexsort((self._order(i)(np.arange(important.size)), -important))
+                unimportant &= ~_needed(layout, unimportant, best)
+            drop = np.flatnonzero(unimportant[layout.row_of_block])
             rewire(stored, drop, [], [], self.optimizer, on_layout_change=self.on_layout_change)
+
+
+def _needed(layout: BlockLayout, unimportant: np.ndarray, best: np.ndarray) -> np.ndarray:
+    """Marks the first row, in the order `best`, of each column of blocks that has blocks in unimportant rows only."""
+    place = np.empty_like(best)
+    place[best] = np.arange(best.size)
+    first = np.full(layout.grid[1], best.size)
+    np.minimum.at(first, layout.col_of_block, place[layout.row_of_block])
+    needed = np.zeros(best.size, dtype=bool)
+    needed[best[first[first < best.size]]] = True
+    return needed & unimportant
 
 
 def importance(module: BlockSparseModule | Stored) -> Tensor:

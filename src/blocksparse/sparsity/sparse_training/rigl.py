@@ -15,14 +15,17 @@ from ...checked import integer, number
 from ...errors import BlockSparseError
 from ...nn.conv import Convolution
 from ...nn.linear import Linear
+from ...nn.part import Part
 from ...surgery.optimizer import unwrapped
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
 from ...surgery.stored import Stored
+from ..pruning.lines import NO_LINES, covered, empty_lines, lines_of
 from ..pruning.magnitude import check_norm, magnitudes, smallest
 from ..updates import was_skipped
 from .dense_gradient import TILE, Watch, gradient_norms, largest
 from .dynamic_sparsity import DynamicSparsity, Modules
+from .growth import grown
 
 
 class RigL(DynamicSparsity):
@@ -45,6 +48,10 @@ class RigL(DynamicSparsity):
         every: iterations from one change to the next.
         alpha: the fraction at the beginning, 0 to 1.
         norm: of a block, for weights and gradients: "l2", "mean" or "max".
+        seed: of which go and grow of equal ones: where no gradient arrives, say, blocks grow at random places.
+        keep_lines: whether blocks grow first in rows and columns of blocks that have none, where the gradient is the
+            largest there, if the density suffices for one in each. No gradient would fill them again: a neuron without
+            inputs is constant.
 
     Raises:
         BlockSparseError: as `SET`; recurrent weights; in `step`, a layer whose gradient was not computed since the last
@@ -76,9 +83,19 @@ class RigL(DynamicSparsity):
         alpha: float = 0.3,
         skip: Skip = (),
         norm: str = "l2",
+        seed: int = 0,
+        keep_lines: bool = True,
         on_layout_change: OnLayoutChange | None = None,
     ):
-        super().__init__(modules, optimizer, skip=skip, every=every, on_layout_change=on_layout_change)
+        super().__init__(
+            modules,
+            optimizer,
+            skip=skip,
+            every=every,
+            seed=seed,
+            keep_lines=keep_lines,
+            on_layout_change=on_layout_change,
+        )
         for name, module in self.modules.items():
             if not isinstance(module, Linear | Convolution):
                 expected = "a linear layer or a convolution (or it in skip)"
@@ -145,34 +162,44 @@ class RigL(DynamicSparsity):
         self._held = False
 
     def _change(self) -> None:
-        for name, watch in zip(self.modules, self._watches, strict=True):
+        trained = [(name, stored, self._watches[i], self._order(i)) for i, name, stored in self._trained()]
+        for name, _, watch, _ in trained:
             if not watch.seen:
                 expected = "a backward pass through it before (torch.compile hides it unless "
-                expected += "torch._dynamo.config.skip_nnmodule_hook_guards is False, and so do frozen layers)"
+                expected += "torch._dynamo.config.skip_nnmodule_hook_guards is False)"
                 raise BlockSparseError.expected(f"step of {name or 'RigL'}", expected, "none")
-        for watch in self._watches:
+        for _, stored, watch, order in trained:
             watch.drop_overflows()
-            self._rig(watch)
+            self._rig(stored, watch, order)
 
-    def _rig(self, watch: Watch) -> None:
-        stored, mine = Stored(watch.layer), watch.layer.layout
-        layout = stored.layout
+    def _rig(self, stored: Stored, watch: Watch, order: partial[np.ndarray]) -> None:
+        layout, mine = stored.layout, watch.layer.layout
         count = int(self.fraction(self.calls) * layout.nnz)
-        keys = layout.keys_of_blocks()
-        drop = smallest(magnitudes(stored, self.norm), count)
+        keys, columns = layout.keys_of_blocks(), layout.grid[1]
+        drop = smallest(magnitudes(stored, self.norm), count, order)
+        lines = covered(lines_of(stored), layout.nnz) if self.keep_lines else NO_LINES
+        empty = empty_lines(lines, keys[~drop], columns)
         # The gradient that is here is that of this process's part, where tensor parallelism cuts the weight.
         stays = ~drop[stored.of_part]
         kernel, replicas = tuple(stored.local.shape[3:]), stored.replicas or watch.replicas
         # Under FSDP2 no more at a time than a process has of the values.
         tile = TILE if stored.is_whole else min(TILE, stored.share)
         norms = gradient_norms(watch.seen, mine, kernel, self.norm, tile, replicas=replicas)
-        best = largest(norms, mine.keys_of_blocks()[stays], mine.grid[1], count)
-        grown, size = stored.gather_places(*best)
+        part = watch.layer.part or Part(layout.grid, 0, np.arange(layout.grid[0]), None)
+        best = largest(
+            norms,
+            mine.keys_of_blocks()[stays],
+            mine.grid[1],
+            count,
+            lambda keys: order(part.keys(keys, mine.grid[1])),
+            part.lines_here(empty),
+        )
+        places, size = stored.gather_places(*best)
         if not np.isfinite(size).all():  # an overflow, which GradScaler skips too
             return
-        grown = grown[smallest(-size, min(count, size.size))]
-        drop &= ~np.isin(keys, grown)
-        rows, cols = np.divmod(np.setdiff1d(grown, keys, assume_unique=True), layout.grid[1])
+        new = grown(places, size, count, columns, empty, order)
+        drop &= ~np.isin(keys, new)
+        rows, cols = np.divmod(np.setdiff1d(new, keys, assume_unique=True), columns)
         rewire(stored, np.flatnonzero(drop), rows, cols, self.optimizer, on_layout_change=self.on_layout_change)
 
 

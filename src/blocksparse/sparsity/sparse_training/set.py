@@ -11,9 +11,10 @@ from ...checked import integer, number
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
 from ...surgery.stored import Stored
-from ..pruning.magnitude import check_norm, magnitudes, smallest
+from ..pruning.lines import covered, lines_of
+from ..pruning.magnitude import Order, check_norm, magnitudes, scattered, smallest
 from .dynamic_sparsity import DynamicSparsity, Modules
-from .growth import Init, check_init, draw_unused, first_values
+from .growth import Init, check_init, draw_unused, first_values, refilled
 
 
 class SET(DynamicSparsity):
@@ -36,7 +37,9 @@ class SET(DynamicSparsity):
             of (module, shape, torch.Generator) that returns a CPU tensor: all new blocks of the weight, on each of the
             processes that store it together (the names draw a few at a time).
         norm: the magnitude of a block: "l2", "mean" (of |w|) or "max".
-        seed: of all that is drawn.
+        seed: of all that is drawn, also of which go and grow of equal ones.
+        keep_lines: whether new blocks grow first in rows and columns of blocks that have none, if the density suffices
+            for one in each: a neuron without inputs or outputs learns nothing any more.
         on_layout_change: called as (module, source) after each change; see `rewire`.
 
     Raises:
@@ -67,9 +70,18 @@ class SET(DynamicSparsity):
         init: Init = "he",
         norm: str = "l2",
         seed: int = 0,
+        keep_lines: bool = True,
         on_layout_change: OnLayoutChange | None = None,
     ):
-        super().__init__(modules, optimizer, skip=skip, every=every, seed=seed, on_layout_change=on_layout_change)
+        super().__init__(
+            modules,
+            optimizer,
+            skip=skip,
+            every=every,
+            seed=seed,
+            keep_lines=keep_lines,
+            on_layout_change=on_layout_change,
+        )
         self.zeta = number("zeta", zeta, 0, 1)
         check_init(init)
         check_norm(norm)
@@ -77,16 +89,17 @@ class SET(DynamicSparsity):
         self.init, self.norm = init, norm
 
     def _change(self) -> None:
-        for i, module in enumerate(self.modules.values()):
-            stored = Stored(module)
+        for i, _, stored in self._trained():
             if stored.layout.nnz < stored.layout.grid[0] * stored.layout.grid[1]:
-                self._evolve(stored, self._generator(i))
+                self._evolve(stored, self._generator(i), self._order(i))
 
-    def _evolve(self, stored: Stored, generator: np.random.Generator) -> None:
-        layout = stored.layout
-        drop = nearest_zero(stored, self.zeta, self.norm)
-        count = int(drop.sum())
-        rows, cols = draw_unused(layout.keys_of_blocks()[~drop], layout.grid, count, generator, _lines(stored))
+    def _evolve(self, stored: Stored, generator: np.random.Generator, order: Order) -> None:
+        layout, lines = stored.layout, lines_of(stored)
+        drop = nearest_zero(stored, self.zeta, self.norm, order)
+        count, kept = int(drop.sum()), layout.keys_of_blocks()[~drop]
+        rows, cols = draw_unused(kept, layout.grid, count, generator, lines)
+        if self.keep_lines:
+            rows, cols = refilled(kept, (rows, cols), layout.grid[1], covered(lines, layout.nnz), generator)
         new = None
         if self.init != "zeros":
             torch_generator = torch.Generator().manual_seed(int(generator.integers(2**63)))
@@ -96,32 +109,19 @@ class SET(DynamicSparsity):
         )
 
 
-def nearest_zero(stored: Stored, zeta: float, norm: str = "l2") -> np.ndarray:
-    """Marks the blocks that SET drops, bool `[nnz]`: see `SET`."""
+def nearest_zero(stored: Stored, zeta: float, norm: str = "l2", order: Order = scattered) -> np.ndarray:
+    """Marks the blocks that SET drops, bool `[nnz]`: see `SET`; equal ones by the order of their positions."""
     values, nnz = stored.local, stored.layout.nnz
     if zeta == 0:
         return np.zeros(nnz, dtype=bool)
     if values.shape[1:].numel() != 1:
-        return smallest(magnitudes(stored, norm), round(zeta * nnz))
+        return smallest(magnitudes(stored, norm), round(zeta * nnz), order)
     wide = values if values.dtype == torch.float64 else values.float()
     weights = stored.gather(wide.reshape(-1)).cpu().numpy()
     drop = weights == 0
     for side in (weights > 0, weights < 0):
-        drop |= smallest(np.where(side, np.abs(weights), np.inf), round(zeta * np.count_nonzero(side)))
+        drop |= smallest(np.where(side, np.abs(weights), np.inf), round(zeta * np.count_nonzero(side)), order)
     return drop
-
-
-def _lines(stored: Stored) -> tuple[np.ndarray, np.ndarray] | None:
-    """The rows and columns of blocks that are not padding throughout; None for all."""
-    used = stored.used
-    if used is None:
-        return None
-    height, width = stored.layout.block_shape
-    out, in_ = used
-    rows, cols = out.view(-1, height).any(1), in_.view(-1, width).any(1)
-    if rows.all() and cols.all():
-        return None
-    return rows.nonzero().squeeze(1).numpy(), cols.nonzero().squeeze(1).numpy()
 
 
 # The name that it had first.
