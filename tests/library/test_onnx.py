@@ -2,6 +2,8 @@
 
 import copy
 import sys
+import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import blocksparse as bs
 
 pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.filterwarnings("ignore:.*stores dense weights:blocksparse.SparsityWarning")
 
 
 class Tagger(nn.Module):
@@ -153,3 +156,42 @@ def test_a_file_that_computes_something_else_is_found(monkeypatch, tmp_path):
     with pytest.raises(bs.BlockSparseError, match=r"expected the results of the model.*output 0 off by"):
         bs.export_onnx(model, torch.randn(2, 4), tmp_path / "m.onnx")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("opset", [18, 21, None])
+def test_the_opset_is_that_of_the_file(opset, tmp_path):
+    model, x = sparse(nn.Sequential(nn.Linear(24, 16), nn.ReLU())), torch.randn(3, 24)
+    path = bs.export_onnx(model, x, tmp_path / "m.onnx", opset=opset)
+    (version,) = [each.version for each in pytest.importorskip("onnx").load(path).opset_import if not each.domain]
+    assert version == opset or opset is None
+    check(path, model, x)
+
+
+@pytest.mark.parametrize("opset", [11, 99, 18.0, "18", True])
+def test_other_opsets_are_refused(opset, tmp_path):
+    with pytest.raises(bs.BlockSparseError, match=r"opset: expected an int from 18 to \d+, or None"):
+        bs.export_onnx(nn.Linear(4, 4), torch.randn(2, 4), tmp_path / "m.onnx", opset=opset)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_warning_says_that_the_file_is_dense_and_how_large(tmp_path):
+    model, x = nn.Sequential(bs.nn.Linear(160, 320, density=0.25, block_size=8)), torch.randn(2, 160)
+    with pytest.warns(
+        bs.SparsityWarning, match=r"m\.onnx stores dense weights.* 0\.20\d MB.*0\.205 MB .*0\.0512 MB"
+    ) as said:
+        bs.export_onnx(model, x, tmp_path / "m.onnx")
+    assert said[0].filename == __file__
+    with warnings.catch_warnings(action="error", category=bs.SparsityWarning):
+        bs.export_onnx(bs.densify(model), x, tmp_path / "dense.onnx")
+        bs.export_onnx(nn.Sequential(bs.nn.Linear(16, 16, block_size=8)), x[:, :16], tmp_path / "full.onnx")
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's exporters warn of themselves
+@pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.parametrize("kind", ["linear", "recurrent"])
+def test_the_export_of_torch_names_ours(kind, dynamo, tmp_path):
+    model, x = bs.nn.Linear(24, 40, density=0.5, block_size=8), torch.randn(3, 24)
+    if kind == "recurrent":
+        model, x = Tagger(partial(bs.nn.LSTM, density=0.5, block_size=8)), torch.randn(3, 2, 16)
+    with pytest.raises(Exception, match=r"torch\.onnx\.export: expected blocksparse\.export_onnx\(model, args, file\)"):
+        torch.onnx.export(model.eval(), (x,), str(tmp_path / "m.onnx"), dynamo=dynamo)

@@ -14,16 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checked import is_int
 from ..conversion.densify import densify
-from ..errors import BlockSparseError
+from ..errors import BlockSparseError, SparsityWarning
 from ..files import path_of
 from ..nn.lstm import LSTM
+from ..nn.module import BlockSparseModule
 from ..nn.quantized import QuantizedModule
 from ..nn.recurrent import Recurrent
 from ..surgery.replace import replace_modules
 
 # Of the weights' bytes: a larger file than 2 GiB cannot hold them, and they go into a second one next to it.
 LARGEST = 3 << 29
+# The versions of operators that PyTorch's exporter writes, or converts to.
+OPSETS = range(18, 24)
 
 # PyTorch's modules by ONNX's operator, with the order of its gates, and what says that they compute the same.
 RECURRENT: dict[type[nn.Module], tuple[str, tuple[int, ...], dict[str, Any]]] = {
@@ -41,6 +45,7 @@ def export_onnx(
     dynamic_shapes: Any = None,
     input_names: list[str] | None = None,
     output_names: list[str] | None = None,
+    opset: int | None = None,
     check: bool = True,
 ) -> Path:
     """Writes a model, block-sparse or not, as an ONNX file that any ONNX runtime takes.
@@ -55,11 +60,12 @@ def export_onnx(
         dynamic_shapes: which sizes may change, as for `torch.export.export`: `({0: "batch", 1: "time"},)` says it of
             two axes of the first argument. None: the sizes are those of `args`.
         input_names, output_names: in the file.
+        opset: the version of ONNX's operators in the file, 18 to 23; by default the one that PyTorch writes.
         check: whether, where onnxruntime is installed, the file is run on `args` and compared with the model. bfloat16
             is not compared, which onnxruntime does not run on CPUs.
 
     Returns:
-        The file.
+        The file. A SparsityWarning gives its size, where block-sparse weights are dense in it.
 
     Raises:
         BlockSparseError: onnx and onnxscript are not installed, a module that has no counterpart in ONNX
@@ -79,6 +85,9 @@ def export_onnx(
                 name, "it installed, to write ONNX files: pip install onnx onnxscript", error
             ) from error
     path = path_of("file", file)
+    if opset is not None and not (is_int(opset) and opset in OPSETS):
+        wanted = f"an int from {OPSETS.start} to {OPSETS.stop - 1}, or None for the one that PyTorch writes"
+        raise BlockSparseError.expected("opset", wanted, repr(opset))
     if small := [name or "it" for name, module in model.named_modules() if isinstance(module, QuantizedModule)]:
         expected = "float layers, as an ONNX file of ours has them: export the model before blocksparse.quantize"
         raise BlockSparseError.expected("model", expected, f"8 bits in {', '.join(small[:3])}")
@@ -93,6 +102,7 @@ def export_onnx(
             torch.onnx.export(
                 dense, positional, str(path), kwargs=named, dynamo=True, dynamic_shapes=dynamic_shapes,
                 input_names=input_names, output_names=output_names, external_data=size > LARGEST, verbose=False,
+                opset_version=opset,
             )  # fmt: skip
     except BlockSparseError:
         raise
@@ -111,7 +121,25 @@ def export_onnx(
             for written in (path, path.with_name(path.name + ".data")):
                 written.unlink(missing_ok=True)
             raise
+    _warn_of_dense_weights(model, path)
     return path
+
+
+def _warn_of_dense_weights(model: nn.Module, path: Path) -> None:
+    """Warns where the file has dense weights for block-sparse ones, with its size."""
+    sparse = {id(module): module for module in model.modules() if isinstance(module, BlockSparseModule)}
+    stored = sum(module.values.nbytes for module in sparse.values())
+    dense = sum(module.weight.nbytes for module in sparse.values())
+    if dense > stored:
+        files = [each for each in (path, path.with_name(path.name + ".data")) if each.exists()]
+        size = sum(each.stat().st_size for each in files)
+        warnings.warn(
+            f"{path} stores dense weights, with zeros where no block is: {size / 1e6:.3g} MB. The block-sparse weights "
+            f"take {dense / 1e6:.3g} MB of it, in place of {stored / 1e6:.3g} MB, and the time of dense ones. To run "
+            "them sparse, deploy the model itself, or torch.export's program of it",
+            SparsityWarning,
+            stacklevel=3,
+        )
 
 
 @contextmanager

@@ -32,13 +32,19 @@ def check_kinds(layout: Any, **tensors: Any) -> None:
         check_tangents(**tensors)
 
 
+FORWARD_MODE = (
+    "a forward-mode tangent: write torch.func.jacrev(f) in place of jacfwd or jvp, and "
+    "torch.func.jacrev(torch.func.jacrev(f)) in place of hessian"
+)
+
+
 def check_tangents(**tensors: Tensor | None) -> None:
     """Raises a BlockSparseError if a tensor has one: PyTorch would silently take that of the result to be zero."""
     if forward_ad._current_level < 0:
         return
     for name, tensor in tensors.items():
         if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise BlockSparseError.expected(name, "reverse-mode differentiation", "a forward-mode tangent")
+            raise BlockSparseError.expected(name, "reverse-mode differentiation", FORWARD_MODE)
 
 
 def check_same(x: Tensor, values: Tensor, bias: Tensor | None) -> None:
@@ -110,6 +116,21 @@ def check_rows_of_table(index: Tensor, rows: int) -> None:
         low, high = torch.aminmax(index)
         if low < 0 or high >= rows:
             raise BlockSparseError.expected("input", f"rows of a table that has {rows}", f"{low} to {high}")
+
+
+def refuse_onnx(name: str) -> None:
+    """Raises a BlockSparseError while torch.onnx.export traces a model: ONNX has no block-sparse operations."""
+    if (torch.compiler.is_exporting() or torch.jit.is_tracing()) and _is_in_onnx_export():
+        expected = "blocksparse.export_onnx(model, args, file), which writes dense weights"
+        raise BlockSparseError.expected("torch.onnx.export", expected, f"a model with blocksparse's {name}")
+
+
+def _is_in_onnx_export() -> bool:
+    return torch.onnx.is_in_onnx_export()
+
+
+# Dynamo takes PyTorch's function for False, and this one as it is.
+_is_in_onnx_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_activation(activation: Any, known: Any) -> None:

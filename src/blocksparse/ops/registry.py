@@ -24,7 +24,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout, layout_of_indices
 from ..pages import Page
 from . import cpu_core
-from .checks import check_devices, check_operands, check_tangents
+from .checks import check_devices, check_operands, check_tangents, refuse_onnx
 from .gpu import runtime as gpu_runtime
 from .operands import layout_of_operands
 
@@ -285,6 +285,7 @@ class LayoutOp(Op):
         if isinstance(layout, BlockLayout):
             if only_autograd_active(*tensors):
                 return self.direct(tensors, layout, options)
+            refuse_onnx(self.name)
             layout = Pattern(self.indices(layout, tensors, options), layout.grid[1])
         result: Tensor = self.torch_op(*tensors, layout.indices, layout.in_blocks, *options)
         return result

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import refuse_onnx
 from ..registry import LIBRARY, each_entry, indices_of, layout_of
 from .recurrence import Recurrence, Times
 
@@ -28,6 +29,7 @@ LIBRARY.define(
 
 def in_graph(recurrence: Recurrence, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """The outputs of a recurrence whose steps are `Times`, as an operation of a graph."""
+    refuse_onnx(type(recurrence).__name__)
     indices: list[Tensor] = []
     sizes_of_layouts: list[int] = []  # of each: block columns, and rows and columns of a block; 0 where it is dense
     for layout in recurrence.layouts:
