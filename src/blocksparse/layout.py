@@ -18,6 +18,7 @@ from .checked import (
     checked_ints,
     checked_mask,
     checked_pairs,
+    is_int,
 )
 from .errors import BlockSparseError
 from .indices import LARGE, compressed, few, index_type, is_rounded_mean, read_only, refuse_twice, rows_of, tensor_of
@@ -258,6 +259,33 @@ class BlockLayout:
                 "keep", f"bool [{self.nnz}] for {self!r}", f"{keep.dtype} {list(keep.shape)}"
             )
         return BlockLayout._from_keys(self.keys_of_blocks()[keep], self.grid, self.block_shape)
+
+    def crop(self, rows: int, columns: int) -> BlockLayout:
+        """Returns the layout of the first rows and columns: that of a mask of attention for shorter inputs, say.
+
+        Args:
+            rows, columns: in features (queries and keys, for attention), as in `shape`: multiples of the block, and no
+                more than the layout has.
+
+        Raises:
+            BlockSparseError: sizes below 1, above those of the layout, or that are no multiples of the block.
+
+        >>> import blocksparse as bs
+        >>> layout = bs.patterns.butterfly((256, 256), block_size=32)
+        >>> layout.crop(96, 128)
+        BlockLayout(shape=(96, 128), block_size=(32, 32), nnz=9, density=0.75)
+        """
+        grid = []
+        for name, size, block, most in zip(
+            ("rows", "columns"), (rows, columns), self.block_shape, self.shape, strict=True
+        ):
+            if not is_int(size) or not 0 < size <= most or size % block:
+                wanted = f"a multiple of the block, {block}, up to the {most} of {self!r}"
+                raise BlockSparseError.expected(name, wanted, repr(size))
+            grid.append(int(size) // block)
+        row, col = self.row_of_block, self._col
+        stays = (row < grid[0]) & (col < grid[1])
+        return BlockLayout._from_keys(row[stays] * grid[1] + col[stays], (grid[0], grid[1]), self.block_shape)
 
     def replaced(self, drop: Any, rows: Any, cols: Any) -> tuple[BlockLayout, torch.Tensor]:
         """Drops some blocks and adds others; returns the new layout and where each of its blocks comes from.

@@ -301,3 +301,28 @@ def test_import_loads_no_optional_package_and_no_engine_of_many_processes():
     """
     run = [sys.executable, "-c", textwrap.dedent(script)]
     assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == "[] False\n"
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(8, 6), (24, 3), (4, 30), (24, 30)])
+def test_crop_is_that_of_the_mask(rows, columns):
+    layout = bs.patterns.random((24, 30), block_size=(4, 3), density=0.4, seed=2)
+    cropped = layout.crop(rows, columns)
+    assert (cropped.shape, cropped.block_shape) == ((rows, columns), (4, 3))
+    assert torch.equal(cropped.mask(), layout.mask()[: rows // 4, : columns // 3])
+    many = bs.BlockLayout.from_indices([0, 5, 2**30], [7, 2, 9], (2**31, 10), 1)  # few blocks in very many rows
+    assert many.crop(6, 8).nnz == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "said"),
+    [
+        (6, 30, "rows: expected a multiple of the block, 4, up to the 24 of"),
+        (24, 33, "columns: expected a multiple of the block, 3, up to the 30 of"),
+        (0, 30, "rows: .*got 0"),
+        (24, 3.0, "columns: .*got 3.0"),
+        (-4, 30, "rows: .*got -4"),
+    ],
+)
+def test_crop_refuses_other_sizes(rows, columns, said):
+    with pytest.raises(bs.BlockSparseError, match=said):
+        bs.patterns.dense((24, 30), block_size=(4, 3)).crop(rows, columns)

@@ -423,3 +423,26 @@ def test_on_a_gpu(dtype, most, causal):
     ours = [found, *torch.autograd.grad(found, (q, k, v), upstream)]
     for got, right in zip(ours, [expected, *torch.autograd.grad(expected, exact, upstream.double())], strict=True):
         assert (got.double() - right).norm() <= most * right.norm()
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "remedy"),
+    [
+        (24, 40, r"layout\.crop\(24, 40\)"),
+        (96, 48, r"for inputs of this length, or of the longest, and layout\.crop"),
+        (44, 48, r"pad q, k and v to multiples of the block \(8, 8\)"),
+    ],
+)
+def test_a_mask_of_another_length_is_told_how_to_fit(queries, keys, remedy):
+    layout = bs.patterns.random((48, 48), block_size=8, density=0.5, seed=0)
+    q, k = torch.randn(2, 2, queries, 4), torch.randn(2, 2, keys, 4)
+    with pytest.raises(bs.BlockSparseError, match=rf"layout: expected the shape .*{remedy}.*, got BlockLayout"):
+        bs.nn.attention(q, k, k, layout)
+
+
+def test_a_cropped_mask_serves_shorter_inputs():
+    layout = bs.patterns.strided_attention(64, block_size=8)
+    q, k, v = torch.randn(3, 2, 2, 64, 4)
+    y = bs.nn.attention(q, k, v, layout, causal=True)
+    q, k, v = (x[:, :, :40] for x in (q, k, v))
+    torch.testing.assert_close(bs.nn.attention(q, k, v, layout.crop(40, 40), causal=True), y[:, :, :40])

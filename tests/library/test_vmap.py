@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import blocksparse as bs
 from blocksparse.ops.conv.op import CONV
@@ -154,3 +155,39 @@ def test_a_batch_of_inputs_alone_is_one_product(name, monkeypatch):
     monkeypatch.setattr(kind, "compute", counted)
     torch.vmap(lambda x: function(x, values, bias))(x)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("transform", [torch.func.hessian, torch.func.jacfwd], ids=["hessian", "jacfwd"])
+def test_refused_forward_mode_names_what_gives_the_same(transform):
+    layer = bs.nn.Linear(21, 9, density=0.5, block_size=4)
+
+    def loss(x):
+        return layer(x).tanh().square().sum()
+
+    with pytest.raises(
+        bs.BlockSparseError, match=r"write torch\.func\.jacrev\(f\).*jacrev\(torch\.func\.jacrev\(f\)\)"
+    ):
+        transform(loss)(torch.randn(21))
+    twice = torch.func.jacrev(torch.func.jacrev(loss))(torch.randn(21))
+    torch.testing.assert_close(twice, twice.T)
+
+
+OTHERS = {
+    "attention": lambda q: bs.nn.attention(q, q, q, bs.patterns.butterfly(6, 2)),
+    "dropout": lambda x: bs.nn.Dropout(0.5).eval()(x, slope=0.25),
+    "concat_elu": bs.nn.concat_elu,
+    "polyphase": lambda x: bs.nn.AdaptivePolyphaseUpsample()(*bs.nn.AdaptivePolyphaseDownsample()(x)),
+}
+
+
+@pytest.mark.parametrize("dual", [False, True], ids=["transform", "dual level"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_forward_mode_of_operations_without_a_layout_op(name, dual):
+    f = OTHERS[name]
+    x, tangent = torch.randn(2, 2, 3, 6, 6, dtype=torch.double)
+    if dual:
+        with forward_ad.dual_level():
+            found = forward_ad.unpack_dual(f(forward_ad.make_dual(x, tangent))).tangent
+    else:
+        _, found = torch.func.jvp(f, (x,), (tangent,))
+    torch.testing.assert_close(found, (f(x + 1e-6 * tangent) - f(x - 1e-6 * tangent)) / 2e-6, rtol=1e-5, atol=1e-6)

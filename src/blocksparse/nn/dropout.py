@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..checked import number
 from ..ops import dropout
@@ -46,7 +47,8 @@ class Dropout(nn.Module):
 
     def forward(self, input: Tensor, slope: float = 1.0) -> Tensor:
         x, drops = input, self.training and self.p > 0
-        if x.device.type == "cpu" and (is_eager(x) if drops else _saves(x, slope)):
+        direct = is_eager(x) and forward_ad._current_level < 0 if drops else _saves(x, slope)
+        if direct and x.device.type == "cpu":
             least, drawn = (dropout.least_of(self.p), seed()) if drops else (0, 0)
             order = _order(x)
             x = x.permute(order) if order else x

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..checked import number
 from ..errors import BlockSparseError
@@ -40,7 +41,7 @@ def concat_elu(x: Tensor, p: float = 0.0) -> Tensor:
     if x.dim() < 2:
         raise BlockSparseError.expected("x", "[n, channels, *]", list(x.shape))
     p = number("p", p, 0, below=1)
-    if x.device.type != "cpu" or x.dtype not in SUM_DTYPES or not is_eager(x):
+    if x.device.type != "cpu" or x.dtype not in SUM_DTYPES or not is_eager(x) or forward_ad._current_level >= 0:
         return F.dropout(F.elu(torch.cat([x, -x], 1), inplace=True), p)
     least = dropout.least_of(p)
     drawn = dropout.scale_of(least), seed() if least else 0, least

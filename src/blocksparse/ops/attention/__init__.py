@@ -109,6 +109,17 @@ def _check(q: Any, k: Any, v: Any, layout: Any) -> list[BlockLayout]:
     for each in layouts:
         check_layout(each)
         if each.shape[0] != queries or each.shape[1] != k.shape[2]:
-            wanted = f"the shape (queries, keys) = ({queries}, {k.shape[2]})"
-            raise BlockSparseError.expected("layout", wanted, repr(each))
+            raise _other_shape(each, queries, k.shape[2])
     return layouts[:1] if len(set(layouts)) == 1 else layouts
+
+
+def _other_shape(layout: BlockLayout, queries: int, keys: int) -> BlockSparseError:
+    wanted = f"the shape (queries, keys) = ({queries}, {keys})"
+    height, width = layout.block_shape
+    if queries % height or keys % width:
+        remedy = f"pad q, k and v to multiples of the block {layout.block_shape}, or use a block size that divides both"
+    elif queries <= layout.shape[0] and keys <= layout.shape[1]:
+        remedy = f"layout.crop({queries}, {keys}) is its first part"
+    else:
+        remedy = "make one for inputs of this length, or of the longest, and layout.crop(queries, keys) for others"
+    return BlockSparseError.expected("layout", f"{wanted}: {remedy}", repr(layout))

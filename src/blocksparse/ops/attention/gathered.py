@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...layout import BlockLayout
@@ -130,7 +134,7 @@ def _plan(layout: BlockLayout, causal: bool) -> Plan:
 
 def _gathered(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:
     if is_dense(layout, scale):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+        return _dense_attention(q, k, v, is_causal=causal, scale=scale)
     batch, heads, queries, _ = q.shape
     height, width = layout.block_shape
     if torch.compiler.is_dynamo_compiling():
@@ -185,5 +189,12 @@ def _of_rows(rows: _Rows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tens
     n = rows.rows.numel()
     keys = rows.cols.numel() // n * k.shape[2]
     k, v = (tensor.index_select(1, rows.cols).reshape(len(k), n, keys, tensor.shape[-1]) for tensor in (k, v))
-    y = F.scaled_dot_product_attention(q.index_select(1, rows.rows), k, v, attn_mask=rows.mask, scale=scale)
+    y = _dense_attention(q.index_select(1, rows.rows), k, v, attn_mask=rows.mask, scale=scale)
     return y if rows.seen is None else y.where(rows.seen, 0)
+
+
+def _dense_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    # PyTorch's fused kernels have no forward mode.
+    fused = forward_ad._current_level < 0
+    with nullcontext() if fused else torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, **options)
