@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 import pickle
+import re
 from functools import partial
 
 import pytest
@@ -102,6 +103,22 @@ def test_a_density_that_rounds_to_no_block_is_refused(kind):
     with pytest.raises(bs.BlockSparseError, match=wanted):
         kind(12, 8, density=0.1)
     assert not any(p.numel() for name, p in kind(12, 8, density=0).named_parameters() if name.endswith("values"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "density", "remedy"),
+    [
+        ((20, 30), 0.25, "pass block_size=8, or density=1"),
+        ((30, 11), 0.25, "pass block_size=8, or density=1"),
+        ((9, 7), 0.05, "pass block_size=2, or density=1"),
+        ((1, 1), 0.25, "pass density=1"),
+    ],
+)
+def test_a_layer_smaller_than_its_block_is_told_a_block_that_fits(shape, density, remedy):
+    with pytest.raises(bs.BlockSparseError, match=rf"density: expected .*: {remedy}, got {density}"):
+        bs.nn.Linear(*shape, density=density)
+    if found := re.search(r"block_size=(\d+)", remedy):
+        assert bs.nn.Linear(*shape, density=density, block_size=int(found[1])).layout.nnz > 0
 
 
 def test_patterns_follow_the_seed_of_torch():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import prune
 
 import blocksparse as bs
 
@@ -247,3 +248,27 @@ def test_modules_run_on_the_meta_device_as_on_others(name, mixed):
     with torch.device("meta"), torch.autocast("cpu", enabled=mixed):
         found = torch.utils._pytree.tree_leaves(make()(torch.randn(shape)))
     assert [(y.shape, y.is_meta) for y in found] == [(y.shape, True) for y in expected]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: bs.nn.Linear(40, 24, density=0.5, block_size=8), "weight"),
+        (lambda: bs.nn.Conv2d(16, 24, 3, density=0.5, block_size=8), "weight"),
+        (lambda: bs.nn.LSTM(16, 24, density=0.5, block_size=8), "weight_hh_l0"),
+    ],
+)
+def test_pruning_of_torch_is_told_to_prune_values(make, name):
+    layer = make()
+    before = layer.state_dict()
+    for call in (
+        lambda: prune.l1_unstructured(layer, name, 0.5),
+        lambda: prune.identity(layer, name),
+        lambda: prune.custom_from_mask(layer, name, torch.ones(24, 40)),
+    ):
+        with pytest.raises(bs.BlockSparseError, match=rf'^{name}: .*l1_unstructured\(layer, "values", amount\)'):
+            call()
+    assert layer.state_dict().keys() == before.keys()
+    target = layer if name == "weight" else getattr(layer, name)
+    prune.l1_unstructured(target, "values", 0.5)
+    assert (target.values == 0).float().mean() > 0.4

@@ -126,6 +126,18 @@ def _read_only(what: Any) -> BlockSparseError:
     return BlockSparseError.expected("weight", expected, what)
 
 
+def refuse_weight(name: str, parameter: Any) -> None:
+    """Raises a BlockSparseError for a parameter made of a block-sparse weight: torch.nn.utils.prune registers such."""
+    if isinstance(parameter, DenseWeight) or hasattr(parameter, "set_layout"):
+        weight = name.removesuffix("_orig")
+        expected = (
+            "a parameter, not what is made of `values`: prune those, as torch.nn.utils.prune.l1_unstructured(layer, "
+            '"values", amount) does for numbers in the stored blocks; whole blocks are pruned by '
+            "blocksparse.sparsity.GradualBlockPruning, or blocksparse.sparsity.rewire"
+        )
+        raise BlockSparseError.expected(weight, expected, type(parameter).__name__)
+
+
 def not_assigned(weight: Any) -> BlockSparseError:
     """The error for one who sets the weight of a module."""
     expected = (

@@ -18,7 +18,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout, layout_of_state
 from ..pages import Page
 from ..patterns.weights import random_of_features
-from .dense_weight import DenseWeight, not_assigned
+from .dense_weight import DenseWeight, not_assigned, refuse_weight
 from .layout_module import INDICES_WANTED, LayoutModule, others_in_buffers, was_traced
 from .optimizer_watch import note_left_behind, note_resized
 from .part import Part
@@ -80,6 +80,7 @@ class BlockSparseModule(LayoutModule):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name == "weight":
             raise not_assigned(param)
+        refuse_weight(name, param)
         super().register_parameter(name, param)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -350,10 +351,29 @@ def random_layout(
     else:
         layout = random_of_features((used[0].numpy(), used[1].numpy()), block_shape, density, seed)
     if not layout.nnz and density:
-        blocks = layout.grid[0] * layout.grid[1]
-        wanted = f"0, or enough for one of the {blocks} blocks of {block_shape} in {shape}, or smaller blocks"
-        raise BlockSparseError.expected("density", wanted, density)
+        real = shape if used is None else (int(used[0].sum()), int(used[1].sum()))
+        raise _no_block(layout, density, real)
     return layout
+
+
+def _no_block(layout: BlockLayout, density: float, real: tuple[int, int]) -> BlockSparseError:
+    """The error for a density too low for one block of a weight, whose shape without padding is `real`."""
+    stored = f"one of the {layout.grid[0] * layout.grid[1]} blocks of {layout.block_shape} in {layout.shape}"
+    size = _smaller_block(real, max(layout.block_shape), density)
+    remedy = "density=1" if size is None else f"block_size={size}, or density=1"
+    return BlockSparseError.expected("density", f"0, or enough for {stored}: pass {remedy}", density)
+
+
+def _smaller_block(shape: tuple[int, int], below: int, density: float) -> int | None:
+    """The largest power of two whose blocks the density has enough of for each row or each column, or else for one."""
+    some = None
+    for power in reversed(range((below - 1).bit_length())):
+        grid = [math.ceil(size / 2**power) for size in shape]
+        stored = round(density * grid[0] * grid[1])
+        if stored and stored >= min(grid):
+            return int(2**power)
+        some = some or (2**power if stored else None)
+    return some
 
 
 def check_shape(layout: BlockLayout, shape: tuple[int, int], what: str = "") -> None:

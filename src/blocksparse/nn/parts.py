@@ -16,6 +16,7 @@ from .. import ops
 from ..convert import block_coordinates, to_dense
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
+from .dense_weight import refuse_weight
 from .module import Weight, random_layout
 
 
@@ -53,6 +54,10 @@ class Parts(nn.Module):
         self._density, self._block_size = density, block_size
         self._options = {"device": device, "dtype": dtype}
         self.sizes: dict[str, tuple[Size, Size]] = {}  # (outputs of one part, inputs) of each weight
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        refuse_weight(name, param)
+        super().register_parameter(name, param)
 
     def _check_layouts(self, *given: BlockLayout | None) -> None:
         """Raises a BlockSparseError for a layout that is none, or one besides a density."""

@@ -38,7 +38,10 @@ def sync_ema(model: nn.Module, other: nn.Module) -> OnLayoutChange:
     if not mine:
         raise BlockSparseError.expected("model", "one with block-sparse weights", type(model).__name__)
     if [module.layout for module in mine] != [module.layout for module in theirs]:
-        expected = f"a copy of the model, with its {len(mine)} layouts"
+        expected = (
+            f"a copy of the model, with its {len(mine)} layouts: make it anew, or load the model's state into it, "
+            "as in other.load_state_dict(model.state_dict()), before the layouts change"
+        )
         raise BlockSparseError.expected("other", expected, [module.layout for module in theirs])
     twins = dict(zip(mine, theirs, strict=True))
 
