@@ -176,7 +176,6 @@ OTHERS = {
     "attention": lambda q: bs.nn.attention(q, q, q, bs.patterns.butterfly(6, 2)),
     "dropout": lambda x: bs.nn.Dropout(0.5).eval()(x, slope=0.25),
     "concat_elu": bs.nn.concat_elu,
-    "polyphase": lambda x: bs.nn.AdaptivePolyphaseUpsample()(*bs.nn.AdaptivePolyphaseDownsample()(x)),
 }
 
 

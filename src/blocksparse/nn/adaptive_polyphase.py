@@ -127,15 +127,10 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(inputs[1])
-        ctx.save_for_forward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _Place.apply(grads[0], *ctx.saved_tensors), None  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        return _Take.apply(tangents[0], *ctx.saved_tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Place(torch.autograd.Function):
@@ -161,15 +156,10 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(inputs[1])
-        ctx.save_for_forward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _Take.apply(grads[0], *ctx.saved_tensors), None  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        return _Place.apply(tangents[0], *ctx.saved_tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _is_batched(tensor: Tensor) -> bool:
