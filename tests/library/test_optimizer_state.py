@@ -152,6 +152,29 @@ def test_factors_of_a_dense_weight_become_those_of_blocks_and_come_back(module, 
     optimizer.step()
 
 
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_weights_that_densify_adds_begin_as_new_blocks_do(kind):
+    torch.manual_seed(0)
+    layer = (
+        bs.nn.Linear(36, 20, density=0.4, block_size=8)
+        if kind == "linear"
+        else bs.nn.Conv2d(12, 20, 3, density=0.4, block_size=4)
+    )
+    model = nn.Sequential(layer)
+    optimizer = torch.optim.Adam(model.parameters())
+    draw_gradient(layer)
+    optimizer.step()
+    there = layer.dense_of(torch.ones_like(layer.values)).bool()
+    before = {name: layer.dense_of(optimizer.state[layer.values][name]) for name in ("exp_avg", "exp_avg_sq")}
+    model = bs.densify(model, inplace=True, optimizer=optimizer)
+    after = optimizer.state[model[0].weight]
+    for name, kept in before.items():
+        assert torch.equal(after[name][there], kept[there])
+    assert (after["exp_avg"][~there] == 0).all()
+    mean = before["exp_avg_sq"][there].double().mean().float()
+    torch.testing.assert_close(after["exp_avg_sq"][~there], mean.expand_as(after["exp_avg_sq"][~there]))
+
+
 class Lookahead(torch.optim.Optimizer):
     """Keeps another optimizer inside, and copies of the weights."""
 

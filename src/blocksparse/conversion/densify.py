@@ -156,7 +156,7 @@ class _Densifier:
         """
         if old not in self._changes:
             made = carry_parameter(old, nn.Parameter(new.detach(), requires_grad=old.requires_grad), take)
-            self._changes[old] = _Change(name, old, made, take), key
+            self._changes[old] = _Change(name, old, made, take, grows=True), key
         change, known = self._changes[old]
         if known != key:
             expected = f"the same layout and sizes as {change.name}, to which it is tied (or untie them first)"

@@ -149,12 +149,13 @@ class _Change:
     old: nn.Parameter
     new: nn.Parameter
     take: Callable[[Tensor], Tensor]
-    absent: Tensor | None = None
-    """The weights of the new parameter that did not exist before, bool of its shape; None for none."""
+    grows: bool = False
+    """Whether the new parameter has weights that did not exist before."""
 
     def apply(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None:
-            replace_parameter(optimizer, self.old, self.new, self.take, self.absent)
+            absent = self.take(torch.ones_like(self.old)) == 0 if self.grows else None
+            replace_parameter(optimizer, self.old, self.new, self.take, absent)
 
 
 Chosen = Sequence[tuple[Prunable, BlockLayout]]
