@@ -74,6 +74,14 @@ def q_of(model):
     return {f"{name}.weight": 0.4 * module.in_features**-0.5 for name, module in found.items()}
 
 
+@torch.no_grad()
+def without_gradients(model):
+    """Sets the last weight to 0, so that the first gradients of the others are 0, and all of their blocks equal."""
+    last = [module for module in model.modules() if isinstance(module, bs.nn.Linear)][-1]
+    last.values.zero_()
+    return model
+
+
 METHODS = {
     "none": lambda model, optimizer: None,
     "set": lambda model, optimizer: bs.sparsity.SET(model, optimizer, zeta=0.3, every=7),
@@ -87,6 +95,9 @@ METHODS = {
         model, optimizer, 0.1, begin=5, end=35, every=10
     ),
     "rigl": lambda model, optimizer: bs.sparsity.RigL(model, optimizer, end=45, every=6),
+    "ties": lambda model, optimizer: bs.sparsity.RigL(
+        without_gradients(model), optimizer, end=4, every=1, alpha=0.9, seed=3
+    ),
 }
 METHODS_OF_MIXED = {
     "set": lambda model, optimizer: bs.sparsity.SET(model, optimizer, every=3),
@@ -212,7 +223,8 @@ COUNTS = {"ddp": 2, "fsdp": 4, "tp": 4, "tp_fsdp": 4}
 
 
 OFTEN = {
-    "linear": {("ddp", "set"), ("ddp", "threshold"), ("fsdp", "gradual"), ("tp", "set")},
+    "linear": {("ddp", "set"), ("ddp", "threshold"), ("fsdp", "gradual"), ("tp", "set"),
+               ("ddp", "ties"), ("fsdp", "ties"), ("tp", "ties")},
     "mixed": {("ddp", "gradual"), ("fsdp", "set"), ("tp", "blocks"), ("tp_fsdp", "rigl")},
 }  # fmt: skip
 

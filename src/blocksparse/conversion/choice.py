@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
-from ..sparsity.pruning.strongest import check_density, strongest
+from ..sparsity.pruning.strongest import check_density, ranks, strongest
 from ..sparsity.sparse_training.densities import erk
 from ..surgery.prunable import Prunable
 
@@ -178,10 +178,10 @@ def _lamp(squares: Tensor) -> Tensor:
 def _with_floor(scores: Tensor, density: float) -> Tensor:
     """The scores, infinite where a block stays for certain: the best ones, and that of each row if there are enough."""
     count = max(1, math.ceil(density * scores.numel()))
-    sure = torch.zeros_like(scores, dtype=torch.bool)
+    sure, rank = torch.zeros_like(scores, dtype=torch.bool), ranks(scores)
     if count >= len(scores):
-        sure[torch.arange(len(scores)), scores.argmax(1)] = True
-    rest = scores.masked_fill(sure, torch.inf).flatten()
+        sure[torch.arange(len(scores)), rank.argmax(1)] = True
+    rest = rank.masked_fill(sure, rank.numel()).flatten()
     return scores.masked_fill(sure.view(-1).index_fill(0, rest.topk(count).indices, True).view_as(sure), torch.inf)
 
 

@@ -101,7 +101,7 @@ def prune_to(layout: BlockLayout, values: Tensor, nnz: int) -> tuple[BlockLayout
 
     Args:
         values: `[layout.nnz, block_out, block_in]`, a convolution's kernel behind.
-        nnz: how many stay; among equals, the last ones.
+        nnz: how many stay; among equals, random ones, the same each time.
 
     Returns:
         Their layout and their values `[nnz, ...]`.
