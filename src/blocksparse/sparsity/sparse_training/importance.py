@@ -41,7 +41,7 @@ class ImportancePruning(DynamicSparsity):
 
     Example:
         >>> import torch, blocksparse as bs
-        >>> layer = bs.nn.Linear(100, 50, density=0.1, block_size=1)
+        >>> layer = bs.nn.Linear(100, 50, density=0.5, block_size=1)
         >>> method = bs.sparsity.ImportancePruning(layer, percentile=20, begin=0, every=1)
         >>> method.step(), int((bs.sparsity.importance(layer) == 0).sum())
         (True, 10)
