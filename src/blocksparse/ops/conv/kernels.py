@@ -328,7 +328,9 @@ def conv_wgrad_kernel(
             grads = grads + (b,)
         for d in tl.static_range(FIRST_SHIFT, LAST_SHIFT + 1):
             inside = within & ((p2[None, :] + (d2 + d)[:, None]).to(tl.uint32) < input_size2.to(tl.uint32))
-            a = tl.load(a_lane[:, None] + (a_token + d * a_channels)[None, :], mask=inside, other=0)
+            # Triton 3.8 does not see it of what the loop carries, and loads without it one number at a time.
+            from_lane = tl.multiple_of(a_token + d * a_channels, a_width & -a_width)
+            a = tl.load(a_lane[:, None] + from_lane[None, :], mask=inside, other=0)
             summed = ()
             for t in tl.static_range(TAPS):
                 if (d - t * SHIFT_STEP) % IN_STEP == 0 and (
