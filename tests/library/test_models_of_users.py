@@ -114,6 +114,12 @@ def test_a_layer_that_calls_something_else_stays_dense_and_is_named(change, inpl
         torch.testing.assert_close(sparse(x), expected)
 
 
+def test_a_model_that_accelerate_has_offloaded_is_told_the_remedy():
+    model = pytest.importorskip("accelerate").cpu_offload(nn.Sequential(nn.Linear(48, 40)), torch.device("cpu"))
+    with pytest.raises(bs.BlockSparseError, match=r"0.weight on the meta device; accelerate .*remove_hook_from_module"):
+        bs.sparsify(model, 0.5, 8, force=True)
+
+
 @pytest.mark.parametrize("function", [bs.densify, bs.quantize])
 def test_a_block_sparse_layer_with_a_forward_of_its_own_is_refused_by_name(function):
     model = nn.Sequential(bs.nn.Linear(48, 40, density=0.5, block_size=8))
@@ -439,10 +445,53 @@ def test_tied_values_that_make_different_weights_are_refused_by_name():
     assert isinstance(model[0], bs.nn.Linear)
 
 
-def test_a_model_that_is_block_sparse_already_is_told_the_way_back():
-    sparse = bs.sparsify(nn.Sequential(nn.Linear(32, 32)), 0.5, block_size=8, force=True)
-    with pytest.raises(bs.BlockSparseError, match=r"block-sparse already: blocksparse.densify\(model\)"):
-        bs.sparsify(sparse, 0.25)
+# -- from sparse to sparser ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_a_block_sparse_model_becomes_sparser_with_its_best_blocks(inplace):
+    model = nn.Sequential(nn.Linear(56, 72), nn.ReLU(), nn.Linear(72, 40))
+    sparse = bs.sparsify(model, 0.5, 8, force=True)
+    optimizer = torch.optim.Adam(sparse.parameters()) if inplace else None
+    if optimizer is not None:
+        sparse(torch.randn(3, 56)).sum().backward()
+        optimizer.step()
+    squares = {at: sparse[at].values.square().sum((1, 2)) for at in (0, 2)}
+    values = {at: sparse[at].values.detach().clone() for at in (0, 2)}
+    sparser = bs.sparsify(sparse, 0.2, criterion="l2", scope="layer", force=True, inplace=inplace, optimizer=optimizer)
+    assert (sparser is sparse) == inplace
+    for at, square in squares.items():
+        layer = sparser[at]
+        assert abs(layer.layout.density - 0.2) <= 0.5 / layer.layout.mask().numel()
+        best = square.topk(layer.layout.nnz).indices.sort().values
+        torch.testing.assert_close(layer.values, values[at][best])
+        if optimizer is not None:
+            assert optimizer.state[layer.values]["exp_avg"].shape == layer.values.shape
+            assert any(layer.values is parameter for parameter in optimizer.param_groups[0]["params"])
+
+
+def test_weights_of_a_layer_become_sparser_by_name():
+    sparse = bs.sparsify(nn.ModuleList([nn.LSTM(24, 24)]), 0.5, 8, force=True, scope="layer")
+    sparser = bs.sparsify(sparse, {"0.weight_hh_l0": 0.25}, force=True)[0]
+    assert (sparser.weight_ih_l0.layout.density, sparser.weight_hh_l0.layout.density) == (0.5, 0.25)
+
+
+def test_a_block_sparse_model_that_cannot_become_sparser_is_told_the_way_back():
+    sparse = bs.sparsify(nn.Sequential(nn.Linear(32, 32)), 0.5, 8, force=True)
+    with pytest.raises(bs.BlockSparseError, match=r"got 0.5 for 0.weight 0.5") as told:
+        bs.sparsify(sparse, 0.5, force=True)
+    assert "blocksparse.densify(model) makes them dense again" in str(told.value)
+    for options in ({"data": [torch.randn(3, 32)]}, {"layouts": {"0.weight": bs.patterns.dense((32, 32), 8)}}):
+        with pytest.raises(bs.BlockSparseError, match=r"is for dense weights.*blocksparse.densify\(model\) first"):
+            bs.sparsify(sparse, 0.25, force=True, **options)
+    other = torch.optim.SGD([torch.zeros(3, requires_grad=True)])
+    with pytest.raises(bs.BlockSparseError, match="optimizer: expected one that has parameters of the model"):
+        bs.sparsify(sparse, 0.25, force=True, inplace=True, optimizer=other)
+    both = nn.Sequential(sparse[0], bs.nn.Linear(32, 32, layout=sparse[0].layout))
+    both[1].values = both[0].values
+    with pytest.raises(bs.BlockSparseError, match=r"1.weight: expected values of its own .*, got those of 0.weight"):
+        bs.sparsify(both, 0.25, force=True)
+    assert sparse[0].layout.density == 0.5
 
 
 def test_a_torchscript_model_is_refused_by_name():

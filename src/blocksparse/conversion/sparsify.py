@@ -24,6 +24,7 @@ from ..surgery.copies import copied
 from ..surgery.prunable import Skip, Unexpected, skipped, survey
 from ..surgery.replace import replace_with_sparse
 from .choice import Choice, Criterion, Given, Kept, Layouts
+from .sparser import make_sparser, stored_weights
 from .speed import Example, Speed, checked_tokens
 
 # The most weights that stay dense which a message names.
@@ -59,7 +60,14 @@ def sparsify(
     cells, multi-head attention and the experts of mixtures, as Mixtral has them, become modules of `blocksparse.nn`;
     their biases and all else stay. A module that is not measured to be faster stays dense and unpruned, unless it is
     forced; with an example the model as a whole is never slower than before. A `SparsityWarning` says when the density
-    is missed, and why; `report` says it of each weight.
+    is missed, which layers unexpectedly stay as they are, and why; `report` says it of each weight.
+
+    Hooks, attributes, buffers and modules that a user put on a layer go along, and so do attributes and hooks of its
+    weight: hooks of the gradient get it as that of the dense weight. A layer that calls something else than its class
+    does, or that functions or objects of the model use, stays dense.
+
+    Of a model whose weights are block-sparse already, these become sparser: each keeps the best of its blocks, of the
+    size that they have. Where others are still dense, block-sparse ones stay as they are.
 
     Args:
         model: any module; as it is afterwards, unless `inplace`.
@@ -113,13 +121,23 @@ def sparsify(
     found = survey(model, block_size, skip)  # before the copy: what is refused costs nothing
     weights = {weight.name: weight for weight, reason in found if reason is None}
     reasons = {weight.name: reason for weight, reason in found if reason is not None}
-    others = _of_other_density(model, density, skip)
+    stored = stored_weights(model, skip) if not weights else {}
+    if stored and (layouts is not None or data is not None):
+        given = "layouts=" if layouts is not None else "data="
+        raise BlockSparseError(
+            f"{given} is for dense weights, and all are block-sparse: blocksparse.densify(model) first."
+        )
+    if stored:
+        model, sparser, left = make_sparser(
+            model, stored, density, criterion, scope, bounded=not force, inplace=inplace, optimizer=optimizer
+        )
+        _tell(sparser, left, {}, {})
+        return model
     if not weights:
         got = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:NAMED]) or "none"
         got = f"{type(model).__name__} with {got}"
-        if any(isinstance(module, BlockSparseModule) for module in model.modules()):
-            got += "; it is block-sparse already: blocksparse.densify(model) makes it dense again"
         raise BlockSparseError.expected("model", "dense weights that can become block-sparse", got, Page.SPARSIFY)
+    others = _of_other_density(model, density, skip)
     if inplace and data is not None and not torch.is_inference_mode_enabled():
         _check_writable(model)
     _check_named("layouts", layouts, reasons)
@@ -170,7 +188,7 @@ def _of_other_density(model: nn.Module, density: Any, skip: Skip) -> dict[str, s
         return {}
     left, _ = skipped(model, skip)
     return {
-        name: f"block-sparse already, with density {module.layout.density:.3g}: blocksparse.densify(model) before"
+        name: f"block-sparse already, with density {module.layout.density:.3g}: sparsify it alone, or densify it before"
         for name, module in model.named_modules()
         if isinstance(module, BlockSparseModule)
         and module not in left

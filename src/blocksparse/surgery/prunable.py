@@ -257,7 +257,8 @@ def survey(
                 continue
             weight = Prunable(_dotted(name, key), module, key, _blocks_of(module, key, block))
             if parameter.is_meta and not empty:
-                raise BlockSparseError.expected("model", "parameters with values", f"{weight.name} on the meta device")
+                got = f"{weight.name} on the meta device" + (f"; {why}" if (why := own_forward(module)) else "")
+                raise BlockSparseError.expected("model", "parameters with values", got)
             reason = SKIPPED if module in skipped_modules or weight.name in skipped_names else weight.obstacle
             reason = inside.get(module) or reason
             others = [other for other in owners[parameter] if other != weight.name]
