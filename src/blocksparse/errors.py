@@ -6,6 +6,9 @@ from .pages import Page
 
 __all__ = ["BlockSparseError", "SparsityWarning"]
 
+# The most weights that a message names.
+NAMED = 6
+
 
 class BlockSparseError(ValueError):
     """A user's mistake, reported as "expected ..., got ..." with shapes, dtypes and the layout.

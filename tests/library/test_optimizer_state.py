@@ -307,3 +307,37 @@ def test_muon_is_refused_for_weights_that_become_blocks():
         muon.step()
         adam.step()
         assert method.step()
+
+
+class Quantized(torch.optim.Optimizer):
+    """Keeps a state in pieces of 256 numbers, as optimizers of 8 bits do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["absmax"] = torch.zeros(-(-parameter.numel() // 256), 7)
+
+
+def test_a_state_that_cannot_follow_is_refused_at_the_first_step():
+    for make in (
+        lambda model, optimizer: bs.sparsity.GradualPruning(model, optimizer, 0.25, block_size=8, end=10),
+        lambda model, optimizer: bs.sparsity.GroupLasso(model, optimizer, block_size=8),
+    ):
+        model = nn.Linear(64, 64)
+        optimizer = Quantized(model.parameters())
+        method = make(model, optimizer)
+        model(torch.randn(2, 64)).sum().backward()
+        optimizer.step()
+        with pytest.raises(bs.BlockSparseError, match="absmax in the optimizer's state: expected the shape of weight"):
+            method.step()
+
+
+def test_weights_that_stay_dense_for_a_reason_that_nobody_knows_of_are_named():
+    class Mine(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(64, 64), Mine(64, 64))
+    with pytest.warns(bs.SparsityWarning, match=r"GradualPruning leaves some weights dense .*: 1.weight: Mine is a"):
+        bs.sparsity.GradualPruning(model, density=0.25, block_size=8, end=10)

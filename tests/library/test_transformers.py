@@ -223,3 +223,21 @@ def test_load_sparsified_takes_a_file_that_has_tied_weights_once(make, device, t
 
 def test_only_models_of_transformers_are_told(monkeypatch):
     assert not hasattr(bs.sparsify(nn.Linear(64, 64), 0.5, force=True), "hf_quantizer")
+
+
+def test_a_block_sparse_head_refuses_more_tokens_before_anything_changes():
+    config = transformers.LlamaConfig(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=False,
+    )
+    model = bs.sparsify(transformers.LlamaForCausalLM(config), 0.5, 8, force=True)
+    with pytest.raises(bs.BlockSparseError, match="resize_token_embeddings: the output layer lm_head is block-sparse"):
+        model.resize_token_embeddings(56)
+    assert model.get_input_embeddings().weight.shape[0] == 48
+    model.lm_head = bs.densify(model.lm_head)
+    model.resize_token_embeddings(56)
+    assert model(torch.arange(50)[None]).logits.shape == (1, 50, 56)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..checked import number
-from ..errors import BlockSparseError, SparsityWarning
+from ..errors import NAMED, BlockSparseError, SparsityWarning
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
 from ..pages import Page
@@ -26,9 +26,6 @@ from ..surgery.replace import replace_with_sparse
 from .choice import Choice, Criterion, Given, Kept, Layouts
 from .sparser import make_sparser, stored_weights
 from .speed import Example, Speed, checked_tokens
-
-# The most weights that stay dense which a message names.
-NAMED = 6
 
 # A module that is measured to gain less than this may be slower the next time.
 FASTER = 1.05

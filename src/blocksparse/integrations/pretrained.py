@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,26 @@ def attach(model: nn.Module) -> nn.Module:
         if isinstance(module, PreTrainedModel):
             module.__dict__["hf_quantizer"] = BlockSparseQuantizer(BlockSparseConfig())
     return model
+
+
+def _refuse_sparse_head(resize: Callable[..., Any]) -> Callable[..., Any]:
+    """Checks the head first: transformers refuses a head of a class unknown to it once the inputs are resized."""
+
+    @wraps(resize)
+    def resize_token_embeddings(self: PreTrainedModel, *args: Any, **options: Any) -> Any:
+        head = self.get_output_embeddings()
+        if isinstance(head, BlockSparseModule):
+            name = next(name for name, module in self.named_modules() if module is head)
+            raise BlockSparseError(
+                f"resize_token_embeddings: the output layer {name} is block-sparse. Make it dense first, "
+                f'model.{name} = blocksparse.densify(model.{name}), or leave it out by sparsify(..., skip="{name}")'
+            )
+        return resize(self, *args, **options)
+
+    return resize_token_embeddings
+
+
+PreTrainedModel.resize_token_embeddings = _refuse_sparse_head(PreTrainedModel.resize_token_embeddings)  # type: ignore[method-assign]
 
 
 @register_quantization_config(METHOD)

@@ -121,7 +121,8 @@ def _is_plain(tensor: Tensor) -> bool:
 def _read_only(what: Any) -> BlockSparseError:
     expected = (
         "nothing written to it or its gradient, as they are made of `values` and theirs: "
-        "write to that parameter (blocksparse.from_dense makes its values)"
+        "write to that parameter (blocksparse.from_dense makes its values); to merge adapters, "
+        "blocksparse.densify(model) first"
     )
     return BlockSparseError.expected("weight", expected, what)
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import BlockSparseError, SparsityWarning
+from ...errors import NAMED, BlockSparseError, SparsityWarning
 from ...layout import BlockLayout
 from ...pages import Page
 from ...surgery.dense_shard import mask_
 from ...surgery.fsdp import record_of, reshard
 from ...surgery.optimizer import check_optimizer
-from ...surgery.prunable import ALONE, Prunable, Skip, survey
+from ...surgery.prunable import ALONE, Prunable, Skip, Unexpected, survey
 from ...surgery.replace import check_padding, replace_with_sparse
 from ..training_method import TrainingMethod
 from .schedule import CubicSchedule, Ramp
@@ -68,6 +68,7 @@ class DensePruner(TrainingMethod):
                 raise BlockSparseError.expected(weight.name, expected, "fully_shard applied to the layer alone")
         found = [weight for weight, reason in known if reason is None]
         found = without_frozen(found, model, type(self).__name__)
+        warn_of_unexpected({weight.name: reason for weight, reason in known}, type(self).__name__)
         if not found:
             expected = "one with dense weights that can become block-sparse, not all of them skipped"
             raise BlockSparseError.expected("model", expected, type(model).__name__, Page.PRUNE)
@@ -88,6 +89,16 @@ class DensePruner(TrainingMethod):
     @property
     def finished(self) -> bool:
         return self._layouts is not None
+
+    def step(self) -> bool:
+        changed = super().step()
+        if self.calls == 1:  # the optimizer has a state now: better refused here than by `finish`
+            self._check_optimizer()
+        return changed
+
+    def _check_optimizer(self) -> None:
+        for name, dense in self.dense.items():
+            check_optimizer(self.optimizer, dense, name, replaced=True)
 
     def layouts(self) -> dict[str, BlockLayout]:
         """The layout that each weight would get now, by its name; after `finish` the one that it has got."""
@@ -136,7 +147,7 @@ class DensePruner(TrainingMethod):
             if layout.nnz == 0:
                 expected = f"a block that is kept (by {self.remedy}; or leave the weight out by skip)"
                 raise BlockSparseError.expected(name, expected, repr(layout))
-            check_optimizer(self.optimizer, self.dense[name], name, replaced=True)
+        self._check_optimizer()
         reshard(self.model)
         self.settle()
         self.model = replace_with_sparse(self.model, layouts, self.optimizer)
@@ -189,6 +200,18 @@ def without_frozen(weights: list[Prunable], model: nn.Module, method: str) -> li
             stacklevel=4,
         )
     return [weight for weight in weights if weight.tensor.requires_grad]
+
+
+def warn_of_unexpected(reasons: Mapping[str, str | None], method: str) -> None:
+    """Warns of weights that stay dense for a reason that their owner may not know of."""
+    unexpected = [f"{name}: {reason}" for name, reason in reasons.items() if isinstance(reason, Unexpected)]
+    if unexpected:
+        listed = "; ".join(unexpected[:NAMED]) + (f"; and {len(unexpected) - NAMED} more" * (len(unexpected) > NAMED))
+        warnings.warn(
+            f"{method} leaves some weights dense (name them in skip if that is right): {listed}",
+            SparsityWarning,
+            stacklevel=4,
+        )
 
 
 class Masked(DensePruner):
