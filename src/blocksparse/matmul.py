@@ -32,7 +32,7 @@ class BlocksparseMatMul:
         layout: the `BlockLayout` of the matrix `[in, out]`.
         w_shape: (nnz, block, block), the shape of the weights.
 
-    The defaults are not those of the last 2017 code (1.13): there `BlocksparseMatMul(layout)` means
+    The defaults are not those of the last 2017 code (1.13.1): there `BlocksparseMatMul(layout)` means
     `BlocksparseMatMul(layout, feature_axis=0, z_order=True)`. Its README documents axis 1. If x has as many rows as
     columns, the wrong axis raises no error: the result is wrong.
 
