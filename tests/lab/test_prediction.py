@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -285,7 +286,10 @@ def test_kernels_are_as_they_were_designed(kind, name):
 
 @with_triton
 @kinds()
-def test_float32_is_multiplied_on_tensor_cores_without_bank_conflicts(kind):
+def test_float32_is_multiplied_on_tensor_cores_without_bank_conflicts(kind, request):
+    if kind != "gfx942" and [int(part) for part in version("triton").split(".")[:2]] >= [3, 8]:
+        reason = "Triton 3.8 takes the leading bits of the operands through shared memory once more, with conflicts"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     (does,) = launches(kind, *DESIGNED)[EXACT]["launches"]
     kernel, chip = does["kernel"], CHIPS[KINDS[kind]]
     assert kernel["spilled"] == 0
