@@ -98,17 +98,34 @@ def _strongest(
     device = scores[names[0]].device
     flat = [scores[name].flatten().to(device, torch.float64) for name in names]
     sizes = torch.cat([torch.full_like(each, blocks[name].size) for name, each in zip(names, flat, strict=True)])
-    ranked = torch.cat([each.index_fill(0, each.argmax(), torch.inf) for each in flat])
-    order = _order(ranked, seed)
-    if lines is not None:
-        order = _lines_last(order, ranked, [(blocks[name], lines[name]) for name in names], limits)
+    order = _order(torch.cat(flat), seed)
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    rank = rank.masked_fill(torch.cat(flat) == -torch.inf, -1)
+    levels = torch.cat(
+        [
+            _levels(mine.view(blocks[name].grid), None if lines is None else lines[name], limits)
+            for name, mine in zip(names, rank.split([each.numel() for each in flat]), strict=True)
+        ]
+    )
+    order = torch.cat([order[levels[order] == level] for level in range(3)])
     # A block goes where more than half of it is above what may stay.
     gone = sizes[order].cumsum(0) - sizes[order] / 2 <= (1 - limits[0]) * sizes.sum()
-    gone &= ranked[order] < torch.inf
+    gone &= levels[order] < 2
     keep = torch.ones_like(order, dtype=torch.bool)
     keep[order[gone]] = False
     parts = keep.split([each.numel() for each in flat])
     return {name: part.view(blocks[name].grid).to(scores[name].device) for name, part in zip(names, parts, strict=True)}
+
+
+def _levels(rank: Tensor, lines: Lines | None, limits: tuple[float, float]) -> Tensor:
+    """What goes last of the blocks of a weight, flat: 1 for blocks that lines need, 2 for one that always stays."""
+    needed = torch.zeros_like(rank, dtype=torch.bool)
+    if lines is not None:
+        now, end = (_count(rank.numel(), density) for density in limits)
+        mine = covered(lines, now)
+        needed = cover(rank, mine, max(end, *(side.size for side in mine)))
+    best = rank.masked_fill(~needed, -2).argmax() if needed.any() else rank.argmax()
+    return needed.flatten().to(torch.uint8).index_fill(0, best, 2)
 
 
 def _order(scores: Tensor, seed: int) -> Tensor:
@@ -124,23 +141,6 @@ def _order(scores: Tensor, seed: int) -> Tensor:
         shuffled = shuffled.to(order.device)
         order[tied] = order[tied][shuffled[run[shuffled].argsort(stable=True)]]
     return order
-
-
-def _lines_last(
-    order: Tensor, scores: Tensor, weights: list[tuple[Blocks, Lines]], limits: tuple[float, float]
-) -> Tensor:
-    """The same order, but blocks that lines need come behind the others, and before those that stay in any case."""
-    rank = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    rank = rank.masked_fill(scores == -torch.inf, -1)
-    marks = []
-    for (blocks, lines), mine in zip(
-        weights, rank.split([math.prod(blocks.grid) for blocks, _ in weights]), strict=True
-    ):
-        now, end = (_count(math.prod(blocks.grid), density) for density in limits)
-        needed = covered(lines, now)
-        marks.append(cover(mine.view(blocks.grid), needed, max(end, *(side.size for side in needed))).flatten())
-    late = torch.cat(marks).to(torch.uint8).masked_fill(scores == torch.inf, 2)[order]
-    return torch.cat([order[late == each] for each in range(3)])
 
 
 def _count(blocks: int, density: float) -> int:
