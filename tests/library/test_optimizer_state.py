@@ -60,6 +60,106 @@ def test_new_blocks_move_as_far_as_others(make, change):
         assert moved[new].mean() <= 1.5 * moved[~new].mean() + 0.05
 
 
+@pytest.mark.parametrize("ratio", [0.1, 5, 30])
+@pytest.mark.parametrize("make", [*ADAMS.values(), *OTHERS.values()], ids=[*ADAMS, *OTHERS])
+def test_new_blocks_with_other_gradients_do_not_move_too_far(make, ratio):
+    torch.manual_seed(0)
+    layer = bs.nn.Linear(96, 64, density=0.25, block_size=8)
+    optimizer = make(layer.parameters())
+    rate = float(optimizer.param_groups[0]["lr"])
+    for _ in range(200):
+        draw_gradient(layer)
+        optimizer.step()
+    new = changed(layer, optimizer) < 0
+    for _ in range(40):
+        draw_gradient(layer)
+        layer.values.grad[new] *= ratio
+        before = layer.values.detach().clone()
+        optimizer.step()
+        moved = (layer.values.detach() - before)[new].square().flatten(1).mean(1).sqrt() / rate
+        assert moved.max() <= 1.3
+
+
+def test_new_blocks_beside_dead_ones_do_not_move_too_far():
+    torch.manual_seed(0)
+    mask = torch.zeros(8, 8, dtype=torch.bool)
+    mask[:, :4] = True  # the inputs of these blocks are 0
+    for make in (torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adam):
+        layer = bs.nn.Linear(64, 64, layout=bs.BlockLayout(mask, 8), bias=False)
+        optimizer, target = make(layer.parameters(), lr=1e-3), torch.randn(64, 64)
+
+        def step(layer=layer, optimizer=optimizer, target=target):
+            x = torch.randn(32, 64)
+            x[:, :32] = 0
+            optimizer.zero_grad()
+            (layer(x) - x @ target).square().mean().backward()
+            before = layer.values.detach().clone()
+            optimizer.step()
+            return (layer.values.detach() - before).square().flatten(1).mean(1).sqrt() / 1e-3
+
+        for _ in range(300):
+            step()
+        sources = []
+        method = CHANGES["RigL"](layer, optimizer, lambda _, source, sources=sources: sources.append(source))
+        step()
+        method.step()
+        del method
+        new = sources[0] < 0
+        assert new.any()
+        moved = torch.stack([step()[new].max() for _ in range(40)])
+        assert 0.05 < moved.max() <= 1.3
+
+
+@pytest.mark.parametrize("way", ["sparsify", "densify", "finish"])
+def test_an_optimizer_that_is_forgotten_in_place_trains_the_new_weights(way):
+    torch.manual_seed(0)
+    layer = bs.nn.Linear(48, 48, density=0.5, block_size=8) if way == "densify" else nn.Linear(48, 48)
+    model = nn.Sequential(layer)
+    optimizer = torch.optim.AdamW(model.parameters())
+    method = bs.sparsity.GradualPruning(model, density=0.5, block_size=8, end=2, every=1) if way == "finish" else None
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.randn(4, 48)).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+        if method is not None:
+            method.step()
+    if way == "sparsify":
+        bs.sparsify(model, 0.5, 8, force=True, inplace=True)
+    elif way == "densify":
+        bs.densify(model, inplace=True)
+    else:
+        method.finish()
+    weight = model[0].weight if way == "densify" else model[0].values
+    before = weight.detach().clone()
+    assert set(optimizer.state[weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    step()
+    assert not torch.equal(weight, before)
+
+
+class Bare(torch.optim.Optimizer):
+    """A wrapper that leaves out the constructor of its base class, as timm's Lookahead does."""
+
+    def __init__(self, inner):
+        self.inner, self.state, self.param_groups, self.defaults = inner, inner.state, inner.param_groups, {}
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_a_wrapper_without_hooks_steps():
+    layer = bs.nn.Linear(32, 32, density=0.5, block_size=8)
+    optimizer = Bare(torch.optim.Adam(layer.parameters()))
+    method = bs.sparsity.SET(layer, optimizer)
+    for _ in range(3):
+        draw_gradient(layer)
+        optimizer.step()
+        assert method.step()
+
+
 def changed(layer, optimizer=None, **options):
     """Where each block was before one change by SET, -1 for new ones."""
     sources = []

@@ -15,7 +15,6 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, are_indices_of
 from ..ops.operands import OperandLayout, make_operands
-from .optimizer_watch import watch_optimizers
 
 OTHERS = (
     "others, written to this buffer: by DistributedDataParallel, where the layouts of the ranks differ (draw them with "
@@ -51,7 +50,6 @@ class LayoutModule(nn.Module):
 
     def __init__(self, layout: BlockLayout):
         super().__init__()
-        watch_optimizers()
         self._layout = layout
         self._number = _numbered(self)
 
@@ -131,7 +129,6 @@ class LayoutModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        watch_optimizers()  # in a process that only loads modules
         self._number = _numbered(self)  # a copy's is its own
         self._written = None  # a copy made in inference mode has buffers without counters
 

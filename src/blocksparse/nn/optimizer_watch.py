@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,20 +21,16 @@ _stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakK
 # Parameters whose shape has changed since an optimizer last stepped on them.
 _resized: Any = WeakIdKeyDictionary()
 
+# What is to be called before the next step of an optimizer on a parameter; True once it is done.
+_before_next: Any = WeakIdKeyDictionary()
+
 # Of parameters whose layout was set without a way from the old blocks to the new ones: the tensors that optimizers kept
 # for the old blocks, with PyTorch's counters of what was written to them.
 _left_behind: Any = WeakIdKeyDictionary()
 
 
-@cache
-def watch_optimizers() -> None:
-    """Watches the steps of all optimizers from now on."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
-
-
 def stepped_optimizers() -> Iterable[torch.optim.Optimizer]:
-    """Every live optimizer that has stepped since the first block-sparse module was made."""
+    """Every live optimizer that has stepped since this library was imported."""
     return list(_stepped)
 
 
@@ -52,13 +47,18 @@ def note_left_behind(parameter: Tensor) -> None:
         _left_behind[parameter] = [(weakref.ref(each), _version(each)) for each in kept]
 
 
+def call_before_next_step(parameter: Tensor, call: Callable[[torch.optim.Optimizer], bool]) -> None:
+    """Calls it before each step on the parameter with a gradient until it returns True; one call for a parameter."""
+    _before_next[parameter] = call
+
+
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if is_dynamo_compiling() or not (_resized or _left_behind):  # a compiled step sees no changes of layouts
-        return
+    if is_dynamo_compiling() or not (_resized or _left_behind or _before_next):
+        return  # a compiled step sees no changes of layouts
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in _resized:
@@ -66,12 +66,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 del _resized[parameter]
             if parameter in _left_behind:
                 _refuse_left_behind(optimizer, parameter)
+            if parameter in _before_next and parameter.grad is not None and _before_next[parameter](optimizer):
+                del _before_next[parameter]
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if is_dynamo_compiling():
         return
-    if optimizer not in _stepped:
+    # Some wrappers leave out the constructor of their base class, and have no hooks.
+    if optimizer not in _stepped and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
         optimizer.register_load_state_dict_post_hook(_after_loading)
     _stepped[optimizer] = True
 
@@ -92,3 +95,7 @@ def _refuse_left_behind(optimizer: torch.optim.Optimizer, parameter: Tensor) -> 
                 "same time, start again with optimizer.state.clear(), or change layouts by "
                 "blocksparse.sparsity.rewire, which moves the state along"
             )
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..checked import averaged_axis, check_kept
 from ..errors import BlockSparseError
 from ..nn.optimizer_watch import stepped_optimizers
+from .fsdp import local_of
 
 # How the state of new weights begins, by the names that PyTorch and others give it. At 0: means of gradients.
 FROM_ZERO = {"momentum_buffer", "exp_avg", "exp_avg_diff", "grad_avg", "prev", "neg_pre_grad", "last_grad", "moment1"}
@@ -20,6 +21,9 @@ FROM_WEIGHT = {"ax", "z", "p0", "x0", "slow_buffer", "slow_params", "cached_para
 # At the learning rate: the steps of Rprop.
 FROM_RATE = {"step_size"}
 # At the mean of the weights that stay: what has another name and is never negative, sums and means of squares.
+
+# How much larger the squares of a block's next gradients may be than those of its first one.
+SPREAD = 1.5
 
 
 class ParameterState(NamedTuple):
@@ -68,9 +72,8 @@ def unwrapped(optimizer: Any) -> Any:
     """The optimizer inside of what accelerate or Lightning put around it, which has neither its hooks nor its state."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    return next((each for each in optimizers_in(optimizer) if isinstance(each, torch.optim.Optimizer)), optimizer)
+    # Some wrappers leave out the constructor of their base class, and have no hooks.
+    return next((each for each in optimizers_in(optimizer) if hasattr(each, "_optimizer_step_pre_hooks")), optimizer)
 
 
 def trainers_of(parameter: Tensor, optimizer: Any = None) -> list[Any]:
@@ -104,19 +107,21 @@ def check_optimizer(optimizer: Any, parameter: Tensor, name: str, *, replaced: b
     """
     if optimizer is not None and not has_parameter(optimizer, parameter):
         raise BlockSparseError.expected("optimizer", f"one that has the parameter {name}", type(optimizer).__name__)
-    for each in trainers_of(parameter, optimizer):
+    given = list(optimizers_in(optimizer))
+    for each in given if replaced else trainers_of(parameter, optimizer):
         kind = type(each).__name__
         if isinstance(each, torch.optim.LBFGS):
             raise BlockSparseError(
                 f"optimizer: {kind} keeps one vector for all parameters, which cannot follow blocks of {name}: "
                 "train with SGD or Adam while layouts change"
             )
-        if replaced and each in optimizers_in(optimizer):
-            _check_takes_values(each, kind, name)
+        if replaced:
+            _check_takes_values(each, name)
         check_kept(each.state.get(parameter, {}), parameter, name)
 
 
-def _check_takes_values(optimizer: Any, kind: str, name: str) -> None:
+def _check_takes_values(optimizer: Any, name: str) -> None:
+    kind = type(optimizer).__name__
     if isinstance(optimizer, getattr(torch.optim, "Muon", ())):
         raise BlockSparseError(
             f"optimizer: {kind} trains matrices, and {name} becomes values of three axes, "
@@ -136,13 +141,18 @@ def replace_parameter(
     convert: Callable[[Tensor], Tensor],
     absent: Tensor | None = None,
 ) -> None:
-    """Has the optimizer, and those that it wraps, train another parameter, with the state that it has.
+    """Has the optimizer, those that it wraps, and others that have stepped on it, train another parameter.
+
+    The state comes along. Others whose state cannot are left with the old parameter.
 
     Args:
         convert: of a tensor of the old shape one of the new shape.
         absent: bool of the new shape, the weights that did not exist before; None for none.
     """
-    for each in optimizers_in(optimizer):
+    given = list(optimizers_in(optimizer))
+    for each in trainers_of(old, optimizer):
+        if each not in given and not _can_follow(each, old):
+            continue
         for group in each.param_groups:
             group["params"] = [new if given is old else given for given in group["params"]]
         if old in each.state:
@@ -151,6 +161,15 @@ def replace_parameter(
             if absent is not None:
                 _begin(kept, absent, new, group)
             each.state[new] = kept
+
+
+def _can_follow(optimizer: Any, parameter: Tensor) -> bool:
+    try:
+        _check_takes_values(optimizer, "")
+        check_kept(optimizer.state.get(parameter, {}), parameter, "")
+    except BlockSparseError:
+        return False
+    return not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def _converted(kept: dict[str, Any], shape: torch.Size, convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -194,6 +213,38 @@ def start_of(name: str, group: Mapping[str, Any], measure: Callable[[], tuple[fl
 def measure_state(tensor: Tensor) -> tuple[float, int, bool]:
     """The sum of a state, how many numbers it has, and whether any is negative."""
     return float(tensor.sum(dtype=torch.float64)), tensor.numel(), bool((tensor < 0).any())
+
+
+@torch.no_grad()
+def raise_to_gradients(optimizer: Any, parameter: Tensor, grown: Tensor) -> bool:
+    """Raises the second moments of new blocks to the squares of their first gradient, where these are larger.
+
+    RigL grows where gradients are large: to start at the mean of the others would move such blocks too far. Only Adam
+    and its relatives, and RMSprop, need it: in other optimizers no start lets a block move by more than a rate.
+
+    Args:
+        grown: the blocks of the parameter, those that this process has, which are new; bool.
+
+    Returns:
+        Whether the optimizer keeps a state and the gradients are known, so that it is done.
+    """
+    kept, group = optimizer.state.get(parameter), _group_of(optimizer, parameter)
+    if not kept or group is None or parameter.grad is None:
+        return False
+    mine = local_of(parameter.grad)[grown].float() / float(getattr(optimizer, "grad_scale", None) or 1)
+    squares = SPREAD * mine.square().flatten(1).mean(1)
+    if not squares.isfinite().all() or not squares.any():  # an update that is skipped, or nothing to go by yet
+        return not grown.any()
+    for name in ("exp_avg_sq", "max_exp_avg_sq", "square_avg"):
+        each = kept.get(name)
+        if isinstance(each, Tensor) and each.shape == parameter.shape:
+            corrected = squares
+            if "betas" in group and "step" in kept:
+                corrected = squares * (1 - float(group["betas"][1]) ** (float(kept["step"]) + 1))
+            local = local_of(each)
+            least = corrected.view(-1, *[1] * (local.dim() - 1)).to(local.dtype)
+            local[grown] = local[grown].maximum(least)
+    return True
 
 
 def _begin(kept: dict[str, Any], absent: Tensor, values: Tensor, group: Mapping[str, Any]) -> None:

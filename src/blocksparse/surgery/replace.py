@@ -22,7 +22,7 @@ from .carry import carry_over, carry_parameter, hand_over_hooks, own_forward
 from .dense_shard import values_of
 from .fsdp import hand_over, is_dtensor
 from .mixtures import is_experts
-from .optimizer import check_optimizer, has_parameter, replace_parameter
+from .optimizer import check_optimizer, has_parameter, replace_parameter, trainers_of
 from .prunable import (
     CONV1D,
     CONVOLUTIONS,
@@ -153,7 +153,7 @@ class _Change:
     """Whether the new parameter has weights that did not exist before."""
 
     def apply(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if optimizer is not None:
+        if optimizer is not None or trainers_of(self.old):
             absent = self.take(torch.ones_like(self.old)) == 0 if self.grows else None
             replace_parameter(optimizer, self.old, self.new, self.take, absent)
 
