@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -135,7 +136,15 @@ def check_state(state: Any, like: Mapping[str, torch.Tensor]) -> None:
             raise BlockSparseError.expected(f"{name} in the state", "0 or more", int(tensor))
 
 
-def check_kept(state: Mapping[str, Any], parameter: torch.Tensor, name: str, *, scalars: bool = True) -> None:
+STALE = (
+    "after a change of the layout load the optimizer's state of the same time, or begin again with "
+    "optimizer.state.clear()"
+)
+
+
+def check_kept(
+    state: Mapping[str, Any], parameter: torch.Tensor, name: str, *, scalars: bool = True, remedy: str = STALE
+) -> None:
     """Raises a BlockSparseError unless what an optimizer keeps for a parameter is of its shape, or one number.
 
     Factors of a second moment, as Adafactor keeps them, have the shape without its last axis or the one before.
@@ -145,18 +154,20 @@ def check_kept(state: Mapping[str, Any], parameter: torch.Tensor, name: str, *, 
         parameter: as it is, or will be when the optimizer steps.
         name: of the parameter.
         scalars: whether one number, such as a count of steps, is of any use.
+        remedy: for the message.
     """
     for key, kept in state.items():
         if averaged_axis(key, kept, parameter.shape) is not None:
             continue
-        size = kept.numel() if isinstance(kept, torch.Tensor) else len(kept) if isinstance(kept, list | tuple) else 1
+        size = kept.numel() if isinstance(kept, torch.Tensor) else 1
+        if isinstance(kept, list | tuple | deque):
+            size = sum(each.numel() if isinstance(each, torch.Tensor) else 1 for each in kept)
         if (size != 1 or not scalars) and not (isinstance(kept, torch.Tensor) and kept.shape == parameter.shape):
             got = shape_of(kept)
             raise BlockSparseError.expected(
                 f"{key} in the optimizer's state",
                 f"the shape of {name}, {list(parameter.shape)}" + (", or one number" if scalars else ""),
-                f"{got}; after a change of the layout load the optimizer's state of the same time, or begin again with "
-                "optimizer.state.clear()",
+                f"{got}; {remedy}",
             )
 
 

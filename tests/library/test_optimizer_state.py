@@ -1,6 +1,7 @@
 """The optimizer's state of blocks that are new, of weights that become sparse or dense, and of other optimizers."""
 
 import copy
+from collections import deque
 
 import pytest
 import torch
@@ -286,14 +287,14 @@ class Lookahead(torch.optim.Optimizer):
         self.inner["fast"].step()
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter].setdefault("slow_buffer", parameter.detach().clone()).lerp_(parameter, 0.5)
+                self.state[parameter].setdefault("slow", parameter.detach().clone()).lerp_(parameter, 0.5)
 
 
 @pytest.mark.parametrize("given", ["wrapper", "inner", "another of the same parameters", "none"])
 def test_all_optimizers_that_step_on_a_weight_follow(given):
     torch.manual_seed(0)
     layer = bs.nn.Linear(48, 24, density=0.25, block_size=8)
-    wrapper, other = Lookahead(layer.parameters()), torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    wrapper, other = Lookahead(layer.parameters()), torch.optim.SGD(layer.parameters(), lr=1e-3, momentum=0.9)
     inner = wrapper.inner["fast"]
     for _ in range(2):
         draw_gradient(layer)
@@ -309,7 +310,28 @@ def test_all_optimizers_that_step_on_a_weight_follow(given):
             if kept.dim():
                 assert torch.equal(kept[~new], old[name][source[~new]])
                 if name != "exp_avg_sq":
-                    assert torch.equal(kept[new], layer.values.detach()[new] * (name == "slow_buffer"))
+                    assert torch.equal(kept[new], layer.values.detach()[new] * (name == "slow"))
+
+
+def test_copies_of_weights_outside_of_the_state_are_refused():
+    layer = bs.nn.Linear(48, 24, density=0.25, block_size=8)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer.slow = [parameter.detach().clone() for parameter in layer.parameters()]
+    with pytest.raises(bs.BlockSparseError, match="SGD keeps tensors of the shape of values in its attribute slow"):
+        bs.sparsity.SET(layer, optimizer)
+    dense = nn.Linear(32, 32)
+    optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
+    optimizer.slow = [parameter.detach().clone() for parameter in dense.parameters()]
+    with pytest.raises(bs.BlockSparseError, match="in its attribute slow"):
+        bs.sparsify(dense, 0.5, 8, force=True, inplace=True, optimizer=optimizer)
+
+
+def test_queues_of_gradients_are_refused():
+    layer = bs.nn.Linear(48, 24, density=0.25, block_size=8)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer.state[layer.values]["queue"] = deque([torch.zeros_like(layer.values)])
+    with pytest.raises(bs.BlockSparseError, match=r"queue in the optimizer's state: .*SGD cannot follow blocks"):
+        bs.sparsity.rewire(layer, [0], [], [], optimizer)
 
 
 def test_schedule_free_optimizers_follow():

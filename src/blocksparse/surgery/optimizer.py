@@ -20,7 +20,8 @@ FROM_ZERO = {"momentum_buffer", "exp_avg", "exp_avg_diff", "grad_avg", "prev", "
 FROM_WEIGHT = {"ax", "z", "p0", "x0", "slow_buffer", "slow_params", "cached_params", "lookahead_slow_buff"}
 # At the learning rate: the steps of Rprop.
 FROM_RATE = {"step_size"}
-# At the mean of the weights that stay: what has another name and is never negative, sums and means of squares.
+# By other names: near the weights it is a copy of them, and else, if never negative, it sums or averages squares. That
+# begins at the mean of the weights that stay.
 
 # How much larger the squares of a block's next gradients may be than those of its first one.
 SPREAD = 1.5
@@ -117,7 +118,23 @@ def check_optimizer(optimizer: Any, parameter: Tensor, name: str, *, replaced: b
             )
         if replaced:
             _check_takes_values(each, name)
-        check_kept(each.state.get(parameter, {}), parameter, name)
+        if (key := _copies_outside(each, parameter)) is not None:
+            raise BlockSparseError(
+                f"optimizer: {kind} keeps tensors of the shape of {name} in its attribute {key}, which cannot follow "
+                f"blocks: they are to be in {kind}.state[parameter], or use an optimizer without them"
+            )
+        remedy = f"{kind} cannot follow blocks, whose places change: train with AdamW, or one that keeps such state"
+        check_kept(each.state.get(parameter, {}), parameter, name, remedy=remedy)
+
+
+def _copies_outside(optimizer: Any, parameter: Tensor) -> str | None:
+    """The attribute in which an optimizer keeps tensors for parameters besides its state, if it does."""
+    mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for key, held in vars(optimizer).items():
+        for each in held if isinstance(held, list | tuple) else ():
+            if isinstance(each, Tensor) and each.shape == parameter.shape and id(each) not in mine:
+                return key
+    return None
 
 
 def _check_takes_values(optimizer: Any, name: str) -> None:
@@ -194,11 +211,24 @@ def _product_of_factors(kept: Mapping[str, Tensor], name: str, axis: int, dims: 
     return rows * (cols / rows.mean(-2, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny))
 
 
-def start_of(name: str, group: Mapping[str, Any], measure: Callable[[], tuple[float, int, bool]]) -> float | None:
+class Measures(NamedTuple):
+    """What is known of a state of the weights that stay."""
+
+    total: float
+    numbers: int
+    negative: int
+    """How many are below 0."""
+    distance: float
+    """The sum of squares of the differences to the weights."""
+    squares: float
+    """The sum of squares of the weights."""
+
+
+def start_of(name: str, group: Mapping[str, Any], measure: Callable[[], Measures]) -> float | None:
     """What the state of new weights begins with; None for the weights themselves.
 
     Args:
-        measure: returns the sum of the state over the weights that stay, their number, and whether any is negative.
+        measure: of the weights that stay.
     """
     if name in FROM_ZERO:
         return 0.0
@@ -206,13 +236,19 @@ def start_of(name: str, group: Mapping[str, Any], measure: Callable[[], tuple[fl
         return None
     if name in FROM_RATE:
         return float(group.get("lr", 0))
-    total, count, negative = measure()
-    return total / count if count and not negative else 0.0
+    found = measure()
+    if found.negative:
+        return None if 4 * found.distance < found.squares else 0.0
+    return found.total / found.numbers if found.numbers else 0.0
 
 
-def measure_state(tensor: Tensor) -> tuple[float, int, bool]:
-    """The sum of a state, how many numbers it has, and whether any is negative."""
-    return float(tensor.sum(dtype=torch.float64)), tensor.numel(), bool((tensor < 0).any())
+def measure_state(state: Tensor, weights: Tensor | None) -> Measures:
+    """Measures a state; the weights are those of its numbers, None where it has one for several."""
+    distance = squares = 0.0
+    if weights is not None:
+        distance = float((state.float() - weights.float()).square().sum(dtype=torch.float64))
+        squares = float(weights.float().square().sum(dtype=torch.float64))
+    return Measures(float(state.sum(dtype=torch.float64)), state.numel(), int((state < 0).sum()), distance, squares)
 
 
 @torch.no_grad()
@@ -251,5 +287,5 @@ def _begin(kept: dict[str, Any], absent: Tensor, values: Tensor, group: Mapping[
     """Fills in the state of weights that did not exist before."""
     for name, each in kept.items():
         if isinstance(each, Tensor) and each.shape == absent.shape:
-            start = start_of(name, group, partial(measure_state, each[~absent]))
+            start = start_of(name, group, partial(measure_state, each[~absent], values.detach()[~absent]))
             each[absent] = values.detach()[absent] if start is None else start

@@ -19,7 +19,7 @@ from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
 from ..nn.optimizer_watch import call_before_next_step
 from .fsdp import is_dtensor, local_of, record_of, replace_shard, sharded_like
-from .optimizer import follows_blocks, measure_state, raise_to_gradients, start_of, states_of
+from .optimizer import Measures, follows_blocks, measure_state, raise_to_gradients, start_of, states_of
 
 New = Tensor | Callable[[np.ndarray], Tensor]
 
@@ -237,22 +237,24 @@ class Stored:
                 moved[grown] = values[grown].to(moved) if start is None else start
                 kept[name] = sharded_like(each, moved, nnz) if is_dtensor(each) else moved
 
-    def _measure(self, local: Tensor, survivors: Tensor) -> tuple[float, int, bool]:
-        """`measure_state` of blocks that stay, or of all where none does, in all processes, without padding."""
+    def _measure(self, local: Tensor, survivors: Tensor) -> Measures:
+        """Measures a state of the blocks that stay, or of all where none does, in all processes, without padding."""
         stays = torch.zeros(self.layout.nnz, dtype=torch.bool)
         stays[survivors if survivors.numel() else slice(None)] = True
         here = torch.from_numpy(self.here)
         stays = stays[here]
-        kept = local[stays.to(local.device)]
-        if (used := self.used) is not None and kept.shape[1:] == self.local.shape[1:]:
-            kept = kept[self._real(used, here[stays]).to(kept.device).expand_as(kept)]
-        total, count, negative = measure_state(kept)
-        if not self._groups:
-            return total, count, negative
-        found = torch.tensor([total, count, negative], dtype=torch.float64, device=local.device)
-        for group in self._groups:
-            dist.all_reduce(found, group=group)
-        return float(found[0]), int(found[1]), bool(found[2])
+        there = stays.to(local.device)
+        kept, weights = local[there], self.local[there] if local.shape == self.local.shape else None
+        if weights is not None and (used := self.used) is not None:
+            real = self._real(used, here[stays]).to(kept.device).expand_as(kept)
+            kept, weights = kept[real], weights[real]
+        found = measure_state(kept, weights)
+        if self._groups:
+            every = torch.tensor(found, dtype=torch.float64, device=local.device)
+            for group in self._groups:
+                dist.all_reduce(every, group=group)
+            found = Measures(*every.tolist())
+        return found
 
     def _real(self, used: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
         """Marks the numbers of blocks that are no padding, `[blocks, block_out, block_in, ...]`."""
