@@ -253,6 +253,43 @@ def test_manual_optimization_with_two_updates_a_batch(name):
     assert changed(name, model)
 
 
+@pytest.mark.parametrize("name", ["SET", "GradualPruning"])
+def test_averages_of_lightning_are_refused_where_they_would_mix_blocks(name):
+    lightning = pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    from blocksparse.integrations.lightning import SparsityCallback
+
+    class Lit(lightning.LightningModule):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch, index):
+            return self.net(**batch)["loss"]
+
+        def configure_optimizers(self):
+            return optimizer_of(self)
+
+    model = Net(name in SPARSE)
+    callback = SparsityCallback(method_of(name, model))
+
+    def fit(*callbacks):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Lightning's own
+            lightning.Trainer(
+                max_epochs=1, callbacks=list(callbacks), accelerator="cpu", logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False,
+            ).fit(Lit(model), torch.utils.data.DataLoader(data(), batch_size=4))  # fmt: skip
+
+    message = "moves blocks. Average by" if name == "SET" else "put EMAWeightAveraging before SparsityCallback"
+    with pytest.raises(bs.BlockSparseError, match=message):
+        fit(callback, EMAWeightAveraging(decay=0.9))
+    if name == "GradualPruning":
+        fit(EMAWeightAveraging(decay=0.9), SparsityCallback(method_of(name, model)))
+        assert changed(name, model)
+
+
 # -- training that ends early, or by an error ----------------------------------------------------------------------
 
 

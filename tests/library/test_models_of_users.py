@@ -8,6 +8,8 @@ import subprocess
 import sys
 import types
 import weakref
+from collections import UserDict, UserList
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -273,14 +275,16 @@ class Held(nn.Module):
 
     def forward(self, x):
         held = self.held
-        if self.way in ("list", "tuple", "nested"):
-            held = held[0]
+        if self.way in ("list", "tuple", "nested", "user list", "class"):
+            held = (held.layers if self.way == "class" else held)[0]
         if self.way == "nested":
             (held,) = held["x"]
-        if self.way in ("set", "key"):
+        if self.way in ("set", "key", "weak set"):
             (held,) = held
         if self.way == "weak":
             held = held()
+        if self.way in ("user dict", "read-only"):
+            held = held["x"]
         return self.last(held(x))
 
 
@@ -298,9 +302,14 @@ WAYS = {
     "closure": lambda layer: lambda x: layer(x),
     "default": lambda layer: lambda x, layer=layer: layer(x),
     "module": lambda layer: nn.Sequential(layer),
+    "user list": lambda layer: UserList([layer]),
+    "user dict": lambda layer: UserDict(x=layer),
+    "read-only": lambda layer: MappingProxyType({"x": layer}),
+    "weak set": lambda layer: weakref.WeakSet([layer]),
+    "class": lambda layer: type("Registry", (), {"layers": [layer], "__module__": __name__}),
 }
 CARRIED = "attribute", "list", "tuple", "set", "key", "nested"
-SHARED = "weak", "closure", "default"
+SHARED = "weak", "closure", "default", "weak set", "class"
 
 
 @pytest.mark.parametrize("way", WAYS)

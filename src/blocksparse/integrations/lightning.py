@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,10 +13,14 @@ except ImportError:
     from pytorch_lightning import Callback  # type: ignore[assignment]
 
 from ..errors import BlockSparseError
+from ..sparsity.sparse_training.dynamic_sparsity import DynamicSparsity
 from ..sparsity.training_method import TrainingMethod
 from .methods import Maker, Methods
 
 __all__ = ["SparsityCallback"]
+
+# Lightning's callbacks that average weights.
+AVERAGES = "WeightAveraging", "StochasticWeightAveraging"
 
 
 class SparsityCallback(Callback):
@@ -58,9 +63,28 @@ class SparsityCallback(Callback):
         if len(trainer.optimizers) != 1:
             raise BlockSparseError.expected("the model", "one optimizer", len(trainer.optimizers))
         self._methods.begin(pl_module, trainer.optimizers[0])
+        self._check_averages(trainer.callbacks)
         if self._loaded is not None:
             self._methods.load_state_dict(self._loaded)
             self._loaded = None
+
+    def _check_averages(self, callbacks: Sequence[Any]) -> None:
+        """Raises a BlockSparseError for callbacks that would average weights of blocks at different places."""
+        for position, callback in enumerate(callbacks):
+            if not any(kind.__name__ in AVERAGES for kind in type(callback).__mro__):
+                continue
+            name = type(callback).__name__
+            for method in self.methods:
+                if isinstance(method, DynamicSparsity):
+                    raise BlockSparseError(
+                        f"callbacks: {name} averages weights by their positions, and {type(method).__name__} moves "
+                        "blocks. Average by torch.optim.swa_utils.AveragedModel instead, with "
+                        "on_layout_change=blocksparse.sparsity.sync_ema(model, averaged) of the method"
+                    )
+            if position > callbacks.index(self):
+                raise BlockSparseError(
+                    f"callbacks: put {name} before SparsityCallback, which makes the weights smaller when training ends"
+                )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._methods.add_penalties()  # gradients are unscaled here, and not clipped yet

@@ -9,8 +9,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dis import get_instructions
 from functools import cache, partial
 from gc import get_referents
-from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +31,12 @@ MOST = 1_000_000
 
 LIBRARIES = frozenset({"torch", "blocksparse", "numpy", *sys.stdlib_module_names}) - {"__main__"}
 DICTS = dict, OrderedDict, defaultdict
+# Modules of Python's own whose objects may hold what a user puts into them, such as UserDict and an lru_cache.
+HOLDERS = frozenset({"collections", "functools", "itertools", "weakref"})
 CONTAINERS = list, deque, tuple, set, frozenset, *DICTS
+WEAK = WeakSet, WeakKeyDictionary, WeakValueDictionary
+# What a deep copy does not copy, or only as references to the same objects.
+UNCOPIED = FunctionType, type, weakref.ref, *WEAK
 # The ways to a module: by attributes and containers only, by what copies copy too, by what they share.
 PLAIN, DEEP, SHARED = range(3)
 HOOKS_OF_TENSORS = "_backward_hooks", "_post_accumulate_grad_hooks"
@@ -60,7 +74,7 @@ def _references(model: nn.Module, targets: Collection[Any]) -> Iterator[tuple[An
     queue = deque(_roots(model))
     while queue and len(seen) < MOST:
         value, where, way = queue.popleft()
-        if isinstance(value, FunctionType | weakref.ref):
+        if isinstance(value, UNCOPIED) or type(value).__module__ == "functools":
             way = SHARED
         if (id(value), way) in seen:
             continue
@@ -133,6 +147,7 @@ def _roots(model: nn.Module) -> Iterator[tuple[Any, str, int]]:
                 yield getattr(hook, "hook", hook), f"a hook of {name or 'the model'}", DEEP
         kinds.update(base for base in type(module).__mro__ if _is_users(base.__module__))
     for kind in kinds:
+        yield kind, f"the class {kind.__name__}", DEEP
         for function in functions_of(kind):
             if not function.__name__.startswith("__"):  # `__setattr__` does not compute
                 yield function, f"{kind.__name__}.{function.__name__}", DEEP
@@ -140,8 +155,10 @@ def _roots(model: nn.Module) -> Iterator[tuple[Any, str, int]]:
 
 def _referents(value: Any, packages: Collection[str]) -> Iterable[Any]:
     """What a value holds, as far as a model may call it by that way."""
-    if isinstance(value, Tensor | str | bytes | int | float | type | ModuleType | torch.optim.Optimizer):
+    if isinstance(value, Tensor | str | bytes | int | float | ModuleType | torch.optim.Optimizer):
         return ()
+    if isinstance(value, type):
+        return _of_class(value)
     if isinstance(value, FunctionType):
         return _of_function(value)
     if isinstance(value, MethodType):
@@ -155,10 +172,17 @@ def _referents(value: Any, packages: Collection[str]) -> Iterable[Any]:
         return (*value.keys(), *value.values())
     if isinstance(value, nn.Module | SimpleNamespace):
         return vars(value).values()
-    package = _package(type(value).__module__)
-    if _is_container(value) or isinstance(value, partial) or package in packages or _is_users(type(value).__module__):
-        return get_referents(value)
-    return ()
+    module = type(value).__module__
+    if isinstance(value, WEAK):
+        return (*value.values(), *value.keys()) if isinstance(value, Mapping) else tuple(value)
+    known = _is_container(value) or isinstance(value, partial | MappingProxyType) or module in HOLDERS
+    return get_referents(value) if known or _package(module) in packages or _is_users(module) else ()
+
+
+def _of_class(kind: type) -> Iterator[Any]:
+    """The attributes of a user's class that are no functions, which `_roots` looks at where they compute."""
+    if _is_users(kind.__module__):
+        yield from (each for each in vars(kind).values() if not isinstance(each, FunctionType))
 
 
 def _of_function(function: FunctionType) -> Iterator[Any]:
