@@ -76,7 +76,7 @@ def test_a_whole_model():
         weight = layer.weight.transpose(0, 1) if isinstance(layer, nn.ConvTranspose2d) else layer.weight
         groups = (weight != 0).movedim(1, -1).unflatten(-1, (-1, 4)).sum(-1)
         assert (groups == 2).all()
-    with pytest.raises(bs.BlockSparseError, match="expected a method that goes on, got one that is finished"):
+    with pytest.raises(bs.BlockSparseError, match=r"after finish\(\): use the model that finish returned"):
         method.finish()
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from ..checked import number
 from ..errors import NAMED, BlockSparseError, SparsityWarning
 from ..layout import BlockLayout
-from ..nn.module import BlockSparseModule
+from ..nn.module import BlockSparseModule, Weight
 from ..pages import Page
 from ..sparsity.calibration.activations import shares
 from ..sparsity.calibration.calibrate import Batches, keep
@@ -137,8 +137,11 @@ def sparsify(
     others = _of_other_density(model, density, skip)
     if inplace and data is not None and not torch.is_inference_mode_enabled():
         _check_writable(model)
-    _check_named("layouts", layouts, reasons)
-    _check_named("density", density, reasons)
+    sparse = dict.fromkeys(
+        _names_of_sparse(model), "block-sparse already: sparsify its layer alone, or densify it before"
+    )
+    _check_named("layouts", layouts, sparse | reasons)
+    _check_named("density", density, sparse | reasons)
     # 1. Which blocks: `choice.layouts(names)` says it for all weights, or for those that are left.
     batches = None if data is None else keep(data)
     if layouts is not None:
@@ -177,6 +180,12 @@ def _check_named(what: str, named: Any, reasons: Mapping[str, str]) -> None:
     for name in named if isinstance(named, Mapping) else ():
         if name in reasons:
             raise BlockSparseError.expected(what, f"weights that can be block-sparse, not {name}", reasons[name])
+
+
+def _names_of_sparse(model: nn.Module) -> list[str]:
+    """The names that the block-sparse weights of a model have where they are dense."""
+    sparse = ((name, module) for name, module in model.named_modules() if isinstance(module, BlockSparseModule))
+    return [name if isinstance(module, Weight) else f"{name}.weight".lstrip(".") for name, module in sparse]
 
 
 def _of_other_density(model: nn.Module, density: Any, skip: Skip) -> dict[str, str]:

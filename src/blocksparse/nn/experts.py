@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..checked import integer
+from ..checked import integer, shape_of
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from .module import Weight
@@ -123,8 +123,13 @@ class Experts(Parts):
             raise BlockSparseError.expected("hidden_states", f"[tokens, {self.hidden_dim}]", list(hidden_states.shape))
         tokens = len(hidden_states)
         for name, given in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
-            if given.dim() != 2 or len(given) != tokens or given.shape != top_k_index.shape:
-                raise BlockSparseError.expected(name, f"[{tokens}, k]", list(given.shape))
+            if (
+                not isinstance(given, Tensor)
+                or given.dim() != 2
+                or len(given) != tokens
+                or given.shape != top_k_index.shape
+            ):
+                raise BlockSparseError.expected(name, f"a tensor [{tokens}, k]", shape_of(given))
         if top_k_index.dtype == torch.bool or top_k_index.is_floating_point() or top_k_index.is_complex():
             wanted = "integers, the numbers of experts (write top_k_index.long())"
             raise BlockSparseError.expected("top_k_index", wanted, top_k_index.dtype)

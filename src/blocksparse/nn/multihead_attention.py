@@ -224,7 +224,7 @@ class MultiheadAttention(Parts):
         if mask is not None:
             shapes = [target, source], [batch * self.num_heads, target, source]
             if list(mask.shape) not in shapes:
-                expected = " or ".join(map(str, shapes))
+                expected = " or ".join(map(str, shapes)) + " (mask[:target, :source] is its part for shorter inputs)"
                 raise BlockSparseError.expected("attn_mask", expected, list(mask.shape))
             mask = _added("attn_mask", mask, query.dtype)
             merged = mask if mask.dim() == 2 else mask.unflatten(0, (batch, self.num_heads))

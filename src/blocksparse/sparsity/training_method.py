@@ -107,4 +107,4 @@ class TrainingMethod:
 
     def _check_unfinished(self, what: str) -> None:
         if self.finished:
-            raise BlockSparseError.expected(what, "a method that goes on", "one that is finished")
+            raise BlockSparseError(f"{what}() after finish(): use the model that finish returned, or make a new method")

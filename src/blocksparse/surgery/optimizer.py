@@ -57,7 +57,8 @@ def is_optimizer(given: Any) -> bool:
 def has_parameter(optimizer: Any, parameter: Tensor) -> bool:
     """Whether the optimizer trains the parameter; a BlockSparseError where it is no optimizer."""
     if not is_optimizer(optimizer):
-        raise BlockSparseError.expected("optimizer", "a torch.optim.Optimizer", type(optimizer).__name__)
+        several = " (of several, make a method for each)" if isinstance(optimizer, list | tuple) else ""
+        raise BlockSparseError.expected("optimizer", "a torch.optim.Optimizer", type(optimizer).__name__ + several)
     return _group_of(optimizer, parameter) is not None
 
 
@@ -107,7 +108,8 @@ def check_optimizer(optimizer: Any, parameter: Tensor, name: str, *, replaced: b
         replaced: whether another parameter, of the values, will take its place.
     """
     if optimizer is not None and not has_parameter(optimizer, parameter):
-        raise BlockSparseError.expected("optimizer", f"one that has the parameter {name}", type(optimizer).__name__)
+        expected = f"one that has the parameter {name} (or name it in skip, or freeze it: requires_grad_(False))"
+        raise BlockSparseError.expected("optimizer", expected, type(optimizer).__name__)
     given = list(optimizers_in(optimizer))
     for each in given if replaced else trainers_of(parameter, optimizer):
         kind = type(each).__name__

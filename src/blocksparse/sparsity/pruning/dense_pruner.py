@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...errors import NAMED, BlockSparseError, SparsityWarning
 from ...layout import BlockLayout
+from ...nn.module import BlockSparseModule
 from ...pages import Page
 from ...surgery.dense_shard import mask_
 from ...surgery.fsdp import record_of, reshard
@@ -71,7 +72,7 @@ class DensePruner(TrainingMethod):
         warn_of_unexpected({weight.name: reason for weight, reason in known}, type(self).__name__)
         if not found:
             expected = "one with dense weights that can become block-sparse, not all of them skipped"
-            raise BlockSparseError.expected("model", expected, type(model).__name__, Page.PRUNE)
+            raise BlockSparseError.expected("model", expected, _why_nothing(model, known), Page.PRUNE)
         self.model, self.optimizer = model, optimizer
         self.weights = {weight.name: weight for weight in found}
         self.dense: dict[str, Tensor] = {}
@@ -200,6 +201,14 @@ def without_frozen(weights: list[Prunable], model: nn.Module, method: str) -> li
             stacklevel=4,
         )
     return [weight for weight in weights if weight.tensor.requires_grad]
+
+
+def _why_nothing(model: nn.Module, known: list[tuple[Prunable, str | None]]) -> str:
+    """What a model has instead of weights that can become block-sparse."""
+    reasons = [f"{weight.name}: {reason}" for weight, reason in known][:NAMED]
+    if any(isinstance(module, BlockSparseModule) for module in model.modules()):
+        reasons.append("it is block-sparse already: GradualBlockPruning prunes such layers")
+    return f"{type(model).__name__} ({'; '.join(reasons) or 'without weights'})"
 
 
 def warn_of_unexpected(reasons: Mapping[str, str | None], method: str) -> None:

@@ -29,7 +29,8 @@ def check_density(density: float, blocks: Mapping[str, Blocks], scope: str) -> N
         total = sum(count * blocks[name].size for name, count in counts.items())
         least, where = sum(each.size for each in blocks.values()) / total, "that leaves each weight a block"
     if density < least:
-        raise BlockSparseError.expected("density", f"{least:.3g} or more, {where}", f"{density:g}")
+        got = f"{density:g} (or pass a smaller block_size, or skip small weights)"
+        raise BlockSparseError.expected("density", f"{least:.3g} or more, {where}", got)
 
 
 def strongest(

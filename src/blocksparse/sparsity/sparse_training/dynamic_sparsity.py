@@ -176,7 +176,10 @@ def find_modules(modules: Modules, skip: Skip = ()) -> dict[str, BlockSparseModu
             raise BlockSparseError.expected("modules", "a model, or some modules", type(root).__name__)
         if not any(isinstance(module, BlockSparseModule) for module in root.modules()):
             raise BlockSparseError.expected(
-                "modules", "one with block-sparse weights", type(root).__name__, Page.SPARSE_TRAINING
+                "modules",
+                "one with block-sparse weights",
+                f"{type(root).__name__} (blocksparse.sparsify makes them; GradualPruning starts from dense ones)",
+                Page.SPARSE_TRAINING,
             )
     whole = nn.ModuleList(roots) if several else roots[0]
     left_out, parameters = skipped(whole, skip)
