@@ -29,7 +29,9 @@ class TrainingMethod:
     Where a paper counts epochs, `step` is called after each epoch, or `every` is a number of iterations.
 
     A call does not count, and changes nothing, if the optimizer has not updated the weights since the backward pass:
-    accelerate's optimizer while gradients are accumulated, GradScaler's after an overflow.
+    accelerate's optimizer while gradients are accumulated, GradScaler's after an overflow. In a loop of your own that
+    accumulates gradients, call `step` after each `optimizer.step()`, not after each backward pass: before the first
+    update every call counts.
     """
 
     calls = 0

@@ -179,7 +179,7 @@ class Prunable:
                 return ALONE if self.parameter.startswith("weight") else "not multiplied with the inputs"
             if self.has_own_forward:
                 return Unexpected(f"{kind.__name__} may use its weight in another way than its base class")
-            if isinstance(module, KNOWN) and self.parameter.startswith("weight"):
+            if isinstance(module, KNOWN) and "weight" in self.parameter:
                 base = next(base.__name__ for base in KNOWN if isinstance(module, base))
                 return Unexpected(f"{kind.__name__} is a subclass of {base}, which would be lost: use {base} itself")
             unknown = "how it multiplies a stack of weights is not known" if parameter.dim() == 3 else None
@@ -394,7 +394,7 @@ def _inside(model: nn.Module) -> dict[nn.Module, str]:
     for module in model.modules():
         kind = type(module)
         if isinstance(module, nn.MultiheadAttention) and kind is not nn.MultiheadAttention:
-            reasons[module.out_proj] = f"inside of {kind.__name__}, a subclass of MultiheadAttention"
+            reasons[module.out_proj] = Unexpected(f"inside of {kind.__name__}, a subclass of MultiheadAttention")
         elif isinstance(module, nn.MultiheadAttention) and (why := own_forward(module)):
             reasons[module.out_proj] = Unexpected(why)
         if isinstance(module, WeightNorm):

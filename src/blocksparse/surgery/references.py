@@ -36,7 +36,7 @@ HOLDERS = frozenset({"collections", "functools", "itertools", "weakref"})
 CONTAINERS = list, deque, tuple, set, frozenset, *DICTS
 WEAK = WeakSet, WeakKeyDictionary, WeakValueDictionary
 # What a deep copy does not copy, or only as references to the same objects.
-UNCOPIED = FunctionType, type, weakref.ref, *WEAK
+UNCOPIED = FunctionType, type, weakref.ref, type(cache(len)), *WEAK
 # The ways to a module: by attributes and containers only, by what copies copy too, by what they share.
 PLAIN, DEEP, SHARED = range(3)
 HOOKS_OF_TENSORS = "_backward_hooks", "_post_accumulate_grad_hooks"
@@ -74,7 +74,7 @@ def _references(model: nn.Module, targets: Collection[Any]) -> Iterator[tuple[An
     queue = deque(_roots(model))
     while queue and len(seen) < MOST:
         value, where, way = queue.popleft()
-        if isinstance(value, UNCOPIED) or type(value).__module__ == "functools":
+        if isinstance(value, UNCOPIED):
             way = SHARED
         if (id(value), way) in seen:
             continue
