@@ -110,7 +110,15 @@ def _check(q: Any, k: Any, v: Any, layout: Any) -> list[BlockLayout]:
         check_layout(each)
         if each.shape[0] != queries or each.shape[1] != k.shape[2]:
             raise _other_shape(each, queries, k.shape[2])
-    return layouts[:1] if len(set(layouts)) == 1 else layouts
+    return layouts[:1] if _all_equal(*layouts) else layouts
+
+
+def _all_equal(*layouts: BlockLayout) -> bool:
+    return len(set(layouts)) == 1
+
+
+# Dynamo runs it as it is, as it cannot trace how layouts are compared.
+_all_equal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _other_shape(layout: BlockLayout, queries: int, keys: int) -> BlockSparseError:
