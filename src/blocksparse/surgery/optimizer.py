@@ -110,8 +110,7 @@ def check_optimizer(optimizer: Any, parameter: Tensor, name: str, *, replaced: b
     if optimizer is not None and not has_parameter(optimizer, parameter):
         expected = f"one that has the parameter {name} (or name it in skip, or freeze it: requires_grad_(False))"
         raise BlockSparseError.expected("optimizer", expected, type(optimizer).__name__)
-    given = list(optimizers_in(optimizer))
-    for each in given if replaced else trainers_of(parameter, optimizer):
+    for each in optimizers_in(optimizer) if replaced else trainers_of(parameter, optimizer):
         kind = type(each).__name__
         if isinstance(each, torch.optim.LBFGS):
             raise BlockSparseError(
@@ -168,12 +167,12 @@ def replace_parameter(
         convert: of a tensor of the old shape one of the new shape.
         absent: bool of the new shape, the weights that did not exist before; None for none.
     """
-    given = list(optimizers_in(optimizer))
+    named = list(optimizers_in(optimizer))
     for each in trainers_of(old, optimizer):
-        if each not in given and not _can_follow(each, old):
+        if each not in named and not _can_follow(each, old):
             continue
         for group in each.param_groups:
-            group["params"] = [new if given is old else given for given in group["params"]]
+            group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
         if old in each.state:
             group = _group_of(each, new) or {}
             kept = _converted(each.state.pop(old), old.shape, convert)
