@@ -18,6 +18,9 @@ from ..errors import BlockSparseError
 # Whether the state is that of the last step, not one loaded since. In the order of first steps, the same on all ranks.
 _stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
 
+# Called with an optimizer before its first step, and before the first one after its state was loaded.
+before_first_step: list[Callable[[torch.optim.Optimizer], None]] = []
+
 # Parameters whose shape has changed since an optimizer last stepped on them.
 _resized: Any = WeakIdKeyDictionary()
 
@@ -57,8 +60,13 @@ def _version(tensor: Tensor) -> int:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if is_dynamo_compiling() or not (_resized or _left_behind or _before_next):
-        return  # a compiled step sees no changes of layouts
+    if is_dynamo_compiling():  # a compiled step sees no changes of layouts
+        return
+    if not _stepped.get(optimizer):
+        for call in before_first_step:
+            call(optimizer)
+    if not (_resized or _left_behind or _before_next):
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in _resized:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from ..checked import averaged_axis, check_kept
 from ..errors import BlockSparseError
-from ..nn.optimizer_watch import stepped_optimizers
+from ..nn.optimizer_watch import before_first_step, call_before_next_step, stepped_optimizers
 from .fsdp import local_of
 
 # How the state of new weights begins, by the names that PyTorch and others give it. At 0: means of gradients.
@@ -22,6 +23,10 @@ FROM_WEIGHT = {"ax", "z", "p0", "x0", "slow_buffer", "slow_params", "cached_para
 FROM_RATE = {"step_size"}
 # By other names: near the weights it is a copy of them, and else, if never negative, it sums or averages squares. That
 # begins at the mean of the weights that stay.
+
+SECOND_MOMENTS = "exp_avg_sq", "max_exp_avg_sq", "square_avg"
+# At least, so that they differ from those of blocks that have never had a gradient.
+LEAST = 1e-30
 
 # How much larger the squares of a block's next gradients may be than those of its first one.
 SPREAD = 1.5
@@ -240,7 +245,7 @@ def start_of(name: str, group: Mapping[str, Any], measure: Callable[[], Measures
     found = measure()
     if found.negative:
         return None if 4 * found.distance < found.squares else 0.0
-    return found.total / found.numbers if found.numbers else 0.0
+    return max(LEAST, found.total / found.numbers) if found.numbers else 0.0
 
 
 def measure_state(state: Tensor, weights: Tensor | None) -> Measures:
@@ -252,36 +257,71 @@ def measure_state(state: Tensor, weights: Tensor | None) -> Measures:
     return Measures(float(state.sum(dtype=torch.float64)), state.numel(), int((state < 0).sum()), distance, squares)
 
 
-@torch.no_grad()
-def raise_to_gradients(optimizer: Any, parameter: Tensor, grown: Tensor) -> bool:
+class NewBlocks:
     """Raises the second moments of new blocks to the squares of their first gradient, where these are larger.
 
     RigL grows where gradients are large: to start at the mean of the others would move such blocks too far. Only Adam
     and its relatives, and RMSprop, need it: in other optimizers no start lets a block move by more than a rate.
 
     Args:
-        grown: the blocks of the parameter, those that this process has, which are new; bool.
-
-    Returns:
-        Whether the optimizer keeps a state and the gradients are known, so that it is done.
+        parameter: which an optimizer is to call this for before its steps.
+        blocks: those of the parameter, as far as this process has it, that have had no gradient yet; bool.
     """
-    kept, group = optimizer.state.get(parameter), _group_of(optimizer, parameter)
-    if not kept or group is None or parameter.grad is None:
-        return False
-    mine = local_of(parameter.grad)[grown].float() / float(getattr(optimizer, "grad_scale", None) or 1)
-    squares = SPREAD * mine.square().flatten(1).mean(1)
-    if not squares.isfinite().all() or not squares.any():  # an update that is skipped, or nothing to go by yet
-        return not grown.any()
-    for name in ("exp_avg_sq", "max_exp_avg_sq", "square_avg"):
-        each = kept.get(name)
-        if isinstance(each, Tensor) and each.shape == parameter.shape:
-            corrected = squares
-            if "betas" in group and "step" in kept:
-                corrected = squares * (1 - float(group["betas"][1]) ** (float(kept["step"]) + 1))
-            local = local_of(each)
-            least = corrected.view(-1, *[1] * (local.dim() - 1)).to(local.dtype)
-            local[grown] = local[grown].maximum(least)
-    return True
+
+    def __init__(self, parameter: Tensor, blocks: Tensor):
+        self._parameter, self._blocks = ref(parameter), blocks
+
+    @torch.no_grad()
+    def __call__(self, optimizer: Any) -> bool:
+        """Returns whether all blocks have had a gradient, or the layout has changed again."""
+        parameter, blocks = self._parameter(), self._blocks
+        if parameter is None or parameter.grad is None or len(local_of(parameter)) != len(blocks):
+            return True
+        kept, group = optimizer.state.get(parameter), _group_of(optimizer, parameter)
+        if not kept or group is None:
+            return False
+        grad = local_of(parameter.grad)[blocks].float() / float(getattr(optimizer, "grad_scale", None) or 1)
+        squares = SPREAD * grad.square().flatten(1).mean(1)
+        if not squares.isfinite().all():  # an update that is skipped
+            return False
+        least = squares
+        if "betas" in group and "step" in kept:
+            least = squares * (1 - float(group["betas"][1]) ** (float(kept["step"]) + 1))
+        for name in SECOND_MOMENTS:
+            if isinstance(each := kept.get(name), Tensor) and each.shape == parameter.shape:
+                local = local_of(each)
+                local[blocks] = local[blocks].maximum(least.view(-1, *[1] * (local.dim() - 1)).to(local.dtype))
+        self._blocks[blocks.clone()] = squares == 0
+        return not bool(self._blocks.any())
+
+
+def watch_new_blocks(parameter: Tensor, kept: Mapping[str, Any]) -> None:
+    """Has the next steps on the parameter raise the second moments of blocks whose state shows no gradient yet.
+
+    The state of an optimizer that is saved and loaded shows the same: their first moments are 0 and their second ones
+    are not, but equal.
+    """
+    second = next((kept[name] for name in SECOND_MOMENTS if isinstance(kept.get(name), Tensor)), None)
+    if second is None or second.dim() < 3:
+        return
+    numbers, first = local_of(second).flatten(1), kept.get("exp_avg")
+    if not isinstance(first, Tensor) and numbers.shape[1] == 1:  # nothing tells a new number from others
+        return
+    blocks = (numbers[:, :1] != 0).all(1) & (numbers == numbers[:, :1]).all(1)
+    if isinstance(first, Tensor) and first.shape == second.shape:
+        blocks &= (local_of(first).flatten(1) == 0).all(1)
+    if blocks.any():
+        call_before_next_step(parameter, NewBlocks(parameter, blocks))
+
+
+def _watch_loaded(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if kept := optimizer.state.get(parameter):
+                watch_new_blocks(parameter, kept)
+
+
+before_first_step.append(_watch_loaded)
 
 
 def _begin(kept: dict[str, Any], absent: Tensor, values: Tensor, group: Mapping[str, Any]) -> None:

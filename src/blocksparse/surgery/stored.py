@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import torch
@@ -17,9 +16,8 @@ from torch import Tensor
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
-from ..nn.optimizer_watch import call_before_next_step
 from .fsdp import is_dtensor, local_of, record_of, replace_shard, sharded_like
-from .optimizer import Measures, follows_blocks, measure_state, raise_to_gradients, start_of, states_of
+from .optimizer import Measures, follows_blocks, measure_state, start_of, states_of, watch_new_blocks
 
 New = Tensor | Callable[[np.ndarray], Tensor]
 
@@ -225,8 +223,6 @@ class Stored:
             nnz: the stored blocks of the part after the change.
         """
         grown = grown.to(values.device)
-        if survivors is not None:
-            call_before_next_step(self.parameter, partial(_raise_to_gradients, ref(self.parameter), grown))
         for kept, group in states_of(self.parameter, optimizer):
             for name, each in kept.items():
                 if not follows_blocks(name, each, self.parameter.shape):
@@ -236,6 +232,7 @@ class Stored:
                 moved = move(local)
                 moved[grown] = values[grown].to(moved) if start is None else start
                 kept[name] = sharded_like(each, moved, nnz) if is_dtensor(each) else moved
+            watch_new_blocks(self.parameter, kept)
 
     def _measure(self, local: Tensor, survivors: Tensor) -> Measures:
         """Measures a state of the blocks that stay, or of all where none does, in all processes, without padding."""
@@ -264,13 +261,6 @@ class Stored:
         out, in_ = used[0].view(-1, height)[rows], used[1].view(-1, width)[cols]
         real = out[:, :, None] & in_[:, None, :]
         return real.view(*real.shape, *[1] * (self.local.dim() - 3))
-
-
-def _raise_to_gradients(parameter: ref[Tensor], grown: Tensor, optimizer: Any) -> bool:
-    mine = parameter()
-    if mine is None or len(local_of(mine)) != len(grown):  # the layout has changed again
-        return True
-    return raise_to_gradients(optimizer, mine, grown)
 
 
 def places_of_part(module: BlockSparseModule, whole: BlockLayout) -> np.ndarray:
