@@ -111,6 +111,26 @@ def test_new_blocks_beside_dead_ones_do_not_move_too_far():
         assert 0.05 < moved.max() <= 1.3
 
 
+@pytest.mark.parametrize("block_size", [1, 8])
+def test_training_resumed_between_a_change_and_the_next_step_ends_with_the_same_bits(block_size):
+    torch.manual_seed(0)
+    layers = [bs.nn.Linear(48, 32, density=0.25, block_size=block_size) for _ in range(2)]
+    optimizers = [torch.optim.Adam(layer.parameters()) for layer in layers]
+    for _ in range(20):
+        draw_gradient(layers[0])
+        optimizers[0].step()
+    new = changed(layers[0], optimizers[0]) < 0
+    layers[1].load_state_dict(layers[0].state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for _ in range(5):
+        grad = torch.randn_like(layers[0].values)
+        grad[new] *= 10
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            layer.values.grad = grad.clone()
+            optimizer.step()
+        assert torch.equal(layers[0].values, layers[1].values)
+
+
 @pytest.mark.parametrize("way", ["sparsify", "densify", "finish"])
 def test_an_optimizer_that_is_forgotten_in_place_trains_the_new_weights(way):
     torch.manual_seed(0)
