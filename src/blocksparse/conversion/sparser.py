@@ -28,6 +28,11 @@ class StoredWeight(NamedTuple):
     dense: Prunable
 
 
+def dense_name(name: str, module: BlockSparseModule) -> str:
+    """The name that the weight of a block-sparse module has where it is dense."""
+    return name if isinstance(module, Weight) else f"{name}.weight".lstrip(".")
+
+
 def stored_weights(model: nn.Module, skip: Skip) -> dict[str, StoredWeight]:
     """The block-sparse weights of a model by the names that they have where they are dense, but for those to skip.
 
@@ -42,7 +47,7 @@ def stored_weights(model: nn.Module, skip: Skip) -> dict[str, StoredWeight]:
         if not isinstance(module, BlockSparseModule) or module in left:
             continue
         check_parameters(module, name or "model")
-        weight = name if isinstance(module, Weight) else f"{name}.weight".lstrip(".")
+        weight = dense_name(name, module)
         if f"{name}.values".lstrip(".") in names or weight in names:
             continue
         if module.part is not None or hasattr(module.values, "device_mesh"):

@@ -14,7 +14,7 @@ from torch import nn
 from ..checked import number
 from ..errors import NAMED, BlockSparseError, SparsityWarning
 from ..layout import BlockLayout
-from ..nn.module import BlockSparseModule, Weight
+from ..nn.module import BlockSparseModule
 from ..pages import Page
 from ..sparsity.calibration.activations import shares
 from ..sparsity.calibration.calibrate import Batches, keep
@@ -24,7 +24,7 @@ from ..surgery.copies import copied
 from ..surgery.prunable import Skip, Unexpected, skipped, survey
 from ..surgery.replace import replace_with_sparse
 from .choice import Choice, Criterion, Given, Kept, Layouts
-from .sparser import make_sparser, stored_weights
+from .sparser import dense_name, make_sparser, stored_weights
 from .speed import Example, Speed, checked_tokens
 
 # A module that is measured to gain less than this may be slower the next time.
@@ -184,8 +184,7 @@ def _check_named(what: str, named: Any, reasons: Mapping[str, str]) -> None:
 
 def _names_of_sparse(model: nn.Module) -> list[str]:
     """The names that the block-sparse weights of a model have where they are dense."""
-    sparse = ((name, module) for name, module in model.named_modules() if isinstance(module, BlockSparseModule))
-    return [name if isinstance(module, Weight) else f"{name}.weight".lstrip(".") for name, module in sparse]
+    return [dense_name(name, each) for name, each in model.named_modules() if isinstance(each, BlockSparseModule)]
 
 
 def _of_other_density(model: nn.Module, density: Any, skip: Skip) -> dict[str, str]:

@@ -39,7 +39,8 @@ class SparsityCallback(Callback):
             False nothing is finished, and another run can continue.
 
     Raises:
-        BlockSparseError: methods for a second model; neither methods nor functions; more optimizers than one.
+        BlockSparseError: methods for a second model; neither methods nor functions; more optimizers than one; a
+            callback of Lightning that averages weights while blocks move, or behind this one.
 
     Example:
         >>> import blocksparse as bs

@@ -68,7 +68,7 @@ class DensePruner(TrainingMethod):
                 expected = "a layer in a module that fully_shard is applied to, or one in skip"
                 raise BlockSparseError.expected(weight.name, expected, "fully_shard applied to the layer alone")
         found = [weight for weight, reason in known if reason is None]
-        found = without_frozen(found, model, type(self).__name__)
+        found = without_frozen(found, type(self).__name__)
         warn_of_unexpected({weight.name: reason for weight, reason in known}, type(self).__name__)
         if not found:
             expected = "one with dense weights that can become block-sparse, not all of them skipped"
@@ -183,7 +183,7 @@ class DensePruner(TrainingMethod):
         return [name for name, dense in self.dense.items() if dense.requires_grad]
 
 
-def without_frozen(weights: list[Prunable], model: nn.Module, method: str) -> list[Prunable]:
+def without_frozen(weights: list[Prunable], method: str) -> list[Prunable]:
     """The weights that are trained; a SparsityWarning lists the others.
 
     Raises:
