@@ -187,12 +187,12 @@ def replace_parameter(
 
 
 def _can_follow(optimizer: Any, parameter: Tensor) -> bool:
+    """Whether the optimizer can train values in the place of the parameter, with the state that it has."""
     try:
-        _check_takes_values(optimizer, "")
-        check_kept(optimizer.state.get(parameter, {}), parameter, "")
+        check_optimizer(optimizer, parameter, "", replaced=True)
     except BlockSparseError:
         return False
-    return not isinstance(optimizer, torch.optim.LBFGS)
+    return True
 
 
 def _converted(kept: dict[str, Any], shape: torch.Size, convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
