@@ -40,7 +40,6 @@ from rich.console import Console
 
 from blocksparse import BlockSparseError
 from blocksparse.checked import number
-from blocksparse.ops.linear.specs import LinearSpec
 from blocksparse_lab import machine
 from blocksparse_lab.bench import prediction, report, rows
 from blocksparse_lab.bench.contract import checks
@@ -48,6 +47,7 @@ from blocksparse_lab.bench.device import Cuda, Device, Host
 from blocksparse_lab.bench.gpu import GpuReach, Job
 from blocksparse_lab.bench.gpu_chart import write_chart
 from blocksparse_lab.bench.linear import LinearBench
+from blocksparse_lab.bench.linear_specs import LinearSpec
 from blocksparse_lab.bench.rows import Row
 from blocksparse_lab.cli.bench import parts
 from blocksparse_lab.cli.terminal import bar

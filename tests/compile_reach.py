@@ -28,10 +28,10 @@ import torch
 
 import blocksparse as bs
 import compile_kernels
-from blocksparse.ops.conv.specs import GPU_REACH as CONV_REACH
-from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.conv.triton import Shared
-from blocksparse.ops.linear.specs import GPU_BLOCKS, GPU_HUBS, GPU_REACH, LinearSpec
+from blocksparse_lab.bench.conv_specs import GPU_REACH as CONV_REACH
+from blocksparse_lab.bench.conv_specs import ConvSpec
+from blocksparse_lab.bench.linear_specs import GPU_BLOCKS, GPU_HUBS, GPU_REACH, LinearSpec
 from blocksparse_lab.bench.lstm import LstmSpec
 from blocksparse_lab.bench.lstm_reach import GPU_REACH as LSTM_REACH
 from blocksparse_lab.bench.transformer import TRANSFORMER, MlpSpec

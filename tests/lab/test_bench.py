@@ -12,11 +12,11 @@ import torch
 
 import blocksparse as bs
 from blocksparse.measure import Samples, alternate
-from blocksparse.ops.linear.specs import DTYPES, PASSES, REACH, LinearSpec
 from blocksparse_lab import machine
 from blocksparse_lab.bench import report
 from blocksparse_lab.bench.case import OURS
 from blocksparse_lab.bench.linear import PEERS, LinearBench, LinearCase
+from blocksparse_lab.bench.linear_specs import DTYPES, PASSES, REACH, LinearSpec
 
 WIDE = {**os.environ, "COLUMNS": "300"}  # of the terminal: no line of a table wraps
 SMALL = LinearSpec(64, 96, tokens=10, block=8, density=0.3)

@@ -8,10 +8,10 @@ import torch
 
 import blocksparse as bs
 import command
-from blocksparse.ops.conv.specs import LAYERS, REACH, ConvSpec
-from blocksparse.ops.linear.specs import DTYPES, PASSES
 from blocksparse_lab.bench.case import OURS
 from blocksparse_lab.bench.conv import ConvBench, ConvCase
+from blocksparse_lab.bench.conv_specs import LAYERS, REACH, ConvSpec
+from blocksparse_lab.bench.linear_specs import DTYPES, PASSES
 
 SMALL = {"out_channels": 32, "in_channels": 48, "size": 6, "images": 2, "block": 8, "density": 0.4}
 

@@ -9,9 +9,9 @@ import torch
 
 import blocksparse as bs
 from blocksparse.errors import BlockSparseError
-from blocksparse.ops.linear.specs import LinearSpec
 from blocksparse_lab.bench import libxsmm
 from blocksparse_lab.bench.linear import LinearBench
+from blocksparse_lab.bench.linear_specs import LinearSpec
 
 ROOT = Path(__file__).parents[2]
 

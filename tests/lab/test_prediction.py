@@ -13,8 +13,8 @@ import bench_parts
 import blocksparse as bs
 import compile_reach
 from blocksparse.ops.gpu import runtime as triton_runtime
-from blocksparse.ops.linear.specs import LinearSpec
 from blocksparse_lab.bench import prediction
+from blocksparse_lab.bench.linear_specs import LinearSpec
 from blocksparse_lab.bench.prediction import (
     CHIPS,
     HEAD,

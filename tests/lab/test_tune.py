@@ -14,9 +14,9 @@ import blocksparse as bs
 from blocksparse.ops.gpu import runtime as triton_runtime
 from blocksparse.ops.gpu import tiles
 from blocksparse.ops.gpu.tiles import Tile, Work
-from blocksparse.ops.linear.specs import LinearSpec
 from blocksparse_lab.bench import tune
 from blocksparse_lab.bench.device import Host
+from blocksparse_lab.bench.linear_specs import LinearSpec
 from blocksparse_lab.bench.tune import Case, Tuner, neighbours, search, valid
 from blocksparse_lab.cli import app
 from compile_kernels import GPUS

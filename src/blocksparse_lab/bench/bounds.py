@@ -17,13 +17,13 @@ from torch import Tensor
 
 from blocksparse.measure import Call, Spread
 from blocksparse.ops import cpu_core
-from blocksparse.ops.conv.specs import ConvSpec
-from blocksparse.ops.linear.specs import TRAINING, LinearSpec
 
 from .case import OURS
 from .conv import ConvBench
+from .conv_specs import ConvSpec
 from .device import Device
 from .linear import LinearBench
+from .linear_specs import TRAINING, LinearSpec
 from .peers import onednn
 from .report import duration
 from .rows import Row, Rows, race, timing

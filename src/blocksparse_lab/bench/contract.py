@@ -10,14 +10,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from blocksparse.ops.conv.specs import ConvSpec
-from blocksparse.ops.linear.specs import LinearSpec
-
 from ..models.char_lm import CharLMConfig
 from .case import Bench
 from .conv import ConvBench
+from .conv_specs import ConvSpec
 from .device import Device
 from .linear import LinearBench
+from .linear_specs import LinearSpec
 from .lstm import LstmBench, LstmSpec
 from .transformer import AttentionBench, AttentionSpec, MlpBench, MlpSpec
 

@@ -21,10 +21,10 @@ from blocksparse.layout import BlockLayout
 from blocksparse.measure import Call
 from blocksparse.ops.conv import conv2d
 from blocksparse.ops.conv.op import conv_op, conv_wgrad_op
-from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.gpu.tiles import tf32
 
 from .case import OURS, Bench, Case, relative_error, within
+from .conv_specs import ConvSpec
 from .linear import named_results
 
 PEERS = ("dense", "grouped")

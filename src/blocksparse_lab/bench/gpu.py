@@ -17,11 +17,16 @@ import torch.nn.functional as F
 
 from blocksparse.errors import BlockSparseError
 from blocksparse.measure import Call, Spread, alternate, geometric_mean
-from blocksparse.ops.conv.specs import GPU_REACH as CONV_REACH
-from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.gpu.tiles import FEW_TOKENS
 from blocksparse.ops.linear import linear
-from blocksparse.ops.linear.specs import (
+
+from .case import OURS, Bench, CaseResult
+from .conv import ConvBench
+from .conv_specs import GPU_REACH as CONV_REACH
+from .conv_specs import ConvSpec
+from .device import Device
+from .linear import LinearBench
+from .linear_specs import (
     GPU_BLOCKS,
     GPU_HOST_TIME,
     GPU_HUB_TIME,
@@ -34,11 +39,6 @@ from blocksparse.ops.linear.specs import (
     LinearSpec,
     Target,
 )
-
-from .case import OURS, Bench, CaseResult
-from .conv import ConvBench
-from .device import Device
-from .linear import LinearBench
 from .lstm import LstmBench
 from .lstm_reach import GPU_REACH as LSTM_REACH
 from .lstm_reach import LstmTarget, sized

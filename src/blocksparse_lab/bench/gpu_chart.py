@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from blocksparse.measure import Spread
-from blocksparse.ops.linear.specs import GPU_REACH
 from blocksparse.topology.drawings.style import COLORS, figure_and_axes
 
+from .linear_specs import GPU_REACH
 from .report import line, save, speedup_axes
 
 Details = Mapping[str, Any]

@@ -21,10 +21,10 @@ from torch import Tensor
 from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
 from blocksparse.measure import Call, geometric_mean, host_clock
-from blocksparse.ops.linear.specs import LinearSpec
 
 from .case import OURS
 from .linear import LinearBench, LinearCase
+from .linear_specs import LinearSpec
 from .rows import Race, Row, Rows, not_measured, timing
 
 VARIABLE = "BLOCKSPARSE_LIBXSMM"

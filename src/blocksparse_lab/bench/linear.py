@@ -34,10 +34,10 @@ from blocksparse.measure import Call
 from blocksparse.ops.gpu.tiles import PASSES, Gpu, Work, bucket, gpu_of, tile_for
 from blocksparse.ops.linear import linear
 from blocksparse.ops.linear.op import linear_op, linear_wgrad_op
-from blocksparse.ops.linear.specs import LinearSpec
 
 from . import peers as elsewhere
 from .case import OURS, Bench, Case, CaseResult, forward, relative_error, within
+from .linear_specs import LinearSpec
 
 __all__ = ["OURS", "PEERS", "CaseResult", "LinearBench", "LinearCase"]
 

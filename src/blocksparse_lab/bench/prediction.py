@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from blocksparse.errors import BlockSparseError
-from blocksparse.ops.conv.specs import GPU_REACH as CONV_REACH
-from blocksparse.ops.linear.specs import GPU_REACH, GPU_TRAINING_PART, LinearSpec
 
+from .conv_specs import GPU_REACH as CONV_REACH
+from .linear_specs import GPU_REACH, GPU_TRAINING_PART, LinearSpec
 from .lstm_reach import GPU_REACH as LSTM_REACH
 from .report import short
 from .rows import Row

@@ -12,14 +12,14 @@ from torch import nn
 from blocksparse.errors import BlockSparseError
 from blocksparse.nn.linear import Linear
 from blocksparse.ops import cpu_core
-from blocksparse.ops.conv import specs as conv_specs
-from blocksparse.ops.conv.specs import ConvSpec
 from blocksparse.ops.linear import linear
-from blocksparse.ops.linear.specs import LINE_DENSITIES, LINE_INTERCEPT, REACH, SMALL_BLOCKS, TRAINING, LinearSpec
 
+from . import conv_specs
 from .case import OURS, Bench
 from .conv import ConvBench
+from .conv_specs import ConvSpec
 from .linear import LinearBench
+from .linear_specs import LINE_DENSITIES, LINE_INTERCEPT, REACH, SMALL_BLOCKS, TRAINING, LinearSpec
 from .memory import apart, linear_peak
 from .rows import MEMORY, Line, Race, Row, Rows, against, at_least, memory_row, not_measured, race, times, timing
 

@@ -22,13 +22,13 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.measure import Call, Samples, Spread
 from blocksparse.ops.gpu import tiles
 from blocksparse.ops.gpu.tiles import Gpu, Tile, Work
-from blocksparse.ops.linear.specs import LinearSpec
 from blocksparse.ops.registry import use_backend
 
 from ..machine import machine
 from .case import OURS
 from .device import Device
 from .linear import LinearBench, LinearCase
+from .linear_specs import LinearSpec
 from .report import duration, short
 
 # Tuned by default: a layer in training and in generation. "tf32" is float32 with that switch on.

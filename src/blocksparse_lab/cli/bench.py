@@ -68,9 +68,8 @@ def linear(
 
     Every result is checked against float64 first; a wrong one ends the run. Then all take turns in one process.
     """
-    from blocksparse.ops.linear.specs import LinearSpec
-
     from ..bench.linear import LinearBench
+    from ..bench.linear_specs import LinearSpec
 
     of = numbers("densities", densities, float)
     specs = [LinearSpec(hidden, hidden, batch, block_size, density, dtype, pass_) for density in of]
@@ -98,9 +97,8 @@ def conv2d(
 
     Every result is checked against float64 first; a wrong one ends the run. Then all take turns in one process.
     """
-    from blocksparse.ops.conv.specs import LAYERS
-
     from ..bench.conv import ConvBench
+    from ..bench.conv_specs import LAYERS
 
     if layer not in LAYERS:
         raise BlockSparseError.expected("layer", f"one of {', '.join(LAYERS)}", repr(layer))

@@ -120,9 +120,8 @@ def _example(console: Console, story: Story, sizes: Sizes) -> None:
 
 
 def _speedups(console: Console, story: Story, sizes: Sizes) -> None:
-    from blocksparse.ops.linear.specs import LinearSpec
-
     from ..bench.linear import LinearBench
+    from ..bench.linear_specs import LinearSpec
     from .demo_page import speedup_row
 
     _title(console, 2, "Speed-up against density")

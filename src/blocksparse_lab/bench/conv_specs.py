@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ...errors import BlockSparseError
-from ..linear.specs import DTYPES, PASSES
+from blocksparse.errors import BlockSparseError
+
+from .linear_specs import DTYPES, PASSES
 
 PATTERNS = ("random", "block-diagonal")
 

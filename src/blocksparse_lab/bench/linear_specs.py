@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ... import patterns
-from ...errors import BlockSparseError
-from ...layout import BlockLayout
+from blocksparse import patterns
+from blocksparse.errors import BlockSparseError
+from blocksparse.layout import BlockLayout
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 PASSES = ("forward", "dgrad", "wgrad", "train")
