@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import blocksparse as bs
-from blocksparse.nn.circular import circular_pad
+from blocksparse.nn.research.circular import circular_pad
 
 
 @pytest.mark.parametrize("around", [(1, 1, 1, 1), (2, 0, 0, 3), (0, 0, 1, 2), (5, 5), (0, 0, 0, 0), (1, 1, 2, 2, 1, 0)])

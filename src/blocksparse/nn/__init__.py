@@ -1,15 +1,11 @@
 """Modules named as in torch.nn, with block-sparse weights."""
 
 from ..ops.attention import attention
-from .adaptive_polyphase import AdaptivePolyphaseDownsample, AdaptivePolyphaseUpsample
 from .all_relu import AllReLU
-from .causal import Causal2d, Shift2d, bands
 from .cells import GRUCell, LSTMCell, RNNCell
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
-from .diffusion_conv import Diffusion, DiffusionConv
 from .dropout import Dropout
 from .edge_bias import EdgeBias
-from .elu import concat_elu
 from .experts import Experts
 from .gated_mlp import GatedMLP
 from .gru import GRU, RNN
@@ -20,6 +16,10 @@ from .multiplicative_lstm import MultiplicativeLSTM
 from .quantized import QuantizedLinear
 from .quantized_conv import QuantizedConv1d, QuantizedConv2d, QuantizedConv3d
 from .quantized_lstm import QuantizedLSTM
+from .research.adaptive_polyphase import AdaptivePolyphaseDownsample, AdaptivePolyphaseUpsample
+from .research.causal import Causal2d, Shift2d, bands
+from .research.diffusion_conv import Diffusion, DiffusionConv
+from .research.elu import concat_elu
 from .small_world_lstm import SmallWorldLSTM
 from .weight_norm import WeightNorm, fold, initialise_from_data, l2_normalize
 

@@ -15,9 +15,9 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.checks import check_activation
 from ..ops.conv import ACTIVATIONS, per_axis
-from .circular import circular_pad
 from .layout_module import LayoutModule
 from .module import BlockSparseModule, layout_for
+from .research.circular import circular_pad
 from .spelled_out import spelled_out
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from blocksparse import nn as bsnn
 from blocksparse.checked import integer
 from blocksparse.errors import BlockSparseError
-from blocksparse.nn.circular import circular_pad
+from blocksparse.nn.research.circular import circular_pad
 
 # Ways to down-sample, and what images may be padded with then.
 PADDING_MODES = {"stride": ("zeros", "circular"), "aps": ("circular",)}

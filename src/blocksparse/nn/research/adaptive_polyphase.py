@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checked import integer, shape_of
-from ..errors import BlockSparseError
+from ...checked import integer, shape_of
+from ...errors import BlockSparseError
 from .circular import circular_pad
 
 STEP = 2

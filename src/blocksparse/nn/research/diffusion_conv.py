@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .. import ops
-from ..checked import integer, number, shape_of
-from ..errors import BlockSparseError
-from ..layout import BlockLayout, import_scipy_sparse
+from ... import ops
+from ...checked import integer, number, shape_of
+from ...errors import BlockSparseError
+from ...layout import BlockLayout, import_scipy_sparse
 
 
 class Diffusion(nn.Module):

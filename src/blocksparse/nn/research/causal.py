@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import BlockSparseError
-from .weight_norm import WeightNorm
+from ...errors import BlockSparseError
+from ..weight_norm import WeightNorm
 
 SHIFTS = ("down", "down_right")
 

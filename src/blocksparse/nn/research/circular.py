@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import BlockSparseError
+from ...errors import BlockSparseError
 
 
 def circular_pad(x: Tensor, around: Sequence[int]) -> Tensor:
@@ -22,7 +22,7 @@ def circular_pad(x: Tensor, around: Sequence[int]) -> Tensor:
         BlockSparseError: a margin that is larger than its axis, or negative.
 
     >>> import torch
-    >>> from blocksparse.nn.circular import circular_pad
+    >>> from blocksparse.nn.research.circular import circular_pad
     >>> circular_pad(torch.arange(4), (1, 2))
     tensor([3, 0, 1, 2, 3, 0, 1])
     """

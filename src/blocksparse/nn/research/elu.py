@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..checked import number
-from ..errors import BlockSparseError
-from ..ops import concat_elu as op
-from ..ops import dropout
-from ..ops.checks import SUM_DTYPES
-from ..ops.conv import is_channels_last
-from ..ops.registry import is_eager
-from .dropout import seed
+from ...checked import number
+from ...errors import BlockSparseError
+from ...ops import concat_elu as op
+from ...ops import dropout
+from ...ops.checks import SUM_DTYPES
+from ...ops.conv import is_channels_last
+from ...ops.registry import is_eager
+from ..dropout import seed
 
 
 def concat_elu(x: Tensor, p: float = 0.0) -> Tensor:
