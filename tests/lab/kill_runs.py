@@ -35,13 +35,14 @@ from blocksparse_lab.data.images import Images
 from blocksparse_lab.data.synthetic import Synthetic
 from blocksparse_lab.machine import machine
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
-from blocksparse_lab.recipes import mlp, pixelcnn, resnet, run_log
+from blocksparse_lab.recipes import mlp, pixelcnn, resnet
 from blocksparse_lab.recipes.charlm import CharLMTask
 from blocksparse_lab.recipes.classify import ClassifyTask
-from blocksparse_lab.recipes.parallel import Parallel
 from blocksparse_lab.recipes.prune import PruneTask, Pruning
-from blocksparse_lab.recipes.settings import Settings
-from blocksparse_lab.recipes.trainer import Interrupted, Trainer
+from blocksparse_lab.training import run_log
+from blocksparse_lab.training.parallel import Parallel
+from blocksparse_lab.training.settings import Settings
+from blocksparse_lab.training.trainer import Interrupted, Trainer
 
 SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 SLOW = 0.01  # seconds of each fsync and replace

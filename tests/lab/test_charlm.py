@@ -21,7 +21,7 @@ from blocksparse_lab.models.char_lm import (
 from blocksparse_lab.recipes import charlm
 from blocksparse_lab.recipes.charlm import CharLMTask
 from blocksparse_lab.recipes.language_model import sample
-from blocksparse_lab.recipes.trainer import Settings, Trainer
+from blocksparse_lab.training.trainer import Settings, Trainer
 
 CONFIG = CharLMConfig(width=32, embedding=8, pattern="barabasi_albert", m=1, block_size=8)
 SETTINGS = Settings(steps=6, learning_rate=0.01, warmup=2, eval_every=3, save_every=3, ema=0.5)

@@ -17,7 +17,7 @@ from blocksparse_lab.experiments.classifiers import ClassifierExperiment
 from blocksparse_lab.experiments.experiment import Column
 from blocksparse_lab.recipes import mlp
 from blocksparse_lab.recipes.classify import Importance
-from blocksparse_lab.recipes.compare import Run
+from blocksparse_lab.training.compare import Run
 from experiment_parts import cells, command
 from test_data_tables import write_madelon, write_points
 

@@ -13,7 +13,7 @@ from blocksparse_lab.data.table import Table
 from blocksparse_lab.models.mlp import SparseMLP
 from blocksparse_lab.recipes import mlp
 from blocksparse_lab.recipes.classify import ClassifyTask, Topology
-from blocksparse_lab.recipes.trainer import Settings, Trainer
+from blocksparse_lab.training.trainer import Settings, Trainer
 from test_trainer import Killed, assert_same
 
 SGD = Settings(

@@ -15,7 +15,8 @@ from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab.cli.options import parse_sizes
 from blocksparse_lab.data.synthetic import Synthetic
 from blocksparse_lab.models.mlp import SparseMLP
-from blocksparse_lab.recipes import compare, layouts, mlp
+from blocksparse_lab.recipes import layouts, mlp
+from blocksparse_lab.training import compare
 from test_cli_train import error, killed_and_whole, run
 from test_data_tables import write_madelon
 

@@ -18,8 +18,8 @@ from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab.cli.options import parse_count
 from blocksparse_lab.data import text
 from blocksparse_lab.models.char_lm import CharLMConfig, parameter_count
-from blocksparse_lab.recipes import compare, run_log
 from blocksparse_lab.recipes.charlm import CharLMTask
+from blocksparse_lab.training import compare, run_log
 from command import error, run
 
 TINY = [

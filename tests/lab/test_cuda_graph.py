@@ -9,8 +9,8 @@ import torch
 from blocksparse_lab.data import text
 from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
 from blocksparse_lab.recipes.charlm import CharLMTask
-from blocksparse_lab.recipes.cuda_graph import GraphedStep
-from blocksparse_lab.recipes.trainer import Callback, Settings, Trainer
+from blocksparse_lab.training.cuda_graph import GraphedStep
+from blocksparse_lab.training.trainer import Callback, Settings, Trainer
 
 
 class FakeGraph:

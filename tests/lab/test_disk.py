@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from blocksparse import BlockSparseError, checkpoint
-from blocksparse_lab.recipes import run_log
-from blocksparse_lab.recipes.trainer import Settings, Task, Trainer
+from blocksparse_lab.training import run_log
+from blocksparse_lab.training.trainer import Settings, Task, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,7 +20,7 @@ from blocksparse_lab.experiments import language, queue, report
 from blocksparse_lab.experiments.experiment import folders
 from blocksparse_lab.experiments.language import Contender, LanguageExperiment
 from blocksparse_lab.models.char_lm import CharLMConfig, multiply_adds, parameter_count
-from blocksparse_lab.recipes.trainer import Settings
+from blocksparse_lab.training.trainer import Settings
 from experiment_parts import RESULTS, cells, command, refused
 
 

@@ -23,9 +23,9 @@ from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
 from blocksparse_lab.models.text_classifier import TextClassifier, TextClassifierConfig
 from blocksparse_lab.recipes import charlm, finetune
 from blocksparse_lab.recipes.finetune import Recipe, Rows
-from blocksparse_lab.recipes.streams import Batches
 from blocksparse_lab.recipes.text_features import digest
-from blocksparse_lab.recipes.trainer import Callback, Interrupted, Settings
+from blocksparse_lab.training.streams import Batches
+from blocksparse_lab.training.trainer import Callback, Interrupted, Settings
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 

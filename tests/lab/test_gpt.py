@@ -16,13 +16,14 @@ from blocksparse_lab.cli import app
 from blocksparse_lab.data import text
 from blocksparse_lab.experiments.transformers import Contender, TransformerExperiment
 from blocksparse_lab.models.gpt import GPT, GPTConfig, density, least_parameters, multiply_adds, parameter_count
-from blocksparse_lab.recipes import charlm, compare, gpt, language_model
+from blocksparse_lab.recipes import charlm, gpt, language_model
 from blocksparse_lab.recipes.gpt import GPTTask
 from blocksparse_lab.recipes.layouts import distances, read
 from blocksparse_lab.recipes.prune import Pruning
-from blocksparse_lab.recipes.running_means import follow
-from blocksparse_lab.recipes.streams import Batches
-from blocksparse_lab.recipes.trainer import Settings
+from blocksparse_lab.training import compare
+from blocksparse_lab.training.running_means import follow
+from blocksparse_lab.training.streams import Batches
+from blocksparse_lab.training.trainer import Settings
 
 DENSE = GPTConfig(width=32, layers=2, heads=2, context=16)
 SPARSE = replace(DENSE, density=0.3, block_size=8)

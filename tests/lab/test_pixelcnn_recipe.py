@@ -18,8 +18,8 @@ from blocksparse_lab.data.images import Images
 from blocksparse_lab.models import logistic_mixture
 from blocksparse_lab.recipes import pixelcnn
 from blocksparse_lab.recipes.pixelcnn import Network
-from blocksparse_lab.recipes.run_log import read
-from blocksparse_lab.recipes.trainer import Callback, Interrupted
+from blocksparse_lab.training.run_log import read
+from blocksparse_lab.training.trainer import Callback, Interrupted
 from test_data_tables import write_cifar10
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")

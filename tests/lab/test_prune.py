@@ -19,7 +19,7 @@ from blocksparse_lab.models.char_lm import CharLM, CharLMConfig
 from blocksparse_lab.recipes import charlm, language_model
 from blocksparse_lab.recipes.classify import ClassifyTask
 from blocksparse_lab.recipes.prune import FIXED, METHODS, PruneTask, Pruning, finished
-from blocksparse_lab.recipes.trainer import Settings, Trainer
+from blocksparse_lab.training.trainer import Settings, Trainer
 from test_data_tables import write_points
 from test_trainer import Killed, assert_same
 

@@ -19,7 +19,7 @@ from blocksparse_lab.models.resnet import ResNet
 from blocksparse_lab.recipes import resnet
 from blocksparse_lab.recipes.resnet import Recipe, Rows, augmented
 from blocksparse_lab.recipes.shifts import all_shifts, consistency
-from blocksparse_lab.recipes.trainer import Callback, Interrupted
+from blocksparse_lab.training.trainer import Callback, Interrupted
 from test_data_tables import write_cifar10
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
@@ -240,8 +240,8 @@ def test_another_kind_of_run(tmp_path):
     from blocksparse_lab.data.synthetic import Synthetic
     from blocksparse_lab.models.mlp import SparseMLP
     from blocksparse_lab.recipes.classify import ClassifyTask
-    from blocksparse_lab.recipes.settings import Settings
-    from blocksparse_lab.recipes.trainer import Trainer
+    from blocksparse_lab.training.settings import Settings
+    from blocksparse_lab.training.trainer import Trainer
 
     task = ClassifyTask(SparseMLP([6, 4, 2], density=None), Synthetic(6, 8, 2), epochs=1, batch=8)
     Trainer(task, tmp_path, Settings(steps=1)).train()

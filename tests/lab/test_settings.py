@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from blocksparse import BlockSparseError
-from blocksparse_lab.recipes.optimizers import learning_rate
-from blocksparse_lab.recipes.settings import Settings
+from blocksparse_lab.training.optimizers import learning_rate
+from blocksparse_lab.training.settings import Settings
 
 
 def test_the_learning_rate():

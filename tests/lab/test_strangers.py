@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from blocksparse import BlockSparseError, checkpoint
 from blocksparse_lab.cli import app
 from blocksparse_lab.models.char_lm import CELLS, CharLM, CharLMConfig
-from blocksparse_lab.recipes import charlm, layouts, memory, mlp, pixelcnn, resnet, sparsify
-from blocksparse_lab.recipes.trainer import Settings, Task, Trainer
+from blocksparse_lab.recipes import charlm, layouts, mlp, pixelcnn, resnet, sparsify
+from blocksparse_lab.training import memory
+from blocksparse_lab.training.trainer import Settings, Task, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")
 

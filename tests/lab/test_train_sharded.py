@@ -12,9 +12,9 @@ from blocksparse.errors import BlockSparseError
 from blocksparse_lab.data.synthetic import Synthetic
 from blocksparse_lab.models.mlp import SparseMLP
 from blocksparse_lab.recipes.classify import ClassifyTask, Topology
-from blocksparse_lab.recipes.settings import Settings
-from blocksparse_lab.recipes.sharding import local
-from blocksparse_lab.recipes.trainer import Trainer
+from blocksparse_lab.training.settings import Settings
+from blocksparse_lab.training.sharding import local
+from blocksparse_lab.training.trainer import Trainer
 
 sys.path.append(str(Path(__file__).parent))
 import kill_runs

@@ -15,9 +15,9 @@ import blocksparse as bs
 from blocksparse import BlockSparseError, checkpoint
 from blocksparse.checkpoint import part
 from blocksparse_lab import machine
-from blocksparse_lab.recipes import run_log
-from blocksparse_lab.recipes.optimizers import learning_rate
-from blocksparse_lab.recipes.trainer import Callback, Interrupted, Settings, Task, Trainer
+from blocksparse_lab.training import run_log
+from blocksparse_lab.training.optimizers import learning_rate
+from blocksparse_lab.training.trainer import Callback, Interrupted, Settings, Task, Trainer
 
 SETTINGS = Settings(
     steps=24, learning_rate=0.02, warmup=4, ema=0.9, clip=0.5, weight_decay=0.1, log_every=5, eval_every=8, save_every=7

@@ -13,7 +13,7 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.measure import Call, cuda_clock, host_clock
 from blocksparse.ops.gpu import runtime as triton_runtime
 
-from ..recipes.cuda_graph import capturing
+from ..training.cuda_graph import capturing
 
 # Replays shorter than this many calls would be timed with the gaps between the replays.
 MIN_CALLS = 32

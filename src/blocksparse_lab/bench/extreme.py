@@ -29,7 +29,7 @@ from blocksparse.topology.drawings.style import COLORS
 
 from ..machine import available_memory, commits, machine, where
 from ..recipes import mlp
-from ..recipes.trainer import Callback, Trainer
+from ..training.trainer import Callback, Trainer
 from . import report
 from .memory import forget_peak, status
 from .report import duration

@@ -16,7 +16,7 @@ from ..bench.report import chance, noted, spread
 from .terminal import JsonFile, say, short, table, write
 
 if TYPE_CHECKING:
-    from ..recipes.compare import Group, Run
+    from ..training.compare import Group, Run
 
 
 def compare(
@@ -29,7 +29,7 @@ def compare(
     html: Annotated[Path | None, typer.Option(help="Of --topology: a page to look into the layouts.")] = None,
 ) -> None:
     """Training runs side by side; those that differ in their seed alone also as mean and standard deviation."""
-    from ..recipes import compare as recipe
+    from ..training import compare as recipe
 
     if topology:
         from .compare_topology import compare_topology

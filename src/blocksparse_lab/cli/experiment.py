@@ -136,7 +136,7 @@ def _side_by_side(
 
     from .. import experiments
     from ..experiments import queue
-    from ..recipes.signals import signals
+    from ..training.signals import signals
 
     for one, of in chosen.items():
         with stages(console) as tell:

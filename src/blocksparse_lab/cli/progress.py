@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
 
-from ..recipes.parallel import here
-from ..recipes.trainer import Callback, Interrupted, Trainer
+from ..training.parallel import here
+from ..training.trainer import Callback, Interrupted, Trainer
 from .terminal import LEFT, bar, plural, say
 
 # Without a terminal, a line of progress is printed this often at most.

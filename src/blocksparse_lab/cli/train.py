@@ -26,9 +26,9 @@ from ..recipes import gpt as gpt_recipe
 from ..recipes import mlp as mlp_recipe
 from ..recipes import pixelcnn as pixelcnn_recipe
 from ..recipes import resnet as resnet_recipe
-from ..recipes.parallel import Parallel
-from ..recipes.settings import Settings
-from ..recipes.streams import Batches
+from ..training.parallel import Parallel
+from ..training.settings import Settings
+from ..training.streams import Batches
 from .options import DataDir, Device, Given, Run, parse_count, with_options
 from .progress import console, show
 from .terminal import plural, stages

@@ -22,8 +22,8 @@ from ..data.ngrams import FEATURES, Ngrams
 from ..data.table import Table
 from ..recipes import layouts, mlp
 from ..recipes.classify import Importance
-from ..recipes.compare import Run
-from ..recipes.trainer import Trainer
+from ..training.compare import Run
+from ..training.trainer import Trainer
 from .experiment import SEEDS, Column, DataDir, Experiment, Results, kept, said
 
 DISTANCES = "distances.json"

@@ -16,9 +16,9 @@ from blocksparse.checkpoint import read_json
 from blocksparse.errors import BlockSparseError
 
 from ..bench.report import chance, noted, spread, write_json
-from ..recipes import compare
-from ..recipes.compare import Run
-from ..recipes.trainer import Diverged, Trainer
+from ..training import compare
+from ..training.compare import Run
+from ..training.trainer import Diverged, Trainer
 
 FAILED = "failed.json"
 SEED = re.compile("0|[1-9][0-9]*")

@@ -11,9 +11,9 @@ from blocksparse.errors import BlockSparseError
 
 from ..data import reviews
 from ..recipes import charlm, finetune
-from ..recipes.compare import Run
 from ..recipes.text_features import digest
-from ..recipes.trainer import Trainer
+from ..training.compare import Run
+from ..training.trainer import Trainer
 from .experiment import SEEDS, Column, DataDir, Experiment, Progress, folder, kept
 from .language import EXPERIMENTS as LANGUAGE
 from .language import LanguageExperiment

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from ..data import planetoid
 from ..data.synthetic import growing_graph
 from ..recipes import dcnn
-from ..recipes.compare import Run
-from ..recipes.trainer import Trainer
+from ..training.compare import Run
+from ..training.trainer import Trainer
 from .experiment import SEEDS, Column, DataDir, Experiment, Results, Table, said
 
 

@@ -20,10 +20,10 @@ from ..data import corpora, reviews
 from ..data import text as texts
 from ..models.char_lm import CharLMConfig
 from ..recipes import charlm, sentiment
-from ..recipes.compare import Run
 from ..recipes.forgetting import AFTER, forgetting
 from ..recipes.text_features import HALF_LIFE
-from ..recipes.trainer import Settings, Trainer, device_of
+from ..training.compare import Run
+from ..training.trainer import Settings, Trainer, device_of
 from .experiment import SEEDS, Column, DataDir, Experiment, Progress, kept
 
 PROBES, STREAMS, FORGETTING = "probes.json", "streams.json", "forgetting.json"

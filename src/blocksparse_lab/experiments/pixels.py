@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from ..data import images
 from ..recipes import pixelcnn
-from ..recipes.compare import Run
-from ..recipes.settings import Settings
-from ..recipes.trainer import Trainer
+from ..training.compare import Run
+from ..training.settings import Settings
+from ..training.trainer import Trainer
 from .experiment import SEEDS, Column, DataDir, Experiment
 
 

@@ -21,8 +21,8 @@ from ..models.mlp import SparseMLP
 from ..recipes import charlm
 from ..recipes.classify import ClassifyTask
 from ..recipes.prune import FIXED, Pruning
-from ..recipes.settings import Settings, by_epochs
-from ..recipes.trainer import Task
+from ..training.settings import Settings, by_epochs
+from ..training.trainer import Task
 from .experiment import Column, DataDir, Experiment
 from .language import READ, OnText
 from .pruning import BATCH, DENSE, MODEL, Dense, PruningExperiment

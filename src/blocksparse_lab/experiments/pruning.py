@@ -19,9 +19,9 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.topology.drawings.style import COLORS, figure_and_axes, label_points, save
 
 from ..machine import where
-from ..recipes.compare import Run
 from ..recipes.prune import PruneTask, Pruning, finished
-from ..recipes.trainer import Settings, Task, Trainer
+from ..training.compare import Run
+from ..training.trainer import Settings, Task, Trainer
 from .experiment import (
     SEEDS,
     Column,

@@ -18,8 +18,8 @@ import torch
 
 from blocksparse.errors import BlockSparseError
 
-from ..recipes.signals import Interrupted
-from ..recipes.trainer import Callback, Trainer
+from ..training.signals import Interrupted
+from ..training.trainer import Callback, Trainer
 from .experiment import DataDir, Experiment, check_only, folder
 
 SECONDS_BETWEEN_NEWS = 0.2

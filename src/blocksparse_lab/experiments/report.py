@@ -13,8 +13,8 @@ from blocksparse.errors import BlockSparseError
 
 from ..bench.report import columns, markdown, rows, write_json, write_text
 from ..machine import commits, where
-from ..recipes import compare
-from ..recipes.compare import Run
+from ..training import compare
+from ..training.compare import Run
 from .experiment import UNPAIRED, Experiment, Results, folder, seed_of
 
 MACHINE = frozenset(("cpu", "isa", "torch", "blocksparse", "commit"))  # facts that tables tell

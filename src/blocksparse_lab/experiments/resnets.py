@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from ..data import images
 from ..recipes import resnet
-from ..recipes.compare import Run
-from ..recipes.trainer import Trainer
+from ..training.compare import Run
+from ..training.trainer import Trainer
 from .classifiers import seconds_per_epoch
 from .experiment import SEEDS, Column, DataDir, Experiment, Progress, kept, said
 

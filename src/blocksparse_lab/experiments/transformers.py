@@ -13,9 +13,9 @@ from ..data.text import Text
 from ..machine import where
 from ..models.gpt import GPTConfig
 from ..recipes import gpt
-from ..recipes.compare import Run
 from ..recipes.prune import PruneTask, Pruning
-from ..recipes.trainer import Settings, Task, Trainer, device_of
+from ..training.compare import Run
+from ..training.trainer import Settings, Task, Trainer, device_of
 from .experiment import SEEDS, Column, Experiment, Results, Table
 from .inference import race
 from .language import READ, OnText

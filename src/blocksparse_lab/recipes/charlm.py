@@ -15,11 +15,11 @@ from blocksparse.distributed import group
 from ..data.text import Text
 from ..models.char_lm import CharLM, CharLMConfig, least_parameters, multiply_adds, parameter_count
 from ..option import option
-from . import stored
-from .memory import check_room
-from .settings import Settings
-from .streams import Batches, Streams
-from .trainer import Trainer, device_of
+from ..training import stored
+from ..training.memory import check_room
+from ..training.settings import Settings
+from ..training.streams import Batches, Streams
+from ..training.trainer import Trainer, device_of
 
 KIND = "charlm"
 

@@ -18,8 +18,8 @@ from blocksparse.sparsity import SET, ImportancePruning, RigL
 from blocksparse.sparsity.sparse_training.dynamic_sparsity import DynamicSparsity
 
 from ..option import option
-from .callback import EpochTask
-from .running_means import follow
+from ..training.callback import EpochTask
+from ..training.running_means import follow
 
 KIND = "classify"
 METHODS = ("set", "rigl", "none")

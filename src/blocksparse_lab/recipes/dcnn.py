@@ -14,9 +14,9 @@ from blocksparse.nn import Diffusion
 from ..data.planetoid import Graph
 from ..data.table import Table
 from ..models.dcnn import DCNN
+from ..training.settings import by_epochs
+from ..training.trainer import Trainer
 from .classify import ClassifyTask
-from .settings import by_epochs
-from .trainer import Trainer
 
 HOPS = 2
 LEARNING_RATE = 0.05

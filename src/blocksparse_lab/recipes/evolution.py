@@ -13,9 +13,9 @@ from blocksparse.topology import Trajectory
 
 from ..data.table import Table
 from ..models.mlp import SparseMLP
+from ..training.settings import by_epochs
+from ..training.trainer import Callback, Trainer
 from .classify import ClassifyTask, Topology
-from .settings import by_epochs
-from .trainer import Callback, Trainer
 
 SIZES = (64, 96, 96, 10)
 BATCH = 64

@@ -19,11 +19,11 @@ from ..data.reviews import Labelled, Splits, encode
 from ..models.char_lm import CharLM
 from ..models.text_classifier import END, TextClassifier, TextClassifierConfig
 from ..option import option
-from . import stored
+from ..training import stored
+from ..training.settings import by_epochs
+from ..training.trainer import Trainer, device_of
 from .classify import KIND, ClassifyTask
-from .settings import by_epochs
 from .text_features import Progress, digest
-from .trainer import Trainer, device_of
 
 TESTED = "tested.json"
 

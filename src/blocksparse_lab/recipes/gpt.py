@@ -13,12 +13,12 @@ from blocksparse.sparsity import RigL
 
 from ..data.text import Text
 from ..models.gpt import GPT, GPTConfig, density, least_parameters, multiply_adds, parameter_count
-from . import stored
-from .memory import check_room
-from .running_means import follow
-from .settings import Settings
-from .streams import Batches, Streams
-from .trainer import Trainer, device_of
+from ..training import stored
+from ..training.memory import check_room
+from ..training.running_means import follow
+from ..training.settings import Settings
+from ..training.streams import Batches, Streams
+from ..training.trainer import Trainer, device_of
 
 KIND = "gpt"
 EVERY, FRACTION = 100, 0.3  # of RigL: steps from one change to the next, and the part of the blocks that goes at first

@@ -19,10 +19,10 @@ from blocksparse.sparsity import SRSTE
 from ..data.synthetic import Synthetic
 from ..models.mlp import SparseMLP
 from ..option import option
+from ..training.memory import check_room
+from ..training.settings import Settings, by_epochs
+from ..training.trainer import Trainer, device_of
 from .classify import ClassifyTask, Data, Importance, Topology
-from .memory import check_room
-from .settings import Settings, by_epochs
-from .trainer import Trainer, device_of
 
 METHODS = ("set", "fixed", "rigl", "dense", "2:4")
 _DENSE = ("dense", "2:4")  # what they store

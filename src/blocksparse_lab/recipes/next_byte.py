@@ -21,7 +21,7 @@ from blocksparse.measure import Spread
 
 from ..data.text import Text, windows
 from ..models.bytes import ByteLayouts, ByteMLP, dense_width, multiply_adds, parameters, small_world_layouts
-from .trainer import Callback, Settings, Task, Trainer
+from ..training.trainer import Callback, Settings, Task, Trainer
 
 # The best for each: half of it and twice of it are worse. A smaller fan-in takes a higher rate, as theory has it.
 LEARNING_RATES = {"dense": 0.002, "block-sparse": 0.008}

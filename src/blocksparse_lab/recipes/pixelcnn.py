@@ -22,11 +22,11 @@ from ..data.images import Images
 from ..models import logistic_mixture
 from ..models.pixelcnn import STRIDE, PixelCNN
 from ..option import option
-from . import stored
-from .callback import EpochTask
-from .memory import check_room
-from .settings import Settings
-from .trainer import Trainer, device_of
+from ..training import stored
+from ..training.callback import EpochTask
+from ..training.memory import check_room
+from ..training.settings import Settings
+from ..training.trainer import Trainer, device_of
 
 KIND = "pixelcnn"
 

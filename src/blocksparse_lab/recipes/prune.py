@@ -16,8 +16,8 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
 from blocksparse.sparsity.pruning.dense_pruner import DensePruner
 
-from .callback import Task
-from .trainer import Trainer
+from ..training.callback import Task
+from ..training.trainer import Trainer
 
 FIXED = "fixed"
 METHODS = ("one-shot", "gradual", "threshold", "group lasso", "l0", "movement", FIXED)

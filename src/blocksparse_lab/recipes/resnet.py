@@ -22,12 +22,12 @@ from blocksparse.errors import BlockSparseError
 from ..data.images import Images
 from ..models.resnet import ResNet
 from ..option import option
-from . import stored
+from ..training import stored
+from ..training.memory import check_room
+from ..training.settings import by_epochs
+from ..training.trainer import Trainer, device_of
 from .classify import KIND, ClassifyTask
-from .memory import check_room
-from .settings import by_epochs
 from .shifts import Consistency, consistency
-from .trainer import Trainer, device_of
 
 # The largest shift of a random crop, in pixels.
 MARGIN = 4

@@ -13,7 +13,7 @@ BYTES = 12
 def check_room(what: str, parameters: float) -> None:
     """Refuses a model, or the option that gives its size, that could not be trained in the available memory.
 
-    >>> from blocksparse_lab.recipes.memory import check_room
+    >>> from blocksparse_lab.training.memory import check_room
     >>> check_room("width 100,000,000", 4e16)
     Traceback (most recent call last):
     ...

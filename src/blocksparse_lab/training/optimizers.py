@@ -32,8 +32,8 @@ def optimizer_for(parameters: list[nn.Parameter], s: Settings, device: torch.dev
 def learning_rate(settings: Settings, step: int) -> float:
     """The learning rate of a step, counted from 0.
 
-    >>> from blocksparse_lab.recipes.optimizers import learning_rate
-    >>> from blocksparse_lab.recipes.settings import Settings
+    >>> from blocksparse_lab.training.optimizers import learning_rate
+    >>> from blocksparse_lab.training.settings import Settings
     >>> settings = Settings(steps=6, warmup=2, learning_rate=1.0)
     >>> [learning_rate(settings, step) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
