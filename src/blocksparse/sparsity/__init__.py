@@ -20,7 +20,7 @@ from .sparse_training.densities import erdos_renyi_density, erk
 from .sparse_training.gradual_blocks import GradualBlockPruning
 from .sparse_training.importance import ImportancePruning, importance
 from .sparse_training.rigl import RigL
-from .sparse_training.set import SET, Evolve
+from .sparse_training.set import SET
 from .sparse_training.sgd import SGD
 from .sparse_training.sync_ema import sync_ema
 
@@ -29,7 +29,6 @@ __all__ = [
     "SGD",
     "SRSTE",
     "ActivationScores",
-    "Evolve",
     "GradualBlockPruning",
     "GradualPruning",
     "GroupLasso",

@@ -122,7 +122,3 @@ def nearest_zero(stored: Stored, zeta: float, norm: str = "l2", order: Order = s
     for side in (weights > 0, weights < 0):
         drop |= smallest(np.where(side, np.abs(weights), np.inf), round(zeta * np.count_nonzero(side)), order)
     return drop
-
-
-# The name that it had first.
-Evolve = SET

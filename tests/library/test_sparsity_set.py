@@ -1,4 +1,4 @@
-"""Evolve (SET): the published drop rule, what is grown, and a resumed run."""
+"""SET: the published drop rule, grown blocks, resuming."""
 
 import copy
 import math
