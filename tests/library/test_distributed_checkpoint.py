@@ -139,7 +139,7 @@ def part(layer, axis, group):
     held = keep[torch.tensor(layer.layout.row_of_block if axis == 0 else layer.layout.col_of_block)]
     weight = bs.nn.module.Weight(bs.BlockLayout(mine, layer.layout.block_shape))
     weight.values.data = layer.values.detach()[held]
-    weight.part = bs.nn.part.Part(layer.layout.grid, axis, lines.numpy(), group)
+    weight.part = bs.nn.tensor_parallel_part.TensorParallelPart(layer.layout.grid, axis, lines.numpy(), group)
     return weight
 
 

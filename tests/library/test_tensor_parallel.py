@@ -29,7 +29,7 @@ def whole_gradients(model, group=None):
         module = model.get_submodule(owner)
         part, spread = getattr(module, "part", None), getattr(module, "cut_parameters", {}).get(key)
         every = [None] * ranks
-        dist.all_gather_object(every, (parameter.grad, part and part.places(module.layout)), group)
+        dist.all_gather_object(every, (parameter.grad, part and part.global_indices(module.layout)), group)
         if spread is not None:
             whole = torch.cat([grad for grad, _ in every])
             whole[torch.from_numpy(np.concatenate(spread.index))] = whole.clone()

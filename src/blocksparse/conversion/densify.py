@@ -15,8 +15,8 @@ from ..nn.layout_module import LayoutModule
 from ..nn.linear import Linear
 from ..nn.lstm import LSTM
 from ..nn.module import Weight, check_parameters
+from ..nn.multi_weight import MultiWeightModule
 from ..nn.multihead_attention import MultiheadAttention
-from ..nn.parts import Parts
 from ..nn.quantized import QuantizedLinear
 from ..nn.quantized_conv import QuantizedConv
 from ..nn.quantized_lstm import QuantizedWeight
@@ -98,7 +98,7 @@ def densify(model: nn.Module, inplace: bool = False, optimizer: torch.optim.Opti
 def _is_sparse(module: nn.Module) -> bool:
     if isinstance(module, WeightNorm):
         return _is_sparse(module.module)
-    if isinstance(module, Parts):
+    if isinstance(module, MultiWeightModule):
         return type(module) in SEVERAL or any(isinstance(child, LayoutModule) for child in module.children())
     return type(module) in DENSE or isinstance(module, QUANTIZED)
 
@@ -121,7 +121,7 @@ class _Densifier:
     def dense(self, module: Any) -> nn.Module:
         """The dense counterpart of a module."""
         name = self._names.get(module, "")
-        if isinstance(module, Parts):
+        if isinstance(module, MultiWeightModule):
             return self._with_several_weights(module, name)
         if isinstance(module, QUANTIZED):
             return self.dense(carry_over(module, module.dequantized(), name))
@@ -226,7 +226,7 @@ def _dense_weight(module: Any, in_first: bool, values: Tensor) -> Tensor:
     return weight.T.contiguous() if in_first else weight
 
 
-def _dense_part(module: Parts, key: str, tensor: Tensor) -> Tensor:
+def _dense_part(module: MultiWeightModule, key: str, tensor: Tensor) -> Tensor:
     """A tensor like the values, or the parameter, of this name of a module with several weights, as the dense one's."""
     part: Any = nn.Parameter(tensor, requires_grad=False)
     if isinstance(weight := module._modules.get(key), Weight):

@@ -13,7 +13,7 @@ from ..nn.layout_module import LayoutModule
 from ..nn.linear import Linear
 from ..nn.lstm import LSTM
 from ..nn.module import BlockSparseModule
-from ..nn.parts import Parts
+from ..nn.multi_weight import MultiWeightModule
 from ..nn.quantized import QuantizedLinear
 from ..nn.quantized_conv import QuantizedConv1d, QuantizedConv2d, QuantizedConv3d
 from ..nn.quantized_lstm import QuantizedLSTM
@@ -71,7 +71,7 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
         there = {
             type(module).__name__ + (f": {_refusal(module)}" if module in layers.values() else "")
             for module in model.modules()
-            if isinstance(module, LayoutModule | Parts)
+            if isinstance(module, LayoutModule | MultiWeightModule)
         }
         got = f"none ({', '.join(sorted(there))})" if there else "none"
         raise BlockSparseError.expected("model", f"a block-sparse layer of blocksparse.nn to quantize ({kinds})", got)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule, Weight
-from ..nn.parts import Parts
+from ..nn.multi_weight import MultiWeightModule
 from ..nn.quantized import QuantizedModule
 from ..surgery.carry import REASONS
 from ..surgery.prunable import survey
@@ -209,7 +209,7 @@ def _sparse_row(name: str, module: BlockSparseModule, owner: nn.Module, speed: S
     kind, out, in_ = type(module).__name__, *layout.shape
     if isinstance(module, Weight):
         kind = type(owner).__name__
-        if isinstance(owner, Parts):
+        if isinstance(owner, MultiWeightModule):
             out, in_ = owner.shape_of(name.rpartition(".")[2])
     else:
         out, in_ = module.weight_shape

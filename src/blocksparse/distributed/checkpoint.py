@@ -171,7 +171,7 @@ def _entries(
     for name, module in held.layers.items():
         plain[f"{prefix}{name}/grid"] = torch.tensor([*_grid(module), *module.layout.block_shape])
         if module.part is not None:
-            for axis, index in zip(("rows", "cols"), module.part.places(module.layout), strict=True):
+            for axis, index in zip(("rows", "cols"), module.part.global_indices(module.layout), strict=True):
                 rows[f"{prefix}{name}/{axis}"] = [Rows(torch.tensor(index).long(), *parts[name])]
     for name, parameter in held.trained().items():
         state = held.optimizer.state.get(parameter, {})

@@ -15,12 +15,12 @@ from ..checked import integer, shape_of
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from .module import Weight
-from .parts import Parts, Size
+from .multi_weight import MultiWeightModule, Size
 
 WEIGHTS = "gate_up_proj", "down_proj"
 
 
-class Experts(Parts):
+class Experts(MultiWeightModule):
     """Experts of a mixture, gated linear units: the weighted sum of down_e (act(gate_e x) * up_e x) over a token's.
 
     The interface is that of the library transformers, whose experts `sparsify` replaces: those that compute what

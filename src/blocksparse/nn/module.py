@@ -21,7 +21,7 @@ from ..patterns.weights import random_of_features
 from .dense_weight import DenseWeight, not_assigned, refuse_weight
 from .layout_module import INDICES_WANTED, LayoutModule, others_in_buffers, was_traced
 from .optimizer_watch import note_left_behind, note_resized
-from .part import Part
+from .tensor_parallel_part import TensorParallelPart
 
 
 class BlockSparseModule(LayoutModule):
@@ -32,7 +32,7 @@ class BlockSparseModule(LayoutModule):
 
     _transposed = False  # whether torch.nn has the inputs first
     values: nn.Parameter
-    part: Part | None = None
+    part: TensorParallelPart | None = None
     """Where several processes hold the weight together: which part of it this module is."""
 
     def __init__(self, layout: BlockLayout, kernel: tuple[int, ...], device: Any, dtype: torch.dtype | None):

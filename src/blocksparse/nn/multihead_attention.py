@@ -14,10 +14,10 @@ from ..checked import integer, number
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from .linear import Linear
-from .parts import Parts, Size, padded_to
+from .multi_weight import MultiWeightModule, Size, padded_to
 
 
-class MultiheadAttention(Parts):
+class MultiheadAttention(MultiWeightModule):
     """`torch.nn.MultiheadAttention` whose projections are dense or block-sparse.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..layout import BlockLayout
 from ..ops import recurrent
 from ..ops.recurrent import Steps, scan
-from .parts import Size
+from .multi_weight import Size
 from .recurrent import Recurrent, SparseOptions, cast, pad
 from .spelled_out import spelled_out
 from .weight_norm import Normed, l2_normalize, l2_normalize_dense, norms

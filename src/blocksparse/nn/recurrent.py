@@ -19,7 +19,7 @@ from ..ops.checks import autocast, check_rows_of_table
 from ..ops.recurrent import Steps, Times
 from ..ops.registry import is_eager
 from .layout_module import LayoutModule
-from .parts import Parts, Size, padded_to
+from .multi_weight import MultiWeightModule, Size, padded_to
 
 State = tuple[Tensor, Tensor]
 Restore = Callable[[Tensor, Tensor, Tensor], tuple[Any, State]]
@@ -37,7 +37,7 @@ class SparseOptions(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-class Recurrent(Parts):
+class Recurrent(MultiWeightModule):
     """Layers of cells over sequences, with the interface of `torch.nn.LSTM`; subclasses define the cell."""
 
     gates = 4

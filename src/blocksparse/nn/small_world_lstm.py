@@ -12,7 +12,7 @@ from ..errors import BlockSparseError
 from ..ops import recurrent
 from ..ops.recurrent import Steps, linear_of, scan
 from ..ops.recurrent.small_world_lstm import EPSILON
-from .parts import Size
+from .multi_weight import Size
 from .recurrent import Recurrent, SparseOptions, cast, check_dtypes, pad
 from .spelled_out import spelled_out
 

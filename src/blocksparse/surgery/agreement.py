@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
-from ..nn.part import Part
+from ..nn.tensor_parallel_part import TensorParallelPart
 
 # Seconds that the other processes have to report after a failure.
 ROLL_CALL = 2.0
@@ -85,7 +85,7 @@ Fact = tuple[int, int]
 
 def fact_of(module: BlockSparseModule) -> Fact:
     """What has to be equal on processes with the same part of this weight."""
-    part: Part | None = module.part
+    part: TensorParallelPart | None = module.part
     key = 0 if part is None else digest(part.grid, part.axis, part.lines.tobytes())
     return key, digest_of(module.layout)
 

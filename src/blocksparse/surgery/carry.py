@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BlockSparseError
-from ..nn.parts import Parts
+from ..nn.multi_weight import MultiWeightModule
 from .fsdp import is_dtensor
 
 # The attribute in which a module has why weights were left dense, by the parameter's name, for the report.
@@ -92,7 +92,7 @@ def _is_taken(module: nn.Module, key: str) -> bool:
 
 def _has_several_weights(module: nn.Module) -> bool:
     """Whether its class names parameters by numbers of layers, or has others in their places, with the same names."""
-    return isinstance(module, nn.RNNBase | Parts)
+    return isinstance(module, nn.RNNBase | MultiWeightModule)
 
 
 def _own_names(kind: Any) -> frozenset[str]:

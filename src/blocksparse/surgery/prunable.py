@@ -22,7 +22,7 @@ from ..nn.experts import Experts
 from ..nn.gru import GRU, RNN
 from ..nn.lstm import LSTM
 from ..nn.module import BlockSparseModule
-from ..nn.parts import Parts
+from ..nn.multi_weight import MultiWeightModule
 from ..nn.recurrent import Recurrent
 from ..nn.weight_norm import WeightNorm
 from .blocks import Blocks
@@ -165,14 +165,14 @@ class Prunable:
             return None if fits else "no multiple of the block"
         if is_dense_recurrent(module):
             known = self.parameter.startswith("weight_")
-        elif kind is nn.MultiheadAttention or isinstance(module, Parts) or is_experts(module):
+        elif kind is nn.MultiheadAttention or isinstance(module, MultiWeightModule) or is_experts(module):
             known = self.parameter in weights_of_parts(module)
         else:
             known = self.parameter == "weight" and (
                 kind in (nn.Linear, OutputProjection, *CONVOLUTIONS, *TRANSPOSED) or qualified(kind) in TRANSFORMERS
             )
         if not known:
-            if kind in KNOWN or isinstance(module, Parts):
+            if kind in KNOWN or isinstance(module, MultiWeightModule):
                 return f"{self.parameter} is not multiplied with the inputs"
             before = kind_of(module)
             if before is not kind and (before in KNOWN or qualified(before) in TRANSFORMERS):
@@ -325,7 +325,7 @@ def _blocks_of(module: nn.Module, parameter: str, block: tuple[int, int]) -> Blo
         multiple = both, block[1] if parameter.startswith("weight_ih") else both
     elif (isinstance(module, Experts) or is_experts(module)) and tensor.dim() == 3:
         return Blocks(tensor.shape, block, len(tensor), stacked=True)
-    elif isinstance(module, Parts) and parameter in module.sizes:
+    elif isinstance(module, MultiWeightModule) and parameter in module.sizes:
         parts = len(tensor) // module.sizes[parameter][0].padded
     elif isinstance(module, nn.MultiheadAttention) and parameter == "in_proj_weight":
         parts = 3
@@ -376,12 +376,12 @@ def is_dense_recurrent(module: nn.Module) -> bool:
 
 def has_several_weights(module: nn.Module) -> bool:
     """Whether the module has several weights, which can become block-sparse one by one."""
-    return isinstance(module, (*RECURRENT, nn.MultiheadAttention, Parts)) or is_experts(module)
+    return isinstance(module, (*RECURRENT, nn.MultiheadAttention, MultiWeightModule)) or is_experts(module)
 
 
 def weights_of_parts(module: Any) -> tuple[str, ...]:
     """The names of the weights of a module that has several, besides those of the modules in it."""
-    if isinstance(module, Parts):
+    if isinstance(module, MultiWeightModule):
         return tuple(module.sizes)
     if is_experts(module):
         return "gate_up_proj", "down_proj"

@@ -59,7 +59,7 @@ class Stored:
         part, mine = self.module.part, self.module.layout
         if part is None:
             return mine
-        rows, cols = part.places(mine)
+        rows, cols = part.global_indices(mine)
         keys = gather_pieces(torch.from_numpy(rows * part.grid[1] + cols).to(self.local.device), part.group)
         rows, cols = np.divmod(keys.sort().values.cpu().numpy(), part.grid[1])
         return BlockLayout.from_indices(rows, cols, part.grid, mine.block_shape)

@@ -16,7 +16,7 @@ from ...nn.conv import Convolution
 from ...nn.linear import Linear
 from ...nn.lstm import LSTM
 from ...nn.module import BlockSparseModule, Weight, replace_data
-from ...nn.part import Part
+from ...nn.tensor_parallel_part import TensorParallelPart
 from .cut import Cut
 from .modules import Boundary, Colwise, ColwiseLSTM, Rowwise
 from .moves import Spread
@@ -164,7 +164,7 @@ def cut_weight(module: BlockSparseModule, axis: int, lines: np.ndarray, group: A
     grid = tuple(len(lines) if k == axis else size for k, size in enumerate(layout.grid))
     new = BlockLayout.from_indices(places[0], places[1], (grid[0], grid[1]), layout.block_shape)
     kept = torch.from_numpy(np.flatnonzero(keep)).to(module.values.device)
-    module.part = Part(layout.grid, axis, lines, group)
+    module.part = TensorParallelPart(layout.grid, axis, lines, group)
     values = module.values.detach().index_select(0, kept)
     if isinstance(module, Weight):  # whose sizes are its layout's
         module._layout = new

@@ -15,7 +15,7 @@ from ...checked import integer, number
 from ...errors import BlockSparseError
 from ...nn.conv import Convolution
 from ...nn.linear import Linear
-from ...nn.part import Part
+from ...nn.tensor_parallel_part import TensorParallelPart
 from ...surgery.optimizer import unwrapped
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
@@ -185,14 +185,14 @@ class RigL(DynamicSparsity):
         # Under FSDP2 no more at a time than a process has of the values.
         tile = TILE if stored.is_whole else min(TILE, stored.share)
         norms = gradient_norms(watch.seen, mine, kernel, self.norm, tile, replicas=replicas)
-        part = watch.layer.part or Part(layout.grid, 0, np.arange(layout.grid[0]), None)
+        part = watch.layer.part or TensorParallelPart(layout.grid, 0, np.arange(layout.grid[0]), None)
         best = largest(
             norms,
             mine.keys_of_blocks()[stays],
             mine.grid[1],
             count,
-            lambda keys: order(part.keys(keys, mine.grid[1])),
-            part.lines_here(empty),
+            lambda keys: order(part.global_keys(keys, mine.grid[1])),
+            part.local_lines(empty),
         )
         places, size = stored.gather_places(*best)
         if not np.isfinite(size).all():  # an overflow, which GradScaler skips too

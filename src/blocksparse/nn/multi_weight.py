@@ -32,7 +32,7 @@ class Size(NamedTuple):
         return (index % self.padded if parts else index) < self.real
 
 
-class Parts(nn.Module):
+class MultiWeightModule(nn.Module):
     """A module whose weights are plain parameters where dense, and modules with `values` and a layout where not.
 
     Both have the name that torch.nn's module of this kind gives the weight, so that state dicts of dense modules are
