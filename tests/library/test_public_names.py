@@ -40,7 +40,7 @@ def own_members(cls):
 @pytest.mark.parametrize("name", PACKAGES + MODULES)
 def test_public_methods_and_properties_are_documented(name):
     module = importlib.import_module(f"blocksparse{name}")
-    classes = [public for public in map(vars(module).get, module.__all__) if inspect.isclass(public)]
+    classes = [public for name in module.__all__ if inspect.isclass(public := getattr(module, name))]
     # One that overrides a documented method needs no docstring of its own: `getdoc` finds the other.
     missing = [(cls, name) for cls in classes for name in own_members(cls) if not inspect.getdoc(getattr(cls, name))]
     assert not missing
@@ -78,7 +78,7 @@ def test_a_cell_has_no_layers():
 def test_arguments_are_documented(name):
     module = importlib.import_module(f"blocksparse{name}")
     missing = {}
-    for public in map(vars(module).get, module.__all__):
+    for public in (getattr(module, name) for name in module.__all__):
         text = inspect.getdoc(public) or ""
         if "Arguments and errors are those of" not in text:
             words = set(re.findall(r"\w+", text))

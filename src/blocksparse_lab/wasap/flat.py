@@ -8,9 +8,9 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from ...indices import rows_of
-from ...layout import BlockLayout
-from ...nn.module import BlockSparseModule
+from blocksparse.indices import rows_of
+from blocksparse.layout import BlockLayout
+from blocksparse.nn.module import BlockSparseModule
 
 
 class Flat:

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checked import integer, number
-from ...errors import BlockSparseError
-from ...layout import BlockLayout, check_layout
-from ...sparsity.pruning.magnitude import block_norms, smallest
-from ...surgery.stored import remap_blocks
+from ..checked import integer, number
+from ..errors import BlockSparseError
+from ..layout import BlockLayout, check_layout
+from ..sparsity.pruning.magnitude import block_norms, smallest
+from ..surgery.stored import remap_blocks
 
 WARM_EPOCHS = 5
 

@@ -16,8 +16,8 @@ from torch import nn
 import blocksparse as bs
 from blocksparse import checkpoint
 from blocksparse.distributed import Settings, train
-from blocksparse.distributed.wasap.train import batches
 from blocksparse_lab.models.mlp import SparseMLP
+from blocksparse_lab.wasap.train import batches
 from processes import rendezvous, run_script, start_script
 
 # Options of a rank go before those of all. What came out is saved; or with "says", what `train` raised is printed.

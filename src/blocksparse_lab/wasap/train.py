@@ -15,16 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ... import checkpoint as checkpoints
-from ...errors import BlockSparseError
-from ...layout import BlockLayout
-from ...sparsity.sparse_training.set import SET
-from ...sparsity.sparse_training.sgd import SGD
-from ...surgery.prunable import Skip
-from .. import group
+from blocksparse import checkpoint as checkpoints
+from blocksparse.distributed import group
+from blocksparse.distributed.wasap import prune_to, union_average, warm_up
+from blocksparse.errors import BlockSparseError
+from blocksparse.layout import BlockLayout
+from blocksparse.sparsity.sparse_training.set import SET
+from blocksparse.sparsity.sparse_training.sgd import SGD
+from blocksparse.surgery.prunable import Skip
+
 from .asynchronous import Finished, Master, ToMaster
 from .flat import Flat
-from .formulas import prune_to, union_average, warm_up
 from .settings import Epoch, Settings
 
 Data = tuple[Tensor, Tensor]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...checked import integer, number
-from ...errors import BlockSparseError
-from ...sparsity.sparse_training.growth import INITS
+from blocksparse.checked import integer, number
+from blocksparse.errors import BlockSparseError
+from blocksparse.sparsity.sparse_training.growth import INITS
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from ...layout import BlockLayout
-from ...sparsity.sparse_training.set import SET
-from ...sparsity.sparse_training.sgd import SGD
-from .. import group
+from blocksparse.distributed import group
+from blocksparse.distributed.wasap import retain_valid
+from blocksparse.layout import BlockLayout
+from blocksparse.sparsity.sparse_training.set import SET
+from blocksparse.sparsity.sparse_training.sgd import SGD
+
 from .flat import Flat, topology_of
-from .formulas import retain_valid
 
 # A worker computes a gradient while the push of its last one and the answer to that are under way: with that, no
 # process waits for another of its speed. One more would only make the gradients older.
