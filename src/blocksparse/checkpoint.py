@@ -26,7 +26,7 @@ from .errors import BlockSparseError
 from .files import path_of
 
 __all__ = [
-    "Coming",
+    "TensorStream",
     "about",
     "as_json",
     "check_sizes",
@@ -61,12 +61,12 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Coming:
-    """A tensor that comes piece by piece, such as from other processes.
+class TensorStream:
+    """A tensor that arrives in pieces, for example from other processes.
 
     Args:
-        shape, dtype: of the whole.
-        pieces: its numbers in order, as contiguous parts of the flattened tensor, of any shapes.
+        shape, dtype: those of the whole tensor.
+        pieces: consecutive pieces of the flattened tensor, in any shapes.
     """
 
     shape: tuple[int, ...]
@@ -74,14 +74,14 @@ class Coming:
     pieces: Iterable[Tensor]
 
 
-def save(path: str | Path, tensors: Mapping[str, Tensor | Coming], about: Mapping[str, Any]) -> None:
+def save(path: str | Path, tensors: Mapping[str, Tensor | TensorStream], about: Mapping[str, Any]) -> None:
     """Writes a checkpoint atomically: at any moment the file holds either the old one or the new one, whole.
 
     Tensors go to the file one by one from where they are: contiguous ones on the CPU take no more memory.
 
     Args:
         path: the file; a second one, `path.part`, exists while this runs.
-        tensors: of any shapes and devices, and of `DTYPES`; or `Coming` piece by piece, asked for in the order of
+        tensors: of any shapes and devices, and of `DTYPES`; or of `TensorStream`s, which are read in the order of
             `in_order`. Those that share memory are stored one by one.
         about: what goes with them, ready for JSON.
 
@@ -98,7 +98,7 @@ def save(path: str | Path, tensors: Mapping[str, Tensor | Coming], about: Mappin
     """
     path = path_of("checkpoint", path)
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor | Coming):
+        if not isinstance(tensor, Tensor | TensorStream):
             raise BlockSparseError.expected(name, "a tensor", type(tensor).__name__)
         if isinstance(tensor, Tensor) and tensor.is_meta:
             raise BlockSparseError.expected(name, "a tensor with numbers", "one on the meta device")
@@ -282,20 +282,20 @@ def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             os.close(folder)
 
 
-def in_order(tensors: Mapping[str, Tensor | Coming]) -> list[str]:
+def in_order(tensors: Mapping[str, Tensor | TensorStream]) -> list[str]:
     """The names in the order of the file: the widest numbers first, so that each tensor begins at a multiple of its
     numbers' size."""
     return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
 
 
-def _write(file: IO[bytes], tensors: Mapping[str, Tensor | Coming], metadata: Mapping[str, str]) -> None:
+def _write(file: IO[bytes], tensors: Mapping[str, Tensor | TensorStream], metadata: Mapping[str, str]) -> None:
     """In the format of safetensors, whose own `save_file` leaves a file of a random name behind when it is killed."""
     order = in_order(tensors)
     sums = dict.fromkeys(order, _ZEROS.decode())
     file.write(bytes(len(_header(tensors, metadata, sums))))
     for name in order:
         tensor, checksum = tensors[name], 0
-        for piece in tensor.pieces if isinstance(tensor, Coming) else [tensor]:
+        for piece in tensor.pieces if isinstance(tensor, TensorStream) else [tensor]:
             numbers = _bytes(piece)
             checksum = zlib.crc32(numbers, checksum)
             file.write(numbers)
@@ -304,7 +304,9 @@ def _write(file: IO[bytes], tensors: Mapping[str, Tensor | Coming], metadata: Ma
     file.write(_header(tensors, metadata, sums))
 
 
-def _header(tensors: Mapping[str, Tensor | Coming], metadata: Mapping[str, str], sums: Mapping[str, str]) -> bytes:
+def _header(
+    tensors: Mapping[str, Tensor | TensorStream], metadata: Mapping[str, str], sums: Mapping[str, str]
+) -> bytes:
     """What is before the tensors, which are in the order of their checksums, with its length; as long for any sums."""
     own = {"checksum": _ZEROS.decode(), **metadata, "checksums": json.dumps(sums)}
     header: dict[str, Any] = {"__metadata__": own}

@@ -116,7 +116,7 @@ def write(path: str | Path, tensors: Mapping[str, Tensor | Here], about: Mapping
     here = on_all(lambda: {name: one if isinstance(one, Here) else Here.of(name, one) for name, one in tensors.items()})
     pieces = _Pieces(here)
     coming = {
-        name: checkpoint.Coming(one.shape, one.local.dtype, pieces.of(name)) for name, one in sorted(here.items())
+        name: checkpoint.TensorStream(one.shape, one.local.dtype, pieces.of(name)) for name, one in sorted(here.items())
     }
     failed: Exception | None = None
     try:
