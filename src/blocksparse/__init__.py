@@ -1,5 +1,7 @@
 """Block-sparse neural networks for PyTorch: stored sparse, trained sparse, run sparse."""
 
+from importlib import import_module as _import_module
+
 from . import nn, patterns, sparsity, topology
 from .conversion import densify, load_sparsified, quantize, report, sparsify
 from .convert import from_dense, to_dense
@@ -17,6 +19,10 @@ from .ops import (
     linear,
     use_backend,
 )
+from .surgery.sharding import register_sharding as _register_sharding
+
+# Importing `distributed` takes long, so the first sharded weight imports it.
+_register_sharding(lambda: _import_module("blocksparse.distributed.sharding"))
 
 __version__ = "0.1.0"
 

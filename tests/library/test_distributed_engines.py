@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import blocksparse as bs
 from blocksparse.distributed import ColwiseParallel, RowwiseParallel
 from blocksparse.nn.module import BlockSparseModule
-from blocksparse.surgery.fsdp import is_dtensor, reshard
-from blocksparse.surgery.stored import Stored
+from blocksparse.surgery.sharding import is_dtensor, reshard
+from blocksparse.surgery.weight_handle import handle_of
 
 
 def network():
@@ -207,13 +207,13 @@ def compare(name, engine, optimizer, method):
     least = {"none": 0, "rigl": 1}.get(method, 1 if name == "linear" else 5)
     assert changed >= least or (before == [] and any(each.layout.density < 1 for each in weights(one)))
     for mine, theirs in zip(weights(one), weights(several), strict=True):
-        stored = Stored(theirs)
+        stored = handle_of(theirs)
         assert stored.layout == mine.layout
         if mine.used is None:
             assert stored.used is None
         else:
             assert all(map(torch.equal, stored.used, mine.used))
-        here = torch.from_numpy(stored.here)
+        here = torch.from_numpy(stored.local_positions)
         torch.testing.assert_close(stored.local, mine.values.detach()[here], rtol=1e-6, atol=1e-9)
         if engine == "fsdp":
             assert len(here) <= -(-stored.layout.nnz // dist.get_world_size())
@@ -271,7 +271,7 @@ def one_step(engine):
             wanted, got = parameter.grad, getattr(theirs, name).grad
             if name == "values":
                 got = got.to_local() if is_dtensor(got) else got
-                near(got, wanted[torch.from_numpy(Stored(theirs).here)])
+                near(got, wanted[torch.from_numpy(handle_of(theirs).local_positions)])
             else:
                 got = got.full_tensor() if is_dtensor(got) else got
                 near(got, wanted[torch.from_numpy(cut[name].here)] if name in cut else wanted)

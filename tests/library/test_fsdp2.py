@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import blocksparse as bs
-from blocksparse.surgery.fsdp import is_dtensor
-from blocksparse.surgery.stored import Stored
+from blocksparse.surgery.sharding import is_dtensor
+from blocksparse.surgery.weight_handle import handle_of
 
 
 def network(density=0.4, features=32):
@@ -47,9 +47,9 @@ def mine(x):
 def same(one, several, **tolerance):
     for a, b in zip(one, several, strict=True):
         if isinstance(a, bs.nn.Linear):
-            stored = Stored(b)
+            stored = handle_of(b)
             assert stored.layout == a.layout
-            here = torch.from_numpy(stored.here)
+            here = torch.from_numpy(stored.local_positions)
             torch.testing.assert_close(stored.local, a.values.detach()[here], **tolerance)
 
 
@@ -83,7 +83,7 @@ def state_of_new_blocks():
     for model, optimizer, x in zip((one, several), optimizers, (X, mine(X)), strict=True):
         train(model, x, bs.sparsity.SET(model, optimizer, init="zeros", skip="2"), optimizer)
         train(model, x, bs.sparsity.RigL(model, optimizer, end=9, every=2, skip="2"), optimizer)
-    here = torch.from_numpy(Stored(several[0]).here)
+    here = torch.from_numpy(handle_of(several[0]).local_positions)
     for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
         theirs, ours = optimizers[0].state[one[0].values][name], optimizers[1].state[several[0].values][name]
         torch.testing.assert_close(ours.to_local(), theirs[here], rtol=1e-6, atol=1e-12)

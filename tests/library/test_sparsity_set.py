@@ -14,7 +14,7 @@ from blocksparse.errors import SparsityWarning
 from blocksparse.sparsity.pruning.lines import lines_of
 from blocksparse.sparsity.pruning.magnitude import scattered
 from blocksparse.sparsity.sparse_training.set import nearest_zero
-from blocksparse.surgery.stored import Stored
+from blocksparse.surgery.weight_handle import handle_of
 from blocksparse_lab.models.mlp import SparseMLP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,7 +44,7 @@ def test_new_blocks_fill_empty_lines_but_those_of_padding():
     mask = torch.zeros(24, 6, dtype=torch.bool)
     mask[:8, :4] = True
     layer = bs.nn.LSTM(70, 33, layouts={"weight_ih_l0": bs.BlockLayout(mask, (8, 12))}).weight_ih_l0
-    rows, cols = lines_of(Stored(layer))
+    rows, cols = lines_of(handle_of(layer))
     assert (rows.size, cols.size) == (20, 6)
     method = bs.sparsity.SET(layer, zeta=0.9)
     for _ in range(3):
@@ -60,7 +60,7 @@ def test_equal_blocks_go_at_random_by_the_seed(block):
     for seed in (0, 0, 1):
         layer = bs.nn.Linear(20 * block, 20 * block, block_size=block)
         layer.values.data.fill_(0.5)
-        gone = nearest_zero(Stored(layer), 0.3, order=partial(scattered, seed=seed))
+        gone = nearest_zero(handle_of(layer), 0.3, order=partial(scattered, seed=seed))
         masks.append(gone.tolist())
         assert gone.sum() == round(0.3 * layer.layout.nnz)
         assert gone[len(gone) // 2 :].any(), "not the first ones"
@@ -131,9 +131,9 @@ def test_the_published_rule():
 
 def test_zeros_go_and_nothing_goes_at_zeta_0():
     layer = layer_with([0.5, 0.0, -0.5, 0.0])
-    assert nearest_zero(Stored(layer), 0.1).tolist() == [False, True, False, True]
-    assert not nearest_zero(Stored(layer), 0).any()
-    assert nearest_zero(Stored(layer), 1).all()
+    assert nearest_zero(handle_of(layer), 0.1).tolist() == [False, True, False, True]
+    assert not nearest_zero(handle_of(layer), 0).any()
+    assert nearest_zero(handle_of(layer), 1).all()
 
 
 @pytest.mark.parametrize("norm", ["l2", "mean"])
@@ -143,7 +143,7 @@ def test_blocks_go_by_magnitude(norm):
     size = blocks.norm(dim=1) if norm == "l2" else blocks.abs().mean(1)
     expected = torch.zeros(32, dtype=torch.bool)
     expected[size.argsort()[:10]] = True
-    assert nearest_zero(Stored(layer), 0.3, norm).tolist() == expected.tolist()
+    assert nearest_zero(handle_of(layer), 0.3, norm).tolist() == expected.tolist()
 
 
 CASES = {

@@ -20,10 +20,11 @@ from ..errors import BlockSparseError
 from ..files import path_of
 from ..layout import BlockLayout, layout_of_indices
 from ..nn.module import BlockSparseModule
-from ..surgery.fsdp import local_of
-from ..surgery.stored import Stored, part_of
+from ..surgery.sharding import local_of
+from ..surgery.weight_handle import handle_of
 from .group import all_gather, on_all, reraise_comm_errors
 from .held import Held, Rows, as_sharded, cut_rows, local_like, rows_of
+from .sharded_weight import part_of
 from .storage import Folder, SavePlanner, Wanted, Writer
 
 INDICES = ("crow_indices", "col_indices")
@@ -331,7 +332,7 @@ class _Loading:
     def apply(self) -> None:
         """Gives the module and the optimizer what was read."""
         for name, module in self.held.layers.items():
-            stored, layout = Stored(module), self.layouts[name]
+            stored, layout = handle_of(module), self.layouts[name]
             if stored.layout != layout:
                 values = self.new[f"{name}.values".removeprefix(".")]
                 stored.set_layout(layout, torch.full((layout.nnz,), -1), new=local_of(values))

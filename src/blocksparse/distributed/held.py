@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule
-from ..surgery.fsdp import sharded_like
 from ..surgery.optimizer import unwrapped
+from .fsdp import sharded_like
 
 # What torch.compile and checkpointing of activations put into the names of the modules that they wrap.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

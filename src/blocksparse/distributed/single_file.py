@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from .. import checkpoint
 from ..errors import BlockSparseError
 from ..files import path_of
-from ..surgery.fsdp import local_of
-from ..surgery.stored import Stored, places_of_part
+from ..surgery.sharding import local_of
+from ..surgery.weight_handle import handle_of
 from .checkpoint import INDICES
 from .group import MASTER, all_gather, is_single_process, on_all, receive, send
 from .held import Held, box_of, rows_of
+from .sharded_weight import places_of_part
 from .storage import PIECE
 
 
@@ -52,7 +53,7 @@ def save_safetensors(module: nn.Module, path: str | Path, *, about: Mapping[str,
     (True, True)
     """
     held = on_all(lambda: Held(module))
-    layouts = {name: Stored(layer).layout for name, layer in held.layers.items() if layer.part is not None}
+    layouts = {name: handle_of(layer).layout for name, layer in held.layers.items() if layer.part is not None}
     write(path, on_all(lambda: {name: _here(name, held, layouts) for name in held.tensors}), about or {})
 
 

@@ -12,7 +12,7 @@ from ..checked import integer, number
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
 from ..sparsity.pruning.magnitude import block_norms, smallest
-from ..surgery.stored import remap_blocks
+from ..surgery.weight_handle import remap_blocks
 
 WARM_EPOCHS = 5
 

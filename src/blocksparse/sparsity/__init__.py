@@ -2,7 +2,7 @@
 
 from ..surgery.compact import compact
 from ..surgery.rewire import rewire
-from ..surgery.stored import remap_blocks
+from ..surgery.weight_handle import remap_blocks
 from .calibration.activations import ActivationScores, activation_scores
 from .calibration.reconstruction import Reconstruction, reconstruct
 from .nm.mask import nm_layout, nm_mask

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
+
+from ..convert import from_dense
+from ..layout import BlockLayout
+from .sharding import is_dtensor, sharding
 
 Pair = tuple[int, int]
 
@@ -102,6 +106,26 @@ def pad(tensor: Tensor, shape: tuple[int, ...], parts: int = 1) -> Tensor:
     more = [(0, size - here) for size, here in zip(target, split.shape[1:], strict=False)]
     behind = [(0, 0)] * (tensor.dim() - len(shape))
     return F.pad(split, [n for pair in reversed(more + behind) for n in pair]).flatten(0, 1)
+
+
+def reduce_blocks(blocks: Blocks, dense: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `reduce` of the folded weight, `[out_blocks, in_blocks]`, on every process; the weight may be sharded."""
+    return sharding().reduce_blocks(blocks, dense, reduce) if is_dtensor(dense) else reduce(blocks.fold(dense))
+
+
+def mask_blocks_(blocks: Blocks, dense: Tensor, keep: Tensor) -> None:
+    """Zero all blocks of a dense weight, sharded or not, except those to keep, bool `[out_blocks, in_blocks]`."""
+    if is_dtensor(dense):
+        sharding().mask_blocks_(blocks, dense, keep)
+    else:
+        dense.masked_fill_(~blocks.spread(keep.to(dense.device)), 0)
+
+
+def values_of(blocks: Blocks, layout: BlockLayout, dense: Tensor) -> Tensor:
+    """Return the values of a dense weight on a layout; they are sharded by blocks if the weight is sharded."""
+    if is_dtensor(dense):
+        return sharding().values_of(blocks, layout, dense)
+    return from_dense(blocks.padded(dense), layout)
 
 
 def _up(size: int, multiple: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import BlockSparseError
 from ..nn.multi_weight import MultiWeightModule
-from .fsdp import is_dtensor
+from .sharding import is_dtensor
 
 # The attribute in which a module has why weights were left dense, by the parameter's name, for the report.
 REASONS = "_left_dense"

@@ -16,7 +16,7 @@ from ..nn.linear import Linear
 from ..nn.module import replace_data
 from ..ops.linear import ACTIVATIONS
 from .optimizer import check_optimizer
-from .stored import carry_state, remap_blocks
+from .weight_handle import carry_state, remap_blocks
 
 
 @torch.no_grad()

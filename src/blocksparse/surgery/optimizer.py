@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..checked import averaged_axis, check_kept
 from ..errors import BlockSparseError
 from ..nn.optimizer_watch import before_first_step, call_before_next_step, stepped_optimizers
-from .fsdp import local_of
+from .sharding import local_of
 
 # How the state of new weights begins, by the names that PyTorch and others give it. At 0: means of gradients.
 FROM_ZERO = {"momentum_buffer", "exp_avg", "exp_avg_diff", "grad_avg", "prev", "neg_pre_grad", "last_grad", "moment1"}

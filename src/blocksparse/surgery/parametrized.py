@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .fsdp import is_dtensor
+from .sharding import is_dtensor
 
 
 def put_on(module: nn.Module, name: str, parametrization: nn.Module) -> None:

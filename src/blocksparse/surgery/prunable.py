@@ -27,9 +27,9 @@ from ..nn.recurrent import Recurrent
 from ..nn.weight_norm import WeightNorm
 from .blocks import Blocks
 from .carry import own_forward
-from .fsdp import kind_of
 from .mixtures import is_experts
 from .references import held_elsewhere
+from .sharding import unwrapped_class
 
 __all__ = ["Prunable", "Skip", "prunable", "survey"]
 
@@ -174,7 +174,7 @@ class Prunable:
         if not known:
             if kind in KNOWN or isinstance(module, MultiWeightModule):
                 return f"{self.parameter} is not multiplied with the inputs"
-            before = kind_of(module)
+            before = unwrapped_class(module)
             if before is not kind and (before in KNOWN or qualified(before) in TRANSFORMERS):
                 return ALONE if self.parameter.startswith("weight") else "not multiplied with the inputs"
             if self.has_own_forward:

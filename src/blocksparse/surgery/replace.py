@@ -17,10 +17,8 @@ from ..nn.experts import Experts
 from ..nn.linear import Linear
 from ..nn.module import BlockSparseModule, Weight
 from ..nn.multihead_attention import MultiheadAttention
-from .blocks import pad
+from .blocks import pad, values_of
 from .carry import carry_over, carry_parameter, hand_over_hooks, own_forward
-from .dense_shard import values_of
-from .fsdp import hand_over, is_dtensor
 from .mixtures import is_experts
 from .optimizer import check_optimizer, has_parameter, replace_parameter, trainers_of
 from .prunable import (
@@ -39,6 +37,7 @@ from .prunable import (
     weights_of,
 )
 from .references import held_elsewhere, replace_held
+from .sharding import is_dtensor, may_be_sharded, sharding
 
 __all__ = [
     "Prunable",
@@ -91,7 +90,8 @@ def replace_with_sparse(
         change.apply(optimizer)
     taken: dict[Tensor, nn.Parameter] = {change.old: change.new for change in changes}
     for old, replacement in new.items():
-        hand_over(old, replacement, taken)
+        if may_be_sharded(old):
+            sharding().hand_over(old, replacement, taken)
     _avoid_fused_encoders(model)
     return model
 

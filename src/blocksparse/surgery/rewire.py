@@ -13,19 +13,19 @@ from torch import Tensor
 from ..errors import BlockSparseError
 from ..nn.module import BlockSparseModule
 from .optimizer import check_optimizer
-from .stored import New, Stored
+from .weight_handle import NewValues, WeightHandle, handle_of
 
 OnLayoutChange = Callable[[BlockSparseModule, Tensor], None]
 
 
 def rewire(
-    module: BlockSparseModule | Stored,
+    module: BlockSparseModule | WeightHandle,
     drop: Any,
     rows: Any,
     cols: Any,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    new: New | None = None,
+    new: NewValues | None = None,
     on_layout_change: OnLayoutChange | None = None,
 ) -> Tensor:
     """Drops some blocks of a module's weight and grows others.
@@ -59,7 +59,7 @@ def rewire(
     >>> layer.layout.mask().int().tolist(), layer.values[1].item()
     ([[1, 0, 0], [1, 0, 1]], 0.0)
     """
-    stored = module if isinstance(module, Stored) else Stored(module)
+    stored = handle_of(module)
     values = stored.parameter
     check_optimizer(optimizer, values, "module.values")
     layout, source = stored.layout.replaced(drop, rows, cols)

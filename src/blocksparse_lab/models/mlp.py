@@ -20,7 +20,7 @@ from blocksparse.nn import AllReLU, Dropout, Linear
 from blocksparse.sparsity.sparse_training.densities import erdos_renyi_density
 from blocksparse.sparsity.sparse_training.growth import bound, first_values
 from blocksparse.surgery.compact import compact
-from blocksparse.surgery.stored import Stored
+from blocksparse.surgery.weight_handle import handle_of
 
 ACTIVATIONS: dict[str, Callable[[float, int], nn.Module]] = {
     "all_relu": AllReLU,
@@ -173,7 +173,7 @@ def _draw(layer: Linear | nn.Linear, init: str, seed: int) -> None:
     if isinstance(layer, Linear):
         layout = layer.layout
         places = lambda: (layout.row_of_block, layout.col_of_block)  # noqa: E731
-        drawn = first_values(Stored(layer), layout.nnz, init, generator, places, np.arange(layout.nnz))
+        drawn = first_values(handle_of(layer), layout.nnz, init, generator, places, np.arange(layout.nnz))
         layer.values.copy_(drawn)
     else:
         most = bound(init, layer.out_features, layer.in_features)

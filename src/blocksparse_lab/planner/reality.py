@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import blocksparse as bs
 from blocksparse.distributed import ColwiseParallel, RowwiseParallel
 from blocksparse.errors import BlockSparseError
-from blocksparse.surgery.fsdp import local_of
+from blocksparse.surgery.sharding import local_of
 
 from .net import Net, Product
 from .plan import Job

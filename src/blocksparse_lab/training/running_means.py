@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from blocksparse.nn.module import BlockSparseModule
 from blocksparse.surgery.rewire import OnLayoutChange
-from blocksparse.surgery.stored import Stored
+from blocksparse.surgery.weight_handle import handle_of
 
 
 def follow(model: nn.Module, means: dict[str, Tensor]) -> OnLayoutChange:
@@ -18,6 +18,6 @@ def follow(model: nn.Module, means: dict[str, Tensor]) -> OnLayoutChange:
 
     def on_layout_change(module: BlockSparseModule, source: Tensor) -> None:
         if (name := names[module]) in means:
-            means[name] = Stored(module).followed(means[name], source)
+            means[name] = handle_of(module).remap(means[name], source)
 
     return on_layout_change

@@ -15,8 +15,8 @@ from blocksparse.distributed.held import Rows, as_sharded, box_of
 from blocksparse.errors import BlockSparseError
 from blocksparse.layout import layout_of_indices
 from blocksparse.nn.module import BlockSparseModule
-from blocksparse.surgery.fsdp import local_of
-from blocksparse.surgery.stored import Stored
+from blocksparse.surgery.sharding import local_of
+from blocksparse.surgery.weight_handle import handle_of
 
 from .callback import Task
 
@@ -78,7 +78,7 @@ def load_state_dict(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             crow, col = (tensors[f"{name}.{key}".removeprefix(".")] for key in ("crow_indices", "col_indices"))
             layout = layout_of_indices(crow, col, module.layout.grid, module.layout.block_shape)
             if layout != module.layout:
-                Stored(module).set_layout(layout, torch.full((layout.nnz,), -1))
+                handle_of(module).set_layout(layout, torch.full((layout.nnz,), -1))
     model.load_state_dict(
         {
             name: like(tensors[name], own) if isinstance(own, DTensor) else tensors[name]

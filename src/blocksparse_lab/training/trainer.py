@@ -18,7 +18,7 @@ from blocksparse.checked import is_int
 from blocksparse.distributed import single_file
 from blocksparse.distributed.group import all_max, all_reduce, on_all
 from blocksparse.errors import BlockSparseError
-from blocksparse.surgery.fsdp import reshard
+from blocksparse.surgery.sharding import reshard
 
 from ..machine import code, machine
 from . import parallel, resume, sharding

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ...checked import is_int
 from ...errors import BlockSparseError
-from ...surgery.fsdp import local_of
+from ...surgery.sharding import local_of
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from ...ops.activations import ACTIVATIONS
 from ...ops.recurrent import Steps, linear_of
 from ...ops.recurrent.lstm import gates, unrolled
 from ...surgery.agreement import agree, is_one_of_several
-from ...surgery.fsdp import leave_out_if_empty
+from ..fsdp import leave_out_if_empty
 from .moves import Spread, copy_to_compute, evenly, identity, move, sum_to_whole
 
 

@@ -13,11 +13,11 @@ from ...errors import NAMED, BlockSparseError, SparsityWarning
 from ...layout import BlockLayout
 from ...nn.module import BlockSparseModule
 from ...pages import Page
-from ...surgery.dense_shard import mask_
-from ...surgery.fsdp import record_of, reshard
+from ...surgery.blocks import mask_blocks_
 from ...surgery.optimizer import check_optimizer
 from ...surgery.prunable import ALONE, Prunable, Skip, Unexpected, survey
 from ...surgery.replace import check_padding, replace_with_sparse
+from ...surgery.sharding import is_fsdp_sharded, reshard
 from ..training_method import TrainingMethod
 from .schedule import CubicSchedule, Ramp
 
@@ -77,7 +77,7 @@ class DensePruner(TrainingMethod):
         self.weights = {weight.name: weight for weight in found}
         self.dense: dict[str, Tensor] = {}
         for weight in found:
-            if record_of(weight.module, weight.parameter) and not self.takes_shards:
+            if is_fsdp_sharded(weight.module, weight.parameter) and not self.takes_shards:
                 expected = "a weight that this process has whole; GradualPruning and ThresholdPruning take sharded ones"
                 raise BlockSparseError.expected(weight.name, expected, "one that FSDP2 has sharded")
             check_optimizer(optimizer, weight.tensor, weight.name, replaced=True)
@@ -249,7 +249,7 @@ class Masked(DensePruner):
         if due:
             self._change()
         for name, keep in self.keep.items():
-            mask_(self.blocks[name], self.dense[name], keep)
+            mask_blocks_(self.blocks[name], self.dense[name], keep)
         return due
 
     def _change(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...surgery.blocks import Blocks
-from ...surgery.stored import Stored
+from ...surgery.weight_handle import WeightHandle
 
 STEP = 1 << 12  # blocks that are looked at before those in lines with a block are left out
 
@@ -18,7 +18,7 @@ Lines = tuple[np.ndarray, np.ndarray]
 NO_LINES: Lines = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
 
-def lines_of(weight: Blocks | Stored) -> Lines:
+def lines_of(weight: Blocks | WeightHandle) -> Lines:
     """The rows and columns of blocks that are not padding throughout."""
     if isinstance(weight, Blocks):
         return np.unique(weight.block_of_line(0)), np.unique(weight.block_of_line(1))

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
-from ...surgery.blocks import Blocks
-from ...surgery.dense_shard import per_block
-from ...surgery.stored import Stored
+from ...surgery.blocks import Blocks, reduce_blocks
+from ...surgery.weight_handle import WeightHandle
 
 NORMS = ("l2", "mean", "max")
 Order = Callable[[np.ndarray], np.ndarray]
@@ -61,7 +60,7 @@ def per_number(norms: Norms, blocks: Blocks, norm: str) -> Norms:
 
 def dense_norms(blocks: Blocks, dense: Tensor, norm: str = "l2") -> Tensor:
     """The magnitude of each block of a dense weight, `[out_blocks, in_blocks]`, without gradients."""
-    return per_block(blocks, dense, partial(norms_of, norm=norm, dims=blocks.inside))
+    return reduce_blocks(blocks, dense, partial(norms_of, norm=norm, dims=blocks.inside))
 
 
 def norms_of(blocks: Tensor, norm: str, dims: tuple[int, ...]) -> Tensor:
@@ -69,7 +68,7 @@ def norms_of(blocks: Tensor, norm: str, dims: tuple[int, ...]) -> Tensor:
     return _norms(blocks.detach(), norm, dims)
 
 
-def magnitudes(stored: Stored, norm: str = "l2") -> np.ndarray:
+def magnitudes(stored: WeightHandle, norm: str = "l2") -> np.ndarray:
     """The norms of all stored blocks of a weight as numbers, to choose by."""
     return stored.gather(block_norms(stored.local, norm)).cpu().numpy()
 

@@ -9,7 +9,7 @@ from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule, replace_data
 from ...surgery.optimizer import check_optimizer, has_parameter
 from ...surgery.rewire import OnLayoutChange, rewire
-from ...surgery.stored import carry_state, check_module
+from ...surgery.weight_handle import carry_state, check_module
 
 
 @torch.no_grad()

@@ -17,11 +17,11 @@ from ...errors import BlockSparseError, SparsityWarning
 from ...nn.module import BlockSparseModule
 from ...pages import Page
 from ...surgery.agreement import check_layouts
-from ...surgery.fsdp import reshard
 from ...surgery.optimizer import check_optimizer
 from ...surgery.prunable import Skip, skipped
 from ...surgery.rewire import OnLayoutChange
-from ...surgery.stored import Stored
+from ...surgery.sharding import reshard
+from ...surgery.weight_handle import WeightHandle, handle_of
 from ..pruning.magnitude import scattered
 from ..training_method import TrainingMethod
 
@@ -67,7 +67,7 @@ class DynamicSparsity(TrainingMethod):
         self._roots = [modules] if isinstance(modules, nn.Module) else modules
         self._reshard()
         for name, module in self.modules.items():
-            stored = Stored(module)
+            stored = handle_of(module)
             if not stored.parameter.requires_grad:
                 self._check_not_asked_for(name, module)
             else:
@@ -83,14 +83,14 @@ class DynamicSparsity(TrainingMethod):
         self.every, self.seed = integer("every", every, 1), integer("seed", seed, 0)
         self.keep_lines = keep_lines
         self._frozen: set[str] = set()
-        if not any(Stored(module).parameter.requires_grad for module in self.modules.values()):
+        if not any(handle_of(module).parameter.requires_grad for module in self.modules.values()):
             expected = "weights that are trained, not all of them frozen: layer.requires_grad_(True) first"
             raise BlockSparseError.expected("modules", expected, "frozen ones only")
         self._trained()
         self._watch_updates()
 
     def _named_parameters(self) -> dict[str, Tensor]:
-        return {f"{name}.values".lstrip("."): Stored(module).parameter for name, module in self.modules.items()}
+        return {f"{name}.values".lstrip("."): handle_of(module).parameter for name, module in self.modules.items()}
 
     def _step(self) -> bool:
         due = self._due(self.calls)
@@ -104,7 +104,7 @@ class DynamicSparsity(TrainingMethod):
         """Raises a BlockSparseError, on all processes that train the same weights, where the layouts part."""
         groups: dict[Any, dict[str, nn.Module]] = {}
         for name, module in self.modules.items():
-            for group in Stored(module).replicas:
+            for group in handle_of(module).replicas:
                 groups.setdefault(group, {})[name] = module
         for root in self._roots:
             if isinstance(root, DistributedDataParallel):
@@ -122,9 +122,9 @@ class DynamicSparsity(TrainingMethod):
     def _change(self) -> None:
         raise NotImplementedError
 
-    def _trained(self) -> Iterator[tuple[int, str, Stored]]:
+    def _trained(self) -> Iterator[tuple[int, str, WeightHandle]]:
         """The position, the name and the weight of each module that is not frozen now; warns of newly frozen ones."""
-        every = [(i, name, Stored(module)) for i, (name, module) in enumerate(self.modules.items())]
+        every = [(i, name, handle_of(module)) for i, (name, module) in enumerate(self.modules.items())]
         frozen = {name for _, name, stored in every if not stored.parameter.requires_grad}
         if new := sorted(frozen - self._frozen):
             values = ", ".join(f"{name}.values".lstrip(".") for name in new)

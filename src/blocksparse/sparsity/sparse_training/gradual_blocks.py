@@ -8,7 +8,7 @@ import torch
 from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
-from ...surgery.stored import Stored
+from ...surgery.weight_handle import handle_of
 from ..pruning.lines import lines_of
 from ..pruning.magnitude import check_norm, magnitudes, per_number
 from ..pruning.schedule import CubicSchedule
@@ -67,7 +67,7 @@ class GradualBlockPruning(DynamicSparsity):
         check_norm(norm)
         self.blocks: dict[str, Blocks] = {}
         for name, module in self.modules.items():
-            stored = Stored(module)
+            stored = handle_of(module)
             self.blocks[name] = Blocks((*stored.layout.shape, *stored.local.shape[3:]), stored.layout.block_shape)
         check_density(density, {name: self.blocks[name] for _, name, _ in self._trained()}, scope)
         self.norm, self.scope = norm, scope

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule
 from ...patterns.weights import spread
-from ...surgery.stored import Stored
+from ...surgery.weight_handle import WeightHandle
 from ..pruning.lines import Lines
 from ..pruning.magnitude import Order
 
@@ -28,7 +28,7 @@ def check_init(init: Any) -> None:
 
 
 def first_values(
-    stored: Stored,
+    stored: WeightHandle,
     count: int,
     init: Init,
     generator: torch.Generator,
@@ -72,7 +72,7 @@ def bound(init: str, n_out: int, n_in: int) -> float:
     return {"he": math.sqrt(6 / n_in), "xavier": math.sqrt(6 / (n_in + n_out)), "zeros": 0.0}[init]
 
 
-def fans(stored: Stored) -> tuple[int, int]:
+def fans(stored: WeightHandle) -> tuple[int, int]:
     """(n_out, n_in) of the dense layer: its real features, each with all taps of a kernel."""
     taps, used = math.prod(stored.local.shape[3:]), stored.used
     n_out, n_in = stored.layout.shape if used is None else (int(side.sum()) for side in used)

@@ -12,7 +12,7 @@ from ...layout import BlockLayout
 from ...nn.module import BlockSparseModule, Weight
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
-from ...surgery.stored import Stored
+from ...surgery.weight_handle import WeightHandle, handle_of
 from ..pruning.magnitude import magnitudes
 from .dynamic_sparsity import DynamicSparsity, Modules
 
@@ -99,7 +99,7 @@ def _needed(layout: BlockLayout, unimportant: np.ndarray, best: np.ndarray) -> n
     return needed & unimportant
 
 
-def importance(module: BlockSparseModule | Stored) -> Tensor:
+def importance(module: BlockSparseModule | WeightHandle) -> Tensor:
     """The sum of |w| in each row of blocks of `module`, per neuron of the row: float64 `[out_blocks]`, CPU.
 
     With blocks of one row this is I_j = sum_i |w_ij| of each neuron j.
@@ -110,7 +110,7 @@ def importance(module: BlockSparseModule | Stored) -> Tensor:
     >>> bs.sparsity.importance(layer)
     tensor([3.0000, 0.5000], dtype=torch.float64)
     """
-    stored = module if isinstance(module, Stored) else Stored(module)
+    stored = handle_of(module)
     layout, used = stored.layout, stored.used
     sums = magnitudes(stored, "mean").astype(np.float64) * stored.local.shape[1:].numel()
     rows = np.repeat(np.arange(layout.grid[0]), np.diff(layout.row_start))

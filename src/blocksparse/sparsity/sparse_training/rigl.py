@@ -19,7 +19,7 @@ from ...nn.tensor_parallel_part import TensorParallelPart
 from ...surgery.optimizer import unwrapped
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
-from ...surgery.stored import Stored
+from ...surgery.weight_handle import WeightHandle
 from ..pruning.lines import NO_LINES, covered, empty_lines, lines_of
 from ..pruning.magnitude import check_norm, magnitudes, smallest
 from ..updates import was_skipped
@@ -172,7 +172,7 @@ class RigL(DynamicSparsity):
             watch.drop_overflows()
             self._rig(stored, watch, order)
 
-    def _rig(self, stored: Stored, watch: Watch, order: partial[np.ndarray]) -> None:
+    def _rig(self, stored: WeightHandle, watch: Watch, order: partial[np.ndarray]) -> None:
         layout, mine = stored.layout, watch.layer.layout
         count = int(self.fraction(self.calls) * layout.nnz)
         keys, columns = layout.keys_of_blocks(), layout.grid[1]
@@ -180,10 +180,10 @@ class RigL(DynamicSparsity):
         lines = covered(lines_of(stored), layout.nnz) if self.keep_lines else NO_LINES
         empty = empty_lines(lines, keys[~drop], columns)
         # The gradient that is here is that of this process's part, where tensor parallelism cuts the weight.
-        stays = ~drop[stored.of_part]
+        stays = ~drop[stored.part_positions]
         kernel, replicas = tuple(stored.local.shape[3:]), stored.replicas or watch.replicas
         # Under FSDP2 no more at a time than a process has of the values.
-        tile = TILE if stored.is_whole else min(TILE, stored.share)
+        tile = TILE if stored.is_whole else min(TILE, stored.max_local_size)
         norms = gradient_norms(watch.seen, mine, kernel, self.norm, tile, replicas=replicas)
         part = watch.layer.part or TensorParallelPart(layout.grid, 0, np.arange(layout.grid[0]), None)
         best = largest(

@@ -10,7 +10,7 @@ import torch
 from ...checked import integer, number
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
-from ...surgery.stored import Stored
+from ...surgery.weight_handle import WeightHandle
 from ..pruning.lines import covered, lines_of
 from ..pruning.magnitude import Order, check_norm, magnitudes, scattered, smallest
 from .dynamic_sparsity import DynamicSparsity, Modules
@@ -93,7 +93,7 @@ class SET(DynamicSparsity):
             if stored.layout.nnz < stored.layout.grid[0] * stored.layout.grid[1]:
                 self._evolve(stored, self._generator(i), self._order(i))
 
-    def _evolve(self, stored: Stored, generator: np.random.Generator, order: Order) -> None:
+    def _evolve(self, stored: WeightHandle, generator: np.random.Generator, order: Order) -> None:
         layout, lines = stored.layout, lines_of(stored)
         drop = nearest_zero(stored, self.zeta, self.norm, order)
         count, kept = int(drop.sum()), layout.keys_of_blocks()[~drop]
@@ -109,7 +109,7 @@ class SET(DynamicSparsity):
         )
 
 
-def nearest_zero(stored: Stored, zeta: float, norm: str = "l2", order: Order = scattered) -> np.ndarray:
+def nearest_zero(stored: WeightHandle, zeta: float, norm: str = "l2", order: Order = scattered) -> np.ndarray:
     """Marks the blocks that SET drops, bool `[nnz]`: see `SET`; equal ones by the order of their positions."""
     values, nnz = stored.local, stored.layout.nnz
     if zeta == 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...checked import check_kept, number
 from ...ops import momentum
-from ...surgery.fsdp import local_of
+from ...surgery.sharding import local_of
 
 
 class SGD(torch.optim.Optimizer):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule
 from ...surgery.rewire import OnLayoutChange
-from ...surgery.stored import Stored
+from ...surgery.weight_handle import handle_of
 
 
 def sync_ema(model: nn.Module, other: nn.Module) -> OnLayoutChange:
@@ -47,9 +47,9 @@ def sync_ema(model: nn.Module, other: nn.Module) -> OnLayoutChange:
 
     @torch.no_grad()
     def on_layout_change(module: BlockSparseModule, source: Tensor) -> None:
-        mine, theirs = Stored(module), Stored(twins[module])
-        here = torch.from_numpy(mine.here)
-        if not mine.has_shares_of(theirs):
+        mine, theirs = handle_of(module), handle_of(twins[module])
+        here = torch.from_numpy(mine.local_positions)
+        if not mine.is_split_like(theirs):
             expected = "copies sharded as the model is (apply fully_shard to both in the same way)"
             raise BlockSparseError.expected("other", expected, type(theirs.parameter).__name__)
         new = mine.local[source[here.to(source.device)] < 0]

@@ -1,4 +1,4 @@
-"""Dense weights of which a process has some rows, as FSDP2 shards them: blocks that lie on two processes, too."""
+"""Blocks of dense weights whose rows FSDP2 shards; a block may lie on two processes."""
 
 from __future__ import annotations
 
@@ -10,44 +10,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..convert import from_dense
 from ..layout import BlockLayout
-from .blocks import Blocks
-from .fsdp import is_dtensor, sharded_like
-from .stored import Shard, move_rows
+from ..surgery.blocks import Blocks
+from .fsdp import sharded_like
+from .sharded_weight import Shard, move_rows
 
 
-def per_block(blocks: Blocks, dense: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """`reduce` of the folded weight, `[out_blocks, in_blocks]`, on all processes; the weight is plain or sharded."""
-    if not is_dtensor(dense):
-        return reduce(blocks.fold(dense))
-    return _DenseShard(blocks, dense).per_block(reduce)
+class DenseShard:
+    """The rows of a dense parameter on this process; they are columns of the weight if the parameter is transposed.
 
-
-def mask_(blocks: Blocks, dense: Tensor, keep: Tensor) -> None:
-    """Sets all blocks of a dense weight, plain or sharded, to 0 in place, but for those to keep, `[out, in]`."""
-    if is_dtensor(dense):
-        _DenseShard(blocks, dense).mask_(keep)
-    else:
-        dense.masked_fill_(~blocks.spread(keep.to(dense.device)), 0)
-
-
-def values_of(blocks: Blocks, layout: BlockLayout, dense: Tensor) -> Tensor:
-    """The values that a dense weight has on a layout, sharded by blocks where it is sharded."""
-    if not is_dtensor(dense):
-        return from_dense(blocks.padded(dense), layout)
-    return _DenseShard(blocks, dense).values(layout)
-
-
-class _DenseShard:
-    """The rows of a parameter that this process has; of a transposed one these are columns of the weight."""
+    Args:
+        blocks: the blocks of the parameter.
+        dense: the parameter, a DTensor.
+    """
 
     def __init__(self, blocks: Blocks, dense: Any):
         self.blocks, self.dense = blocks, dense
         self.shard = Shard.of(dense)
         self.axis = 1 if blocks.transposed else 0
         self.of_line = blocks.block_of_line(0), blocks.block_of_line(1)
-        """The row (column) of blocks of each row (column) of the weight."""
+        """The row (column) of blocks that each row (column) of the weight is in."""
         along, length = self.of_line[self.axis], dense.shape[0]
         bounds = self.shard.bounds(length) * (along.size // length)
         starts = np.flatnonzero(np.diff(along, prepend=-1))
@@ -62,23 +44,24 @@ class _DenseShard:
         return np.repeat(np.arange(self.shard.count), np.diff(bounds))
 
     def fold(self) -> Tensor:
-        """The blocks that begin here, as `Blocks.fold` has them."""
+        """Return the blocks that begin on this process, in the shape of `Blocks.fold`."""
         blocks, shard = self.blocks, self.shard
         lines = blocks.matrix(self.dense.to_local()).movedim(self.axis, 0)
         lines = move_rows(lines, self._owner(self.bounds), self._owner(self.whole), shard)
         matrix = lines.movedim(0, self.axis)
         grid, (height, width) = list(blocks.grid), blocks.block_shape
-        here = slice(int(self.whole[shard.rank]), int(self.whole[shard.rank + 1]))
+        lines_here = slice(int(self.whole[shard.rank]), int(self.whole[shard.rank + 1]))
         first, end = self.first[shard.rank : shard.rank + 2]
         grid[self.axis] = int(end - first)
         places = [blocks.place_of_line(axis) for axis in (0, 1)]
-        places[self.axis] = places[self.axis][here] - first * blocks.block_shape[self.axis]
+        places[self.axis] = places[self.axis][lines_here] - first * blocks.block_shape[self.axis]
         rows, cols = (torch.from_numpy(each).to(matrix.device) for each in places)
         padded = matrix.new_zeros(grid[0] * height, grid[1] * width, *matrix.shape[2:])
         padded[rows[:, None], cols] = matrix
         return padded.view(grid[0], height, grid[1], width, *matrix.shape[2:])
 
-    def per_block(self, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    def reduce_blocks(self, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return `reduce` of all folded blocks, `[out_blocks, in_blocks]`, on every process."""
         found = reduce(self.fold())
         first, end = self.first[self.shard.rank : self.shard.rank + 2]
         every = found.new_zeros(self.blocks.grid)
@@ -87,14 +70,16 @@ class _DenseShard:
         return every
 
     def mask_(self, keep: Tensor) -> None:
+        """Zero all blocks except those to keep, `[out_blocks, in_blocks]`."""
         local = self.blocks.matrix(self.dense.to_local())
-        here = list(self.of_line)
-        here[self.axis] = here[self.axis][slice(*self.bounds[self.shard.rank : self.shard.rank + 2])]
-        rows, cols = (torch.from_numpy(each).to(keep.device) for each in here)
-        kept = keep[rows][:, cols].to(local.device)
-        local.masked_fill_(~kept.view(*kept.shape, *[1] * (local.dim() - 2)), 0)
+        lines = list(self.of_line)
+        lines[self.axis] = lines[self.axis][slice(*self.bounds[self.shard.rank : self.shard.rank + 2])]
+        rows, cols = (torch.from_numpy(each).to(keep.device) for each in lines)
+        mask = keep[rows][:, cols].to(local.device)
+        local.masked_fill_(~mask.view(*mask.shape, *[1] * (local.dim() - 2)), 0)
 
     def values(self, layout: BlockLayout) -> Tensor:
+        """Return the values of the weight on a layout, sharded by blocks."""
         shard = self.shard
         along = layout.row_of_block if self.axis == 0 else layout.col_of_block
         owner = np.searchsorted(self.first, along, side="right") - 1

@@ -1,0 +1,279 @@
+"""The stored blocks of a weight as methods see them, whether one process stores them or several."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import BlockSparseError
+from ..layout import BlockLayout
+from ..nn.module import BlockSparseModule
+from .optimizer import Measures, follows_blocks, measure_state, start_of, states_of, watch_new_blocks
+from .sharding import local_of, may_be_sharded, sharding
+
+NewValues = Tensor | Callable[[np.ndarray], Tensor]
+
+
+class WeightHandle(ABC):
+    """A block-sparse weight that this process stores alone (`LocalWeight`) or with others (`ShardedWeight`).
+
+    All positions are those in the layout of the whole weight, so methods choose the same blocks on one process as on
+    several. Processes that store a weight together must make the same calls.
+
+    Attributes:
+        module: the block-sparse module.
+        parameter: the parameter that the optimizer has.
+        layout: the layout of the whole weight.
+    """
+
+    module: BlockSparseModule
+    parameter: Tensor
+    layout: BlockLayout
+
+    @property
+    @abstractmethod
+    def local(self) -> Tensor:
+        """The values of the blocks on this process, `[local nnz, block_out, block_in, *kernel]`, detached."""
+
+    @property
+    @abstractmethod
+    def local_positions(self) -> np.ndarray:
+        """The positions of the blocks on this process, int64, rising."""
+
+    @property
+    @abstractmethod
+    def part_positions(self) -> np.ndarray:
+        """The positions of the blocks in the module's own layout, which tensor parallelism may cut; int64, rising."""
+
+    @property
+    @abstractmethod
+    def is_whole(self) -> bool:
+        """Whether all blocks are on this process."""
+
+    @property
+    @abstractmethod
+    def max_local_size(self) -> int:
+        """The most values that a process stores of this process's part of the weight."""
+
+    @property
+    @abstractmethod
+    def used(self) -> tuple[Tensor, Tensor] | None:
+        """Bool masks of the outputs and inputs of the whole layout that are not padding; None if there is none."""
+
+    @property
+    @abstractmethod
+    def replicas(self) -> list[Any]:
+        """The process groups that train the same blocks on other data, as far as the module knows them."""
+
+    @abstractmethod
+    def gather(self, per_block: Tensor) -> Tensor:
+        """Return numbers per local block, `[local nnz]`, as those of all blocks, `[nnz]`, on every process."""
+
+    @abstractmethod
+    def gather_places(self, keys: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return places (row * columns + column) of the module's grid and scores, of all processes, rising."""
+
+    @abstractmethod
+    def is_split_like(self, other: WeightHandle) -> bool:
+        """Check whether this process stores the same blocks of another weight of the same layout."""
+
+    @abstractmethod
+    def set_layout(
+        self,
+        layout: BlockLayout,
+        source: Tensor,
+        new: NewValues | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Set another layout of the whole weight; values and optimizer state of blocks that stay follow.
+
+        Args:
+            layout: the new layout.
+            source: int64 `[nnz]`: the position of each block in the old layout, rising; -1 for new blocks.
+            new: values of the new blocks of this process, in their order, or a function of their positions among all
+                new blocks; zeros by default.
+            optimizer: an optimizer that trains the weight. The state of others that have stepped on it follows too.
+        """
+
+    @abstractmethod
+    def remap(self, per_block: Tensor, source: Tensor) -> Tensor:
+        """Return a tensor like the values (`[old nnz, ...]`, a running mean say) after a change; new blocks copy them.
+
+        Call it after `set_layout`, with the same source.
+        """
+
+    def _all_reduce(self, measures: Measures) -> Measures:
+        """Sum measures over the processes that store the weight together."""
+        return measures
+
+    def _shard_state(self, like: Tensor, local: Tensor, nnz: int) -> Tensor:
+        """Return a local state as a tensor that is sharded like another one."""
+        return local
+
+    def _move_values(self, move: Callable[[Tensor], Tensor], grown: Tensor, new: Any) -> Tensor:
+        values = move(self.local)
+        if new is not None:
+            values[grown.to(values.device)] = new.to(values)
+        return values
+
+    def _carry_state(
+        self,
+        optimizer: Any,
+        move: Callable[[Tensor], Tensor],
+        grown: Tensor,
+        values: Tensor,
+        survivors: Tensor | None,
+        nnz: int,
+    ) -> None:
+        """Move the optimizer state of each block, and initialize that of new blocks; see `start_of`.
+
+        Args:
+            optimizer: an optimizer that trains the weight, or None.
+            move: maps a tensor over the old local blocks to one over the new local blocks, with 0 for new ones.
+            grown: bool `[new local nnz]`, the blocks that are new.
+            values: the values of the new local blocks.
+            survivors: the old positions of the blocks that stay; None if no process has new blocks.
+            nnz: the number of blocks in the module's new layout.
+        """
+        grown = grown.to(values.device)
+        for state, group in states_of(self.parameter, optimizer):
+            for name, tensor in state.items():
+                if not follows_blocks(name, tensor, self.parameter.shape):
+                    continue
+                local = local_of(tensor)
+                start = 0 if survivors is None else start_of(name, group, partial(self._measure, local, survivors))
+                moved = move(local)
+                moved[grown] = values[grown].to(moved) if start is None else start
+                state[name] = self._shard_state(tensor, moved, nnz)
+            watch_new_blocks(self.parameter, state)
+
+    def _measure(self, local: Tensor, survivors: Tensor) -> Measures:
+        """Measure a state over the blocks that stay, or over all if none does, on all processes, without padding."""
+        stays = torch.zeros(self.layout.nnz, dtype=torch.bool)
+        stays[survivors if survivors.numel() else slice(None)] = True
+        positions = torch.from_numpy(self.local_positions)
+        stays = stays[positions]
+        mask = stays.to(local.device)
+        state, weights = local[mask], self.local[mask] if local.shape == self.local.shape else None
+        if weights is not None and (used := self.used) is not None:
+            real = self._real(used, positions[stays]).to(state.device).expand_as(state)
+            state, weights = state[real], weights[real]
+        return self._all_reduce(measure_state(state, weights))
+
+    def _real(self, used: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
+        """Mark the numbers of blocks that are not padding, `[blocks, block_out, block_in, ...]`."""
+        height, width = self.layout.block_shape
+        lines = self.layout.row_of_block, self.layout.col_of_block
+        rows, cols = (torch.from_numpy(each[positions.numpy()].astype(np.int64)) for each in lines)
+        out, in_ = used[0].view(-1, height)[rows], used[1].view(-1, width)[cols]
+        real = out[:, :, None] & in_[:, None, :]
+        return real.view(*real.shape, *[1] * (self.local.dim() - 3))
+
+
+class LocalWeight(WeightHandle):
+    """A weight with all of its blocks on this process."""
+
+    is_whole = True
+    replicas: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, module: BlockSparseModule):
+        self.module, self.parameter, self.layout = module, module.values, module.layout
+
+    @property
+    def local(self) -> Tensor:
+        return self.parameter.detach()
+
+    @property
+    def local_positions(self) -> np.ndarray:
+        return np.arange(self.layout.nnz)
+
+    part_positions = local_positions
+
+    @property
+    def max_local_size(self) -> int:
+        return self.parameter.numel()
+
+    @property
+    def used(self) -> tuple[Tensor, Tensor] | None:
+        return self.module.used
+
+    def gather(self, per_block: Tensor) -> Tensor:
+        return per_block
+
+    def gather_places(self, keys: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return keys, scores
+
+    def is_split_like(self, other: WeightHandle) -> bool:
+        return isinstance(other, LocalWeight)
+
+    def set_layout(
+        self,
+        layout: BlockLayout,
+        source: Tensor,
+        new: NewValues | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        source = source.cpu()
+        grown = source < 0
+        if callable(new):
+            new = new(np.arange(int(grown.sum())))
+        move = partial(remap_blocks, source=source)
+        values = self._move_values(move, grown, new)
+        self._carry_state(optimizer, move, grown, values, source[~grown] if grown.any() else None, layout.nnz)
+        self.module.change_layout(layout, values)
+        self.layout = layout
+
+    def remap(self, per_block: Tensor, source: Tensor) -> Tensor:
+        return remap_blocks(per_block, source, self.local[source < 0])
+
+
+def handle_of(module: BlockSparseModule | WeightHandle) -> WeightHandle:
+    """Return the handle of a module's weight; a handle is returned as it is."""
+    if isinstance(module, WeightHandle):
+        return module
+    check_module(module)
+    if module.part is None and not may_be_sharded(module):
+        return LocalWeight(module)
+    handle: WeightHandle = sharding().handle_of(module)
+    return handle
+
+
+def remap_blocks(tensor: Tensor, source: Tensor, new: Tensor | None = None) -> Tensor:
+    """Return per-block data in the order of another layout.
+
+    Args:
+        tensor: `[nnz, ...]`.
+        source: int64 `[new nnz]`, as `rewire` returns it.
+        new: the data of new blocks, in their order; zeros by default.
+
+    >>> import torch, blocksparse as bs
+    >>> bs.sparsity.remap_blocks(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([0, -1, 2]))
+    tensor([5., 0., 7.])
+    """
+    source = source.to(tensor.device)
+    stays = source >= 0
+    moved = tensor.new_zeros(source.numel(), *tensor.shape[1:])
+    moved[stays] = tensor[source[stays]]
+    if new is not None:
+        moved[~stays] = new.to(moved)
+    return moved
+
+
+def carry_state(optimizer: Any, parameter: Tensor, source: Tensor) -> None:
+    """Remap the optimizer state of a parameter that loses rows, before the parameter itself changes."""
+    for state, _ in states_of(parameter, optimizer):
+        for name, tensor in state.items():
+            if follows_blocks(name, tensor, parameter.shape):
+                state[name] = remap_blocks(tensor, source)
+
+
+def check_module(module: Any) -> None:
+    """Raise a BlockSparseError unless the module is block-sparse."""
+    if not isinstance(module, BlockSparseModule):
+        raise BlockSparseError.expected("module", "one with a block-sparse weight", type(module).__name__)
