@@ -7,6 +7,7 @@ import re
 import pytest
 
 import blocksparse as bs
+from blocksparse.nn.recurrent import SparseOptions
 
 PACKAGES = ["", ".conversion", ".distributed", ".nn", ".patterns", ".sparsity", ".topology"]
 MODULES = [".checkpoint", ".convert", ".errors", ".layout", ".matmul", ".measure"]
@@ -53,16 +54,24 @@ def arguments(public):
             return []
         parameters = [*inspect.signature(public.__init__).parameters.values()][1:]
     elif inspect.isfunction(public):
-        parameters = inspect.signature(public).parameters.values()
+        parameters = [*inspect.signature(public).parameters.values()]
     else:
         return []
-    return [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    named = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return named + [name for p in parameters for name in typed_options(p)]
+
+
+def typed_options(parameter):
+    """The names of `**options: Unpack[SparseOptions]`, and of no other `**options`."""
+    is_typed = parameter.kind is parameter.VAR_KEYWORD and parameter.annotation == "Unpack[SparseOptions]"
+    return list(SparseOptions.__annotations__) if is_typed else []
 
 
 @pytest.mark.parametrize("name", sorted(set(bs.nn.__all__) - {"functional"}))
 def test_a_module_shows_and_checks_its_arguments(name):
     kind = getattr(bs.nn, name)
-    assert not [p for p in inspect.signature(kind).parameters.values() if p.kind is p.VAR_KEYWORD]
+    hidden = [p for p in inspect.signature(kind).parameters.values() if p.kind is p.VAR_KEYWORD]
+    assert all(map(typed_options, hidden))
     if isinstance(kind, type):
         needed = [p for p in inspect.signature(kind).parameters.values() if p.default is p.empty]
         with pytest.raises(TypeError, match="'densty'"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Unpack
 
 from torch import Tensor
 
@@ -10,16 +11,21 @@ from ..checked import shape_of
 from ..errors import BlockSparseError
 from .gru import GRU, RNN
 from .lstm import LSTM
-from .recurrent import Recurrent
-from .spelled_out import spelled_out
+from .recurrent import Recurrent, SparseOptions
 
 
 class Cell(Recurrent):
     """The call of a cell, before the class of its layer."""
 
-    @spelled_out(Recurrent)
-    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, **options: Any):
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, **options: Unpack[SparseOptions]):
+        self._refuse_layers(options)
         super().__init__(input_size, hidden_size, bias=bias, **options)
+
+    def _refuse_layers(self, options: Iterable[str]) -> None:
+        """Raise a TypeError for options that only layers have, such as `num_layers`."""
+        for name in options:
+            if name not in SparseOptions.__annotations__:
+                raise TypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument {name!r}")
 
     def _suffix(self, layer: int, direction: int) -> str:
         return ""
@@ -95,9 +101,14 @@ class RNNCell(Cell, RNN):  # type: ignore[misc]
     torch.Size([3, 256])
     """
 
-    @spelled_out(Recurrent)
     def __init__(
-        self, input_size: int, hidden_size: int, bias: bool = True, nonlinearity: str = "tanh", **options: Any
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        nonlinearity: str = "tanh",
+        **options: Unpack[SparseOptions],
     ):
-        # Past the cell's, which has no such argument.
+        self._refuse_layers(options)
+        # Skips Cell.__init__, which has no nonlinearity.
         super(Cell, self).__init__(input_size, hidden_size, bias=bias, nonlinearity=nonlinearity, **options)

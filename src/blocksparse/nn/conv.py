@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -18,22 +18,9 @@ from ..ops.conv import ACTIVATIONS, per_axis
 from .layout_module import LayoutModule
 from .module import BlockSparseModule, layout_for
 from .research.circular import circular_pad
-from .spelled_out import spelled_out
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 Ints = int | Sequence[int]
-
-
-class WeightOptions(TypedDict, total=False):
-    """The options of convolutions that torch.nn's do not have, and those that say where the parameters are."""
-
-    layout: BlockLayout | None
-    density: float | None
-    block_size: int | tuple[int, int]
-    bias: bool
-    activation: str | None
-    device: Any
-    dtype: torch.dtype | None
 
 
 class ConvolutionCall(LayoutModule):
@@ -115,25 +102,20 @@ class Convolution(ConvolutionCall, BlockSparseModule):
 
     def __init__(
         self,
-        in_channels: int,
-        out_channels: int,
+        channels: tuple[int, int],
         kernel_size: Ints,
         stride: Ints,
         dilation: Ints,
-        *,
-        layout: BlockLayout | None = None,
-        density: float | None = None,
-        block_size: int | tuple[int, int] = 32,
-        bias: bool = True,
-        activation: str | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        layout: BlockLayout,
+        bias: bool,
+        activation: str | None,
+        device: Any,
+        dtype: torch.dtype | None,
     ):
         kernel = tuple(per_axis("kernel_size", kernel_size, self.axes, least=1))
-        found = layout_for((out_channels, in_channels), layout, density, block_size, "channels")
-        super().__init__(found, kernel, device, dtype)
+        super().__init__(layout, kernel, device, dtype)
         check_activation(activation, ACTIVATIONS)
-        self.in_channels, self.out_channels = int(in_channels), int(out_channels)
+        self.out_channels, self.in_channels = map(int, channels)
         self.kernel_size = kernel
         self.stride = tuple(per_axis("stride", stride, self.axes, least=1))
         self.dilation = tuple(per_axis("dilation", dilation, self.axes, least=1))
@@ -147,7 +129,6 @@ class Convolution(ConvolutionCall, BlockSparseModule):
 
 
 class _Conv(ConvCall, Convolution):
-    @spelled_out(Convolution)
     def __init__(
         self,
         in_channels: int,
@@ -158,9 +139,17 @@ class _Conv(ConvCall, Convolution):
         dilation: Ints = 1,
         *,
         padding_mode: str = "zeros",
-        **options: Unpack[WeightOptions],
+        layout: BlockLayout | None = None,
+        density: float | None = None,
+        block_size: int | tuple[int, int] = 32,
+        bias: bool = True,
+        activation: str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ):
-        super().__init__(in_channels, out_channels, kernel_size, stride, dilation, **options)
+        channels = out_channels, in_channels
+        layout = layout_for(channels, layout, density, block_size, "channels")
+        super().__init__(channels, kernel_size, stride, dilation, layout, bias, activation, device, dtype)
         if padding_mode not in PADDING_MODES:
             raise BlockSparseError.expected("padding_mode", f"one of {', '.join(PADDING_MODES)}", repr(padding_mode))
         if padding == "same" and any(step != 1 for step in self.stride):
@@ -238,7 +227,6 @@ class Conv3d(_Conv):
 class _ConvTranspose(Convolution):
     _transposed = True
 
-    @spelled_out(Convolution)
     def __init__(
         self,
         in_channels: int,
@@ -248,9 +236,18 @@ class _ConvTranspose(Convolution):
         padding: Ints = 0,
         output_padding: Ints = 0,
         dilation: Ints = 1,
-        **options: Unpack[WeightOptions],
+        *,
+        layout: BlockLayout | None = None,
+        density: float | None = None,
+        block_size: int | tuple[int, int] = 32,
+        bias: bool = True,
+        activation: str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ):
-        super().__init__(in_channels, out_channels, kernel_size, stride, dilation, **options)
+        channels = out_channels, in_channels
+        layout = layout_for(channels, layout, density, block_size, "channels")
+        super().__init__(channels, kernel_size, stride, dilation, layout, bias, activation, device, dtype)
         self.padding = tuple(per_axis("padding", padding, self.axes, least=0))
         self.output_padding = tuple(per_axis("output_padding", output_padding, self.axes, least=0))
 

@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import PackedSequence
 from ..errors import BlockSparseError
 from ..ops.recurrent import Steps, gather_rows, linear_of, unrolled
 from .recurrent import Recurrent, SparseOptions, cast, pad
-from .spelled_out import spelled_out
 
 
 class HiddenOnly(Recurrent):
@@ -104,7 +103,6 @@ class RNN(HiddenOnly):
 
     gates = 1
 
-    @spelled_out(Recurrent)
     def __init__(
         self,
         input_size: int,

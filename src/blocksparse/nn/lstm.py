@@ -14,7 +14,6 @@ from ..ops.recurrent import Steps, cpu, scan
 from ..ops.registry import is_bare, needs_grad
 from .module import Weight
 from .recurrent import Recurrent, SparseOptions, State, cast, check_dtypes, check_states, pad, to_dtype
-from .spelled_out import spelled_out
 
 
 class LSTM(Recurrent):
@@ -57,7 +56,6 @@ class LSTM(Recurrent):
     Block-Sparse Weights (2017).
     """
 
-    @spelled_out(Recurrent)
     def __init__(
         self,
         input_size: int,

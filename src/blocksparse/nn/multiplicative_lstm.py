@@ -12,7 +12,6 @@ from ..ops import recurrent
 from ..ops.recurrent import Steps, scan
 from .multi_weight import Size
 from .recurrent import Recurrent, SparseOptions, cast, pad
-from .spelled_out import spelled_out
 from .weight_norm import Normed, l2_normalize, l2_normalize_dense, norms
 
 
@@ -47,7 +46,6 @@ class MultiplicativeLSTM(Normed, Recurrent):
     Sutskever, Learning to generate reviews and discovering sentiment (2017), with weight norm.
     """
 
-    @spelled_out(Recurrent)
     def __init__(
         self,
         input_size: int,

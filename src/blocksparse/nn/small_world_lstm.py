@@ -14,7 +14,6 @@ from ..ops.recurrent import Steps, linear_of, scan
 from ..ops.recurrent.small_world_lstm import EPSILON
 from .multi_weight import Size
 from .recurrent import Recurrent, SparseOptions, cast, check_dtypes, pad
-from .spelled_out import spelled_out
 
 _INPUTS = "input1", "input2"
 
@@ -54,7 +53,6 @@ class SmallWorldLSTM(Recurrent):
     Source: Gray, Radford, Kingma, GPU Kernels for Block-Sparse Weights (2017).
     """
 
-    @spelled_out(Recurrent)
     def __init__(
         self,
         input_size: int,
