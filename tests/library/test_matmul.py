@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.matmul import BlocksparseMatMul, _z_order
+from blocksparse.compat.matmul import _z_order
+from blocksparse.matmul import BlocksparseMatMul
 from blocksparse.ops import linear_transposed
 
 SPARSITY = np.array([[1, 0, 1], [0, 0, 1]])  # [in_blocks, out_blocks]

@@ -1,11 +1,11 @@
 """Modules named as in torch.nn, with block-sparse weights."""
 
+from ..compat.edge_bias import EdgeBias
 from ..ops.attention import attention
 from .all_relu import AllReLU
 from .cells import GRUCell, LSTMCell, RNNCell
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .dropout import Dropout
-from .edge_bias import EdgeBias
 from .experts import Experts
 from .gated_mlp import GatedMLP
 from .gru import GRU, RNN
