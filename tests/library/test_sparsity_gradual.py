@@ -6,7 +6,7 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.sparsity import GradualPruning
-from blocksparse.sparsity.pruning.magnitude import dense_norms
+from blocksparse.sparsity.selection import dense_norms
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import blocksparse as bs
-from blocksparse.sparsity.pruning.magnitude import smallest
+from blocksparse.sparsity.selection import mark_smallest
 from blocksparse.sparsity.sparse_training.growth import draw_unused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -223,9 +223,9 @@ def test_a_state_that_cannot_follow_is_refused():
 @pytest.mark.parametrize("count", [0, 1, 5, 40])
 def test_smallest(count):
     magnitudes = np.random.default_rng().integers(0, 6, 40).astype(float)
-    chosen = smallest(magnitudes, count)
+    chosen = mark_smallest(magnitudes, count)
     assert sorted(magnitudes[chosen]) == sorted(magnitudes)[:count]
-    assert (chosen == smallest(magnitudes, count)).all()
+    assert (chosen == mark_smallest(magnitudes, count)).all()
 
 
 def test_unused_places_are_uniform():

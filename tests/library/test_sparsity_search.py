@@ -12,9 +12,8 @@ from torch import nn
 import blocksparse as bs
 from blocksparse import BlockSparseError
 from blocksparse.nn.module import BlockSparseModule
-from blocksparse.sparsity.pruning.magnitude import dense_norms
 from blocksparse.sparsity.pruning.schedule import CubicSchedule
-from blocksparse.sparsity.pruning.strongest import strongest
+from blocksparse.sparsity.selection import dense_norms, top_blocks
 from blocksparse.surgery.prunable import prunable
 from dense_models import METHODS, MODELS, mlp, start, train
 
@@ -310,11 +309,11 @@ def test_strongest(density):
     blocks = {weight.name: weight.blocks for weight in prunable(model, (2, 4))}
     scores = {name: torch.randn(each.grid, dtype=torch.float64) for name, each in blocks.items()}
     scores["1.weight"] -= 10  # all worse than any of the first
-    alone = strongest(scores, blocks, density, "layer")
+    alone = top_blocks(scores, blocks, density, "layer")
     for name, mask in alone.items():
         count = max(1, round(density * mask.numel()))
         assert torch.equal(mask, scores[name] >= scores[name].flatten().sort(descending=True).values[count - 1])
-    together = strongest(scores, blocks, density, "global")
+    together = top_blocks(scores, blocks, density, "global")
     count = round(density * (48 + 30))
     assert sum(int(mask.sum()) for mask in together.values()) == count
     assert together["1.weight"].sum() == max(1, count - 48)
@@ -325,6 +324,6 @@ def test_weights_of_a_kernel_count_with_all_its_taps():
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 1))
     blocks = {weight.name: weight.blocks for weight in prunable(model, 4)}
     scores = {"0.weight": torch.tensor([[0.0, 1.0], [2.0, 3.0]]), "1.weight": torch.tensor([[9.0, 8.0], [7.0, 6.0]])}
-    masks = strongest(scores, blocks, 0.55, "global")  # of 40 parts 18 go, the first two blocks
+    masks = top_blocks(scores, blocks, 0.55, "global")  # of 40 parts 18 go, the first two blocks
     assert masks["0.weight"].tolist() == [[False, False], [True, True]]
     assert masks["1.weight"].all()

@@ -11,8 +11,8 @@ from torch import nn
 
 import blocksparse as bs
 from blocksparse.errors import SparsityWarning
-from blocksparse.sparsity.pruning.lines import lines_of
-from blocksparse.sparsity.pruning.magnitude import scattered
+from blocksparse.sparsity.lines import lines_of
+from blocksparse.sparsity.selection import hash_positions
 from blocksparse.sparsity.sparse_training.set import nearest_zero
 from blocksparse.surgery.weight_handle import handle_of
 from blocksparse_lab.models.mlp import SparseMLP
@@ -60,7 +60,7 @@ def test_equal_blocks_go_at_random_by_the_seed(block):
     for seed in (0, 0, 1):
         layer = bs.nn.Linear(20 * block, 20 * block, block_size=block)
         layer.values.data.fill_(0.5)
-        gone = nearest_zero(handle_of(layer), 0.3, order=partial(scattered, seed=seed))
+        gone = nearest_zero(handle_of(layer), 0.3, order=partial(hash_positions, seed=seed))
         masks.append(gone.tolist())
         assert gone.sum() == round(0.3 * layer.layout.nnz)
         assert gone[len(gone) // 2 :].any(), "not the first ones"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
-from ..sparsity.pruning.strongest import check_density, ranks, strongest
+from ..sparsity.selection import check_density, rank_scores, top_blocks
 from ..sparsity.sparse_training.densities import erk
 from ..surgery.prunable import Prunable
 
@@ -128,11 +128,11 @@ class Choice(Kept):
         else:
             if self.scope == "careful":
                 scores = {name: _with_floor(score, FLOOR * self.density) for name, score in scores.items()}
-            best = strongest(scores, blocks, self.density, "global")
+            best = top_blocks(scores, blocks, self.density, "global")
             return self._as_layouts({name: mask | self.needed.get(name, mask) for name, mask in best.items()})
         masks: dict[str, Tensor] = {}
         for name, density in zip(names, densities, strict=True):
-            masks |= strongest({name: scores[name]}, {name: blocks[name]}, density, "layer")
+            masks |= top_blocks({name: scores[name]}, {name: blocks[name]}, density, "layer")
         return self._as_layouts(masks)
 
     def why(self, name: str) -> str:
@@ -178,7 +178,7 @@ def _lamp(squares: Tensor) -> Tensor:
 def _with_floor(scores: Tensor, density: float) -> Tensor:
     """The scores, infinite where a block stays for certain: the best ones, and that of each row if there are enough."""
     count = max(1, math.ceil(density * scores.numel()))
-    sure, rank = torch.zeros_like(scores, dtype=torch.bool), ranks(scores)
+    sure, rank = torch.zeros_like(scores, dtype=torch.bool), rank_scores(scores)
     if count >= len(scores):
         sure[torch.arange(len(scores)), rank.argmax(1)] = True
     rest = rank.masked_fill(sure, rank.numel()).flatten()

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checked import integer, number
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, check_layout
-from ..sparsity.pruning.magnitude import block_norms, smallest
+from ..sparsity.selection import block_norms, mark_smallest
 from ..surgery.weight_handle import remap_blocks
 
 WARM_EPOCHS = 5
@@ -119,7 +119,7 @@ def prune_to(layout: BlockLayout, values: Tensor, nnz: int) -> tuple[BlockLayout
     layout.check_values(values)
     if integer("nnz", nnz, 0) > layout.nnz:
         raise BlockSparseError.expected("nnz", f"at most the {layout.nnz} blocks of {layout!r}", nnz)
-    drop = np.flatnonzero(smallest(block_norms(values.detach()).cpu().numpy(), layout.nnz - nnz))
+    drop = np.flatnonzero(mark_smallest(block_norms(values.detach()).cpu().numpy(), layout.nnz - nnz))
     pruned, source = layout.replaced(drop, [], [])
     return pruned, remap_blocks(values.detach(), source)
 

@@ -9,15 +9,14 @@ from .nm.mask import nm_layout, nm_mask
 from .nm.permutation import nm_efficacy, nm_permutation
 from .nm.semi_structured import to_semi_structured
 from .nm.sr_ste import SRSTE
-from .pruning.gradual import GradualPruning
+from .pruning.gradual import GradualBlockPruning, GradualPruning
 from .pruning.group_lasso import GroupLasso
 from .pruning.l0 import L0Gates
-from .pruning.magnitude import block_norms
 from .pruning.movement import MovementPruning
 from .pruning.prune_gated_blocks import prune_gated_blocks
 from .pruning.threshold import ThresholdPruning, percentiles
+from .selection import block_norms
 from .sparse_training.densities import erdos_renyi_density, erk
-from .sparse_training.gradual_blocks import GradualBlockPruning
 from .sparse_training.importance import ImportancePruning, importance
 from .sparse_training.rigl import RigL
 from .sparse_training.set import SET

@@ -17,8 +17,7 @@ from ...layout import BlockLayout
 from ...surgery.copies import copied
 from ...surgery.prunable import Prunable, Skip, prunable, weights_of
 from ...surgery.replace import replace_with_sparse
-from ..pruning.magnitude import dense_norms
-from ..pruning.strongest import check_density, strongest
+from ..selection import check_density, dense_norms, top_blocks
 from .activations import MIN_PART
 from .batch_norms import follow, has_statistics
 from .calibrate import Batches, keep, progress
@@ -107,7 +106,7 @@ def reconstruct(
     blocks = {name: weight.blocks for name, weight in weights.items()}
     check_density(density, blocks, "layer")
     scores = {name: dense_norms(weight.blocks, weight.tensor) for name, weight in weights.items()}
-    masks = strongest(scores, blocks, density, "layer")
+    masks = top_blocks(scores, blocks, density, "layer")
     layouts = {name: BlockLayout(mask, weights[name].block_shape) for name, mask in masks.items()}
     made = copied(model)
     fitted, errors = fit(made, model, keep(batches), layouts, damping=damping)

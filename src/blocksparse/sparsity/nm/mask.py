@@ -11,7 +11,7 @@ from torch import Tensor
 from ...checked import checked_block, is_int
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ..pruning.magnitude import check_norm, norms_of
+from ..selection import check_norm, norms_over
 
 
 def nm_mask(weight: Tensor, n: int = 2, m: int = 4) -> Tensor:
@@ -77,7 +77,7 @@ def nm_layout(
     weight = weight.detach().flatten(2) if weight.dim() > 2 else weight.detach().unsqueeze(2)
     weight = F.pad(weight, (0, 0, 0, cols * block[1] - weight.shape[1], 0, rows * block[0] - weight.shape[0]))
     blocks = weight.reshape(rows, block[0], cols, block[1], -1)
-    return BlockLayout(nm_mask(norms_of(blocks, norm, (1, 3, 4)), n, m), block)
+    return BlockLayout(nm_mask(norms_over(blocks, norm, (1, 3, 4)), n, m), block)
 
 
 def check_weight(weight: Any) -> None:

@@ -1,39 +1,77 @@
-"""Gradual magnitude pruning: removes more and more of the smallest blocks, by a cubic schedule."""
+"""Gradual magnitude pruning, of dense weights and of block-sparse ones: removes the smallest blocks step by step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...checked import integer
+from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
+from ...surgery.rewire import OnLayoutChange, rewire
+from ...surgery.weight_handle import WeightHandle, handle_of
+from ..lines import lines_of
+from ..selection import check_density, check_norm, dense_norms, normalize_by_size, stored_norms, top_blocks
+from ..sparse_training.dynamic_sparsity import DynamicSparsity, Modules
 from .dense_pruner import Masked
-from .lines import lines_of
-from .magnitude import check_norm, dense_norms, per_number
 from .schedule import CubicSchedule
-from .strongest import check_density, strongest
 
 
-class GradualPruning(Masked):
-    """Gradual magnitude pruning of blocks. `step` is called after each `optimizer.step()`.
+class _MagnitudeSelection:
+    """Selects the blocks with the largest norms at the density of a cubic schedule."""
 
-    From call `begin` to call `end` the density falls from 1 to `density` by a cubic schedule (`CubicSchedule`), at
-    each `every`-th call: the blocks of the smallest magnitude become 0, and stay so. With `begin=0, end=1` one call
-    after the training prunes in one shot.
+    blocks: dict[str, Blocks]
+    schedule: CubicSchedule
+    calls: int
+    seed: int
+    keep_lines: bool
+    norm: str
+    scope: str
+
+    def _configure(self, schedule: CubicSchedule, norm: str, scope: str, blocks: Mapping[str, Blocks]) -> None:
+        check_norm(norm)
+        check_density(schedule.density, blocks, scope)
+        self.schedule, self.norm, self.scope = schedule, norm, scope
+
+    def _select(self, norms: Mapping[str, Tensor], weights: Mapping[str, Blocks | WeightHandle]) -> dict[str, Tensor]:
+        """Mark the blocks to keep now, by weight; norms of -inf are those of blocks that were removed before."""
+        if not norms:
+            return {}
+        return top_blocks(
+            {name: normalize_by_size(each, self.blocks[name], self.norm) for name, each in norms.items()},
+            self.blocks,
+            self.schedule(self.calls),
+            self.scope,
+            seed=self.seed,
+            lines={name: lines_of(weights[name]) for name in norms} if self.keep_lines else None,
+            final_density=self.schedule.density,
+        )
+
+
+class GradualPruning(_MagnitudeSelection, Masked):
+    """Gradual magnitude pruning of dense weights, in blocks. Call `step` after each `optimizer.step()`.
+
+    The density falls from 1 to `density` by a cubic schedule (`CubicSchedule`): the blocks with the smallest norms
+    become 0, and stay 0. With `begin=0, end=1`, one call after training prunes in one shot.
 
     Args:
-        model, optimizer, block_size, skip: as for all methods that start from dense weights; see `DensePruner`.
-        density: of all these weights together, at the end.
-        begin, end, every: calls of `step`.
-        norm: the magnitude of a block: "l2" (for each number in it), "mean" (of |w|) or "max".
-        scope: "global", where all blocks compete and each weight keeps its strongest one at least; or "layer", where
-            each weight has that density.
-        seed: of which blocks of equal magnitude go.
-        keep_lines: whether each row and each column of blocks keeps its strongest block, or another one if the density
-            needs it, where the density of the weight suffices for one in each: no neuron loses all of its connections.
+        model, optimizer, block_size, skip: see `DensePruner`.
+        density: fraction of all these weights to keep at the end, 0.1 by default.
+        begin: first call of `step` that prunes, 0 by default.
+        end: call that reaches `density`.
+        every: calls from one pruning to the next, 100 by default.
+        norm: norm of a block: "l2" (default), normalized by the block's size; "mean" (of |w|); or "max".
+        scope: "global" (default): the blocks of all weights compete, and each weight keeps at least one. "layer": each
+            weight gets the density.
+        seed: seed of the choice among blocks with equal norms, 0 by default.
+        keep_lines: whether each row and each column of blocks keeps a block, so that no neuron loses all of its
+            connections. Applies to weights whose density suffices for that. True by default.
 
     Raises:
-        BlockSparseError: as `DensePruner`; a density that leaves a weight without a block; numbers out of range, an
+        BlockSparseError: as for `DensePruner`; a density that leaves a weight without a block; numbers out of range; an
             unknown norm or scope.
 
     Example:
@@ -68,28 +106,84 @@ class GradualPruning(Masked):
         keep_lines: bool = True,
     ):
         super().__init__(model, optimizer, block_size=block_size, skip=skip)
-        self.schedule = CubicSchedule(density, begin, end, every)
-        check_norm(norm)
-        check_density(density, self.blocks, scope)
-        self.norm, self.scope, self.end = norm, scope, end
-        self.seed, self.keep_lines = integer("seed", seed, 0), keep_lines
+        self._configure(CubicSchedule(density, begin, end, every), norm, scope, self.blocks)
+        self.end, self.seed, self.keep_lines = end, integer("seed", seed, 0), keep_lines
 
     def _change(self) -> None:
-        scores = {}
+        norms = {}
         for name in self._trained():
-            keep = self.keep[name]
-            norms = per_number(
-                dense_norms(self.blocks[name], self.dense[name], self.norm), self.blocks[name], self.norm
-            )
-            # A removed block has a lower score than any zero that is kept, so it never comes back.
-            scores[name] = norms.masked_fill(~keep.to(norms.device), -torch.inf)
-        if scores:
-            self.keep |= strongest(
-                scores,
-                self.blocks,
-                self.schedule(self.calls),
-                self.scope,
-                seed=self.seed,
-                lines={name: lines_of(self.blocks[name]) for name in scores} if self.keep_lines else None,
-                end=self.schedule.density,
-            )
+            found = dense_norms(self.blocks[name], self.dense[name], self.norm)
+            # Below any norm, so that a removed block never comes back in the place of a stored zero.
+            norms[name] = found.masked_fill(~self.keep[name].to(found.device), -torch.inf)
+        self.keep |= self._select(norms, self.blocks)
+
+
+class GradualBlockPruning(_MagnitudeSelection, DynamicSparsity):
+    """Gradual magnitude pruning of block-sparse layers. Call `step` after each `optimizer.step()`.
+
+    Selects blocks as `GradualPruning` does, in layers that start with all or some blocks stored. Removed blocks are no
+    longer stored, so training gets cheaper with the density, and there is no `finish`. Works on tensor-parallel parts
+    and FSDP2 shards. Under DistributedDataParallel, wrap the model again after a call that changed it.
+
+    Args:
+        modules, optimizer, skip, on_layout_change: see `SET`.
+        density: fraction of all blocks of these weights to keep at the end, 0.1 by default.
+        begin, end, every, norm, scope, seed, keep_lines: see `GradualPruning`.
+
+    Raises:
+        BlockSparseError: as for `DynamicSparsity` and `GradualPruning`.
+
+    Example:
+        >>> import torch, blocksparse as bs
+        >>> layer = bs.nn.Linear(64, 64, block_size=8)      # all blocks
+        >>> method = bs.sparsity.GradualBlockPruning(layer, density=0.25, begin=0, end=4, every=2)
+        >>> for _ in range(4):
+        ...     pruned = method.step()
+        >>> layer.layout.nnz, layer.layout.density
+        (16, 0.25)
+
+    Source: Zhu, Gupta (2017), as for `GradualPruning`.
+    """
+
+    def __init__(
+        self,
+        modules: Modules,
+        optimizer: torch.optim.Optimizer | None = None,
+        density: float = 0.1,
+        *,
+        begin: int = 0,
+        end: int,
+        every: int = 100,
+        norm: str = "l2",
+        scope: str = "global",
+        skip: Skip = (),
+        seed: int = 0,
+        keep_lines: bool = True,
+        on_layout_change: OnLayoutChange | None = None,
+    ):
+        super().__init__(modules, optimizer, skip=skip, seed=seed, on_layout_change=on_layout_change)
+        self.keep_lines = keep_lines
+        self.blocks = {}
+        for name, module in self.modules.items():
+            stored = handle_of(module)
+            self.blocks[name] = Blocks((*stored.layout.shape, *stored.local.shape[3:]), stored.layout.block_shape)
+        trained = {name: self.blocks[name] for _, name, _ in self._trained()}
+        self._configure(CubicSchedule(density, begin, end, every), norm, scope, trained)
+
+    def _due(self, call: int) -> bool:
+        return self.schedule.due(call)
+
+    def _change(self) -> None:
+        weights = {name: weight for _, name, weight in self._trained()}
+        norms = {}
+        for name, weight in weights.items():
+            found = stored_norms(weight, self.norm)
+            # Below any norm, so that no absent block is chosen before a stored zero.
+            grid = np.full(weight.layout.grid, -np.inf, dtype=found.dtype)
+            grid[weight.layout.row_of_block, weight.layout.col_of_block] = found
+            norms[name] = torch.from_numpy(grid)
+        for name, keep in self._select(norms, weights).items():
+            layout = weights[name].layout
+            drop = np.flatnonzero(~keep.numpy()[layout.row_of_block, layout.col_of_block])
+            if drop.size:
+                rewire(weights[name], drop, [], [], self.optimizer, on_layout_change=self.on_layout_change)

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from ...checked import number
 from ...errors import BlockSparseError
 from ...surgery.prunable import Skip
+from ..selection import DensityLimit, dense_norms, normalize_by_size
 from .dense_pruner import DensePruner
-from .magnitude import dense_norms, per_number
-from .strongest import Cap
 
 MODES = ("proximal", "penalty")
 
@@ -83,7 +82,7 @@ class GroupLasso(DensePruner):
             raise BlockSparseError.expected("optimizer", "the one whose learning rate is used", optimizer)
         self.mode, self.strength = mode, number("strength", strength, 0)
         self.threshold = number("threshold", threshold, 0)
-        self.cap = Cap(density, scope, self.blocks)
+        self.cap = DensityLimit(density, scope, self.blocks)
         self.factors = {name: blocks.size**0.5 if weighted else 1.0 for name, blocks in self.blocks.items()}
 
     def penalty(self) -> Tensor:
@@ -111,5 +110,5 @@ class GroupLasso(DensePruner):
         kept, norms = {}, {}
         for name, blocks in self.blocks.items():
             kept[name] = dense_norms(blocks, self.dense[name], "max") > self.threshold
-            norms[name] = per_number(dense_norms(blocks, self.dense[name]), blocks, "l2")
+            norms[name] = normalize_by_size(dense_norms(blocks, self.dense[name]), blocks, "l2")
         return self.cap(kept, norms)

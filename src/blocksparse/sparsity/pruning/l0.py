@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ...checked import integer, number
 from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
+from ..selection import DensityLimit
 from .learned_gates import Gate, Gated
-from .strongest import Cap
 
 GAMMA, ZETA, BETA = -0.1, 1.1, 2 / 3
 LOWEST, HIGHEST = math.log(0.01), math.log(100)  # of log_alpha
@@ -112,7 +112,7 @@ class L0Gates(Gated):
         self.strength, self.samples = number("strength", strength, 0), integer("samples", samples, 1)
         self.weight_decay = number("weight_decay", weight_decay, 0)
         closed = number("closed", closed, 0.01, 0.99)
-        self.cap = Cap(density, scope, self.blocks)
+        self.cap = DensityLimit(density, scope, self.blocks)
         gates = {name: HardConcrete(blocks, self.dense[name], closed) for name, blocks in self.blocks.items()}
         with torch.no_grad():
             self._counts = {

@@ -11,10 +11,10 @@ from torch.autograd.function import once_differentiable
 from ...checked import integer
 from ...surgery.blocks import Blocks
 from ...surgery.prunable import Skip
+from ..lines import lines_of
+from ..selection import check_density, top_blocks
 from .learned_gates import Gate, Gated
-from .lines import lines_of
 from .schedule import CubicSchedule
-from .strongest import check_density, strongest
 
 
 class StraightThrough(torch.autograd.Function):
@@ -118,14 +118,14 @@ class MovementPruning(Gated):
             scores = {name: self.gates[name].scores for name in self._trained()}
             if not scores:
                 return due
-            kept = strongest(
+            kept = top_blocks(
                 scores,
                 self.blocks,
                 self.schedule(self.calls),
                 self.scope,
                 seed=self.seed,
                 lines=self._lines,
-                end=self.schedule.density,
+                final_density=self.schedule.density,
             )
             for name, keep in kept.items():
                 self.gates[name].keep = keep

@@ -11,11 +11,10 @@ from torch import nn
 from ...checked import integer, number
 from ...errors import BlockSparseError
 from ...surgery.prunable import Skip, prunable
+from ..lines import best_of_lines, lines_of
+from ..selection import dense_norms, rank_scores
 from .dense_pruner import Masked
-from .lines import best_of_lines, lines_of
-from .magnitude import dense_norms
 from .schedule import Ramp
-from .strongest import ranks
 
 
 def percentiles(model: nn.Module, percent: float = 90, skip: Skip = ()) -> dict[str, float]:
@@ -116,5 +115,5 @@ class ThresholdPruning(Masked):
             if self.keep_lines:
                 rows, cols = lines_of(self.blocks[name])
                 several = rows[: rows.size * (cols.size > 1)], cols[: cols.size * (rows.size > 1)]
-                stays |= best_of_lines(ranks(largest, self.seed).masked_fill(~keep, -1), several)
+                stays |= best_of_lines(rank_scores(largest, self.seed).masked_fill(~keep, -1), several)
             self.keep[name] = keep & stays

@@ -17,8 +17,8 @@ from torch import Tensor
 from ...layout import BlockLayout
 from ...nn.conv import Convolution
 from ...nn.linear import Linear
-from ..pruning.lines import Lines
-from ..pruning.magnitude import Order, norms_of, scattered, smallest
+from ..lines import Lines
+from ..selection import TieBreak, hash_positions, mark_smallest, norms_over
 from .dynamic_sparsity import check_beside_ddp
 
 TILE = 1 << 20  # weights in a tile, unless one row of blocks has more
@@ -188,7 +188,7 @@ def gradient_norms(
             total = total.contiguous()
             for group in replicas:
                 dist.all_reduce(total, group=group)
-        yield first // height, norms_of(total.reshape(-1, height, in_ // width, width, *kernel), norm, of_block)
+        yield first // height, norms_over(total.reshape(-1, height, in_ // width, width, *kernel), norm, of_block)
 
 
 def largest(
@@ -196,7 +196,7 @@ def largest(
     taken: np.ndarray,
     columns: int,
     count: int,
-    order: Order = scattered,
+    order: TieBreak = hash_positions,
     lines: Lines | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The numbers row * columns + column of the `count` largest norms, rising, without those taken, and these norms.
@@ -228,14 +228,14 @@ def largest(
         keys = np.concatenate([keys, start + found])
         norms = np.concatenate([norms, mine[found]])
         if keys.size > count:
-            best = smallest(-norms, count, lambda at: order(keys[at]))  # noqa: B023 (called at once)
+            best = mark_smallest(-norms, count, lambda at: order(keys[at]))  # noqa: B023 (called at once)
             keys, norms = keys[best], norms[best]
     every = [(keys, norms), *of_rows, of_cols]
     keys, first_of = np.unique(np.concatenate([each for each, _ in every]), return_index=True)
     return keys, np.concatenate([each for _, each in every])[first_of]
 
 
-def _best(places: np.ndarray, norms: np.ndarray, order: Order) -> tuple[np.ndarray, np.ndarray]:
+def _best(places: np.ndarray, norms: np.ndarray, order: TieBreak) -> tuple[np.ndarray, np.ndarray]:
     """The place with the largest norm in each column of these, and that norm."""
     last = np.iinfo(np.uint64).max
     best = np.where(norms == norms.max(0, initial=-1), order(places), last).argmin(0)

@@ -22,7 +22,7 @@ from ...surgery.prunable import Skip, skipped
 from ...surgery.rewire import OnLayoutChange
 from ...surgery.sharding import reshard
 from ...surgery.weight_handle import WeightHandle, handle_of
-from ..pruning.magnitude import scattered
+from ..selection import hash_positions
 from ..training_method import TrainingMethod
 
 TIES = 1  # sets these random numbers apart from those of `_generator`
@@ -48,6 +48,7 @@ class DynamicSparsity(TrainingMethod):
     begin = 0
     end: int | None = None
     """The call of `step` from which on the layouts stay."""
+    keep_lines: bool
 
     def __init__(
         self,
@@ -57,7 +58,6 @@ class DynamicSparsity(TrainingMethod):
         skip: Skip = (),
         every: int = 1,
         seed: int = 0,
-        keep_lines: bool = True,
         on_layout_change: OnLayoutChange | None = None,
     ):
         if isinstance(modules, Iterable) and not isinstance(modules, nn.Module):
@@ -81,7 +81,6 @@ class DynamicSparsity(TrainingMethod):
             check_beside_ddp(self.modules.values())
         self.optimizer, self.on_layout_change = optimizer, on_layout_change
         self.every, self.seed = integer("every", every, 1), integer("seed", seed, 0)
-        self.keep_lines = keep_lines
         self._frozen: set[str] = set()
         if not any(handle_of(module).parameter.requires_grad for module in self.modules.values()):
             expected = "weights that are trained, not all of them frozen: layer.requires_grad_(True) first"
@@ -150,7 +149,7 @@ class DynamicSparsity(TrainingMethod):
     def _order(self, module: int) -> partial[np.ndarray]:
         """The random order of equal blocks of one module in one call, by their places: see `scattered`."""
         words = np.random.SeedSequence([self.seed, self.calls, module, TIES]).generate_state(1, np.uint64)
-        return partial(scattered, seed=int(words[0]))
+        return partial(hash_positions, seed=int(words[0]))
 
     def state_dict(self) -> dict[str, Tensor]:
         return super().state_dict() | {"seed": torch.tensor(self.seed)}

@@ -14,8 +14,8 @@ from ...errors import BlockSparseError
 from ...nn.module import BlockSparseModule
 from ...patterns.weights import spread
 from ...surgery.weight_handle import WeightHandle
-from ..pruning.lines import Lines
-from ..pruning.magnitude import Order
+from ..lines import Lines
+from ..selection import TieBreak
 
 Init = str | Callable[[BlockSparseModule, tuple[int, ...], torch.Generator], Tensor]
 INITS = ("zeros", "he", "xavier")
@@ -123,7 +123,7 @@ def refilled(
     return np.divmod(places, columns)
 
 
-def grown(places: np.ndarray, norms: np.ndarray, count: int, columns: int, lines: Lines, order: Order) -> np.ndarray:
+def grown(places: np.ndarray, norms: np.ndarray, count: int, columns: int, lines: Lines, order: TieBreak) -> np.ndarray:
     """The `count` places with the largest norms, but first the best one in each of some lines without any block.
 
     Where there are too many of these, rows are paired with columns at random, as many as needed.
@@ -142,7 +142,9 @@ def grown(places: np.ndarray, norms: np.ndarray, count: int, columns: int, lines
     return places[best[np.concatenate([first, rest])]]
 
 
-def _paired(places: np.ndarray, norms: np.ndarray, count: int, columns: int, lines: Lines, order: Order) -> np.ndarray:
+def _paired(
+    places: np.ndarray, norms: np.ndarray, count: int, columns: int, lines: Lines, order: TieBreak
+) -> np.ndarray:
     rows, cols = (side[order(side + offset).argsort()] for side, offset in zip(lines, (0, 1 << 32), strict=True))
     n = min(rows.size, cols.size, rows.size + cols.size - count)
     pairs = (rows[:n] * columns + cols[:n])[:count]

@@ -13,7 +13,7 @@ from ...nn.module import BlockSparseModule, Weight
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
 from ...surgery.weight_handle import WeightHandle, handle_of
-from ..pruning.magnitude import magnitudes
+from ..selection import stored_norms
 from .dynamic_sparsity import DynamicSparsity, Modules
 
 
@@ -62,15 +62,8 @@ class ImportancePruning(DynamicSparsity):
         keep_lines: bool = True,
         on_layout_change: OnLayoutChange | None = None,
     ):
-        super().__init__(
-            modules,
-            optimizer,
-            skip=skip,
-            every=every,
-            seed=seed,
-            keep_lines=keep_lines,
-            on_layout_change=on_layout_change,
-        )
+        super().__init__(modules, optimizer, skip=skip, every=every, seed=seed, on_layout_change=on_layout_change)
+        self.keep_lines = keep_lines
         self.percentile = number("percentile", percentile, 0, 100)
         self.begin = integer("begin", begin, 0)
         for name, module in self.modules.items():
@@ -112,7 +105,7 @@ def importance(module: BlockSparseModule | WeightHandle) -> Tensor:
     """
     stored = handle_of(module)
     layout, used = stored.layout, stored.used
-    sums = magnitudes(stored, "mean").astype(np.float64) * stored.local.shape[1:].numel()
+    sums = stored_norms(stored, "mean").astype(np.float64) * stored.local.shape[1:].numel()
     rows = np.repeat(np.arange(layout.grid[0]), np.diff(layout.row_start))
     total = np.bincount(rows, weights=sums, minlength=layout.grid[0])
     if used is None:

@@ -20,8 +20,8 @@ from ...surgery.optimizer import unwrapped
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
 from ...surgery.weight_handle import WeightHandle
-from ..pruning.lines import NO_LINES, covered, empty_lines, lines_of
-from ..pruning.magnitude import check_norm, magnitudes, smallest
+from ..lines import NO_LINES, coverable, empty_lines, lines_of
+from ..selection import check_norm, mark_smallest, stored_norms
 from ..updates import was_skipped
 from .dense_gradient import TILE, Watch, gradient_norms, largest
 from .dynamic_sparsity import DynamicSparsity, Modules
@@ -87,15 +87,8 @@ class RigL(DynamicSparsity):
         keep_lines: bool = True,
         on_layout_change: OnLayoutChange | None = None,
     ):
-        super().__init__(
-            modules,
-            optimizer,
-            skip=skip,
-            every=every,
-            seed=seed,
-            keep_lines=keep_lines,
-            on_layout_change=on_layout_change,
-        )
+        super().__init__(modules, optimizer, skip=skip, every=every, seed=seed, on_layout_change=on_layout_change)
+        self.keep_lines = keep_lines
         for name, module in self.modules.items():
             if not isinstance(module, Linear | Convolution):
                 expected = "a linear layer or a convolution (or it in skip)"
@@ -176,8 +169,8 @@ class RigL(DynamicSparsity):
         layout, mine = stored.layout, watch.layer.layout
         count = int(self.fraction(self.calls) * layout.nnz)
         keys, columns = layout.keys_of_blocks(), layout.grid[1]
-        drop = smallest(magnitudes(stored, self.norm), count, order)
-        lines = covered(lines_of(stored), layout.nnz) if self.keep_lines else NO_LINES
+        drop = mark_smallest(stored_norms(stored, self.norm), count, order)
+        lines = coverable(lines_of(stored), layout.nnz) if self.keep_lines else NO_LINES
         empty = empty_lines(lines, keys[~drop], columns)
         # The gradient that is here is that of this process's part, where tensor parallelism cuts the weight.
         stays = ~drop[stored.part_positions]

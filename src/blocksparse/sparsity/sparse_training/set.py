@@ -11,8 +11,8 @@ from ...checked import integer, number
 from ...surgery.prunable import Skip
 from ...surgery.rewire import OnLayoutChange, rewire
 from ...surgery.weight_handle import WeightHandle
-from ..pruning.lines import covered, lines_of
-from ..pruning.magnitude import Order, check_norm, magnitudes, scattered, smallest
+from ..lines import coverable, lines_of
+from ..selection import TieBreak, check_norm, hash_positions, mark_smallest, stored_norms
 from .dynamic_sparsity import DynamicSparsity, Modules
 from .growth import Init, check_init, draw_unused, first_values, refilled
 
@@ -73,15 +73,8 @@ class SET(DynamicSparsity):
         keep_lines: bool = True,
         on_layout_change: OnLayoutChange | None = None,
     ):
-        super().__init__(
-            modules,
-            optimizer,
-            skip=skip,
-            every=every,
-            seed=seed,
-            keep_lines=keep_lines,
-            on_layout_change=on_layout_change,
-        )
+        super().__init__(modules, optimizer, skip=skip, every=every, seed=seed, on_layout_change=on_layout_change)
+        self.keep_lines = keep_lines
         self.zeta = number("zeta", zeta, 0, 1)
         check_init(init)
         check_norm(norm)
@@ -93,13 +86,13 @@ class SET(DynamicSparsity):
             if stored.layout.nnz < stored.layout.grid[0] * stored.layout.grid[1]:
                 self._evolve(stored, self._generator(i), self._order(i))
 
-    def _evolve(self, stored: WeightHandle, generator: np.random.Generator, order: Order) -> None:
+    def _evolve(self, stored: WeightHandle, generator: np.random.Generator, order: TieBreak) -> None:
         layout, lines = stored.layout, lines_of(stored)
         drop = nearest_zero(stored, self.zeta, self.norm, order)
         count, kept = int(drop.sum()), layout.keys_of_blocks()[~drop]
         rows, cols = draw_unused(kept, layout.grid, count, generator, lines)
         if self.keep_lines:
-            rows, cols = refilled(kept, (rows, cols), layout.grid[1], covered(lines, layout.nnz), generator)
+            rows, cols = refilled(kept, (rows, cols), layout.grid[1], coverable(lines, layout.nnz), generator)
         new = None
         if self.init != "zeros":
             torch_generator = torch.Generator().manual_seed(int(generator.integers(2**63)))
@@ -109,16 +102,16 @@ class SET(DynamicSparsity):
         )
 
 
-def nearest_zero(stored: WeightHandle, zeta: float, norm: str = "l2", order: Order = scattered) -> np.ndarray:
+def nearest_zero(stored: WeightHandle, zeta: float, norm: str = "l2", order: TieBreak = hash_positions) -> np.ndarray:
     """Marks the blocks that SET drops, bool `[nnz]`: see `SET`; equal ones by the order of their positions."""
     values, nnz = stored.local, stored.layout.nnz
     if zeta == 0:
         return np.zeros(nnz, dtype=bool)
     if values.shape[1:].numel() != 1:
-        return smallest(magnitudes(stored, norm), round(zeta * nnz), order)
+        return mark_smallest(stored_norms(stored, norm), round(zeta * nnz), order)
     wide = values if values.dtype == torch.float64 else values.float()
     weights = stored.gather(wide.reshape(-1)).cpu().numpy()
     drop = weights == 0
     for side in (weights > 0, weights < 0):
-        drop |= smallest(np.where(side, np.abs(weights), np.inf), round(zeta * np.count_nonzero(side)), order)
+        drop |= mark_smallest(np.where(side, np.abs(weights), np.inf), round(zeta * np.count_nonzero(side)), order)
     return drop

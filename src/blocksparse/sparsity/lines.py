@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...surgery.blocks import Blocks
-from ...surgery.weight_handle import WeightHandle
+from ..surgery.blocks import Blocks
+from ..surgery.weight_handle import WeightHandle
 
 STEP = 1 << 12  # blocks that are looked at before those in lines with a block are left out
 
@@ -28,7 +28,7 @@ def lines_of(weight: Blocks | WeightHandle) -> Lines:
     return np.flatnonzero(used[0].view(rows, -1).any(1)), np.flatnonzero(used[1].view(cols, -1).any(1))
 
 
-def covered(lines: Lines, nnz: int) -> Lines:
+def coverable(lines: Lines, nnz: int) -> Lines:
     """The lines of which each can have one of `nnz` blocks: all rows or none, and all columns or none."""
     rows, cols = (side if side.size <= nnz else side[:0] for side in lines)
     return rows, cols
