@@ -257,13 +257,15 @@ def test_a_scripted_module_stays_dense():
 def test_a_model_that_cannot_be_copied(data):
     model = mlp(32, 64, 32)
     model.lock = threading.Lock()
-    expected = r"model: expected one that copy.deepcopy can copy, or {}, got Sequential: cannot pickle '_thread.lock'"
+    expected = (
+        r"model: expected a module that copy.deepcopy can copy, or {}, got Sequential: cannot pickle '_thread.lock'"
+    )
     for options in ({"force": True}, {"force": True, "data": data}, {"force": True, "data": data, "inplace": True}):
-        with pytest.raises(bs.BlockSparseError, match=expected.format("inplace=True, without data")):
+        with pytest.raises(bs.BlockSparseError, match=expected.format("inplace=True without data=")):
             bs.sparsify(model, 0.5, 8, **options)
-    with pytest.raises(bs.BlockSparseError, match=expected.format("force=True, without an example")):
+    with pytest.raises(bs.BlockSparseError, match=expected.format("force=True without example=")):
         bs.sparsify(model, 0.5, 8, example=data[0], inplace=True)
-    with pytest.raises(bs.BlockSparseError, match=r"model: expected one that copy.deepcopy can copy, got Sequential"):
+    with pytest.raises(bs.BlockSparseError, match=r"a module that copy.deepcopy can copy, got Sequential"):
         bs.sparsity.reconstruct(model, data, 0.5, 8)
     assert not layouts_of(model)
     assert layouts_of(bs.sparsify(model, 0.5, 8, force=True, inplace=True))

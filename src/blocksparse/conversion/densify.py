@@ -22,7 +22,7 @@ from ..nn.quantized_conv import QuantizedConv
 from ..nn.quantized_lstm import QuantizedWeight
 from ..nn.weight_norm import WeightNorm
 from ..surgery.carry import carry_over, carry_parameter, own_names
-from ..surgery.copies import copied
+from ..surgery.model_tools import copy_model
 from ..surgery.prunable import CONVOLUTIONS, RECURRENT, TRANSPOSED
 from ..surgery.replace import _Change, _check_optimizer, check_replaceable, replace_modules, settings_of
 
@@ -84,7 +84,7 @@ def densify(model: nn.Module, inplace: bool = False, optimizer: torch.optim.Opti
                 kind = type(module).__name__
                 raise BlockSparseError.expected(name or "model", "a layer of one of blocksparse.nn's own classes", kind)
     check_replaceable(model, [module for module in model.modules() if _is_sparse(module)])
-    model = model if inplace else copied(model, otherwise="inplace=True")
+    model = model if inplace else copy_model(model, otherwise="inplace=True")
     densifier = _Densifier(model)
     new = {module: densifier.dense(module) for module in model.modules() if _is_sparse(module)}
     densifier.check_ties(new)

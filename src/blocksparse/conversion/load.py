@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, layout_of_indices
-from ..surgery.copies import copied
+from ..surgery.model_tools import copy_model
 from ..surgery.prunable import prunable
 from ..surgery.replace import replace_with_sparse
 
@@ -95,7 +95,7 @@ def _without_values(model: nn.Module) -> nn.Module:
             empty = tensor.detach().to("meta")
             new = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
             empties[id(tensor)] = new
-    return copied(model, empties)
+    return copy_model(model, empties)
 
 
 def _layouts(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, BlockLayout]:

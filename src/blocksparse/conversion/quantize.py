@@ -20,7 +20,7 @@ from ..nn.quantized_lstm import QuantizedLSTM
 from ..nn.weight_norm import WeightNorm
 from ..ops.int8_linear import DTYPES, MAX_INPUTS
 from ..surgery.carry import carry_over
-from ..surgery.copies import copied
+from ..surgery.model_tools import copy_model
 from ..surgery.prunable import Skip, skipped
 from ..surgery.replace import check_replaceable, replace_modules
 
@@ -81,7 +81,7 @@ def quantize(model: nn.Module, *, skip: Skip = (), inplace: bool = False) -> nn.
             wanted = "layers with weights of their own: blocksparse.nn.fold first"
             raise BlockSparseError.expected("model", wanted, given)
     check_replaceable(model, [layers[name] for name in chosen])
-    model = model if inplace else copied(model, otherwise="inplace=True")
+    model = model if inplace else copy_model(model, otherwise="inplace=True")
     old = dict(model.named_modules())
     return replace_modules(model, {old[name]: carry_over(old[name], layer, name) for name, layer in chosen.items()})
 

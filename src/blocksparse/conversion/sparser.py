@@ -13,7 +13,7 @@ from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule, Weight, check_parameters
 from ..nn.weight_norm import WeightNorm
 from ..surgery.blocks import Blocks
-from ..surgery.copies import copied
+from ..surgery.model_tools import copy_model
 from ..surgery.optimizer import check_optimizer, has_parameter
 from ..surgery.prunable import Prunable, Skip, skipped
 from ..surgery.rewire import rewire
@@ -89,7 +89,7 @@ def make_sparser(
             "a density below that of the block-sparse weights (blocksparse.densify(model) makes them dense again)"
         )
         raise BlockSparseError.expected("density", expected, f"{density} for {had}")
-    model = model if inplace else copied(model, otherwise="inplace=True")
+    model = model if inplace else copy_model(model, otherwise="inplace=True")
     modules: dict[str, Any] = {name: model.get_submodule(stored[name].module) for name in kept}
     trained = {name for name in kept if optimizer is not None and has_parameter(optimizer, modules[name].values)}
     if optimizer is not None and not trained:

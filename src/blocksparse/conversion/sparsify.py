@@ -20,7 +20,7 @@ from ..sparsity.calibration.activations import shares
 from ..sparsity.calibration.calibrate import Batches, keep
 from ..sparsity.calibration.reconstruction import fit
 from ..surgery.carry import REASONS
-from ..surgery.copies import copied
+from ..surgery.model_tools import copy_model
 from ..surgery.prunable import Skip, Unexpected, skipped, survey
 from ..surgery.replace import replace_with_sparse
 from .choice import Choice, Criterion, Given, Kept, Layouts
@@ -161,7 +161,7 @@ def sparsify(
     if inplace and batches is None:
         model = replace_with_sparse(model, kept, optimizer)
     else:  # also in place a copy is fitted, so that nothing is changed if that fails
-        made = copied(model, otherwise="inplace=True, without data")
+        made = copy_model(model, otherwise="inplace=True without data=")
         if batches is not None:
             kept = _fitted(made, model, batches, kept, choose=layouts is None)
         model = _taking(model, made, kept, optimizer) if inplace else replace_with_sparse(made, kept)

@@ -22,7 +22,7 @@ from ..nn.module import BlockSparseModule
 from ..nn.multihead_attention import MultiheadAttention
 from ..nn.recurrent import Recurrent
 from ..ops.linear import LINEAR
-from ..surgery.copies import copied
+from ..surgery.model_tools import copy_model
 from ..surgery.prunable import Prunable
 from ..surgery.replace import replace_with_sparse, sparse_module
 from .densify import densify
@@ -153,7 +153,9 @@ def checked_tokens(tokens: Any) -> int:
 
 def twin(model: nn.Module) -> nn.Module:
     """A copy of a model with the same parameters, not copies of them."""
-    return copied(model, {id(each): each for each in model.parameters()}, otherwise="force=True, without an example")
+    return copy_model(
+        model, {id(each): each for each in model.parameters()}, otherwise="force=True, without an example"
+    )
 
 
 def made_up_inputs(module: Any, tokens: int) -> list[Arguments]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...checked import number
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
-from ...surgery.copies import copied
+from ...surgery.model_tools import copy_model
 from ...surgery.prunable import Prunable, Skip, prunable, weights_of
 from ...surgery.replace import replace_with_sparse
 from ..selection import check_density, dense_norms, top_blocks
@@ -108,7 +108,7 @@ def reconstruct(
     scores = {name: dense_norms(weight.blocks, weight.tensor) for name, weight in weights.items()}
     masks = top_blocks(scores, blocks, density, "layer")
     layouts = {name: BlockLayout(mask, weights[name].block_shape) for name, mask in masks.items()}
-    made = copied(model)
+    made = copy_model(model)
     fitted, errors = fit(made, model, keep(batches), layouts, damping=damping)
     by_magnitude = {name: unseen(weight) for name, weight in weights.items() if name not in errors}
     return Reconstruction(replace_with_sparse(made, fitted), fitted, errors, by_magnitude)

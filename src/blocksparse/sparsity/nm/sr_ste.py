@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...checked import number
 from ...errors import BlockSparseError
-from ...surgery.parametrized import put_on, take_off
+from ...surgery.model_tools import add_parametrization, remove_parametrization
 from ...surgery.prunable import Prunable, Skip, sort_out
 from ..training_method import TrainingMethod
 from .mask import check_nm, nm_mask
@@ -65,7 +65,7 @@ class SRSTE(TrainingMethod):
         self._modules: list[Any] = [weight.module for weight in chosen]
         for weight in chosen:
             swapped = weight.matrix() is not weight.tensor
-            put_on(weight.module, "weight", _Masked(n, m, decay, swapped))
+            add_parametrization(weight.module, "weight", _Masked(n, m, decay, swapped))
             parametrizations: Any = weight.module.parametrizations
             parametrizations.weight.register_load_state_dict_pre_hook(_freeze_as_saved)
         self._watch_updates()
@@ -91,7 +91,7 @@ class SRSTE(TrainingMethod):
         """
         self._check_unfinished("finish")
         for module in self._modules:
-            take_off(module, "weight", leave_parametrized=True)
+            remove_parametrization(module, "weight", leave_parametrized=True)
         self._modules = []
 
     @property

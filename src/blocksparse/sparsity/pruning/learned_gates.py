@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...checked import number
 from ...errors import BlockSparseError
 from ...surgery.blocks import Blocks
-from ...surgery.parametrized import put_on, take_off
+from ...surgery.model_tools import add_parametrization, remove_parametrization
 from .dense_pruner import DensePruner
 
 
@@ -68,7 +68,7 @@ class Gated(DensePruner):
         for name, gate in gates.items():
             weight = self.weights[name]
             gate.train(weight.module.training)
-            put_on(weight.module, weight.parameter, gate)
+            add_parametrization(weight.module, weight.parameter, gate)
         if self.optimizer is not None:
             group: dict[str, Any] = {"params": self.parameters(), "weight_decay": 0.0}
             self.optimizer.add_param_group(group if self.lr is None else group | {"lr": self.lr})
@@ -82,7 +82,7 @@ class Gated(DensePruner):
         for name, gate in self.gates.items():
             weight, dense = self.weights[name], self.dense[name]
             dense.copy_(gate.plain(dense))
-            take_off(weight.module, weight.parameter, leave_parametrized=False)
+            remove_parametrization(weight.module, weight.parameter, leave_parametrized=False)
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) not in mine]

@@ -1,0 +1,103 @@
+"""Copies of whole models, and parametrizations that state dicts, copies and resuming survive."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..errors import BlockSparseError
+from .references import HOOKS_OF_TENSORS, shared_with_copies
+from .sharding import is_dtensor
+
+
+def copy_model(model: nn.Module, same: Mapping[int, Any] | None = None, otherwise: str = "") -> Any:
+    """Return a deep copy of a model, with the attributes and hooks of its parameters.
+
+    `copy.deepcopy` refuses tensors that were computed from others; here they are copied with their values.
+
+    Args:
+        model: any module.
+        same: objects to use instead of copies, by the id of the original, like the memo of `copy.deepcopy`.
+        otherwise: what to try instead, for the error.
+
+    Raises:
+        BlockSparseError: a module that cannot be copied or, without `same`, whose copy would call parts of the model.
+    """
+    expected = "a module that copy.deepcopy can copy" + (f", or {otherwise}" if otherwise else "")
+    if same is None and (where := shared_with_copies(model)):
+        got = f"{type(model).__name__}: {where} refers to a part of the model, and a copy would use the original's"
+        raise BlockSparseError.expected("model", expected, got)
+    computed = {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    memo = computed | dict(same or {})
+    try:
+        copied = copy.deepcopy(model, memo)
+        for old, new in zip(model.parameters(), copied.parameters(), strict=True):
+            if new is not old:
+                _copy_attributes_and_hooks(old, new, memo)
+    except Exception as error:  # the user's module may raise anything
+        raise BlockSparseError.expected("model", expected, f"{type(model).__name__}: {error}") from error
+    return copied
+
+
+def _copy_attributes_and_hooks(old: Tensor, new: Tensor, memo: dict[int, Any]) -> None:
+    """Give a copied parameter the attributes and hooks that PyTorch does not copy."""
+    vars(new).update(copy.deepcopy(vars(old), memo))
+    for name in HOOKS_OF_TENSORS:
+        if hooks := getattr(old, name, None):
+            setattr(new, name, copy.copy(hooks))
+
+
+def add_parametrization(module: nn.Module, name: str, parametrization: nn.Module) -> None:
+    """Parametrize a parameter; state dicts also have its plain value, so that they load into the dense model.
+
+    Args:
+        module: the module.
+        name: the parameter's name.
+        parametrization: a module with a method `plain`, which maps the original parameter to that value.
+    """
+    # The trial run of the safe way would draw random numbers.
+    parametrize.register_parametrization(module, name, parametrization, unsafe=True)
+    module.register_state_dict_post_hook(_save_plain)
+    module.register_load_state_dict_pre_hook(_ignore_plain)
+
+
+def remove_parametrization(module: nn.Module, name: str, leave_parametrized: bool) -> None:
+    """Remove the parametrizations of a parameter from this module only.
+
+    A parametrized module has a class of its own, which its copies (an averaged model, say) share. PyTorch deletes the
+    parameter's property from that class, so the module gets a class of its own first.
+    """
+    kind = type(module)
+    module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
+    parametrize.remove_parametrizations(module, name, leave_parametrized=leave_parametrized)
+
+
+@torch.no_grad()
+def _save_plain(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, plain, original in _parametrizations(module):
+        if f"{prefix}parametrizations.{name}.original" in state and not is_dtensor(original):
+            state[prefix + name] = plain(original)
+
+
+def _ignore_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, _plain, _original in _parametrizations(module):
+        if f"{prefix}parametrizations.{name}.original" in state:
+            state.pop(prefix + name, None)
+
+
+def _parametrizations(module: Any) -> list[tuple[str, Any, Any]]:
+    """List name, `plain` and original of the parameters that `add_parametrization` parametrized."""
+    if not parametrize.is_parametrized(module):
+        return []
+    items = module.parametrizations.items()
+    return [(name, each[0].plain, each.original) for name, each in items if hasattr(each[0], "plain")]
