@@ -153,9 +153,7 @@ def checked_tokens(tokens: Any) -> int:
 
 def twin(model: nn.Module) -> nn.Module:
     """A copy of a model with the same parameters, not copies of them."""
-    return copy_model(
-        model, {id(each): each for each in model.parameters()}, otherwise="force=True, without an example"
-    )
+    return copy_model(model, {id(each): each for each in model.parameters()}, otherwise="force=True without example=")
 
 
 def made_up_inputs(module: Any, tokens: int) -> list[Arguments]:
