@@ -7,25 +7,368 @@
 
 Refuses sizes that do not fit into memory, with numbers. After each run the table is written: to
 docs/results/extreme.md, with JSON and a picture next to it. Runs that are in that file are not made again.
+
+A run is that of `blocksparse train mlp --neurons N`: 65,536 synthetic inputs, of which 512 carry the class, four hidden
+layers, two classes, SET with epsilon 1, batches of 4 rows; two epochs, between which the topology evolves. It has a
+process of its own, of which the memory is given phase by phase, as the high-water mark of the system, Python and
+PyTorch included.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Console
 
-from blocksparse import BlockSparseError
-from blocksparse_lab.bench import extreme, report
-from blocksparse_lab.bench.extreme import Extreme
+from blocksparse.checkpoint import read_json
+from blocksparse.errors import BlockSparseError
+from blocksparse.sparsity import erdos_renyi_density
+from blocksparse.topology.drawings.style import COLORS
+from blocksparse_lab.bench import report
+from blocksparse_lab.bench.report import duration
 from blocksparse_lab.cli.train import parse_count
-from blocksparse_lab.machine import available_memory
+from blocksparse_lab.machine import available_memory, commits, machine, where
+from blocksparse_lab.recipes import mlp
+from blocksparse_lab.training.trainer import Callback, Trainer
+from targets.memory import forget_peak, status
+from targets.rows import Line
 
-OUT = Path(__file__).parent.parent / "docs" / "results" / "extreme.json"
+OUT = Path(__file__).parents[1] / "docs" / "results" / "extreme.json"
+NEURONS = (1_000_000, 5_000_000, 10_000_000, 20_000_000, 50_000_000, 100_000_000)
+PHASES = ("build", "save", "train", "evaluate", "evolve")
+
+# A process takes a third of it before it has a net, and smaller nets leave holes in its heap. Runs of 10 to
+# 100 million neurons took 71 bytes per connection at most beyond that, with the half neuron that comes with each.
+MIN_BYTES, BYTES_PER_CONNECTION = 3 * 2**28, 72
+# Its checkpoints: the new one is written before the old one goes.
+DISK_PER_CONNECTION = 2 * 18
+SECONDS_BETWEEN_LINES = 10.0
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """One run: about this number of inputs, hidden neurons and outputs, rows to train and to test on.
+
+    >>> Extreme(50_000_000).sizes, Extreme(50_000_000).connections
+    ((65536, 12483616, 12483616, 12483616, 12483616, 2), 99934466)
+    """
+
+    neurons: int
+    rows: int = 128
+    epochs: int = 2
+    batch: int = 4
+    seed: int = 0
+    tested: int = 128
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the layers."""
+        return mlp.EXTREME_FEATURES, *mlp.extreme_hidden(self.neurons), 2
+
+    @property
+    def connections(self) -> int:
+        """The expected number of connections."""
+        pairs = zip(self.sizes, self.sizes[1:], strict=False)
+        return round(sum(erdos_renyi_density((n_out, n_in), 1) * n_in * n_out for n_in, n_out in pairs))
+
+    @property
+    def predicted(self) -> int:
+        """An upper bound on the peak memory, in bytes."""
+        return MIN_BYTES + BYTES_PER_CONNECTION * self.connections
+
+
+@dataclass
+class Found:
+    """The result of one run, ready for JSON.
+
+    Args:
+        neurons, connections, sizes: of the net, as it was made.
+        predicted: bytes.
+        peak: bytes at the highest, by phase; `resident` those after it.
+        seconds: by phase, in the median; of "train" those of a step; of an "epoch" with its evolution.
+        losses: means of the first and the last quarter of the steps.
+        held_out: errors in % after each epoch.
+    """
+
+    neurons: int
+    connections: int
+    sizes: list[int]
+    predicted: int
+    peak: dict[str, int]
+    resident: dict[str, int]
+    seconds: dict[str, float]
+    losses: list[float]
+    held_out: list[float]
+    run: dict[str, Any]
+    machine: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def most(self) -> int:
+        """Bytes at the highest of all phases."""
+        return max(self.peak.values())
+
+    @property
+    def which(self) -> tuple[int, int]:
+        return self.run["neurons"], self.run["seed"]
+
+
+# -- one run, in a process of its own --------------------------------------------------------------------------------
+
+
+class Phases(Callback):
+    """Memory and seconds of the phases of a training; within another phase, that one's marks are without it.
+
+    >>> phases = Phases()
+    >>> with phases.phase("build"):
+    ...     net = [0] * 1000
+    >>> list(phases.seconds), phases.peak["build"] >= phases.resident["build"] > 0
+    (['build'], True)
+    """
+
+    def __init__(self) -> None:
+        self.peak: dict[str, int] = {}
+        self.resident: dict[str, int] = {}
+        self.seconds: dict[str, list[float]] = {}
+        self._open: list[str] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._mark()
+        self._open.append(name)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+            self._mark()
+            self._open.pop()
+
+    def _mark(self) -> None:
+        """The high-water mark since the last one is of the phase that is open."""
+        if self._open:
+            name = self._open[-1]
+            self.resident[name] = status("VmRSS")
+            self.peak[name] = max(self.peak.get(name, 0), self.resident[name], status("VmHWM"))
+        forget_peak()
+
+
+def train(spec: Extreme, run: str | Path, say: Say = lambda text: None) -> Found:
+    """Trains in a folder, and measures this process while it does."""
+    phases = Phases()
+    recipe = replace(mlp.extreme(spec.neurons), epochs=spec.epochs, batch=spec.batch)
+    data = mlp.extreme_data(spec.rows, spec.tested, spec.seed)
+    with phases.phase("build"):
+        model = mlp.network(recipe, data, "set", spec.seed)
+    connections = mlp.facts(model).connections
+    say(f"built in {duration(phases.seconds['build'][0])}: {connections:,} connections")
+    task = mlp.task(recipe, model, data, seed=spec.seed)
+    trainer = Trainer(task, run, replace(mlp.settings(recipe, task, spec.seed), save_minutes=0.0))
+    task.methods["set"].step = phases.phase("evolve")(task.methods["set"].step)  # type: ignore[method-assign]
+    losses: list[float] = []
+    held_out: list[float] = []
+    said = time.monotonic()
+    for step in trainer.steps(phases):
+        losses.append(trainer.loss)
+        at = f"step {step:,} of {task.steps:,}"
+        if len(phases.seconds.get("evaluate", ())) > len(held_out):
+            held_out.append(float(trainer.held_out))  # type: ignore[arg-type]
+            say(f"{at}: {held_out[-1]:.1f} % of the held-out rows wrong")
+        if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            last = f"{duration(phases.seconds['train'][-1])} a step, {status('VmRSS') / 2**30:.2f} GiB"
+            say(f"{at}: loss {losses[-1]:.3f}, {last}")
+    quarter = max(1, len(losses) // 4)
+    # In the median, one of many steps may have an evolution before it.
+    seconds = {name: float(np.median(phases.seconds.get(name, [0.0]))) for name in PHASES}
+    seconds["epoch"] = seconds["train"] * task.steps_per_epoch + seconds["evolve"]
+    return Found(
+        neurons=sum(model.sizes),
+        connections=connections,
+        sizes=list(model.sizes),
+        predicted=spec.predicted,
+        peak=phases.peak,
+        resident=phases.resident,
+        seconds=seconds,
+        losses=[float(np.mean(part)) for part in (losses[:quarter], losses[-quarter:])],
+        held_out=held_out,
+        run=asdict(spec),
+        machine=machine(),
+    )
+
+
+def run_here(spec: str, out: str) -> None:
+    """In the process of a run: its result goes to a file, what is to be said to the standard output."""
+    with tempfile.TemporaryDirectory(dir=Path(out).parent) as run:
+        found = train(Extreme(**json.loads(spec)), run, lambda text: print(text, flush=True))
+    Path(out).write_text(json.dumps(asdict(found)))
+
+
+# -- all of them -----------------------------------------------------------------------------------------------------
+
+
+def measure(spec: Extreme, folder: Path, say: Say = lambda text: None, force: bool = False) -> Found:
+    """One run in a process of its own, which may write for the while into a folder of its own in this one.
+
+    Args:
+        say: is given a line now and then.
+        force: try even where memory or disk do not seem to suffice.
+
+    Raises:
+        BlockSparseError: too little memory or disk for what it is expected to take; it died.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for what, needed, there in (
+        ("memory", spec.predicted, available_memory()),
+        ("disk", DISK_PER_CONNECTION * spec.connections, _free_disk(folder)),
+    ):
+        if needed > there and not force:
+            size = f"{needed / 2**30:.1f} GiB free for {spec.connections:,} connections"
+            raise BlockSparseError.expected(what, f"{size}, or --force", f"{there / 2**30:.1f} GiB")
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        out = f"{place}/found.json"
+        command = [sys.executable, __file__, "--run-here", json.dumps(asdict(spec)), out]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout or ():
+                say(line.rstrip())
+        if process.returncode:
+            reason = "killed, likely for memory" if process.returncode == -9 else f"status {process.returncode}"
+            raise BlockSparseError.expected(f"{spec.neurons:,} neurons", "a run to its end", reason)
+        return Found(**read_json(Path(out)))
+
+
+def _free_disk(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def lines(found: Sequence[Found]) -> dict[str, Line]:
+    """Peak memory in bytes and seconds of a step, against connections; none of fewer than three sizes."""
+    if _sizes(found) < 3:
+        return {}
+    x = [one.connections for one in found]
+    memory, seconds = [one.most for one in found], [one.seconds["train"] for one in found]
+    return {"memory": Line.of(x, memory), "step": Line.of(x, seconds)}
+
+
+def merged(path: Path, new: Found) -> list[Found]:
+    """The runs of a file with this one among them, in place of one of the same size and seed; by size."""
+    return sorted([*(one for one in read(path) if one.which != new.which), new], key=lambda one: one.which)
+
+
+def read(path: Path) -> list[Found]:
+    """The runs of a file; none where it does not exist."""
+    try:
+        return [Found(**one) for one in read_json(path)["runs"]] if path.exists() else []
+    except (KeyError, TypeError) as error:
+        raise BlockSparseError.expected(str(path), "the report of extreme.py", f"{error!r:.99}") from None
+
+
+def _sizes(found: Sequence[Found]) -> int:
+    return len({one.run["neurons"] for one in found})
+
+
+def write(path: Path, found: Sequence[Found]) -> None:
+    """The runs as JSON, as tables in Markdown and, where there are several, as a picture next to it."""
+    fits = lines(found)
+    content = {
+        "what": "truly sparse MLPs of many neurons: memory and time",
+        "lines": {name: asdict(line) for name, line in fits.items()},
+        "runs": [asdict(one) for one in found],
+    }
+    parts = ["# Extreme networks", CAPTION, report.markdown(list(COLUMNS), _cells(found), text=0)]
+    if fits:
+        memory, step = fits["memory"], fits["step"]
+        rows = [
+            ("peak memory", f"{memory.slope:.1f} bytes", f"{gib(memory.intercept)} GiB", f"{memory.off:.0%}"),
+            ("a step", f"{step.slope * 1e9:.1f} ns", f"{step.intercept:.2f} s", f"{step.off:.0%}"),
+        ]
+        parts.append(report.markdown(("line", "for each connection", "and", "the runs are within"), rows))
+    if _sizes(found) > 1:
+        parts.append(f"![Memory and time against connections]({path.stem}.png)")
+    by_size: dict[str, list[dict[str, Any]]] = {}
+    for one in found:
+        by_size.setdefault(f"{one.neurons:,} neurons", []).append(one.machine)
+    report.write(path, content, *parts, where(found[-1].machine) + commits(by_size))
+    if _sizes(found) > 1:
+        _draw(path.with_suffix(".png"), found, fits)
+
+
+CAPTION = (
+    "`blocksparse train mlp --neurons N` on the CPU: 65,536 inputs, four hidden layers of equal size, two classes, "
+    "Erdos-Renyi with epsilon 1, All-ReLU with slope 0.05, weights drawn by He's rule for the inputs that a neuron "
+    "has, momentum SGD whose rate falls to 0, SET between the epochs. A row is normal noise; in 512 of the inputs, "
+    "which carry the class, +-2 by the class is added, so much that a linear rule of four rows makes no error either:"
+    " that such sizes train is shown, not what they gain. An epoch is rows in batches, and an evolution. Peak: the "
+    "most of the process' resident memory in any phase, Python and PyTorch (about 0.25 GiB) included. Loss: means of "
+    "the first and the last quarter of the steps, in nats. Held-out error: of other rows, after each epoch. Slope, "
+    "rate, dropout and the strength of the class were chosen such that nets of 1 million neurons learn it in as many "
+    "steps, with another seed. Other programs ran meanwhile: seconds say little."
+)
+COLUMNS: dict[str, Callable[[Found], str]] = {
+    "neurons": lambda one: f"{one.neurons:,}",
+    "connections": lambda one: f"{one.connections:,}",
+    "seed": lambda one: f"{one.run['seed']}",
+    "rows of an epoch": lambda one: f"{one.run['rows']:,}",
+    "held out": lambda one: f"{one.run['tested']:,}",
+    "of a batch": lambda one: f"{one.run['batch']:,}",
+    "peak, GiB": lambda one: gib(one.most),
+    "bytes per connection": lambda one: f"{one.most / one.connections:.1f}",
+    "built, GiB": lambda one: gib(one.resident["build"]),
+    "training, GiB": lambda one: gib(one.peak.get("train", 0)),
+    "evaluating, GiB": lambda one: gib(one.peak.get("evaluate", 0)),
+    "evolving, GiB": lambda one: gib(one.peak.get("evolve", 0)),
+    "saving, GiB": lambda one: gib(one.peak.get("save", 0)),
+    "build": lambda one: duration(one.seconds["build"]),
+    "a step": lambda one: duration(one.seconds["train"]),
+    "an evolution": lambda one: duration(one.seconds["evolve"]),
+    "saving": lambda one: duration(one.seconds["save"]),
+    "an epoch": lambda one: duration(one.seconds["epoch"]),
+    "loss": lambda one: f"{one.losses[0]:.3f} to {one.losses[1]:.3f}",
+    "instruction set": lambda one: one.machine["isa"],
+    "held-out error, %": lambda one: ", ".join(f"{error:.1f}" for error in one.held_out),
+}
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def _cells(found: Sequence[Found]) -> list[list[str]]:
+    return [[cell(one) for cell in COLUMNS.values()] for one in found]
+
+
+def _draw(path: Path, found: Sequence[Found], fits: Mapping[str, Line]) -> None:
+    """Memory and the time of a step against connections, with their lines."""
+    figure, axes = report.figure_and_axes((9.0, 4.0), columns=2)
+    x = [one.connections / 1e6 for one in found]
+    panels = (
+        ("memory", "GiB", "peak of the process", [one.most / 2**30 for one in found], 2**30),
+        ("step", "seconds", "a step of 4 rows", [one.seconds["train"] for one in found], 1),
+    )
+    for ax, (key, unit, title, y, scale) in zip(axes, panels, strict=True):
+        ax.plot(x, y, "o", color=COLORS[0], ms=5)
+        if key in fits:
+            line = fits[key]
+            label = f"within {line.off:.0%} of a line"
+            points = np.geomspace(x[0], x[-1], 100)
+            ax.plot(points, (line.slope * points * 1e6 + line.intercept) / scale, color=COLORS[1], lw=1.2, label=label)
+            ax.legend(frameon=False)
+        report.log_axes(ax, title, "million connections", unit)
+    report.save(figure, path, where(found[-1].machine))
 
 
 def main() -> None:
@@ -38,16 +381,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small one; writes nothing")
     parser.add_argument("--out", type=Path, default=OUT, help="the JSON file")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="for checkpoints")
+    parser.add_argument("--run-here", nargs=2, metavar=("SPEC", "FILE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.run_here:
+        run_here(*arguments.run_here)
+        return
     console = Console(soft_wrap=True, highlight=False)
     try:
-        sys.exit(measure(arguments, console))
+        sys.exit(measure_all(arguments, console))
     except BlockSparseError as error:
         console.print(f"error: {error}", style="red", markup=False)
         sys.exit(1)
 
 
-def measure(arguments: argparse.Namespace, console: Console) -> int:
+def measure_all(arguments: argparse.Namespace, console: Console) -> int:
     """Trains the nets, one after the other; gives the status to exit with."""
     sizes = [parse_count(text, "neurons") for text in (arguments.neurons or "").split(",") if text]
     if not all(text.isdecimal() for text in arguments.seeds.split(",")):
@@ -55,10 +402,8 @@ def measure(arguments: argparse.Namespace, console: Console) -> int:
     seeds = [int(text) for text in arguments.seeds.split(",")]
     if not arguments.quick:
         report.check_folder(arguments.out.parent)
-    specs = [
-        Extreme(n, arguments.rows, arguments.epochs, seed=seed) for n in sizes or extreme.NEURONS for seed in seeds
-    ]
-    done = [] if arguments.quick else [one.run for one in extreme.read(arguments.out)]
+    specs = [Extreme(n, arguments.rows, arguments.epochs, seed=seed) for n in sizes or NEURONS for seed in seeds]
+    done = [] if arguments.quick else [one.run for one in read(arguments.out)]
     specs = [spec for spec in specs if asdict(spec) not in done]
     if arguments.quick:
         specs = [Extreme(100_000, rows=16)]
@@ -70,7 +415,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> int:
             f"{available_memory() / 2**30:.1f} GiB are available"
         )
         try:
-            found = extreme.measure(spec, arguments.scratch, lambda text: console.print(f"  {text}"), arguments.force)
+            found = measure(spec, arguments.scratch, lambda text: console.print(f"  {text}"), arguments.force)
         except BlockSparseError as error:
             console.print(f"  {error}", style="red", markup=False)
             status = 1
@@ -81,7 +426,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> int:
             f"{found.held_out[-1]:.1f} % of the held-out rows wrong"
         )
         if not arguments.quick:
-            extreme.write(arguments.out, extreme.merged(arguments.out, found))
+            write(arguments.out, merged(arguments.out, found))
             console.print(f"  wrote {arguments.out}")
     return status
 

@@ -12,15 +12,212 @@ families.json and families.md into docs/results after each family. Exit status 1
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+import blocksparse as bs
 from blocksparse.checkpoint import read_json
+from blocksparse.nn.module import BlockSparseModule, Weight
+from blocksparse.surgery.prunable import survey
 from blocksparse_lab.bench import report
-from blocksparse_lab.bench.families import FAMILIES
-from blocksparse_lab.bench.family_trial import content, rows_of, texts, tried
+from blocksparse_lab.bench.case import relative_error
+from family_models import FAMILIES
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
+BOUND = 1e-4  # of the relative error, float32 through whole models
+GRADIENT_BOUND = 1e-3
+SEED, DENSITY, BLOCK = 0, 0.5, 16
+LIBRARIES = ("torch", "transformers", "timm", "peft")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found for a family: weights that became block-sparse and, by reason, how many did not; the relative
+    error of the largest of the outputs; the weights whose gradient is there where that of the dense weight is, and
+    agrees; what went wrong, or why there is nothing to be tried."""
+
+    name: str
+    model: str = ""
+    taken: int = 0
+    left: Mapping[str, int] | None = None
+    error: float = math.nan
+    gradients: int = 0
+    failed: str = ""
+    refused: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.failed and (bool(self.refused) or (self.error <= BOUND and self.gradients == self.taken))
+
+
+def content(rows: Iterable[Row]) -> dict[str, Any]:
+    """Rows for JSON: what is not as it is by itself, and each reason once."""
+    usual = asdict(Row(""))
+    given = [{name: value for name, value in asdict(row).items() if value != usual[name]} for row in rows]
+    reasons = list(dict.fromkeys(reason for row in given for reason in row.get("left", ())))
+    for row in given:
+        if "left" in row:
+            row["left"] = {str(reasons.index(reason)): count for reason, count in row["left"].items()}
+    return {"reasons": reasons, "families": given}
+
+
+def rows_of(content: Mapping[str, Any]) -> list[Row]:
+    """The rows that `content` was made of."""
+    rows = []
+    for row in content["families"]:
+        left = row.get("left")
+        named = left and {content["reasons"][int(nth)]: count for nth, count in left.items()}
+        rows.append(Row(**row | {"left": named}))
+    return rows
+
+
+def tried(name: str) -> Row:
+    """Makes the family's model, makes it block-sparse, and compares."""
+    torch.manual_seed(SEED)
+    made = ""
+    try:
+        model, inputs = FAMILIES[name]()
+        made = type(model).__name__
+        drawn(model)
+        found = compared(model.eval(), inputs)
+    except ModuleNotFoundError as error:
+        return Row(name, made, refused=f"{error}")
+    except Exception as error:  # of any kind, of any library: the table has it
+        line = next(iter(str(error).splitlines()), "")[:200]
+        return Row(name, made, failed=f"{type(error).__name__}: {line}")
+    return Row(name, made, **found)
+
+
+@torch.no_grad()
+def drawn(model: nn.Module) -> None:
+    """Draws all parameters again, so that every layer matters: some families begin with scales and weights near 0."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, 1 / math.sqrt(max(parameter[0].numel(), 1)))
+        else:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+def compared(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", bs.SparsityWarning)  # the table has it
+        sparse = bs.sparsify(model, DENSITY, BLOCK, scope="layer", force=True)
+    taken = [module for module in sparse.modules() if isinstance(module, BlockSparseModule)]
+    reasons = [reason for _, reason in survey(model, BLOCK) if reason is not None]
+    dense = bs.densify(sparse)
+    outputs, of_dense = outputs_of(sparse, inputs), outputs_of(dense, inputs)
+    if len(outputs) != len(of_dense) or not any(bool(y.any()) for y in outputs):
+        raise bs.BlockSparseError.expected("outputs", f"{len(of_dense)}, not all of them 0", len(outputs))
+    error = max(relative(found, expected) for found, expected in zip(outputs, of_dense, strict=True))
+    return {
+        "taken": len(taken),
+        "left": dict(Counter(map(in_short, reasons)).most_common()),
+        "error": error,
+        "gradients": gradients(sparse, dense),
+    }
+
+
+def in_short(reason: str) -> str:
+    """
+    >>> in_short("tied to model.embedding.weight")
+    'tied to an embedding or another layer'
+    """
+    return "tied to an embedding or another layer" if reason.startswith("tied to ") else reason
+
+
+def outputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> list[Tensor]:
+    torch.manual_seed(SEED)  # masks that models draw
+    model.zero_grad()
+    outputs = list(floats(model(**inputs)))
+    generator = torch.Generator().manual_seed(SEED)
+    loss = sum((y * torch.randn(y.shape, generator=generator)).sum() for y in outputs if y.requires_grad)
+    if isinstance(loss, Tensor):
+        loss.backward()
+    return [y.detach() for y in outputs]
+
+
+def floats(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from floats(each)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from floats(each)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """The relative l2 error; infinite where shapes differ or numbers are not finite."""
+    if found.shape != expected.shape or not found.isfinite().all() or not expected.isfinite().all():
+        return math.inf
+    return relative_error(found, expected.double())
+
+
+def gradients(sparse: nn.Module, dense: nn.Module) -> int:
+    """The number of block-sparse weights whose gradient is there, and agrees, exactly where the dense one's does.
+
+    Compared are the products of gradient and weight, which do not depend on how either is stored.
+    """
+    of_dense, found = dict(dense.named_parameters()), []
+    for name, module in sparse.named_modules():
+        if isinstance(module, BlockSparseModule):
+            weight = of_dense[name if isinstance(module, Weight) else f"{name}.weight"]
+            found.append((product(module.values), product(weight)))
+    most = max((ours[1] for ours, _ in found if ours is not None), default=0.0)
+    good = 0
+    for ours, theirs in found:
+        if ours is None or theirs is None:
+            good += ours is None and theirs is None
+        else:  # some, of attention whose weights are all the same, are made of rounding errors alone
+            good += abs(ours[0] - theirs[0]) <= max(GRADIENT_BOUND * ours[1], 1e-6 * most)
+    return good
+
+
+def product(parameter: Tensor) -> tuple[float, float] | None:
+    """The sum of gradient times parameter, and the product of their norms; None without a gradient."""
+    if parameter.grad is None:
+        return None
+    grad, value = parameter.grad.double(), parameter.detach().double()
+    return float((grad * value).sum()), float(grad.norm() * value.norm())
+
+
+HEAD = ("family", "model", "taken", "left dense, with the reason", "error", "gradients", "")
+CAPTION = """# Families of models, made block-sparse
+
+`python benchmarks/families.py` with {versions}:
+{tried} families, small models with random weights, of which {passed} pass. Of each weight half of the
+blocks of {block} x {block} stay; then the outputs are those of the densified model to a relative error of
+{bound:g} at most, and each block-sparse weight gets the
+gradient that the dense one gets. Weights that are left dense have a reason; `bs.report` gives it by name.
+RWKV has `rescale_every=0`: else it divides its weights in place for inference, which raises an error here."""
+
+
+def texts(rows: Sequence[Row]) -> tuple[str, list[str]]:
+    """A caption, and a table with a row for each family."""
+    versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES if find_spec(name))
+    tried, passed = sum(not row.refused for row in rows), sum(row.passed for row in rows)
+    caption = CAPTION.format(versions=versions, tried=tried, passed=passed, block=BLOCK, bound=BOUND)
+    return caption, report.markdown(HEAD, [_cells(row) for row in rows], text=len(HEAD))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    left = "; ".join(f"{count}: {reason}" for reason, count in (row.left or {}).items())
+    verdict = row.failed or row.refused or ("passes" if row.passed else "FAILS")
+    error, gradients = (f"{row.error:.1e}", f"{row.gradients} of {row.taken}") if row.taken else ("", "")
+    return row.name, row.model, f"{row.taken}", left, error, gradients, verdict
 
 
 def main() -> int:

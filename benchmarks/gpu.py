@@ -32,27 +32,30 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from rich.console import Console
 
 from blocksparse import BlockSparseError
 from blocksparse.checked import number
 from blocksparse_lab import machine
-from blocksparse_lab.bench import prediction, report, rows
-from blocksparse_lab.bench.contract import checks
+from blocksparse_lab.bench import report
 from blocksparse_lab.bench.device import Cuda, Device, Host
-from blocksparse_lab.bench.gpu import GpuReach, Job
-from blocksparse_lab.bench.gpu_chart import write_chart
 from blocksparse_lab.bench.linear import LinearBench
 from blocksparse_lab.bench.linear_specs import LinearSpec
-from blocksparse_lab.bench.rows import Row
 from blocksparse_lab.cli.bench import parts
 from blocksparse_lab.cli.terminal import bar
+from prediction import model as prediction
+from targets import rows
+from targets.contract import checks
+from targets.gpu import GpuReach, Job
+from targets.gpu_chart import write_chart
+from targets.rows import Row
 
-RESULTS, TESTS = Path(__file__).parent / "results", Path(__file__).parents[1] / "tests"
+RESULTS = Path(__file__).parent / "results"
 DTYPES = ("bfloat16", "float16", "float32")  # of a layer to predict
 
 
@@ -113,9 +116,9 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
     device: Device = Cuda() if arguments.device == "cuda" else Host(copies=4)
     if arguments.check:
         return False in list(right(device))
-    timing = {"rounds": 1 if quick else 51, "budget": 0.01 if quick else arguments.budget}
+    timing: dict[str, Any] = {"rounds": 1 if quick else 51, "budget": 0.01 if quick else arguments.budget}
     bench = LinearBench(tuning=2.0 if quick else arguments.tuning, device=device, **timing)
-    settings = {**timing, "seed": bench.seed, "tuning": bench.tuning, "shrink": 16 if quick else 1}
+    settings: dict[str, Any] = {**timing, "seed": bench.seed, "tuning": bench.tuning, "shrink": 16 if quick else 1}
     facts = machine.machine(arguments.device)
     chip = facts["gpu"]["name"] if facts["gpu"] else facts["cpu"]
     folder = arguments.out or (None if quick else RESULTS)
@@ -145,7 +148,7 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
 def layer_of(arguments: argparse.Namespace) -> LinearSpec | None:
     """The layer that --linear names; raises where it is none, or where its other options come without it."""
     names = ("tokens", "density", "block", "dtype")
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     if arguments.linear is None:
         if given:
             raise BlockSparseError.expected(f"--{next(iter(given))}", "--linear OUTxIN with it", "none")
@@ -157,7 +160,8 @@ def layer_of(arguments: argparse.Namespace) -> LinearSpec | None:
         raise BlockSparseError.expected("--linear", "OUTxIN, as in 3072x768", repr(arguments.linear))
     if given.get("dtype", "bfloat16") not in DTYPES:
         raise BlockSparseError.expected("--dtype", f"one of {', '.join(DTYPES)}", repr(arguments.dtype))
-    spec = LinearSpec(*map(int, sizes.groups()), **{"tokens": 4096, "dtype": "bfloat16"} | given)
+    options: dict[str, Any] = {"tokens": 4096, "dtype": "bfloat16"} | given
+    spec = LinearSpec(int(sizes[1]), int(sizes[2]), **options)
     blocks = spec.out_features * spec.in_features / spec.block**2
     if spec.density * blocks < 1:
         raise BlockSparseError.expected("--density", f"a block of {blocks:g}, 1, or more", f"{spec.density:g} of them")
@@ -167,7 +171,7 @@ def layer_of(arguments: argparse.Namespace) -> LinearSpec | None:
 def predict(arguments: argparse.Namespace, layer: LinearSpec | None, console: Console) -> None:
     """Prints the table of predictions, beside what was measured on such a GPU; writes it as Markdown with --out."""
     chip = prediction.CHIPS[arguments.gpu]
-    found = prediction.compiled(chip, TESTS, *([prediction.asked(layer)] if layer else []))
+    found = prediction.compiled(chip, *([prediction.asked(layer)] if layer else []))
     results = [] if layer else [rows.read(path) for path in RESULTS.glob(f"linear-*{arguments.gpu}*.json")]
     lines = prediction.table(found, chip, [row for _, of_run in results for row in of_run])
     names = [(line[0], prediction.label(line[0])) for line in lines]
@@ -202,7 +206,7 @@ def right(device: Device) -> Iterator[bool]:
         yield holds
 
 
-def asked_for(names: list[tuple[str, ...]], only: list[str], by: str) -> list[int]:
+def asked_for(names: Sequence[tuple[str, ...]], only: list[str], by: str) -> list[int]:
     """Which of these, of a name or two each, `only` asks for: by a whole name, or else by words of it."""
     lower = [[name.lower() for name in of] for of in names]
     some: set[int] = set()

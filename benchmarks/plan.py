@@ -17,11 +17,12 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
+import real_steps as reality
 from blocksparse.measure import Spread
 from blocksparse_lab import machine
-from blocksparse_lab.bench import rows
-from blocksparse_lab.bench.rows import Row
-from blocksparse_lab.planner import hardware, measure, net, plan, reality
+from blocksparse_lab.planner import hardware, measure, net, plan
+from targets import rows
+from targets.rows import Row
 
 RESULTS = Path(__file__).parent / "results"
 STEPS, ROUNDS = 5, 3

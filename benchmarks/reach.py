@@ -19,31 +19,20 @@ from rich.progress import Progress
 
 from blocksparse.ops import cpu_core
 from blocksparse_lab import machine
-from blocksparse_lab.bench import (
-    attention,
-    bounds,
-    int8,
-    libxsmm,
-    lstm_reach,
-    mlp,
-    models,
-    pixelcnn,
-    product_reach,
-    rows,
-)
-from blocksparse_lab.bench.rows import Row
+from targets import attention, bounds, int8, libxsmm, lstm, mlp, models, pixelcnn, products, rows
+from targets.rows import Row
 
 RESULTS = Path(__file__).parent / "results"
 BUDGET = 5.0  # seconds of timing per row of an op
 
 # What it is, how it is measured, and how many times the seconds its rows take.
 OPS: dict[str, tuple[str, Callable[[float, bool], rows.Rows], int]] = {
-    "linear": ("targets of the linear op", product_reach.linear_rows, 1),
+    "linear": ("targets of the linear op", products.linear_rows, 1),
     "bounds": ("products as parts of their bounds", bounds.rows, 1),
     "int8": ("targets of products in 8 bits", int8.rows, 1),
     "libxsmm": ("the linear op against libxsmm", libxsmm.rows, 1),
-    "conv2d": ("targets of the convolutions", product_reach.conv_rows, 1),
-    "lstm": ("targets of the recurrent networks", lstm_reach.rows, 1),
+    "conv2d": ("targets of the convolutions", products.conv_rows, 1),
+    "lstm": ("targets of the recurrent networks", lstm.rows, 1),
     "models": ("targets of whole models", models.rows, 2),
     "mlp": ("targets of the truly sparse networks", mlp.rows, 4),
     "pixelcnn": ("targets of PixelCNN++", pixelcnn.rows, 4),

@@ -16,7 +16,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from blocksparse_lab.bench.libxsmm import BUILT
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from targets.libxsmm import BUILT
 
 SHIM = Path(__file__).with_name("shim.c")
 

@@ -7,8 +7,8 @@ import torch
 
 import blocksparse as bs
 from blocksparse.measure import Samples
-from blocksparse_lab.bench import attention
-from blocksparse_lab.bench.attention import AttentionProblem, AttentionSpec
+from targets import attention
+from targets.attention import AttentionProblem, AttentionSpec
 
 SPEC = AttentionSpec(tokens=64, d=8, block=8)
 

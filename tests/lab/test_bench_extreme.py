@@ -9,8 +9,8 @@ import pytest
 
 import bench_parts
 import blocksparse as bs
-from blocksparse_lab.bench import extreme
-from blocksparse_lab.bench.extreme import Extreme, Found, Line, Phases
+import extreme
+from extreme import Extreme, Found, Line, Phases
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 

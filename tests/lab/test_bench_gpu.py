@@ -16,13 +16,14 @@ import blocksparse as bs
 from blocksparse.measure import Samples, Spread
 from blocksparse.ops.gpu.tiles import INTERPRETED
 from blocksparse_lab import machine
-from blocksparse_lab.bench import contract, gpu, peers, rows
+from blocksparse_lab.bench import peers
 from blocksparse_lab.bench.case import OURS
 from blocksparse_lab.bench.device import Host, Rotation, device_of
-from blocksparse_lab.bench.gpu_chart import write_chart
 from blocksparse_lab.bench.linear import PEERS, LinearBench, LinearCase
 from blocksparse_lab.bench.linear_specs import GPU_HUBS, GPU_MEAN, GPU_REACH, LinearSpec, Target
 from blocksparse_lab.cli import app
+from targets import contract, gpu, rows
+from targets.gpu_chart import write_chart
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 SPEC = LinearSpec(64, 96, tokens=10, block=8, density=0.25)

@@ -9,9 +9,9 @@ import torch
 
 import blocksparse as bs
 from blocksparse.errors import BlockSparseError
-from blocksparse_lab.bench import libxsmm
 from blocksparse_lab.bench.linear import LinearBench
 from blocksparse_lab.bench.linear_specs import LinearSpec
+from targets import libxsmm
 
 ROOT = Path(__file__).parents[2]
 

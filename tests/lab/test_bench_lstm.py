@@ -10,12 +10,14 @@ import torch
 import bench_parts
 import blocksparse as bs
 import command
-from blocksparse_lab.bench import lstm_reach, memory, report
+from blocksparse_lab.bench import report
 from blocksparse_lab.bench.case import OURS
-from blocksparse_lab.bench.gpu import GpuReach
 from blocksparse_lab.bench.linear import LinearBench
 from blocksparse_lab.bench.lstm import PASSES, PEERS, LstmBench, LstmCase, LstmSpec
 from blocksparse_lab.models.char_lm import CELLS, CharLMConfig
+from targets import lstm as lstm_targets
+from targets import memory
+from targets.gpu import GpuReach
 
 CONFIG = CharLMConfig(width=64, embedding=8, block_size=8, pattern="barabasi_albert", m=2, depth=2)
 SPEC = LstmSpec(CONFIG, batch=2, seq=3)
@@ -125,16 +127,16 @@ def test_bad_specs(changes, message):
 
 @pytest.mark.full
 def test_all_rows_come_in_small():
-    rows = list(lstm_reach.rows(quick=True))
+    rows = list(lstm_targets.rows(quick=True))
     targets = [row.target for row in rows if row.target != "-"]
     assert targets == [
         "<= 1.15x dense of equal parameters",
         *[">= 20x torch.nn.LSTM of the same width"] * 2,
         *["<= 1x torch.nn.LSTM, give or take 1%"] * 2,
-        *[">= 1x torch's LSTM of as many parameters"] * 2 * len(lstm_reach.FEW),
+        *[">= 1x torch's LSTM of as many parameters"] * 2 * len(lstm_targets.FEW),
         "a process below 8 GiB",
     ]
-    assert len(rows) == 11 + 2 * len(lstm_reach.FEW)
+    assert len(rows) == 11 + 2 * len(lstm_targets.FEW)
     assert all((row.met is None) == (row.target == "-") for row in rows)
     memory = rows[-1].details
     assert 2**26 < memory["peak"] < 2**32
@@ -145,25 +147,25 @@ def test_all_rows_come_in_small():
 def test_what_meets_a_target(monkeypatch):
     found = result(blocksparse=1.2, dense=1.0)
     monkeypatch.setattr(LstmBench, "run", lambda *_: found)
-    assert [lstm_reach.equal_row(QUICK, SPEC, target).met for target in (1.15, 1.2, None)] == [False, True, None]
-    assert lstm_reach.equal_row(QUICK, SPEC, 1.15).measured.startswith("1.20x (1.20-1.20) dense of width 48, 1 M")
+    assert [lstm_targets.equal_row(QUICK, SPEC, target).met for target in (1.15, 1.2, None)] == [False, True, None]
+    assert lstm_targets.equal_row(QUICK, SPEC, 1.15).measured.startswith("1.20x (1.20-1.20) dense of width 48, 1 M")
 
 
 def test_a_layer_and_pytorchs_have_the_same_weights():
     ours = bs.nn.LSTM(64, 64, density=0.3, block_size=16)
     x = torch.randn(5, 3, 64)
-    torch.testing.assert_close(lstm_reach.torchs(ours)(x)[0], ours(x)[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(lstm_targets.torchs(ours)(x)[0], ours(x)[0], rtol=1e-4, atol=1e-6)
 
 
 def test_a_layer_that_differs_stops_the_run(monkeypatch):
-    monkeypatch.setattr(lstm_reach, "torchs", lambda ours: torch.nn.LSTM(ours.input_size, ours.hidden_size))
+    monkeypatch.setattr(lstm_targets, "torchs", lambda ours: torch.nn.LSTM(ours.input_size, ours.hidden_size))
     with pytest.raises(bs.BlockSparseError, match=r"y of LSTM\(.* L2 error of .* against torch\.nn\.LSTM"):
-        lstm_reach.dense_row(QUICK, SPEC, 32)
+        lstm_targets.dense_row(QUICK, SPEC, 32)
 
 
 def test_a_training_that_dies_is_not_measured(monkeypatch):
     monkeypatch.setattr(memory.sys, "executable", "/bin/false")
-    row = lstm_reach.memory_row(SPEC)
+    row = lstm_targets.memory_row(SPEC)
     assert (row.met, row.measured) == (None, "not measured: peak: expected a run to its end, got status 1")
 
 
@@ -171,7 +173,7 @@ def test_jobs_for_a_gpu():
     jobs = {job.work: job for job in GpuReach(None).jobs() if "language model" in job.work}
     assert [job.target for job in jobs.values()] == [">= 0.8x torch", ">= 10x torch-wide"]
     assert all("width 18432, Barabasi-Albert m = 8" in work for work in jobs)
-    assert {target.spec.narrow for target in lstm_reach.GPU_REACH} == {3168}
+    assert {target.spec.narrow for target in lstm_targets.GPU_REACH} == {3168}
     reach = GpuReach(LinearBench(rounds=1, budget=0.01), shrink=64)
     rows = [row for job in reach.jobs() if "language model" in job.work for row in job.run()]
     assert len(rows) == 2

@@ -8,9 +8,9 @@ import torch
 
 import blocksparse as bs
 from blocksparse.measure import Samples
-from blocksparse_lab.bench import mlp
 from blocksparse_lab.bench.case import OURS
-from blocksparse_lab.bench.mlp import MlpProblem, MlpSpec
+from targets import mlp
+from targets.mlp import MlpProblem, MlpSpec
 
 pytest.importorskip("scipy")
 SPEC = MlpSpec((30, 40, 35, 5), epsilon=3, batch=8, rows=80)

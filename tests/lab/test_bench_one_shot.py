@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from blocksparse_lab.bench import one_shot
-from blocksparse_lab.bench.nets import Crepe, Net, Sequences, Voices, conv_net, mlp
+import one_shot
+from trained_nets import Crepe, Net, Sequences, Voices, conv_net, mlp
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import nn
 import bench_parts
 import blocksparse as bs
 from blocksparse.surgery.prunable import survey
-from blocksparse_lab.bench.family_trial import Row
+from families import Row
 
 pytest.importorskip("transformers")
 PREFIX = "base_model.model.layers.0.mlp.down_proj"

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 import blocksparse as bs
 from blocksparse import checkpoint
 from blocksparse_lab import experiments
-from blocksparse_lab.bench import pixelcnn as pixelcnn_bench
 from blocksparse_lab.cli import app
 from blocksparse_lab.data.images import Images
 from blocksparse_lab.models import logistic_mixture
@@ -20,6 +19,7 @@ from blocksparse_lab.recipes import pixelcnn
 from blocksparse_lab.recipes.pixelcnn import Network
 from blocksparse_lab.training.run_log import read
 from blocksparse_lab.training.trainer import Callback, Interrupted
+from targets import pixelcnn as pixelcnn_bench
 from test_data_tables import write_cifar10
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_backend")

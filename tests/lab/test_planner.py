@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+import real_steps as reality
 from blocksparse.errors import BlockSparseError
 from blocksparse_lab.cli import app
-from blocksparse_lab.planner import formulas, hardware, measure, net, plan, reality
+from blocksparse_lab.planner import formulas, hardware, measure, net, plan
 
 H100 = hardware.PRESETS["h100"]
 NET = net.mlp(layers=3, width=256, hidden=512, density=0.25, block=16)

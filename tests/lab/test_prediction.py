@@ -11,11 +11,11 @@ import pytest
 
 import bench_parts
 import blocksparse as bs
-import compile_reach
 from blocksparse.ops.gpu import runtime as triton_runtime
-from blocksparse_lab.bench import prediction
 from blocksparse_lab.bench.linear_specs import LinearSpec
-from blocksparse_lab.bench.prediction import (
+from prediction import compile as compile_rows
+from prediction import model
+from prediction.model import (
     CHIPS,
     HEAD,
     compiled,
@@ -26,7 +26,7 @@ from blocksparse_lab.bench.prediction import (
     together,
     with_something,
 )
-from blocksparse_lab.bench.rows import Row
+from targets.rows import Row
 
 TESTS = Path(__file__).parents[1]
 H100 = CHIPS["h100"]
@@ -86,7 +86,7 @@ def test_dense_products_take_what_cublas_took():
 
 def test_a_dense_product_takes_its_launch_and_16_bits_are_as_fast_either_way():
     tiny = dense(64, 16, "bfloat16")
-    assert dense_time(**tiny, chip=H100) > prediction.LAUNCH
+    assert dense_time(**tiny, chip=H100) > model.LAUNCH
     assert dense_time(**tiny, chip=H100, launches=2, times=3) > 6 * dense_time(**tiny, chip=H100)
     many = dense(8192, 8192, "bfloat16")
     assert dense_time(**{**many, "dtype": "float16"}, chip=H100) == dense_time(**many, chip=H100)
@@ -166,12 +166,12 @@ def test_threads_that_meet_in_a_bank_are_counted():
     #shared1 = #ttg.swizzled_shared<{{vec = 4, perPhase = 1, maxPhase = {}, order = [0, 1]}}>
     ttg.local_load %w : !ttg.memdesc<{}x32xf32, #shared1, #smem> -> tensor<x, #ttg.dot_op<{{opIdx = 1, parent = #mma>
     """
-    assert [compile_reach._ways(text.format(*of)) for of in ((8, 64), (1, 64), (2, 64), (1, 16))] == [1, 8, 4, 4]
+    assert [compile_rows._ways(text.format(*of)) for of in ((8, 64), (1, 64), (2, 64), (1, 16))] == [1, 8, 4, 4]
 
 
-def test_without_the_sources_of_the_tests_it_says_so(tmp_path):
-    with pytest.raises(bs.BlockSparseError, match="kernels: expected ones that compile for H200"):
-        compiled(CHIPS["h200"], tmp_path)
+def test_kernels_that_do_not_compile_raise():
+    with pytest.raises(bs.BlockSparseError, match=r"kernels: expected ones that compile for H200.*"):
+        compiled(CHIPS["h200"], '{"unexpected": 1}')
 
 
 # -- the program -----------------------------------------------------------------------------------------------------
@@ -203,8 +203,8 @@ def test_predictions_fit_a_narrow_terminal_and_say_what_they_are(script, monkeyp
         had = list(measured) and "565.5 us"
         return [(name, "514.7 us", "L2 cache", "2.90x", "-", "-", had or "", "") for name in found]
 
-    monkeypatch.setattr(prediction, "compiled", lambda chip, tests, *names: asked.append(names) or every)
-    monkeypatch.setattr(prediction, "table", lines)
+    monkeypatch.setattr(model, "compiled", lambda chip, *names: asked.append(names) or every)
+    monkeypatch.setattr(model, "table", lines)
     monkeypatch.setenv("COLUMNS", "80")
     status, said, _ = script("--predict", "--gpu", "h200", "--only", "few tokens, bf16, density 0.1", "--out", tmp_path)
     assert status == 0
@@ -230,7 +230,7 @@ with_triton = pytest.mark.skipif(not triton_runtime._installed(), reason="Triton
 RESIDENT = {"few tokens, bf16, density 0.1": {"sm80": 3, "sm90": 4, "sm100": 4, "gfx942": 4}}
 RESIDENT["many tokens, block 32"] = {"sm80": 4, "sm90": 2, "sm100": 2, "gfx942": 6}
 EXACT = "few tokens, fp32, density 0.1"
-ROWS = compile_reach.rows()
+ROWS = compile_rows.rows()
 CONVOLUTIONS = {name.split()[-1][:-1]: name for name in ROWS if name.startswith("ConvSpec")}
 RECURRENT, RECURRENT_WIDE = (name for name in ROWS if "language model" in name)
 GATED = next(name for name in ROWS if name.startswith("gated MLP") and " 32 tokens" in name)
@@ -255,7 +255,7 @@ FEW_SPILLED = 8
 
 @lru_cache
 def launches(kind, *names):
-    return compiled(CHIPS[KINDS[kind]], TESTS, *names)
+    return compiled(CHIPS[KINDS[kind]], *names)
 
 
 def kinds(*without):
@@ -344,7 +344,7 @@ def test_convolutions_and_recurrences_leave_room_for_several_programs(kind, row)
 @pytest.mark.parametrize("kind", ["sm90"])
 def test_a_layer_of_any_shape_is_predicted(kind):
     spec = LinearSpec(96, 512, tokens=4096, block=16, density=0.25, dtype="float16")
-    found = launches(kind, prediction.asked(spec))
+    found = launches(kind, model.asked(spec))
     assert list(found) == ["forward", "dgrad", "wgrad", "step"]
     parts = [together(found[pass_]["launches"], H100).seconds for pass_ in ("forward", "dgrad", "wgrad")]
     assert together(found["step"]["launches"], H100).seconds == pytest.approx(sum(parts))
@@ -390,9 +390,9 @@ def test_steps_of_a_large_lstm_and_a_gated_mlp_take_about_what_their_parts_took(
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_row_is_predicted_for_every_kind(kind):
     lines = table(launches(kind), CHIPS[KINDS[kind]])
-    assert [line[0] for line in lines] == list(compile_reach.rows())
+    assert [line[0] for line in lines] == list(compile_rows.rows())
     for line in lines:
         assert len(line) == len(HEAD)
         assert 1 < float(line[1].removesuffix(" us")) < 30000
     assert json.dumps(launches(kind))
-    assert set(prediction.CHIPS) >= set(KINDS.values())
+    assert set(model.CHIPS) >= set(KINDS.values())

@@ -21,14 +21,13 @@ from torch import Tensor
 from blocksparse.errors import BlockSparseError
 from blocksparse.layout import BlockLayout
 from blocksparse.measure import Call, geometric_mean, host_clock
-
-from .case import OURS
-from .linear import LinearBench, LinearCase
-from .linear_specs import LinearSpec
-from .rows import Race, Row, Rows, not_measured, timing
+from blocksparse_lab.bench.case import OURS
+from blocksparse_lab.bench.linear import LinearBench, LinearCase
+from blocksparse_lab.bench.linear_specs import LinearSpec
+from targets.rows import Race, Row, Rows, not_measured, timing
 
 VARIABLE = "BLOCKSPARSE_LIBXSMM"
-BUILT = Path(__file__).parents[3] / "build" / "libxsmm" / "libblocksparse_libxsmm.so"
+BUILT = Path(__file__).parents[2] / "build" / "libxsmm" / "libblocksparse_libxsmm.so"
 
 OWN, ROWS = "libxsmm, own panels", "libxsmm, row-major"
 MIN_ROWS, MIN_OWN = 1.1, 0.95  # times as fast: each product; the geometric mean of all

@@ -10,15 +10,15 @@ import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from ..models.char_lm import CharLMConfig
-from .case import Bench
-from .conv import ConvBench
-from .conv_specs import ConvSpec
-from .device import Device
-from .linear import LinearBench
-from .linear_specs import LinearSpec
-from .lstm import LstmBench, LstmSpec
-from .transformer import AttentionBench, AttentionSpec, MlpBench, MlpSpec
+from blocksparse_lab.bench.case import Bench
+from blocksparse_lab.bench.conv import ConvBench
+from blocksparse_lab.bench.conv_specs import ConvSpec
+from blocksparse_lab.bench.device import Device
+from blocksparse_lab.bench.linear import LinearBench
+from blocksparse_lab.bench.linear_specs import LinearSpec
+from blocksparse_lab.bench.lstm import LstmBench, LstmSpec
+from blocksparse_lab.models.char_lm import CharLMConfig
+from targets.transformer import AttentionBench, AttentionSpec, MlpBench, MlpSpec
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Few tokens and more, no whole number of tiles.

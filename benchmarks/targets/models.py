@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 import blocksparse as bs
 from blocksparse.nn.module import BlockSparseModule
-
-from .case import OURS, relative_error, within
-from .rows import Rows, at_least, not_measured, race, timing
+from blocksparse_lab.bench.case import OURS, relative_error, within
+from targets.rows import Rows, at_least, not_measured, race, timing
 
 # Relative L2 error against the dense model of the same weights; 16-bit layers round after each product.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}

@@ -17,12 +17,11 @@ from blocksparse.convert import to_dense
 from blocksparse.errors import BlockSparseError
 from blocksparse.measure import Call, Spread
 from blocksparse.nn import LSTM
-
-from ..models.char_lm import CharLM, CharLMConfig, parameter_count
-from .case import OURS, forward, relative_error, within
-from .lstm import BOUNDS, LstmBench, LstmCase, LstmSpec, train_step
-from .memory import apart, status
-from .rows import Race, Row, Rows, judged, not_measured, race, timing
+from blocksparse_lab.bench.case import OURS, forward, relative_error, within
+from blocksparse_lab.bench.lstm import BOUNDS, LstmBench, LstmCase, LstmSpec, train_step
+from blocksparse_lab.models.char_lm import CharLM, CharLMConfig, parameter_count
+from targets.memory import apart, status
+from targets.rows import Race, Row, Rows, judged, not_measured, race, timing
 
 # A step at equal parameters takes at most this many times as long as that of the narrower dense net.
 EQUAL = LstmSpec(CharLMConfig(width=2048, pattern="barabasi_albert", m=8))

@@ -31,13 +31,14 @@ from pathlib import Path
 from typing import Any
 
 from blocksparse.errors import BlockSparseError
+from blocksparse_lab.bench.conv_specs import GPU_REACH as CONV_REACH
+from blocksparse_lab.bench.linear_specs import GPU_REACH, GPU_TRAINING_PART, LinearSpec
+from blocksparse_lab.bench.report import short
+from targets.lstm import GPU_REACH as LSTM_REACH
+from targets.rows import Row
+from targets.transformer import TRANSFORMER
 
-from .conv_specs import GPU_REACH as CONV_REACH
-from .linear_specs import GPU_REACH, GPU_TRAINING_PART, LinearSpec
-from .lstm_reach import GPU_REACH as LSTM_REACH
-from .report import short
-from .rows import Row
-from .transformer import TRANSFORMER
+ROOT = Path(__file__).parents[2]
 
 # Of the nominal rates, what the H100 reached: a stream of values from memory (2.66 of 3.35 TB/s), dense products in
 # bfloat16 (737 of 989 TFLOP/s) and float32 (51.5 of 67), cuBLAS in float32 with few tokens (22.6 of 67).
@@ -188,17 +189,14 @@ def dense_time(
 HEAD = ("work", "predicted", "bound by", "speed-up", "target", "met", "measured", "error")
 
 
-def compiled(chip: Chip, tests: Path, *names: str) -> dict[str, Any]:
-    """What the launches of each row do on this kind of GPU, which need not be here; all rows take half a minute.
+def compiled(chip: Chip, *names: str) -> dict[str, Any]:
+    """Compile the kernels of each row for this kind of GPU, which need not be present; return what launches do.
 
-    Args:
-        tests: the folder of the tests, whose `compile_reach.py` compiles.
-        names: of the rows, unless all; or a layer's `asked`.
+    All rows take half a minute. `names` selects rows, or is a layer's `asked`.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    package = Path(__file__).parents[2]
-    environment["PYTHONPATH"] = os.pathsep.join([str(package), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(tests / "compile_reach.py"), chip.kind, *names]
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(Path(__file__).with_name("compile.py")), chip.kind, *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise BlockSparseError.expected("kernels", f"ones that compile for {chip.name}", done.stderr.strip()[-500:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,7 +41,8 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     module, name = function.__module__, function.__name__
     program = f"import json, sys; from {module} import {name}; print(json.dumps({name}(*json.loads(sys.argv[1]))))"
     command = [sys.executable, "-c", program, json.dumps(arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         raise BlockSparseError.expected(name, "a run to its end", said)

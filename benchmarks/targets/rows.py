@@ -14,11 +14,10 @@ from rich.table import Table
 from blocksparse.errors import BlockSparseError
 from blocksparse.files import read_json
 from blocksparse.measure import BUDGET, ROUNDS, Call, Samples, Spread, alternate, host_clock
-
-from ..machine import where
-from . import report
-from .case import CaseResult
-from .report import ratio, short
+from blocksparse_lab.bench import report
+from blocksparse_lab.bench.case import CaseResult
+from blocksparse_lab.bench.report import ratio, short
+from blocksparse_lab.machine import where
 
 # What a row says that was not begun.
 LATE = "not measured: out of time"

@@ -22,8 +22,7 @@ from blocksparse.layout import BlockLayout
 from blocksparse.measure import Call
 from blocksparse.nn import GatedMLP, attention
 from blocksparse.ops.linear import linear
-
-from .case import OURS, Bench, Case, forward, relative_error, within
+from blocksparse_lab.bench.case import OURS, Bench, Case, forward, relative_error, within
 
 
 @dataclass(frozen=True)

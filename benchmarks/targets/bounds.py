@@ -17,16 +17,15 @@ from torch import Tensor
 
 from blocksparse.measure import Call, Spread
 from blocksparse.ops import cpu_core
-
-from .case import OURS
-from .conv import ConvBench
-from .conv_specs import ConvSpec
-from .device import Device
-from .linear import LinearBench
-from .linear_specs import TRAINING, LinearSpec
-from .peers import onednn
-from .report import duration
-from .rows import Row, Rows, race, timing
+from blocksparse_lab.bench.case import OURS
+from blocksparse_lab.bench.conv import ConvBench
+from blocksparse_lab.bench.conv_specs import ConvSpec
+from blocksparse_lab.bench.device import Device
+from blocksparse_lab.bench.linear import LinearBench
+from blocksparse_lab.bench.linear_specs import TRAINING, LinearSpec
+from blocksparse_lab.bench.peers import onednn
+from blocksparse_lab.bench.report import duration
+from targets.rows import Row, Rows, race, timing
 
 # Bytes of weights that take turns: more than any cache that a CPU has for two cores.
 COLD_BYTES = 256 << 20

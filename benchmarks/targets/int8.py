@@ -11,9 +11,8 @@ from torch import nn
 from blocksparse import patterns
 from blocksparse.ops.int8_linear import int8_linear, quantized, reference
 from blocksparse.ops.linear import linear
-
-from .case import relative_error, within
-from .rows import Rows, race, times, timing
+from blocksparse_lab.bench.case import relative_error, within
+from targets.rows import Rows, race, times, timing
 
 HIDDEN, TOKENS, DENSITIES = 4096, (1, 64, 1024), (0.25, 0.1)
 MIN_RATIO = {0.25: 3.0, 0.1: None}  # times as fast as dense, in 8 bits both

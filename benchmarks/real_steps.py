@@ -21,9 +21,8 @@ import blocksparse as bs
 from blocksparse.distributed import ColwiseParallel, RowwiseParallel
 from blocksparse.errors import BlockSparseError
 from blocksparse.surgery.sharding import local_of
-
-from .net import Net, Product
-from .plan import Job
+from blocksparse_lab.planner.net import Net, Product
+from blocksparse_lab.planner.plan import Job
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-4),  # a fused one knows no DTensor

@@ -29,11 +29,10 @@ from blocksparse.errors import BlockSparseError
 from blocksparse.layout import import_scipy_sparse
 from blocksparse.measure import Call, Samples
 from blocksparse.sparsity import SET, SGD
-
-from ..models.mlp import SparseMLP
-from .case import OURS, within
-from .report import duration
-from .rows import Race, Row, Rows, race, timing
+from blocksparse_lab.bench.case import OURS, within
+from blocksparse_lab.bench.report import duration
+from blocksparse_lab.models.mlp import SparseMLP
+from targets.rows import Race, Row, Rows, race, timing
 
 PEERS = ("dense", "scipy", "blas")
 # Relative L2 difference of loss and gradients between any two of them, at most.

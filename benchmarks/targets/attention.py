@@ -21,9 +21,8 @@ from blocksparse import patterns
 from blocksparse.layout import BlockLayout
 from blocksparse.measure import Call, Samples
 from blocksparse.nn import attention
-
-from .case import OURS, backward, forward, relative_error, within
-from .rows import Row, Rows, race, timing
+from blocksparse_lab.bench.case import OURS, backward, forward, relative_error, within
+from targets.rows import Row, Rows, race, timing
 
 # Relative L2 error of outputs and gradients against float64, at most.
 BOUND = 1e-5

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from blocksparse.measure import Call
-
-from ..models import logistic_mixture
-from ..models.pixelcnn import PixelCNN
-from .report import duration
-from .rows import Rows, race, timing
+from blocksparse_lab.bench.report import duration
+from blocksparse_lab.models import logistic_mixture
+from blocksparse_lab.models.pixelcnn import PixelCNN
+from targets.rows import Rows, race, timing
 
 
 @dataclass(frozen=True)

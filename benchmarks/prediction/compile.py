@@ -1,8 +1,8 @@
 """Compiles what the GPU benchmark times for a GPU that is not here; prints what each launch does, as JSON.
 
-    python tests/compile_reach.py sm90
-    python tests/compile_reach.py sm90 "few tokens, bf16, density 0.1"        some of the rows
-    python tests/compile_reach.py sm90 '{"out_features": 96, "in_features": 64, "tokens": 8}'       of a layer
+    python benchmarks/prediction/compile.py sm90
+    python benchmarks/prediction/compile.py sm90 "few tokens, bf16, density 0.1"        some of the rows
+    python benchmarks/prediction/compile.py sm90 '{"out_features": 96, "in_features": 64, "tokens": 8}'       of a layer
 
 For `python benchmarks/gpu.py --predict`. Launches are those of the real layouts; counts are of the compiled loop.
 """
@@ -23,6 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+# The kernels are compiled as the tests of kernels do it.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
 import numpy as np
 import torch
 
@@ -33,10 +37,10 @@ from blocksparse_lab.bench.conv_specs import GPU_REACH as CONV_REACH
 from blocksparse_lab.bench.conv_specs import ConvSpec
 from blocksparse_lab.bench.linear_specs import GPU_BLOCKS, GPU_HUBS, GPU_REACH, LinearSpec
 from blocksparse_lab.bench.lstm import LstmSpec
-from blocksparse_lab.bench.lstm_reach import GPU_REACH as LSTM_REACH
-from blocksparse_lab.bench.transformer import TRANSFORMER, MlpSpec
 from blocksparse_lab.models.char_lm import parameter_count
 from compile_kernels import GPUS, Device, Launch
+from targets.lstm import GPU_REACH as LSTM_REACH
+from targets.transformer import TRANSFORMER, MlpSpec
 
 # A launch, or None for PyTorch's own passes over memory, and what it does.
 Done = tuple[Launch | None, dict[str, Any]]

@@ -8,9 +8,8 @@ from typing import Any
 
 from blocksparse.measure import Spread
 from blocksparse.topology.drawings.style import COLORS, figure_and_axes
-
-from .linear_specs import GPU_REACH
-from .report import line, save, speedup_axes
+from blocksparse_lab.bench.linear_specs import GPU_REACH
+from blocksparse_lab.bench.report import line, save, speedup_axes
 
 Details = Mapping[str, Any]
 
