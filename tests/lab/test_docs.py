@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from blocksparse.pages import Page
+from blocksparse.errors import Page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from ..checked import number
-from ..errors import NAMED, BlockSparseError, SparsityWarning
+from ..errors import MAX_NAMED, BlockSparseError, Page, SparsityWarning
 from ..layout import BlockLayout
 from ..nn.module import BlockSparseModule
-from ..pages import Page
 from ..sparsity.calibration.activations import shares
 from ..sparsity.calibration.calibrate import Batches, keep
 from ..sparsity.calibration.reconstruction import fit
@@ -131,7 +130,7 @@ def sparsify(
         _tell(sparser, left, {}, {})
         return model
     if not weights:
-        got = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:NAMED]) or "none"
+        got = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:MAX_NAMED]) or "none"
         got = f"{type(model).__name__} with {got}"
         raise BlockSparseError.expected("model", "dense weights that can become block-sparse", got, Page.SPARSIFY)
     others = _of_other_density(model, density, skip)
@@ -205,7 +204,7 @@ def _fitted(made: nn.Module, model: nn.Module, batches: list[Any], layouts: Layo
     """Fits the weights of a copy of a model to its outputs; returns the layouts."""
     fitted, errors = fit(made, model, batches, layouts, choose=choose)
     if len(errors) < len(fitted):
-        names = ", ".join([name for name in fitted if name not in errors][:NAMED])
+        names = ", ".join([name for name in fitted if name not in errors][:MAX_NAMED])
         why = "no batch does, or not where it can be seen; they keep their largest blocks"
         warnings.warn(f"sparsify: the data do not show what reaches {names}: {why}", SparsityWarning, stacklevel=5)
     return fitted
@@ -320,9 +319,9 @@ def _tell(choice: Kept, kept: Layouts, untold: Mapping[str, str], reasons: Mappi
     denser = {name: choice.why(name) for name, layout in kept.items() if layout.density > choice.asked}
     why = {name: reason for name, reason in reasons.items() if name in choice.weights} | dict(untold)
     why |= {name: reason for name, reason in denser.items() if reason} | larger
-    lines = [f"{name}: {reason}" for name, reason in list(why.items())[:NAMED]]
-    if len(why) > NAMED:
-        lines.append(f"and {len(why) - NAMED} more, as bs.report(model) says")
+    lines = [f"{name}: {reason}" for name, reason in list(why.items())[:MAX_NAMED]]
+    if len(why) > MAX_NAMED:
+        lines.append(f"and {len(why) - MAX_NAMED} more, as bs.report(model) says")
     if not why:
         lines = ["each weight keeps one block at least; a smaller block_size comes closer"]
     if any(choice.why(name) for name in why):

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..on_import import when_imported
+from ..import_hook import when_imported
 from ..surgery.replace import after_replacing
 from .onnx import export_onnx
 

@@ -14,9 +14,8 @@ from torch.compiler import is_dynamo_compiling
 from .. import patterns
 from ..checked import integer
 from ..convert import block_coordinates, to_dense
-from ..errors import BlockSparseError
+from ..errors import BlockSparseError, Page
 from ..layout import BlockLayout, check_layout, layout_of_state
-from ..pages import Page
 from ..patterns.weights import random_of_features
 from .dense_weight import DenseWeight, not_assigned, refuse_weight
 from .layout_module import INDICES_WANTED, LayoutModule, others_in_buffers, was_traced

@@ -8,11 +8,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..errors import BlockSparseError
+from ..errors import BlockSparseError, Page
 from ..layout import BlockLayout, layout_of_state
 from ..ops.checks import in_autocast
 from ..ops.int8_linear import DTYPES, int8_linear, quantized
-from ..pages import Page
 from .layout_module import INDICES_WANTED, LayoutModule
 from .linear import Linear, LinearModule
 from .module import BlockSparseModule, check_parameters

@@ -14,8 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..errors import BlockSparseError
-from ..pages import Page
+from ..errors import BlockSparseError, Page
 from . import workspace
 from .checks import described, row_stride
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..on_import import when_imported
+from ..import_hook import when_imported
 
 _COUNTER = "torch.utils.flop_counter"
 

@@ -20,9 +20,8 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 
 from ..checked import checked_ints
-from ..errors import BlockSparseError
+from ..errors import BlockSparseError, Page
 from ..layout import BlockLayout, layout_of_indices
-from ..pages import Page
 from . import cpu_core
 from .checks import check_devices, check_operands, check_tangents, refuse_onnx
 from .gpu import runtime as gpu_runtime

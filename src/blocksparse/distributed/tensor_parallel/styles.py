@@ -17,9 +17,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard, parallel
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...checked import is_int
-from ...errors import BlockSparseError, SparsityWarning
+from ...errors import BlockSparseError, Page, SparsityWarning
 from ...nn.module import BlockSparseModule
-from ...pages import Page
 from ...surgery.agreement import Fact, agreed, digest, fact_of
 from .cut import Cut
 from .slicing import Layer, Units, sliceable

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...errors import BlockSparseError
-from ...pages import Page
+from ...errors import BlockSparseError, Page
 from ...surgery.prunable import Prunable
 
 Batches = Iterable[Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]]

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import NAMED, BlockSparseError, SparsityWarning
+from ...errors import MAX_NAMED, BlockSparseError, Page, SparsityWarning
 from ...layout import BlockLayout
 from ...nn.module import BlockSparseModule
-from ...pages import Page
 from ...surgery.blocks import mask_blocks_
 from ...surgery.optimizer import check_optimizer
 from ...surgery.prunable import ALONE, Prunable, Skip, Unexpected, survey
@@ -205,7 +204,7 @@ def without_frozen(weights: list[Prunable], method: str) -> list[Prunable]:
 
 def _why_nothing(model: nn.Module, known: list[tuple[Prunable, str | None]]) -> str:
     """What a model has instead of weights that can become block-sparse."""
-    reasons = [f"{weight.name}: {reason}" for weight, reason in known][:NAMED]
+    reasons = [f"{weight.name}: {reason}" for weight, reason in known][:MAX_NAMED]
     if any(isinstance(module, BlockSparseModule) for module in model.modules()):
         reasons.append("it is block-sparse already: GradualBlockPruning prunes such layers")
     return f"{type(model).__name__} ({'; '.join(reasons) or 'without weights'})"
@@ -215,7 +214,9 @@ def warn_of_unexpected(reasons: Mapping[str, str | None], method: str) -> None:
     """Warns of weights that stay dense for a reason that their owner may not know of."""
     unexpected = [f"{name}: {reason}" for name, reason in reasons.items() if isinstance(reason, Unexpected)]
     if unexpected:
-        listed = "; ".join(unexpected[:NAMED]) + (f"; and {len(unexpected) - NAMED} more" * (len(unexpected) > NAMED))
+        listed = "; ".join(unexpected[:MAX_NAMED]) + (
+            f"; and {len(unexpected) - MAX_NAMED} more" * (len(unexpected) > MAX_NAMED)
+        )
         warnings.warn(
             f"{method} leaves some weights dense (name them in skip if that is right): {listed}",
             SparsityWarning,

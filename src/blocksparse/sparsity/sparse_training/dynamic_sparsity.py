@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...checked import integer
-from ...errors import BlockSparseError, SparsityWarning
+from ...errors import BlockSparseError, Page, SparsityWarning
 from ...nn.module import BlockSparseModule
-from ...pages import Page
 from ...surgery.agreement import check_layouts
 from ...surgery.optimizer import check_optimizer
 from ...surgery.prunable import Skip, skipped
