@@ -1,7 +1,7 @@
 # Every target does its own set-up; `make demo` and `make test` are the two to know.
 PYTHON ?= python3
 BIN := .venv/bin
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*/*)
 
 .PHONY: setup demo docs test test-all test-gpu lint fuzz sanitize wheel-test bench bench-gpu clean
 
@@ -41,7 +41,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/clang-format --dry-run --Werror csrc/* benchmarks/libxsmm/*.c
+	$(BIN)/clang-format --dry-run --Werror csrc/*/* benchmarks/libxsmm/*.c
 
 # Random calls of the compiled core against float64. A fault comes with the command that shows it again.
 FUZZ_MINUTES ?= 10

@@ -1,0 +1,122 @@
+// The convolutions: cutting positions into runs, packing, multiplying.
+#pragma once
+
+#include "core/types.hpp"
+
+namespace blocksparse {
+
+// The weights of one block of a convolution, [lane, sum, tap] or [sum, lane, tap] in memory, to [tap, sum / k_pack,
+// padded] units, zeros behind.
+struct PackedBlock {
+  const void* from;
+  int64_t lanes, sum, taps, padded;
+  bool transposed;  // [sum, lane, tap]
+  void* to;
+};
+
+// The outputs of one block row of a convolution at some positions: runs of equal length. Class c of the taps is those
+// from `class_start[c]` to `class_start[c + 1]`, which meet the positions `class_begin[c]` to `class_end[c]` of each
+// run.
+struct ConvPiece {
+  int64_t blocks;       // in this row
+  const int32_t* col;   // [blocks], the block of inputs each one multiplies
+  const void* weights;  // [blocks, all_taps, steps, padded] units
+  int64_t all_taps, steps, padded, outputs;
+  int64_t classes;
+  const int64_t *class_start, *class_begin, *class_end;
+  bool covered;          // the first class meets all positions
+  const int64_t* tap;    // [taps of all classes]
+  const int64_t* at;     // [taps of all classes], units from the run's input to the tap's
+  const void* x;         // units
+  int64_t runs, length;  // positions of a run
+  const int64_t* input;  // [runs], units from x to the run's first position
+  int64_t input_step;    // units from position to position
+  const void* bias;      // of the first output, or null
+  Activation activation;
+  void* y;                // of the first output
+  const int64_t* output;  // [runs], numbers from y to the run's first position
+  int64_t output_step;
+  bool streams;  // y goes past the caches; it and the blocks of outputs begin where cache lines do
+  // What is prefetched meanwhile: next_blocks blocks of inputs, and the same next_lines cache lines of each.
+  int64_t next_blocks;
+  const int32_t* next_col;  // [next_blocks]
+  int64_t next_lines;
+  const int64_t* next;  // [next_lines], bytes from x for the first block of inputs
+};
+
+// Rows of positions of two images, multiplied: sums[row, lane] += sum over positions of left[row] right[lane].
+struct SampledRows {
+  int64_t count, steps;
+  const void* const* left;   // [count] units, `left_step` apart
+  const void* const* right;  // [count] units, `right_step` apart
+  int64_t rows, padded, left_step, right_step;
+  void* sums;  // [rows, padded]
+};
+
+// The sums of one sampled block, [tap, row, padded] in each slice, to [row, lane, tap], or [lane, row, tap] if
+// `swapped`.
+struct UnpackedBlock {
+  void* sums;  // all slices are added to the first
+  int64_t slices, slice;
+  int64_t rows, lanes, padded, taps;
+  bool swapped;
+  void* to;
+};
+
+struct ConvKernels {
+  int k_pack, lanes;
+  size_t unit_size, sum_size;
+  bool converts;  // the type in memory is not the type that is multiplied
+  void (*convert)(const void* from, int64_t count, void* to);
+  void (*pack_block)(const PackedBlock&);
+  void (*piece)(const ConvPiece&);
+  void (*sample)(const SampledRows&);
+  void (*unpack_block)(const UnpackedBlock&);
+};
+
+// Return the kernels of `dtype` for blocks that sum `block_sum` products per output: pairs of bfloat16 need an even
+// number.
+const ConvKernels& conv_kernels(const InstructionSet& isa, DType dtype, int64_t block_sum);
+
+namespace avx512 {  // sets that multiply pairs use it for every other type
+const ConvKernels& select_conv(DType dtype, int64_t block_sum);
+}
+
+// One axis of the outputs in runs, and what each of their taps meets: see Runs in plan.py.
+struct AxisRuns {
+  int64_t count, out_step, in_step;
+  const int64_t *first, *length, *tap_start, *tap, *at, *begin, *end;
+};
+
+// One axis of a convolution's gradient: for each tap how many positions it maps, and the first of output and input.
+struct AxisTaps {
+  int64_t taps, stride;
+  const int64_t *count, *first_output, *first_input;
+};
+
+struct Image {  // [n, size[0], size[1], size[2], channels]
+  const void* data;
+  int64_t size[3], channels;
+};
+
+struct ChannelRows {  // see ChannelPlan in plan.py
+  const int64_t* start;
+  const int32_t* col;
+  const int64_t* position;
+  const int32_t* order;
+  int64_t rows;
+};
+
+// y = activation(W * x + bias) with blocks [block_out, block_sum, taps], or [block_sum, block_out, taps] if transposed.
+// The three axes come cut into runs of the same taps, and whole.
+void conv(const InstructionSet& isa, DType dtype, Activation activation, bool transposed, int64_t block_out,
+          int64_t block_sum, const int64_t* kernel, int64_t n, const Image& x, const void* values, const void* bias,
+          const Image& y, const AxisRuns* cut, const AxisRuns* whole, const ChannelRows& rows);
+
+// values = the blocks [block_out, block_in, taps] of the gradient. Of a transposed convolution the names input and
+// output of the inside are those of the convolution that it transposes: grad is the input.
+void conv_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64_t block_in, int64_t n,
+                const Image& grad, const Image& x, bool transposed, void* values, const AxisTaps* axes,
+                const int32_t* row, const int32_t* col, int64_t nnz);
+
+}  // namespace blocksparse

@@ -1,0 +1,63 @@
+// Arguments from Python as the core takes them: names, addresses, index arrays whose lengths must fit each other.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <array>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "core/types.hpp"
+
+namespace nb = nanobind;
+
+namespace blocksparse {
+
+template <class Enum, size_t n>
+Enum named(const std::array<const char*, n>& names, const std::string& name) {
+  for (size_t i = 0; i < n; ++i)
+    if (name == names[i]) return static_cast<Enum>(i);
+  throw std::invalid_argument("unknown name " + name);
+}
+
+inline void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(std::string("the compiled core: expected ") + what);
+}
+
+inline DType dtype_named(const std::string& name) {
+  return named<DType>(std::array{"float32", "float64", "bfloat16", "float16"}, name);
+}
+
+inline Activation activation_named(const std::string& name) {
+  return named<Activation>(std::array{"none", "relu", "gelu", "silu"}, name);
+}
+
+template <class T>
+using Index = nb::ndarray<const T, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Where each of `count` things starts, up to `total`.
+inline void require_starts(const Index<int64_t>& start, int64_t count, size_t total, const char* what) {
+  require(
+      count >= 0 && int64_t(start.size()) == count + 1 && start.data()[0] == 0 && start.data()[count] == int64_t(total),
+      what);
+}
+
+inline void require_tasks(const Index<int64_t>& task_start, size_t total) {
+  require_starts(task_start, int64_t(task_start.size()) - 1, total, "task_start to rise from 0 to all pieces");
+}
+
+inline int64_t blocks_in(int64_t features, int64_t block) {
+  require(block > 0 && features >= 0 && features % block == 0, "features in whole blocks");
+  return features / block;
+}
+
+inline void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+// The address of row 0, or 0, and the distance between rows.
+using PyRows = std::pair<uintptr_t, int64_t>;
+inline InputRows input(const PyRows& rows) { return {pointer(rows.first), rows.second}; }
+inline OutputRows output(const PyRows& rows) { return {pointer(rows.first), rows.second}; }
+
+}  // namespace blocksparse

@@ -1,0 +1,144 @@
+#include "core/parallel.hpp"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+
+namespace blocksparse {
+namespace {
+
+// libtorch's C interface (torch/csrc/stable/c/shim.h): errors are returned, as anything but 0.
+using ParallelFor = int32_t (*)(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*),
+                                void* context);
+using GetNumThreads = int32_t (*)(uint32_t* count);
+
+ParallelFor torch_parallel_for = nullptr;
+GetNumThreads torch_get_num_threads = nullptr;
+
+// The flags of a thread that flush subnormal numbers to 0.
+#if defined(__x86_64__)
+constexpr uint64_t kFlush = 0x8040;  // FTZ and DAZ of MXCSR
+uint64_t control() { return _mm_getcsr(); }
+void set_control(uint64_t flags) { _mm_setcsr(static_cast<unsigned>(flags)); }
+#elif defined(__aarch64__)
+constexpr uint64_t kFlush = 1 << 24;  // FZ of FPCR
+uint64_t control() {
+  uint64_t flags;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(flags));
+  return flags;
+}
+void set_control(uint64_t flags) { __asm__ volatile("msr fpcr, %0" : : "r"(flags) : "memory"); }
+#else
+constexpr uint64_t kFlush = 0;
+uint64_t control() { return 0; }
+void set_control(uint64_t) {}
+#endif
+
+thread_local bool flushes = false;
+
+// Sets these flags as long as it lives.
+class FlushAs {
+ public:
+  explicit FlushAs(uint64_t wanted) : before_(control() & kFlush) { set(wanted); }
+  ~FlushAs() { set(before_); }
+  FlushAs(const FlushAs&) = delete;
+  FlushAs& operator=(const FlushAs&) = delete;
+
+ private:
+  static void set(uint64_t wanted) {
+    const uint64_t flags = control();
+    if ((flags & kFlush) != wanted) set_control((flags & ~kFlush) | wanted);
+  }
+  const uint64_t before_;
+};
+
+struct Loop {
+  const std::function<void(int64_t)>& task;
+  int64_t count;
+  uint64_t flush;
+  std::atomic<int64_t> next{0};
+
+  void work() {
+    const FlushAs mode(flush);
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(i);
+  }
+};
+
+constexpr int64_t kKeptBytes = 64 << 20;
+
+#if defined(BLOCKSPARSE_SANITIZE)
+// Each request gets its own memory, of the exact size and full of NaN, so that sanitizers and tests find accesses
+// beyond it or after the next request, and reads of what was never written.
+constexpr bool kReuses = false;
+constexpr int64_t kWhole = 1;
+#else
+constexpr bool kReuses = true;
+constexpr int64_t kWhole = 64;
+#endif
+
+struct Buffer {
+  void* data = nullptr;
+  int64_t bytes = 0;
+
+  void resize(int64_t wanted) {
+    std::free(data);
+    data = nullptr, bytes = 0;
+    wanted = (wanted + kWhole - 1) / kWhole * kWhole;
+    if (wanted && posix_memalign(&data, 64, wanted)) throw std::bad_alloc();
+    bytes = wanted;
+    if (!kReuses && data) std::memset(data, 0xff, bytes);
+  }
+  ~Buffer() { std::free(data); }
+};
+
+thread_local Buffer buffers[static_cast<int>(Scratch::kCount)];
+
+}  // namespace
+
+void share_threads(uintptr_t parallel_for, uintptr_t get_num_threads) {
+  torch_parallel_for = reinterpret_cast<ParallelFor>(parallel_for);
+  torch_get_num_threads = reinterpret_cast<GetNumThreads>(get_num_threads);
+}
+
+int64_t thread_count() {
+  if (!torch_get_num_threads) throw std::logic_error("share_threads comes before the first loop");
+  uint32_t threads = 1;
+  torch_get_num_threads(&threads);
+  return threads;
+}
+
+FlushSubnormals::FlushSubnormals(bool flush) : before_(flushes) { flushes = flush; }
+FlushSubnormals::~FlushSubnormals() { flushes = before_; }
+
+void parallel_tasks(int64_t count, const std::function<void(int64_t)>& task) {
+  const int64_t threads = thread_count();
+  Loop loop{task, count, flushes ? kFlush : control() & kFlush};
+  const int64_t workers = count < threads ? count : threads;
+  if (workers <= 1) return loop.work();
+  const int32_t error = torch_parallel_for(
+      0, workers, 1,
+      [](int64_t begin, int64_t end, void* context) {
+        for (; begin < end; ++begin) static_cast<Loop*>(context)->work();
+      },
+      &loop);
+  if (error) throw std::runtime_error("torch_parallel_for failed");
+}
+
+void* scratch(Scratch slot, int64_t bytes) {
+  Buffer& buffer = buffers[static_cast<int>(slot)];
+  if (!kReuses || buffer.bytes < bytes) buffer.resize(bytes);
+  return buffer.data;
+}
+
+void trim_scratch() {
+  for (Buffer& buffer : buffers)
+    if (buffer.bytes > kKeptBytes) buffer.resize(0);
+}
+
+}  // namespace blocksparse

@@ -1,0 +1,60 @@
+// The linear product of 8-bit numbers: x rounded token by token, W beforehand.
+#pragma once
+
+#include <array>
+
+#include "linear/linear.hpp"
+
+namespace blocksparse {
+
+// One row of x in 8 bits: number k is (to[k] - 128) * scale, in blocks of `padded` bytes.
+struct QuantizedRow {
+  const void* from;
+  int64_t blocks, block, padded;
+  uint8_t* to;
+  float* scale;  // NaN where a number is not finite
+};
+
+// The outputs [begin, end) of one block row of y = activation(x W^T + bias), with x and W in 8 bits.
+struct Int8Piece {
+  int64_t blocks;      // in this row, one behind the other
+  const int32_t* col;  // [blocks], the block of inputs each one multiplies
+  const int8_t* w;     // [blocks, steps, padded_out, 4]: 4 inputs a step
+  const float* scale;  // [blocks, padded_out]
+  const int32_t* sum;  // [blocks, padded_out], of each output's weights
+  int64_t steps, padded_out, begin, end;
+  const uint8_t* x;      // [tokens, in_blocks, 4 steps]
+  int64_t x_stride;      // bytes
+  const float* x_scale;  // [tokens]
+  int64_t tokens;
+  const void* bias;  // of output `begin`, or null
+  Activation activation;
+  void* y;  // of token 0, output `begin`
+  int64_t y_stride;
+};
+
+struct Int8Kernels {
+  void (*quantize)(const QuantizedRow&);
+  void (*piece)(const Int8Piece&);
+};
+
+struct Int8Weights {
+  const int8_t* values;  // [nnz, steps, padded_out, 4]
+  const float* scale;    // [nnz, padded_out]
+  const int32_t* sum;    // [nnz, padded_out]
+  int64_t padded_out;
+};
+
+// One axis of a convolution: output o meets at tap t the input o * stride - padding + t * dilation, where that is one.
+struct PatchAxis {
+  int64_t input, output, kernel, stride, padding, dilation;
+};
+using Patches = std::array<PatchAxis, 3>;
+
+// y = activation(x W^T + bias), x and y of a dtype other than float64. With patches, token t is not row t of x but the
+// inputs of output t: for each block of channels the `block_in` numbers are those of all taps, one behind the other.
+void int8_linear(const InstructionSet& isa, DType dtype, Activation activation, int64_t block_out, int64_t block_in,
+                 int64_t tokens, Matrix x, const Patches* patches, const Int8Weights& weights, const void* bias,
+                 void* y, int64_t out_features, const RowTasks& tasks);
+
+}  // namespace blocksparse

@@ -1,0 +1,198 @@
+// The products of 8-bit numbers for one instruction set: compiled once for each, with BLOCKSPARSE_ISA naming it.
+//
+// Lanes are outputs. One step multiplies 4 inputs of a token, unsigned, with 4 signed weights of each output and adds
+// the products to an int32, exactly; a block's sums are scaled and added in float32. So all instruction sets agree, but
+// for inputs next to the middle between two integers, and reading the weights, once, is the time of few tokens.
+#include "int8/int8.hpp"
+#include "isa/activation.hpp"
+#include "isa/element.hpp"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace blocksparse {
+namespace BLOCKSPARSE_ISA {
+namespace {
+
+using Sums = Vector<int32_t>;
+constexpr int kOutputs = kLanes<int32_t>;
+// Tokens and vectors of outputs of a tile: its sums in int32 and in float32 share the registers.
+constexpr int kTileTokens = kTileRows == 8 ? 6 : 4;
+// Of rows without a larger number no factor fits float32: they count as 0.
+constexpr float kLeast = 1e-36f;
+constexpr int kTileOutputs = kTileRows == 8 ? 2 : 1;
+
+// sum + the products of 4 numbers of x, the same in all lanes, and of 4 weights in each lane.
+BLOCKSPARSE_INLINE Sums multiply_add_bytes(Sums x, Sums w, Sums sum) {
+#if defined(__AVX512VNNI__)
+  // Not the intrinsic: GCC keeps the weights of a tile in memory for that, though registers are left.
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+  return sum;
+#elif defined(__AVX512F__)
+  const __m512i a = bits<__m512i>(x), b = bits<__m512i>(w), low = _mm512_set1_epi16(255);
+  const __m512i even = _mm512_madd_epi16(_mm512_and_si512(a, low), _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8));
+  const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(b, 8));
+  return sum + bits<Sums>(even) + bits<Sums>(odd);
+#elif defined(__AVX2__)
+  const __m256i a = bits<__m256i>(x), b = bits<__m256i>(w), low = _mm256_set1_epi16(255);
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, low), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
+  return sum + bits<Sums>(even) + bits<Sums>(odd);
+#else
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    sum += (x >> (8 * i) & 255) * (bits<Sums>(bits<Vector<uint32_t>>(w) << (24 - 8 * i)) >> 24);
+  return sum;
+#endif
+}
+
+// The sums of a tile to y, with scale, bias and activation. Apart, so that the constants of activations do not take the
+// registers of the tile's loop.
+template <class E>
+__attribute__((noinline)) void write_tile(const Int8Piece& piece, int64_t token, int64_t output, int tokens,
+                                          int vectors, const float* sums) {
+  const auto* bias = static_cast<const typename E::Storage*>(piece.bias);
+  auto* y = static_cast<typename E::Storage*>(piece.y);
+  const int64_t at = output - piece.begin, outputs = smaller<int64_t>(vectors * kOutputs, piece.end - output);
+  for (int t = 0; t < tokens; ++t, sums += vectors * kOutputs)
+    in_vectors<E>(0, outputs, [&](int64_t o, int64_t count) __attribute__((always_inline)) {
+      Vector<float> out = load(sums + o) * piece.x_scale[token + t];
+      if (bias) out += read_units<E>(bias + at + o, count);
+      if (piece.activation != Activation::kNone) out = activated(out, piece.activation);
+      write_sums<E>(y + (token + t) * piece.y_stride + at + o, out, count, false);
+    });
+}
+
+// One tile of tokens and vectors of outputs, over all blocks of the row.
+template <class E, int kTokens, int kVectors>
+BLOCKSPARSE_INLINE void int8_tile(const Int8Piece& piece, int64_t token, int64_t output) {
+  using Floats = Vector<float>;
+  const int64_t block = piece.steps * piece.padded_out * 4, in_block = piece.steps * 4;
+  const uint8_t* x = piece.x + token * piece.x_stride;
+  Floats result[kTokens][kVectors] = {};
+  for (int64_t b = 0; b < piece.blocks; ++b) {
+    const int8_t* w = piece.w + b * block + output * 4;
+    const uint8_t* in = x + piece.col[b] * in_block;
+    const int64_t lanes = b * piece.padded_out + output;
+    Sums sum[kTokens][kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const Sums offset = load(piece.sum + lanes + v * kOutputs) * -128;  // as x has 128 more than it stands for
+#pragma GCC unroll 6
+      for (int t = 0; t < kTokens; ++t) sum[t][v] = offset;
+    }
+    // Two pointers for up to six tokens, few enough for all sums to stay in registers; blocks of a row lie one behind
+    // the other, so that the CPU fetches them by itself.
+    const uint8_t* other = in + 3 * piece.x_stride;
+    const int64_t stride = piece.x_stride, w_step = piece.padded_out * 4;
+    for (int64_t s = 0; s < piece.steps; ++s, w += w_step, in += 4, other += 4) {
+      const auto* here = reinterpret_cast<const int32_t*>(w);
+      const Sums first = load(here), second = kVectors > 1 ? load(here + kOutputs) : first;
+#pragma GCC unroll 6
+      for (int t = 0; t < kTokens; ++t) {
+        int32_t four;
+        memcpy(&four, (t < 3 ? in : other) + t % 3 * stride, sizeof four);
+        const Sums inputs = four - Sums{};
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) sum[t][v] = multiply_add_bytes(inputs, v ? second : first, sum[t][v]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats scale = load(piece.scale + lanes + v * kOutputs);
+#pragma GCC unroll 6
+      for (int t = 0; t < kTokens; ++t) result[t][v] += __builtin_convertvector(sum[t][v], Floats) * scale;
+    }
+  }
+  float sums[kTokens][kVectors * kOutputs];
+  for (int t = 0; t < kTokens; ++t)
+    for (int v = 0; v < kVectors; ++v) store(sums[t] + v * kOutputs, result[t][v]);
+  write_tile<E>(piece, token, output, kTokens, kVectors, sums[0]);
+}
+
+template <class E, int kVectors>
+void int8_tiles(const Int8Piece& piece, int64_t output) {
+  int64_t t = 0;
+#define BLOCKSPARSE_TOKENS(count) \
+  for (; t + count <= piece.tokens; t += count) int8_tile<E, count, kVectors>(piece, t, output)
+  BLOCKSPARSE_TOKENS(kTileTokens);
+  if constexpr (kTileTokens > 4) BLOCKSPARSE_TOKENS(4);
+  BLOCKSPARSE_TOKENS(2);
+  BLOCKSPARSE_TOKENS(1);
+#undef BLOCKSPARSE_TOKENS
+}
+
+template <class E>
+void int8_piece(const Int8Piece& piece) {
+  int64_t output = piece.begin;
+  if constexpr (kTileOutputs == 2)
+    for (; output + kOutputs < piece.end; output += 2 * kOutputs) int8_tiles<E, 2>(piece, output);
+  for (; output < piece.end; output += kOutputs) int8_tiles<E, 1>(piece, output);
+}
+
+typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
+
+// The last byte of each lane. Below AVX-512 GCC would convert lane by lane.
+template <int... I>
+BLOCKSPARSE_INLINE Bytes last_bytes(Vector<uint32_t> v, std::integer_sequence<int, I...>) {
+#if defined(__AVX512F__)
+  return __builtin_convertvector(v & 255, Bytes);
+#else
+  const auto all = bits<Vector<uint8_t>>(v);
+  return __builtin_shufflevector(all, all, (4 * I)...);
+#endif
+}
+
+template <class E>
+void quantize(const QuantizedRow& row) {
+  using Floats = Vector<float>;
+  constexpr int n = kLanes<float>;
+  const auto* from = static_cast<const typename E::Storage*>(row.from);
+  const int64_t features = row.blocks * row.block;
+  Floats most = {}, finite = {};
+  const auto see = [&](Floats v) __attribute__((always_inline)) {
+    const Floats size = v < 0.0f ? -v : v;
+    most = size > most ? size : most;
+    finite += v * 0.0f;
+  };
+  int64_t i = 0;
+  for (; i + n <= features; i += n) see(E::units(from + i));
+  if (i < features) see(read_units<E>(from + i, features - i));
+  float largest = 0, nothing = 0;
+  for (int l = 0; l < n; ++l) {
+    largest = most[l] > largest ? most[l] : largest;
+    nothing += finite[l];
+  }
+  *row.scale = largest / 127.0f + nothing;
+  const float factor = largest > kLeast ? 127.0f / largest : 0.0f;
+  const auto bytes = [&](Floats v, uint8_t* to, int64_t count) __attribute__((always_inline)) {
+    // Adding 1.5 * 2^23 rounds to an integer, to even in the middle, whose last byte is that of the sum.
+    const Floats rounded = v * factor + 12582912.0f;
+    const Bytes found = last_bytes(bits<Vector<uint32_t>>(rounded) + 128, std::make_integer_sequence<int, n>{});
+    memcpy(to, &found, count);
+  };
+  for (int64_t b = 0; b < row.blocks; ++b) {
+    uint8_t* to = row.to + b * row.padded;
+    const auto* block = from + b * row.block;
+    int64_t k = 0;
+    for (; k + n <= row.block; k += n) bytes(E::units(block + k), to + k, n);
+    if (k < row.block) bytes(read_units<E>(block + k, row.block - k), to + k, row.block - k);
+    if (row.padded > row.block) memset(to + row.block, 128, row.padded - row.block);
+  }
+}
+
+template <class E>
+constexpr Int8Kernels table() {
+  return {quantize<E>, int8_piece<E>};
+}
+
+}  // namespace
+
+const Int8Kernels& select_int8(DType dtype) {
+  static constexpr Int8Kernels float32 = table<Float32>(), bfloat16 = table<BFloat16>(), float16 = table<Float16>();
+  return by_dtype(dtype, float32, float32, bfloat16, float16);  // of float64 there is none: int8.cpp refuses it
+}
+
+}  // namespace BLOCKSPARSE_ISA
+}  // namespace blocksparse

@@ -1,0 +1,193 @@
+// The register tile: the one inner loop of all CPU products.
+//
+//   sums[r][lane] += sum over terms t and steps k of  w[t][r * w_row + k * w_step] * x[t][k * x_step + lane]
+//
+// Weights are broadcast, one unit to a whole vector; x is read a vector at a time. In the forward and the transposed
+// product the lanes are tokens, the terms the blocks of a row; in the sampled product the lanes are input features of
+// blocks side by side, the steps tokens, and "w" is the gradient of the output. In convolutions the lanes are outputs,
+// the rows positions of an image that is read where it lies, and "w" is the image.
+#pragma once
+
+#include "isa/element.hpp"
+
+namespace blocksparse {
+namespace BLOCKSPARSE_ISA {
+
+// How a tile finds its vectors of x: all of a term's side by side (and the terms after these fetched meanwhile, or
+// not), or each piece of each vector at an address of its own (one term only), a whole vector, a half or a quarter.
+enum class Gather { kTerm, kStream, kVectors, kHalves, kQuarters };
+constexpr int pieces(Gather gather) { return gather == Gather::kHalves ? 2 : gather == Gather::kQuarters ? 4 : 1; }
+
+template <class E>
+struct Terms {
+  using Unit = typename E::Unit;
+  const Unit* const* w;
+  const Unit* const* x;  // [count], or the pieces of the one term
+  int count;
+  int64_t w_row, w_step, x_step, steps;
+  // The terms after these, prefetched meanwhile: each tile of rows fetches a part of their bytes.
+  const char* const* next_w;
+  const char* const* next_x;
+  int next_count;
+  int64_t next_w_bytes, next_x_bytes;  // of a term, per step of one tile
+};
+
+template <class V, class Half, size_t... I>
+BLOCKSPARSE_INLINE V join(Half low, Half high, std::index_sequence<I...>) {
+  return __builtin_shufflevector(low, high, I...);
+}
+
+// The first kSize units from each address, one behind the other.
+template <class Unit, int kSize, int kCount>
+BLOCKSPARSE_INLINE auto load_pieces(const Unit* const* x, int64_t offset) {
+  typedef Unit Piece __attribute__((vector_size(kSize * kCount * sizeof(Unit))));
+  if constexpr (kCount == 1) {
+    Piece piece;
+    memcpy(&piece, x[0] + offset, sizeof piece);
+    return piece;
+  } else {
+    return join<Piece>(load_pieces<Unit, kSize, kCount / 2>(x, offset),
+                       load_pieces<Unit, kSize, kCount / 2>(x + kCount / 2, offset),
+                       std::make_index_sequence<kSize * kCount>{});
+  }
+}
+
+// A weight, which lies where the caller's values lie: a pair of numbers may begin at an odd one.
+template <class Unit>
+BLOCKSPARSE_INLINE Unit load_unit(const Unit* from) {
+  Unit unit;
+  memcpy(&unit, from, sizeof unit);
+  return unit;
+}
+
+// Rows of the tallest tile of this width: enough sums that multiplications need not wait for each other.
+constexpr int tile_rows(int64_t vectors) { return vectors == 1 ? 2 * kTileRows : kTileRows; }
+
+template <class E, int kRows, int kVectors, Gather kGather>
+BLOCKSPARSE_INLINE void register_tile(const Terms<E>& terms, int64_t row, int64_t x_offset, bool add,
+                                      typename E::Sum* sums, int64_t sums_row) {
+  using Unit = typename E::Unit;
+  using Sum = typename E::Sum;
+  constexpr int kWide = kLanes<Sum>, kPieces = pieces(kGather);
+  Vector<Sum> sum[kRows][kVectors] = {};
+
+  const int64_t w_row = terms.w_row, tile = row / tile_rows(kVectors);
+  for (int t = 0; t < terms.count; ++t) {
+    const Unit* w = terms.w[t] + row * w_row;
+    // Tall tiles in two halves, whose rows share the registers that hold their distances.
+    constexpr int kHalf = kRows > 8 ? (kRows + 1) / 2 : kRows;
+    const Unit* below = w + kHalf * w_row;
+    const Unit* x = terms.x[t] + x_offset;
+    const bool fetch = t < terms.next_count;
+    const int64_t next_w_bytes = fetch ? terms.next_w_bytes : 0, next_x_bytes = fetch ? terms.next_x_bytes : 0;
+    const char* next_w = fetch ? terms.next_w[t] + tile * terms.steps * next_w_bytes : nullptr;
+    const char* next_x = fetch ? terms.next_x[t] + tile * terms.steps * next_x_bytes : nullptr;
+    int64_t at = 0;
+    for (int64_t k = 0; k < terms.steps; ++k, w += terms.w_step, below += terms.w_step, at += terms.x_step) {
+      Vector<Unit> in[kVectors];
+      if constexpr (kGather == Gather::kTerm || kGather == Gather::kStream) {
+        if constexpr (kGather == Gather::kTerm) {
+          __builtin_prefetch(next_w);
+          __builtin_prefetch(next_x);
+          next_w += next_w_bytes;
+          next_x += next_x_bytes;
+        }
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) in[v] = load(x + at + v * kWide);
+      } else {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v)
+          in[v] = load_pieces<Unit, kWide / kPieces, kPieces>(terms.x + v * kPieces, x_offset + at);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const Unit weight = load_unit(r < kHalf ? w + r * w_row : below + (r - kHalf) * w_row);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = E::multiply_add(weight, in[v], sum[r][v]);
+      }
+    }
+  }
+
+  // Added at the end, not carried through: sums of sums lose less to rounding than one long sum.
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      Sum* to = sums + r * sums_row + v * kWide;
+      store(to, add ? load(to) + sum[r][v] : sum[r][v]);
+    }
+}
+
+// All rows, in the tallest tiles, and what is left in lower ones.
+template <class E, int kVectors, Gather kGather>
+static void column_of_tiles(const Terms<E>& terms, int64_t x_offset, int64_t rows, bool add, typename E::Sum* sums,
+                            int64_t sums_row) {
+  int64_t r = 0;
+#define BLOCKSPARSE_ROWS(count)         \
+  for (; r + count <= rows; r += count) \
+  register_tile<E, count, kVectors, kGather>(terms, r, x_offset, add, sums + r * sums_row, sums_row)
+  if constexpr (tile_rows(kVectors) > 8) BLOCKSPARSE_ROWS(16);
+  if constexpr (tile_rows(kVectors) > 4) BLOCKSPARSE_ROWS(8);
+  BLOCKSPARSE_ROWS(4);
+  BLOCKSPARSE_ROWS(2);
+  BLOCKSPARSE_ROWS(1);
+#undef BLOCKSPARSE_ROWS
+}
+
+template <class E, Gather kGather>
+static void column_of_tiles(const Terms<E>& terms, int64_t vectors, int64_t x_offset, int64_t rows, bool add,
+                            typename E::Sum* sums, int64_t sums_row) {
+  if (vectors == 3) return column_of_tiles<E, 3, kGather>(terms, x_offset, rows, add, sums, sums_row);
+  if (vectors == 2) return column_of_tiles<E, 2, kGather>(terms, x_offset, rows, add, sums, sums_row);
+  column_of_tiles<E, 1, kGather>(terms, x_offset, rows, add, sums, sums_row);
+}
+
+// All rows, in tiles of about equal height: where rows are few and sums must not wait for each other.
+template <class E, int kVectors>
+static void column_of_even_tiles(const Terms<E>& terms, int64_t x_offset, int64_t rows, bool add, typename E::Sum* sums,
+                                 int64_t sums_row) {
+  constexpr int kMost = kVectors == 3 ? kTileRows : kTileRows == 8 ? 14 : kVectors == 2 ? 6 : 8;
+  const int64_t tiles = (rows + kMost - 1) / kMost;
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t r = rows * t / tiles;
+    switch (rows * (t + 1) / tiles - r) {
+#define BLOCKSPARSE_ROWS(count)                                                                                   \
+  case count:                                                                                                     \
+    if constexpr (count <= kMost)                                                                                 \
+      register_tile<E, count, kVectors, Gather::kStream>(terms, r, x_offset, add, sums + r * sums_row, sums_row); \
+    break;
+      BLOCKSPARSE_ROWS(1)
+      BLOCKSPARSE_ROWS(2)
+      BLOCKSPARSE_ROWS(3)
+      BLOCKSPARSE_ROWS(4)
+      BLOCKSPARSE_ROWS(5)
+      BLOCKSPARSE_ROWS(6)
+      BLOCKSPARSE_ROWS(7)
+      BLOCKSPARSE_ROWS(8)
+      BLOCKSPARSE_ROWS(9)
+      BLOCKSPARSE_ROWS(10)
+      BLOCKSPARSE_ROWS(11)
+      BLOCKSPARSE_ROWS(12)
+      BLOCKSPARSE_ROWS(13)
+      BLOCKSPARSE_ROWS(14)
+#undef BLOCKSPARSE_ROWS
+    }
+  }
+}
+
+// Rows and vectors [0, vectors) of them.
+template <class E>
+static void even_tiles(const Terms<E>& terms, int64_t vectors, int64_t rows, bool add, typename E::Sum* sums,
+                       int64_t sums_row) {
+  constexpr int n = kLanes<typename E::Sum>;
+  const int64_t columns = (vectors + kTileVectors - 1) / kTileVectors;
+  for (int64_t c = 0; c < columns; ++c) {
+    const int64_t first = vectors * c / columns, here = vectors * (c + 1) / columns - first, at = first * n;
+    if (here == 3) column_of_even_tiles<E, 3>(terms, at, rows, add, sums + at, sums_row);
+    if (here == 2) column_of_even_tiles<E, 2>(terms, at, rows, add, sums + at, sums_row);
+    if (here == 1) column_of_even_tiles<E, 1>(terms, at, rows, add, sums + at, sums_row);
+  }
+}
+
+}  // namespace BLOCKSPARSE_ISA
+}  // namespace blocksparse

@@ -1,0 +1,209 @@
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "core/addresses.hpp"
+#include "core/parallel.hpp"
+#include "isa/dispatch.hpp"
+#include "linear/linear.hpp"
+
+namespace blocksparse {
+
+BLOCKSPARSE_IN_EACH_SET(const LinearKernels& select_linear(DType dtype, int64_t block_sum))
+
+namespace {
+
+constexpr decltype(&portable::select_linear) kSelect[] = {BLOCKSPARSE_BY_SET(select_linear)};
+
+// Bytes of packed panels per pass over the weights: they stay in the outer caches until they are used.
+constexpr int64_t kPanelBytes = 8 << 20;
+// From this many panels per thread on, and up to this size, each thread packs panels of its own.
+constexpr int64_t kOwnPanels = 8, kOwnBytes = 1 << 20;
+// Tokens that the sampled product packs at a time, as many as have these bytes: more would leave the outer caches,
+// fewer write the values too often. 16-bit types pack all at once, as sums over chunks would round.
+constexpr int64_t kWgradBytes = 4 << 20, kLeastTokens = 256, kMostTokens = 1024;
+// Outputs of neighbouring pieces that are written together, so that a token's are whole cache lines, one behind the
+// other; and the bytes of all outputs from which on they bypass the caches. What reads them next has to wait then, but
+// to make room for them, and to read what they replace, takes longer.
+constexpr int64_t kOutputsAtOnce = 64, kStreamed = 4 << 20, kLine = 64;
+// What one packing task takes: features of a panel, and steps and features of a block column.
+constexpr int64_t kPackUnits = 512, kPackSteps = 16, kPackFeatures = 1024;
+
+// Tokens in panels of about equal width, each a whole number of vectors; `max_bytes` has the widest.
+struct Panels {
+  int64_t tokens, lanes, vectors, count;
+
+  Panels(int64_t tokens, const LinearKernels& kernels, int64_t max_bytes)
+      : tokens(tokens), lanes(kernels.lanes), vectors(ceil_div(tokens, lanes)) {
+    // What the caches do not hold is read less often in wider panels: the weights.
+    count = ceil_div(vectors, max_bytes > kPanelBytes ? 2 * kernels.max_vectors : kernels.max_vectors);
+  }
+  int64_t first_vector(int64_t p) const { return vectors * p / count; }
+  int64_t first(int64_t p) const { return first_vector(p) * lanes; }
+  int64_t width(int64_t p) const { return (first_vector(p + 1) - first_vector(p)) * lanes; }
+  int64_t real(int64_t p) const { return std::min(tokens - first(p), width(p)); }
+};
+
+// x with each block of features `copies` times, one behind the other.
+Matrix repeated(const Matrix& x, int64_t tokens, int64_t block, int64_t block_bytes, int64_t copies) {
+  const int64_t blocks = x.features / block, size = block_bytes / block;
+  char* to = static_cast<char*>(scratch(Scratch::kPanels, tokens * blocks * copies * block_bytes));
+  const Matrix result = {to, x.features * copies, x.features * copies};
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t b = 0; b < blocks; ++b)
+      for (int64_t i = 0; i < copies; ++i, to += block_bytes)
+        std::memcpy(to, advance(x.data, t * x.stride * size + b * block_bytes), block_bytes);
+  return result;
+}
+
+}  // namespace
+
+const LinearKernels& linear_kernels(const InstructionSet& isa, DType dtype, int64_t block_sum) {
+  return kSelect[isa.index](dtype, block_sum);
+}
+
+void linear(const InstructionSet& isa, DType dtype, Activation activation, bool transposed, int64_t block_out,
+            int64_t block_sum, int64_t tokens, Matrix x, const void* values, const void* bias, void* y,
+            int64_t out_features, const RowTasks& tasks) {
+  const FlushSubnormals flush(dtype == DType::kBFloat16);
+  const LinearKernels& kernels = linear_kernels(isa, dtype, block_sum);
+  const int64_t size = size_of(dtype), size_sum = size_of_sum(dtype);
+  const bool streams = tokens * out_features * size >= kStreamed && out_features * size % kLine == 0;
+  const auto output_of = [&](int64_t j) { return tasks.row[j] * block_out + tasks.begin[j]; };
+  const auto piece_of = [&](int64_t j, const void* panel, int64_t width) {
+    const int64_t row = tasks.row[j], start = tasks.start[row];
+    return RowPiece{tasks.start[row + 1] - start,
+                    tasks.col + start,
+                    tasks.position + start,
+                    values,
+                    block_out,
+                    block_sum,
+                    transposed,
+                    tasks.begin[j],
+                    tasks.end[j],
+                    panel,
+                    width};
+  };
+  // `count` outputs from `output` on, of the tokens from `token` on.
+  const auto outputs_of = [&](void* sums, int64_t output, int64_t count, int64_t width, int64_t token, int64_t here) {
+    return LinearOutputs{sums,
+                         count,
+                         width,
+                         here,
+                         bias ? advance(bias, output * size) : nullptr,
+                         activation,
+                         advance(y, (token * out_features + output) * size),
+                         out_features,
+                         streams};
+  };
+
+  if (const int64_t copies = kernels.few_tokens(tokens, block_out, block_sum, transposed)) {
+    if (copies > 1) x = repeated(x, tokens, block_sum, block_sum * size, copies);
+    return parallel_tasks(tasks.tasks, [&](int64_t task) {
+      for (int64_t j = tasks.task_start[task]; j < tasks.task_start[task + 1]; ++j)
+        kernels.few_tokens_piece(piece_of(j, x.data, x.stride),
+                                 outputs_of(nullptr, output_of(j), tasks.end[j] - tasks.begin[j], 0, 0, tokens));
+    });
+  }
+  // Of one task the outputs of a panel; `next_task` is probably what the thread computes then.
+  const auto run_task = [&](int64_t task, int64_t next_task, int64_t token, int64_t here, const void* panel,
+                            int64_t width) {
+    const auto after = [&](int64_t piece) {
+      if (piece + 1 < tasks.task_start[task + 1]) return piece + 1;
+      return next_task < tasks.tasks ? tasks.task_start[next_task] : piece;
+    };
+    for (int64_t j = tasks.task_start[task], next; j < tasks.task_start[task + 1]; j = next) {
+      const int64_t output = output_of(j);
+      int64_t count = tasks.end[j] - tasks.begin[j];
+      for (next = j + 1; next < tasks.task_start[task + 1] && output_of(next) == output + count; ++next) {
+        const int64_t more = tasks.end[next] - tasks.begin[next];
+        if (count + more > kOutputsAtOnce) break;
+        count += more;
+      }
+      void* sums = scratch(Scratch::kSums, count * width * size_sum);
+      for (int64_t i = j; i < next; ++i)
+        kernels.row_piece(piece_of(i, panel, width), piece_of(after(i), panel, width),
+                          advance(sums, (output_of(i) - output) * width * size_sum));
+      kernels.write_outputs(outputs_of(sums, output, count, width, token, here));
+    }
+    // The signal that a loop has ended does not order streamed stores.
+    if (streams) std::atomic_thread_fence(std::memory_order_seq_cst);
+  };
+
+  const int64_t units = x.features / kernels.k_pack, token_bytes = units * kernels.unit_size;
+  const int64_t width_bytes = token_bytes * kernels.lanes * kernels.max_vectors;
+  const Panels panels(tokens, kernels, width_bytes);
+  if (width_bytes <= kOwnBytes && panels.count >= kOwnPanels * thread_count())
+    // Each thread packs a panel and multiplies it while it is in its own caches.
+    return parallel_tasks(panels.count, [&](int64_t p) {
+      void* packed = scratch(Scratch::kPanels, panels.width(p) * token_bytes);
+      kernels.pack_panel(advance(x.data, panels.first(p) * x.stride * size), x.stride, panels.real(p), 0, units,
+                         panels.width(p), packed);
+      for (int64_t task = 0; task < tasks.tasks; ++task)
+        run_task(task, task + 1, panels.first(p), panels.real(p), packed, panels.width(p));
+    });
+  const int64_t at_once =
+      std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(width_bytes, 1), 1, std::max<int64_t>(panels.count, 1));
+  for (int64_t first = 0; first < panels.count; first += at_once) {
+    const int64_t here = std::min(at_once, panels.count - first);
+    const int64_t first_token = panels.first(first);
+    void* packed = scratch(Scratch::kPanels, (panels.first(first + here) - first_token) * token_bytes);
+    const auto panel_at = [&](int64_t p) { return advance(packed, (panels.first(p) - first_token) * token_bytes); };
+
+    const int64_t cuts = ceil_div(units, kPackUnits);
+    parallel_tasks(here * cuts, [&](int64_t i) {
+      const int64_t p = first + i / cuts, begin = i % cuts * kPackUnits;
+      kernels.pack_panel(advance(x.data, panels.first(p) * x.stride * size), x.stride, panels.real(p), begin,
+                         std::min(begin + kPackUnits, units), panels.width(p), panel_at(p));
+    });
+    const int64_t threads = thread_count();
+    parallel_tasks(here * tasks.tasks, [&](int64_t i) {
+      const int64_t p = first + i / tasks.tasks, task = i % tasks.tasks;
+      run_task(task, task + threads, panels.first(p), panels.real(p), panel_at(p), panels.width(p));
+    });
+  }
+}
+
+void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64_t block_in, int64_t tokens,
+                  Matrix grad, Matrix x, void* values, const BlockTasks& tasks) {
+  const FlushSubnormals flush(dtype == DType::kBFloat16);
+  const LinearKernels& kernels = linear_kernels(isa, dtype, 2);  // the sum is over tokens, padded to whole units
+  const int64_t size = size_of(dtype), unit = kernels.unit_size;
+  const int64_t padded_in = kernels.padded_in(block_in), strip = kernels.strip(block_in);
+  const int64_t out_blocks = grad.features / block_out, in_blocks = x.features / block_in;
+  const int64_t token_bytes = std::max<int64_t>((grad.features + x.features) * size, 1);
+  const int64_t at_once =
+      size == 2 ? std::max<int64_t>(tokens, 1) : std::clamp(kWgradBytes / token_bytes, kLeastTokens, kMostTokens);
+
+  for (int64_t first = 0; first == 0 || first < tokens; first += at_once) {
+    const int64_t here = std::min(at_once, tokens - first), steps = ceil_div(here, kernels.k_pack);
+    const auto pack = [&](const Matrix& from, int64_t blocks, int64_t block, int64_t padded, Scratch slot) {
+      const int64_t block_units = steps * padded;
+      void* packed = scratch(slot, blocks * block_units * unit);
+      const BlockColumns columns = {
+          advance(from.data, first * from.stride * size), from.stride, here, block, padded, packed, block_units};
+      const int64_t at_a_time = std::max<int64_t>(kPackFeatures / block, 1);
+      const int64_t cuts = ceil_div(blocks, at_a_time), step_cuts = ceil_div(steps, kPackSteps);
+      parallel_tasks(step_cuts * cuts, [&](int64_t i) {
+        const int64_t step = i / cuts * kPackSteps, begin = i % cuts * at_a_time;
+        kernels.pack_block_columns(columns, step, std::min(step + kPackSteps, steps), begin,
+                                   std::min(begin + at_a_time, blocks));
+      });
+      return packed;
+    };
+    const void* packed_grad = pack(grad, out_blocks, block_out, block_out, Scratch::kGradients);
+    const void* packed_x = pack(x, in_blocks, block_in, padded_in, Scratch::kPanels);
+
+    parallel_tasks(tasks.tasks, [&](int64_t task) {
+      const int64_t end = tasks.task_start[task + 1];
+      for (int64_t k = tasks.task_start[task], blocks; k < end; k += blocks) {
+        for (blocks = 1; blocks < strip && k + blocks < end && tasks.row[k + blocks] == tasks.row[k];) ++blocks;
+        kernels.sampled_strip({blocks, tasks.col + k, advance(packed_grad, tasks.row[k] * steps * block_out * unit),
+                               packed_x, steps, block_out, block_in, padded_in,
+                               advance(values, k * block_out * block_in * size), first > 0});
+      }
+    });
+  }
+}
+
+}  // namespace blocksparse

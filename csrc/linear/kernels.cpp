@@ -1,0 +1,384 @@
+// The linear products for one instruction set: compiled once for each, with BLOCKSPARSE_ISA naming it.
+#include "core/parallel.hpp"
+#include "isa/element.hpp"
+#include "isa/tile.hpp"
+#include "linear/few_tokens.hpp"
+#include "linear/linear.hpp"
+#include "linear/on_tiles.hpp"
+#include "linear/outputs.hpp"
+
+namespace blocksparse {
+namespace BLOCKSPARSE_ISA {
+namespace {
+
+// Units of the sum taken together: this many inputs of a panel stay in the L1 cache while all outputs are computed.
+constexpr int64_t kSumGroup = 64;
+// Steps of a sampled block taken together: its inputs and gradients stay in the L1 cache.
+constexpr int64_t kStepGroup = 128;
+
+template <class E>
+Vector<typename E::Unit> units_up_to(const typename E::Storage* from, int64_t count) {
+  constexpr int64_t whole = kLanes<typename E::Unit> * E::kPack;
+  if (count >= whole) return E::units(from);
+  typename E::Storage padded[whole] = {};
+  if (count > 0) memcpy(padded, from, count * sizeof *from);
+  return E::units(padded);
+}
+
+// -- packing -------------------------------------------------------------------------------------------------------
+
+template <class E>
+void pack_panel(const void* from, int64_t stride, int64_t tokens, int64_t first_unit, int64_t last_unit, int64_t width,
+                void* to) {
+  using Unit = typename E::Unit;
+  using Storage = typename E::Storage;
+  constexpr int n = kLanes<Unit>;
+  const Storage* x = static_cast<const Storage*>(from);
+  Unit* panel = static_cast<Unit*>(to);
+  for (int64_t t = 0; t < width; t += n) {
+    for (int64_t k = first_unit; k < last_unit; k += n) {
+      Vector<Unit> v[n];
+      const int64_t whole = smaller<int64_t>(n, last_unit - k);
+      if (whole == n && t + n <= tokens) {
+#pragma GCC unroll 16
+        for (int i = 0; i < n; ++i) v[i] = E::units(x + (t + i) * stride + k * E::kPack);
+      } else {
+        for (int i = 0; i < n; ++i)
+          v[i] =
+              t + i < tokens ? units_up_to<E>(x + (t + i) * stride + k * E::kPack, whole * E::kPack) : Vector<Unit>{};
+      }
+      transpose<Unit>(v);
+      if (whole == n) {
+#pragma GCC unroll 16
+        for (int i = 0; i < n; ++i) store(panel + (k + i) * width + t, v[i]);
+      } else {
+        for (int i = 0; i < whole; ++i) store(panel + (k + i) * width + t, v[i]);
+      }
+    }
+  }
+}
+
+// Units [i, i + lanes) of one step: kPack rows of numbers, the second of which may be missing.
+template <class E>
+Vector<typename E::Unit> step_units(const typename E::Storage* const* row, int64_t i) {
+  if constexpr (E::kPack == 1) {
+    return E::units(row[0] + i);
+  } else {
+    typedef typename E::Storage Narrow __attribute__((vector_size(kVectorBytes / 2)));
+    Narrow low, high = {};
+    memcpy(&low, row[0] + i, sizeof low);
+    if (row[1]) memcpy(&high, row[1] + i, sizeof high);
+    using Wide = Vector<typename E::Unit>;
+    return __builtin_convertvector(low, Wide) | __builtin_convertvector(high, Wide) << 16;
+  }
+}
+
+template <class E>
+typename E::Unit step_unit(const typename E::Storage* const* row, int64_t i) {
+  if constexpr (E::kPack == 1) {
+    return E::to_sum(row[0][i]);
+  } else {
+    return typename E::Unit(row[0][i]) | typename E::Unit(row[1] ? row[1][i] : 0) << 16;
+  }
+}
+
+template <class E>
+void pack_step(const typename E::Storage* const* row, int64_t count, typename E::Unit* to) {
+  constexpr int n = kLanes<typename E::Unit>;
+  int64_t i = 0;
+  for (; i + n <= count; i += n) store(to + i, step_units<E>(row, i));
+  for (; i < count; ++i) to[i] = step_unit<E>(row, i);
+}
+
+// kPieces blocks to a vector: read together, stored apart.
+template <class E, int kPieces>
+void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t last_step, int64_t first_block,
+                        int64_t last_block) {
+  using Storage = typename E::Storage;
+  using Unit = typename E::Unit;
+  constexpr int size = kLanes<Unit> / kPieces;
+  const Storage* from = static_cast<const Storage*>(columns.from);
+  for (int64_t b = first_block; b < last_block; b += kPieces) {
+    Unit* to = static_cast<Unit*>(columns.to) + b * columns.to_stride;
+    const bool whole = kPieces > 1 && b + kPieces <= last_block;
+    for (int64_t s = first_step; s < last_step; ++s) {
+      const Storage* row[E::kPack];
+      for (int f = 0; f < E::kPack; ++f) {
+        const int64_t t = s * E::kPack + f;
+        row[f] = t < columns.tokens ? from + t * columns.stride + b * columns.block : nullptr;
+      }
+      Unit* at = to + s * columns.padded;
+      if (whole) {
+        Unit units[kLanes<Unit>];
+        store(units, step_units<E>(row, 0));
+#pragma GCC unroll 4
+        for (int p = 0; p < kPieces; ++p) memcpy(at + p * columns.to_stride, units + p * size, size * sizeof(Unit));
+      } else {
+        for (int64_t p = 0; p < smaller<int64_t>(kPieces, last_block - b); ++p) {
+          const Storage* block[E::kPack];
+          for (int f = 0; f < E::kPack; ++f) block[f] = row[f] ? row[f] + p * columns.block : nullptr;
+          pack_step<E>(block, columns.block, at + p * columns.to_stride);
+          for (int64_t i = columns.block; i < columns.padded; ++i) at[p * columns.to_stride + i] = 0;
+        }
+      }
+    }
+  }
+}
+
+// How many blocks of this width fill a vector, where that is 2 or 4; otherwise 1: they take whole vectors, padded.
+template <class E>
+int blocks_in_vector(int64_t block) {
+  constexpr int n = kLanes<typename E::Sum>;
+  return n >= 4 && block * 2 == n ? 2 : n >= 8 && block * 4 == n ? 4 : 1;
+}
+
+template <class E>
+void pack_block_columns(const BlockColumns& columns, int64_t first_step, int64_t last_step, int64_t first_block,
+                        int64_t last_block) {
+  const int blocks = blocks_in_vector<E>(columns.padded);
+  const auto pack = blocks == 2   ? pack_block_columns<E, 2>
+                    : blocks == 4 ? pack_block_columns<E, 4>
+                                  : pack_block_columns<E, 1>;
+  pack(columns, first_step, last_step, first_block, last_block);
+}
+
+// -- y = x W^T -------------------------------------------------------------------------------------------------------
+
+// Where the tile finds a block's weights: output r, step k at [r * row + k * step], relative to the piece's first
+// output.
+template <class E>
+struct BlockWeights {
+  using Unit = typename E::Unit;
+  using Storage = typename E::Storage;
+  int64_t row, step, block_units;
+  Unit* converted;  // room for a group of blocks, or null where the values are used in place
+
+  BlockWeights(const RowPiece& piece, int64_t group) {
+    const int64_t sum_units = piece.block_sum / E::kPack;
+    row = piece.transposed ? 1 : sum_units;
+    step = piece.transposed ? piece.block_out : 1;
+    block_units = piece.block_out * sum_units;
+    const bool converts = E::kConvertsWeights || (E::kPack > 1 && piece.transposed);
+    converted = converts ? static_cast<Unit*>(scratch(Scratch::kWeights, group * block_units * int64_t(sizeof(Unit))))
+                         : nullptr;
+  }
+
+  const Unit* prepare(const RowPiece& piece, int64_t position, int64_t slot) const {
+    const Storage* block = static_cast<const Storage*>(piece.values) + position * (piece.block_out * piece.block_sum);
+    if (!converted) return reinterpret_cast<const Unit*>(block) + piece.begin * row;
+    Unit* to = converted + slot * block_units;
+    if constexpr (E::kPack == 1) {
+      pack_step<E>(&block, block_units, to);
+    } else {
+      for (int64_t k = 0; k < piece.block_sum / E::kPack; ++k) {
+        const Storage* pair[2] = {block + 2 * k * piece.block_out, block + (2 * k + 1) * piece.block_out};
+        pack_step<E>(pair, piece.block_out, to + k * piece.block_out);
+      }
+    }
+    return to + piece.begin * row;
+  }
+};
+
+template <class E>
+void multiply_row(const RowPiece& piece, const RowPiece& next, typename E::Sum* sums) {
+  using Unit = typename E::Unit;
+  const int64_t sum_units = piece.block_sum / E::kPack;
+  const int64_t group = sum_units < kSumGroup ? kSumGroup / sum_units : 1;
+  const BlockWeights<E> weights(piece, group);
+  const Unit* w[kSumGroup];
+  const Unit* x[kSumGroup];
+  const char* next_w[kSumGroup];
+  const char* next_x[kSumGroup];
+  const int64_t block_bytes = piece.block_out * piece.block_sum * int64_t(sizeof(typename E::Storage));
+  const Unit* panel = static_cast<const Unit*>(piece.panel);
+  const int64_t vectors = piece.width / kLanes<Unit>, columns = (vectors + kTileVectors - 1) / kTileVectors;
+  for (int64_t first = 0; first < piece.blocks; first += group) {
+    const int64_t count = smaller(group, piece.blocks - first);
+    for (int64_t i = 0; i < count; ++i) {
+      w[i] = weights.prepare(piece, piece.position[first + i], i);
+      x[i] = panel + piece.col[first + i] * sum_units * piece.width;
+    }
+    const bool last = first + count == piece.blocks;
+    const RowPiece& after = last ? next : piece;
+    const int64_t after_first = last ? 0 : first + count, next_count = smaller(count, after.blocks - after_first);
+    for (int64_t i = 0; i < next_count; ++i) {
+      next_w[i] = static_cast<const char*>(after.values) + after.position[after_first + i] * block_bytes +
+                  after.begin * block_bytes / piece.block_out;
+      next_x[i] = reinterpret_cast<const char*>(panel + after.col[after_first + i] * sum_units * piece.width);
+    }
+    const int64_t tile = tile_rows(vectors);
+    const int64_t shares = sum_units * ((piece.end - piece.begin + tile - 1) / tile);
+    const Terms<E> terms = {w,
+                            x,
+                            int(count),
+                            weights.row,
+                            weights.step,
+                            piece.width,
+                            sum_units,
+                            next_w,
+                            next_x,
+                            int(next_count),
+                            block_bytes * (piece.end - piece.begin) / piece.block_out / shares,
+                            sum_units * piece.width * int64_t(sizeof(Unit)) / shares};
+    for (int64_t c = 0; c < columns; ++c) {
+      const int64_t vector = vectors * c / columns, here = vectors * (c + 1) / columns - vector;
+      column_of_tiles<E, Gather::kTerm>(terms, here, vector * kLanes<Unit>, piece.end - piece.begin, first > 0,
+                                        sums + vector * kLanes<Unit>, piece.width);
+    }
+  }
+}
+
+template <class E>
+bool multiply_row_on_tiles_if_pairs(const RowPiece& piece, typename E::Sum* sums) {
+#if defined(BLOCKSPARSE_TILES)
+  if constexpr (E::kPack == 2) {
+    const BlockWeights<E> weights(piece, 1);
+    return multiply_row_on_tiles(piece, sums, [&](int64_t position) { return weights.prepare(piece, position, 0); });
+  }
+#endif
+  (void)piece, (void)sums;
+  return false;
+}
+
+template <class E>
+void row_piece(const RowPiece& piece, const RowPiece& next, void* to) {
+  using Sum = typename E::Sum;
+  Sum* sums = static_cast<Sum*>(to);
+  if (piece.blocks == 0) {
+    memset(sums, 0, (piece.end - piece.begin) * piece.width * sizeof(Sum));
+  } else if (!multiply_row_on_tiles_if_pairs<E>(piece, sums)) {
+    multiply_row<E>(piece, next, sums);
+  }
+}
+
+// -- grad^T x on the layout -----------------------------------------------------------------------------------------
+
+// Features of a block in the packed x: a half or a quarter of a vector, or whole vectors.
+template <class E>
+int64_t padded_in(int64_t block_in) {
+  constexpr int n = kLanes<typename E::Sum>;
+  return blocks_in_vector<E>(block_in) > 1 ? block_in : (block_in + n - 1) / n * n;
+}
+
+// As many blocks side by side as make a tile two or three vectors wide.
+template <class E>
+int64_t strip(int64_t block_in) {
+  const int64_t padded = padded_in<E>(block_in), vector = kLanes<typename E::Sum>;
+#if defined(BLOCKSPARSE_TILES)
+  if (E::kPack == 2) return kTileStrip;
+#endif
+  if (padded < vector) return 2 * vector / padded;
+  return padded < kTileVectors * vector ? kTileVectors * vector / padded : 1;
+}
+
+template <class E, Gather kGather>
+void multiply_strip(const SampledStrip& strip, typename E::Sum* sums, int64_t vectors) {
+  using Unit = typename E::Unit;
+  constexpr int n = kLanes<Unit>, kPieces = pieces(kGather), size = n / kPieces;
+  const int64_t columns = (vectors + kTileVectors - 1) / kTileVectors;
+  for (int64_t c = 0; c < columns; ++c) {
+    const int64_t first_vector = vectors * c / columns, here = vectors * (c + 1) / columns - first_vector;
+    const Unit* x[kTileVectors * kPieces];
+    for (int64_t p = 0; p < here * kPieces; ++p) {
+      const int64_t at = first_vector * n + p * size;
+      const int64_t block = smaller(at / strip.padded_in, strip.blocks - 1);  // the last one again to fill a vector
+      x[p] =
+          static_cast<const Unit*>(strip.x) + strip.col[block] * strip.steps * strip.padded_in + at % strip.padded_in;
+    }
+    for (int64_t first = 0; first < strip.steps; first += kStepGroup) {
+      const Unit* grad = static_cast<const Unit*>(strip.grad) + first * strip.block_out;
+      const Terms<E> terms = {
+          &grad,   x, 1, 1, strip.block_out, strip.padded_in, smaller(kStepGroup, strip.steps - first), nullptr,
+          nullptr, 0, 0, 0};
+      column_of_tiles<E, kGather>(terms, here, first * strip.padded_in, strip.block_out, first > 0,
+                                  sums + first_vector * n, vectors * n);
+    }
+  }
+}
+
+template <class E>
+void write_strip(const SampledStrip& strip, const typename E::Sum* sums, int64_t sums_row) {
+  using Storage = typename E::Storage;
+  constexpr int n = kLanes<typename E::Sum>;
+  const int in_vector = blocks_in_vector<E>(strip.block_in);
+  Storage* to = static_cast<Storage*>(strip.values);
+  for (int64_t b = 0; b < strip.blocks; ++b) {
+    for (int64_t o = 0; o < strip.block_out; ++o, to += strip.block_in) {
+      const typename E::Sum* row = sums + o * sums_row + b * strip.padded_in;
+      if (in_vector == 2) {
+        write_sums<E>(to, load(row), n / 2, strip.add);
+      } else if (in_vector == 4) {
+        write_sums<E>(to, load(row), n / 4, strip.add);
+      } else {
+        int64_t i = 0;
+        for (; i + n <= strip.block_in; i += n) write_sums<E>(to + i, load(row + i), n, strip.add);
+        if (i < strip.block_in) write_sums<E>(to + i, load(row + i), strip.block_in - i, strip.add);
+      }
+    }
+  }
+}
+
+template <class E>
+bool sample_on_tiles_if_pairs(const SampledStrip& strip, typename E::Sum* sums, int64_t sums_row) {
+#if defined(BLOCKSPARSE_TILES)
+  if constexpr (E::kPack == 2) return sample_on_tiles(strip, sums, sums_row);
+#endif
+  (void)strip, (void)sums, (void)sums_row;
+  return false;
+}
+
+template <class E>
+void sampled_strip(const SampledStrip& strip) {
+  using Sum = typename E::Sum;
+  constexpr int n = kLanes<Sum>;
+  const int64_t vectors = (strip.blocks * strip.padded_in + n - 1) / n, row = vectors * n;
+  // A vector more than the sums: the last pieces of the last row are read as whole vectors.
+  const int64_t size = (strip.block_out * row + n) * int64_t(sizeof(Sum));
+  Sum* sums = static_cast<Sum*>(scratch(Scratch::kSums, size));
+  if (strip.steps == 0) {
+    memset(sums, 0, size);
+  } else if (!sample_on_tiles_if_pairs<E>(strip, sums, row)) {
+    const int blocks = blocks_in_vector<E>(strip.block_in);
+    if (blocks == 1) multiply_strip<E, Gather::kVectors>(strip, sums, vectors);
+    if constexpr (n >= 4) {
+      if (blocks == 2) multiply_strip<E, Gather::kHalves>(strip, sums, vectors);
+    }
+    if constexpr (n >= 8) {
+      if (blocks == 4) multiply_strip<E, Gather::kQuarters>(strip, sums, vectors);
+    }
+  }
+  write_strip<E>(strip, sums, row);
+}
+
+template <class E>
+constexpr LinearKernels table(int max_vectors) {
+  return {E::kPack,           kLanes<typename E::Sum>,
+          max_vectors,        sizeof(typename E::Unit),
+          pack_panel<E>,      row_piece<E>,
+          write_outputs<E>,   pack_block_columns<E>,
+          padded_in<E>,       strip<E>,
+          sampled_strip<E>,   few_tokens<E>,
+          few_tokens_piece<E>};
+}
+
+}  // namespace
+
+const LinearKernels& select_linear(DType dtype, int64_t block_sum) {
+#if defined(BLOCKSPARSE_PAIRS)
+  // Panels of pairs take half the room: wider ones, since the transposed product pairs its weights once per panel.
+#if defined(BLOCKSPARSE_TILES)
+  static constexpr LinearKernels pairs = table<BFloat16Pairs>(kPanelTiles);
+#else
+  static constexpr LinearKernels pairs = table<BFloat16Pairs>(2 * kTileVectors);
+#endif
+  return dtype == DType::kBFloat16 && block_sum % 2 == 0 ? pairs : avx512::select_linear(dtype, block_sum);
+#else
+  static constexpr LinearKernels float32 = table<Float32>(kTileVectors), float64 = table<Float64>(kTileVectors),
+                                 bfloat16 = table<BFloat16>(kTileVectors), float16 = table<Float16>(kTileVectors);
+  (void)block_sum;
+  return by_dtype(dtype, float32, float64, bfloat16, float16);
+#endif
+}
+
+}  // namespace BLOCKSPARSE_ISA
+}  // namespace blocksparse

@@ -1,0 +1,114 @@
+// The linear products on packed panels: cutting tokens, packing, multiplying.
+#pragma once
+
+#include "core/types.hpp"
+
+namespace blocksparse {
+
+// A piece of one block row: the outputs [begin, end) of x W^T, from a packed panel of x. W is a list of blocks;
+// `transposed` blocks are stored [sum, output] instead of [output, sum].
+struct RowPiece {
+  int64_t blocks;           // in this row
+  const int32_t* col;       // [blocks], the block of inputs each one multiplies
+  const int64_t* position;  // [blocks], its place in `values`
+  const void* values;
+  int64_t block_out, block_sum;  // outputs and summed inputs of a block
+  bool transposed;
+  int64_t begin, end;  // outputs of the block row
+  const void* panel;   // [in_features / k_pack, width] units; of few tokens x itself
+  int64_t width;       // tokens of the panel, with padding; numbers of a row of x
+};
+
+// y[tokens, outputs] = activation(sums + bias), of outputs that lie side by side.
+struct LinearOutputs {
+  void* sums;  // [count, width]
+  int64_t count, width, tokens;
+  const void* bias;  // of the first output, or null
+  Activation activation;
+  void* y;  // of the first token and output
+  int64_t y_stride;
+  bool streams;  // whole cache lines go past the caches
+};
+
+// A chunk of tokens, features cut into blocks, to [blocks, tokens / k_pack, padded] units, zeros behind.
+struct BlockColumns {
+  const void* from;  // of token 0, feature 0
+  int64_t stride;
+  int64_t tokens;  // of the chunk: the last group of `k_pack` is filled with zeros
+  int64_t block, padded;
+  void* to;
+  int64_t to_stride;  // units from block to block
+};
+
+// Blocks of grad^T x that follow each other in one block row, summed over a chunk of tokens.
+struct SampledStrip {
+  int64_t blocks;
+  const int32_t* col;  // [blocks]
+  const void* grad;    // [steps, block_out] units of the block row
+  const void* x;       // [in_blocks, steps, padded_in] units
+  int64_t steps;       // tokens / k_pack
+  int64_t block_out, block_in, padded_in;
+  void* values;  // [blocks, block_out, block_in]
+  bool add;      // to what `values` holds
+};
+
+struct LinearKernels {
+  int k_pack;       // numbers per unit along the sum
+  int lanes;        // units, and sums, in a vector
+  int max_vectors;  // of tokens in a panel
+  size_t unit_size;
+  void (*pack_panel)(const void* x, int64_t stride, int64_t tokens, int64_t first_unit, int64_t last_unit,
+                     int64_t width, void* panel);
+  // sums [outputs, width]; `next` is fetched meanwhile, as it is probably computed next.
+  void (*row_piece)(const RowPiece&, const RowPiece& next, void* sums);
+  void (*write_outputs)(const LinearOutputs&);
+  void (*pack_block_columns)(const BlockColumns&, int64_t first_step, int64_t last_step, int64_t first_block,
+                             int64_t last_block);
+  int64_t (*padded_in)(int64_t block_in);  // of the sampled product: a part of a vector, or whole vectors
+  int64_t (*strip)(int64_t block_in);      // blocks of a row that it takes at a time
+  void (*sampled_strip)(const SampledStrip&);
+  // For a few tokens, which need no panel: how often `few_tokens_piece` wants each block of x repeated, usually once; 0
+  // where panels are better, or blocks of this shape are not taken. It writes the outputs, too; of these the sums and
+  // their width are not used.
+  int64_t (*few_tokens)(int64_t tokens, int64_t block_out, int64_t block_sum, bool transposed);
+  void (*few_tokens_piece)(const RowPiece&, const LinearOutputs&);
+};
+
+// Return the kernels of `dtype` for blocks that sum `block_sum` products per output: pairs of bfloat16 need an even
+// number.
+const LinearKernels& linear_kernels(const InstructionSet& isa, DType dtype, int64_t block_sum);
+
+namespace avx512 {  // sets that multiply pairs use it for every other type
+const LinearKernels& select_linear(DType dtype, int64_t block_sum);
+}
+
+struct Matrix {  // [tokens, features], the features of a token side by side
+  const void* data;
+  int64_t stride, features;
+};
+
+struct RowTasks {  // see RowPlan in plan.py
+  const int64_t* start;
+  const int32_t* col;
+  const int64_t* position;
+  const int32_t *row, *begin, *end;
+  const int64_t* task_start;
+  int64_t tasks;
+};
+
+struct BlockTasks {  // see BlockPlan in plan.py
+  const int32_t *row, *col;
+  const int64_t* task_start;
+  int64_t tasks;
+};
+
+// y = activation(x W^T + bias) with blocks [block_out, block_sum], or stored [block_sum, block_out] when transposed.
+void linear(const InstructionSet& isa, DType dtype, Activation activation, bool transposed, int64_t block_out,
+            int64_t block_sum, int64_t tokens, Matrix x, const void* values, const void* bias, void* y,
+            int64_t out_features, const RowTasks& tasks);
+
+// values = the blocks of grad^T x.
+void linear_wgrad(const InstructionSet& isa, DType dtype, int64_t block_out, int64_t block_in, int64_t tokens,
+                  Matrix grad, Matrix x, void* values, const BlockTasks& tasks);
+
+}  // namespace blocksparse

@@ -1,0 +1,94 @@
+// The sums of a linear product on their way to memory: bias, activation, and from [outputs, tokens] to [tokens,
+// outputs].
+//
+// What is turned are units of 4 bytes, of 16-bit types two outputs each: half the work, and whole cache lines of a
+// token.
+#pragma once
+
+#include "isa/activation.hpp"
+#include "isa/element.hpp"
+#include "linear/linear.hpp"
+
+namespace blocksparse {
+namespace BLOCKSPARSE_ISA {
+
+// A vector of tokens of the output `sums` points to, or of that and the next, as they lie in memory.
+template <class E>
+BLOCKSPARSE_INLINE auto output_units(const typename E::Sum* sums, int64_t width) {
+  if constexpr (sizeof(typename E::Storage) == 2) {
+    return E::pairs(load(sums), load(sums + width));
+  } else {
+    return load(sums);
+  }
+}
+
+// kUnits units of up to a vector of tokens. Whole vectors go past the caches if y `streams`.
+template <class E, int kUnits>
+void turn_outputs(const typename E::Sum* sums, int64_t width, int64_t tokens, typename E::Storage* y, int64_t stride,
+                  bool streams) {
+  using Units = decltype(output_units<E>(sums, width));
+  using Unit = std::remove_reference_t<decltype(Units{}[0])>;
+  constexpr int n = kLanes<Unit>, kOutputs = sizeof(Unit) / sizeof(typename E::Storage);
+  Units v[kUnits];
+#pragma GCC unroll 16
+  for (int i = 0; i < kUnits; ++i) v[i] = output_units<E>(sums + i * kOutputs * width, width);
+  transpose<Unit, kUnits>(v);
+  if (kUnits == n && tokens == n) {
+    if (streams && reinterpret_cast<uintptr_t>(y) % kVectorBytes == 0) {
+#pragma GCC unroll 16
+      for (int i = 0; i < n; ++i) stream(y + i * stride, v[i]);
+    } else {
+#pragma GCC unroll 16
+      for (int i = 0; i < n; ++i) memcpy(y + i * stride, &v[i], sizeof v[i]);
+    }
+    return;
+  }
+  Unit units[kUnits * n];
+#pragma GCC unroll 16
+  for (int i = 0; i < kUnits; ++i) store(units + i * n, v[i]);
+  for (int64_t t = 0; t < tokens; ++t) memcpy(y + t * stride, units + t * kUnits, kUnits * sizeof(Unit));
+}
+
+template <class E>
+void finish_sums(const LinearOutputs& outputs) {
+  using Sum = typename E::Sum;
+  constexpr int n = kLanes<Sum>;
+  const auto* bias = static_cast<const typename E::Storage*>(outputs.bias);
+  Sum* sums = static_cast<Sum*>(outputs.sums);
+  for (int64_t o = 0; o < outputs.count; ++o, sums += outputs.width) {
+    const Vector<Sum> shift = broadcast(bias ? E::to_sum(bias[o]) : -Sum(0));  // to which -0 adds as -0
+    for (int64_t t = 0; t < outputs.width; t += n)
+      store(sums + t, activated(load(sums + t) + shift, outputs.activation));
+  }
+}
+
+template <class E>
+void write_outputs(const LinearOutputs& outputs) {
+  using Sum = typename E::Sum;
+  using Storage = typename E::Storage;
+  constexpr int n = kLanes<Sum>, kPack = sizeof(Storage) == 2 ? 2 : 1;
+  if (outputs.bias || outputs.activation != Activation::kNone) finish_sums<E>(outputs);
+  const int64_t width = outputs.width, stride = outputs.y_stride;
+  for (int64_t t = 0; t < outputs.tokens; t += n) {
+    const int64_t tokens = smaller<int64_t>(n, outputs.tokens - t);
+    const Sum* sums = static_cast<const Sum*>(outputs.sums) + t;
+    Storage* y = static_cast<Storage*>(outputs.y) + t * stride;
+    int64_t o = 0;
+#define BLOCKSPARSE_UNITS(units)                                     \
+  for (; o + (units) * kPack <= outputs.count; o += (units) * kPack) \
+  turn_outputs<E, (units)>(sums + o * width, width, tokens, y + o, stride, outputs.streams)
+    BLOCKSPARSE_UNITS(n);
+    if constexpr (n >= 4) BLOCKSPARSE_UNITS(n / 2);
+    if constexpr (n >= 8) BLOCKSPARSE_UNITS(n / 4);
+    BLOCKSPARSE_UNITS(1);
+#undef BLOCKSPARSE_UNITS
+    if (o < outputs.count) {  // half a unit
+      Storage last[n];
+      E::store_sums(last, load(sums + o * width));
+      for (int64_t i = 0; i < tokens; ++i) y[i * stride + o] = last[i];
+    }
+  }
+}
+
+}  // namespace BLOCKSPARSE_ISA
+}  // namespace blocksparse

@@ -1,0 +1,46 @@
+// Layer norms: rows shared among threads, and then, for the gradients of gains and biases, features.
+#pragma once
+
+#include "core/types.hpp"
+
+namespace blocksparse {
+
+// Layer norms: n = (x - mean) / deviation of each group of `features` numbers that lie side by side in a row, and
+// y = (gain n + bias) factor + term, of which a relu leaves what is positive. Gain and bias have the numbers of a row.
+struct NormForward {
+  int64_t features, groups;
+  double epsilon;  // added to the variance
+  InputRows x;
+  OutputRows normed;        // n, which may take the place of x; or null
+  void* scale;              // [rows, groups], 1 / deviation in the type of sums; or null
+  const void *gain, *bias;  // these and what follows are for y
+  InputRows factor, term;   // each may be null
+  bool relu;
+  OutputRows y;  // or null
+};
+
+// The gradients at x, at the factor, and at gain n + bias, which is that at the term too.
+struct NormBackward {
+  int64_t features, groups;
+  InputRows grad;  // at y
+  const void *gain, *bias;
+  InputRows normed;
+  const void* scale;
+  InputRows y, factor;  // y only with a relu; each may be null
+  OutputRows grad_factor;
+  OutputRows grad_affine;       // null without a relu and a factor, where it would be `grad`
+  void *grad_gain, *grad_bias;  // added to, in the type of sums
+  OutputRows grad_x;
+};
+
+struct NormKernels {
+  void (*forward)(const NormForward&, int64_t first_row, int64_t last_row);
+  void (*backward)(const NormBackward&, int64_t first_row, int64_t last_row);
+  // Behind it: those of gains and biases, summed over all rows, for the numbers [first, last) of a row.
+  void (*sums)(const NormBackward&, int64_t rows, int64_t first, int64_t last);
+};
+
+void norm_forward(const InstructionSet& isa, DType dtype, int64_t rows, const NormForward& norm);
+void norm_backward(const InstructionSet& isa, DType dtype, int64_t rows, const NormBackward& norm);
+
+}  // namespace blocksparse

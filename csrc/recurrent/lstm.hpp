@@ -1,0 +1,89 @@
+// All steps of a recurrence with an LSTM's gates in one call: what goes into the gates, and the gates, in turn.
+#pragma once
+
+#include <functional>
+
+#include "linear/linear.hpp"
+#include "lstm_gates/lstm_gates.hpp"
+
+namespace blocksparse {
+
+// Step t has the rows [start[t], start[t + 1]) of all data, never more than the step before.
+struct TimeSteps {
+  const int64_t* start;  // [count + 1]
+  int64_t count;
+  bool reverse;  // time runs from the last step to the first
+
+  int64_t at(int64_t nth) const { return reverse ? count - 1 - nth : nth; }
+  int64_t rows(int64_t t) const { return start[t + 1] - start[t]; }
+};
+
+// A weight `[out, in]` and the tasks of its product x W^T, or if it is transposed of x W.
+struct RecurrentWeight {
+  int64_t out, in, block_out, block_in;
+  const void* values;
+  bool transposed;
+  RowTasks tasks;
+};
+
+// y, without gaps between its rows, is the product of these rows.
+void product(const InstructionSet& isa, DType dtype, const RecurrentWeight& weight, int64_t rows, const InputRows& x,
+             void* y);
+
+// A state on its way: what the steps take and what they leave, `[rows, hidden]`. `final` is that of each sequence, and
+// null where what one step leaves is what the next one takes, in the same memory.
+struct StatePath {
+  OutputRows before, after;
+  void* final;  // [batch, hidden]
+};
+
+struct GatedForward {
+  int64_t hidden;
+  InputRows add;     // the gates are those of gain z + add
+  const void* gain;  // or null
+  StatePath h, c;
+  OutputRows gates;  // may be null
+};
+
+struct GatedBackward {
+  int64_t hidden;
+  InputRows gates, c_before, c, grad_y;
+  void *grad_h, *grad_c;  // [batch, hidden], of the final states; then of the initial ones
+  OutputRows grad_pre;    // at gain z + add
+};
+
+// The rows of one step: `count` of them, the first of which is row `at` of all data.
+struct StepRows {
+  int64_t at, count;
+};
+
+// `z_of` computes the z `[rows, 4 hidden]` of a step from the h that it takes.
+void gated_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const GatedForward& data,
+                   const std::function<InputRows(StepRows)>& z_of);
+
+// `to_h` writes the gradient at the h that a step takes into `grad_h`, from that in `grad_pre`.
+void gated_backward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const GatedBackward& data,
+                    const std::function<void(StepRows)>& to_h);
+
+// What a multiplicative LSTM has besides: its weight's product is that of m = factor * of_h, where of_h = h M^T.
+struct MultipliedForward {
+  RecurrentWeight weight;  // M
+  InputRows factor;
+  void *of_h, *m;  // [rows, hidden]
+};
+
+struct MultipliedBackward {
+  RecurrentWeight weight;
+  InputRows factor, of_h;
+  void* grad_m;  // [batch, hidden], working memory
+  OutputRows grad_factor, grad_of_h;
+};
+
+// z is working memory, `[batch, 4 hidden]`; `multiplied` null for an LSTM.
+void lstm_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
+                  const GatedForward& data, void* z, const MultipliedForward* multiplied);
+
+void lstm_backward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
+                   const GatedBackward& data, const MultipliedBackward* multiplied);
+
+}  // namespace blocksparse

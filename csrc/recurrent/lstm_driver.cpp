@@ -1,0 +1,103 @@
+#include <cstring>
+
+#include "core/rows.hpp"
+#include "elementwise/elementwise.hpp"
+#include "recurrent/lstm.hpp"
+
+namespace blocksparse {
+namespace {
+
+// Passes on what a step of `rows` rows left. Sequences that are over keep their final state; those that have not begun,
+// their initial one.
+void advance(const StatePath& state, int64_t hidden, int64_t size, StepRows step, StepRows next) {
+  char* final = static_cast<char*>(state.final);
+  if (!final) return;
+  const int64_t bytes = hidden * size;
+  for (int64_t r = 0; r < step.count; ++r)
+    std::memcpy(final + r * bytes, from(state.after, step.at + r, size).data, bytes);
+  for (int64_t r = 0; r < next.count; ++r)
+    std::memcpy(from(state.before, next.at + r, size).data, final + r * bytes, bytes);
+}
+
+}  // namespace
+
+void product(const InstructionSet& isa, DType dtype, const RecurrentWeight& weight, int64_t rows, const InputRows& x,
+             void* y) {
+  int64_t out = weight.out, in = weight.in, block_out = weight.block_out, block_in = weight.block_in;
+  if (weight.transposed) std::swap(out, in), std::swap(block_out, block_in);
+  linear(isa, dtype, Activation::kNone, weight.transposed, block_out, block_in, rows, {x.data, x.stride, in},
+         weight.values, nullptr, y, out, weight.tasks);
+}
+
+void gated_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const GatedForward& data,
+                   const std::function<InputRows(StepRows)>& z_of) {
+  const int64_t hidden = data.hidden, size = size_of(dtype), wide = size_of_sum(dtype);
+  for (int64_t nth = 0; nth < steps.count; ++nth) {
+    const int64_t t = steps.at(nth), at = steps.start[t];
+    const StepRows step = {at, steps.rows(t)};
+    const InputRows z = z_of(step);
+    gates_forward(isa, dtype, step.count,
+                  {hidden, z, from(data.add, at, size), data.gain, read_only(from(data.c.before, at, wide)),
+                   from(data.h.after, at, size), from(data.c.after, at, wide), from(data.gates, at, size)});
+    const bool last = nth + 1 == steps.count;
+    const int64_t following = last ? t : steps.at(nth + 1);
+    const StepRows next = {steps.start[following], last ? 0 : steps.rows(following)};
+    advance(data.h, hidden, size, step, next);
+    advance(data.c, hidden, wide, step, next);
+  }
+}
+
+void gated_backward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const GatedBackward& data,
+                    const std::function<void(StepRows)>& to_h) {
+  const int64_t hidden = data.hidden, size = size_of(dtype), wide = size_of_sum(dtype);
+  const OutputRows grad_c = {data.grad_c, hidden};
+  for (int64_t nth = steps.count - 1; nth >= 0; --nth) {
+    const int64_t t = steps.at(nth), at = steps.start[t];
+    gates_backward(isa, dtype, steps.rows(t),
+                   {hidden,
+                    from(data.gates, at, size),
+                    from(data.c_before, at, wide),
+                    from(data.c, at, wide),
+                    {data.grad_h, hidden},
+                    from(data.grad_y, at, size),
+                    read_only(grad_c),
+                    from(data.grad_pre, at, size),
+                    grad_c});
+    to_h({at, steps.rows(t)});
+  }
+}
+
+void lstm_forward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
+                  const GatedForward& data, void* z, const MultipliedForward* multiplied) {
+  const int64_t hidden = data.hidden, size = size_of(dtype);
+  gated_forward(isa, dtype, steps, data, [&](StepRows step) {
+    InputRows x = read_only(from(data.h.before, step.at, size));
+    if (multiplied) {
+      const OutputRows of_h = from(OutputRows{multiplied->of_h, hidden}, step.at, size);
+      const OutputRows m = from(OutputRows{multiplied->m, hidden}, step.at, size);
+      product(isa, dtype, multiplied->weight, step.count, x, of_h.data);
+      multiply(isa, dtype, step.count, hidden, {from(multiplied->factor, step.at, size), read_only(of_h), m});
+      x = read_only(m);
+    }
+    product(isa, dtype, weight, step.count, x, z);
+    return InputRows{z, 4 * hidden};
+  });
+}
+
+void lstm_backward(const InstructionSet& isa, DType dtype, const TimeSteps& steps, const RecurrentWeight& weight,
+                   const GatedBackward& data, const MultipliedBackward* multiplied) {
+  const int64_t hidden = data.hidden, size = size_of(dtype);
+  gated_backward(isa, dtype, steps, data, [&](StepRows step) {
+    const InputRows grad_z = read_only(from(data.grad_pre, step.at, size));
+    if (!multiplied) return product(isa, dtype, weight, step.count, grad_z, data.grad_h);
+    const InputRows grad_m = {multiplied->grad_m, hidden};
+    const OutputRows grad_of_h = from(multiplied->grad_of_h, step.at, size);
+    product(isa, dtype, weight, step.count, grad_z, multiplied->grad_m);
+    multiply(isa, dtype, step.count, hidden,
+             {grad_m, from(multiplied->of_h, step.at, size), from(multiplied->grad_factor, step.at, size)});
+    multiply(isa, dtype, step.count, hidden, {grad_m, from(multiplied->factor, step.at, size), grad_of_h});
+    product(isa, dtype, multiplied->weight, step.count, read_only(grad_of_h), data.grad_h);
+  });
+}
+
+}  // namespace blocksparse
