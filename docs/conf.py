@@ -23,6 +23,7 @@ version = release = blocksparse.__version__
 extensions = [
     "mathml",
     "public",
+    "results_table",
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",

@@ -1,6 +1,6 @@
 """Kills training runs at random moments, again and again until they end: each is to end with the same tensors.
 
-    python tests/lab/kill_runs.py --kills 100 --seed 0 --log docs/results/kills.md
+    python tests/lab/kill_runs.py --kills 100 --seed 0 --log docs/development/kills.md
 
 Each run is tiny, with a checkpoint after each step, on a disk that is made slow, so that many kills hit a file that is
 being written. It is a process of its own, forked once all is imported, and gets SIGKILL, SIGINT or SIGTERM.
