@@ -241,7 +241,7 @@ class Device:
         from blocksparse.ops.conv import triton as convolutions
         from blocksparse.ops.gated_linear import triton as gated
         from blocksparse.ops.linear import triton as products
-        from blocksparse.ops.recurrent import quads
+        from blocksparse.ops.recurrent import fused_gates
 
         amd = gpu.kind.startswith("gfx")
         torch.version.hip = "as if" if amd else None
@@ -249,7 +249,7 @@ class Device:
         self.target = GPUTarget("hip", gpu.kind, 64) if amd else GPUTarget("cuda", int(gpu.kind[2:]), 32)
         self.compile = JITFunction.run
         driver.set_active(self)  # type: ignore[arg-type]
-        for ops in (products, quads, convolutions, gated):
+        for ops in (products, fused_gates, convolutions, gated):
             ops.gpu_of = lambda device: gpu  # type: ignore[attr-defined]
         JITFunction.run = lambda *args, **options: self.launch(*args, **options)
 
@@ -304,7 +304,7 @@ class Device:
 
     def run_step(self, case: StepCase) -> list[Launch]:
         """The step of this case, and the weight's gradient."""
-        from blocksparse.ops.recurrent.quads import Quads
+        from blocksparse.ops.recurrent.fused_gates import FusedGates
 
         blocks = np.eye(8 * self.gpu.multiprocessors, dtype=bool)
         blocks[0] = case.split  # a row of these is cut
@@ -318,7 +318,7 @@ class Device:
         (hidden, inputs), wide = gate.shape, SUM_DTYPES[dtype]
         x, h, z, c = made(inputs), made(hidden), made(4 * hidden), made(hidden, wide)
         index = torch.empty(case.rows, dtype=torch.int64, device="meta") if case.split else None
-        step = Quads(torch.empty(layout.values_shape, dtype=dtype, device="meta"), layout, gate)
+        step = FusedGates(torch.empty(layout.values_shape, dtype=dtype, device="meta"), layout, gate)
         self.launches.clear()
         step.forward(x, z, index, c, h_out=h, c_out=c, gates_out=z if case.split else None)
         step.wgrad(z, x)

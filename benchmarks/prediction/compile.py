@@ -136,7 +136,7 @@ class Reach(Device):
 
     def of_lstm(self, spec: LstmSpec) -> list[Done]:
         """The products of all steps forward and back, the weight's gradient, and passes over memory for all else."""
-        from blocksparse.ops.recurrent.quads import Quads
+        from blocksparse.ops.recurrent.fused_gates import FusedGates
 
         gate, batch, rows = spec.config.layout, spec.batch, spec.tokens
         assert gate is not None
@@ -148,12 +148,12 @@ class Reach(Device):
         sizes = (batch, 1), (rows, 1), (256, 4), (batch, 4), (rows, 4)
         h, all_h, pre, gates, grad = (torch.empty(n, wide * hidden, **kind) for n, wide in sizes)
         c, index = torch.empty(batch, hidden, device="meta"), torch.empty(batch, dtype=torch.int64, device="meta")
-        quads = Quads(torch.empty(layout.values_shape, dtype=torch.bfloat16), layout, gate)
+        fused_gates = FusedGates(torch.empty(layout.values_shape, dtype=torch.bfloat16), layout, gate)
         values = layout.nnz * block**2
 
         self._begin()
-        quads.forward(h, pre, index, c, h_out=h, c_out=c, gates_out=gates)
-        quads.wgrad(grad, all_h)
+        fused_gates.forward(h, pre, index, c, h_out=h, c_out=c, gates_out=gates)
+        fused_gates.wgrad(grad, all_h)
         (step, grid), (weights, grid_of_weights) = self.recorded()
         given = _given(step)
         forward = _of_rows(given, grid, given["task_ptr"][:, 1:3], batch, block, values)

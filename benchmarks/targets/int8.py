@@ -44,7 +44,7 @@ def rows(budget: float, quick: bool = False) -> Rows:
                 FLOAT32: partial(linear, x, values, layout),
             }
             some = slice(0, 16)
-            error = relative_error(calls[OURS]()[some], reference.int8_linear(x[some], *rounded, layout, None, None))
+            error = relative_error(calls[OURS]()[some], reference.int8_linear(x[some], *rounded, None, layout, None))
             within(1e-6, {"y": error}, layout, "the definition of the int8 product")
             rounding = relative_error(calls[OURS](), calls[FLOAT32]())
             found = race(calls, **timing(budget, quick))

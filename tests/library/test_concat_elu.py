@@ -28,7 +28,7 @@ def test_outputs_and_gradients(backend, dtype, least, shape):
     with running(backend):
         y, grad_x = op.forward(x, *drawn), op.backward(grad, x, *drawn)
     wide = x.double().requires_grad_()
-    expected = torch.where(op.kept(x, *drawn[1:]), F.elu(torch.cat([wide, -wide], 1)) * drawn[0], 0)
+    expected = torch.where(op.keep_mask(x, *drawn[1:]), F.elu(torch.cat([wide, -wide], 1)) * drawn[0], 0)
     expected.backward(grad.double())
     rounding = 2 * ROUNDING[dtype]
     torch.testing.assert_close(y.double(), expected.detach(), rtol=rounding, atol=rounding / 1000)
@@ -41,7 +41,7 @@ def test_special_values(backend):
     expected = F.elu(torch.cat([x, -x], 1))
     with running(backend):
         torch.testing.assert_close(op.forward(x), expected, equal_nan=True, rtol=1e-6, atol=0)
-        some, kept = op.forward(x, 1.0, 1, 2**15), op.kept(x, 1, 2**15)
+        some, kept = op.forward(x, 1.0, 1, 2**15), op.keep_mask(x, 1, 2**15)
         grad_x = op.backward(torch.full_like(expected, torch.nan), x, 1.0, 1, 2**15)
     assert (some[~kept] == 0).all()
     torch.testing.assert_close(some[kept], expected[kept], equal_nan=True, rtol=1e-6, atol=0)
@@ -63,7 +63,7 @@ def test_the_same_for_any_number_of_threads(backend):
 
 def test_as_many_are_dropped_as_wanted_and_both_signs_apart():
     x = torch.ones(1000, 501)
-    kept = op.kept(x, 7, 2**14)
+    kept = op.keep_mask(x, 7, 2**14)
     upper, lower = ((half.double() - 0.75) for half in kept.chunk(2, 1))
     deviation = (0.75 * 0.25 / x.numel()) ** 0.5
     assert abs(upper.mean()) < 5 * deviation

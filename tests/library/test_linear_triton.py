@@ -12,7 +12,7 @@ from blocksparse.ops.attention import triton as attention
 from blocksparse.ops.gpu import runtime as triton_runtime
 from blocksparse.ops.gpu.tiles import Tile, Work, bucket, forget_tuned, gpu_of, slug, use_tiles, write
 from blocksparse.ops.linear import triton as backend
-from blocksparse.ops.recurrent import quads
+from blocksparse.ops.recurrent import fused_gates
 from linear_backends import assert_close, forward, running, wgrad
 
 pytestmark = [
@@ -128,35 +128,35 @@ def test_a_call_like_one_before_it_takes_the_short_way(split):
         values, bias = torch.randn(layout.values_shape), torch.randn(layout.shape[0])
         x = torch.randn(2, 10, layout.shape[1])
 
-        def at_once(x, values=values, bias=bias, activation="relu", transpose=False):
-            return backend.at_once(x, values, bias, layout, transpose, activation)
+        def fast(x, values=values, bias=bias, activation="relu", transpose=False):
+            return backend.linear_fast(x, values, bias, layout, transpose, activation)
 
-        assert at_once(x) is None, "no call was before"
+        assert fast(x) is None, "no call was before"
         expected = (x @ bs.to_dense(values, layout).T + bias).relu()
         for _ in range(2):
             torch.testing.assert_close(bs.linear(x, values, layout, bias, "relu"), expected, atol=1e-4, rtol=1e-4)
             for same in (x, x.flatten(0, 1)):
-                found = at_once(same)
+                found = fast(same)
                 torch.testing.assert_close(found.view(expected.shape), expected, atol=1e-4, rtol=1e-4)
         launches = layout.derived("triton launches", dict).values()
         assert {len(some) for some in launches} == {1 + split}
         longer = torch.randn(11, layout.shape[1])
         others = [
-            at_once(longer),  # other tokens
-            at_once(x[..., 1:]),
-            at_once(x.transpose(0, 1)),
-            at_once(longer.T.contiguous().T),
-            at_once(x, activation=None),
-            at_once(x, bias=None),
-            at_once(x, bias=bias[1:]),
-            at_once(x, bias=bias.double()),
-            at_once(x, values.double()),
-            at_once(x.bfloat16(), values.bfloat16(), bias.bfloat16()),
-            at_once(x, values[1:]),
-            at_once(x, values.mT),
-            at_once(x, transpose=True),
-            at_once(x.view(-1, 1, 1)),
-            at_once(torch.tensor(1.0)),
+            fast(longer),  # other tokens
+            fast(x[..., 1:]),
+            fast(x.transpose(0, 1)),
+            fast(longer.T.contiguous().T),
+            fast(x, activation=None),
+            fast(x, bias=None),
+            fast(x, bias=bias[1:]),
+            fast(x, bias=bias.double()),
+            fast(x, values.double()),
+            fast(x.bfloat16(), values.bfloat16(), bias.bfloat16()),
+            fast(x, values[1:]),
+            fast(x, values.mT),
+            fast(x, transpose=True),
+            fast(x.view(-1, 1, 1)),
+            fast(torch.tensor(1.0)),
         ]
         assert others == [None] * len(others)
 
@@ -196,10 +196,10 @@ def test_the_allocator_is_told_which_streams_use_index_tensors(case, monkeypatch
         def call():
             backend.linear(x, values, None, layout, False, None)
     elif case == "steps":
-        place = quads
+        place = fused_gates
         x, values = torch.randn(5, 32).bfloat16(), torch.randn(layout.values_shape).bfloat16()
         with bs.use_backend("triton"):
-            step = quads.quads(values, layout)
+            step = fused_gates.fused_gates_for(values, layout)
 
         def call():
             state = torch.zeros(5, 32)

@@ -12,8 +12,8 @@ import torch
 import blocksparse as bs
 from blocksparse.ops import recurrent
 from blocksparse.ops.gpu import runtime
-from blocksparse.ops.recurrent import Steps, quads, scan
-from blocksparse.ops.recurrent.quads import Quads
+from blocksparse.ops.recurrent import Steps, fused_gates, scan
+from blocksparse.ops.recurrent.fused_gates import FusedGates
 from linear_backends import BOUNDS, assert_close, running
 
 pytestmark = [
@@ -39,14 +39,14 @@ def hub(blocks):
 @pytest.fixture
 def calls(monkeypatch):
     """The names of the kernels' launches."""
-    seen, prepared = [], Quads._prepared
+    seen, prepared = [], FusedGates._prepared
 
     def note(self, pass_, *tensors):
         launch, numbers = prepared(self, pass_, *tensors)
         seen.append((pass_, launch.slots > 0))
         return launch, numbers
 
-    monkeypatch.setattr(Quads, "_prepared", note)
+    monkeypatch.setattr(FusedGates, "_prepared", note)
     return seen
 
 
@@ -116,8 +116,8 @@ def test_block_rows_that_come_in_parts(calls):
 
 
 def test_the_weight_gradient_of_all_gates_together(calls, monkeypatch):
-    gpu_of = quads.gpu_of
-    monkeypatch.setattr(quads, "gpu_of", lambda device: replace(gpu_of(device), multiprocessors=1))
+    gpu_of = fused_gates.gpu_of
+    monkeypatch.setattr(fused_gates, "gpu_of", lambda device: replace(gpu_of(device), multiprocessors=1))
     gate, steps = bs.BlockLayout(hub(5), 16), Steps.equal(2, 33)  # more rows than a step of the kernel takes
     check(recurrent.LSTM(steps, None, stacked(gate)), tensors_of(steps, gate, torch.float16), torch.float16)
     assert calls[-1] == ("wgrad", False)
@@ -158,14 +158,14 @@ def test_gates_of_several_layouts_have_none(monkeypatch):
     mask = np.ones((8, 2), dtype=bool)
     equal = bs.BlockLayout(mask, 8)
     with running("triton-tuned"):
-        assert quads.quads(torch.empty(equal.values_shape, dtype=torch.float16), equal) is not None
-        assert quads.quads(torch.empty(equal.values_shape), equal) is None  # float32
+        assert fused_gates.fused_gates_for(torch.empty(equal.values_shape, dtype=torch.float16), equal) is not None
+        assert fused_gates.fused_gates_for(torch.empty(equal.values_shape), equal) is None  # float32
         mask[3, 1] = False
         for other in (mask, mask[:7], np.zeros((8, 2), dtype=bool)):
             layout = bs.BlockLayout(other, 8)
-            assert quads.quads(torch.empty(layout.values_shape, dtype=torch.float16), layout) is None
+            assert fused_gates.fused_gates_for(torch.empty(layout.values_shape, dtype=torch.float16), layout) is None
     with bs.use_backend("reference"):
-        assert quads.quads(torch.empty(equal.values_shape, dtype=torch.float16), equal) is None
+        assert fused_gates.fused_gates_for(torch.empty(equal.values_shape, dtype=torch.float16), equal) is None
 
 
 def test_more_rows_than_kernels_count(monkeypatch):
@@ -174,7 +174,7 @@ def test_more_rows_than_kernels_count(monkeypatch):
         device = torch.empty(0).device
         tensors = [t if t is None else t.to(device) for t in tensors_of(steps, gate, torch.float16)]
         monkeypatch.setattr(runtime, "MAX_COUNTED", 19)
-        weight = quads.quads(tensors[-1], stacked(gate))
+        weight = fused_gates.fused_gates_for(tensors[-1], stacked(gate))
         with pytest.raises(bs.BlockSparseError, match="x: expected at most 19 rows on a GPU, got 20"):
             weight.forward(tensors[0], tensors[0], None, tensors[3], h_out=None, c_out=None, gates_out=None)
 

@@ -25,7 +25,7 @@ from torch._dynamo.backends.common import aot_autograd
 from triton.backends.compiler import GPUTarget
 
 import blocksparse as bs
-from blocksparse.ops import registry, traced
+from blocksparse.ops import lower_to_triton, registry
 from blocksparse.ops.conv import triton as conv
 from blocksparse.ops.gpu import runtime
 from blocksparse.ops.linear import triton as linear
@@ -76,7 +76,7 @@ def show(graph, inputs):
 
 def main(name: str, open_: str = "rows") -> None:
     triton.runtime.driver.set_active(Driver())
-    traced.SEEN_THROUGH = "cpu"
+    lower_to_triton.LOWERED_DEVICE = "cpu"
     layer, *shapes = cases()[name]
     layer = layer.bfloat16()
     of_batch = torch.vmap(layer) if open_ == "vmap" else layer

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from ..checked import number
 from ..ops import dropout
-from ..ops.dropout import reference
-from ..ops.registry import is_eager, is_plain
+from ..ops.registry import can_bypass_dispatcher
 
 
 class Dropout(nn.Module):
@@ -47,12 +43,12 @@ class Dropout(nn.Module):
 
     def forward(self, input: Tensor, slope: float = 1.0) -> Tensor:
         x, drops = input, self.training and self.p > 0
-        direct = is_eager(x) and forward_ad._current_level < 0 if drops else _saves(x, slope)
+        direct = can_bypass_dispatcher(x) if drops else _saves(x, slope)
         if direct and x.device.type == "cpu":
             least, drawn = (dropout.least_of(self.p), seed()) if drops else (0, 0)
             order = _order(x)
             x = x.permute(order) if order else x
-            y: Tensor = _Dropped.apply(x, dropout.factors_of(least, float(slope)), drawn, least, None)  # type: ignore[no-untyped-call]
+            y = dropout.dropout(x, dropout.factors_of(least, float(slope)), drawn, least)
             return y.permute([order.index(axis) for axis in range(x.dim())]) if order else y
         x = x if slope == 1 else F.leaky_relu(x, slope)
         return F.dropout(x, self.p) if drops else x
@@ -63,7 +59,7 @@ class Dropout(nn.Module):
 
 def _saves(x: Tensor, slope: float) -> bool:
     """Whether the codes of a leaky ReLU alone are worth it: for the gradient PyTorch keeps x, four times as large."""
-    return slope != 1 and x.requires_grad and torch.is_grad_enabled() and is_plain(x) and x.is_contiguous()
+    return slope != 1 and x.requires_grad and torch.is_grad_enabled() and can_bypass_dispatcher(x) and x.is_contiguous()
 
 
 def _order(x: Tensor) -> list[int]:
@@ -77,28 +73,3 @@ def _order(x: Tensor) -> list[int]:
 def seed() -> int:
     """A seed for one call, drawn by PyTorch's generator."""
     return int(torch.randint(-(2**63), 2**63 - 1, (), device="cpu")) % 2**64
-
-
-class _Dropped(torch.autograd.Function):
-    """The outputs of `ops.dropout`, whose codes are drawn, or given: linear then, and so its own derivative."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, factors: dropout.Factors, seed: int, least: int, code: Tensor | None = None
-    ) -> Tensor:
-        if code is None:
-            y, code = dropout.forward(x, factors, seed, least)
-        else:
-            y = dropout.backward(x, code, factors)
-        ctx.save_for_backward(code)
-        ctx.drawn = factors, seed, least
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (code,) = ctx.saved_tensors
-        if is_eager(grad) and not torch._C._functorch.is_legacy_batchedtensor(grad):
-            grad_x: Tensor = _Dropped.apply(grad, *ctx.drawn, code)  # type: ignore[no-untyped-call]
-        else:  # `is_grads_batched`, say
-            grad_x = reference.backward(grad, code, ctx.drawn[0])
-        return grad_x, None, None, None, None

@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 
 from ..errors import BlockSparseError
 from ..layout import BlockLayout, are_indices_of
-from ..ops.operands import OperandLayout, make_operands
+from ..ops.graph_layout import DynamicLayout, register_indices
 
 OTHERS = (
     "others, written to this buffer: by DistributedDataParallel, where the layouts of the ranks differ (draw them with "
@@ -66,7 +66,7 @@ class LayoutModule(nn.Module):
         crow, col = self.crow_indices, self.col_indices
         self._written = crow, crow._version, col, col._version
         if self._evolves:
-            make_operands(self._layout, crow, col)
+            register_indices(self._layout, crow, col)
             if self._resized:
                 for tensor in (col, self.values):
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -89,7 +89,7 @@ class LayoutModule(nn.Module):
                 self._check_buffers()
             if self._evolves and not is_exporting():
                 crow, col = self.crow_indices, self.col_indices
-                return OperandLayout(crow, col, self._grid, self._block_shape)
+                return DynamicLayout(crow, col, self._grid, self._block_shape)
             return self._layout
         mine = self.__dict__  # the way through Module is slow
         written, buffers = mine.get("_written"), mine["_buffers"]

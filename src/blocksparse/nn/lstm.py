@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..layout import BlockLayout
 from ..ops import recurrent
 from ..ops.recurrent import Steps, cpu, scan
-from ..ops.registry import is_bare, needs_grad
+from ..ops.registry import can_bypass_dispatcher, needs_grad
 from .module import Weight
 from .recurrent import Recurrent, SparseOptions, State, cast, check_dtypes, check_states, pad, to_dtype
 
@@ -118,9 +118,9 @@ class LSTM(Recurrent):
             biases = [getattr(self, name + suffix) for name in ("bias_ih", "bias_hh")] if self.bias else []
             layers.append((input_weight, input_layout, biases, weight, layout))
             tensors += [input_weight, weight, *biases]
-        if not is_bare(*tensors):
+        if not can_bypass_dispatcher(*tensors, plain_call=True):
             return None
-        found = cpu.one_step(x, *self._initial(hx, batch, x, x), layers)
+        found = cpu.lstm_step_fast(x, *self._initial(hx, batch, x, x), layers)
         if found is None:
             return None
         y, h, c = found

@@ -17,7 +17,7 @@ from ..errors import BlockSparseError
 from ..layout import BlockLayout
 from ..ops.checks import autocast, check_rows_of_table
 from ..ops.recurrent import Steps, Times
-from ..ops.registry import is_eager
+from ..ops.registry import can_bypass_dispatcher
 from .layout_module import LayoutModule
 from .multi_weight import MultiWeightModule, Size, padded_to
 
@@ -217,7 +217,7 @@ class Recurrent(MultiWeightModule):
                 raise BlockSparseError.expected("table", f"[n, {self.input_size}]", list(table.shape))
             if data.dtype != torch.int64:
                 raise BlockSparseError.expected("input", "int64 rows of the table", data.dtype)
-            if data.is_cpu and is_eager(data):
+            if data.is_cpu and can_bypass_dispatcher(data):
                 check_rows_of_table(data, len(table))
             data, size = data.unsqueeze(-1), 1
         elif not data.is_floating_point():

@@ -11,7 +11,7 @@ from ..errors import BlockSparseError
 from ..indices import LARGE
 from ..layout import BlockLayout
 from . import workspace
-from .registry import is_eager, needs_grad
+from .registry import can_bypass_dispatcher, needs_grad
 
 # How many gates a layout caches, the newest ones: several weights may share a layout.
 REMEMBERED = 8
@@ -34,7 +34,7 @@ def gated(values: Tensor, layout: BlockLayout, gate: Tensor) -> tuple[Tensor, Bl
     """
     _check(values, layout, gate)
     values, gate = values.resolve_neg(), gate.resolve_neg()
-    readable = gate.device.type == "cpu" and layout.nnz < LARGE and is_eager(values, gate)
+    readable = gate.device.type == "cpu" and layout.nnz < LARGE and can_bypass_dispatcher(values, gate)
     if not readable or needs_grad(values, gate):
         if readable:
             _refuse_nan(gate)

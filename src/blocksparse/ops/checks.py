@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,19 +59,26 @@ def check_same(x: Tensor, values: Tensor, bias: Tensor | None) -> None:
             raise BlockSparseError.expected(name, f"the device of x, {x.device}", tensor.device)
 
 
-def check_operands(dtype: torch.dtype, device: torch.device, **tensors: tuple[Tensor | None, tuple[int, ...]]) -> None:
-    """Raises a BlockSparseError unless each tensor has its shape, and all this dtype and device.
+def check_tensors(
+    dtype: torch.dtype,
+    device: torch.device,
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+    **tensors: tuple[Tensor | None, tuple[int, ...]],
+) -> None:
+    """Check that each tensor has its shape and this device, and the dtype in `dtypes` or else this one.
 
-    The public functions have checked and said more; this keeps who calls an op itself inside of the memory.
+    This keeps direct calls of PyTorch's ops inside the memory; public functions have checked already, with better
+    messages.
     """
     for name, (tensor, shape) in tensors.items():
+        own = dtypes.get(name, dtype)
         if tensor is not None and (
             tuple(tensor.shape) != shape
-            or tensor.dtype != dtype
+            or tensor.dtype != own
             or tensor.device != device
             or tensor.layout != torch.strided
         ):
-            raise BlockSparseError.expected(name, f"{list(shape)}, dense, {dtype}, {device}", described(tensor))
+            raise BlockSparseError.expected(name, f"{list(shape)}, dense, {own}, {device}", described(tensor))
 
 
 def row_stride(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:

@@ -15,10 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from .. import cpu_core, workspace
-from ..checks import accumulator, check_operands
+from ..checks import accumulator, check_tensors
 from ..cpu_core import address
 from ..cpu_plan import check_int32
-from ..registry import is_plain, needs_grad, of_each
+from ..registry import can_bypass_dispatcher, needs_grad
+from ..torch_op import call_per_batched_grad
 from . import gathered
 
 # The core takes whole vectors of features, of any instruction set.
@@ -37,7 +38,7 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:
     of_pytorch = q.dtype == torch.bfloat16 and cpu_core.isa() in PAIRS
-    if of_pytorch or layouts[0].block_shape[1] < LEAST_KEYS or not is_plain(q, k, v):
+    if of_pytorch or layouts[0].block_shape[1] < LEAST_KEYS or not can_bypass_dispatcher(q, k, v):
         return gathered.attention(q, k, v, layouts, causal, scale)
     return gathered.by_layout(q, k, v, layouts, partial(_of_layout, causal, scale))
 
@@ -87,11 +88,11 @@ class _Attention(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
 
         def gradients(grad: Tensor) -> Sequence[Tensor | None]:
-            if torch.is_grad_enabled() or not is_plain(grad):
+            if torch.is_grad_enabled() or not can_bypass_dispatcher(grad):
                 return _differentiable(q, k, v, ctx.layout, ctx.causal, grad)
             return backward(q, k, v, y, log_sum, grad, ctx.layout, ctx.causal, needed)
 
-        return None, None, *of_each(gradients, grad)
+        return None, None, *call_per_batched_grad(gradients, grad)
 
 
 def _differentiable(
@@ -129,7 +130,7 @@ def backward(
     """The gradients of q, k and v from that of y; None where it is not needed, nor computed with another."""
     q, k, v, grad, log_sum = (tensor.contiguous() for tensor in (q, k, v, grad, log_sum))
     common, of_query, of_y = _common(q, k, v, layout, causal)
-    check_operands(q.dtype, q.device, y=(y, of_y), grad=(grad, of_y))
+    check_tensors(q.dtype, q.device, y=(y, of_y), grad=(grad, of_y))
     delta = (grad * y).sum(-1)
     # The core computes those of keys and values together, and takes the address 0 for none.
     keys = needed[1] or needed[2]

@@ -14,33 +14,24 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...layout import BlockLayout
-from ..registry import LIBRARY, Op, each_entry, indices_of, layout_of
+from ..graph_layout import pack_layouts, unpack_layouts
+from ..registry import Op
+from ..torch_op import LIBRARY, define_op
 from . import cpu, gathered, reference, triton
 
 # Gathered rows serve every device.
-ATTENTION = Op("attention", triton, cpu, reference, elsewhere=gathered)
-
-_QKV, _REST = "Tensor q, Tensor k, Tensor v", "Tensor[] indices, SymInt[] sizes_of_layouts, bool causal, float scale"
-LIBRARY.define(f"attention({_QKV}, {_REST}) -> Tensor")
-LIBRARY.define(f"attention_backward({_QKV}, Tensor grad, {_REST}) -> Tensor[]")
+ATTENTION = Op("attention", triton, cpu, reference, fallback=gathered)
 
 
 def in_graph(q: Tensor, k: Tensor, v: Tensor, layouts: Sequence[BlockLayout], causal: bool, scale: float) -> Tensor:
     """Computes attention as an operation of a graph."""
-    indices: list[Tensor] = []
-    sizes_of_layouts: list[int] = []  # block columns, and rows and columns of a block, of each
-    for layout in layouts:
-        indices += indices_of(layout, q.device)
-        sizes_of_layouts += [layout.grid[1], *layout.block_shape]
+    indices, sizes_of_layouts = pack_layouts(layouts, q.device)
     y: Tensor = torch.ops.blocksparse.attention(q, k, v, indices, sizes_of_layouts, causal, scale)
     return y
 
 
 def _layouts(indices: Sequence[Tensor], sizes: Sequence[int]) -> list[BlockLayout]:
-    return [
-        layout_of(indices[2 * i : 2 * i + 2], sizes[3 * i], (sizes[3 * i + 1], sizes[3 * i + 2]))
-        for i in range(len(indices) // 2)
-    ]
+    return [layout for layout in unpack_layouts(indices, sizes) if layout is not None]
 
 
 def _attention(
@@ -105,12 +96,9 @@ def _differentiable(
     return [next(found) if each.requires_grad else None for each in (q, k, v)]
 
 
-for _name, _run, _meta in (
-    ("attention", _attention, _attention_meta),
-    ("attention_backward", _attention_backward, _attention_backward_meta),
-):
-    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"blocksparse::{_name}", _meta, lib=LIBRARY)
-    _op = getattr(torch.ops.blocksparse, _name).default
-    torch.library.register_vmap(_op, each_entry(_op), lib=LIBRARY)
+_QKV, _REST = "Tensor q, Tensor k, Tensor v", "Tensor[] indices, SymInt[] sizes_of_layouts, bool causal, float scale"
+define_op(f"attention({_QKV}, {_REST}) -> Tensor", _attention, _attention_meta)
+define_op(
+    f"attention_backward({_QKV}, Tensor grad, {_REST}) -> Tensor[]", _attention_backward, _attention_backward_meta
+)
 torch.library.register_autograd("blocksparse::attention", _backward, setup_context=_keep, lib=LIBRARY)

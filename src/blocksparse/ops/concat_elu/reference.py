@@ -20,7 +20,7 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 def forward(x: Tensor, scale: float, seed: int, least: int) -> Tensor:
     wide = x.to(SUM_DTYPES[x.dtype])
     y = F.elu(torch.cat([wide, -wide], 1)) * scale
-    return torch.where(kept(x, seed, least), y, 0).to(x.dtype)
+    return torch.where(keep_mask(x, seed, least), y, 0).to(x.dtype)
 
 
 def backward(grad: Tensor, x: Tensor, scale: float, seed: int, least: int) -> Tensor:
@@ -28,12 +28,12 @@ def backward(grad: Tensor, x: Tensor, scale: float, seed: int, least: int) -> Te
     upper, lower = grad.to(wide.dtype).chunk(2, 1)
     slope, above = (-wide.abs()).exp(), wide > 0
     both = torch.cat([torch.where(above, upper, upper * slope), torch.where(above, lower * slope, lower)], 1)
-    of_x, of_minus_x = torch.where(kept(x, seed, least), both, 0).chunk(2, 1)
+    of_x, of_minus_x = torch.where(keep_mask(x, seed, least), both, 0).chunk(2, 1)
     return ((of_x - of_minus_x) * scale).to(x.dtype)
 
 
-def kept(x: Tensor, seed: int, least: int) -> Tensor:
-    """Which numbers of y are not dropped, `[rows, 2 features]`."""
+def keep_mask(x: Tensor, seed: int, least: int) -> Tensor:
+    """Return which numbers of y are not dropped: bool `[rows, 2 features]`."""
     count = x.numel()
     chunks = -(-count // DRAWS)
     draws = torch.from_numpy(drawn(2 * chunks * DRAWS, seed) >= least).view(chunks, 2, DRAWS)

@@ -17,10 +17,11 @@ from torch import Tensor
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS, grad_before
+from ..graph_layout import AnyLayout, index_tensors
 from ..linear import LINEAR, LINEAR_WGRAD
 from ..linear import triton as products
-from ..registry import Geometry, LayoutOp, Pattern, Tensors, features_of, indices_of
-from ..traced import see_through, traced_layout, wants_schedule
+from ..lower_to_triton import lower_to_triton, needs_schedule, traced_layout
+from ..registry import Geometry, LayoutOp, Tensors, features_of
 from . import cpu, reference, triton
 from .plan import axes_of, is_linear
 
@@ -32,18 +33,18 @@ class Conv(LayoutOp):
         (x, values, _), (transpose, _, size, *_, activation) = tensors, options
         axes = len(size)
         if axes < 1 or x.dim() != axes + 2 or values.dim() != axes + 3 or activation not in ACTIVATIONS:
-            shapes = f"{list(x.shape)}, {list(values.shape)}, {list(size)}, {activation!r}"
+            got = f"{list(x.shape)}, {list(values.shape)}, {list(size)}, {activation!r}"
             expected = "[n, *space, channels], [nnz, block_out, block_in, *kernel], a size of each axis, one of "
-            raise BlockSparseError.expected("x, values, size, activation", f"{expected}{list(ACTIVATIONS)}", shapes)
+            raise BlockSparseError.expected("x, values, size, activation", f"{expected}{list(ACTIVATIONS)}", got)
         block = values.shape[1], values.shape[2]
         out, in_ = features_of(grid, block, transpose)
-        operands = [(*x.shape[:-1], in_), (nnz, *block, *values.shape[3:]), (out,)]
-        return Geometry(block, operands, (x.shape[0], *size, out))
+        shapes = [(*x.shape[:-1], in_), (nnz, *block, *values.shape[3:]), (out,)]
+        return Geometry(block, shapes, (x.shape[0], *size, out))
 
     def indices(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> Sequence[Tensor]:
         (x, values, _), (transpose, transposed, _, stride, padding, dilation, _) = tensors, options
-        indices, kernel = indices_of(layout, x.device), values.shape[3:]
-        if not wants_schedule(layout, x):
+        indices, kernel = index_tensors(layout, x.device), values.shape[3:]
+        if not needs_schedule(layout, x):
             return indices
         alone = all(k == s == 1 and p == 0 for k, s, p in zip(kernel, stride, padding, strict=True))
         if alone and triton.as_linear(x.dtype):
@@ -65,9 +66,14 @@ class Conv(LayoutOp):
         return result
 
     def backward(
-        self, grad: Tensor, kept: Any, layout: BlockLayout | Pattern, options: Sequence[Any], needed: Sequence[bool]
+        self,
+        grad: Tensor,
+        saved: Any,
+        layout: AnyLayout,
+        options: Sequence[Any],
+        needed: Sequence[bool],
     ) -> Tensors:
-        (x, values, bias, output), (transpose, transposed, _, *steps, activation) = kept, options
+        (x, values, bias, output), (transpose, transposed, _, *steps, activation) = saved, options
         grad = grad_before(grad, activation, output, lambda: self((x, values, bias), layout, (*options[:-1], None)))
         grad_x = grad_values = None
         if needed[0]:
@@ -85,12 +91,12 @@ class ConvWgrad(LayoutOp):
     def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
         (grad, x), kernel = tensors, options[1]
         if not 1 <= len(kernel) == x.dim() - 2 == grad.dim() - 2:
-            shapes = f"{list(grad.shape)}, {list(x.shape)}, {list(kernel)}"
-            raise BlockSparseError.expected("grad, x, kernel", "two [n, *space, channels], a size of each axis", shapes)
+            got = f"{list(grad.shape)}, {list(x.shape)}, {list(kernel)}"
+            raise BlockSparseError.expected("grad, x, kernel", "two [n, *space, channels], a size of each axis", got)
         block = grad.shape[-1] // grid[0], x.shape[-1] // grid[1]
         out, in_ = features_of(grid, block)
-        operands = [(x.shape[0], *grad.shape[1:-1], out), (*x.shape[:-1], in_)]
-        return Geometry(block, operands, (nnz, *block, *kernel))
+        shapes = [(x.shape[0], *grad.shape[1:-1], out), (*x.shape[:-1], in_)]
+        return Geometry(block, shapes, (nnz, *block, *kernel))
 
     def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
         (grad, x), (transposed, kernel, *steps) = tensors, options
@@ -104,9 +110,14 @@ class ConvWgrad(LayoutOp):
         return result
 
     def backward(
-        self, grad: Tensor, kept: Any, layout: BlockLayout | Pattern, options: Sequence[Any], needed: Sequence[bool]
+        self,
+        grad: Tensor,
+        saved: Any,
+        layout: AnyLayout,
+        options: Sequence[Any],
+        needed: Sequence[bool],
     ) -> Tensors:
-        (left, x), (transposed, _, *steps) = kept, options
+        (left, x), (transposed, _, *steps) = saved, options
         grad_left = grad_x = None
         if needed[0]:
             grad_left = CONV((x, grad, None), layout, (False, transposed, left.shape[1:-1], *steps, None))
@@ -130,7 +141,7 @@ conv_op, conv_wgrad_op = CONV.torch_op, CONV_WGRAD.torch_op
 # -- torch.compile -----------------------------------------------------------------------------------------------
 
 
-def conv_launched(
+def launch_conv(
     x: Tensor, values: Tensor, bias: Tensor | None, indices: Sequence[Tensor], in_blocks: int, transpose: bool,
     transposed: bool, size: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     activation: str | None,
@@ -149,7 +160,7 @@ def conv_launched(
     return triton.conv(x, values, bias, layout, transpose, transposed, axes, activation)
 
 
-def conv_wgrad_launched(
+def launch_conv_wgrad(
     grad: Tensor, x: Tensor, indices: Sequence[Tensor], in_blocks: int, transposed: bool, kernel: Sequence[int],
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
 ) -> Any:  # fmt: skip
@@ -170,5 +181,5 @@ def _open(*sizes: Any) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
-see_through(CONV, conv_launched)
-see_through(CONV_WGRAD, conv_wgrad_launched)
+lower_to_triton(CONV, launch_conv)
+lower_to_triton(CONV_WGRAD, launch_conv_wgrad)

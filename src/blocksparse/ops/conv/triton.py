@@ -31,7 +31,7 @@ from ..gpu.tiles import (
     power_of_two,
 )
 from ..linear.triton import prepared
-from ..traced import TracedLayout
+from ..lower_to_triton import TracedLayout
 from .gpu_plan import Phase, phases
 from .plan import Axis, three_axes
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from .. import workspace
+from ..graph_layout import AnyLayout
 from ..linear import LINEAR
-from ..registry import Geometry, LayoutOp, Pattern, Tensors, features_of, only_autograd_active
+from ..registry import Geometry, LayoutOp, Tensors, can_call_directly, features_of
 
 
 class ExpertPart(NamedTuple):
@@ -83,15 +84,20 @@ class ExpertLinear(LayoutOp):
         return y
 
     def backward(
-        self, grad: Tensor, kept: Any, layout: BlockLayout | Pattern, options: Sequence[Any], needed: Sequence[bool]
+        self,
+        grad: Tensor,
+        saved: Any,
+        layout: AnyLayout,
+        options: Sequence[Any],
+        needed: Sequence[bool],
     ) -> Tensors:
-        (values, x), (starts, transpose) = kept, options
+        (values, x), (starts, transpose) = saved, options
         grad_values = grad_x = None
         if needed[0]:
             pair = (x, grad) if transpose else (grad, x)
-            grad_values = _way(EXPERT_LINEAR_WGRAD, layout, *pair)(pair, layout, (starts,))
+            grad_values = _call_of(EXPERT_LINEAR_WGRAD, layout, *pair)(pair, layout, (starts,))
         if needed[1]:
-            grad_x = _way(self, layout, values, grad)((values, grad), layout, (starts, not transpose))
+            grad_x = _call_of(self, layout, values, grad)((values, grad), layout, (starts, not transpose))
         return grad_values, grad_x
 
 
@@ -120,10 +126,15 @@ class ExpertLinearWgrad(LayoutOp):
         return values
 
     def backward(
-        self, grad: Tensor, kept: Any, layout: BlockLayout | Pattern, options: Sequence[Any], needed: Sequence[bool]
+        self,
+        grad: Tensor,
+        saved: Any,
+        layout: AnyLayout,
+        options: Sequence[Any],
+        needed: Sequence[bool],
     ) -> Tensors:
-        (left, x), (starts,) = kept, options
-        linear = _way(EXPERT_LINEAR, layout, left, x, grad)
+        (left, x), (starts,) = saved, options
+        linear = _call_of(EXPERT_LINEAR, layout, left, x, grad)
         grad_left = linear((grad, x), layout, (starts, False)) if needed[0] else None
         return grad_left, linear((grad, left), layout, (starts, True)) if needed[1] else None
 
@@ -132,9 +143,8 @@ def _grid_of_part(grid: tuple[int, int], starts: Tensor) -> tuple[int, int]:
     return grid[0] // (starts.shape[0] - 1), grid[1]
 
 
-def _way(op: LayoutOp, layout: BlockLayout | Pattern, *tensors: Tensor) -> Callable[..., Tensor]:
-    """Returns the direct call of an op where nothing but autograd needs to see it."""
-    return op.direct if isinstance(layout, BlockLayout) and only_autograd_active(*tensors) else op
+def _call_of(op: LayoutOp, layout: AnyLayout, *tensors: Tensor) -> Callable[..., Tensor]:
+    return op.direct if can_call_directly(layout, *tensors) else op
 
 
 BACKENDS = LINEAR.backends.values()

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
-from ..registry import LIBRARY, each_entry, is_eager
-
-LIBRARY.define("route(Tensor top_k_index, int num_experts) -> Tensor[]")
+from ..registry import can_bypass_dispatcher
+from ..torch_op import define_op
 
 
 class Routes(NamedTuple):
@@ -41,7 +40,7 @@ def route(top_k_index: Tensor, num_experts: int) -> Routes:
     >>> order, starts
     (tensor([1, 2, 0, 3]), tensor([0, 2, 2, 3]))
     """
-    run = _route if is_eager(top_k_index) else torch.ops.blocksparse.route
+    run = _route if can_bypass_dispatcher(top_k_index) else torch.ops.blocksparse.route
     return Routes(*run(top_k_index, num_experts))
 
 
@@ -61,8 +60,4 @@ def _route_meta(top_k_index: Tensor, num_experts: int) -> list[Tensor]:
     return [order, place, torch.empty(num_experts + 1, dtype=torch.int64, device="cpu")]
 
 
-LIBRARY.impl("route", _route, "CompositeExplicitAutograd")
-torch.library.register_fake("blocksparse::route", _route_meta, lib=LIBRARY)
-torch.library.register_vmap(
-    torch.ops.blocksparse.route.default, each_entry(torch.ops.blocksparse.route.default), lib=LIBRARY
-)
+define_op("route(Tensor top_k_index, int num_experts) -> Tensor[]", _route, _route_meta)

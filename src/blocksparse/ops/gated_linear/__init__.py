@@ -7,14 +7,12 @@ from torch import Tensor
 from ...errors import BlockSparseError
 from ...layout import BlockLayout, check_layout
 from ..activations import ACTIVATIONS
-from ..checks import check_activation
+from ..checks import check_activation, in_autocast
 from ..linear import check_shapes, linear
-from ..registry import Op, is_plain, needs_grad
-from . import cpu, reference, triton
+from ..registry import can_bypass_dispatcher, needs_grad
+from .op import GATED_LINEAR
 
 __all__ = ["GATED_LINEAR", "gated_linear"]
-
-GATED_LINEAR = Op("gated_linear", triton, cpu, reference)
 
 
 def gated_linear(
@@ -60,7 +58,7 @@ def gated_linear(
         raise BlockSparseError.expected("up_layout", f"one of the shape and block of {gate_layout!r}", repr(up_layout))
     check_activation(activation, ACTIVATIONS)
     tensors = x, gate, up, gate_bias, up_bias
-    if not is_plain(*tensors) or needs_grad(*tensors):
+    if not can_bypass_dispatcher(*tensors) or in_autocast(x) or needs_grad(*tensors):
         return linear(x, gate, gate_layout, gate_bias, activation) * linear(x, up, up_layout, up_bias)
     out_features, in_features = gate_layout.shape
     for values, layout, bias in ((gate, gate_layout, gate_bias), (up, up_layout, up_bias)):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
@@ -13,14 +11,11 @@ from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
 from ..checks import check_activation, check_kinds
 from ..conv import check_shapes, is_channels_last, output_size, per_axis
-from ..conv.plan import axes_of
 from ..int8_linear import check_operands
-from ..registry import LIBRARY, Op, each_entry, is_eager, layout_of
-from . import cpu, reference
+from .op import INT8_CONV
 
 __all__ = ["INT8_CONV", "int8_conv"]
 
-INT8_CONV = Op("int8_conv", cpu, reference, elsewhere=reference)
 Ints = int | Sequence[int]
 
 
@@ -77,50 +72,8 @@ def int8_conv(
     steps = per_axis("stride", stride, axes, least=1), per_axis("dilation", dilation, axes, least=1)
     batch = (x if x.dim() == axes + 2 else x.unsqueeze(0)).resolve_neg()
     before, size = output_size(batch.shape[2:], values.shape[3:], *steps, padding)
-    images, geometry = batch.movedim(1, -1), (size, steps[0], before, steps[1])
-    if is_eager(images, values, scales, bias):
-        y = _compute(images, values, scales, layout, bias, *geometry, activation)
-    else:
-        crow, col = layout.indices_on(x.device)
-        y = _op(images, values, scales, bias, crow, col, layout.grid[1], *geometry, activation)
-    y = y.movedim(-1, 1)
+    options = size, steps[0], before, steps[1], activation
+    y = INT8_CONV((batch.movedim(1, -1), values, scales, bias), layout, options).movedim(-1, 1)
     if not is_channels_last(batch):
         y = y.contiguous()
     return y if batch.dim() == x.dim() else y.squeeze(0)
-
-
-def _compute(
-    x: Tensor, values: Tensor, scales: Tensor, layout: BlockLayout, bias: Tensor | None, size: Sequence[int],
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], activation: str | None,
-) -> Tensor:  # fmt: skip
-    """`[n, *space, in] -> [n, *space, out]`."""
-    axes = axes_of(x.shape[1:-1], size, values.shape[3:], stride, padding, dilation)
-    backend = INT8_CONV.on(x.device, x.dtype)
-    y: Tensor = backend.int8_conv(x, values, scales, layout, bias, axes, activation)
-    return y
-
-
-def _run(
-    x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, crow: Tensor, col: Tensor, in_blocks: int,
-    *geometry: Any,
-) -> Tensor:  # fmt: skip
-    layout = layout_of((crow, col), in_blocks, (values.shape[1], values.shape[2]))
-    return _compute(x, values, scales, layout, bias, *geometry)
-
-
-def _meta(
-    x: Tensor, values: Tensor, scales: Tensor, bias: Any, crow: Tensor, col: Tensor, in_blocks: int,
-    size: Sequence[int], *others: Any,
-) -> Tensor:  # fmt: skip
-    return x.new_empty(x.shape[0], *size, (crow.shape[0] - 1) * values.shape[1])
-
-
-# PyTorch's op, for what traces, compiles or transforms.
-LIBRARY.define(
-    "int8_conv(Tensor x, Tensor values, Tensor scales, Tensor? bias, Tensor crow, Tensor col, int in_blocks, "
-    "SymInt[] size, SymInt[] stride, SymInt[] padding, SymInt[] dilation, str? activation) -> Tensor"
-)
-_op = torch.ops.blocksparse.int8_conv.default
-LIBRARY.impl("int8_conv", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("blocksparse::int8_conv", _meta, lib=LIBRARY)
-torch.library.register_vmap(_op, each_entry(_op, rows=True), lib=LIBRARY)

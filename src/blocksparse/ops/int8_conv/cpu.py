@@ -17,12 +17,12 @@ refusal = cpu_core.refusal
 
 
 def int8_conv(
-    x: Tensor, values: Tensor, scales: Tensor, layout: BlockLayout, bias: Tensor | None, axes: Sequence[Axis],
+    x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, layout: BlockLayout, axes: Sequence[Axis],
     activation: str | None,
 ) -> Tensor:  # fmt: skip
     """`[n, *space, in] -> [n, *space, out]`: activation(W * x + bias)."""
     size = x.shape[0], *(axis.output for axis in axes)
     rows, taps = x.contiguous().flatten(0, -2), math.prod(values.shape[3:])
     along = () if is_linear(axes) else three_axes(axes)
-    y = cpu.product(rows, values, scales, of_patches(layout, taps), bias, activation, math.prod(size), along)
+    y = cpu.product(rows, values, scales, bias, of_patches(layout, taps), activation, math.prod(size), along)
     return y.view(*size, layout.shape[0])

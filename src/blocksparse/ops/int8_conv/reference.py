@@ -17,13 +17,13 @@ refusal = reference.refusal
 
 
 def int8_conv(
-    x: Tensor, values: Tensor, scales: Tensor, layout: BlockLayout, bias: Tensor | None, axes: Sequence[Axis],
+    x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, layout: BlockLayout, axes: Sequence[Axis],
     activation: str | None,
 ) -> Tensor:  # fmt: skip
     """`[n, *space, in] -> [n, *space, out]`: activation(W * x + bias)."""
     rows = patches(x, layout, axes)
     blocks, wide = values.movedim(2, -1).flatten(2), of_patches(layout, math.prod(values.shape[3:]))
-    y = reference.int8_linear(rows.flatten(0, -2), blocks, scales, wide, bias, activation)
+    y = reference.int8_linear(rows.flatten(0, -2), blocks, scales, bias, wide, activation)
     return y.reshape(*rows.shape[:-1], layout.shape[0])
 
 

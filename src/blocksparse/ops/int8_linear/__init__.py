@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
-from ..checks import check_activation, check_kinds, check_tangents
-from ..registry import LIBRARY, Op, each_entry, is_eager, layout_of
-from . import cpu, reference
+from ..checks import check_activation, check_kinds
+from .op import DTYPES, INT8_LINEAR, MAX_INPUTS, check_inference, check_operands
+from .reference import NEGLIGIBLE
 
-__all__ = ["INT8_LINEAR", "check_inference", "int8_linear", "quantized"]
-
-# The definition serves other devices.
-INT8_LINEAR = Op("int8_linear", cpu, reference, elsewhere=reference)
-# Sums of 8-bit products of this many inputs fit int32.
-MAX_INPUTS = 1 << 16
-NEGLIGIBLE = reference.NEGLIGIBLE
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+__all__ = ["DTYPES", "INT8_LINEAR", "MAX_INPUTS", "check_inference", "check_operands", "int8_linear", "quantized"]
 
 
 def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,61 +81,5 @@ def int8_linear(
         raise BlockSparseError.expected("x", f"[..., {in_features}] for {layout!r}", list(x.shape))
     check_operands(x, values, scales, layout, bias, layout.values_shape)
     flat = (x if x.dim() == 2 else x.reshape(-1, in_features)).resolve_neg()
-    if is_eager(flat, values, scales, bias):
-        y: Tensor = INT8_LINEAR.on(x.device, x.dtype).int8_linear(flat, values, scales, layout, bias, activation)
-    else:
-        crow, col = layout.indices_on(x.device)
-        y = _op(flat, values, scales, bias, crow, col, layout.grid[1], activation)
+    y = INT8_LINEAR((flat, values, scales, bias), layout, (activation,))
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], out_features)
-
-
-def check_operands(
-    x: Tensor, values: Tensor, scales: Tensor, layout: BlockLayout, bias: Tensor | None, shape: tuple[int, ...]
-) -> None:
-    """Raises a BlockSparseError unless these are operands of a product in 8 bits, with values of this shape."""
-    if x.dtype not in DTYPES:
-        raise BlockSparseError.expected("x", f"one of {', '.join(map(str, DTYPES))}", x.dtype)
-    check_inference(x=x, bias=bias)
-    if math.prod(shape[2:]) > MAX_INPUTS:
-        raise BlockSparseError.expected("layout", f"blocks of at most {MAX_INPUTS} inputs", repr(layout))
-    for name, tensor, size, dtype in (
-        ("values", values, shape, torch.int8),
-        ("scales", scales, shape[:2], torch.float32),
-        ("bias", bias, (layout.shape[0],), x.dtype),
-    ):
-        if tensor is not None and (tensor.shape != size or tensor.dtype != dtype or tensor.device != x.device):
-            expected, got = f"{list(size)}, {dtype}, on {x.device}", f"{list(tensor.shape)}, {tensor.dtype}"
-            raise BlockSparseError.expected(name, expected, f"{got}, on {tensor.device}")
-
-
-def check_inference(**tensors: Tensor | None) -> None:
-    """Raises a BlockSparseError for a tensor that wants a gradient."""
-    check_tangents(**tensors)  # in transforms too
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors.values()):
-        names = " and ".join(tensors)
-        expected = "tensors without gradients (int8 is for inference): use torch.no_grad()"
-        raise BlockSparseError.expected(names, expected, "requires_grad")
-
-
-def _run(
-    x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, crow: Tensor, col: Tensor, in_blocks: int,
-    activation: str | None,
-) -> Tensor:  # fmt: skip
-    layout = layout_of((crow, col), in_blocks, (values.shape[1], values.shape[2]))
-    y: Tensor = INT8_LINEAR.on(x.device, x.dtype).int8_linear(x, values, scales, layout, bias, activation)
-    return y
-
-
-def _meta(x: Tensor, values: Tensor, scales: Tensor, bias: Any, crow: Tensor, *others: Any) -> Tensor:
-    return x.new_empty(x.shape[0], (crow.shape[0] - 1) * values.shape[1])
-
-
-# PyTorch's op, for what traces, compiles or transforms.
-LIBRARY.define(
-    "int8_linear(Tensor x, Tensor values, Tensor scales, Tensor? bias, Tensor crow, Tensor col, int in_blocks, "
-    "str? activation) -> Tensor"
-)
-_op = torch.ops.blocksparse.int8_linear.default
-LIBRARY.impl("int8_linear", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("blocksparse::int8_linear", _meta, lib=LIBRARY)
-torch.library.register_vmap(_op, each_entry(_op, rows=True), lib=LIBRARY)

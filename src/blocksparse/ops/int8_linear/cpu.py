@@ -61,13 +61,13 @@ def packed(values: Tensor, scales: Tensor) -> _Packed:
 
 
 def int8_linear(
-    x: Tensor, values: Tensor, scales: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None
+    x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, layout: BlockLayout, activation: str | None
 ) -> Tensor:
-    return product(features_together(x), values, scales, layout, bias, activation, x.shape[0])
+    return product(features_together(x), values, scales, bias, layout, activation, x.shape[0])
 
 
 def product(
-    x: Tensor, values: Tensor, scales: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None,
+    x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, layout: BlockLayout, activation: str | None,
     tokens: int, axes: Sequence[Axis] = (),
 ) -> Tensor:  # fmt: skip
     """activation(x W^T + bias): `[tokens, in] -> [tokens, out]`.

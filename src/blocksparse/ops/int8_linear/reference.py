@@ -27,7 +27,7 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int8_linear(
-    x: Tensor, values: Tensor, scales: Tensor, layout: BlockLayout, bias: Tensor | None, activation: str | None
+    x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, layout: BlockLayout, activation: str | None
 ) -> Tensor:
     """activation(x W^T + bias): `[tokens, in] -> [tokens, out]`."""
     rows, cols = block_coordinates(layout, x.device)

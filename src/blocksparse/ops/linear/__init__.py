@@ -12,7 +12,7 @@ from ...layout import BlockLayout
 from ..activations import ACTIVATIONS
 from ..block_gate import gated
 from ..checks import autocast, check_activation, check_kinds, check_same
-from ..registry import is_bare, needs_grad
+from ..registry import can_bypass_dispatcher, needs_grad
 from . import cpu, triton
 from . import reference as definition
 from .op import LINEAR, LINEAR_WGRAD
@@ -109,17 +109,17 @@ def _product(
     gate: Tensor | None, transpose: bool,
 ) -> Tensor:  # fmt: skip
     kinds = gate is None and isinstance(layout, BlockLayout) and x is not None and values is not None
-    bare = kinds and is_bare(x, values, bias)
-    if not bare:
+    direct = kinds and can_bypass_dispatcher(x, values, bias, plain_call=True)
+    if not direct:
         check_kinds(layout, x=x, values=values, bias=bias, gate=gate)
         if gate is not None:
             values, layout = gated(values, layout, gate)
         x, values, bias = autocast(x, values, bias)
     if activation is not None:
         check_activation(activation, ACTIVATIONS)
-    if bare and not torch.is_grad_enabled():
+    if direct and not torch.is_grad_enabled():
         backend: Any = cpu if x.is_cpu else triton
-        y: Tensor | None = backend.at_once(x, values, bias, layout, transpose, activation)
+        y: Tensor | None = backend.linear_fast(x, values, bias, layout, transpose, activation)
         if y is not None:
             return y
     fused = activation
@@ -129,7 +129,7 @@ def _product(
     out_features, in_features = layout.shape[::-1] if transpose else layout.shape
     check_shapes(x, values, layout, bias, out_features, in_features)
     flat = x if x.dim() == 2 else x.reshape(-1, in_features)
-    y = (LINEAR.direct if bare else LINEAR)((flat, values, bias), layout, (transpose, fused))
+    y = (LINEAR.direct if direct else LINEAR)((flat, values, bias), layout, (transpose, fused))
     if fused != activation:
         y = ACTIVATIONS[activation](y)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], out_features)

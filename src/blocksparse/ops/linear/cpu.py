@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...layout import BlockLayout
 from .. import cpu_core, workspace
-from ..checks import check_operands, features_together
+from ..checks import check_tensors, features_together
 from ..cpu_core import DTYPES, address, ready
 from ..cpu_plan import block_plan, column_plan, row_plan
 
@@ -18,7 +18,7 @@ refusal = cpu_core.refusal
 _CPU = torch.device("cpu")
 
 
-def at_once(
+def linear_fast(
     x: Tensor, values: Tensor, bias: Tensor | None, layout: BlockLayout, transpose: bool, activation: str | None
 ) -> Tensor | None:
     """The whole of a usual call without gradients; None for what `linear` has to see, or to refuse.
@@ -61,7 +61,7 @@ def linear(
 ) -> Tensor:  # fmt: skip
     if out is not None and not out.is_contiguous():
         y = linear(x, values, bias, layout, transpose, activation)
-        check_operands(y.dtype, y.device, out=(out, tuple(y.shape)))
+        check_tensors(y.dtype, y.device, out=(out, tuple(y.shape)))
         return out.copy_(y)
     if x.stride()[-1:] != (1,):
         x = features_together(x)

@@ -14,8 +14,9 @@ from torch import Tensor
 from ...errors import BlockSparseError
 from ...layout import BlockLayout
 from ..activations import ACTIVATIONS, grad_before
-from ..registry import Geometry, LayoutOp, Pattern, Tensors, features_of, indices_of, needs_grad, only_autograd_active
-from ..traced import has_bucket, see_through, traced_layout, wants_schedule
+from ..graph_layout import AnyLayout, index_tensors
+from ..lower_to_triton import is_bucket_known, lower_to_triton, needs_schedule, traced_layout
+from ..registry import Geometry, LayoutOp, Tensors, can_call_directly, features_of, needs_grad
 from . import cpu, reference, triton
 
 
@@ -23,8 +24,8 @@ class Linear(LayoutOp):
     """activation(x W^T + bias), or activation(x W + bias): x, values, bias; transpose, activation."""
 
     def indices(self, layout: BlockLayout, tensors: Any, options: Sequence[Any]) -> Sequence[Tensor]:
-        x, indices = tensors[0], indices_of(layout, tensors[0].device)
-        if not (wants_schedule(layout, x) and has_bucket(x.shape[0])):
+        x, indices = tensors[0], index_tensors(layout, tensors[0].device)
+        if not (needs_schedule(layout, x) and is_bucket_known(x.shape[0])):
             return indices
         return [*indices, *triton.schedule(layout, x.device, x.dtype, x.shape[0])]
 
@@ -39,14 +40,19 @@ class Linear(LayoutOp):
         return Geometry(block, [(tokens, in_), (nnz, *block), (out,)], (tokens, out))
 
     def backward(
-        self, grad: Tensor, kept: Any, layout: BlockLayout | Pattern, options: Sequence[Any], needed: Sequence[bool]
+        self,
+        grad: Tensor,
+        saved: Any,
+        layout: AnyLayout,
+        options: Sequence[Any],
+        needed: Sequence[bool],
     ) -> Tensors:
-        (x, values, bias, output), (transpose, activation) = kept, options
+        (x, values, bias, output), (transpose, activation) = saved, options
         # Only direct calls of the op keep a bias: the public function does not fuse "gelu" and "silu" while training.
         grad = grad_before(grad, activation, output, lambda: self((x, values, bias), layout, (transpose, None)))
         linear: Callable[..., Tensor] = self
         wgrad: Callable[..., Tensor] = LINEAR_WGRAD
-        if isinstance(layout, BlockLayout) and only_autograd_active(grad, x, values):
+        if can_call_directly(layout, grad, x, values):
             if needed[1] and not transpose and layout.block_shape == (1, 1) and not needs_grad(grad, x, values):
                 together = getattr(self.on(x.device, x.dtype), "gradients", None)
                 found: Tensors | None = together and together(grad, x, values, layout, needed[0], needed[2])
@@ -74,9 +80,14 @@ class LinearWgrad(LayoutOp):
         return Geometry(block, [(x.shape[0], size) for size in features_of(grid, block)], (nnz, *block))
 
     def backward(
-        self, grad: Tensor, kept: Any, layout: BlockLayout | Pattern, options: Sequence[Any], needed: Sequence[bool]
+        self,
+        grad: Tensor,
+        saved: Any,
+        layout: AnyLayout,
+        options: Sequence[Any],
+        needed: Sequence[bool],
     ) -> Tensors:
-        left, x = kept
+        left, x = saved
         grad_left = LINEAR((x, grad, None), layout, (False, None)) if needed[0] else None
         return grad_left, LINEAR((left, grad, None), layout, (True, None)) if needed[1] else None
 
@@ -90,7 +101,7 @@ linear_op, linear_wgrad_op = LINEAR.torch_op, LINEAR_WGRAD.torch_op
 # -- torch.compile -----------------------------------------------------------------------------------------------
 
 
-def linear_launched(
+def launch_linear(
     x: Tensor, values: Tensor, bias: Tensor | None, indices: Sequence[Tensor], in_blocks: int, transpose: bool,
     activation: str | None,
 ) -> Tensor:  # fmt: skip
@@ -98,10 +109,10 @@ def linear_launched(
     return triton.linear(x, values, bias, layout, transpose, activation)
 
 
-def linear_wgrad_launched(grad: Tensor, x: Tensor, indices: Sequence[Tensor], in_blocks: int) -> Tensor:
+def launch_linear_wgrad(grad: Tensor, x: Tensor, indices: Sequence[Tensor], in_blocks: int) -> Tensor:
     block = grad.shape[1] // (indices[0].shape[0] - 1), x.shape[1] // in_blocks
     return triton.linear_wgrad(grad, x, traced_layout(indices, in_blocks, block))
 
 
-see_through(LINEAR, linear_launched)
-see_through(LINEAR_WGRAD, linear_wgrad_launched)
+lower_to_triton(LINEAR, launch_linear)
+lower_to_triton(LINEAR_WGRAD, launch_linear_wgrad)

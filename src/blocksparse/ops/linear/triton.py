@@ -17,7 +17,7 @@ from ..gpu import runtime
 from ..gpu.plan import LinearPlan, linear_plan, most_shared, pair_plan, share, wgrad_tasks
 from ..gpu.runtime import Launch, cdiv, check_fits, check_layout_fits, common, keep_for_stream, stream_of
 from ..gpu.tiles import Gpu, Work, bucket, forced, gpu_of, splits_of, tile_for, tile_of_pairs
-from ..traced import TracedLayout
+from ..lower_to_triton import TracedLayout
 
 # Two rows at a time pay from this part of the loads of inputs on that they save: what a row lacks is multiplied too.
 WORTH_PAIRS = {"forward": 0.12, "dgrad": 0.2}
@@ -145,7 +145,7 @@ def _launch(launches: list[Launch], x: Tensor, values: Tensor, bias: Tensor | No
         reduction(partial, bias, y)
 
 
-def at_once(
+def linear_fast(
     x: Tensor, values: Tensor, bias: Tensor | None, layout: BlockLayout, transpose: bool, activation: str | None
 ) -> Tensor | None:
     """The whole of a call without gradients like one before it; None for what `linear` has to see, or to refuse."""

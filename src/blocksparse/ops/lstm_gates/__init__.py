@@ -17,12 +17,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..registry import Op
-from . import cpu, reference, triton
+from .op import LSTM_GATES
 
 __all__ = ["LSTM_GATES", "backward", "forward"]
-
-LSTM_GATES = Op("lstm_gates", triton, cpu, reference)
 
 
 def forward(

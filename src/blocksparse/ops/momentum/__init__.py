@@ -5,12 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...errors import BlockSparseError
-from ..registry import Op
 from . import cpu, reference
+from .op import MOMENTUM
 
 __all__ = ["step"]
-
-MOMENTUM = Op("momentum", cpu, reference, elsewhere=reference)
 
 
 def step(

@@ -14,8 +14,7 @@ from ...layout import BlockLayout
 from .. import cpu_core, workspace
 from ..checks import SUM_DTYPES, check_rows_of_table
 from ..cpu_core import Operand, ready
-from ..linear.cpu import at_once as linear_at_once
-from ..linear.cpu import tasks_of, working_memory
+from ..linear.cpu import linear_fast, tasks_of, working_memory
 from .recurrence import Steps
 
 if TYPE_CHECKING:
@@ -67,10 +66,10 @@ def forward(
 Layer = tuple[Tensor, BlockLayout, Sequence[Tensor], Tensor, BlockLayout]
 
 
-def one_step(x: Tensor, h: Tensor, c: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, Tensor, Tensor] | None:
+def lstm_step_fast(x: Tensor, h: Tensor, c: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, Tensor, Tensor] | None:
     """The whole of a usual step of LSTMs, one above the other, without gradients; None for what `forward` has to see.
 
-    As `linear.cpu.at_once`, which makes the products of the inputs.
+    As `linear.cpu.linear_fast`, which makes the products of the inputs.
 
     Args:
         x: `[1, batch, input]` or `[batch, 1, input]`, as y is.
@@ -92,7 +91,7 @@ def one_step(x: Tensor, h: Tensor, c: Tensor, layers: Sequence[Layer]) -> tuple[
         values = values.data  # as in `linear`
         address, tasks = ready(values, layout.values_shape, dtype), layout._derived.get(("linear tasks", False))
         bias = torch.add(*biases) if biases else None
-        pre = linear_at_once(y, input_values, bias, input_layout, False, None) if address and tasks else None
+        pre = linear_fast(y, input_values, bias, input_layout, False, None) if address and tasks else None
         if pre is None or pre.numel() != gates:
             return None
         y, y_address = cpu_core.new((*x.shape[:-1], hidden), x)

@@ -13,31 +13,18 @@ import torch
 from torch import Tensor
 
 from ..checks import refuse_onnx
-from ..registry import LIBRARY, each_entry, indices_of, layout_of
+from ..graph_layout import pack_layouts, unpack_layouts
+from ..torch_op import LIBRARY, define_op
 from .recurrence import Recurrence, Times
 
 # By the names that graphs have for them.
 KINDS: dict[str, type[Recurrence]] = {}
 
-_PATTERN = "Tensor[] indices, int[] sizes_of_layouts"
-_STEPS = "str kind, SymInt number, SymInt batch, SymInt[] sizes, bool reverse"
-LIBRARY.define(f"scan(Tensor[] tensors, bool[] given, {_PATTERN}, {_STEPS}) -> Tensor[]")
-LIBRARY.define(
-    f"scan_backward(Tensor[] tensors, bool[] given, {_PATTERN}, {_STEPS}, Tensor[] grads, bool[] needed) -> Tensor[]"
-)
-
 
 def in_graph(recurrence: Recurrence, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """The outputs of a recurrence whose steps are `Times`, as an operation of a graph."""
     refuse_onnx(type(recurrence).__name__)
-    indices: list[Tensor] = []
-    sizes_of_layouts: list[int] = []  # of each: block columns, and rows and columns of a block; 0 where it is dense
-    for layout in recurrence.layouts:
-        if layout is None:
-            sizes_of_layouts += [0, 0, 0]
-        else:
-            indices += indices_of(layout, tensors[0].device)  # type: ignore[union-attr]
-            sizes_of_layouts += [layout.grid[1], *layout.block_shape]
+    indices, sizes_of_layouts = pack_layouts(recurrence.layouts, tensors[0].device)  # type: ignore[union-attr]
     number, batch, sizes, reverse = recurrence.steps
     steps = type(recurrence).__name__, number, batch, list(sizes or ()), reverse
     there = [tensor for tensor in tensors if tensor is not None]  # autograd passes over lists with None
@@ -49,10 +36,7 @@ def _recurrence(
     indices: Sequence[Tensor], sizes_of_layouts: Sequence[int], kind: str, number: int, batch: int,
     sizes: Sequence[int], reverse: bool,
 ) -> Recurrence:  # fmt: skip
-    left, layouts = iter(indices), []
-    for i in range(0, len(sizes_of_layouts), 3):
-        in_blocks, block = sizes_of_layouts[i], (sizes_of_layouts[i + 1], sizes_of_layouts[i + 2])
-        layouts.append(layout_of((next(left), next(left)), in_blocks, block) if in_blocks else None)
+    layouts = unpack_layouts(indices, sizes_of_layouts)
     return KINDS[kind](Times(number, batch, tuple(sizes) or None, reverse).spelled(), *layouts)
 
 
@@ -108,9 +92,11 @@ def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
     return [next(found) if need else None for need in needed], None, [None] * len(indices), *rest
 
 
-for _name, _run, _meta in (("scan", _scan, _scan_meta), ("scan_backward", _scan_backward, _scan_backward_meta)):
-    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"blocksparse::{_name}", _meta, lib=LIBRARY)
-    _op = getattr(torch.ops.blocksparse, _name).default
-    torch.library.register_vmap(_op, each_entry(_op), lib=LIBRARY)
+_LAYOUTS = "Tensor[] indices, int[] sizes_of_layouts"
+_STEPS = "str kind, SymInt number, SymInt batch, SymInt[] sizes, bool reverse"
+_ARGUMENTS = f"Tensor[] tensors, bool[] given, {_LAYOUTS}, {_STEPS}"
+define_op(f"scan({_ARGUMENTS}) -> Tensor[]", _scan, _scan_meta)
+define_op(
+    f"scan_backward({_ARGUMENTS}, Tensor[] grads, bool[] needed) -> Tensor[]", _scan_backward, _scan_backward_meta
+)
 torch.library.register_autograd("blocksparse::scan", _backward, setup_context=_keep, lib=LIBRARY)

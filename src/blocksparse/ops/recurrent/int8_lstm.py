@@ -48,11 +48,11 @@ class Int8LSTM(Recurrence):
         inputs = Rows(steps, _Product(input_weight, input_scales, self.layouts[0])(x, bias), index)
         run = LSTM_GATES.on(x.device, x.dtype).forward
         for t in steps.order:
-            z = recurrent.at_once(hs.before[t])
+            z = recurrent.on_rows(hs.before[t])
             left = z.new_empty(len(z), c.shape[1]) if projection else hs.after[t]
             run(z, inputs[t], None, cs.before[t], h_out=left, c_out=cs.after[t])
             if projection:
-                hs.after[t].copy_(projection[0].at_once(left))
+                hs.after[t].copy_(projection[0].on_rows(left))
             if not steps.aligned:
                 hs.advance(t)
                 cs.advance(t)
@@ -74,10 +74,10 @@ class _Product:
             return linear_of(x, self.weight, None, bias)
         return int8_linear(x, self.weight, self.scales, self.layout, bias)
 
-    def at_once(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def on_rows(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The same of `[tokens, in]` that were checked and lie in memory."""
         if self.scales is None or self.layout is None:
             return linear_of(x, self.weight, None, bias)
         backend = INT8_LINEAR.on(x.device, x.dtype)
-        y: Tensor = backend.int8_linear(x, self.weight, self.scales, self.layout, bias, None)
+        y: Tensor = backend.int8_linear(x, self.weight, self.scales, bias, self.layout, None)
         return y

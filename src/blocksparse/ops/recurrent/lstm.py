@@ -17,7 +17,7 @@ from .op import (
     Rows,
     StateGradient,
     Trajectory,
-    at_once,
+    core_weights,
     empty,
     forward_step,
     gather_rows,
@@ -66,7 +66,7 @@ class LSTM(Recurrence):
         if keep:
             gates = pre if index is None else empty(steps.rows, pre.shape[1], x)
         raw = empty(steps.rows, c.shape[1], x) if projection else hs.all_after
-        in_core = None if projection else at_once([recurrent])
+        in_core = None if projection else core_weights([recurrent])
         if in_core is not None:
             cpu.forward(in_core, steps, pre, index, hs, cs, gates)
             return outputs(hs, cs, keep), () if gates is None else (gates, cs.all_before, cs.all_after, hs.all_before)
@@ -95,7 +95,7 @@ class LSTM(Recurrence):
             into = projected[0][steps.start[t] : steps.start[t + 1]]
             return projection[0].dgrad(torch.add(grad_h, grad_y, out=into))
 
-        in_core = None if projection else at_once([recurrent])
+        in_core = None if projection else core_weights([recurrent])
         if in_core is not None:
             grad_pre, grad_h, grad_c = cpu.backward(in_core, steps, states, grads)
         else:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import workspace
 from . import cpu
 from .lstm import back_in_time, gates, outputs, products, unrolled
-from .op import Product, Rows, Trajectory, at_once, empty, forward_step, gather_rows, linear_of, scatter_add_rows
+from .op import Product, Rows, Trajectory, core_weights, empty, forward_step, gather_rows, linear_of, scatter_add_rows
 from .recurrence import Recurrence, Tensors
 
 
@@ -53,7 +53,7 @@ class MultiplicativeLSTM(Recurrence):
         gates = pre if index is None else empty(steps.rows, 4 * hidden, x)
         of_h, m = (empty(steps.rows, hidden, x) for _ in range(2))
         kept = (gates, cs.all_before, cs.all_after, of_x, of_h, m, hs.all_before) if keep else ()
-        in_core = at_once([product, state_product])
+        in_core = core_weights([product, state_product])
         if in_core is not None:
             multiplied = cpu.Multiplied(of_x, of_h, m)
             cpu.forward(in_core, steps, pre, index, hs, cs, gates if keep else None, multiplied)
@@ -88,7 +88,7 @@ class MultiplicativeLSTM(Recurrence):
             torch.mul(grad_m, factors[t], out=grad_of_state)
             return state_product.dgrad(grad_of_state)
 
-        in_core = at_once([product, state_product])
+        in_core = core_weights([product, state_product])
         if in_core is None:
             grad_pre, grad_h, grad_c = back_in_time(steps, states, grads, at_state)
         else:

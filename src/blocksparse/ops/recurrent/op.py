@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ... import patterns
 from ...layout import BlockLayout
@@ -20,9 +19,10 @@ from .. import cpu_core, workspace
 from ..checks import in_autocast
 from ..linear import LINEAR, linear
 from ..lstm_gates import LSTM_GATES
-from ..registry import is_eager, of_each
+from ..registry import can_bypass_dispatcher
+from ..torch_op import call_per_batched_grad
+from .fused_gates import FusedGates, fused_gates_for
 from .graph import in_graph
-from .quads import quads
 from .recurrence import Recurrence, Steps, Tensors, Times
 
 
@@ -34,7 +34,7 @@ def scan(recurrence: Recurrence, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """
     if isinstance(recurrence.steps, Times):
         return in_graph(recurrence, tensors)
-    if torch.compiler.is_compiling() or not is_eager(*tensors) or forward_ad._current_level >= 0:
+    if not can_bypass_dispatcher(*tensors):
         return recurrence.definition(*tensors)
     resolved = [_resolved(tensor) for tensor in tensors]
     if not torch.is_grad_enabled():
@@ -66,13 +66,13 @@ class _Scan(torch.autograd.Function):
         tensors, kept = saved[: ctx.count], saved[ctx.count :]
 
         def backward(*grads: Tensor) -> Any:
-            if torch.is_grad_enabled() or not is_eager(*grads):
+            if torch.is_grad_enabled() or not can_bypass_dispatcher(*grads):
                 return _differentiable(ctx.recurrence, tensors, grads, needed)
             # Users may pass gradients of any strides, but the gates need the features of a row to be contiguous.
             contiguous = tuple(grad.resolve_neg().contiguous() for grad in grads)
             return ctx.recurrence.backward(tensors, kept, contiguous, needed)
 
-        return None, *of_each(backward, *grads)
+        return None, *call_per_batched_grad(backward, *grads)
 
 
 def _differentiable(
@@ -226,10 +226,11 @@ class Product:
             self._linear: Callable[..., Tensor] = backend.linear
             self._linear_wgrad: Callable[..., Tensor] = backend.linear_wgrad
             self._on_cpu = backend is LINEAR.backends["cpu"]
-        self.quads = None if self.layout is not None and self._on_cpu else quads(self.weight, self.layout)
+        fused = self.layout is None or not self._on_cpu
+        self.fused_gates: FusedGates | None = fused_gates_for(self.weight, self.layout) if fused else None
 
     @property
-    def at_once(self) -> tuple[Tensor, BlockLayout] | None:
+    def core_weight(self) -> tuple[Tensor, BlockLayout] | None:
         """The weight and its layout, where the CPU's core takes all steps at once."""
         # It serves all ops if it serves one. Of numbers it has other kernels; back a transposed copy is the better way.
         if self.layout is None or self.layout.block_shape == (1, 1) or self._transposed_layout is not None:
@@ -270,21 +271,21 @@ class Product:
         """`[tokens, out], [tokens, in] ->` the gradient of the weight."""
         if self.layout is None:
             return grad.T @ x
-        found = None if self.quads is None else self.quads.wgrad(grad, x)
+        found = None if self.fused_gates is None else self.fused_gates.wgrad(grad, x)
         return (self._linear_wgrad(grad, x, self.layout) if found is None else found).view(self.shape)
 
 
-def at_once(products: Sequence[Product]) -> list[tuple[Tensor, BlockLayout]] | None:
+def core_weights(products: Sequence[Product]) -> list[tuple[Tensor, BlockLayout]] | None:
     """The weights and their layouts, where the CPU's core takes all steps of a recurrence with these products."""
-    found = [weight for product in products if (weight := product.at_once) is not None]
+    found = [weight for product in products if (weight := product.core_weight) is not None]
     return found if len(found) == len(products) else None
 
 
 def forward_step(product: Product, inputs: Rows, c: Tensor) -> Callable[..., None]:
     """A step of an LSTM as `step(t, x, c, *, h_out, c_out, gates_out)`: the gates of x W^T + inputs; c is the first."""
-    quads, weight = product.quads, product.weight
-    if quads is not None:
-        return lambda t, x, c, **out: quads.forward(x, *inputs.at(t), c, **out)
+    fused, weight = product.fused_gates, product.weight
+    if fused is not None:
+        return lambda t, x, c, **out: fused.forward(x, *inputs.at(t), c, **out)
     z = weight.new_empty(c.shape[0], 4 * c.shape[1])  # of each step in turn
     run = LSTM_GATES.on(weight.device, weight.dtype).forward
     return lambda t, x, c, **out: run(product.forward(x, out=z[: len(x)]), inputs[t], None, c, **out)

@@ -14,7 +14,7 @@ from ..checks import features_together
 from ..lstm_gates import LSTM_GATES
 from . import cpu
 from .lstm import back_in_time, gates, outputs, products, unrolled
-from .op import Rows, Trajectory, at_once, empty, gather_rows, linear_of, scatter_add_rows
+from .op import Rows, Trajectory, core_weights, empty, gather_rows, linear_of, scatter_add_rows
 from .recurrence import Recurrence, Tensors
 
 EPSILON = 1e-5
@@ -79,7 +79,7 @@ class SmallWorldLSTM(Recurrence):
         norms = cpu.Norms.empty(steps.rows if keep else steps.batch, depth, h, c)
         activated = empty(steps.rows, 4 * c.shape[1], h) if keep else None
         kept = () if activated is None else (activated, cs.all_before, cs.all_after, hs.all_before, *norms)
-        in_core = at_once(of_steps)
+        in_core = core_weights(of_steps)
         if in_core is not None:
             inputs = features_together(factors), features_together(terms) if depth > 1 else None
             cpu.small_world_forward(in_core, steps, inputs, index, gains, biases, EPSILON, hs, cs, activated, norms)
@@ -154,7 +154,7 @@ class SmallWorldLSTM(Recurrence):
                 grad = of_steps[k].dgrad(into.taken[k, rows])
             return grad
 
-        in_core = at_once(of_steps)
+        in_core = core_weights(of_steps)
         if in_core is not None:
             _, grad_h, grad_c = cpu.small_world_backward(
                 in_core, steps, features_together(factors), index, gains, biases, states, norms, grads, into

@@ -27,8 +27,8 @@ TENSORS = {
 }
 
 
-class Quads:
-    """The products with a weight `[4 hidden, in]` in one call, together with the gates; made by `quads`.
+class FusedGates:
+    """The products with a weight `[4 hidden, in]` in one call, together with the gates; made by `fused_gates_for`.
 
     The features of a row lie side by side, the rows anywhere. Outputs are the caller's memory, as those of
     `lstm_gates`.
@@ -136,14 +136,14 @@ class Quads:
         )
 
 
-def quads(values: Tensor, layout: BlockLayout | None) -> Quads | None:
+def fused_gates_for(values: Tensor, layout: BlockLayout | None) -> FusedGates | None:
     """The steps with this weight; None where its gates' layouts differ, and where no such kernel serves it."""
     if layout is None or values.dtype not in DTYPES:
         return None
     if LINEAR.on(values.device, values.dtype) is not LINEAR.backends["triton"]:
         return None
     gate = layout.derived("one gate", lambda: _one_gate(layout))
-    return None if gate is None else Quads(values, layout, gate)
+    return None if gate is None else FusedGates(values, layout, gate)
 
 
 def _one_gate(layout: BlockLayout) -> BlockLayout | None:

@@ -1,0 +1,54 @@
+"""The convolutions in 8 bits as an operation, for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import BlockSparseError
+from ...layout import BlockLayout
+from ..activations import ACTIVATIONS
+from ..conv.plan import axes_of
+from ..registry import Geometry, LayoutOp
+from . import cpu, reference
+
+
+class Int8Conv(LayoutOp):
+    """activation(W * x + bias) of images `[n, *space, channels]`. It has no gradient.
+
+    Its tensors are x, values, scales and bias, its options size, stride, padding, dilation and activation.
+    """
+
+    dtypes = MappingProxyType({"values": torch.int8, "scales": torch.float32})
+
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
+        (x, values, *_), (size, *_, activation) = tensors, options
+        axes = len(size)
+        if axes < 1 or x.dim() != axes + 2 or values.dim() != axes + 3 or activation not in ACTIVATIONS:
+            got = f"{list(x.shape)}, {list(values.shape)}, {list(size)}, {activation!r}"
+            expected = "[n, *space, channels], [nnz, block_out, block_in, *kernel], a size of each axis, one of "
+            raise BlockSparseError.expected("x, values, size, activation", f"{expected}{list(ACTIVATIONS)}", got)
+        block = values.shape[1], values.shape[2]
+        out, in_ = grid[0] * block[0], grid[1] * block[1]
+        shapes = [(*x.shape[:-1], in_), (nnz, *block, *values.shape[3:]), (nnz, block[0]), (out,)]
+        return Geometry(block, shapes, (x.shape[0], *size, out))
+
+    def compute(self, tensors: Any, layout: BlockLayout, options: Sequence[Any]) -> Tensor:
+        (x, values, *_), (size, *steps, activation) = tensors, options
+        axes = axes_of(x.shape[1:-1], size, values.shape[3:], *steps)
+        result: Tensor = self.on(x.device, x.dtype).int8_conv(*tensors, layout, axes, activation)
+        return result
+
+
+INT8_CONV = Int8Conv(
+    "int8_conv",
+    "Tensor x, Tensor values, Tensor scales, Tensor? bias",
+    "SymInt[] size, SymInt[] stride, SymInt[] padding, SymInt[] dilation, str? activation",
+    cpu,
+    reference,
+    fallback=reference,
+)

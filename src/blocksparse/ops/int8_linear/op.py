@@ -1,0 +1,78 @@
+"""The linear product in 8 bits as an operation, for inference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import BlockSparseError
+from ...layout import BlockLayout
+from ..activations import ACTIVATIONS
+from ..checks import check_tangents
+from ..registry import Geometry, LayoutOp
+from . import cpu, reference
+
+# Sums of 8-bit products of this many inputs fit int32.
+MAX_INPUTS = 1 << 16
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Int8Linear(LayoutOp):
+    """activation(x W^T + bias) with tensors x, values, scales, bias and option activation. It has no gradient."""
+
+    dtypes = MappingProxyType({"values": torch.int8, "scales": torch.float32})
+
+    def geometry(self, tensors: Any, nnz: int, grid: tuple[int, int], options: Sequence[Any]) -> Geometry:
+        (x, values, *_), (activation,) = tensors, options
+        if x.dim() != 2 or values.dim() != 3 or activation not in ACTIVATIONS:
+            expected = f"2-D, 3-D, one of {list(ACTIVATIONS)}"
+            raise BlockSparseError.expected(
+                "x, values, activation", expected, f"{x.dim()}-D, {values.dim()}-D, {activation!r}"
+            )
+        tokens, block = x.shape[0], (values.shape[1], values.shape[2])
+        out, in_ = grid[0] * block[0], grid[1] * block[1]
+        return Geometry(block, [(tokens, in_), (nnz, *block), (nnz, block[0]), (out,)], (tokens, out))
+
+
+# The definition serves other devices than the CPU.
+INT8_LINEAR = Int8Linear(
+    "int8_linear",
+    "Tensor x, Tensor values, Tensor scales, Tensor? bias",
+    "str? activation",
+    cpu,
+    reference,
+    fallback=reference,
+)
+
+
+def check_operands(
+    x: Tensor, values: Tensor, scales: Tensor, layout: BlockLayout, bias: Tensor | None, shape: tuple[int, ...]
+) -> None:
+    """Raises a BlockSparseError unless these are operands of a product in 8 bits, with values of this shape."""
+    if x.dtype not in DTYPES:
+        raise BlockSparseError.expected("x", f"one of {', '.join(map(str, DTYPES))}", x.dtype)
+    check_inference(x=x, bias=bias)
+    if math.prod(shape[2:]) > MAX_INPUTS:
+        raise BlockSparseError.expected("layout", f"blocks of at most {MAX_INPUTS} inputs", repr(layout))
+    for name, tensor, size, dtype in (
+        ("values", values, shape, torch.int8),
+        ("scales", scales, shape[:2], torch.float32),
+        ("bias", bias, (layout.shape[0],), x.dtype),
+    ):
+        if tensor is not None and (tensor.shape != size or tensor.dtype != dtype or tensor.device != x.device):
+            expected, got = f"{list(size)}, {dtype}, on {x.device}", f"{list(tensor.shape)}, {tensor.dtype}"
+            raise BlockSparseError.expected(name, expected, f"{got}, on {tensor.device}")
+
+
+def check_inference(**tensors: Tensor | None) -> None:
+    """Raises a BlockSparseError for a tensor that wants a gradient."""
+    check_tangents(**tensors)  # in transforms too
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors.values()):
+        names = " and ".join(tensors)
+        expected = "tensors without gradients (int8 is for inference): use torch.no_grad()"
+        raise BlockSparseError.expected(names, expected, "requires_grad")
