@@ -378,7 +378,7 @@ def test_plain_subclasses_and_layers_of_another_density_are_named():
     (message,) = [str(each.message) for each in told]
     assert "2.weight: Plain is a subclass of Linear" in message
     assert "3.weight: not initialized yet" in message
-    assert "1: block-sparse already, with density 0.75" in message
+    assert "1.weight: block-sparse already, with density 0.75" in message
     quiet = bs.sparsify(model, 0.25, 8, force=True, skip=["1", "2", "3"])
     assert isinstance(quiet[0], bs.nn.Linear)
 
@@ -491,7 +491,7 @@ def test_a_block_sparse_model_that_cannot_become_sparser_is_told_the_way_back():
         bs.sparsify(sparse, 0.5, force=True)
     assert "blocksparse.densify(model) makes them dense again" in str(told.value)
     for options in ({"data": [torch.randn(3, 32)]}, {"layouts": {"0.weight": bs.patterns.dense((32, 32), 8)}}):
-        with pytest.raises(bs.BlockSparseError, match=r"is for dense weights.*blocksparse.densify\(model\) first"):
+        with pytest.raises(bs.BlockSparseError, match=r"applies to dense weights.*blocksparse.densify\(model\) first"):
             bs.sparsify(sparse, 0.25, force=True, **options)
     other = torch.optim.SGD([torch.zeros(3, requires_grad=True)])
     with pytest.raises(bs.BlockSparseError, match="optimizer: expected one that has parameters of the model"):

@@ -124,7 +124,7 @@ def test_a_trained_weight_keeps_what_it_needs(speeds):
     speeds(lambda layer: 2 if layer.layout.density < 0.7 else 0.8)
     easy = bs.sparsify(trained(0.25), 0.25)
     assert [layout.density for layout in layouts_of(easy).values()] == [0.25, 0.25]
-    with pytest.warns(bs.SparsityWarning, match=r"the density is 0\.5, not 0\.25\n  0.weight: it takes 50% of"):
+    with pytest.warns(bs.SparsityWarning, match=r"the density is 0\.5, not 0\.25\n  0.weight: needs 50% of"):
         half = bs.sparsify(trained(0.5), 0.25)
     assert [layout.density for layout in layouts_of(half).values()] == [0.5, 0.5]
     with pytest.warns(bs.SparsityWarning) as told:
@@ -135,8 +135,8 @@ def test_a_trained_weight_keeps_what_it_needs(speeds):
     assert first.startswith(
         "  0.weight: 0.8 times as fast block-sparse (density 0.75, blocks of 32 x 32, 64 tokens); it"
     )
-    assert first.endswith("it takes 75% of its blocks to lose no more than 5% of the squares of each row")
-    assert last == "  force=True takes the density all the same, for a training that goes on"
+    assert first.endswith("it needs 75% of its blocks to preserve 95% of each row's squared norm")
+    assert last == "  to go lower, pass data= to calibrate, or force=True and fine-tune"
     assert "docs/how_to/sparsify.md" in page
     for options in ({"force": True}, {"scope": "layer"}):
         found = layouts_of(bs.sparsify(trained(0.75), 0.25, **options))

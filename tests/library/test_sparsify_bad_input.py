@@ -39,7 +39,7 @@ def data():
         ),
         ({"criterion": 3}, "criterion: expected .*, got 3"),
         ({"criterion": {"0.weight": torch.ones(4, 4)}}, "criterion: expected scores of 2.weight"),
-        ({"criterion": lambda name, matrix: matrix}, r"the scores of 0.weight: expected finite ones, \[4, 4\], got"),
+        ({"criterion": lambda name, matrix: matrix}, r"the scores of 0.weight: expected finite numbers, \[4, 4\], got"),
         ({"criterion": lambda name, matrix: 1}, r"the scores of 0.weight: expected .*, got int"),
         ({"scope": "model"}, "scope: expected one of careful, global, layer, erk, got 'model'"),
         ({"skip": "9"}, "skip: expected modules of the model, or names or patterns of .*, got '9'"),
@@ -55,8 +55,8 @@ def data():
         ({"skip": None}, "skip: expected modules of the model, or names or patterns of .*, got None"),
         ({"skip": 5}, "skip: expected modules of the model, or names or patterns of .*, got 5"),
         ({"skip": [["0"]]}, r"skip: expected modules of the model, or names or patterns of .*, got \['0'\]"),
-        ({"layouts": 5}, "layouts: expected BlockLayouts by the names of weights, got int"),
-        ({"layouts": ["0.weight"]}, "layouts: expected BlockLayouts by the names of weights, got list"),
+        ({"layouts": 5}, "layouts: expected BlockLayouts by name of the weight, got int"),
+        ({"layouts": ["0.weight"]}, "layouts: expected BlockLayouts by name of the weight, got list"),
         ({"data": [torch.zeros(0, 64)]}, "batches: expected a sample or more, got none in any of them"),
         (
             {"data": [torch.zeros(0, 64)], "density": {"0.weight": 0.5}},
@@ -290,7 +290,7 @@ def test_a_layer_that_gets_no_rows_is_not_fitted(data):
     made = bs.sparsity.reconstruct(model, data, 0.5, 8)
     assert made.by_magnitude == {"experts.1.weight": "no batch reaches it"}
     assert list(made.errors) == ["experts.0.weight"]
-    with pytest.warns(bs.SparsityWarning, match="the data do not show what reaches experts.1.weight"):
+    with pytest.warns(bs.SparsityWarning, match="the data do not reach experts.1.weight"):
         sparse = bs.sparsify(model, 0.5, 8, data=data, force=True)
     assert sparse.experts[1].layout.density == 0.5
 

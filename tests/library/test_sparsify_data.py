@@ -395,7 +395,7 @@ class Odd(nn.Module):
 
 def test_a_layer_used_twice_and_one_that_is_not_reached():
     model, x = Odd().double(), correlated(100, 24)
-    with pytest.warns(bs.SparsityWarning, match="do not show what reaches never.weight"):
+    with pytest.warns(bs.SparsityWarning, match="do not reach never.weight"):
         made = bs.sparsify(model, 0.5, data=x.split(50), **SMALL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -144,12 +144,12 @@ def test_the_whole_model_is_never_slower(least, speeds):
 
     speeds(ratio)
     model = mlp(64, 64, 96, 128)
-    with pytest.warns(bs.SparsityWarning, match="but then the model"):
+    with pytest.warns(bs.SparsityWarning, match="but the whole model"):
         sparse = bs.sparsify(model, 0.5, 16, scope="layer", example=torch.randn(2, 64))
     kept = [layer.out_features for layer in sparse if isinstance(layer, bs.nn.Linear)]
     assert kept == {0.9: [64], 0.5: [64], 0: []}[least]
     assert (
-        bs.report(sparse).dense["2.weight"].startswith("1.5 times as fast block-sparse by itself, but then the model")
+        bs.report(sparse).dense["2.weight"].startswith("1.5 times as fast block-sparse by itself, but the whole model")
     )
 
 
@@ -162,10 +162,10 @@ def test_a_little_faster_is_not_faster(speeds):
 @pytest.mark.parametrize("example", [torch.randn(3, 7), (), {"y": 1}, [None]], ids=["size", "none", "name", "kind"])
 def test_an_example_that_the_model_does_not_take(example):
     model = mlp(64, 64)
-    with pytest.raises(bs.BlockSparseError, match=r"example: expected what the model takes, got .*Error: "):
+    with pytest.raises(bs.BlockSparseError, match=r"example: expected arguments that the model accepts, got .*Error: "):
         bs.sparsify(model, 0.5, 16, example=example, inplace=True)
     assert type(model[0]) is nn.Linear
-    with pytest.raises(bs.BlockSparseError, match=r"example: expected what the model takes, got .*Error: "):
+    with pytest.raises(bs.BlockSparseError, match=r"example: expected arguments that the model accepts, got .*Error: "):
         bs.report(bs.sparsify(model, 0.5, 16, force=True), example=example)
 
 
@@ -182,7 +182,7 @@ def test_few_lines_say_what_stayed_dense(speeds):
     assert lines[0] == "sparsify: nothing became block-sparse"
     assert lines[1].startswith("  0.weight: 0.5 times as fast")
     assert len(lines) == 9
-    assert lines[-2] == "  and 4 more, as bs.report(model) says"
+    assert lines[-2] == "  and 4 more: see bs.report(model)"
 
 
 class Doubled(nn.Linear):
@@ -265,5 +265,5 @@ def test_what_is_undecided_is_measured_again_by_the_least_times(monkeypatch):
 
 def test_blocks_that_are_larger_than_the_weight_are_told():
     model = nn.ModuleDict({"conv": nn.Conv1d(1, 32, 5), "linear": nn.Linear(256, 128)})
-    with pytest.warns(bs.SparsityWarning, match="conv.weight: 5,120 numbers stored, 160 when dense"):
+    with pytest.warns(bs.SparsityWarning, match="conv.weight: stores 5,120 parameters, 160 when dense"):
         bs.sparsify(model, 0.25, force=True)

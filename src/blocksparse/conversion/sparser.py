@@ -17,11 +17,11 @@ from ..surgery.model_tools import copy_model
 from ..surgery.optimizer import check_optimizer, has_parameter
 from ..surgery.prunable import Prunable, Skip, skipped
 from ..surgery.rewire import rewire
-from .choice import Choice, Criterion, Layouts
+from .selection import Criterion, Plan, ScoredSelection
 
 
 class StoredWeight(NamedTuple):
-    """A block-sparse weight of a model: the name of its module, and the dense weight with zeros, to choose from."""
+    """A block-sparse weight: the name of its module, its layout, and the dense weight with zeros, to select from."""
 
     module: str
     layout: BlockLayout
@@ -29,34 +29,34 @@ class StoredWeight(NamedTuple):
 
 
 def dense_name(name: str, module: BlockSparseModule) -> str:
-    """The name that the weight of a block-sparse module has where it is dense."""
+    """Return the name that a block-sparse module's weight has in the dense model."""
     return name if isinstance(module, Weight) else f"{name}.weight".lstrip(".")
 
 
 def stored_weights(model: nn.Module, skip: Skip) -> dict[str, StoredWeight]:
-    """The block-sparse weights of a model by the names that they have where they are dense, but for those to skip.
+    """Return a model's block-sparse weights by their names in the dense model.
 
     Raises:
         BlockSparseError: values that are computed from others, tied, or stored by several processes together.
     """
-    left, names = skipped(model, skip)
-    left |= {module.module for module in model.modules() if isinstance(module, WeightNorm)}
+    skipped_modules, skipped_names = skipped(model, skip)
+    skipped_modules |= {module.module for module in model.modules() if isinstance(module, WeightNorm)}
     owners: dict[Tensor, str] = {}
-    found = {}
+    stored = {}
     for name, module in model.named_modules():
-        if not isinstance(module, BlockSparseModule) or module in left:
+        if not isinstance(module, BlockSparseModule) or module in skipped_modules:
             continue
         check_parameters(module, name or "model")
         weight = dense_name(name, module)
-        if f"{name}.values".lstrip(".") in names or weight in names:
+        if f"{name}.values".lstrip(".") in skipped_names or weight in skipped_names:
             continue
         if module.part is not None or hasattr(module.values, "device_mesh"):
-            expected = "a weight that this process has whole (RigL and SET change sharded ones)"
-            raise BlockSparseError.expected(weight, expected, "one that several processes store")
+            expected = "a weight that this process stores alone (RigL and SET change sharded ones)"
+            raise BlockSparseError.expected(weight, expected, "a sharded weight")
         if (other := owners.setdefault(module.values, weight)) != weight:
             raise BlockSparseError.expected(weight, "values of its own (untie them, or skip both)", f"those of {other}")
-        found[weight] = StoredWeight(name, module.layout, _dense_of(weight, module))
-    return found
+        stored[weight] = StoredWeight(name, module.layout, _as_dense(weight, module))
+    return stored
 
 
 def make_sparser(
@@ -65,49 +65,48 @@ def make_sparser(
     density: Any,
     criterion: Criterion | None,
     scope: str,
-    *,
     bounded: bool,
     inplace: bool,
     optimizer: torch.optim.Optimizer | None,
-) -> tuple[nn.Module, Choice, Layouts]:
-    """Drops blocks of a model's block-sparse weights; the parameters stay the same objects.
+) -> tuple[nn.Module, Plan]:
+    """Drop blocks of a model's block-sparse weights; the parameters stay the same objects.
 
     Returns:
-        The model, or its copy; what chose, and the layouts by the name of the weight.
+        The model or its copy, and the layouts.
     """
-    choice = Choice({name: each.dense for name, each in stored.items()}, density, criterion or "lamp", scope, bounded)
-    for name, scores in choice.scores.items():
+    weights = {name: weight.dense for name, weight in stored.items()}
+    selection = ScoredSelection(weights, density, criterion or "lamp", scope, bounded)
+    for name, scores in selection.scores.items():
         absent = ~stored[name].layout.mask().to(scores.device)
-        choice.scores[name] = scores.masked_fill(absent, float(scores.min()) - 1)  # they come last
-    kept = {
+        selection.scores[name] = scores.masked_fill(absent, float(scores.min()) - 1)  # absent blocks rank last
+    layouts = {
         name: BlockLayout(layout.mask() & stored[name].layout.mask(), layout.block_shape)
-        for name, layout in choice.layouts(choice.weights).items()
+        for name, layout in selection.layouts(selection.weights).items()
     }
-    if all(layout == stored[name].layout for name, layout in kept.items()):
-        had = ", ".join(f"{name} {stored[name].layout.density:.3g}" for name in list(kept)[:6])
+    if all(layout == stored[name].layout for name, layout in layouts.items()):
+        densities = ", ".join(f"{name} {stored[name].layout.density:.3g}" for name in list(layouts)[:6])
         expected = (
             "a density below that of the block-sparse weights (blocksparse.densify(model) makes them dense again)"
         )
-        raise BlockSparseError.expected("density", expected, f"{density} for {had}")
+        raise BlockSparseError.expected("density", expected, f"{density} for {densities}")
     model = model if inplace else copy_model(model, otherwise="inplace=True")
-    modules: dict[str, Any] = {name: model.get_submodule(stored[name].module) for name in kept}
-    trained = {name for name in kept if optimizer is not None and has_parameter(optimizer, modules[name].values)}
+    modules: dict[str, Any] = {name: model.get_submodule(stored[name].module) for name in layouts}
+    trained = {name for name in layouts if optimizer is not None and has_parameter(optimizer, modules[name].values)}
     if optimizer is not None and not trained:
-        what = f"one that has parameters of the model, {next(iter(kept))} say"
-        raise BlockSparseError.expected("optimizer", what, type(optimizer).__name__)
+        expected = f"an optimizer with parameters of the model, such as {next(iter(layouts))}"
+        raise BlockSparseError.expected("optimizer", expected, type(optimizer).__name__)
     for name in trained:  # before anything is changed
         check_optimizer(optimizer, modules[name].values, name)
     for name, module in modules.items():
         rows, columns = block_coordinates(stored[name].layout, torch.device("cpu"))
-        dropped = (~kept[name].mask()[rows, columns]).nonzero()[:, 0]
+        dropped = (~layouts[name].mask()[rows, columns]).nonzero()[:, 0]
         if len(dropped):
             rewire(module, dropped, [], [], optimizer if name in trained else None)
-    return model, choice, kept
+    return model, Plan(selection, layouts)
 
 
-def _dense_of(name: str, module: Any) -> Prunable:
-    """A weight, dense with zeros and in whole blocks."""
-    values, layout = module.values.detach(), module.layout
+def _as_dense(name: str, module: Any) -> Prunable:
+    """Return a block-sparse weight as a dense one with zeros, in whole blocks."""
     dense = nn.Module()
-    dense.weight = nn.Parameter(to_dense(values, layout), requires_grad=False)
-    return Prunable(name, dense, "weight", Blocks(dense.weight.shape, layout.block_shape))
+    dense.weight = nn.Parameter(to_dense(module.values.detach(), module.layout), requires_grad=False)
+    return Prunable(name, dense, "weight", Blocks(dense.weight.shape, module.layout.block_shape))

@@ -1,11 +1,11 @@
-"""Makes a dense model block-sparse in one shot."""
+"""Makes a dense model block-sparse in one shot: surveys its weights, selects blocks, fits values, replaces layers."""
 
 from __future__ import annotations
 
 import math
-import statistics
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,17 +20,16 @@ from ..sparsity.calibration.calibrate import Batches, keep
 from ..sparsity.calibration.reconstruction import fit
 from ..surgery.carry import REASONS
 from ..surgery.model_tools import copy_model
-from ..surgery.prunable import Skip, Unexpected, skipped, survey
+from ..surgery.prunable import Prunable, Skip, Unexpected, skipped, survey
 from ..surgery.replace import replace_with_sparse
-from .choice import Choice, Criterion, Given, Kept, Layouts
+from .selection import Criterion, FixedSelection, Layouts, Plan, ScoredSelection, Selection
 from .sparser import dense_name, make_sparser, stored_weights
-from .speed import Example, Speed, checked_tokens
+from .speed import Example, checked_tokens, keep_faster
 
-# A module that is measured to gain less than this may be slower the next time.
-FASTER = 1.05
+# A warning reports densities that miss the target by more than this fraction of it.
+DENSITY_TOLERANCE = 0.1
 
-# How far the density may be from the one that was asked for without a word, as a part of it.
-TOLERANCE = 0.1
+SPARSE_ALREADY = "block-sparse already: sparsify its layer alone, or densify it first"
 
 
 @torch.no_grad()
@@ -50,57 +49,58 @@ def sparsify(
     inplace: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> nn.Module:
-    """Makes a model's weights block-sparse: keeps the blocks with the highest scores and drops the others.
+    """Make a model's weights block-sparse: keep the blocks with the highest scores and drop the others.
 
-    Linear layers (and what the transformers library calls Conv1D), convolutions without groups, recurrent layers and
-    cells, multi-head attention and the experts of mixtures, as Mixtral has them, become modules of `blocksparse.nn`;
-    their biases and all else stay. A module that is not measured to be faster stays dense and unpruned, unless it is
-    forced; with an example the model as a whole is never slower than before. A `SparsityWarning` says when the density
-    is missed, which layers unexpectedly stay as they are, and why; `report` says it of each weight.
+    Linear layers (and Conv1D of the transformers library), convolutions without groups, recurrent layers and cells,
+    multi-head attention, and the experts of mixtures like Mixtral's become modules of `blocksparse.nn`. Biases and all
+    else stay. Without `force`, modules that are not measurably faster stay dense and unpruned; with an example, the
+    model as a whole never gets slower. A `SparsityWarning` reports a missed density and layers that unexpectedly stay
+    dense; `report` explains each weight.
 
-    Hooks, attributes, buffers and modules that a user put on a layer go along, and so do attributes and hooks of its
-    weight: hooks of the gradient get it as that of the dense weight. A layer that calls something else than its class
-    does, or that functions or objects of the model use, stays dense.
+    Hooks, attributes, buffers and modules that a user added to a layer move to the new layer, and so do attributes and
+    hooks of its weight: gradient hooks get the gradient in the dense weight's shape. A layer stays dense if its forward
+    was replaced, or if functions or objects of the model use it directly.
 
-    Of a model whose weights are block-sparse already, these become sparser: each keeps the best of its blocks, of the
-    size that they have. Where others are still dense, block-sparse ones stay as they are.
+    If all weights are block-sparse already, each keeps the best of its own blocks. If some are still dense, the
+    block-sparse ones stay as they are.
 
     Args:
-        model: any module; as it is afterwards, unless `inplace`.
-        density: the part of the numbers that is kept in the weights that become block-sparse, above 0 and at most 1;
-            or one for each weight by its name, and those without a name stay dense.
-        block_size: an int or (rows, columns) of the weights `[out, in]`; what is no multiple of it is padded.
-        criterion: the score of a block: "l2" (its l2 norm for each number in it), "magnitude" (its mean |w|), "max"
-            (its largest |w|), "lamp" (sum w^2 over that of all blocks of the weight that have no less; by default,
-            where there are no data); scores `[out_blocks, in_blocks]` by the name of the weight; or a function of the
-            name and the weight, padded to whole blocks, that gives them.
-        scope: "careful": one threshold over all weights, but each has half of the density for certain, and the best
-            block of each row of blocks where that is enough for them; unless forced, a trained weight keeps as many
-            more as it takes for no row to lose more than 5 % of its sum of squares. "global": one threshold, which
-            weights of small numbers do not reach, unless the criterion is "lamp", which knows no scale. "layer": each
-            weight has the density. "erk": densities by `sparsity.erk`. Each weight keeps a block at least.
-        skip: what stays dense: modules, or names of modules or weights, or patterns of names as in a shell,
-            "encoder.layers.*" say.
-        layouts: the blocks to keep by the name of the weight, in place of densities and scores.
-        force: whether also what is not faster, or loses much, becomes block-sparse. Nothing is measured then.
-        tokens: rows of the inputs to be fast for; positions of the output of a convolution; steps of a recurrent layer.
-        example: instead of that, what the model is called with: a tensor, a tuple or list of its arguments, or a dict
-            of arguments by name. Each module is then timed on what it gets from it, and the whole model too.
-        data: some hundred samples of what the model is called with, in batches: a DataLoader say. Weights, biases and
-            the statistics of batch norms are then fitted to what the dense model makes of them, as by
-            `sparsity.reconstruct`: the criterion, or the part in a layer's outputs by default, says how many blocks
-            each weight keeps, and `reconstruct` which. With `layouts` only the values are fitted.
-        inplace: whether the model itself is changed, and not a copy of it.
-        optimizer: in place, the one that trains the model: it goes on with the new parameters, with what it has kept.
+        model: any module; it stays as it is unless `inplace`.
+        density: fraction of the parameters to keep in weights that become block-sparse, above 0 and at most 1 (default
+            0.1). A dict gives the density of each weight by name; weights without a name stay dense.
+        block_size: an int or (rows, columns) of the weights `[out, in]` (default 32); other sizes are padded.
+        criterion: the score of a block. "lamp" (default without data): its squared norm / the sum over all blocks of
+            the weight whose squared norm is no smaller. "l2": its l2 norm per parameter. "magnitude": mean |w|. "max":
+            largest |w|. Or scores `[out_blocks, in_blocks]` by name of the weight, or a function that returns them
+            given the name and the weight, padded to whole blocks.
+        scope: the blocks that compete. "careful" (default): all, by one threshold, but each weight keeps at least half
+            of the density, and first the best block of each row of blocks; unless forced, a trained weight also keeps
+            enough blocks to preserve 95 % of each row's squared norm. "global": all, by one threshold; weights of small
+            numbers may keep one block only, except with "lamp", which does not depend on scale. "layer": each weight
+            has the density. "erk": densities by `sparsity.erk`. Each weight keeps at least one block.
+        skip: what stays dense: modules, names of modules or weights, or shell patterns such as "encoder.layers.*".
+        layouts: the blocks to keep by name of the weight, instead of densities and scores.
+        force: whether to sparsify every layer without timing it, however much it loses. Use it before fine-tuning.
+        tokens: rows of the inputs to time with (default 64); output positions of a convolution, steps of a recurrent
+            layer.
+        example: inputs of the model to time with, instead of `tokens`: a tensor, a tuple or list of arguments, or a
+            dict of arguments by name. Each module is timed on the inputs it gets, and so is the whole model.
+        data: a few hundred samples in batches, a DataLoader say. Weights, biases and batch-norm statistics are then
+            fitted to the dense model's outputs, as by `sparsity.reconstruct`. The criterion (by default the share in a
+            layer's outputs) then decides how many blocks a weight keeps, and `reconstruct` decides which. With
+            `layouts`, only values are fitted.
+        inplace: whether to change the model itself instead of a copy.
+        optimizer: with `inplace`, the optimizer that trains the model. It continues with the new parameters, and keeps
+            its state.
 
     Returns:
-        The model; in place another object only where the model itself is one such layer.
+        The model. In place this is another object only if the model itself is one layer.
 
     Raises:
-        BlockSparseError: a density out of range or not possible, a model on the meta device or without a weight that
-            can become block-sparse, unknown names, weights or data that are not finite, scores or layouts that do not
-            fit, an example or data that the model does not take, an optimizer without `inplace` or without the weights.
-            Nothing is changed then.
+        BlockSparseError: a density that is out of range or impossible; a model on the meta device or without a weight
+            that can become block-sparse; unknown names; weights or data that are not finite; scores or layouts that do
+            not fit; an example or data that the model does not accept; an optimizer without `inplace` or without the
+            weights. Nothing is changed then.
 
     Example:
         >>> import torch, blocksparse as bs
@@ -110,221 +110,255 @@ def sparsify(
     Source of "lamp": Lee, Park, Mo, Ahn, Shin, Layer-adaptive sparsity for the magnitude-based pruning (2021).
     """
     checked_tokens(tokens)
+    check_optimizer_is_inplace(optimizer, inplace)
+    found = survey_weights(model, block_size, skip)
+    if not found.weights:
+        stored = stored_weights(model, skip)
+        if not stored:
+            raise _no_weights_error(model, found)
+        _check_only_dense_options(layouts, data)
+        model, plan = make_sparser(model, stored, density, criterion, scope, not force, inplace, optimizer)
+        _warn_if_missed(plan)
+        return model
+    if inplace and data is not None:
+        _check_writable(model)
+    batches = None if data is None else keep(data)
+    plan = select_blocks(model, found, density, criterion, scope, layouts, batches, bounded=not force)
+    if not force:
+        plan = keep_faster(model, plan, tokens, example)
+    fitted, plan = fit_values(model, plan, batches, choose=layouts is None, inplace=inplace)
+    model = replace_weights(model, fitted, plan, optimizer if inplace else None, inplace=inplace)
+    _warn_if_missed(plan)
+    return model
+
+
+# -- survey ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The weights of a model.
+
+    Args:
+        weights: the dense weights that can become block-sparse, by name.
+        reasons: why other dense weights cannot, by name.
+        sparse: the layouts of block-sparse weights that are not skipped, by name.
+    """
+
+    weights: Mapping[str, Prunable]
+    reasons: Mapping[str, str]
+    sparse: Layouts
+
+
+def survey_weights(model: nn.Module, block_size: int | tuple[int, int], skip: Skip) -> Survey:
+    """Sort the weights of a model by whether they can become block-sparse, or are already."""
+    found = survey(model, block_size, skip)
+    skipped_modules, _ = skipped(model, skip)
+    return Survey(
+        weights={weight.name: weight for weight, reason in found if reason is None},
+        reasons={weight.name: reason for weight, reason in found if reason is not None},
+        sparse={
+            dense_name(name, module): module.layout
+            for name, module in model.named_modules()
+            if isinstance(module, BlockSparseModule) and module not in skipped_modules
+        },
+    )
+
+
+def check_optimizer_is_inplace(optimizer: object, inplace: bool) -> None:
     if optimizer is not None and not inplace:
         raise BlockSparseError(
             "optimizer= requires inplace=True; without it, a copy is returned that the optimizer does not train."
         )
-    found = survey(model, block_size, skip)  # before the copy: what is refused costs nothing
-    weights = {weight.name: weight for weight, reason in found if reason is None}
-    reasons = {weight.name: reason for weight, reason in found if reason is not None}
-    stored = stored_weights(model, skip) if not weights else {}
-    if stored and (layouts is not None or data is not None):
-        given = "layouts=" if layouts is not None else "data="
-        raise BlockSparseError(
-            f"{given} is for dense weights, and all are block-sparse: blocksparse.densify(model) first."
-        )
-    if stored:
-        model, sparser, left = make_sparser(
-            model, stored, density, criterion, scope, bounded=not force, inplace=inplace, optimizer=optimizer
-        )
-        _tell(sparser, left, {}, {})
-        return model
-    if not weights:
-        got = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:MAX_NAMED]) or "none"
-        got = f"{type(model).__name__} with {got}"
-        raise BlockSparseError.expected("model", "dense weights that can become block-sparse", got, Page.SPARSIFY)
-    others = _of_other_density(model, density, skip)
-    if inplace and data is not None and not torch.is_inference_mode_enabled():
-        _check_writable(model)
-    sparse = dict.fromkeys(
-        _names_of_sparse(model), "block-sparse already: sparsify its layer alone, or densify it before"
-    )
-    _check_named("layouts", layouts, sparse | reasons)
-    _check_named("density", density, sparse | reasons)
-    # 1. Which blocks: `choice.layouts(names)` says it for all weights, or for those that are left.
-    batches = None if data is None else keep(data)
-    if layouts is not None:
-        choice: Kept = Given(weights, layouts)
-    elif batches is None:
-        choice = Choice(weights, density, "lamp" if criterion is None else criterion, scope, bounded=not force)
-    else:
-        if criterion is None and not isinstance(density, Mapping):
-            criterion = shares(model, batches, weights.values(), number("density", density, 0, 1))
-        # Those scores have a floor of their own, and what is lost is fitted.
-        scope = "global" if scope == "careful" else scope
-        choice = Choice(weights, density, "l2" if criterion is None else criterion, scope)
-    reasons |= {name: "no density was given" for name in weights if name not in choice.weights}
-    # 2. Which weights.
-    kept = choice.layouts(choice.weights) if force else _fast(choice, Speed(model, tokens, example), reasons)
-    # 3. The model.
-    if inplace and batches is None:
-        model = replace_with_sparse(model, kept, optimizer)
-    else:  # also in place a copy is fitted, so that nothing is changed if that fails
-        made = copy_model(model, otherwise="inplace=True without data=")
-        if batches is not None:
-            kept = _fitted(made, model, batches, kept, choose=layouts is None)
-        model = _taking(model, made, kept, optimizer) if inplace else replace_with_sparse(made, kept)
-    for name, reason in reasons.items():
-        module, _, parameter = name.rpartition(".")
-        model.get_submodule(module).__dict__.setdefault(REASONS, {})[parameter] = reason
-    untold: dict[str, str] = {name: reason for name, reason in reasons.items() if isinstance(reason, Unexpected)}
-    if layouts is None and not isinstance(density, Mapping):
-        untold |= others
-    _tell(choice, kept, untold, reasons)
-    return model
 
 
-def _check_named(what: str, named: Any, reasons: Mapping[str, str]) -> None:
-    """Raises a BlockSparseError where something is given for a weight that stays dense."""
-    for name in named if isinstance(named, Mapping) else ():
-        if name in reasons:
-            raise BlockSparseError.expected(what, f"weights that can be block-sparse, not {name}", reasons[name])
+def _no_weights_error(model: nn.Module, found: Survey) -> BlockSparseError:
+    listed = "; ".join(f"{name}: {reason}" for name, reason in list(found.reasons.items())[:MAX_NAMED])
+    got = f"{type(model).__name__} with {listed or 'none'}"
+    return BlockSparseError.expected("model", "dense weights that can become block-sparse", got, Page.SPARSIFY)
 
 
-def _names_of_sparse(model: nn.Module) -> list[str]:
-    """The names that the block-sparse weights of a model have where they are dense."""
-    return [dense_name(name, each) for name, each in model.named_modules() if isinstance(each, BlockSparseModule)]
-
-
-def _of_other_density(model: nn.Module, density: Any, skip: Skip) -> dict[str, str]:
-    """The weights that are block-sparse already, with another density than is asked for; each with its density."""
-    if isinstance(density, bool) or not isinstance(density, int | float):
-        return {}
-    left, _ = skipped(model, skip)
-    return {
-        name: f"block-sparse already, with density {module.layout.density:.3g}: sparsify it alone, or densify it before"
-        for name, module in model.named_modules()
-        if isinstance(module, BlockSparseModule)
-        and module not in left
-        and abs(module.layout.density - density) > TOLERANCE * density + 0.5 / math.prod(module.layout.grid)
-    }
-
-
-def _fitted(made: nn.Module, model: nn.Module, batches: list[Any], layouts: Layouts, choose: bool) -> Layouts:
-    """Fits the weights of a copy of a model to its outputs; returns the layouts."""
-    fitted, errors = fit(made, model, batches, layouts, choose=choose)
-    if len(errors) < len(fitted):
-        names = ", ".join([name for name in fitted if name not in errors][:MAX_NAMED])
-        why = "no batch does, or not where it can be seen; they keep their largest blocks"
-        warnings.warn(f"sparsify: the data do not show what reaches {names}: {why}", SparsityWarning, stacklevel=5)
-    return fitted
+def _check_only_dense_options(layouts: Any, data: Any) -> None:
+    for argument, value in (("layouts=", layouts), ("data=", data)):
+        if value is not None:
+            raise BlockSparseError(
+                f"{argument} applies to dense weights, and all are block-sparse: call blocksparse.densify(model) first."
+            )
 
 
 def _check_writable(model: nn.Module) -> None:
-    """Raises a BlockSparseError where values of a model cannot be changed in place."""
+    """Raise a BlockSparseError if values of a model cannot be changed in place."""
+    if torch.is_inference_mode_enabled():
+        return
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_inference():
-            expected = "tensors that can be changed, with data and inplace=True"
+            expected = "tensors that can be changed, for data= with inplace=True"
             raise BlockSparseError.expected("model", expected, f"{name}, made under torch.inference_mode()")
 
 
-def _taking(
-    model: nn.Module, fitted: nn.Module, layouts: Layouts, optimizer: torch.optim.Optimizer | None
+# -- select ------------------------------------------------------------------------------------------------------
+
+
+def select_blocks(
+    model: nn.Module,
+    found: Survey,
+    density: float | Mapping[str, float],
+    criterion: Criterion | None,
+    scope: str,
+    layouts: Mapping[str, BlockLayout] | None,
+    batches: list[Any] | None,
+    *,
+    bounded: bool,
+) -> Plan:
+    """Select the blocks of each weight; see `sparsify` for the arguments."""
+    for argument, named in (("layouts", layouts), ("density", density)):
+        for name in named if isinstance(named, Mapping) else ():
+            if reason := found.reasons.get(name) or (name in found.sparse and SPARSE_ALREADY):
+                raise BlockSparseError.expected(argument, f"weights that can be block-sparse, not {name}", reason)
+    selection: Selection
+    if layouts is not None:
+        selection = FixedSelection(found.weights, layouts)
+    elif batches is None:
+        selection = ScoredSelection(found.weights, density, "lamp" if criterion is None else criterion, scope, bounded)
+    else:
+        if criterion is None and not isinstance(density, Mapping):
+            criterion = shares(model, batches, found.weights.values(), number("density", density, 0, 1))
+        # These scores have a minimum per weight already, and fitting makes up for what rows lose.
+        scope = "global" if scope == "careful" else scope
+        selection = ScoredSelection(found.weights, density, "l2" if criterion is None else criterion, scope)
+    given = "density" if layouts is None else "layout"
+    reasons = {
+        **found.reasons,
+        **{name: f"no {given} was given" for name in found.weights if name not in selection.weights},
+    }
+    unexpected: dict[str, str] = {name: reason for name, reason in reasons.items() if isinstance(reason, Unexpected)}
+    if layouts is None and not isinstance(density, Mapping):
+        unexpected |= {
+            name: f"block-sparse already, with density {layout.density:.3g}: sparsify it alone, or densify it first"
+            for name, layout in found.sparse.items()
+            if abs(layout.density - density) > DENSITY_TOLERANCE * density + 0.5 / math.prod(layout.grid)
+        }
+    return Plan(selection, selection.layouts(selection.weights), reasons, unexpected)
+
+
+# -- fit ---------------------------------------------------------------------------------------------------------
+
+
+def fit_values(
+    model: nn.Module, plan: Plan, batches: list[Any] | None, *, choose: bool, inplace: bool
+) -> tuple[nn.Module, Plan]:
+    """Fit weights to the data; return the model to replace weights in, and the plan with the fitted layouts.
+
+    In place without data that is the model itself, else a copy, so that nothing is changed if fitting fails.
+
+    Args:
+        model: the dense model.
+        plan: the layouts.
+        batches: inputs of the model, or None to fit nothing.
+        choose: whether fitting may choose other blocks, with the same number per weight.
+        inplace: whether the model itself is to be changed.
+    """
+    if inplace and batches is None:
+        return model, plan
+    copied = copy_model(model, otherwise="inplace=True without data=")
+    if batches is None:
+        return copied, plan
+    layouts, errors = fit(copied, model, batches, plan.layouts, choose=choose)
+    if len(errors) < len(layouts):
+        names = ", ".join([name for name in layouts if name not in errors][:MAX_NAMED])
+        warnings.warn(
+            f"sparsify: the data do not reach {names}, or not visibly: these weights keep their largest blocks",
+            SparsityWarning,
+            stacklevel=4,
+        )
+    return copied, replace(plan, layouts=layouts)
+
+
+# -- replace -----------------------------------------------------------------------------------------------------
+
+
+def replace_weights(
+    model: nn.Module, fitted: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer | None, *, inplace: bool
 ) -> nn.Module:
-    """The model with the values of its fitted copy, which gets its own, and block-sparse; as it was if that fails."""
+    """Replace the planned weights and record why others stay dense.
+
+    Args:
+        model: the original.
+        fitted: the model with the values to use: the original, or a copy.
+        plan: the layouts and reasons.
+        optimizer: the optimizer of the original, or None.
+        inplace: whether to change the original, which then swaps its values with those of the copy.
+    """
+    if inplace and fitted is not model:
+        sparse = _replace_with_values_of(fitted, model, plan.layouts, optimizer)
+    else:
+        sparse = replace_with_sparse(fitted, plan.layouts, optimizer)
+    for name, reason in plan.reasons.items():
+        module, _, parameter = name.rpartition(".")
+        sparse.get_submodule(module).__dict__.setdefault(REASONS, {})[parameter] = reason
+    return sparse
+
+
+def _replace_with_values_of(
+    fitted: nn.Module, model: nn.Module, layouts: Layouts, optimizer: torch.optim.Optimizer | None
+) -> nn.Module:
+    """Swap the values of a model and its fitted copy, and replace weights; swap them back if that fails."""
     pairs = zip((*model.parameters(), *model.buffers()), (*fitted.parameters(), *fitted.buffers()), strict=True)
-    changed = [(mine, new) for mine, new in pairs if not mine.is_meta and not torch.equal(mine, new)]
-    done = []
+    changed = [(old, new) for old, new in pairs if not old.is_meta and not torch.equal(old, new)]
+    swapped = []
     try:
-        for mine, new in changed:
-            old = mine.clone()
-            mine.copy_(new)
-            done.append((mine, new.copy_(old)))
+        for old, new in changed:
+            values = old.clone()
+            old.copy_(new)
+            swapped.append((old, new.copy_(values)))
         return replace_with_sparse(model, layouts, optimizer)
     except BaseException:
-        for mine, old in done:
-            mine.copy_(old)
+        for old, new in swapped:
+            old.copy_(new)
         raise
 
 
-# -- speed decides -----------------------------------------------------------------------------------------------
+# -- warn --------------------------------------------------------------------------------------------------------
 
 
-def _fast(choice: Kept, speed: Speed, reasons: dict[str, str]) -> Layouts:
-    """The layouts of the weights that are faster with them, module by module and then all together."""
-    names = list(choice.weights)
-    speed.record(weight.module for weight in choice.weights.values())
-    while names:
-        every = choice.layouts(names)
-        layouts = {name: layout for name, layout in every.items() if layout.density < 1}
-        full = {name: choice.why(name) or "keeps all of its blocks" for name in every if name not in layouts}
-        ratios, slower = _speed_ups(choice, layouts, speed)
-        if not slower:
-            whole = speed.of_model(layouts) if layouts else None
-            if whole is None or whole >= 1:
-                reasons |= full
-                return layouts
-            # Those that gain least go first, by halves, so that few measurements are enough.
-            bound = statistics.median_low(set(ratios.values()))
-            slower = {
-                name: f"{ratio:.3g} times as fast block-sparse by itself, but then the model {whole:.2g} times"
-                for name, ratio in ratios.items()
-                if ratio <= bound
-            }
-        reasons |= slower
-        names = [name for name in names if name not in slower]
-    return {}
-
-
-def _speed_ups(choice: Kept, layouts: Layouts, speed: Speed) -> tuple[dict[str, float], dict[str, str]]:
-    """The speed-ups of the weights' modules, and why some of them are better left dense."""
-    weights = choice.weights
-    of_module: dict[nn.Module, list[str]] = {}
-    for name in layouts:
-        of_module.setdefault(weights[name].module, []).append(name)
-    ratios: dict[str, float] = {}
-    reasons: dict[str, str] = {}
-    for names in of_module.values():
-        try:
-            ratio = speed.of_weights([(weights[name], layouts[name]) for name in names])
-        except BlockSparseError as error:
-            reasons |= dict.fromkeys(names, f"does not run block-sparse here: {error}")
-            continue
-        for name in names:
-            ratios[name], layout = ratio, layouts[name]
-            if ratio < FASTER:
-                rows, columns = layout.block_shape
-                how = f"density {layout.density:.2g}, blocks of {rows} x {columns}, {speed.inputs}"
-                how += "; times varied: is the machine busy?" if speed.is_busy else ""
-                because = f"; {choice.why(name)}" if choice.why(name) else ""
-                reasons[name] = f"{ratio:.3g} times as fast block-sparse ({how}){because}"
-    return ratios, reasons
-
-
-# -- what is told ------------------------------------------------------------------------------------------------
-
-
-def _tell(choice: Kept, kept: Layouts, untold: Mapping[str, str], reasons: Mapping[str, str]) -> None:
-    """Warns where the density is another one than was asked for, nothing became sparse, or some stay unexpectedly."""
-    reached = choice.density_of(kept)
-    # Of padding: a weight of 32 x 1 x 5 in blocks of 32 x 32 has 32 times as many numbers as it had.
-    dense = {name: weight.tensor.numel() for name, weight in choice.weights.items()}
-    added = {name: choice.weights[name].stored(layout) - dense[name] for name, layout in kept.items()}
-    advice = "smaller blocks, or skip=, save memory"
-    larger = {
-        name: f"{number + dense[name]:,} numbers stored, {dense[name]:,} when dense: {advice}"
-        for name, number in added.items()
-        if number > TOLERANCE * sum(dense.values()) and choice.asked < 1
-    }
-    if not kept:
+def _warn_if_missed(plan: Plan) -> None:
+    """Warn if the density is missed, no weight became sparse, some stay dense unexpectedly, or blocks are too large."""
+    selection, target = plan.selection, plan.selection.target_density
+    reached, larger = selection.density_of(plan.layouts), _weights_with_large_blocks(plan)
+    if not plan.layouts:
         head = "nothing became block-sparse"
-    elif abs(reached - choice.asked) > TOLERANCE * choice.asked + choice.half_a_block:
-        head = f"the density is {reached:.2g}, not {choice.asked:.2g}"
-    elif untold:
+    elif abs(reached - target) > DENSITY_TOLERANCE * target + selection.rounding:
+        head = f"the density is {reached:.2g}, not {target:.2g}"
+    elif plan.unexpected:
         head = "some layers stay as they are"
     elif larger:
         head = "the blocks of some weights are larger than the weights"
     else:
         return
-    denser = {name: choice.why(name) for name, layout in kept.items() if layout.density > choice.asked}
-    why = {name: reason for name, reason in reasons.items() if name in choice.weights} | dict(untold)
+    why = {name: reason for name, reason in plan.reasons.items() if name in selection.weights} | dict(plan.unexpected)
+    denser = {name: selection.excess(name) for name, layout in plan.layouts.items() if layout.density > target}
     why |= {name: reason for name, reason in denser.items() if reason} | larger
     lines = [f"{name}: {reason}" for name, reason in list(why.items())[:MAX_NAMED]]
     if len(why) > MAX_NAMED:
-        lines.append(f"and {len(why) - MAX_NAMED} more, as bs.report(model) says")
+        lines.append(f"and {len(why) - MAX_NAMED} more: see bs.report(model)")
     if not why:
-        lines = ["each weight keeps one block at least; a smaller block_size comes closer"]
-    if any(choice.why(name) for name in why):
-        lines.append("force=True takes the density all the same, for a training that goes on")
+        lines = ["each weight keeps at least one block: use a smaller block_size"]
+    if any(selection.excess(name) for name in why):
+        lines.append("to go lower, pass data= to calibrate, or force=True and fine-tune")
     lines.append(f"see {Page.SPARSIFY}")
     warnings.warn("\n  ".join([f"sparsify: {head}", *lines]), SparsityWarning, stacklevel=4)
+
+
+def _weights_with_large_blocks(plan: Plan) -> dict[str, str]:
+    """Return the weights whose padding adds much to the parameters of all weights; each with its numbers.
+
+    In blocks of 32 x 32 a weight of 32 x 1 x 5 stores 32 times its parameters.
+    """
+    weights = plan.selection.weights
+    dense = {name: weight.tensor.numel() for name, weight in weights.items()}
+    stored = {name: weights[name].stored(layout) for name, layout in plan.layouts.items()}
+    return {
+        name: f"stores {size:,} parameters, {dense[name]:,} when dense: use smaller blocks or skip="
+        for name, size in stored.items()
+        if size - dense[name] > DENSITY_TOLERANCE * sum(dense.values()) and plan.selection.target_density < 1
+    }

@@ -1,9 +1,11 @@
-"""Measures how many times faster modules and models are block-sparse than dense, on this machine."""
+"""Measures the speed-up of block-sparse modules and models on this machine, and keeps only those that are faster."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,84 +28,155 @@ from ..surgery.model_tools import copy_model
 from ..surgery.prunable import Prunable
 from ..surgery.replace import replace_with_sparse, sparse_module
 from .densify import densify
+from .selection import Layouts, Plan, Selection
 
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a module is called with."""
+"""The positional and keyword arguments of a call."""
 
-# With some thousand features what is made up has gigabytes then.
+# More tokens would take gigabytes for layers of a few thousand features.
 MAX_TOKENS = 2**20
 
-# Modules that agree in all of this are assumed to be equally fast.
+# A module with a smaller measured speed-up stays dense: it might be slower the next time.
+MIN_SPEEDUP = 1.05
+
+# If the ratios of rounds differ by more than this factor, other programs seem to use the machine.
+BUSY_SPREAD = 2.0
+
+# The speed-ups of modules by all settings that they depend on.
 _measured: dict[tuple[Any, ...], float] = {}
 
-# Where the ratios of rounds differ by more, something else keeps the machine busy.
-BUSY = 2.0
+
+def keep_faster(model: nn.Module, plan: Plan, tokens: int = 64, example: Example | None = None) -> Plan:
+    """Return the plan without modules that are not faster block-sparse, until the whole model is not slower.
+
+    Blocks are selected again for the remaining weights. `sparsify` calls this unless forced.
+
+    Args:
+        model: the dense model, which is left as it is.
+        plan: the layouts and the selection that made them.
+        tokens: rows of the inputs to time modules with.
+        example: inputs of the model to time with instead; the whole model is timed only with it.
+    """
+    selection, reasons = plan.selection, dict(plan.reasons)
+    speed = Speed(model, tokens, example)
+    speed.record(weight.module for weight in selection.weights.values())
+    layouts = plan.layouts
+    while layouts:
+        sparse = {name: layout for name, layout in layouts.items() if layout.density < 1}
+        slower, speedups = _slower_weights(selection, sparse, speed)
+        slower = slower or _weights_that_slow_the_model(sparse, speedups, speed)
+        if not slower:
+            full = {name: selection.excess(name) or "keeps all of its blocks" for name in layouts if name not in sparse}
+            return replace(plan, layouts=sparse, reasons=reasons | full)
+        reasons |= slower
+        names = [name for name in layouts if name not in slower]
+        layouts = selection.layouts(names) if names else {}
+    return replace(plan, layouts={}, reasons=reasons)
+
+
+def _slower_weights(selection: Selection, layouts: Layouts, speed: Speed) -> tuple[dict[str, str], dict[str, float]]:
+    """Return why some weights are better left dense, and the speed-up of the module of each weight."""
+    by_module: dict[nn.Module, list[str]] = {}
+    for name in layouts:
+        by_module.setdefault(selection.weights[name].module, []).append(name)
+    reasons: dict[str, str] = {}
+    speedups: dict[str, float] = {}
+    for names in by_module.values():
+        try:
+            speedup = speed.of_weights([(selection.weights[name], layouts[name]) for name in names])
+        except BlockSparseError as error:
+            reasons |= dict.fromkeys(names, f"does not run block-sparse here: {error}")
+            continue
+        speedups |= dict.fromkeys(names, speedup)
+        for name in names if speedup < MIN_SPEEDUP else ():
+            rows, columns = layouts[name].block_shape
+            details = f"density {layouts[name].density:.2g}, blocks of {rows} x {columns}, {speed.inputs}"
+            details += "; timings varied, is the machine busy?" if speed.is_busy else ""
+            excess = selection.excess(name)
+            reasons[name] = f"{speedup:.3g} times as fast block-sparse ({details})" + (f"; it {excess}" if excess else "")
+    return reasons, speedups
+
+
+def _weights_that_slow_the_model(layouts: Layouts, speedups: Mapping[str, float], speed: Speed) -> dict[str, str]:
+    """Return the half of the weights that gain least if the model as a whole is slower; it takes few timings then."""
+    whole = speed.of_model(layouts) if layouts else None
+    if whole is None or whole >= 1:
+        return {}
+    bound = statistics.median_low(set(speedups.values()))
+    return {
+        name: f"{speedup:.3g} times as fast block-sparse by itself, but the whole model only {whole:.2g} times as fast"
+        for name, speedup in speedups.items()
+        if speedup <= bound
+    }
 
 
 class Speed:
-    """The speed-ups of a model and its modules: time of the dense one / time of the block-sparse one, forward.
+    """The speed-ups of a model and its modules: dense time / block-sparse time of a forward call.
 
-    Measured without gradients, in the mode that the modules are in; a model in its evaluation mode.
+    Modules are timed without gradients in their own mode, models in evaluation mode.
 
     Args:
-        model: is not changed.
-        tokens: rows of the inputs that modules get; of a convolution about this many positions of the output, of a
-            recurrent layer steps of one sequence, and of several shorter ones, of which the slower counts.
-        example: what the model is called with, as for `sparsify`: modules get the inputs that they get from it.
+        model: the model, which is left as it is.
+        tokens: rows of the inputs of modules; about as many output positions of a convolution. A recurrent layer is
+            timed on one sequence of this length and on 16 shorter ones, and the smaller speed-up counts.
+        example: inputs of the model, as for `sparsify`; modules are then timed on the inputs that they get.
     """
 
     def __init__(self, model: nn.Module, tokens: int, example: Example | None = None):
         self.tokens, self.inputs = tokens, f"{tokens} tokens" if example is None else "the example"
         self._arguments = _arguments(example)
-        self._model = None if example is None else twin(model).eval()
+        self._model = None if example is None else share_parameters(model).eval()
         self._names = {module: name for name, module in model.named_modules()}
         self._recorded: dict[str, Arguments] = {}
         self.is_busy = False
-        """Whether the last measurement was undecided, and other programs seem to have run at the same time."""
+        """Whether the last timing was undecided and other programs seemed to run at the same time."""
 
     @torch.no_grad()
     def record(self, modules: Iterable[nn.Module]) -> None:
-        """Runs the example, if there is one, and keeps what these modules of the model are first called with."""
+        """Run the example, if there is one, and record the first arguments of these modules of the model."""
         if self._model is None:
             return
 
-        def keep(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def save_arguments(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._recorded.setdefault(name, (args, kwargs))
 
         names = {self._names[module] for module in modules}
         hooks = [
-            self._model.get_submodule(name).register_forward_pre_hook(partial(keep, name), with_kwargs=True)
+            self._model.get_submodule(name).register_forward_pre_hook(partial(save_arguments, name), with_kwargs=True)
             for name in names
         ]
         fused = torch.backends.mha.get_fastpath_enabled()
         try:
-            torch.backends.mha.set_fastpath_enabled(False)  # it runs none of the modules inside of an encoder layer
+            torch.backends.mha.set_fastpath_enabled(False)  # it calls no modules inside encoder layers
             args, kwargs = self._arguments
             self._model(*args, **kwargs)
-        except Exception as error:  # of any kind: it comes from the user's module
-            raise BlockSparseError.expected("example", "what the model takes", _first_line(error)) from error
+        except Exception as error:  # the user's module may raise anything
+            raise BlockSparseError.expected(
+                "example", "arguments that the model accepts", _first_line(error)
+            ) from error
         finally:
             torch.backends.mha.set_fastpath_enabled(fused)
             for hook in hooks:
                 hook.remove()
 
     def of_weights(self, chosen: Sequence[tuple[Prunable, BlockLayout]]) -> float:
-        """The speed-up of a module that is still dense, with these layouts; it is left as it is."""
+        """Return the speed-up of a dense module on these layouts; it is left as it is."""
         module = chosen[0][0].module
         return self._of(module, lambda: module, lambda: sparse_module(chosen))
 
     def of_module(self, module: nn.Module) -> float:
-        """The speed-up of a module that is block-sparse already."""
+        """Return the speed-up of a block-sparse module."""
         return self._of(module, lambda: densify(module), lambda: module)
 
     def of_model(self, layouts: Mapping[str, BlockLayout]) -> float | None:
+        """Return the speed-up of the dense model on these layouts and the example; None without an example."""
         if self._model is None:
             return None
-        return self._whole(self._model, replace_with_sparse(twin(self._model), layouts))
+        return self._whole(self._model, replace_with_sparse(share_parameters(self._model), layouts))
 
     def of_sparse_model(self) -> float | None:
-        """That of the whole model, which is block-sparse already, on the example; None without one."""
+        """Return the speed-up of the block-sparse model on the example; None without an example."""
         return None if self._model is None else self._whole(densify(self._model), self._model)
 
     def _whole(self, dense: nn.Module, sparse: nn.Module) -> float:
@@ -112,20 +185,20 @@ class Speed:
     @torch.no_grad()
     def _of(self, module: nn.Module, dense: Callable[[], nn.Module], sparse: Callable[[], nn.Module]) -> float:
         self.is_busy = False
-        made = sparse()
-        weights = [each for each in made.modules() if isinstance(each, BlockSparseModule)]
+        timed = sparse()
+        weights = [each for each in timed.modules() if isinstance(each, BlockSparseModule)]
         values = weights[0].values
         backend = LINEAR.on(values.device, values.dtype).__name__
         recorded = self._recorded.get(self._names.get(module, ""))
-        inputs = [recorded] if recorded is not None else made_up_inputs(made, self.tokens)
-        key = backend, _key(made, weights), *(_shapes(each) for each in inputs)
+        inputs = [recorded] if recorded is not None else random_inputs(timed, self.tokens)
+        key = backend, _settings_key(timed, weights), *(_shapes(each) for each in inputs)
         if key not in _measured:
-            _measured[key] = self._measure(dense(), made, inputs)
+            _measured[key] = self._measure(dense(), timed, inputs)
         return _measured[key]
 
     @torch.no_grad()
     def _measure(self, dense: nn.Module, sparse: nn.Module, inputs: Sequence[Arguments], budget: float = 0.1) -> float:
-        """How many times as long the dense module takes as the block-sparse one, in turn; the least of these inputs."""
+        """Time both modules in turn; return the smallest speed-up over these inputs."""
         device = next((parameter.device for parameter in sparse.parameters()), torch.device("cpu"))
         ratios = []
         for args, kwargs in inputs:
@@ -135,7 +208,7 @@ class Speed:
             if spread.low < 1 < spread.high:  # undecided
                 samples = alternate(calls, rounds=35, budget=5 * budget, clock=_clock(device))
                 spread, ratio = samples.ratio("dense", "sparse"), samples.least("dense") / samples.least("sparse")
-                self.is_busy |= spread.high > BUSY * spread.low
+                self.is_busy |= spread.high > BUSY_SPREAD * spread.low
             ratios.append(ratio)
         return min(ratios)
 
@@ -143,20 +216,22 @@ class Speed:
 def _arguments(example: Example | None) -> Arguments:
     if isinstance(example, Mapping):
         return (), dict(example)
-    several = isinstance(example, tuple | list) and not isinstance(example, PackedSequence)
-    return (tuple(example) if several else (example,)), {}  # type: ignore[arg-type]
+    is_sequence = isinstance(example, tuple | list) and not isinstance(example, PackedSequence)
+    return (tuple(example) if is_sequence else (example,)), {}  # type: ignore[arg-type]
 
 
 def checked_tokens(tokens: Any) -> int:
+    """Return `tokens` after a check of its type and range."""
     return integer("tokens", tokens, 1, below=MAX_TOKENS + 1)
 
 
-def twin(model: nn.Module) -> nn.Module:
-    """A copy of a model with the same parameters, not copies of them."""
+def share_parameters(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that shares its parameters."""
     return copy_model(model, {id(each): each for each in model.parameters()}, otherwise="force=True without example=")
 
 
-def made_up_inputs(module: Any, tokens: int) -> list[Arguments]:
+def random_inputs(module: Any, tokens: int) -> list[Arguments]:
+    """Return arguments for one or more calls of a block-sparse module."""
     values = next(each.values for each in module.modules() if isinstance(each, BlockSparseModule))
     like: dict[str, Any] = {"device": values.device, "dtype": values.dtype}
     if isinstance(module, Cell):
@@ -170,13 +245,13 @@ def made_up_inputs(module: Any, tokens: int) -> list[Arguments]:
         return [(tuple(x if size == module.embed_dim else torch.randn(tokens, size, **like) for size in sizes), {})]
     if isinstance(module, Recurrent):
         batches = sorted({1, min(16, tokens)})
-        made = [torch.randn(tokens // batch, batch, module.input_size, **like) for batch in batches]
-        return [((x.transpose(0, 1).contiguous() if module.batch_first else x,), {}) for x in made]
+        inputs = [torch.randn(tokens // batch, batch, module.input_size, **like) for batch in batches]
+        return [((x.transpose(0, 1).contiguous() if module.batch_first else x,), {}) for x in inputs]
     if isinstance(module, Linear):
         return [((torch.randn(tokens, module.in_features, **like),), {})]
     side = math.ceil(tokens ** (1 / module.axes))
     reach = [step * (taps - 1) + 1 for step, taps in zip(module.dilation, module.kernel_size, strict=True)]
-    spans = [max(side * stride, least) for stride, least in zip(module.stride, reach, strict=True)]
+    spans = [max(side * stride, smallest) for stride, smallest in zip(module.stride, reach, strict=True)]
     return [((torch.randn(1, module.in_channels, *spans, **like),), {})]
 
 
@@ -184,7 +259,8 @@ def _clock(device: torch.device) -> Clock:
     return cuda_clock if device.type == "cuda" else host_clock
 
 
-def _key(module: nn.Module, weights: Sequence[BlockSparseModule]) -> tuple[Any, ...]:
+def _settings_key(module: nn.Module, weights: Sequence[BlockSparseModule]) -> tuple[Any, ...]:
+    """Return what the speed of a module depends on, besides the shapes of its inputs."""
     settings = [
         (name, value)
         for name, value in vars(module).items()
@@ -195,12 +271,12 @@ def _key(module: nn.Module, weights: Sequence[BlockSparseModule]) -> tuple[Any, 
         (each.layout.shape, each.layout.block_shape, round(math.log(max(each.layout.density, 1e-9), 1.1)))
         for each in weights
     ]
-    here = weights[0].values.dtype, weights[0].values.device, torch.get_num_threads()
-    return type(module).__name__, repr(settings), repr(parameters), repr(layouts), here
+    machine = weights[0].values.dtype, weights[0].values.device, torch.get_num_threads()
+    return type(module).__name__, repr(settings), repr(parameters), repr(layouts), machine
 
 
 def _shapes(value: Any) -> str:
-    """What an input is, its numbers apart."""
+    """Describe an input without its values: types, shapes, dtypes, strides."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)} {value.dtype} {value.stride()}"
     if isinstance(value, tuple | list):

@@ -1,9 +1,11 @@
-"""Which blocks of each weight are kept: by scores and densities."""
+"""Selects the blocks that each weight of a model keeps: by given layouts, or by scores and densities."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,67 +23,93 @@ Layouts = dict[str, BlockLayout]
 CRITERIA = ("l2", "magnitude", "max", "lamp")
 SCOPES = ("careful", "global", "layer", "erk")
 
-# In the scope "careful": of the density each weight has this part for certain, and of its squares each row of blocks
-# loses no more than this. Measured in docs/results/one_shot.md.
-FLOOR = 0.5
-LOSS = 0.05
+# The scope "careful", measured in docs/results/one_shot.md: each weight keeps at least this fraction of the density,
+MIN_DENSITY_FRACTION = 0.5
+# and each row of blocks loses at most this fraction of its squared norm.
+MAX_ROW_LOSS = 0.05
 
-# By how many standard deviations the norms of a trained weight's blocks differ more than by chance.
-TRACE = 4.0
+# A weight counts as trained if the norms of its blocks differ from chance by this many standard deviations.
+TRAINED_DEVIATIONS = 4.0
 
 
-class Kept:
-    """Weights by name, and which blocks they keep."""
+class Selection(ABC):
+    """A rule that gives weights their layouts.
 
-    asked: float
-    """The density that the weights are to have together."""
+    Attributes:
+        weights: the weights that may become block-sparse, by name.
+        target_density: the density that they should have together.
+    """
 
-    def __init__(self, weights: Weights):
-        self.weights = weights
+    weights: Weights
+    target_density: float
 
-    @property
-    def half_a_block(self) -> float:
-        """What half a block of each weight is of all their numbers: as near as rounding comes to a density."""
-        return _mean({name: 0.5 / math.prod(weight.grid) for name, weight in self.weights.items()}, self.weights)
-
+    @abstractmethod
     def layouts(self, names: Iterable[str]) -> Layouts:
-        """The layouts of these weights, when the others stay dense."""
-        raise NotImplementedError
+        """Return the layouts of these weights if the others stay dense."""
 
-    def why(self, name: str) -> str:
-        """Why this weight keeps more than its part, or nothing."""
+    def excess(self, name: str) -> str:
+        """Return why a weight needs more blocks than the density allows, or ""."""
         return ""
 
+    @property
+    def rounding(self) -> float:
+        """Half a block of each weight as a density: no density can be met more closely."""
+        return _mean_density(
+            {name: 0.5 / math.prod(weight.grid) for name, weight in self.weights.items()}, self.weights
+        )
+
     def density_of(self, layouts: Layouts) -> float:
-        """The density of all weights together when some have these layouts and the others are dense."""
+        """Return the density of all weights together if some have these layouts and the others are dense."""
         dense = sum(weight.tensor.numel() for name, weight in self.weights.items() if name not in layouts)
-        padded = {name: _padded(weight) for name, weight in self.weights.items() if name in layouts}
-        stored = sum(layouts[name].density * number for name, number in padded.items())
+        padded = {name: _padded_size(weight) for name, weight in self.weights.items() if name in layouts}
+        stored = sum(layouts[name].density * size for name, size in padded.items())
         return (stored + dense) / (sum(padded.values()) + dense)
 
 
-class Given(Kept):
-    """The layouts that a user gives some of the weights."""
+@dataclass(frozen=True)
+class Plan:
+    """The layouts that weights get, and why other weights stay dense.
+
+    Args:
+        selection: the rule that selected the blocks.
+        layouts: the layouts by name of the weight.
+        reasons: why weights stay dense, by name.
+        unexpected: those reasons that a warning always reports.
+    """
+
+    selection: Selection
+    layouts: Layouts
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    unexpected: Mapping[str, str] = field(default_factory=dict)
+
+
+class FixedSelection(Selection):
+    """The layouts that a user gives for some of the weights."""
 
     def __init__(self, weights: Weights, layouts: Mapping[str, BlockLayout]):
         if not isinstance(layouts, Mapping):
-            raise BlockSparseError.expected("layouts", "BlockLayouts by the names of weights", type(layouts).__name__)
-        named = _named("layouts", layouts, weights)
+            raise BlockSparseError.expected("layouts", "BlockLayouts by name of the weight", type(layouts).__name__)
+        named = _select_names("layouts", layouts, weights)
         for name, weight in named.items():
             check_layout(layouts[name])
             weight.check_fit(layouts[name])
-        super().__init__({name: weight.in_blocks(layouts[name].block_shape) for name, weight in named.items()})
+        self.weights = {name: weight.in_blocks(layouts[name].block_shape) for name, weight in named.items()}
         self._layouts = layouts
-        self.asked = self.density_of(self.layouts(self.weights))
+        self.target_density = self.density_of(self.layouts(self.weights))
 
     def layouts(self, names: Iterable[str]) -> Layouts:
         return {name: self._layouts[name] for name in names}
 
 
-class Choice(Kept):
-    """The blocks with the highest scores, of all weights or, when some are to stay dense after all, of the rest.
+class ScoredSelection(Selection):
+    """The blocks with the highest scores.
 
-    If `bounded`, weights keep more in the scope "careful" where they would lose too much.
+    Args:
+        weights: the dense weights by name.
+        density: the density of all weights, or of each by name.
+        criterion: the scores; see `sparsify`.
+        scope: the weights that compete for blocks; see `sparsify`.
+        bounded: whether trained weights keep more blocks, in the scope "careful", where they would lose too much.
     """
 
     def __init__(
@@ -97,7 +125,7 @@ class Choice(Kept):
         if not isinstance(criterion, Mapping) and not callable(criterion) and criterion not in CRITERIA:
             expected = f"one of {', '.join(CRITERIA)}, scores by name or a function"
             raise BlockSparseError.expected("criterion", expected, repr(criterion))
-        super().__init__(_named("density", density if isinstance(density, Mapping) else weights, weights))
+        self.weights = _select_names("density", density if isinstance(density, Mapping) else weights, weights)
         self.density, self.scope = density, scope
         self.blocks = {name: weight.blocks for name, weight in self.weights.items()}
         for value in density.values() if isinstance(density, Mapping) else [density]:
@@ -108,12 +136,12 @@ class Choice(Kept):
                 check_density(value, {name: self.blocks[name]}, "layer")
         elif scope in ("careful", "global"):
             check_density(density, self.blocks, "global")
-        self.scores = {name: self._scores(name, criterion) for name in self.weights}
-        self.needed: dict[str, Tensor] = {}
-        if bounded and scope == "careful" and not isinstance(density, Mapping) and _trained(self.weights.values()):
-            self.needed = {name: _needed(weight) for name, weight in self.weights.items()}
-        of_all = density if isinstance(density, Mapping) else dict.fromkeys(self.weights, density)
-        self.asked = _mean(of_all, self.weights)
+        self.scores = {name: self._score(name, criterion) for name in self.weights}
+        self._needed: dict[str, Tensor] = {}
+        if bounded and scope == "careful" and not isinstance(density, Mapping) and _is_trained(self.weights.values()):
+            self._needed = {name: _needed_blocks(weight) for name, weight in self.weights.items()}
+        densities = density if isinstance(density, Mapping) else dict.fromkeys(self.weights, density)
+        self.target_density = _mean_density(densities, self.weights)
 
     def layouts(self, names: Iterable[str]) -> Layouts:
         names = list(names)
@@ -127,24 +155,26 @@ class Choice(Kept):
             densities = [self.density] * len(names)
         else:
             if self.scope == "careful":
-                scores = {name: _with_floor(score, FLOOR * self.density) for name, score in scores.items()}
+                minimum = MIN_DENSITY_FRACTION * self.density
+                scores = {name: _with_minimum(score, minimum) for name, score in scores.items()}
             best = top_blocks(scores, blocks, self.density, "global")
-            return self._as_layouts({name: mask | self.needed.get(name, mask) for name, mask in best.items()})
+            return self._as_layouts({name: mask | self._needed.get(name, mask) for name, mask in best.items()})
         masks: dict[str, Tensor] = {}
         for name, density in zip(names, densities, strict=True):
             masks |= top_blocks({name: scores[name]}, {name: blocks[name]}, density, "layer")
         return self._as_layouts(masks)
 
-    def why(self, name: str) -> str:
-        if name not in self.needed:
+    def excess(self, name: str) -> str:
+        if name not in self._needed:
             return ""
-        need = float(self.needed[name].float().mean())
-        return f"it takes {need:.0%} of its blocks to lose no more than {LOSS:.0%} of the squares of each row"
+        fraction = float(self._needed[name].float().mean())
+        return f"needs {fraction:.0%} of its blocks to preserve {1 - MAX_ROW_LOSS:.0%} of each row's squared norm"
 
     def _as_layouts(self, masks: Mapping[str, Tensor]) -> Layouts:
         return {name: BlockLayout(mask, self.weights[name].block_shape) for name, mask in masks.items()}
 
-    def _scores(self, name: str, criterion: Criterion) -> Tensor:
+    def _score(self, name: str, criterion: Criterion) -> Tensor:
+        """Return the scores of a weight's blocks, `[out_blocks, in_blocks]`."""
         weight, blocks = self.weights[name], self.blocks[name]
         if not bool(weight.tensor.isfinite().all()):
             raise BlockSparseError.expected(f"the weight {name}", "finite numbers", "inf or nan among them")
@@ -154,29 +184,29 @@ class Choice(Kept):
                 return _lamp(numbers.double().square().sum(blocks.inside))
             if criterion == "max":
                 return numbers.amax(blocks.inside)
-            # Per number in the block, as blocks of convolutions have more numbers but compete with others.
+            # Blocks of convolutions have more numbers but compete with others, so scores are means.
             return numbers.mean(blocks.inside) if criterion == "magnitude" else numbers.square().mean(blocks.inside)
         if isinstance(criterion, Mapping):
             if name not in criterion:
                 raise BlockSparseError.expected("criterion", f"scores of {name}", f"those of {sorted(criterion)}")
             scores = criterion[name]
         else:
-            scores = criterion(name, weight.padded().detach().clone())  # it may write to it
+            scores = criterion(name, weight.padded().detach().clone())  # the function may write to its argument
         if not isinstance(scores, Tensor) or tuple(scores.shape) != weight.grid or not bool(scores.isfinite().all()):
             got = type(scores).__name__ if not isinstance(scores, Tensor) else f"{list(scores.shape)}"
-            raise BlockSparseError.expected(f"the scores of {name}", f"finite ones, {list(weight.grid)}", got)
+            raise BlockSparseError.expected(f"the scores of {name}", f"finite numbers, {list(weight.grid)}", got)
         return scores.detach()
 
 
 def _lamp(squares: Tensor) -> Tensor:
-    """Returns the LAMP score of each block: its part of the squares left once all smaller blocks are gone."""
+    """Return LAMP scores: the fraction of each block in the squares that remain once all smaller blocks are gone."""
     ranked, order = squares.flatten().sort(descending=True, stable=True)
-    parts = ranked / ranked.cumsum(0).clamp(min=torch.finfo(ranked.dtype).tiny)
-    return torch.empty_like(parts).scatter_(0, order, parts).view_as(squares)
+    fractions = ranked / ranked.cumsum(0).clamp(min=torch.finfo(ranked.dtype).tiny)
+    return torch.empty_like(fractions).scatter_(0, order, fractions).view_as(squares)
 
 
-def _with_floor(scores: Tensor, density: float) -> Tensor:
-    """The scores, infinite where a block stays for certain: the best ones, and that of each row if there are enough."""
+def _with_minimum(scores: Tensor, density: float) -> Tensor:
+    """Set the scores of a weight's best blocks to infinity, up to this density; first the best block of each row."""
     count = max(1, math.ceil(density * scores.numel()))
     sure, rank = torch.zeros_like(scores, dtype=torch.bool), rank_scores(scores)
     if count >= len(scores):
@@ -185,15 +215,15 @@ def _with_floor(scores: Tensor, density: float) -> Tensor:
     return scores.masked_fill(sure.view(-1).index_fill(0, rest.topk(count).indices, True).view_as(sure), torch.inf)
 
 
-def _needed(weight: Prunable) -> Tensor:
-    """The blocks without which a row of blocks would lose too much of its sum of squares; bool."""
+def _needed_blocks(weight: Prunable) -> Tensor:
+    """Mark the blocks without which a row of blocks would lose too much of its squared norm."""
     squares, order = weight.blocks.sums(weight.tensor.detach().double().square()).sort(1)
-    lost = squares.cumsum(1) <= LOSS * squares.sum(1, keepdim=True)
+    lost = squares.cumsum(1) <= MAX_ROW_LOSS * squares.sum(1, keepdim=True)
     return torch.empty_like(lost).scatter_(1, order, ~lost)
 
 
-def _trained(weights: Iterable[Prunable]) -> bool:
-    """Whether the norms of some weight's blocks differ by more than chance, as they do not where numbers were drawn."""
+def _is_trained(weights: Iterable[Prunable]) -> bool:
+    """Check whether the norms of some weight's blocks differ more than those of random numbers."""
     unknown = True
     for weight in weights:
         blocks = weight.blocks
@@ -203,27 +233,26 @@ def _trained(weights: Iterable[Prunable]) -> bool:
             continue
         unknown = False
         by_chance = squares.var(1).mean() / squares.shape[1]
-        if squares.mean(1).var() > by_chance * (1 + TRACE * math.sqrt(2 / (len(squares) - 1))):
+        if squares.mean(1).var() > by_chance * (1 + TRAINED_DEVIATIONS * math.sqrt(2 / (len(squares) - 1))):
             return True
     return unknown
 
 
-def _mean(densities: Mapping[str, float], weights: Weights) -> float:
-    """The density of weights together, by their numbers in whole blocks."""
-    sizes = {name: _padded(weight) for name, weight in weights.items()}
+def _mean_density(densities: Mapping[str, float], weights: Weights) -> float:
+    """Return the density of weights together, whole blocks counted."""
+    sizes = {name: _padded_size(weight) for name, weight in weights.items()}
     return sum(size * densities[name] for name, size in sizes.items()) / sum(sizes.values())
 
 
-def _padded(weight: Prunable) -> int:
-    """The numbers in all blocks, of padding too."""
+def _padded_size(weight: Prunable) -> int:
     return weight.blocks.size * math.prod(weight.grid)
 
 
-def _named(what: str, names: Iterable[str], weights: Weights) -> dict[str, Prunable]:
-    """The weights of these names, in their own order."""
+def _select_names(argument: str, names: Iterable[str], weights: Weights) -> dict[str, Prunable]:
+    """Return the weights with these names, in the order of `weights`."""
     names = list(names)
     unknown = [name for name in names if name not in weights]
     if unknown or not names:
         known = ", ".join(list(weights)[:8]) + (", ..." if len(weights) > 8 else "")
-        raise BlockSparseError.expected(what, f"names out of {known}", ", ".join(map(repr, unknown)) or "none")
+        raise BlockSparseError.expected(argument, f"names out of {known}", ", ".join(map(repr, unknown)) or "none")
     return {name: weight for name, weight in weights.items() if name in names}
