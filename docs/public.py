@@ -25,7 +25,7 @@ class Public(Directive):
         for name in " ".join(self.content).split() or module.__all__:
             value = getattr(module, name)
             if inspect.isclass(value):
-                lines += [f".. autoclass:: {name}", "   :members:", "   :exclude-members: extra_repr, torchs", ""]
+                lines += [f".. autoclass:: {name}", "   :members:", "   :exclude-members: extra_repr, dense_style", ""]
             elif callable(value):
                 lines += [f".. autofunction:: {name}", ""]
             elif not isinstance(value, ModuleType):

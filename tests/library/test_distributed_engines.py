@@ -266,7 +266,7 @@ def one_step(engine):
         outputs.append(y.detach())
     near(outputs[1], outputs[0].chunk(ranks)[rank])
     for mine, theirs in zip(one.modules(), several.modules(), strict=True):
-        cut = getattr(theirs, "cut_parameters", {})
+        cut = getattr(theirs, "sharded_parameters", {})
         for name, parameter in mine.named_parameters(recurse=False):
             wanted, got = parameter.grad, getattr(theirs, name).grad
             if name == "values":
@@ -274,7 +274,7 @@ def one_step(engine):
                 near(got, wanted[torch.from_numpy(handle_of(theirs).local_positions)])
             else:
                 got = got.full_tensor() if is_dtensor(got) else got
-                near(got, wanted[torch.from_numpy(cut[name].here)] if name in cut else wanted)
+                near(got, wanted[torch.from_numpy(cut[name].local_indices)] if name in cut else wanted)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -69,11 +69,11 @@ def spread(how):
 
 
 def save(how, path, piece):
-    single_file.PIECE = piece
+    single_file.PIECE_BYTES = piece
     try:
         save_safetensors(spread(how), path, about={"step": 3})
     finally:
-        single_file.PIECE = 2**25
+        single_file.PIECE_BYTES = 2**25
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "replicas", "tensor", "both"])
@@ -109,12 +109,12 @@ class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
 def largest(path):
     net = nn.Sequential(bs.nn.Linear(1024, 1024, density=0.5, block_size=32), nn.Linear(1024, 512))
     fully_shard(net)
-    single_file.PIECE = 2**16
+    single_file.PIECE_BYTES = 2**16
     sizes = Sizes()
     sizes.known = {p.to_local().untyped_storage().data_ptr() for p in net.parameters()}
     with sizes:
         save_safetensors(net, path)
-    single_file.PIECE = 2**25
+    single_file.PIECE_BYTES = 2**25
     return sizes.largest
 
 
@@ -141,7 +141,7 @@ def fails(case, path):
         def broken(*_):
             raise RuntimeError("out of memory")
 
-        patch.setattr(single_file.Here, "within", broken)
+        patch.setattr(single_file.LocalChunk, "between", broken)
     try:
         with pytest.raises(BlockSparseError) as error:
             save_safetensors(net, path)

@@ -27,12 +27,12 @@ def whole_gradients(model, group=None):
     for name, parameter in model.named_parameters():
         owner, _, key = name.rpartition(".")
         module = model.get_submodule(owner)
-        part, spread = getattr(module, "part", None), getattr(module, "cut_parameters", {}).get(key)
+        part, sharding = getattr(module, "part", None), getattr(module, "sharded_parameters", {}).get(key)
         every = [None] * ranks
         dist.all_gather_object(every, (parameter.grad, part and part.global_indices(module.layout)), group)
-        if spread is not None:
+        if sharding is not None:
             whole = torch.cat([grad for grad, _ in every])
-            whole[torch.from_numpy(np.concatenate(spread.index))] = whole.clone()
+            whole[torch.from_numpy(np.concatenate(sharding.indices))] = whole.clone()
         elif key == "values" and part is not None:
             rows, cols = (np.concatenate(each) for each in zip(*(places for _, places in every), strict=True))
             whole = torch.cat([grad for grad, _ in every])[torch.from_numpy(np.lexsort((cols, rows)))]
@@ -150,7 +150,7 @@ def placements(style, options, input, output):
         if not isinstance(placement, Shard):
             return tensor
         if placement.dim == -1 and tensor.shape[-1] == 32 and style is ColwiseParallel:
-            return tensor[..., torch.from_numpy(layer.boundary.spread.here)]
+            return tensor[..., torch.from_numpy(layer.sharding.features.local_indices)]
         return tensor.chunk(2, placement.dim)[rank]
 
     b = part(x, input).clone().requires_grad_()

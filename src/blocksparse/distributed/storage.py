@@ -1,4 +1,4 @@
-"""How `torch.distributed.checkpoint` writes and reads the blocks of many processes: planners, and files of a folder."""
+"""How `torch.distributed.checkpoint` writes and reads rows of tensors: planners, an atomic writer, a safe reader."""
 
 from __future__ import annotations
 
@@ -40,55 +40,59 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from .held import Rows
+from .state import LocalChunk
 
-# Bytes that are written, or read, at once; a reader holds as many besides what it keeps.
-PIECE = 32 * 2**20
+# Bytes that are written or read at once. A reader holds as many in addition to what it loads.
+PIECE_BYTES = 32 * 2**20
 
 
-class SavePlanner(DefaultSavePlanner):
-    """Writes rows in pieces besides the tensors of PyTorch's planner; equal pieces are written by one process."""
+class ChunkSavePlanner(DefaultSavePlanner):
+    """Plans the writing of local chunks in pieces, besides the tensors of PyTorch's planner.
 
-    def __init__(self, rows: Mapping[str, list[Rows]]):
+    If several processes have the same piece, PyTorch has one of them write it.
+    """
+
+    def __init__(self, chunks: Mapping[str, LocalChunk]):
         super().__init__(flatten_state_dict=False)
-        self.rows = rows
+        self.chunks = chunks
+        self.pieces: dict[tuple[str, int], Tensor] = {}
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        self.plan = replace(plan, items=[*plan.items, *(item for name in self.rows for item in self._items(name))])
+        items = [item for name, chunk in self.chunks.items() for item in self._items(name, chunk)]
+        self.plan = replace(plan, items=[*plan.items, *items])
         return self.plan
 
-    def _items(self, name: str) -> list[WriteItem]:
+    def _items(self, name: str, chunk: LocalChunk) -> list[WriteItem]:
         items = []
-        for rows in self.rows[name]:
-            step = max(1, PIECE // max(1, rows.local[:1].nbytes))
-            rest = [0] * (rows.local.dim() - 1)
-            for begin in range(0, len(rows.local), step) if rows.total else [0]:
-                offsets = torch.Size([rows.first + begin, *rest])
-                size = torch.Size([min(step, len(rows.local) - begin), *rows.local.shape[1:]])
-                properties = TensorProperties.create_from_tensor(rows.local.detach())
-                data = TensorWriteData(ChunkStorageMetadata(offsets, size), properties, rows.shape)
+        step = max(1, PIECE_BYTES // max(1, chunk.local[:1].nbytes))
+        properties = TensorProperties.create_from_tensor(chunk.local)
+        # An empty tensor has one empty piece: without one it would not be in the checkpoint.
+        for first, rows in chunk.runs() if chunk.shape[0] else [(0, chunk.local)]:
+            for begin, piece in enumerate(rows.split(step)):
+                at = first + begin * step
+                self.pieces[name, at] = piece
+                offsets = torch.Size([at, *[0] * (piece.dim() - 1)])
+                data = TensorWriteData(ChunkStorageMetadata(offsets, piece.shape), properties, torch.Size(chunk.shape))
                 items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
         return items
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         name, data = write_item.index.fqn, write_item.tensor_data
-        if name not in self.rows or data is None:
+        if name not in self.chunks or data is None:
             return super().resolve_data(write_item)
-        at = data.chunk.offsets[0]
-        rows = next(rows for rows in self.rows[name] if rows.first <= at < rows.end or rows.total == 0)
-        return rows.local.detach()[at - rows.first : at - rows.first + data.chunk.sizes[0]]
+        return self.pieces[name, data.chunk.offsets[0]]
 
 
-class Writer(FileSystemWriter):
-    """Writes a checkpoint next to the one in the folder, and then replaces that, atomically."""
+class AtomicWriter(FileSystemWriter):
+    """Writes a checkpoint beside the one in the folder, then replaces that one in a single step."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        self.fs = _Files()
+        self.fs = _KeepOldMetadata()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        token = secrets.token_hex(4)  # of this checkpoint's files
+        token = secrets.token_hex(4)  # makes the names of this checkpoint's files unique
         plans = super().prepare_global_plan(plans)
         return [
             replace(plan, storage_data=replace(plan.storage_data, prefix=f"__{token}{plan.storage_data.prefix}"))
@@ -105,30 +109,30 @@ class Writer(FileSystemWriter):
             finally:
                 os.close(opened)
         own = {info.relative_path for info in (metadata.storage_data or {}).values()}
-        for other in folder.glob("*.distcp"):  # of the checkpoint before, and of those that were killed
+        for other in folder.glob("*.distcp"):  # of the previous checkpoint, and of writers that were killed
             if other.name not in own:
                 with suppress(OSError):
                     other.unlink()
 
 
-class _Files(FileSystem):
+class _KeepOldMetadata(FileSystem):
     def rm_file(self, path: str | os.PathLike[str]) -> None:
-        """Leaves the old description: renaming the new one to its name replaces it at once."""
+        """Keep the old metadata file: renaming the new one to its name replaces it in a single step."""
 
 
-class Reader(FileSystemReader):
-    """Reads a folder; its description may only be made of what such descriptions are made of."""
+class SafeReader(FileSystemReader):
+    """Reads a checkpoint folder; its metadata file may contain nothing but the types of such metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _Description(file).load()
+            metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"{type(metadata).__name__} in place of a description")
         return metadata
 
 
-class _Description(pickle.Unpickler):
-    # A module is imported by being named: these are there already.
+class _MetadataUnpickler(pickle.Unpickler):
+    # Looking up a name imports its module, so only these modules, which are loaded already, are looked up.
     modules = (
         "torch",
         "torch.serialization",
@@ -150,101 +154,100 @@ class _Description(pickle.Unpickler):
         ):  # fmt: skip
             return found
         if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 write members of an Enum
-            return _member
+            return _enum_member
         raise pickle.UnpicklingError(f"{module}.{name}, which no description of a checkpoint has")
 
 
-def _member(kind: Any, name: Any) -> Enum:
+def _enum_member(kind: Any, name: Any) -> Enum:
     if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__:
         return kind.__members__[name]
     raise pickle.UnpicklingError(f"{name!r} of {kind!r}, which is no member of an Enum")
 
 
-class Wanted:
-    """Rows `[n]` that a process wants of a stored tensor, in any order, and where they are put, `[n, ...]`."""
+class RowRequest:
+    """Rows `[n]` of a stored tensor, in any order, and the tensor `[n, ...]` to read them into."""
 
     def __init__(self, rows: np.ndarray, into: Tensor):
         self.order = np.argsort(rows, kind="stable")
         self.rows, self.into = rows[self.order], into
 
-    def within(self, begin: int, end: int) -> slice:
-        """Of these, in rising order, the ones from a row to another."""
+    def between(self, begin: int, end: int) -> slice:
+        """Return which of the sorted rows lie in [begin, end)."""
         return slice(*np.searchsorted(self.rows, (begin, end)))
 
 
-class LoadPlanner(DefaultLoadPlanner):
-    """Reads requested rows, piece by piece, besides the tensors that PyTorch's planner takes."""
+class RowLoadPlanner(DefaultLoadPlanner):
+    """Plans the reading of requested rows, piece by piece, besides the tensors of PyTorch's planner."""
 
-    def __init__(self, tensors: dict[str, Tensor], wanted: Mapping[str, Wanted], metadata: Metadata):
+    def __init__(self, tensors: dict[str, Tensor], requests: Mapping[str, RowRequest], metadata: Metadata):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.wanted, self.stored = wanted, metadata
+        self.requests, self.stored = requests, metadata
         self.set_up_planner(tensors, metadata, True)
 
     def plan(self) -> LoadPlan:
         plan = create_default_local_load_plan(self.state_dict, self.stored)
-        return LoadPlan([*plan.items, *(item for name in self.wanted for item in self._items(name))])
+        return LoadPlan([*plan.items, *(item for name in self.requests for item in self._items(name))])
 
     def _items(self, name: str) -> list[ReadItem]:
         stored: Any = self.stored.state_dict_metadata[name]
-        items = []
+        request, items = self.requests[name], []
         for chunk in stored.chunks:
-            begin, rest = chunk.offsets[0], [0] * (len(chunk.sizes) - 1)
-            mine = self.wanted[name].within(begin, begin + chunk.sizes[0])
+            begin, zeros = chunk.offsets[0], [0] * (len(chunk.sizes) - 1)
+            mine = request.between(begin, begin + chunk.sizes[0])
             if mine.start == mine.stop:
                 continue
-            # From the first of these rows to the last one.
-            first, end = (int(self.wanted[name].rows[at]) for at in (mine.start, mine.stop - 1))
-            place = torch.Size([first, *rest])
+            first, last = int(request.rows[mine.start]), int(request.rows[mine.stop - 1])
+            place = torch.Size([first, *zeros])
             items.append(
                 ReadItem(
                     LoadItemType.TENSOR,
                     dest_index=MetadataIndex(name, place),
                     dest_offsets=place,
                     storage_index=MetadataIndex(name, chunk.offsets),
-                    storage_offsets=torch.Size([first - begin, *rest]),
-                    lengths=torch.Size([end + 1 - first, *chunk.sizes[1:]]),
+                    storage_offsets=torch.Size([first - begin, *zeros]),
+                    lengths=torch.Size([last + 1 - first, *chunk.sizes[1:]]),
                 )
             )
         return items
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         name = read_item.dest_index.fqn
-        if name not in self.wanted:
+        if name not in self.requests:
             return super().resolve_tensor(read_item)
         stored: Any = self.stored.state_dict_metadata[name]
         return torch.empty(read_item.lengths, dtype=stored.properties.dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        wanted = self.wanted.get(read_item.dest_index.fqn)
-        if wanted is None:
-            return
-        first = read_item.dest_offsets[0]
-        mine = wanted.within(first, first + read_item.lengths[0])
-        found = tensor[torch.from_numpy(wanted.rows[mine] - first)]
-        wanted.into[torch.from_numpy(wanted.order[mine])] = found.to(wanted.into)
+        request = self.requests.get(read_item.dest_index.fqn)
+        if request is not None:
+            first = read_item.dest_offsets[0]
+            mine = request.between(first, first + read_item.lengths[0])
+            rows = tensor[torch.from_numpy(request.rows[mine] - first)]
+            request.into[torch.from_numpy(request.order[mine])] = rows.to(request.into)
 
 
-class Folder:
-    """A checkpoint in a folder."""
+class StoredCheckpoint:
+    """The checkpoint in a folder; `tensors` has the metadata of each tensor by name."""
 
     def __init__(self, folder: Path):
-        self.reader = Reader(folder)
+        self.reader = SafeReader(folder)
         self.metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(self.metadata, True)
         self.tensors = {
-            name: one
-            for name, one in self.metadata.state_dict_metadata.items()
-            if isinstance(one, TensorStorageMetadata)
+            name: stored
+            for name, stored in self.metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
         }
 
-    def read(self, tensors: dict[str, Tensor], wanted: Mapping[str, Wanted] | None = None) -> None:
-        """Fills tensors, and the requested rows of others."""
-        planner = LoadPlanner(tensors, wanted or {}, self.metadata)
+    def read(self, tensors: dict[str, Tensor], requests: Mapping[str, RowRequest] | None = None) -> None:
+        """Read tensors in place, and the requested rows of others."""
+        planner = RowLoadPlanner(tensors, requests or {}, self.metadata)
         plan = self.reader.prepare_local_plan(planner.plan())
         self.reader.read_data(plan, planner).wait()
 
-    def whole(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
+        """Return a whole tensor."""
         stored = self.tensors[name]
-        found = torch.empty(stored.size, dtype=stored.properties.dtype)
-        self.read({name: found})
-        return found
+        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+        self.read({name: tensor})
+        return tensor

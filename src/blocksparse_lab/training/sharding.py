@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from blocksparse.distributed.held import Rows, as_sharded, box_of
+from blocksparse.distributed.fsdp import sharded_like
+from blocksparse.distributed.state import local_box
 from blocksparse.errors import BlockSparseError
 from blocksparse.layout import layout_of_indices
 from blocksparse.nn.module import BlockSparseModule
@@ -65,9 +66,9 @@ def like(tensor: Tensor, other: Tensor) -> Tensor:
     """A copy of a tensor where another one of its shape is, sharded or laid out in memory as that one is."""
     if not isinstance(other, DTensor):
         return torch.empty_like(other, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
-    offset, size = box_of("tensor", other)
+    offset, size = local_box("tensor", other)
     piece = tensor[tuple(slice(begin, begin + length) for begin, length in zip(offset, size, strict=True))]
-    return as_sharded(Rows(piece.to(other.device, copy=True), offset[0], len(tensor)), other)
+    return sharded_like(other, piece.to(other.device, copy=True), len(tensor))
 
 
 @torch.no_grad()

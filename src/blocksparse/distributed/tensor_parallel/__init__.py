@@ -1,7 +1,8 @@
-"""Tensor parallelism: layers whose blocks several processes hold together, as styles of PyTorch's parallelize_module.
+"""Tensor parallelism: styles of PyTorch's parallelize_module for block-sparse layers.
 
-`cut.py` says which features each process has, `styles.py` leaves that part of a layer, `modules.py` computes with it,
-`moves.py` moves activations and gradients between processes.
+`cut.py` assigns features to processes, `plan.py` finds cuts that layers share, `styles.py` checks a layer, and
+`shardable.py` keeps this process's part of it. `modules.py` computes with the part, by the collectives of
+`collectives.py`.
 """
 
 from .clip import clip_grad_norm_

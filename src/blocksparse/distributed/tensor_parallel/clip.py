@@ -1,4 +1,4 @@
-"""The norm of gradients of which each process has some."""
+"""Gradient clipping for models whose gradients are sharded over processes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ...surgery.sharding import local_of
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Scales the gradients of a model so that their norm is at most `max_norm`; returns the norm before.
+    """Scale the gradients of a model so that their norm is at most `max_norm`; return the norm before.
 
-    Where tensor parallelism gives each process its part of a layer, `torch.nn.utils.clip_grad_norm_` would take the
-    part for the whole, and scale the gradients of each process differently. Parts are counted together here, as are
-    shards of `fully_shard`, and what all processes have is counted once. All processes call it.
+    Under tensor parallelism each process has a part of a layer. `torch.nn.utils.clip_grad_norm_` would use the norm of
+    that part and scale the gradients differently on each process. This function adds up the parts and the shards of
+    `fully_shard`, and counts replicated gradients once. All processes call it.
 
     Args:
-        model: a module, parallel in any of these ways, or in none.
-        max_norm: positive.
+        model: a module, parallelized in any of these ways or not at all.
+        max_norm: a positive number.
 
     Raises:
         BlockSparseError: a norm that is not positive.
@@ -37,8 +37,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """
     if not (is_int(max_norm) or isinstance(max_norm, float)) or not max_norm > 0:
         raise BlockSparseError.expected("max_norm", "a positive number", repr(max_norm))
-    # The squares of whole gradients, and of parts by the processes that have the others.
-    sums: dict[Any, Tensor] = {}
+    # The sum of squares for each tuple of groups over which gradients are sharded; () for replicated ones.
+    sums: dict[tuple[Any, ...], Tensor] = {}
     grads, seen = [], set()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -48,9 +48,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
             seen.add(parameter)
             grads.append(grad)
             groups: list[Any] = []
-            spread, part = getattr(module, "cut_parameters", {}).get(name), getattr(module, "part", None)
-            if spread is not None:
-                groups.append(spread.group)
+            sharding, part = getattr(module, "sharded_parameters", {}).get(name), getattr(module, "part", None)
+            if sharding is not None:
+                groups.append(sharding.group)
             elif name == "values" and part is not None:
                 groups.append(part.group)
             if isinstance(grad, DTensor):
@@ -63,8 +63,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     if not grads:
         return torch.zeros(())
     total: Any = 0
-    for groups_of, square in sums.items():
-        for group in groups_of:
+    for sharded_over, square in sums.items():
+        for group in sharded_over:
             dist.all_reduce(square, group=group)
         total = total + square
     norm: Tensor = total.sqrt()

@@ -1,4 +1,4 @@
-"""Which features each process has under tensor parallelism, balanced by the blocks that are stored for them."""
+"""Which features each tensor-parallel process has, balanced by the blocks that are stored for them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..balance import balanced_cuts
 
 @dataclass(frozen=True)
 class Cut:
-    """The hidden features of each process, the same for all layers that write or read them.
+    """The hidden features of each process, shared by all layers that write or read them.
 
     Args:
-        features: how many there are in all.
-        unit: how many of them stay together, a multiple of the blocks; of the last unit fewer may be real.
-        parts: for each process its units, rising.
+        features: the number of features in all.
+        unit: the number of features that stay together, a multiple of the block size. The last unit may be incomplete.
+        parts: the units of each process, in ascending order.
 
-    A layer with r times as many features, the queries of attention with grouped keys say, has units of r times as many.
+    A layer with r times the features has units of r times the size. Queries of grouped-query attention are an example.
 
     >>> Cut(100, 32, ((0, 3), (1, 2))).features_of(0, 100)
     array([ 0,  1,  2,  3,  4,  5,  6,  7,  8,  9, 10, 11, 12, 13, 14, 15, 16,
@@ -35,7 +35,7 @@ class Cut:
 
     @classmethod
     def even(cls, features: int, unit: int, ranks: int) -> Cut:
-        """Ranges of about as many features each, in order.
+        """Return ranges of about equally many features, in order.
 
         Raises:
             BlockSparseError: fewer units than processes.
@@ -48,13 +48,13 @@ class Cut:
 
     @classmethod
     def balanced(cls, features: int, unit: int, ranks: int, stored: np.ndarray, in_order: bool = False) -> Cut:
-        """Parts of about as many stored numbers each, of every weight and so in all.
+        """Return parts with about equally many stored values of every weight.
 
         Args:
-            features, unit: as of the class.
-            ranks: how many processes.
-            stored: `[weights, units]`, what each weight stores for a unit.
-            in_order: whether parts are ranges, one behind the other, which balance worse.
+            features, unit: as in the class.
+            ranks: the number of processes.
+            stored: `[weights, units]`, the number of values that each weight stores for a unit.
+            in_order: whether parts must be consecutive ranges, which balance worse.
 
         Raises:
             BlockSparseError: fewer units than processes.
@@ -65,34 +65,34 @@ class Cut:
         ((0, 1), (2, 3, 4, 5))
         """
         units = _units(features, unit, ranks)
-        # A unit without blocks has some weight: its activations. So parts of an empty layout are even.
-        shares = stored / np.maximum(stored.sum(1, keepdims=True), 1)
-        loads = np.vstack([shares, np.full(units, 1e-3 / units)])
+        # A unit without blocks still has activations: the small weight makes the parts of an empty layout even.
+        fractions = stored / np.maximum(stored.sum(1, keepdims=True), 1)
+        loads = np.vstack([fractions, np.full(units, 1e-3 / units)])
         if in_order:
             bounds = balanced_cuts(stored.sum(0) / max(stored.sum(), 1) + loads[-1], ranks)
             parts = [list(range(begin, end)) for begin, end in itertools.pairwise(bounds)]
         else:
-            parts = _spread(loads, ranks)
+            parts = _pack(loads, ranks)
         return cls(features, unit, tuple(tuple(sorted(part)) for part in parts))
 
     @property
     def ranks(self) -> int:
-        """How many processes it is for."""
+        """The number of processes."""
         return len(self.parts)
 
     def fits(self, features: int, block: int) -> bool:
-        """Whether a layer of this many features in such blocks can be cut so."""
+        """Check whether a layer with this many features in blocks of this size can have this cut."""
         ratio, rest = divmod(features, self.features)
         return rest == 0 and (self.unit * ratio) % block == 0
 
     def features_of(self, rank: int, features: int) -> np.ndarray:
-        """int64, rising: which features of a layer with this many a process has."""
+        """Return a process's features in a layer with this many features, int64, in ascending order."""
         unit = self.unit * (features // self.features)
         index = (np.array(self.parts[rank], dtype=np.int64)[:, None] * unit + np.arange(unit)).ravel()
         return index[index < features]
 
     def lines_of(self, rank: int, features: int, block: int) -> np.ndarray:
-        """int64, rising: which rows or columns of blocks of a layer a process has."""
+        """Return a process's rows or columns of blocks in a layer, int64, in ascending order."""
         return np.unique(self.features_of(rank, features) // block)
 
 
@@ -105,16 +105,20 @@ def _units(features: int, unit: int, ranks: int) -> int:
     return units
 
 
-def _spread(loads: np.ndarray, ranks: int) -> list[list[int]]:
-    """The heaviest unit first, each to the process where what all weights have by then is least in its way.
+def _pack(loads: np.ndarray, ranks: int) -> list[list[int]]:
+    """Assign units to ranks, the heaviest first, each to the rank whose loads so far overlap least with the unit's.
+
+    Args:
+        loads: `[weights, units]`, the fraction of each weight's values that a unit has.
+        ranks: the number of ranks.
 
     Source: Graham, Bounds on multiprocessing timing anomalies (1969), with the dot product of Panigrahy et al.,
     Heuristics for vector bin packing (2011), for several weights at once.
     """
     parts: list[list[int]] = [[] for _ in range(ranks)]
-    have = np.zeros((ranks, len(loads)))
+    assigned = np.zeros((ranks, len(loads)))
     for unit in np.argsort(-loads.max(0), kind="stable").tolist():
-        rank = int(np.argmin(have @ loads[:, unit]))
+        rank = int(np.argmin(assigned @ loads[:, unit]))
         parts[rank].append(unit)
-        have[rank] += loads[:, unit]
+        assigned[rank] += loads[:, unit]
     return parts

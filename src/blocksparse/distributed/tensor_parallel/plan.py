@@ -1,4 +1,4 @@
-"""Tensor parallelism of a model by a plan, with cuts that the layers share and that balance their blocks."""
+"""Tensor parallelism of a model by a plan, with cuts that layers share and that balance their blocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ...errors import BlockSparseError
 from ...surgery.agreement import agreed, digest
 from .cut import Cut
-from .slicing import Layer, Units, sliceable
-from .styles import DENSE, SAME, ColwiseParallel, RowwiseParallel, facts_of, group_of, naming
+from .shardable import ShardableLayer, ShardableLSTM, shardable
+from .styles import COMPARED, DENSE, ColwiseParallel, RowwiseParallel, facts_of, group_of, prefix_errors
 
 
 def parallelize_module(
@@ -28,25 +28,24 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """`torch.distributed.tensor.parallel.parallelize_module` with cuts that balance the stored blocks.
+    """Apply `torch.distributed.tensor.parallel.parallelize_module` with cuts that balance the stored blocks.
 
-    Layers that share hidden features are to be cut at the same places. PyTorch applies a plan layer by layer, and so
-    block-sparse ones fall back to ranges of as many features each. Here, in the order in which the model has its
-    modules, the layers with ColwiseParallel since the last one with RowwiseParallel, and the next one with
-    RowwiseParallel, which reads what they write, get one `Cut`, of the stored blocks of all of them, before PyTorch's
-    function applies the plan.
+    Layers that share hidden features need the same cut. PyTorch applies a plan layer by layer, so block-sparse layers
+    then fall back to ranges of equally many features. This function groups layers first, in the order of the model's
+    modules: a layer with RowwiseParallel ends a group, which has the layers with ColwiseParallel before it. All layers
+    of a group get one `Cut`, which balances their blocks together.
 
-    The parts are ranges of features, unless all layers of a group have a `multiple`: how many features stay together,
-    1 where only elementwise functions lie between, `head_dim` for attention. Then any units make a part, which balances
-    better.
+    The parts of a cut are ranges of features unless all layers of the group have a `multiple`, the number of features
+    that stay together: 1 if only elementwise functions lie between the layers, `head_dim` for attention. Then a part
+    may consist of any units, which balances better.
 
     Args:
-        module, device_mesh, parallelize_plan, src_data_rank: as PyTorch's function has them. Names may have wildcards.
+        module, device_mesh, parallelize_plan, src_data_rank: as in PyTorch's function. Names may have wildcards.
 
     Raises:
-        BlockSparseError: on every process, with the layer's name, before anything is cut: layers of a group whose
-            features do not go together; a parameter that two modules share; layouts, dtypes, biases or plans that
-            differ; what the styles raise.
+        BlockSparseError: on every process, with the layer's name, before anything is sharded: features of a group that
+            do not fit each other; a parameter that two modules share; layouts, dtypes, biases or plans that differ
+            between processes; and the errors of the styles.
 
     >>> plan = {"layers.*.fc1": ColwiseParallel(multiple=1), "layers.*.fc2": RowwiseParallel(multiple=1)}
     >>> model = parallelize_module(model, mesh["tp"], plan)  # doctest: +SKIP
@@ -57,8 +56,8 @@ def parallelize_module(
 
 
 def _agreed_plan(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """The balanced plan, once all processes have found the same one, and that it can be applied."""
-    with agreed(group_of(mesh), SAME) as facts:
+    """Return the balanced plan, after a check that all processes have the same one and can apply it."""
+    with agreed(group_of(mesh), COMPARED) as facts:
         new = balanced_plan(model, mesh.size(), plan)
         modules = dict(model.named_modules())
         ours: dict[str, ColwiseParallel | RowwiseParallel] = {
@@ -75,13 +74,13 @@ def _agreed_plan(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Parallel
             options = own and (own.input, own.output, own.use_local_output, own.multiple)
             facts[f"{label} (style)"] = 0, digest(type(style).__name__, options)
         for name, style in ours.items():
-            with naming(name):
-                style.planned(modules[name], mesh)
+            with prefix_errors(name):
+                style.checked_cut(modules[name], mesh)
     return new
 
 
 def _check_ties(model: nn.Module, cut: Iterable[str]) -> None:
-    """Raises a BlockSparseError where a layer that is to be cut shares a parameter."""
+    """Raise a BlockSparseError if a layer that will be cut shares a parameter with another module."""
     owners: defaultdict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
@@ -94,27 +93,27 @@ def _check_ties(model: nn.Module, cut: Iterable[str]) -> None:
 
 
 def balanced_plan(model: nn.Module, ranks: int, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """The plan for each single layer, with a cut for each group of layers that share features."""
+    """Return a plan with each layer's own name, and one cut for each group of layers that share features."""
     names = [name for name, _ in model.named_modules()]
-    # Of names that several entries match, PyTorch applies all.
+    # PyTorch applies all entries that match a name; the last one decides here.
     chosen = {key: [name for name in names if _matches(name, key)] for key in plan}
     new = {name: style for key, style in plan.items() for name in chosen[key]}
-    new |= {key: style for key, style in plan.items() if not chosen[key]}  # of which PyTorch warns
+    new |= {key: style for key, style in plan.items() if not chosen[key]}  # PyTorch warns of these
     group: dict[str, ColwiseParallel | RowwiseParallel] = {}
     for name in names:
         style = new.get(name)
-        if not isinstance(style, ColwiseParallel | RowwiseParallel) or not style.shared or style.cut is not None:
+        if not isinstance(style, ColwiseParallel | RowwiseParallel) or not style.is_shared or style.cut is not None:
             continue
         try:
-            sliceable(model.get_submodule(name), style.axis)
-        except BlockSparseError:  # PyTorch's, or one that the style refuses by name
+            shardable(model.get_submodule(name), style.axis)
+        except BlockSparseError:  # a dense layer, or one that the style refuses with its name
             continue
         group[name] = style
         if isinstance(style, RowwiseParallel):
             cut = _shared_cut(model, ranks, group)
             new |= {each: style.with_cut(cut) for each, style in group.items()}
             group = {}
-    # In the order of the model, for a plan that was written in another order on each process.
+    # The order of the model is the same on all processes; that of the plan may not be.
     return {name: new[name] for name in [*(each for each in names if each in new), *sorted(new.keys() - set(names))]}
 
 
@@ -124,8 +123,9 @@ def _matches(name: str, key: str) -> bool:
 
 
 def _shared_cut(model: nn.Module, ranks: int, group: Mapping[str, ColwiseParallel | RowwiseParallel]) -> Cut:
-    layers: dict[str, Layer | Units] = {
-        name: sliceable(model.get_submodule(name), style.axis) for name, style in group.items()
+    """Return the cut of a group of layers, given by name with their styles."""
+    layers: dict[str, ShardableLayer | ShardableLSTM] = {
+        name: shardable(model.get_submodule(name), style.axis) for name, style in group.items()
     }
     features = min(layer.features for layer in layers.values())
     unit = 1
@@ -137,7 +137,7 @@ def _shared_cut(model: nn.Module, ranks: int, group: Mapping[str, ColwiseParalle
             raise BlockSparseError.expected(f"the group of {name}", expected, have)
         together = math.lcm(layer.block, group[name].multiple or 1)
         unit = math.lcm(unit, together // math.gcd(together, ratio))
-    stored = [layer.stored(unit * (layer.features // features)) for layer in layers.values()]
+    stored = [layer.stored_per_unit(unit * (layer.features // features)) for layer in layers.values()]
     in_order = any(style.multiple is None for style in group.values())
-    with naming(", ".join(layers)):
+    with prefix_errors(", ".join(layers)):
         return Cut.balanced(features, unit, ranks, np.concatenate(stored), in_order)
